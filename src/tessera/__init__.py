@@ -1,0 +1,70 @@
+"""Tessera: energy as a first-class constraint of PyTorch/GPU programs.
+
+::
+
+    from tessera import monitor, EnergyBenchmark
+
+    with monitor.energy_scope("training_epoch") as energy:
+        run_training()
+    print(energy.joules, "±", energy.error_j, "J at", energy.watts, "W")
+
+Names are loaded when first used: importing tessera imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from . import hardware as hardware
+    from . import monitor as monitor
+    from . import schema as schema
+    from . import sensors as sensors
+    from . import units as units
+    from .errors import TesseraError as TesseraError
+    from .monitor import EnergyBenchmark as EnergyBenchmark
+    from .schema import Energy as Energy
+    from .schema import EnergyReport as EnergyReport
+    from .trace import PowerTrace as PowerTrace
+
+__version__ = "0.1.0.dev0"
+
+_LAZY = {
+    "Energy": ".schema",
+    "EnergyBenchmark": ".monitor",
+    "EnergyReport": ".schema",
+    "PowerTrace": ".trace",
+    "TesseraError": ".errors",
+}
+_MODULES = ("errors", "hardware", "monitor", "schema", "sensors", "units")
+
+__all__ = [
+    "Energy",
+    "EnergyBenchmark",
+    "EnergyReport",
+    "PowerTrace",
+    "TesseraError",
+    "__version__",
+    "errors",
+    "hardware",
+    "monitor",
+    "schema",
+    "sensors",
+    "units",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tessera' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What the numbers mean: findings drawn from measured runs."""

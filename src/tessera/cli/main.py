@@ -1,0 +1,80 @@
+"""The `tessera` command: a group whose commands are imported only when they are run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from .. import __version__
+from ..errors import TesseraError, did_you_mean
+
+# Name -> (module, one line of help). The line stands here so that --help need not import the module.
+COMMANDS = {
+    "measure": ("measure", "Run any command and say what it cost: joules, watts, seconds."),
+    "doctor": ("doctor", "Show every sensor of this machine, what is missing, and the fix."),
+    "watch": ("watch", "Show power, clocks and temperature live."),
+    "metrics": ("metrics", "Serve Prometheus metrics: joules as counters."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when it is used, and answers a wrong name with the nearest one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise click.UsageError(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tessera")
+@click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
+def cli(debug: bool) -> None:
+    """Where every joule goes: measure, predict, explain and act on the energy of GPU programs.
+
+    \b
+    Example:
+      tessera measure -- python train.py
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
+    debug = "--debug" in args[: args.index("--")] if "--" in args else "--debug" in args
+    try:
+        code = cli.main(args, prog_name="tessera", standalone_mode=False)
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as exc:
+        exc.show()
+        code = exc.exit_code
+    except TesseraError as exc:
+        if debug:
+            raise
+        click.echo(f"error: {exc}", err=True)
+        code = 1
+    except BrokenPipeError:  # `tessera ... | head`: not an error of ours
+        sys.stderr.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,107 @@
+"""`tessera measure -- COMMAND`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ..monitor.command import CommandRun
+    from ..schema import Work
+
+
+@click.command("measure", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--steps", type=float, help="How many steps the command does: gives J per step.")
+@click.option("--samples", type=float, help="How many samples: gives J per sample.")
+@click.option("--tokens", type=float, help="How many tokens: gives J per token.")
+@click.option("--work", type=float, help="How much work of your own --unit.")
+@click.option("--unit", help="The unit of --work, such as 'image'.")
+@click.option(
+    "--sensor", "sensors", multiple=True, help="Use this sensor only (may be repeated); see `tessera doctor`."
+)
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the power samples to this CSV.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, on standard output.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    steps: float | None,
+    samples: float | None,
+    tokens: float | None,
+    work: float | None,
+    unit: str | None,
+    sensors: tuple[str, ...],
+    trace: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Run any command, measure the machine meanwhile, and say what it cost.
+
+    \b
+    Examples:
+      tessera measure -- python train.py
+      tessera measure --steps 100 --trace power.csv -- python train.py --epochs 1
+
+    The command's children are included, its output goes where it always goes, and its exit code is passed on.
+    The answer is printed on standard error, so that pipes keep working; --json prints it on standard output.
+    Scopes that the program opens itself (tessera.monitor.energy_scope) are listed as regions.
+    """
+    if not command:
+        raise click.UsageError("no command to measure; example: tessera measure -- python train.py", ctx)
+    given = _works(steps=steps, samples=samples, tokens=tokens, work=work, unit=unit)
+    from ..monitor import Monitor
+    from ..monitor.command import EXIT_NOT_FOUND, CommandNotRun, measure_command
+    from ..sensors.discover import discover
+
+    found = discover(list(sensors) or None)
+    monitor = Monitor(found.sensors, found.missing).start()
+    try:
+        run = measure_command(command, monitor, work=given)
+    except CommandNotRun as exc:
+        click.echo(f"error: {exc}", err=True)
+        return EXIT_NOT_FOUND
+    finally:
+        monitor.stop()
+    if trace:
+        run.trace.to_csv(trace)
+    _show(run, command, trace, as_json)
+    return run.returncode
+
+
+def _works(
+    *, steps: float | None, samples: float | None, tokens: float | None, work: float | None, unit: str | None
+) -> list[Work]:
+    from ..schema import Work
+
+    if (work is None) != (unit is None):
+        raise ArgumentError("--work and --unit go together", fix="e.g. --work 5000 --unit image")
+    pairs = {"step": steps, "sample": samples, "token": tokens, unit or "": work}
+    for name, amount in pairs.items():
+        if amount is not None and not amount > 0:
+            raise ArgumentError(f"the number of {name}s must be positive, not {amount:g}")
+    return [Work(amount=v, unit=k) for k, v in pairs.items() if v is not None]
+
+
+def _show(run: CommandRun, command: tuple[str, ...], trace: Path | None, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        sys.stdout.flush()
+        click.echo(msgspec.json.encode({"returncode": run.returncode, "report": run.report}).decode())
+        return
+    from rich.console import Console
+
+    from ..analyze.advise import advise
+    from ..report.text import answer, command_line
+
+    out = Console(stderr=True, highlight=False)
+    if trace:
+        following = f"tessera measure --sensor replay:{trace} -- sleep 1"
+    else:
+        following = command_line(["tessera", "measure", "--trace", "power.csv", "--", *command])
+    out.print(answer(run.report, advice=advise(run.report, run.telemetry), next_command=following))

@@ -1,0 +1,97 @@
+"""The exceptions Tessera raises, all of them.
+
+::
+
+    TesseraError                 every error of ours; carries what, why, fix
+    ├── ArgumentError            a wrong argument (also a ValueError)
+    │   └── UnitError            a quantity that cannot be parsed; shows the position
+    ├── SensorError              something about a sensor
+    │   ├── SensorUnavailable    the library, device or file is not there
+    │   ├── SensorPermission     it is there, but this user may not read it
+    │   └── SensorLost           it answered before and no longer does
+    ├── MeasurementError         a measurement that cannot give what was asked
+    ├── RecordingError           a recorded file that cannot be read
+    └── MissingExtra             an optional dependency is needed (also an ImportError)
+
+Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay
+them out and a test can hold us to having all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TesseraError(Exception):
+    """Base of all Tessera errors: `what` happened, `why`, and the `fix` to try."""
+
+    def __init__(self, what: str, *, why: str | None = None, fix: str | None = None) -> None:
+        self.what = what
+        self.why = why
+        self.fix = fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class ArgumentError(TesseraError, ValueError):
+    """A wrong argument."""
+
+
+class UnitError(ArgumentError):
+    """A quantity such as "275W" that cannot be parsed; shows where it goes wrong."""
+
+    def __init__(self, text: str, position: int, problem: str, accepted: str) -> None:
+        self.text = text
+        self.position = position
+        caret = " " * (position + 4) + "^"
+        super().__init__(f"cannot read {text!r}: {problem}\n    {text}\n{caret}", fix=f"accepted: {accepted}")
+
+
+class SensorError(TesseraError):
+    """Something about a sensor."""
+
+
+class SensorUnavailable(SensorError):
+    """The sensor's library, device or file is not there."""
+
+
+class SensorPermission(SensorError):
+    """The sensor is there, but this user may not read it."""
+
+
+class SensorLost(SensorError):
+    """The sensor answered before and no longer does."""
+
+
+class MeasurementError(TesseraError):
+    """A measurement that cannot give what was asked."""
+
+
+class RecordingError(TesseraError):
+    """A recorded file that cannot be read."""
+
+
+class MissingExtra(TesseraError, ImportError):
+    """An optional dependency is needed for what was asked."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed",
+            fix=f"pip install 'tessera-energy[{extra}]'",
+        )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the nearest known word, or an empty string."""
+    import difflib
+
+    lowered = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return f"; did you mean {lowered[near[0]]!r}?" if near else ""

@@ -1,0 +1,124 @@
+"""Measure a command from outside: run it, watch the machine, give back what it cost and its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ..errors import TesseraError
+from ..schema import EnergyReport, Telemetry, Work
+from ..trace import PowerTrace
+from .core import Monitor
+from .live import power_trace
+from .regions import REGIONS_VARIABLE, read_regions
+from .scope import EnergyScope
+
+# Power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
+IDLE_WINDOW_NS = 1_500_000_000
+EXIT_NOT_FOUND = 127  # as shells do
+EXIT_SIGNAL = 128
+
+
+class CommandNotRun(TesseraError):
+    """The command could not be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRun:
+    """A measured command: its report, power trace, telemetry and exit code."""
+
+    report: EnergyReport
+    trace: PowerTrace
+    telemetry: Mapping[str, Sequence[Telemetry]]
+    returncode: int
+
+
+def measure_command(argv: Sequence[str], monitor: Monitor, *, work: Sequence[Work] = ()) -> CommandRun:
+    """Run a command to its end and measure the machine meanwhile. Its children are in it: power is the machine's.
+
+    SIGINT and SIGTERM go to the command; what was measured until then is still reported.
+    """
+    with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
+        env = {**os.environ, REGIONS_VARIABLE: folder}
+        scope = EnergyScope(" ".join(argv), monitor=monitor)
+        with power_trace(monitor=monitor) as trace, scope:
+            returncode = _run(argv, env)
+        regions = read_regions(Path(folder))
+    base = scope.report()
+    report = EnergyReport(
+        name=base.name,
+        total=base.total,
+        by_domain=base.by_domain,
+        domains=base.domains,
+        regions=regions,
+        work=tuple(work),
+        peak_w=trace.peak_w,
+        idle_w=_idle_w(monitor, trace.start_ns),
+        gaps=base.gaps,
+        missing=base.missing,
+        events=list(monitor.sampler.events),
+        notes=_notes(trace),
+    )
+    telemetry = {name: trace.telemetry(name) for name in trace.columns}
+    return CommandRun(report=report, trace=trace, telemetry=telemetry, returncode=returncode)
+
+
+def _notes(trace: PowerTrace) -> list[str]:
+    return [f"{d.name}: {d.note}" for d in trace.domains if d.note and d.counted]
+
+
+def _idle_w(monitor: Monitor, start_ns: int) -> float | None:
+    """Mean power just before the command, of all counted domains; None where the sensors do not know."""
+    watts = 0.0
+    with monitor.sampler.lock:
+        for name in monitor.sampler.counted():
+            series = monitor.sampler.series[name]
+            begin, end = series.mark(start_ns - IDLE_WINDOW_NS), series.mark(start_ns)
+            seen_s = end.covered_s - begin.covered_s
+            if seen_s < 0.2 * IDLE_WINDOW_NS * 1e-9:
+                return None
+            watts += (end.joules - begin.joules) / seen_s
+    return watts or None
+
+
+def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    try:
+        child = subprocess.Popen(list(argv), env=dict(env))
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise CommandNotRun(
+            f"there is no command {argv[0]!r}", why=str(exc), fix="check the name after `--`, and your PATH"
+        ) from exc
+    except OSError as exc:
+        raise CommandNotRun(f"cannot run {argv[0]!r}", why=str(exc), fix="is it executable?") from exc
+    with _signals_to(child):
+        code = child.wait()
+    return EXIT_SIGNAL - code if code < 0 else code
+
+
+@contextmanager
+def _signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass SIGTERM on; leave SIGINT to the child (the terminal sends it to both); restore handlers afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        child.send_signal(signum)
+
+    old = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)

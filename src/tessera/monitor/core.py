@@ -1,0 +1,201 @@
+"""The monitor of this process: its sensors, its sampler, the windows that are open or not yet settled."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..schema import Capability, Energy, RegionEnergy
+from ..sensors.base import Sensor
+from ..sensors.discover import discover
+from ..trace import combine
+from .cuda import DeviceClocks, Edge
+from .regions import REGIONS_VARIABLE, write_regions
+from .sampler import Sampler
+from .window import Window, on_device
+
+# A window whose data have not come after this is settled with what there is (its coverage says so).
+GIVE_UP_NS = 10_000_000_000
+MAX_REGIONS = 10_000
+OTHER_REGION = "(other regions)"
+
+
+class _Region:
+    """Running totals of all windows of one name."""
+
+    __slots__ = ("calls", "coverage_s", "joules", "last", "seconds", "variance")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.joules = self.variance = self.seconds = self.coverage_s = 0.0
+        self.last: Energy | None = None
+
+    def add(self, energy: Energy) -> None:
+        self.calls += 1
+        self.joules += energy.joules
+        self.variance += energy.error_j**2
+        self.seconds += energy.seconds
+        self.coverage_s += energy.coverage * energy.seconds
+        self.last = energy
+
+
+class Monitor:
+    """Sensors, one sampler thread, and the windows being measured. One per process is enough (`default`)."""
+
+    def __init__(self, sensors: Sequence[Sensor], missing: Sequence[Capability] = ()) -> None:
+        self.sampler = Sampler(sensors)
+        self.clocks = DeviceClocks()
+        self.missing = tuple(missing)
+        self._lock = threading.Lock()
+        self._pending: dict[int, Window] = {}
+        self._regions: dict[str, _Region] = {}
+        self.sampler.on_read(self._after_read)
+
+    def start(self) -> Monitor:
+        """Start sampling; returns self."""
+        self.sampler.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop sampling and release the sensors; windows read later keep what was measured."""
+        self.sampler.stop()
+
+    # -- windows --------------------------------------------------------------------------------------------
+
+    def open(self, name: str) -> Window:
+        """Begin a window now: two clock readings at most on the caller's thread."""
+        window = Window(name, self.clocks.edge())
+        self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
+        return window
+
+    def close(self, window: Window) -> None:
+        """End a window now."""
+        window.end = self.clocks.edge()
+
+    def read(self, window: Window, timeout_s: float = 5.0, everything: bool = False) -> dict[str, Energy]:
+        """The joules by domain of a closed window; waits for the sensor to catch up. An open one gives so far.
+
+        Only the counted domains are waited for, unless `everything` is asked: HBM power is a one-second average.
+        """
+        names = list(self.sampler.series) if everything else self.sampler.counted()
+        if window.end is None:
+            now = Edge(time.monotonic_ns())
+            self.sampler.wait_for(now.host_ns, timeout_s, names)
+            self.clocks.resolve(window.start)
+            return dict(window.so_far(self.sampler, now))
+        self.clocks.resolve(window.start, wait=True)
+        self.clocks.resolve(window.end, wait=True)
+        last_ns = max(window.end.time_ns(True), window.end.host_ns)
+        if not window.settle(self.sampler, self.clocks, names):
+            self.sampler.wait_for(last_ns, timeout_s, names)
+            window.settle(self.sampler, self.clocks, names, force=True)
+        self._report(window)
+        return window.energies
+
+    def _after_read(self) -> None:
+        """On the sampler's thread: renew clock anchors, settle the windows whose data have come."""
+        self.clocks.renew()
+        now = time.monotonic_ns()
+        counted, everything = self.sampler.counted(), list(self.sampler.series)
+        for key, window in list(self._pending.items()):
+            end = window.end
+            stale = end is not None and now - end.host_ns > GIVE_UP_NS and end.event is None
+            if window.settle(self.sampler, self.clocks, counted, force=stale):
+                self._report(window)
+            if window.settle(self.sampler, self.clocks, everything, force=stale):
+                self._pending.pop(key, None)
+
+    def _report(self, window: Window) -> None:
+        """Add a settled window to its region, once."""
+        with self._lock:
+            if window.reported:
+                return
+            window.reported = True
+            name = window.name
+            if name not in self._regions and len(self._regions) >= MAX_REGIONS:
+                name = OTHER_REGION
+            self._regions.setdefault(name, _Region()).add(self.total(window))
+
+    def total(self, window: Window) -> Energy:
+        """The counted domains of a settled window, together."""
+        names = [n for n in self.sampler.counted() if n in window.energies]
+        gpu = any(on_device(self.sampler.series[n].domain) for n in names)
+        return combine([window.energies[n] for n in names], window.seconds(gpu))
+
+    # -- what was measured ----------------------------------------------------------------------------------
+
+    def settle_all(self, timeout_s: float = 5.0) -> None:
+        """Wait until every closed window is settled (or the time is over)."""
+        for window in [w for w in list(self._pending.values()) if w.end is not None]:
+            self.read(window, timeout_s)
+
+    def regions(self) -> list[RegionEnergy]:
+        """All settled windows by name, the most joules first."""
+        with self._lock:
+            gain = max((d.gain_error for d in self.sampler.domains if d.counted), default=0.0)
+            rows = [
+                RegionEnergy(name=n, calls=r.calls, energy=_region_energy(r, gain)) for n, r in self._regions.items()
+            ]
+        return sorted(rows, key=lambda r: -r.energy.joules)
+
+
+def _region_energy(region: _Region, gain_error: float) -> Energy:
+    """The errors of the windows are independent and add in quadrature, down to the level error they all share."""
+    last = region.last
+    assert last is not None
+    return Energy(
+        joules=region.joules,
+        error_j=max(region.variance**0.5, gain_error * abs(region.joules)),
+        seconds=region.seconds,
+        source=last.source,
+        coverage=region.coverage_s / region.seconds if region.seconds > 0 else 0.0,
+        basis=last.basis,
+    )
+
+
+_default: Monitor | None = None
+_default_lock = threading.Lock()
+
+
+def default() -> Monitor:
+    """The process's own monitor, started at first use: every GPU this process may see, RAPL, or the model."""
+    global _default  # noqa: PLW0603  (the one process-wide monitor)
+    if _default is None:
+        with _default_lock:
+            if _default is None:
+                found = discover()
+                _default = Monitor(found.sensors, found.missing).start()
+    return _default
+
+
+def use(monitor: Monitor | None) -> None:
+    """Replace the process's monitor (a replay, a test, a hand-picked sensor); None goes back to discovery."""
+    global _default
+    with _default_lock:
+        old, _default = _default, monitor
+    if old is not None and old is not monitor:
+        old.stop()
+
+
+def _after_fork() -> None:
+    """A forked child has no sampler thread: let it make its own when it first measures."""
+    global _default, _default_lock
+    _default, _default_lock = None, threading.Lock()
+
+
+def _at_exit() -> None:
+    if _default is None:
+        return
+    folder = os.environ.get(REGIONS_VARIABLE)
+    if folder:
+        _default.settle_all()
+        write_regions(Path(folder), _default.regions())
+    _default.stop()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

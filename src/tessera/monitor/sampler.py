@@ -1,0 +1,261 @@
+"""One background thread that reads every sensor when it is due, and nothing on the user's thread.
+
+    sensors ──read()──► Sampler ──► Series (samples, running sums)  ──► windows, traces
+                           │    ──► Anchors (counter ticks)
+                           └──► telemetry, gaps, events (all bounded)
+
+Whoever needs data up to a moment (`wait_for`) wakes the thread, which then reads at the sensor's own pace until
+the data are there; otherwise a sensor is read at its `period_s`, about once a second for the NVML ring.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from ..clock import EpochMap, now_ns
+from ..errors import SensorError, SensorLost
+from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
+from ..sensors.base import Batch, Sensor
+from .anchors import Anchors
+from .series import Series
+
+# A lost sensor is tried again after these delays (s): a driver restart takes seconds, a dead GPU stays dead.
+RETRY_S = (0.5, 1.0, 2.0, 5.0)
+KEPT_TELEMETRY = 4096
+KEPT_EVENTS = 1024
+KEPT_GAPS = 1024
+_URGENT_S = 0.01
+_IDLE_S = 5.0
+_LEARN_NS = 2_000_000_000
+
+
+class _Slot:
+    """One sensor's place in the schedule."""
+
+    def __init__(self, sensor: Sensor) -> None:
+        self.sensor = sensor
+        self.due_ns = 0
+        self.learn_ns = 0
+        self.failures = 0
+        self.lost: SensorLost | None = None
+        self.names: set[str] = set()  # kept here: a lost sensor may not know its domains any more
+
+    def retry_s(self) -> float:
+        return RETRY_S[min(self.failures, len(RETRY_S)) - 1]
+
+
+class Sampler:
+    """Reads started sensors and keeps what they said, in bounded memory. `start` makes the thread.
+
+    Without `start` it can be driven by hand (`read_due`), which is how tests run it on a simulated clock.
+    """
+
+    def __init__(self, sensors: Sequence[Sensor], *, clock: Callable[[], int] = now_ns) -> None:
+        self._clock = clock
+        self._slots = [_Slot(s) for s in sensors]
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self._wanted: dict[str, int] = {}
+        self._dead: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._after_read: list[Callable[[], None]] = []
+        self.epoch = EpochMap()
+        self.series: dict[str, Series] = {}
+        self.anchors: dict[str, Anchors] = {}
+        self.telemetry: dict[str, deque[Telemetry]] = {}
+        self.events: deque[PowerEvent] = deque(maxlen=KEPT_EVENTS)
+        self.gaps: deque[Gap] = deque(maxlen=KEPT_GAPS)
+        self.cpu_time_s = 0.0
+        self.reads = 0
+        with self._lock:
+            for slot in self._slots:
+                self._adopt(slot)
+
+    # -- what others ask ------------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by the thread while it adds data; hold it to read several series consistently."""
+        return self._lock
+
+    @property
+    def domains(self) -> list[Domain]:
+        """All the domains of all sensors."""
+        return [s.domain for s in self.series.values()]
+
+    @property
+    def capabilities(self) -> list[Capability]:
+        """What the sensors can and cannot do."""
+        return [c for slot in self._slots for c in slot.sensor.capabilities()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the sample memory."""
+        with self._lock:
+            return sum(s.nbytes for s in self.series.values())
+
+    def on_read(self, call: Callable[[], None]) -> None:
+        """Call something on the sampler's thread after each round of reads."""
+        self._after_read.append(call)
+
+    def latest(self, domain: str) -> Telemetry | None:
+        """The newest telemetry of a domain."""
+        kept = self.telemetry.get(domain)
+        return kept[-1] if kept else None
+
+    def counted(self) -> list[str]:
+        """Names of the domains that add up to the total."""
+        return [n for n, s in self.series.items() if s.domain.counted]
+
+    def covers(self, time_ns: int, names: Collection[str] | None = None) -> bool:
+        """Whether the named domains (all by default) that still live have data up to a time."""
+        with self._lock:
+            return all(self._covered(n, time_ns) for n in (self.series if names is None else names))
+
+    def wait_for(self, time_ns: int, timeout_s: float = 3.0, names: Collection[str] | None = None) -> bool:
+        """Wait until the named domains have data up to a time; False when a sensor did not deliver in time."""
+        wanted = list(self.series) if names is None else list(names)
+        deadline = time.monotonic() + timeout_s
+        with self._wake:
+            for name in wanted:
+                self._wanted[name] = max(self._wanted.get(name, 0), time_ns)
+            self._wake.notify_all()
+            while not self.covers(time_ns, wanted):
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stopping:
+                    return False
+                if self._thread is None:  # driven by hand
+                    self.read_due()
+                    self._wake.wait(min(left, _URGENT_S))
+                else:
+                    self._wake.wait(min(left, 0.1))
+        return True
+
+    def _covered(self, name: str, time_ns: int) -> bool:
+        return name in self._dead or self.series[name].covers(time_ns)
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; the first read happens at once, so that the data begin before the caller goes on."""
+        if self._thread is not None:
+            return
+        self.read_due()
+        self._thread = threading.Thread(target=self._run, name="tessera-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and the sensors. What was read stays readable."""
+        with self._wake:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+        for slot in self._slots:
+            slot.sensor.stop()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            delay_s = self.read_due()
+            for call in self._after_read:
+                call()
+            self.cpu_time_s = time.thread_time()
+            with self._wake:
+                self._wake.notify_all()
+                if not self._stopping:
+                    self._wake.wait(min(delay_s, _URGENT_S) if self._unmet() else delay_s)
+
+    def read_due(self) -> float:
+        """Read the sensors that are due, or that lack data somebody waits for; seconds until the next is due."""
+        now = self._clock()
+        self.epoch.observe()
+        urgent = self._unmet()
+        for slot in self._slots:
+            if now >= slot.due_ns or (not slot.lost and slot.names & urgent):
+                self._read(slot)
+        now = self._clock()
+        if self._slots:
+            return max(min(s.due_ns for s in self._slots) - now, 0) * 1e-9
+        return _IDLE_S
+
+    def _unmet(self) -> set[str]:
+        """Domains that lack data somebody waits for; what is met is forgotten."""
+        with self._lock:
+            self._wanted = {n: t for n, t in self._wanted.items() if not self._covered(n, t)}
+            return set(self._wanted)
+
+    def _read(self, slot: _Slot) -> None:
+        try:
+            if slot.lost:
+                slot.sensor.start()
+                with self._lock:
+                    self._adopt(slot)
+            batch = slot.sensor.read()
+        except SensorError as exc:
+            self._lose(slot, exc)
+            return
+        if slot.lost:
+            self._dead -= slot.names
+        slot.lost, slot.failures = None, 0
+        self.reads += 1
+        slot.due_ns = self._clock() + round(slot.sensor.period_s * 1e9)
+        self._take(batch)
+        if self._clock() >= slot.learn_ns:
+            slot.learn_ns = self._clock() + _LEARN_NS
+            with self._lock:
+                self._adopt(slot)
+
+    def _lose(self, slot: _Slot, exc: SensorError) -> None:
+        now = self._clock()
+        if not slot.lost:
+            slot.lost = exc if isinstance(exc, SensorLost) else SensorLost(exc.what, why=exc.why, fix=exc.fix)
+            with self._lock:
+                self._dead |= slot.names
+                for d in [self.series[n].domain for n in slot.names]:
+                    last = self.series[d.name].last_ns if d.name in self.series else None
+                    self.gaps.append(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=exc.what))
+        slot.failures += 1
+        slot.due_ns = now + round(slot.retry_s() * 1e9)
+
+    def _adopt(self, slot: _Slot) -> None:
+        """Make room for a sensor's domains, or take over what it has learnt of them since."""
+        for domain in slot.sensor.domains():
+            slot.names.add(domain.name)
+            if domain.name not in self.series:
+                self.series[domain.name] = Series(domain)
+                self.anchors[domain.name] = Anchors(self.series[domain.name])
+            elif self.series[domain.name].domain != domain:
+                self.series[domain.name].update(domain)
+
+    def _take(self, batch: Batch) -> None:
+        with self._wake:
+            for name, samples in batch.samples.items():
+                if samples and self._close_gaps(name, samples[0][0]):
+                    samples = [(samples[0][0] - 1, math.nan), *samples]  # nothing is known of the gap  # noqa: PLW2901
+                self.series[name].extend(samples)
+            for name, ticks in batch.anchors.items():
+                for time_ns, joules in ticks:
+                    self.anchors[name].add(time_ns, joules)
+            for anchors in self.anchors.values():
+                anchors.catch_up()
+            for t in batch.telemetry:
+                self.telemetry.setdefault(t.domain, deque(maxlen=KEPT_TELEMETRY)).append(t)
+            self.gaps.extend(batch.gaps)
+            self.events.extend(batch.events)
+            self._wake.notify_all()
+
+    def _close_gaps(self, domain: str, time_ns: int) -> bool:
+        """End the open gaps of a domain that has data again; True if there was one."""
+        closed = False
+        for i, gap in enumerate(self.gaps):
+            if gap.domain == domain and gap.end_ns is None and time_ns > gap.start_ns:
+                self.gaps[i] = Gap(domain=domain, start_ns=gap.start_ns, end_ns=time_ns, reason=gap.reason)
+                closed = True
+        return closed

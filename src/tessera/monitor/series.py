@@ -1,0 +1,178 @@
+"""The memory of one power domain: bounded however long it runs.
+
+What is kept: every sample of the last ~11 minutes at 50 Hz (`FINE_SAMPLES`), and before that one row a second
+(energy, seen seconds, highest power) for nine hours; when that is full too, pairs of rows are merged (one row
+every 2 s for 18 hours, 4 s for 36, and so on). The running sums beside the samples go on for ever, so a window
+opened before any of this is still exact: its start was marked when it was fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..integral import ZERO, Floats, Ints, Mark, Sums, accumulate, mark
+from ..schema import Domain, Hold
+from ..trace import Column
+
+FINE_SAMPLES = 1 << 15
+COARSE_ROWS = 1 << 15
+COARSE_NS = 1_000_000_000
+_FIRST_CAPACITY = 1 << 10
+
+
+class Series:
+    """Samples of one domain with their running sums; appended by the sampler, marked by windows.
+
+    Not locked: the sampler that owns it holds one lock for all its series.
+    """
+
+    def __init__(self, domain: Domain, *, fine: int = FINE_SAMPLES, coarse: int = COARSE_ROWS) -> None:
+        self.domain = domain
+        self._mean = domain.hold is Hold.MEAN
+        self._lag_ns = round(domain.lag_s * 1e9)
+        self._fine_limit = fine
+        self._coarse_limit = coarse
+        self._coarse_ns = COARSE_NS
+        self._n = 0
+        self._times = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._values = np.zeros((4, _FIRST_CAPACITY))  # watts, joules, covered_s, variance_j2
+        self._coarse: list[Floats] = []  # rows of time_ns, joules, covered_s, variance_j2, peak_w
+        self.dropped = 0
+
+    def update(self, domain: Domain) -> None:
+        """Take over what the sensor has learnt of its domain since (its true resolution, a note)."""
+        self.domain = domain
+        self._mean = domain.hold is Hold.MEAN
+        self._lag_ns = round(domain.lag_s * 1e9)
+
+    @property
+    def last_ns(self) -> int | None:
+        """Sensor time of the newest sample."""
+        return int(self._times[self._n - 1]) if self._n else None
+
+    @property
+    def last_w(self) -> float | None:
+        """Newest known power."""
+        watts = self._values[0, : self._n]
+        return float(watts[-1]) if self._n and not np.isnan(watts[-1]) else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the arrays."""
+        return self._times.nbytes + self._values.nbytes + sum(r.nbytes for r in self._coarse)
+
+    def covers(self, time_ns: int) -> bool:
+        """Whether the samples reach a (true) time, lag included."""
+        last = self.last_ns
+        return last is not None and last >= time_ns + self._lag_ns
+
+    def extend(self, samples: Sequence[tuple[int, float]]) -> int:
+        """Append samples; those not newer than what is there are repeats and dropped. Returns how many were new."""
+        last = self.last_ns if self._n else -(1 << 62)
+        fresh = []
+        for time_ns, power_w in samples:
+            if time_ns > last:  # type: ignore[operator]
+                fresh.append((time_ns, power_w))
+                last = time_ns
+        self.dropped += len(samples) - len(fresh)
+        if not fresh:
+            return 0
+        self._reserve(len(fresh))
+        times = np.array([t for t, _ in fresh], dtype=np.int64)
+        watts = np.array([w for _, w in fresh], dtype=np.float64)
+        self._append(times, watts)
+        return len(fresh)
+
+    def _append(self, times: Ints, watts: Floats) -> None:
+        n, more = self._n, len(times)
+        joined_t, joined_w, start = times, watts, ZERO
+        if n:
+            joined_t = np.concatenate([self._times[n - 1 : n], times])
+            joined_w = np.concatenate([self._values[0, n - 1 : n], watts])
+            joules, covered_s, variance_j2 = (float(v) for v in self._values[1:, n - 1])
+            start = Mark(joules, covered_s, variance_j2, 0.0)
+        sums = accumulate(joined_t, joined_w, mean=self._mean, start=start)
+        skip = 1 if n else 0
+        self._times[n : n + more] = times
+        self._values[:, n : n + more] = (
+            watts, sums.joules[skip:], sums.covered_s[skip:], sums.variance_j2[skip:],
+        )  # fmt: skip
+        self._n = n + more
+
+    def _reserve(self, more: int) -> None:
+        if self._n + more > self._fine_limit:
+            self._thin(more)
+        capacity = len(self._times)
+        while capacity < self._n + more:
+            capacity *= 2
+        if capacity != len(self._times):
+            times, values = np.zeros(capacity, dtype=np.int64), np.zeros((4, capacity))
+            times[: self._n], values[:, : self._n] = self._times[: self._n], self._values[:, : self._n]
+            self._times, self._values = times, values
+
+    def _thin(self, more: int) -> None:
+        """Move the older half of the fine samples (or as many as needed) to coarse rows."""
+        move = min(max(self._n // 2, self._n + more - self._fine_limit), self._n - 1)
+        if move <= 0:
+            return
+        bins = self._times[:move] // self._coarse_ns
+        ends = np.append(np.flatnonzero(np.diff(bins)), move - 1)
+        peaks = np.maximum.reduceat(np.nan_to_num(self._values[0, :move]), np.append(0, ends[:-1] + 1))
+        self._coarse.append(np.vstack([self._times[ends].astype(np.float64), self._values[1:, ends], peaks]))
+        keep = self._n - move
+        self._times[:keep] = self._times[move : self._n].copy()
+        self._values[:, :keep] = self._values[:, move : self._n].copy()
+        self._n = keep
+        rows = self._coarse_rows()
+        while rows.shape[1] > self._coarse_limit:
+            rows = _merge_pairs(rows)
+            self._coarse_ns *= 2
+        self._coarse = [rows]
+
+    def _coarse_rows(self) -> Floats:
+        return np.concatenate(self._coarse, axis=1) if self._coarse else np.zeros((5, 0))
+
+    def mark(self, time_ns: int) -> Mark:
+        """The running sums at a true time: moved by the lag, exact between the samples."""
+        x = time_ns + self._lag_ns
+        if self._n == 0 or (x < self._times[0] and self._coarse):
+            return self._coarse_mark(x)
+        times, v = self._times[: self._n], self._values[:, : self._n]
+        return mark(times, v[0], Sums(v[1], v[2], v[3]), x, mean=self._mean)
+
+    def _coarse_mark(self, x_ns: float) -> Mark:
+        rows = self._coarse_rows()
+        if rows.shape[1] == 0:
+            return ZERO
+        joules, covered_s, variance_j2 = (float(np.interp(x_ns, rows[0], rows[k])) for k in (1, 2, 3))
+        return Mark(joules, covered_s, variance_j2, 0.0)
+
+    def column(self, start_ns: int, end_ns: int) -> Column:
+        """The samples that bear on a window, one beyond each edge; rows of a second where only those are left."""
+        lo, hi = start_ns + self._lag_ns, end_ns + self._lag_ns
+        times, watts = self._times[: self._n], self._values[0, : self._n]
+        i = max(int(np.searchsorted(times, lo, side="right")) - 1, 0)
+        j = min(int(np.searchsorted(times, hi, side="left")) + 1, self._n)
+        fine = (times[i:j].copy(), watts[i:j].copy(), watts[i:j].copy())
+        rows = self._coarse_rows()
+        if rows.shape[1] == 0 or (self._n and lo >= times[0]):
+            return Column(self.domain, *fine)
+        keep = (rows[0] >= lo) & (rows[0] < hi)
+        seen = np.maximum(np.diff(rows[2], prepend=0.0), 1e-9)
+        means = (np.diff(rows[1], prepend=0.0) / seen)[keep]
+        return Column(
+            self.domain,
+            np.concatenate([rows[0][keep].astype(np.int64), fine[0]]),
+            np.concatenate([means, fine[1]]),
+            np.concatenate([rows[4][keep], fine[2]]),
+        )
+
+
+def _merge_pairs(rows: Floats) -> Floats:
+    """Half as many rows: the sums of every second one (they are cumulative), the higher peak of each pair."""
+    even = rows[:, : rows.shape[1] // 2 * 2]
+    merged = even[:, 1::2].copy()
+    merged[4] = np.maximum(even[4, 0::2], even[4, 1::2])
+    return np.concatenate([merged, rows[:, even.shape[1] :]], axis=1)

@@ -1,0 +1,116 @@
+"""Statistics of repeated batches: where the steady state begins, how wide the interval is, whether it drifts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..integral import Z90, Floats
+from .result import Uncertain
+
+# 95% quantile of Student's t (the two-sided 90% interval) by degrees of freedom; any statistics text.
+_T95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
+    1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
+)  # fmt: skip
+# A trend must be both significant (3 standard errors) and larger than this over the run to be called a drift.
+DRIFT = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One batch: how many calls, how long, how many joules (and their own measuring error)."""
+
+    calls: int
+    seconds: float
+    joules: float
+    error_j: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Per call: seconds, joules; mean watts; from the batches after the warm-up."""
+
+    calls: int
+    skipped: int
+    seconds: Uncertain
+    joules: Uncertain
+    watts: Uncertain
+    notes: list[str] = field(default_factory=list)
+
+    def within(self, target: float) -> bool:
+        """Whether both time and energy are known to the target."""
+        return self.seconds.relative <= target and self.joules.relative <= target
+
+
+def t90(degrees: int) -> float:
+    """Half-width of the two-sided 90% interval in standard errors, for so many degrees of freedom."""
+    if degrees < 1:
+        return float("inf")
+    return _T95[degrees - 1] if degrees <= len(_T95) else Z90 + 1.6 / degrees
+
+
+def warm_up(values: Floats) -> int:
+    """How many leading values to drop: the cut that leaves the smallest standard error of the mean (MSER).
+
+    K. P. White, "An effective truncation heuristic for bias reduction in simulation output", 1997. At most half
+    may go: a minimum further out means there is no steady state in these data.
+    """
+    n = len(values)
+    if n < 4:
+        return 0
+    cuts = range(n // 2 + 1)
+    scores = [float(np.var(values[d:])) / (n - d) for d in cuts]
+    return int(np.argmin(scores))
+
+
+def interval(values: Floats) -> Uncertain:
+    """Mean and 90% half-width; batches that resemble their neighbours count for less (lag-1 correlation)."""
+    n = len(values)
+    mean = float(np.mean(values))
+    if n < 2:
+        return Uncertain(mean, None)
+    deviation = values - mean
+    variance = float(np.sum(deviation**2) / (n - 1))
+    r1 = float(np.sum(deviation[1:] * deviation[:-1]) / np.sum(deviation**2)) if variance > 0 else 0.0
+    inflate = (1 + min(max(r1, 0.0), 0.9)) / (1 - min(max(r1, 0.0), 0.9))
+    return Uncertain(mean, t90(n - 1) * float(np.sqrt(variance / n * inflate)))
+
+
+def drift(values: Floats) -> float | None:
+    """Relative change over the run if there is a significant trend, else None."""
+    n = len(values)
+    if n < 6:
+        return None
+    x = np.arange(n) - (n - 1) / 2
+    slope = float(np.sum(x * values) / np.sum(x**2))
+    residual = values - np.mean(values) - slope * x
+    error = float(np.sqrt(np.sum(residual**2) / (n - 2) / np.sum(x**2)))
+    change = slope * (n - 1) / float(np.mean(values))
+    return change if abs(slope) > 3 * error and abs(change) > DRIFT else None
+
+
+def summarize(rows: Sequence[Row]) -> Summary:
+    """Find the steady state and sum it up. Time and energy must both have settled."""
+    seconds = np.array([r.seconds / r.calls for r in rows])
+    joules = np.array([r.joules / r.calls for r in rows])
+    skip = max(warm_up(seconds), warm_up(joules))
+    kept = list(rows[skip:])
+    watts = np.array([r.joules / r.seconds if r.seconds > 0 else 0.0 for r in kept])
+    notes = []
+    for what, values in (("time", seconds[skip:]), ("energy", joules[skip:])):
+        trend = drift(values)
+        if trend is not None:
+            notes.append(f"{what} per call drifts by {trend:+.1%} over the run: it is not at a steady state")
+    if len(kept) < 2:
+        notes.append("a single batch: there is no interval; give it more time (max_seconds)")
+    return Summary(
+        calls=sum(r.calls for r in kept),
+        skipped=skip,
+        seconds=interval(seconds[skip:]),
+        joules=interval(joules[skip:]),
+        watts=interval(watts),
+        notes=notes,
+    )

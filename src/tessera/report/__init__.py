@@ -1,0 +1,1 @@
+"""Rendering: text and tables for people. Nothing here computes; nothing else renders."""

@@ -1,0 +1,159 @@
+"""Tables and one-screen answers in the terminal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..monitor.result import BenchmarkResult, Uncertain
+from ..schema import Energy, EnergyReport
+from ..units import format_duration, format_energy, format_power
+
+
+def with_error(value: float, error: float | None, unit: str = "") -> str:
+    """A value as "412.3 ± 1.8 W": as many digits as the error allows."""
+    space = f" {unit}" if unit else ""
+    if error is None or not error > 0:
+        return f"{value:.4g}{space}"
+    digits = max(0, 1 - _exponent(error))
+    return f"{value:.{min(digits, 9)}f} ± {error:.{min(digits, 9)}f}{space}"
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".split("e")[1])
+
+
+def energy_text(energy_j: float, error_j: float | None) -> str:
+    """Joules in a fitting prefix, with their error."""
+    number, unit = format_energy(energy_j).split()
+    scale = energy_j / float(number) if float(number) else 1.0
+    factor = {"MJ": 1e6, "kJ": 1e3, "J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12}.get(unit, scale)
+    return with_error(energy_j / factor, None if error_j is None else error_j / factor, unit)
+
+
+def modelled_line(report: EnergyReport) -> str | None:
+    """The first line of an answer that was not measured."""
+    if report.basis == "measured":
+        return None
+    modelled = ", ".join(d.name for d in report.domains if d.counted and d.basis != "measured")
+    return f"MODELLED, not measured: no power sensor is readable here, so {modelled} is utilisation x a power curve."
+
+
+def print_benchmark(results: Sequence[BenchmarkResult], console: Console | None = None) -> None:
+    """One row per measured function, with 90% intervals."""
+    out = console or Console()
+    if not results:
+        out.print("nothing was measured yet: call a function decorated with @bench.measure")
+        return
+    table = Table(title="per call, ± is the half-width of a 90% interval", title_justify="left", box=None)
+    names = list(dict.fromkeys(k for r in results for k in r.measures()))
+    table.add_column("")
+    for result in results:
+        table.add_column(result.name, justify="right")
+    for name in names:
+        table.add_row(_LABELS.get(name, name), *(_cell(r.measures().get(name)) for r in results))
+    table.add_row("GPU utilisation %", *(_plain(r.utilization_pct) for r in results))
+    table.add_row("calls", *(str(r.calls) for r in results))
+    table.add_row("source", *(r.source for r in results))
+    if any(r.basis != "measured" for r in results):
+        out.print(Text("MODELLED, not measured: no power sensor is readable here.", style="yellow"))
+    out.print(table)
+    for result in results:
+        for note in result.notes:
+            out.print(Text(f"{result.name}: {note}", style="yellow"))
+
+
+_LABELS = {
+    "power_w": "power, W",
+    "joules_per_call": "energy, J",
+    "seconds_per_call": "time, s",
+    "tflops": "TFLOPS",
+    "tflops_per_w": "TFLOPS/W",
+    "sample_per_j": "samples/J",
+    "token_per_j": "tokens/J",
+    "kwh_per_call": "kWh",
+    "node_hours_per_call": "node-hours",
+    "gco2e_per_call": "gCO2e",
+    "cost_per_call": "cost",
+}
+
+
+def _cell(value: Uncertain | None) -> str:
+    if value is None:
+        return "-"
+    if value.error is None:
+        return f"{value.value:.4g}"
+    if abs(value.value) < 1e-3:
+        return f"{value.value:.3g} ± {value.error:.1g}"
+    return with_error(value.value, value.error)
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def answer(report: EnergyReport, *, advice: str | None, next_command: str | None) -> RenderableType:
+    """One screen: joules, watts, seconds, per unit of work, where they went, one thing to do, what to type next."""
+    lines: list[RenderableType] = []
+    modelled = modelled_line(report)
+    if modelled:
+        lines.append(Text(modelled, style="yellow"))
+    lines.append(_headline(report))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for unit, joules, error in report.per_work():
+        table.add_row(f"per {unit}", energy_text(joules, error))
+    for region in report.regions[:5]:
+        table.add_row("region", _region_text(region.name, region.calls, region.energy, report.total.joules))
+    for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].joules):
+        table.add_row(name, _domain_text(report, name, energy))
+    if report.idle_w is not None and report.total.seconds > 0:
+        above = report.total.joules - report.idle_w * report.total.seconds
+        table.add_row("above idle", f"{format_energy(above)} (idle before the run: {format_power(report.idle_w)})")
+    for gap in report.gaps[:3]:
+        table.add_row("gap", Text(f"{gap.domain}: {gap.reason}", style="yellow"))
+    for event in report.events[:3]:
+        table.add_row("event", Text(f"{event.domain}: {event.kind}: {event.message}", style="red"))
+    if advice:
+        table.add_row("do", Text(advice, style="bold"))
+    if next_command:
+        table.add_row("next", Text(next_command, style="cyan"))
+    lines.append(table)
+    return Group(*lines)
+
+
+def _headline(report: EnergyReport) -> Text:
+    total = report.total
+    watts = total.watts or 0.0
+    error_w = total.error_j / total.seconds if total.seconds > 0 else None
+    parts = [energy_text(total.joules, total.error_j), with_error(watts, error_w, "W"), format_duration(total.seconds)]
+    if report.peak_w is not None:
+        parts.append(f"peak {format_power(report.peak_w)}")
+    text = Text("   ".join(parts), style="bold")
+    text.append(f"   {total.source}, 90% intervals", style="dim")
+    return text
+
+
+def _region_text(name: str, calls: int, energy: Energy, total_j: float) -> str:
+    share = energy.joules / total_j if total_j > 0 else 0.0
+    each = energy_text(energy.joules / calls, energy.error_j / calls)
+    return f"{name}: {calls} x {each} = {format_energy(energy.joules)} ({share:.0%})"
+
+
+def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
+    domain = next((d for d in report.domains if d.name == name), None)
+    share = energy.joules / report.total.joules if report.total.joules > 0 else 0.0
+    label = f"  {domain.label}" if domain and domain.label else ""
+    part = f"{share:.0%}" if domain is None or domain.counted else f"{share:.0%}, inside another domain"
+    seen = "" if energy.coverage > 0.995 else f", seen {energy.coverage:.0%} of the time"
+    return f"{energy_text(energy.joules, energy.error_j)} ({part}{seen}){label}"
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """A command as one would type it."""
+    return shlex.join(argv)

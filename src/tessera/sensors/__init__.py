@@ -1,0 +1,1 @@
+"""Sources of power readings, all behind one `Sensor` protocol."""

@@ -1,0 +1,248 @@
+"""One AMD GPU as AMD SMI shows it: who it is, its readings in our units, its telemetry.
+
+Written against amdsmi 7.0; tested against a fake at the ABI, untested on hardware. What AMD SMI does not
+know it says in four ways (an error, "N/A", 0, or the largest number of the field's width); all of them
+become None here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..clock import now_ns
+from ..schema import Capability, Telemetry
+from ._energy_counter import CounterPower, PolledPower
+
+# amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, it only has no time.
+TRANSIENT = frozenset({8, 9, 11, 30})
+_NO_PERM = 10
+# What fields of 16, 32 and 64 bits hold when the firmware does not fill them (MaxUIntegerTypes of the
+# binding).
+_UNFILLED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
+# Caps are in microwatts on bare metal, in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No
+# board's cap is above 100 kW or below 0.1 W, so the size tells which.
+_MICROWATTS_ABOVE = 100_000
+# The call for violations may sleep inside the library to see counters twice; it gets at most 2% of the time.
+_VIOLATION_REST = 50
+_VIOLATION_SLOW_NS = 20_000_000
+
+_VIOLATIONS = {
+    "active_ppt_pwr": "power",
+    "active_socket_thrm": "thermal",
+    "active_vr_thrm": "thermal-regulator",
+    "active_hbm_thrm": "thermal-memory",
+    "active_prochot_thrm": "prochot",
+    "active_gfx_clk_below_host_limit": "clock-limit",
+}
+
+
+def known(value: Any) -> float | None:
+    """Return a reading that is never 0 while the GPU runs, or None where AMD SMI marks it as missing."""
+    number = known_or_zero(value)
+    return number or None
+
+
+def known_or_zero(value: Any) -> float | None:
+    """Return a reading that may be 0 (a utilisation, memory used), or None where it is missing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value in _UNFILLED:
+        return None
+    return float(value)
+
+
+def select_visible(uuids: Sequence[Collection[str]], setting: str | None) -> list[int]:
+    """Return the indices a `*_VISIBLE_DEVICES` setting leaves: up to the first entry that fits no GPU."""
+    if setting is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for entry in (part.strip().lower() for part in setting.split(",")):
+        if entry.isdigit():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            matches = [i for i, names in enumerate(uuids) if entry and entry in {n.lower() for n in names}]
+        if not matches or matches[0] in chosen:
+            break
+        chosen.append(matches[0])
+    return chosen
+
+
+class Smi:
+    """The binding, with calls by name: what an older release lacks fails like what the GPU lacks."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.error: type[Exception] = module.AmdSmiException
+
+    def call(self, function: str, *args: Any) -> Any:
+        """Call a function of the binding; raises the binding's own exception (`error`)."""
+        found = getattr(self.module, function, None)
+        if found is None:
+            raise self.error(f"this amdsmi has no {function}")
+        return found(*args)
+
+
+class Gpu:
+    """One GPU and what is known of it. `meter` is chosen by the sensor; without one it has no domain."""
+
+    def __init__(self, smi: Smi, handle: Any) -> None:
+        self._smi = smi
+        self._handle = handle
+        self.name = ""
+        self.meter: CounterPower | PolledPower | None = None
+        self.capabilities: list[Capability] = []
+        self.failure: str | None = None
+        self.denied = False
+        self.gone = False
+        self.power_field = "power"
+        self._missing: dict[str, str] = {}
+        self._violations_due_ns = 0
+        asic = self._ask("label", "amdsmi_get_gpu_asic_info") or {}
+        place = self._ask("hip_id", "amdsmi_get_gpu_enumeration_info") or {}
+        self.label: str = asic.get("market_name") or "AMD GPU"
+        self.bdf: str = self._ask("bdf", "amdsmi_get_gpu_device_bdf") or "?"
+        self.hip_id: int | None = place.get("hip_id") if isinstance(place.get("hip_id"), int) else None
+        uuid = self._ask("uuid", "amdsmi_get_gpu_device_uuid") or ""
+        # ROCr calls a GPU "GPU-" and its serial number in hexadecimal (rocminfo); AMD SMI has an RFC 4122
+        # UUID too.
+        serial = str(asic.get("asic_serial", "")).lower().removeprefix("0x")
+        self.uuids = {n for n in (uuid, place.get("hip_uuid"), f"GPU-{serial}" if serial else None) if n}
+        self.note = f"{self.bdf} {uuid}".strip() + (
+            "; an MI250X reading covers both dies of the package" if self._dual_die else ""
+        )
+
+    @property
+    def _dual_die(self) -> bool:
+        return "MI250" in self.label
+
+    def second_die_reason(self) -> str | None:
+        """For a GPU without any power: that it may be the second die of a package, where that is so."""
+        if not self._dual_die:
+            return None
+        return "the second die (GCD) of an MI250X package: its power is counted by the first die"
+
+    def second_die_fix(self) -> str | None:
+        """Return what helps someone who sees only the second die."""
+        return "make the first die of the package visible too" if self._dual_die else None
+
+    def read_energy(self) -> tuple[float, int] | None:
+        """Joules of the counter and its stamp in nanoseconds; None for N/A. Raises the binding's error."""
+        count = self._smi.call("amdsmi_get_energy_count", self._handle)
+        ticks = known(count.get("energy_accumulator"))
+        resolution_uj = known(count.get("counter_resolution"))
+        if ticks is None or resolution_uj is None:
+            return None
+        return ticks * resolution_uj * 1e-6, int(known(count.get("timestamp")) or 0)
+
+    def read_power_w(self) -> float | None:
+        """Socket power, the present one where there is one, else the average; None for N/A. Raises."""
+        info = self._smi.call("amdsmi_get_power_info", self._handle)
+        for field in ("current_socket_power", "average_socket_power"):
+            power_w = known(info.get(field))
+            if power_w is not None:
+                self.power_field = field.replace("_", "-")
+                return power_w
+        return None
+
+    def energy(self) -> tuple[float, int] | None:
+        """`read_energy`, with an error taken for "no" and kept as the `failure`."""
+        try:
+            energy = self.read_energy()
+        except self._smi.error as err:
+            self._note_failure(err)
+            return None
+        if energy is None:
+            self.failure = "the energy counter reads N/A or 0"
+        return energy
+
+    def power_w(self) -> float | None:
+        """`read_power_w`, with an error taken for "no" and kept as the `failure`."""
+        try:
+            return self.read_power_w()
+        except self._smi.error as err:
+            self._note_failure(err)
+            return None
+
+    def _note_failure(self, err: Exception) -> None:
+        self.denied = self.denied or getattr(err, "err_code", None) == _NO_PERM
+        self.failure = " ".join(str(getattr(err, "err_info", err)).split())
+
+    def _ask(self, what: str, function: str, *args: Any) -> Any:
+        """Return the answer, or None with the reason kept under `what`."""
+        try:
+            return self._smi.call(function, self._handle, *args)
+        except (self._smi.error, ValueError) as err:  # ValueError: a serial or name the binding cannot decode
+            self._missing[what] = " ".join(str(getattr(err, "err_info", err)).split())
+            return None
+
+    def probe_telemetry(self) -> list[Capability]:
+        """Read everything once and say what this GPU gives."""
+        self._missing.clear()
+        told = self.telemetry()
+        given = {
+            "temperature": told.temperature_c,
+            "memory_temperature": told.memory_temperature_c,
+            "clocks": told.clocks_mhz or None,
+            "power_limit": told.power_limit_w,
+            "throttle": told.throttle,
+            "utilization": told.utilization_pct,
+            "memory": told.memory_used_bytes,
+        }
+        return [
+            Capability(
+                name=f"{self.name}.{what}",
+                available=value is not None,
+                reason=None if value is not None else self._missing.get(what, "the reading is N/A"),
+            )
+            for what, value in given.items()
+        ]
+
+    def telemetry(self) -> Telemetry:
+        """Read what the GPU says of itself now."""
+        activity = self._ask("utilization", "amdsmi_get_gpu_activity") or {}
+        used, total = self._memory("usage"), self._memory("total")
+        return Telemetry(
+            time_ns=now_ns(),
+            domain=self.name,
+            # MI300 has no edge sensor, consumer boards have both: the hot spot is what throttles.
+            temperature_c=self._temperature("temperature", "HOTSPOT") or self._temperature("temperature", "EDGE"),
+            memory_temperature_c=self._temperature("memory_temperature", "VRAM"),
+            clocks_mhz={k: v for k, t in (("sys", "SYS"), ("mem", "MEM")) if (v := self._clock(t)) is not None},
+            power_limit_w=self._power_limit_w(),
+            throttle=self._throttle(),
+            utilization_pct=known_or_zero(activity.get("gfx_activity")),
+            memory_utilization_pct=known_or_zero(activity.get("umc_activity")),
+            memory_used_bytes=None if used is None else int(used),
+            memory_total_bytes=int(total) if total else None,
+        )
+
+    def _temperature(self, what: str, place: str) -> float | None:
+        smi = self._smi.module
+        place, metric = smi.AmdSmiTemperatureType[place], smi.AmdSmiTemperatureMetric.CURRENT
+        return known(self._ask(what, "amdsmi_get_temp_metric", place, metric))
+
+    def _clock(self, kind: str) -> float | None:
+        info = self._ask("clocks", "amdsmi_get_clock_info", self._smi.module.AmdSmiClkType[kind])
+        return known(info.get("clk")) if info else None
+
+    def _memory(self, what: str) -> float | None:
+        vram = self._smi.module.AmdSmiMemoryType.VRAM
+        return known_or_zero(self._ask("memory", f"amdsmi_get_gpu_memory_{what}", vram))
+
+    def _power_limit_w(self) -> float | None:
+        info = self._ask("power_limit", "amdsmi_get_power_cap_info") or {}
+        cap = known(info.get("power_cap"))
+        return cap * 1e-6 if cap is not None and cap > _MICROWATTS_ABOVE else cap
+
+    def _throttle(self) -> tuple[str, ...] | None:
+        before_ns = now_ns()
+        if before_ns < self._violations_due_ns:
+            return None
+        status = self._ask("throttle", "amdsmi_get_violation_status") or {}
+        after_ns = now_ns()
+        if after_ns - before_ns > _VIOLATION_SLOW_NS:
+            self._violations_due_ns = after_ns + _VIOLATION_REST * (after_ns - before_ns)
+        # The binding gives True, False or "N/A", and "N/A" is true in Python.
+        told = {name: status.get(field) for field, name in _VIOLATIONS.items()}
+        if not any(isinstance(value, bool) for value in told.values()):
+            return None
+        return tuple(name for name, value in told.items() if value is True)

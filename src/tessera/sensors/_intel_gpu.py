@@ -1,0 +1,293 @@
+"""One Intel GPU as Level Zero Sysman shows it: its power domains and its telemetry, in our units.
+
+Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware. Sysman hands out
+everything as handles to be enumerated, with properties that say what each is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from ..clock import now_ns
+from ..schema import Capability, Telemetry
+from ._energy_counter import CounterPower
+from ._sysman import UNSUPPORTED, Sysman, ZesError
+
+# ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, not
+# ready.
+TRANSIENT = frozenset({0x1, 0x70000007, 0x78000006})
+PERMISSION = 0x70010000  # ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS
+
+# zes_freq_throttle_reason_flag_t (zes_api.h), bit by bit.
+_THROTTLE = (
+    "power-average",
+    "power-burst",
+    "current",
+    "thermal",
+    "psu-alert",
+    "software-range",
+    "hardware-range",
+    "voltage",
+    "thermal",
+    "power",
+)
+# zes_power_domain_t (zes_api.h), with our names, best first: the whole card is what the user pays for.
+_POWER_DOMAINS = {1: "card", 2: "package", 0: "device", 3: "stack", 5: "gpu", 4: "memory"}
+
+
+@dataclass(slots=True)
+class PowerDomain:
+    """One energy counter of a GPU: of the card, the package, a stack (tile), or its memory."""
+
+    handle: Any
+    kind: str
+    subdevice: int | None
+    meter: CounterPower | None = None
+    gone: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """What to add to the GPU's name for this part of it."""
+        return self.kind if self.subdevice is None else f"{self.kind}{self.subdevice}"
+
+
+class IntelGpu:
+    """One GPU: identity, power domains, telemetry."""
+
+    def __init__(self, sysman: Sysman, handle: Any, name: str) -> None:
+        self._sysman = sysman
+        self._handle = handle
+        self.name = name
+        self.failure: str | None = None
+        self.denied = False
+        self._missing: dict[str, str] = {}
+        self._engine_before: dict[int, tuple[int, int]] = {}
+        self._traffic_before: dict[int, tuple[int, int]] = {}
+        told = sysman.fill(
+            "zesDeviceGetProperties", handle, sysman.typed("zes_device_properties_t", "DEVICE_PROPERTIES")
+        )
+        self.kind = int(told.core.type)
+        self.tiles = max(int(told.numSubdevices), 1)
+        self.label = _text(told.core.name) or _text(told.modelName) or "Intel GPU"
+        self.note = f"{self._bdf()} {bytes(told.core.uuid.id).hex()}".strip()
+        self._temperatures: list[tuple[Any, Any]] = []
+        self._clocks: list[tuple[Any, Any]] = []
+        self._memories: list[tuple[Any, Any]] = []
+        self._engines: list[tuple[Any, Any]] = []
+
+    def _bdf(self) -> str:
+        try:
+            told = self._sysman.fill(
+                "zesDevicePciGetProperties",
+                self._handle,
+                self._sysman.typed("zes_pci_properties_t", "PCI_PROPERTIES"),
+            ).address
+        except ZesError:
+            return ""
+        return f"{told.domain:04x}:{told.bus:02x}:{told.device:02x}.{told.function:x}"
+
+    def power_domains(self) -> list[PowerDomain]:
+        """Return the domains whose counter answers, the one that stands for the whole GPU first."""
+        module, found = self._sysman.module, []
+        try:
+            handles = self._sysman.enumerate("zesDeviceEnumPowerDomains", module.zes_pwr_handle_t, self._handle)
+        except ZesError as err:
+            self._note_failure(err)
+            return []
+        for handle in handles:
+            try:
+                told, kind = self._power_properties(handle)
+                self.energy(handle)
+            except ZesError as err:
+                self._note_failure(err)
+                continue
+            subdevice = int(told.subdeviceId) if told.onSubdevice else None
+            if subdevice is not None and kind == "device":
+                kind = "stack"  # what a driver without the extended properties calls a tile
+            found.append(PowerDomain(handle, kind, subdevice))
+        order = list(_POWER_DOMAINS.values())
+        return sorted(found, key=lambda d: (d.subdevice is not None, order.index(d.kind), d.subdevice or 0))
+
+    def _power_properties(self, handle: Any) -> tuple[Any, str]:
+        extended = self._sysman.typed("zes_power_ext_properties_t", "POWER_EXT_PROPERTIES")
+        told = self._sysman.typed("zes_power_properties_t", "POWER_PROPERTIES")
+        told.pNext = ctypes.cast(ctypes.pointer(extended), ctypes.c_void_p)
+        self._sysman.fill("zesPowerGetProperties", handle, told)
+        return told, _POWER_DOMAINS.get(int(extended.domain), "device")
+
+    def energy(self, handle: Any) -> tuple[float, int]:
+        """Read the joules of a counter and its stamp in nanoseconds. Raises ZesError."""
+        told = self._sysman.fill("zesPowerGetEnergyCounter", handle, self._sysman.module.zes_power_energy_counter_t())
+        if told.energy in (0, 0xFFFFFFFFFFFFFFFF):
+            raise ZesError("zesPowerGetEnergyCounter", UNSUPPORTED, "the counter reads 0 or nothing")
+        return told.energy * 1e-6, int(told.timestamp) * 1000
+
+    def _note_failure(self, err: ZesError) -> None:
+        self.denied = self.denied or err.code == PERMISSION
+        self.failure = str(err)
+
+    def probe_telemetry(self, power: Any) -> list[Capability]:
+        """Find the sensors, read everything once (rates start from here) and say what this GPU gives."""
+        z = self._sysman.module
+        self._missing.clear()
+        self._temperatures = self._sensors("temperature", "Temperature", "TemperatureSensors", z.zes_temp_handle_t)
+        self._clocks = self._sensors("clocks", "Frequency", "FrequencyDomains", z.zes_freq_handle_t)
+        self._memories = self._sensors("memory", "Memory", "MemoryModules", z.zes_mem_handle_t)
+        self._engines = self._sensors("utilization", "Engine", "EngineGroups", z.zes_engine_handle_t)
+        told = self.telemetry(power)
+        given = {
+            "temperature": told.temperature_c,
+            "memory_temperature": told.memory_temperature_c,
+            "clocks": told.clocks_mhz or None,
+            "power_limit": told.power_limit_w,
+            "throttle": told.throttle,
+            "throttle_time": told.throttled_s,
+            "utilization": self._engine_before or None,
+            "memory": told.memory_used_bytes,
+            "memory_utilization": self._traffic_before or None,
+        }
+        return [
+            Capability(
+                name=f"{self.name}.{what}",
+                available=value is not None,
+                reason=None if value is not None else self._missing.get(what, "the GPU has no such sensor"),
+            )
+            for what, value in given.items()
+        ]
+
+    def _sensors(self, what: str, noun: str, plural: str, handle_type: Any) -> list[tuple[Any, Any]]:
+        """Return the handles of a kind with their properties."""
+        short = {"Temperature": "temp", "Frequency": "freq", "Memory": "mem", "Engine": "engine"}[noun]
+        found = []
+        try:
+            for handle in self._sysman.enumerate(f"zesDeviceEnum{plural}", handle_type, self._handle):
+                struct = self._sysman.typed(f"zes_{short}_properties_t", f"{short.upper()}_PROPERTIES")
+                found.append((handle, self._sysman.fill(f"zes{noun}GetProperties", handle, struct)))
+        except ZesError as err:
+            self._missing[what] = str(err)
+        return found
+
+    def _ask(self, what: str, function: str, handle: Any, struct: Any) -> Any:
+        """Return the filled structure, or None with the reason kept under `what`."""
+        try:
+            return self._sysman.fill(function, handle, struct)
+        except ZesError as err:
+            self._missing[what] = str(err)
+            return None
+
+    def telemetry(self, power: Any) -> Telemetry:
+        """Read what the GPU says of itself now; `power` is the handle whose limit counts."""
+        used, total = self._memory()
+        clocks, throttle, throttled_s = self._frequency()
+        return Telemetry(
+            time_ns=now_ns(),
+            domain=self.name,
+            # zes_temp_sensors_t: 0 is the hottest of all, 1 the hottest of the GPU, 2 of the memory.
+            temperature_c=self._temperature("temperature", (1, 0)),
+            memory_temperature_c=self._temperature("memory_temperature", (2,)),
+            clocks_mhz=clocks,
+            power_limit_w=self._power_limit_w(power),
+            throttle=throttle,
+            throttled_s=throttled_s,
+            utilization_pct=self._utilization(),
+            memory_utilization_pct=self._traffic(),
+            memory_used_bytes=used,
+            memory_total_bytes=total,
+        )
+
+    def _temperature(self, what: str, kinds: tuple[int, ...]) -> float | None:
+        for kind in kinds:
+            told = [
+                self._ask(what, "zesTemperatureGetState", handle, ctypes.c_double())
+                for handle, properties in self._temperatures
+                if properties.type == kind
+            ]
+            known = [t.value for t in told if t is not None and t.value > 0.0]
+            if known:
+                return float(max(known))
+        return None
+
+    def _frequency(self) -> tuple[dict[str, float], tuple[str, ...] | None, dict[str, float] | None]:
+        """Clocks, reasons for throttling now, and seconds throttled, over all tiles (the slowest counts)."""
+        z = self._sysman.module
+        clocks: dict[str, float] = {}
+        reasons: set[str] = set()
+        throttled_s: dict[str, float] = {}
+        answered = False
+        for handle, properties in self._clocks:
+            name = {0: "gpu", 1: "mem", 2: "media"}.get(int(properties.type))
+            state = self._sysman.typed("zes_freq_state_t", "FREQ_STATE")
+            if name is None or self._ask("clocks", "zesFrequencyGetState", handle, state) is None:
+                continue
+            if state.actual > 0.0:  # negative: not known (zes_freq_state_t)
+                clocks[name] = min(clocks.get(name, state.actual), state.actual)
+            answered = True
+            reasons |= {word for bit, word in enumerate(_THROTTLE) if state.throttleReasons >> bit & 1}
+            spent = self._ask("throttle_time", "zesFrequencyGetThrottleTime", handle, z.zes_freq_throttle_time_t())
+            if spent is not None:
+                throttled_s[name] = max(throttled_s.get(name, 0.0), spent.throttleTime * 1e-6)
+        return clocks, tuple(sorted(reasons)) if answered else None, throttled_s or None
+
+    def _memory(self) -> tuple[int | None, int | None]:
+        """Bytes used and in all, of the memory on the card (zes_mem_loc_t 1), over all tiles."""
+        used, total = 0, 0
+        for handle, properties in self._memories:
+            state = self._sysman.typed("zes_mem_state_t", "MEM_STATE")
+            if properties.location != 1 or self._ask("memory", "zesMemoryGetState", handle, state) is None:
+                continue
+            used, total = used + state.size - state.free, total + state.size
+        return (used, total) if total else (None, None)
+
+    def _traffic(self) -> float | None:
+        """Bandwidth used since the last call, in percent of what the modules can do together."""
+        moved = possible = 0.0
+        for i, (handle, _) in enumerate(self._memories):
+            struct = self._sysman.module.zes_mem_bandwidth_t()
+            told = self._ask("memory_utilization", "zesMemoryGetBandwidth", handle, struct)
+            if told is None:
+                continue
+            count, stamp_us = told.readCounter + told.writeCounter, told.timestamp
+            before = self._traffic_before.get(i)
+            self._traffic_before[i] = (count, stamp_us)
+            if before is not None and stamp_us > before[1] and count >= before[0]:
+                moved += count - before[0]
+                possible += told.maxBandwidth * (stamp_us - before[1]) * 1e-6
+        return min(100.0 * moved / possible, 100.0) if possible else None
+
+    def _utilization(self) -> float | None:
+        """Share of time any engine was busy since the last call (zes_engine_group_t 0), mean of the tiles."""
+        shares: list[float] = []
+        for i, (handle, properties) in enumerate(self._engines):
+            struct = self._sysman.module.zes_engine_stats_t()
+            if properties.type != 0 or self._ask("utilization", "zesEngineGetActivity", handle, struct) is None:
+                continue
+            active, stamp = int(struct.activeTime), int(struct.timestamp)
+            before = self._engine_before.get(i)
+            self._engine_before[i] = (active, stamp)
+            if before is not None and stamp > before[1] and active >= before[0]:
+                shares.append(min(100.0 * (active - before[0]) / (stamp - before[1]), 100.0))
+        return sum(shares) / len(shares) if shares else None
+
+    def _power_limit_w(self, power: Any) -> float | None:
+        """Return the sustained limit (zes_power_level_t 1) in watts; Sysman gives milliwatts."""
+        z = self._sysman.module
+        count = ctypes.c_uint32(0)
+        try:
+            self._sysman.call("zesPowerGetLimitsExt", power, ctypes.byref(count), None)
+            if count.value == 0:
+                return None
+            limits = (z.zes_power_limit_ext_desc_t * count.value)()
+            for limit in limits:
+                limit.stype = z.ZES_STRUCTURE_TYPE_POWER_LIMIT_EXT_DESC
+            self._sysman.call("zesPowerGetLimitsExt", power, ctypes.byref(count), limits)
+        except ZesError as err:
+            self._missing["power_limit"] = str(err)
+            return None
+        watts = [d.limit * 1e-3 for d in limits if d.level == 1 and d.limitUnit == 2 and d.enabled and d.limit > 0]
+        return min(watts) if watts else None
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", errors="replace").strip()

@@ -1,0 +1,80 @@
+"""The total-energy counter of one NVIDIA GPU, read in the background at its ticks, as the anchor.
+
+One read costs ~3 ms (6 ms and more under load, H200), so it is read about once a second, in the middle between
+two ticks where its value is unambiguous. Its ticks are found first by reading densely for half a second, and
+watched afterwards by two reads around a tick now and then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..clock import now_ns
+from ._tick import TickFinder
+
+# On the H200 the counter at tick T holds the energy up to T - 9 ms: it leads the ring's 15 ms by 6 ms
+# (benchmarks/fit_response.py).
+COUNTER_LAG_NS = 9_000_000
+READ_EVERY_NS = 1_000_000_000
+WATCH_EVERY_NS = 15_000_000_000
+LEARN_NS = 3_000_000
+# Give up looking for ticks after this: an idle or odd counter may not tick at all. Tried again later.
+LEARN_FOR_NS = 1_200_000_000
+RETRY_NS = 60_000_000_000
+
+
+class EnergyCounter:
+    """Gives (time_ns, joules) anchors; `due_ns` says when it wants to be read next."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self.ticks = TickFinder()
+        self.due_ns = 0
+        self._learning_since: int | None = None
+        self._last: tuple[int, int] | None = None  # start of the last read, its value
+        self._watch_ns = 0
+        self._watching = False
+        self._last_mj = -1
+
+    def read(self) -> list[tuple[int, float]]:
+        """One read of the counter, if it is due; the anchors it gives."""
+        begin = now_ns()
+        if begin < self.due_ns:
+            return []
+        value_mj = int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        end = now_ns()
+        if value_mj < self._last_mj:  # the driver restarted: its ticks are elsewhere now
+            self.ticks = TickFinder()
+            self._last = None
+        elif self._last and value_mj != self._last[1]:
+            self.ticks.saw(self._last[0], end)
+        self._last, self._last_mj = (begin, value_mj), value_mj
+        self._plan(end)
+        tick = self.ticks.last_tick_ns(begin, end)
+        return [] if tick is None else [(tick - COUNTER_LAG_NS, value_mj * 1e-3)]
+
+    def _plan(self, now: int) -> None:
+        if not self.ticks.known:
+            self._plan_learning(now)
+            return
+        self._learning_since = None
+        if self._watching:  # this was the read before a tick: the next one goes just after it
+            self._watching = False
+            self.due_ns = self.ticks.next_tick_ns(now) + round(self.ticks.uncertainty_ns) + 500_000
+        elif now >= self._watch_ns:
+            self._watch_ns = now + WATCH_EVERY_NS
+            self._watching = True
+            before = self.ticks.next_tick_ns(now + 20_000_000)
+            self.due_ns = before - round(self.ticks.uncertainty_ns) - 6_000_000
+        else:
+            self.due_ns = self.ticks.next_quiet_ns(now + READ_EVERY_NS)
+
+    def _plan_learning(self, now: int) -> None:
+        if self._learning_since is None:
+            self._learning_since = now
+        if now - self._learning_since < LEARN_FOR_NS:
+            self.due_ns = now + LEARN_NS
+        else:
+            self._learning_since = None
+            self.due_ns = now + RETRY_NS

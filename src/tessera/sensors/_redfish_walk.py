@@ -1,0 +1,341 @@
+"""Finds what a Redfish service can tell of power, and reads it out of its resources.
+
+New services (2020 on) describe power in EnvironmentMetrics, PowerSubsystem and Sensors, old ones in the one
+resource Power; rack PDUs stand apart under PowerEquipment. Names are those of the DMTF schemas (DSP8010).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ._redfish_http import Json, RequestFailed
+
+ROOT = "/redfish/v1"
+# A service that lists more than this is broken or hostile; a full rack has fewer of anything.
+MAX_MEMBERS = 512
+MAX_PAGES = 64
+# Chassis types that are a whole machine (Chassis.ChassisType), as against the modules and zones inside one.
+WHOLE_TYPES = ("RackMount", "StandAlone", "Blade", "Sled", "Enclosure")
+# More watts than any rack: a reading beyond is a unit mistake.
+MAX_POWER_W = 1e7
+
+_SKIPPED_LOGS = re.compile(r"dump|post ?code|journal|audit|crash|telemetry", re.I)
+_TOTAL_POWER = re.compile(r"total[ _-]?(?:system[ _-]?)?power|power[ _-]?total|system[ _-]?power", re.I)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One look at a resource. `power_w` None comes with the `problem`."""
+
+    power_w: float | None = None
+    problem: str = "the service gives no power value"
+    stamp: str | None = None
+    current_a: float | None = None
+    peak_current_a: float | None = None
+    voltage_v: float | None = None
+    rating_a: float | None = None
+    power_limit_w: float | None = None
+    breaker: str | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Where one domain's power is read: a resource and how. A circuit may have a current and no power."""
+
+    domain: str
+    path: str
+    parse: Callable[[Json], Reading]
+    label: str
+    note: str = ""
+    circuit: bool = False
+    has_power: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Survey:
+    """What a walk found: points to read, logs to follow, and what could not be had."""
+
+    points: list[Point] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def number(value: object) -> float | None:
+    """Return a finite JSON number, or None for null, text, truth values and anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number_ = float(value)
+    except OverflowError:
+        return None
+    return number_ if math.isfinite(number_) else None
+
+
+def mapping(value: object) -> Json:
+    """Return a JSON object, or an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def items(value: object) -> list[Json]:
+    """Return a JSON list as objects, empty for anything else; odd elements keep their place as empty ones."""
+    return [mapping(v) for v in value] if isinstance(value, list) else []
+
+
+def link(resource: Json, *keys: str) -> object:
+    """Return the @odata.id under nested keys, or None."""
+    for key in keys:
+        resource = mapping(resource.get(key))
+    return resource.get("@odata.id")
+
+
+def text(value: object) -> str | None:
+    """Return a short string, or None for anything else."""
+    return value[:200] if isinstance(value, str) else None
+
+
+def slug(value: object, fallback: str) -> str:
+    """Return an Id made fit for a domain name."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", text(value) or "").strip("_") or fallback
+
+
+def _excerpt(resource: Json, key: str) -> float | None:
+    """Return a sensor excerpt ({"Reading": 1.0}) or a bare number."""
+    value = resource.get(key)
+    return number(value.get("Reading")) if isinstance(value, dict) else number(value)
+
+
+def _reading(power: object, name: str, **more: float | str | None) -> Reading:
+    """Make a reading of a raw power value, with the reason if it is none."""
+    power_w = number(power)
+    if power_w is None:
+        problem = f"{name} is {'null' if power is None else 'not a number'}"
+    elif not 0 <= power_w <= MAX_POWER_W:
+        problem, power_w = f"{name} is {power_w:g} W, which cannot be", None
+    else:
+        problem = ""
+    return Reading(power_w=power_w, problem=problem, **more)  # type: ignore[arg-type]  # names are Reading's
+
+
+def parse_power_watts(resource: Json) -> Reading:
+    """Read the PowerWatts excerpt of EnvironmentMetrics or of PDU metrics."""
+    excerpt = mapping(resource.get("PowerWatts"))
+    return _reading(excerpt.get("Reading"), "PowerWatts", stamp=text(excerpt.get("ReadingTime")))
+
+
+def parse_sensor(resource: Json) -> Reading:
+    """Read a Sensor resource whose ReadingType is Power."""
+    return _reading(resource.get("Reading"), "Reading", stamp=text(resource.get("ReadingTime")))
+
+
+def parse_control(resource: Json) -> Reading:
+    """Read PowerControl[0] of the old Power resource: the whole chassis."""
+    control = (items(resource.get("PowerControl")) or [{}])[0]
+    limit_w = number(mapping(control.get("PowerLimit")).get("LimitInWatts"))
+    if "PowerConsumedWatts" in control:
+        return _reading(control["PowerConsumedWatts"], "PowerConsumedWatts", power_limit_w=limit_w)
+    average = mapping(control.get("PowerMetrics")).get("AverageConsumedWatts")
+    return _reading(average, "AverageConsumedWatts", power_limit_w=limit_w)
+
+
+def parse_supply_metrics(resource: Json) -> Reading:
+    """Read PowerSupplyMetrics: input power, or output where the supply meters only that."""
+    key = "InputPowerWatts" if "InputPowerWatts" in resource else "OutputPowerWatts"
+    return _reading(
+        _excerpt(resource, key),
+        key,
+        current_a=_excerpt(resource, "InputCurrentAmps"),
+        peak_current_a=number(mapping(resource.get("InputCurrentAmps")).get("PeakReading")),
+        voltage_v=_excerpt(resource, "InputVoltage"),
+    )
+
+
+def parse_old_supply(resource: Json, index: int) -> Reading:
+    """Read PowerSupplies[index] of the old Power resource."""
+    supplies = items(resource.get("PowerSupplies"))
+    supply = supplies[index] if index < len(supplies) else {}
+    keys = ("PowerInputWatts", "PowerOutputWatts", "LastPowerOutputWatts")
+    key = next((k for k in keys if number(supply.get(k)) is not None), keys[0])
+    bad = mapping(supply.get("Status")).get("Health") == "Critical"
+    fault = f"{text(supply.get('Name')) or f'power supply {index}'} is in critical health" if bad else None
+    return _reading(supply.get(key), key, voltage_v=number(supply.get("LineInputVoltage")), fault=fault)
+
+
+def parse_circuit(resource: Json) -> Reading:
+    """Read a Circuit or Outlet; of several phases the one with the highest current counts."""
+    phases = mapping(resource.get("PolyPhaseCurrentAmps"))
+    currents = [mapping(p) for p in (resource.get("CurrentAmps"), *phases.values())]
+    readings = [a for c in currents if (a := number(c.get("Reading"))) is not None]
+    peaks = [a for c in currents if (a := number(c.get("PeakReading"))) is not None]
+    return _reading(
+        _excerpt(resource, "PowerWatts"),
+        "PowerWatts",
+        current_a=max(readings, default=None),
+        peak_current_a=max(peaks, default=None),
+        voltage_v=_excerpt(resource, "Voltage"),
+        rating_a=number(resource.get("RatedCurrentAmps")),
+        breaker=text(resource.get("BreakerState")),
+    )
+
+
+def collection(get: Callable[[object], Json], uri: object) -> list[Json]:
+    """Return the Members of a collection, from all its pages: links, or the entries of a log."""
+    found: list[Json] = []
+    for _ in range(MAX_PAGES):
+        page = get(uri)
+        found += items(page.get("Members"))
+        uri = page.get("Members@odata.nextLink")
+        if uri is None:
+            break
+    return found
+
+
+class Walker:
+    """Walks a service once, into a Survey. What is optional and fails is noted; a dead service raises."""
+
+    def __init__(self, get: Callable[[object], Json]) -> None:
+        self._get = get
+        self._survey = Survey()
+
+    def walk(self) -> Survey:
+        """Survey chassis, rack PDUs and logs."""
+        root = self._get(ROOT)
+        chassis = list(self.members(link(root, "Chassis")))
+        self._chassis(chassis)
+        self._pdus(self._optional(link(root, "PowerEquipment")))
+        hosts = [m for key in ("Systems", "Managers") for m in self.members(link(root, key))]
+        for resource in (*hosts, *chassis):
+            self._logs(resource)
+        return self._survey
+
+    def members(self, uri: object) -> Iterator[Json]:
+        """Yield the resources of a collection, page by page; none if there is no collection."""
+        for entry in self.entries(uri)[:MAX_MEMBERS]:
+            resource = self._optional(entry.get("@odata.id"))
+            if resource:
+                yield resource
+
+    def entries(self, uri: object) -> list[Json]:
+        """Return the Members of a collection that may be missing."""
+        if uri is None:
+            return []
+        try:
+            return collection(self._get, uri)
+        except RequestFailed as error:
+            self._note(error)
+            return []
+
+    def _optional(self, uri: object) -> Json:
+        """Get a resource that may be missing: an empty one then, and a note of the problem."""
+        if uri is None:
+            return {}
+        try:
+            return self._get(uri)
+        except RequestFailed as error:
+            self._note(error)
+            return {}
+
+    def _note(self, error: RequestFailed) -> None:
+        if error.kind not in ("status", "malformed"):
+            raise error
+        self._survey.problems.append(error.reason)
+
+    def _chassis(self, chassis: list[Json]) -> None:
+        found: list[tuple[Json, list[Point]]] = []
+        for resource in chassis:
+            old = self._optional(link(resource, "Power"))
+            points = [
+                *self._whole(resource, old),
+                *(self._supplies(resource) or self._old_supplies(resource, old)),
+            ]
+            if points:
+                found.append((resource, points))
+        whole = [r for r, _ in found if r.get("ChassisType") in WHOLE_TYPES]
+        node = whole[0] if len(whole) == 1 else found[0][0] if len(found) == 1 else None
+        for i, (resource, points) in enumerate(found):
+            prefix = "node" if resource is node else f"chassis.{slug(resource.get('Id'), str(i))}"
+            self._survey.points += [_under(prefix, p) for p in points]
+
+    def _whole(self, chassis: Json, old: Json) -> list[Point]:
+        label = text(chassis.get("Name")) or "chassis"
+        uri = link(chassis, "EnvironmentMetrics")
+        if isinstance(self._optional(uri).get("PowerWatts"), dict):
+            return [Point(domain="", path=str(uri), parse=parse_power_watts, label=label)]
+        for entry in self.entries(link(chassis, "Sensors")):
+            uri = entry.get("@odata.id")
+            # Each sensor is one request and a BMC has hundreds: look only at those named for power.
+            if isinstance(uri, str) and re.search(r"power|pwr", uri.rpartition("/")[2], re.I):
+                sensor = self._optional(uri)
+                named = f"{sensor.get('Id')} {sensor.get('Name')}"
+                if sensor.get("ReadingType") == "Power" and _TOTAL_POWER.search(named):
+                    return [Point(domain="", path=uri, parse=parse_sensor, label=label)]
+        control = items(old.get("PowerControl"))
+        if not control:
+            return []
+        averaged = "PowerConsumedWatts" not in control[0]
+        note = "a mean over minutes, not the power now" if averaged else ""
+        return [Point(domain="", path=str(link(chassis, "Power")), parse=parse_control, label=label, note=note)]
+
+    def _supplies(self, chassis: Json) -> list[Point]:
+        subsystem = self._optional(link(chassis, "PowerSubsystem"))
+        points = []
+        for i, supply in enumerate(self.members(link(subsystem, "PowerSupplies"))):
+            uri = link(supply, "Metrics")
+            metrics = self._optional(uri)
+            if metrics.keys() & {"InputPowerWatts", "OutputPowerWatts"}:
+                label = text(supply.get("Name")) or f"power supply {i}"
+                note = "" if "InputPowerWatts" in metrics else "output power: without the supply's own loss"
+                points.append(
+                    Point(domain=f".psu{i}", path=str(uri), parse=parse_supply_metrics, label=label, note=note)
+                )
+        return points
+
+    def _old_supplies(self, chassis: Json, old: Json) -> list[Point]:
+        return [
+            Point(
+                domain=f".psu{i}",
+                path=str(link(chassis, "Power")),
+                parse=functools.partial(parse_old_supply, index=i),
+                label=text(supply.get("Name")) or f"power supply {i}",
+                note="" if "PowerInputWatts" in supply else "output power: without the supply's own loss",
+            )
+            for i, supply in enumerate(items(old.get("PowerSupplies")))
+            if supply.keys() & {"PowerInputWatts", "PowerOutputWatts", "LastPowerOutputWatts"}
+        ]
+
+    def _pdus(self, equipment: Json) -> None:
+        for i, pdu in enumerate(self.members(link(equipment, "RackPDUs"))):
+            prefix = f"rack.pdu.{slug(pdu.get('Id'), str(i))}"
+            label = text(pdu.get("Name")) or "rack PDU"
+            uri = link(pdu, "Metrics")
+            if isinstance(self._optional(uri).get("PowerWatts"), dict):
+                self._survey.points.append(Point(domain=prefix, path=str(uri), parse=parse_power_watts, label=label))
+            for key, name in (("Mains", "mains"), ("Branches", "branch"), ("Outlets", "outlet")):
+                self._circuits(link(pdu, key), f"{prefix}.{name}", label)
+
+    def _circuits(self, uri: object, prefix: str, label: str) -> None:
+        for i, circuit in enumerate(self.members(uri)):
+            self._survey.points.append(
+                Point(
+                    domain=f"{prefix}.{slug(circuit.get('Id'), str(i))}",
+                    path=str(circuit.get("@odata.id")),
+                    parse=parse_circuit,
+                    label=f"{label}: {text(circuit.get('Name')) or 'circuit'}",
+                    circuit=True,
+                    has_power="PowerWatts" in circuit,
+                )
+            )
+
+    def _logs(self, resource: Json) -> None:
+        for service in self.members(link(resource, "LogServices")):
+            uri = link(service, "Entries")
+            if isinstance(uri, str) and not _SKIPPED_LOGS.search(str(service.get("Id"))):
+                self._survey.logs.append(uri)
+
+
+def _under(prefix: str, point: Point) -> Point:
+    return Point(domain=prefix + point.domain, path=point.path, parse=point.parse, label=point.label, note=point.note)

@@ -1,0 +1,151 @@
+"""Find and start the sensors of this machine; say why each missing one is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ArgumentError, SensorError, SensorPermission, did_you_mean
+from ..schema import Capability
+from .base import Sensor
+
+VARIABLE = "TESSERA_SENSORS"
+"""Environment variable that picks sensors: "nvml,rapl", "replay:power.csv", "modelled"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Started sensors, and what is missing with reason and fix."""
+
+    sensors: Sequence[Sensor]
+    missing: Sequence[Capability]
+
+    @property
+    def modelled_only(self) -> bool:
+        """Whether nothing here measures."""
+        return all(s.name == "modelled" for s in self.sensors)
+
+
+def _nvml() -> Sensor:
+    from .nvml import NvmlSensor
+
+    return NvmlSensor()
+
+
+def _rapl() -> Sensor:
+    from .rapl import RaplSensor
+
+    return RaplSensor()
+
+
+def _amd() -> Sensor:
+    from .amd import AmdSensor
+
+    return AmdSensor()
+
+
+def _intel() -> Sensor:
+    from .intel import IntelSensor
+
+    return IntelSensor()
+
+
+def _redfish() -> Sensor:
+    from .redfish import RedfishConfig, RedfishSensor
+    from .slow import SlowSensor
+
+    config = RedfishConfig.from_env()
+    if config is None:
+        raise ArgumentError(
+            "the redfish sensor needs an address",
+            why="TESSERA_REDFISH_URL is not set",
+            fix="export TESSERA_REDFISH_URL=https://bmc TESSERA_REDFISH_USER=... TESSERA_REDFISH_PASSWORD=...",
+        )
+    return SlowSensor(RedfishSensor(config))
+
+
+def _ipmi() -> Sensor:
+    from .ipmi import IpmiSensor
+    from .slow import SlowSensor
+
+    return SlowSensor(IpmiSensor())
+
+
+def _modelled() -> Sensor:
+    from .modelled import ModelledSensor
+
+    return ModelledSensor()
+
+
+KINDS: dict[str, Callable[[], Sensor]] = {
+    "nvml": _nvml,
+    "amd": _amd,
+    "intel": _intel,
+    "rapl": _rapl,
+    "redfish": _redfish,
+    "ipmi": _ipmi,
+    "modelled": _modelled,
+}
+# Asked for by name only: they need an address, or root and seconds.
+ON_REQUEST = ("redfish", "ipmi", "modelled")
+
+
+def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Found:
+    """Start the named sensors, or all that this machine has; the modelled one if there is no other.
+
+    Two sensors that claim one domain name (an NVIDIA and an Intel GPU are both gpu0) do not mix: the first wins.
+    """
+    env = os.environ if environ is None else environ
+    wanted = list(names) if names is not None else [n.strip() for n in env.get(VARIABLE, "").split(",") if n.strip()]
+    automatic = not wanted
+    started: list[Sensor] = []
+    missing: list[Capability] = []
+    for name in wanted or [k for k in KINDS if k not in ON_REQUEST]:
+        _try(name, started, missing)
+    if automatic and env.get("TESSERA_REDFISH_URL"):
+        _try("redfish", started, missing)
+    if not started and automatic:
+        _try("modelled", started, missing)
+    if not started:
+        reasons = "; ".join(f"{c.name}: {c.reason}" for c in missing)
+        raise SensorError(
+            f"none of the sensors asked for works here: {', '.join(wanted) or 'any'}",
+            why=reasons,
+            fix="run `tessera doctor` for what each one needs, or use the modelled sensor",
+        )
+    return Found(started, missing)
+
+
+def make(name: str) -> Sensor:
+    """A sensor by its name, not started; "replay:FILE" plays a recording."""
+    kind, _, rest = name.partition(":")
+    if kind == "replay":
+        from .replay import ReplaySensor
+
+        return ReplaySensor.from_csv(rest)
+    if name not in KINDS:
+        raise ArgumentError(
+            f"no sensor {name!r}{did_you_mean(name, [*KINDS, 'replay'])}",
+            fix=f"one of: {', '.join(KINDS)}, replay:FILE.csv",
+        )
+    return KINDS[name]()
+
+
+def _try(name: str, started: list[Sensor], missing: list[Capability]) -> None:
+    sensor = make(name)
+    try:
+        sensor.start()
+    except SensorError as exc:
+        state = "no permission" if isinstance(exc, SensorPermission) else None
+        reason = ": ".join(p for p in (state, exc.what, exc.why) if p)
+        missing.append(Capability(name=name, available=False, reason=reason, fix=exc.fix))
+        return
+    taken = {d.name for s in started for d in s.domains()}
+    clash = sorted(taken & {d.name for d in sensor.domains()})
+    if clash:
+        sensor.stop()
+        reason = f"it has domains another sensor has too: {', '.join(clash)}"
+        missing.append(Capability(name=name, available=False, reason=reason, fix=f"set {VARIABLE}={name} to prefer it"))
+        return
+    started.append(sensor)

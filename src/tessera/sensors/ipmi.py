@@ -1,0 +1,273 @@
+"""Power of the whole node by IPMI: `ipmitool dcmi power reading`, and power events from the system event log.
+
+This is the way for machines whose BMC speaks no Redfish, or is reachable only from inside (/dev/ipmi0).
+A call takes tens of milliseconds, sometimes seconds, so it belongs on a background thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..clock import NS_PER_S, now_ns
+from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
+from ..schema import Capability, Domain, PowerEvent
+from ._bmc import Tracker, classify
+from .base import Batch
+
+DOMAIN = "node"
+# DCMI ("Get Power Reading") gives whole watts and no accuracy. Assumed: supplies meter their input within about 3%.
+GAIN_ERROR = 0.03
+# Reading the event log walks it record by record over a slow bus: seconds on a full log.
+EVENTS_PERIOD_S = 10.0
+# One lost answer is common while a BMC is busy; three in a row are not.
+FAILURES_TO_LOSE = 3
+# The watts are a 16-bit field of the DCMI response. Assumed: all ones is a BMC without a reading, not 65 kW.
+NO_READING_W = 65535
+
+_WATTS = re.compile(r"^\s*Instantaneous power reading:\s*(\d+)\s*Watts", re.M)
+_STATE = re.compile(r"^\s*Power reading state is:\s*(\w+)", re.M)
+_STAMP = re.compile(r"^\s*IPMI timestamp:\s*(\S.*?)\s*$", re.M)
+_SEL_LINE = re.compile(r"^\s*[0-9a-fA-F]+ \|.*\|.*\|")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Runner = Callable[[Sequence[str], float], RunResult]
+"""Runs a command within a number of seconds; raises OSError or subprocess.TimeoutExpired."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerReading:
+    """The part of a DCMI power reading we use: watts now, and the BMC's time of it."""
+
+    power_w: float
+    stamp: str | None
+
+
+def run_command(command: Sequence[str], timeout_s: float) -> RunResult:
+    """Run a command without input, in the C locale, and collect what it says."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "LC_ALL": "C"},
+    )
+    return RunResult(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def parse_power_reading(text: str) -> PowerReading:
+    """Read the output of `ipmitool dcmi power reading`; ValueError says what is wrong with it."""
+    state = _STATE.search(text)
+    if state is not None and state[1].lower() != "activated":
+        raise ValueError(f"the BMC's power measurement is {state[1].lower()}")
+    watts = _WATTS.search(text)
+    if watts is None:
+        raise ValueError(f"the answer has no power reading: {text.strip()[:80]!r}")
+    power_w = int(watts[1])
+    if power_w >= NO_READING_W:
+        raise ValueError(f"{power_w} W means that the BMC has no reading")
+    stamp = _STAMP.search(text)
+    # Some BMCs never set the stamp (1970); it then says nothing about what is new.
+    told = stamp[1] if stamp is not None and "1970" not in stamp[1] else None
+    return PowerReading(power_w=float(power_w), stamp=told)
+
+
+class IpmiSensor:
+    """Node power and power-supply events through ipmitool and the local BMC."""
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = ("ipmitool",),
+        runner: Runner = run_command,
+        clock_ns: Callable[[], int] = now_ns,
+        device: Path = Path("/dev/ipmi0"),
+        readable: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK),
+        period_s: float = 1.0,
+        events_period_s: float = EVENTS_PERIOD_S,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._command = tuple(command)
+        self._runner = runner
+        self._clock_ns = clock_ns
+        self._device = device
+        self._readable = readable
+        self._period_s = period_s
+        self._events_period_s = events_period_s
+        self._timeout_s = timeout_s
+        self._tracker: Tracker | None = None
+        self._capabilities: list[Capability] = []
+        self._failures = 0
+        self._seen: set[str] | None = None
+        self._events_at_ns = 0
+
+    @property
+    def name(self) -> str:
+        """Short name of the sensor."""
+        return "ipmi"
+
+    @property
+    def period_s(self) -> float:
+        """How often to read; BMCs have something new about once a second."""
+        return self._period_s
+
+    def start(self) -> None:
+        """Take a first reading, and note which log entries are old."""
+        try:
+            parse_power_reading(self._ask("dcmi", "power", "reading"))
+        except ValueError as error:
+            raise SensorUnavailable(
+                "the BMC gives no DCMI power reading",
+                why=str(error),
+                fix="try Redfish, or `ipmitool sdr type current`: not every BMC implements DCMI power",
+            ) from error
+        self._tracker = Tracker(DOMAIN, self._clock_ns())
+        self._failures = 0
+        self._capabilities = [Capability(name=f"{DOMAIN}.power", available=True), self._note_old_events()]
+
+    def _note_old_events(self) -> Capability:
+        try:
+            self._seen = set(self._log_lines())
+        except (SensorError, ValueError) as error:
+            self._seen = None
+            return Capability(name="events", available=False, reason=f"`ipmitool sel elist`: {error}")
+        self._events_at_ns = self._clock_ns()
+        return Capability(name="events", available=True)
+
+    def domains(self) -> Sequence[Domain]:
+        """Return the node; its resolution is assumed until changes were seen."""
+        if self._tracker is None:
+            return []
+        assumed = "" if self._tracker.refresh_seen else "; refresh period assumed, not yet seen"
+        return [
+            Domain(
+                name=DOMAIN,
+                source="ipmi",
+                resolution_s=self._tracker.resolution_s,
+                gain_error=GAIN_ERROR,
+                counted=False,
+                label="node power (DCMI)",
+                note=f"the whole machine: contains GPUs, CPUs and DRAM, so not counted{assumed}",
+            )
+        ]
+
+    def capabilities(self) -> Sequence[Capability]:
+        """Return whether power and events can be had."""
+        return list(self._capabilities)
+
+    def read(self) -> Batch:
+        """Return the power now if it is new, and the power events logged since."""
+        if self._tracker is None:
+            raise SensorLost("the IPMI sensor was not started", fix="call start() first")
+        batch = Batch()
+        before_ns = self._clock_ns()
+        try:
+            reading = parse_power_reading(self._ask("dcmi", "power", "reading"))
+        except (SensorError, ValueError) as error:
+            self._fail(batch, self._tracker, error)
+            return batch
+        self._failures = 0
+        time_ns = (before_ns + self._clock_ns()) // 2
+        self._tracker.accept(batch, time_ns, reading.power_w, reading.stamp)
+        self._read_events(batch)
+        return batch
+
+    def _fail(self, batch: Batch, tracker: Tracker, error: SensorError | ValueError) -> None:
+        self._failures += 1
+        what = error.what if isinstance(error, SensorError) else str(error)
+        if self._failures >= FAILURES_TO_LOSE:
+            raise SensorLost(
+                f"the BMC failed to answer {self._failures} times in a row",
+                why=str(error),
+                fix="try `ipmitool dcmi power reading`; `ipmitool mc reset cold` restarts a hung BMC",
+            ) from error
+        tracker.fail(batch, what)
+
+    def _read_events(self, batch: Batch) -> None:
+        now = self._clock_ns()
+        if self._seen is None or now - self._events_at_ns < self._events_period_s * NS_PER_S:
+            return
+        self._events_at_ns = now
+        try:
+            lines = self._log_lines()
+        except (SensorError, ValueError):
+            return  # the log is not power data: the next round sees what this one missed
+        for line in lines:
+            kind = None if line in self._seen else classify(line)
+            if kind is not None:
+                # The BMC's clock has no zone and is often wrong: the event is stamped when seen, its own time
+                # stays in the message.
+                batch.events.append(PowerEvent(time_ns=now, domain=DOMAIN, kind=kind, message=line))
+        self._seen = set(lines)
+
+    def _log_lines(self) -> list[str]:
+        text = self._ask("sel", "elist")
+        lines = [" ".join(line.split()) for line in text.splitlines() if _SEL_LINE.match(line)]
+        if not lines and text.strip() and "no entries" not in text.lower():
+            raise ValueError(f"not an event log: {text.strip()[:80]!r}")
+        return lines
+
+    def _ask(self, *arguments: str) -> str:
+        """Run ipmitool; its failures become our errors."""
+        tool = self._command[0]
+        try:
+            result = self._runner((*self._command, *arguments), self._timeout_s)
+        except FileNotFoundError as error:
+            raise SensorUnavailable(
+                f"{tool} is not installed", why="IPMI is read through it", fix="sudo apt install ipmitool"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise SensorUnavailable(
+                f"ipmitool did not answer within {self._timeout_s:g} s",
+                why="the BMC is busy or hung",
+                fix="raise timeout_s, or restart the BMC: ipmitool mc reset cold",
+            ) from error
+        except OSError as error:
+            raise SensorUnavailable(
+                f"{tool} cannot be run", why=str(error), fix="check the file's permissions"
+            ) from error
+        if result.returncode != 0:
+            raise self._refusal(result)
+        return result.stdout
+
+    def _refusal(self, result: RunResult) -> SensorError:
+        said = " ".join((result.stderr or result.stdout).split())[:200]
+        # ipmitool tries three device names and reports the last one's error, so that a device we may not open
+        # reads "No such file or directory": look at the device itself.
+        barred = self._device.exists() and not self._readable(self._device)
+        if barred or "permission denied" in said.lower():
+            return SensorPermission(
+                f"{self._device} may not be opened",
+                why="only root may talk to the BMC",
+                fix=f"run as root, or: sudo chgrp $(id -gn) {self._device} && sudo chmod g+rw {self._device}",
+            )
+        if "could not open device" in said.lower():
+            return SensorUnavailable(
+                "there is no local BMC device",
+                why=said,
+                fix="sudo modprobe ipmi_si ipmi_devintf; virtual machines and most desktops have no BMC",
+            )
+        return SensorUnavailable(
+            f"ipmitool failed with status {result.returncode}",
+            why=said or "it said nothing",
+            fix="try Redfish instead",
+        )
+
+    def stop(self) -> None:
+        """Nothing is held open."""

@@ -1,0 +1,279 @@
+"""NVIDIA GPUs through NVML (the package nvidia-ml-py), with nothing but a plain user's rights.
+
+Per GPU: board power from the driver's sample ring (20 ms) or, failing that, the polled fields; the total-energy
+counter as anchor; HBM power; telemetry. Everything is read on the sampler's thread.
+
+What goes wrong stays local: one GPU that is lost leaves a gap with its reason and is looked for again; NVML as a
+whole gone (driver restart) raises SensorLost, and the sampler starts this sensor anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..clock import EpochMap, now_ns
+from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
+from ..schema import Capability, Domain, Gap
+from ._nvml_counter import EnergyCounter
+from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, PolledReader, PowerReader, choose_reader, field_mw
+from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
+from ._visible import Board, Visible, visible_boards
+from .base import Batch
+
+TELEMETRY_S = 1.0
+# Field 185 is a ~1 s average (H200): asking more often than that tells nothing new.
+HBM_EVERY_S = 0.5
+_RETRY_NS = 1_000_000_000
+
+
+class NvmlSensor:
+    """All NVIDIA GPUs this process may see. `environ` has CUDA_VISIBLE_DEVICES; `telemetry_s` paces the rest."""
+
+    name = "nvml"
+
+    def __init__(self, *, environ: Mapping[str, str] | None = None, telemetry_s: float = TELEMETRY_S) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._telemetry_s = telemetry_s
+        self._nvml: Any = None
+        self._gpus: list[Gpu] = []
+        self.driver_version = ""
+
+    def start(self) -> None:
+        """Load NVML and find the GPUs; again after a driver restart."""
+        self.stop()
+        nvml = _import_nvml()
+        try:
+            nvml.nvmlInit()
+            self._nvml = nvml
+            self.driver_version = str(nvml.nvmlSystemGetDriverVersion())
+            visible = visible_boards(_boards(nvml), self._environ.get("CUDA_VISIBLE_DEVICES"))
+            self._gpus = [Gpu(nvml, v, self._telemetry_s) for v in visible]
+        except nvml.NVMLError as exc:
+            raise _translate(nvml, exc) from exc
+        if not self._gpus:
+            raise SensorUnavailable(
+                "NVML shows no GPU to this process",
+                why="the machine has none, or CUDA_VISIBLE_DEVICES hides them all",
+                fix="check nvidia-smi, and unset CUDA_VISIBLE_DEVICES",
+            )
+        if not any(g.power for g in self._gpus):
+            raise SensorPermission(
+                "no GPU lets its power be read", why="; ".join(c.reason or "" for c in self._gpus[0].capabilities())
+            )
+
+    @property
+    def period_s(self) -> float:
+        """Until the first of its parts is due: 1 s with the ring, a few ms while the counter's ticks are sought."""
+        now = now_ns()
+        return max(min((g.due_ns() - now for g in self._gpus), default=0) * 1e-9, 0.001)
+
+    def domains(self) -> Sequence[Domain]:
+        return [d for g in self._gpus for d in g.domains()]
+
+    def capabilities(self) -> Sequence[Capability]:
+        return [*(c for g in self._gpus for c in g.capabilities()), RAIL_VOLTAGE]
+
+    def read(self) -> Batch:
+        batch = Batch()
+        lost = 0
+        for gpu in self._gpus:
+            try:
+                gpu.read(batch)
+            except _gpu_errors(self._nvml) as exc:
+                if isinstance(exc, self._nvml.NVMLError_Uninitialized):
+                    raise SensorLost("NVML was shut down under us", why=str(exc), fix="waiting for the driver") from exc
+                lost += gpu.lose(batch, exc)
+        if lost == len(self._gpus):
+            raise SensorLost(
+                "every GPU has stopped answering",
+                why=self._gpus[0].lost or "",
+                fix="see `dmesg` for Xid errors; the GPU may need a reset or the driver a restart",
+            )
+        return batch
+
+    def stop(self) -> None:
+        for gpu in self._gpus:
+            gpu.close()
+        self._gpus = []
+        if self._nvml is not None:
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+            self._nvml = None
+
+
+class Gpu:
+    """One board: its power reader, counter, HBM power and telemetry, each with its own pace."""
+
+    def __init__(self, nvml: Any, visible: Visible, telemetry_s: float) -> None:
+        self._nvml = nvml
+        self._visible = visible
+        self._telemetry_ns = round(telemetry_s * 1e9)
+        self.name = f"gpu{visible.board.index}"
+        self.refused: dict[str, str] = {}
+        self.lost: str | None = None
+        self._retry_ns = 0
+        self._open()
+
+    def _open(self) -> None:
+        nvml = self._nvml
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(self._visible.board.index)
+        self.label = _text(nvml.nvmlDeviceGetName(self._handle))
+        self._epoch = EpochMap()
+        self.power: PowerReader | None = choose_reader(nvml, self._handle, self._epoch, self._refuse)
+        self._counter = self._open_counter()
+        self._hbm = self._open_hbm()
+        self._telemetry = TelemetryReader(nvml, self._handle)
+        self._power_due = self._telemetry_due = self._hbm_due = 0
+
+    def _refuse(self, what: str, exc: Exception) -> None:
+        self.refused[what] = str(exc)
+
+    def _open_counter(self) -> EnergyCounter | None:
+        try:
+            self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except self._nvml.NVMLError as exc:
+            self._refuse("energy counter (the anchor)", exc)
+            return None
+        return EnergyCounter(self._nvml, self._handle)
+
+    def _open_hbm(self) -> PolledReader | None:
+        ask = field_mw(self._nvml, self._handle, POWER_AVERAGE, MEMORY_SCOPE)
+        try:
+            if ask() == 0:
+                self.refused["HBM power"] = "reads 0 W"
+                return None
+            return PolledReader(ask, source="nvml-memory", averaged_s=1.0, probe=False)
+        except self._nvml.NVMLError as exc:
+            self._refuse("HBM power", exc)
+            return None
+
+    def domains(self) -> list[Domain]:
+        note = ""
+        if self._visible.mig:
+            note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
+        found = [self.power.domain(self.name, self.label, note)] if self.power else []
+        if self._hbm:
+            hbm = self._hbm.domain(f"{self.name}.memory", f"{self.label} HBM", "part of the board's power")
+            found.append(_uncounted(hbm))
+        return found
+
+    def capabilities(self) -> list[Capability]:
+        refused = [Capability(name=f"{self.name} {k}", available=False, reason=v) for k, v in self.refused.items()]
+        return [*refused, *self._telemetry.capabilities(self.name)]
+
+    def due_ns(self) -> int:
+        if self.lost:
+            return self._retry_ns
+        due = [self._power_due, self._telemetry_due]
+        if self._counter:
+            due.append(self._counter.due_ns)
+        return min(due)
+
+    def read(self, batch: Batch) -> None:
+        """Read what is due. Raises NVMLError when the GPU is gone; `lose` then records the gap."""
+        now = now_ns()
+        if self.lost:
+            if now < self._retry_ns:
+                return
+            self._retry_ns = now + _RETRY_NS
+            self._open()
+            self.lost = None
+        if self.power:
+            # Always when asked: the sampler reads early when somebody waits for data.
+            samples, gaps = self.power.read(self.name)
+            batch.samples.setdefault(self.name, []).extend(samples)
+            batch.gaps.extend(gaps)
+            self._power_due = now + round(self.power.period_s * 1e9)
+        if self._hbm and now >= self._hbm_due:
+            name = f"{self.name}.memory"
+            samples, gaps = self._hbm.read(name)
+            batch.samples.setdefault(name, []).extend(samples)
+            batch.gaps.extend(gaps)
+            self._hbm_due = now + round(HBM_EVERY_S * 1e9)
+        if self._counter:
+            batch.anchors.setdefault(self.name, []).extend(self._counter.read())
+        if now >= self._telemetry_due:
+            batch.telemetry.append(self._telemetry.read(self.name))
+            self._telemetry_due = now + self._telemetry_ns
+
+    def lose(self, batch: Batch, exc: Exception) -> int:
+        """Note that the GPU does not answer; 1, so that the sensor can count them."""
+        if not self.lost:
+            self.lost = str(exc)
+            now = now_ns()
+            for d in self.domains():
+                batch.gaps.append(Gap(domain=d.name, start_ns=now, end_ns=None, reason=f"{self.name}: {exc}"))
+        self._retry_ns = now_ns() + _RETRY_NS
+        return 1
+
+    def close(self) -> None:
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._telemetry.close()
+
+
+def _uncounted(domain: Domain) -> Domain:
+    import dataclasses
+
+    return dataclasses.replace(domain, counted=False)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _import_nvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as exc:
+        raise SensorUnavailable(
+            "the package nvidia-ml-py is not installed", why=str(exc), fix="pip install nvidia-ml-py"
+        ) from exc
+    return pynvml
+
+
+def _gpu_errors(nvml: Any) -> tuple[type[Exception], ...]:
+    return (nvml.NVMLError,)
+
+
+def _boards(nvml: Any) -> list[Board]:
+    boards = []
+    for i in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(i)
+        boards.append(Board(i, _text(nvml.nvmlDeviceGetUUID(handle)), _mig_uuids(nvml, handle)))
+    return boards
+
+
+def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
+    try:
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return ()
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:
+        return ()
+    found = []
+    for i in range(count):
+        with contextlib.suppress(nvml.NVMLError):
+            found.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i))))
+    return tuple(found)
+
+
+def _translate(nvml: Any, exc: Exception) -> SensorError:
+    """NVML's own words kept, and what to do beside them."""
+    if isinstance(exc, (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded)):
+        return SensorUnavailable(
+            "no NVIDIA driver on this machine",
+            why=f"NVML says: {exc}",
+            fix="install the NVIDIA driver (in a container: run it with the NVIDIA runtime, --gpus all)",
+        )
+    if isinstance(exc, nvml.NVMLError_LibRmVersionMismatch):
+        return SensorUnavailable(
+            "the NVIDIA driver and its library differ in version",
+            why=f"NVML says: {exc}; a driver update waits for a reboot",
+            fix="reboot, or reload the nvidia kernel modules",
+        )
+    if isinstance(exc, nvml.NVMLError_NoPermission):
+        return SensorPermission("NVML refuses this user", why=str(exc), fix="ask for access to /dev/nvidia*")
+    return SensorUnavailable("NVML does not work here", why=f"NVML says: {exc}", fix="check nvidia-smi")

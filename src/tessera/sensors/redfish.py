@@ -1,0 +1,330 @@
+"""Power of chassis, power supplies and rack PDUs, and their over-current events, from a Redfish service.
+
+    RedfishConfig ──► RedfishClient (_redfish_http)      TLS, login, bounds
+                          │
+                      Walker (_redfish_walk)             what there is, once, at start
+                          │
+                      RedfishSensor (here)               reads it again and again: samples, currents, events
+
+Nothing here is counted: a chassis or a PDU contains the GPUs and CPUs that other sensors count. A request
+takes 10 ms to seconds, so `read` belongs on a background thread; a dead service costs it one timeout, not one
+for each resource.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from ..clock import NS_PER_S, EpochMap, now_ns
+from ..errors import SensorLost, SensorPermission, SensorUnavailable
+from ..schema import Capability, Domain, PowerEvent, Telemetry
+from ._bmc import Tracker, classify
+from ._redfish_http import Json, RedfishClient, RedfishConfig, RequestFailed
+from ._redfish_walk import Point, Reading, Survey, Walker, collection, link, mapping, text
+from .base import Batch
+
+__all__ = ["RedfishConfig", "RedfishSensor"]
+
+# NEC (NFPA 70) 210.20(A), 215.3: a breaker is rated at 125% of its continuous load; above 80% of its
+# rating a lasting load may trip it.
+NEAR_TRIP = 0.80
+# Assumed: an alarm ends below this, so that a load right at the threshold is not told again and again.
+NEAR_TRIP_REARM = 0.75
+# Assumed: supplies and PDUs meter within about 3%; Redfish carries no accuracy in the excerpts read here.
+GAIN_ERROR = 0.03
+# A PDU has tens of circuits at one request each; they take turns so that one read stays short.
+CIRCUITS_PER_READ = 8
+EVENTS_PERIOD_S = 10.0
+# One lost answer is common while a BMC is busy; three in a row are not.
+FAILURES_TO_LOSE = 3
+
+Client = Callable[[RedfishConfig], RedfishClient]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watch:
+    """One point, and where we stand with it."""
+
+    point: Point
+    tracker: Tracker
+    alarms: set[str] = field(default_factory=set)
+
+    def take(self, batch: Batch, time_ns: int, reading: Reading) -> None:
+        """Turn a reading into a sample or gap, telemetry and events."""
+        if reading.power_w is not None:
+            self.tracker.accept(batch, time_ns, reading.power_w, reading.stamp)
+        elif self.point.has_power:
+            self.tracker.fail(batch, reading.problem)
+        told = (reading.current_a, reading.peak_current_a, reading.voltage_v, reading.power_limit_w)
+        if any(value is not None for value in told):
+            batch.telemetry.append(
+                Telemetry(
+                    time_ns=time_ns,
+                    domain=self.point.domain,
+                    current_a=reading.current_a,
+                    peak_current_a=reading.peak_current_a,
+                    voltage_v=reading.voltage_v,
+                    power_limit_w=reading.power_limit_w,
+                )
+            )
+        self._judge(batch, time_ns, reading)
+
+    def _judge(self, batch: Batch, time_ns: int, reading: Reading) -> None:
+        current_a, rating_a = reading.current_a, reading.rating_a
+        if current_a is not None and rating_a is not None and rating_a > 0:
+            threshold = NEAR_TRIP_REARM if "breaker_near_trip" in self.alarms else NEAR_TRIP
+            near = f"{current_a:g} A is {current_a / rating_a:.0%} of the {rating_a:g} A rating"
+            self._alarm(batch, time_ns, "breaker_near_trip", near if current_a > threshold * rating_a else None)
+        tripped = f"breaker of {self.point.label} tripped" if reading.breaker == "Tripped" else None
+        self._alarm(batch, time_ns, "breaker_tripped", tripped)
+        self._alarm(batch, time_ns, "psu_fault", reading.fault)
+
+    def _alarm(self, batch: Batch, time_ns: int, kind: str, message: str | None) -> None:
+        """Tell of a condition when it begins, not while it lasts."""
+        if message is None:
+            self.alarms.discard(kind)
+        elif kind not in self.alarms:
+            self.alarms.add(kind)
+            batch.events.append(PowerEvent(time_ns=time_ns, domain=self.point.domain, kind=kind, message=message))
+
+    def described(self) -> Domain:
+        """Describe the domain as its sensor is known by now."""
+        assumed = "" if self.tracker.refresh_seen else "refresh period assumed, not yet seen"
+        notes = ("contains what other sensors count, so not counted", self.point.note, assumed)
+        return Domain(
+            name=self.point.domain,
+            source="redfish",
+            resolution_s=self.tracker.resolution_s,
+            gain_error=GAIN_ERROR,
+            counted=False,
+            label=self.point.label,
+            note="; ".join(filter(None, notes)),
+        )
+
+
+class RedfishSensor:
+    """Node, power-supply and rack PDU power with currents and over-current events, over HTTPS."""
+
+    def __init__(
+        self,
+        config: RedfishConfig,
+        *,
+        client: Client = RedfishClient,
+        clock_ns: Callable[[], int] = now_ns,
+        epoch: EpochMap | None = None,
+        period_s: float = 1.0,
+        events_period_s: float = EVENTS_PERIOD_S,
+    ) -> None:
+        self._config = config
+        self._make_client = client
+        self._clock_ns = clock_ns
+        self._epoch = epoch or EpochMap(monotonic_ns=clock_ns)
+        self._period_s = period_s
+        self._events_period_s = events_period_s
+        self._client: RedfishClient | None = None
+        self._watches: list[_Watch] = []
+        self._logs: dict[str, set[str]] = {}
+        self._capabilities: list[Capability] = []
+        self._events_at_ns = 0
+        self._next_circuit = 0
+        self._failures = 0
+
+    def __repr__(self) -> str:
+        return f"RedfishSensor({self._config!r})"
+
+    @property
+    def name(self) -> str:
+        """Short name of the sensor."""
+        return "redfish"
+
+    @property
+    def period_s(self) -> float:
+        """How often to read; BMCs have something new about once a second."""
+        return self._period_s
+
+    def start(self) -> None:
+        """Log in, find what there is, and note which log entries are old."""
+        self.stop()
+        self._client = self._make_client(self._config)
+        try:
+            survey = Walker(self._client.get).walk()
+            self._adopt(survey)
+        except RequestFailed as error:
+            self.stop()
+            raise self._refusal(error) from None
+
+    def _adopt(self, survey: Survey) -> None:
+        if not survey.points:
+            raise RequestFailed("status", "it describes no chassis, supply or PDU with a power reading")
+        now = self._clock_ns()
+        self._watches = [_Watch(point=p, tracker=Tracker(p.domain, now)) for p in survey.points]
+        self._failures = 0
+        self._logs, lost = {}, list(survey.problems)
+        for path in survey.logs:
+            try:
+                self._logs[path] = {_key(entry) for entry in self._entries(path)}
+            except RequestFailed as error:
+                lost.append(error.reason)
+        self._events_at_ns = now
+        self._capabilities = [
+            Capability(name=f"{p.domain}.power", available=True) for p in survey.points if p.has_power
+        ]
+        self._capabilities += [Capability(name="redfish.resource", available=False, reason=r) for r in lost]
+        no_logs = None if self._logs else "the service has no readable log of power events"
+        self._capabilities.append(Capability(name="redfish.events", available=bool(self._logs), reason=no_logs))
+        if not self._config.verify:
+            self._capabilities.append(
+                Capability(
+                    name="redfish.certificate",
+                    available=False,
+                    reason="verify=False: whoever answers there gets the password and may forge readings",
+                    fix="give ca_file with the CA of the BMC's certificate, and leave verify=True",
+                )
+            )
+
+    def _refusal(self, error: RequestFailed) -> SensorPermission | SensorUnavailable:
+        where = "{}:{}".format(*self._config.address)
+        if error.kind == "denied":
+            return SensorPermission(
+                f"the Redfish service at {where} refuses the login",
+                why=error.reason,
+                fix="check the user name and password, and that the account may read (ReadOnly role)",
+            )
+        if error.kind == "tls":
+            return SensorUnavailable(
+                f"the Redfish service at {where} cannot be trusted",
+                why=error.reason,
+                fix="give ca_file=... with the CA (or the self-signed certificate) of this BMC in PEM form",
+            )
+        return SensorUnavailable(
+            f"the Redfish service at {where} gives no power readings",
+            why=error.reason,
+            fix="check the address, and that Redfish is enabled on the BMC",
+        )
+
+    def domains(self) -> Sequence[Domain]:
+        """Return the domains with a power reading; resolutions are assumed until changes were seen."""
+        return [watch.described() for watch in self._watches if watch.point.has_power]
+
+    def capabilities(self) -> Sequence[Capability]:
+        """Return what is given, what could not be had and why, and the risk of verify=False."""
+        return list(self._capabilities)
+
+    def read(self) -> Batch:
+        """Return what is new: samples, currents, alarms, and power events logged since."""
+        if self._client is None:
+            raise SensorLost("the Redfish sensor was not started", fix="call start() first")
+        batch = Batch()
+        answered, failure = self._read_points(batch)
+        if answered:
+            self._failures = 0
+            self._read_logs(batch)
+            return batch
+        self._failures += 1
+        if failure is not None and (failure.kind == "denied" or self._failures >= FAILURES_TO_LOSE):
+            # Wrong credentials are not tried again every second: that locks accounts.
+            raise SensorLost(
+                "the Redfish service does not answer any more",
+                why=failure.reason,
+                fix="check that the BMC is reachable, and its credentials unchanged",
+            )
+        return batch
+
+    def _due(self) -> list[_Watch]:
+        """Return what to read now: everything but circuits, and the circuits whose turn it is."""
+        circuits = [w for w in self._watches if w.point.circuit]
+        if len(circuits) > CIRCUITS_PER_READ:
+            first = self._next_circuit % len(circuits)
+            self._next_circuit = first + CIRCUITS_PER_READ
+            circuits = (circuits + circuits)[first : first + CIRCUITS_PER_READ]
+        return [w for w in self._watches if not w.point.circuit] + circuits
+
+    def _read_points(self, batch: Batch) -> tuple[bool, RequestFailed | None]:
+        """Read what is due, each resource once; whether any answered, and the last failure."""
+        assert self._client is not None
+        resources: dict[str, tuple[int, Json] | RequestFailed] = {}
+        dead: RequestFailed | None = None
+        failure: RequestFailed | None = None
+        for watch in self._due():
+            path = watch.point.path
+            if dead is None and path not in resources:
+                resources[path] = self._fetch(path)
+            got = resources.get(path, dead)
+            if isinstance(got, RequestFailed):
+                failure = got
+                # The service itself is gone: asking for the rest would cost one timeout each.
+                dead = got if got.kind in ("unreachable", "tls", "denied") else dead
+                if watch.point.has_power:
+                    watch.tracker.fail(batch, got.reason)
+            elif got is not None:
+                watch.take(batch, got[0], watch.point.parse(got[1]))
+        return any(isinstance(r, tuple) for r in resources.values()), failure
+
+    def _fetch(self, path: str) -> tuple[int, Json] | RequestFailed:
+        assert self._client is not None
+        before_ns = self._clock_ns()
+        try:
+            resource = self._client.get(path)
+        except RequestFailed as error:
+            return error
+        return (before_ns + self._clock_ns()) // 2, resource
+
+    def _entries(self, path: str) -> list[Json]:
+        assert self._client is not None
+        return collection(self._client.get, path)
+
+    def _read_logs(self, batch: Batch) -> None:
+        now = self._clock_ns()
+        if now - self._events_at_ns < self._events_period_s * NS_PER_S:
+            return
+        self._epoch.observe()
+        since_ns, self._events_at_ns = self._events_at_ns, now
+        for path, seen in self._logs.items():
+            try:
+                entries = self._entries(path)
+            except RequestFailed:
+                continue  # the log is not power data: the next round sees what this one missed
+            for entry in entries:
+                if _key(entry) not in seen:
+                    self._log_event(batch, entry, since_ns, now)
+            self._logs[path] = {_key(entry) for entry in entries}
+
+    def _log_event(self, batch: Batch, entry: Json, since_ns: int, now: int) -> None:
+        message = text(entry.get("Message")) or text(entry.get("MessageId")) or ""
+        said = " ".join(text(entry.get(key)) or "" for key in ("MessageId", "Message", "SensorType", "EntryCode"))
+        kind = classify(said)
+        if kind is not None:
+            time_ns = self._logged_ns(entry, since_ns, now)
+            domain = self._origin(link(mapping(entry.get("Links")), "OriginOfCondition"))
+            batch.events.append(PowerEvent(time_ns=time_ns, domain=domain, kind=kind, message=message))
+
+    def _logged_ns(self, entry: Json, since_ns: int, now: int) -> int:
+        """Place an entry by its own time where that is possible at all; a BMC's clock is often wrong."""
+        try:
+            created = datetime.fromisoformat(str(entry.get("Created")))
+        except ValueError:
+            return now
+        if created.tzinfo is None:
+            return now
+        time_ns = self._epoch.to_monotonic(round(created.timestamp() * NS_PER_S))
+        return time_ns if since_ns <= time_ns <= now else now
+
+    def _origin(self, uri: object) -> str:
+        """Return the domain a log entry is about: the one read under its origin, or the whole."""
+        for watch in self._watches:
+            if isinstance(uri, str) and f"{watch.point.path}/".startswith(f"{uri}/"):
+                return watch.point.domain
+        return self._watches[0].point.domain
+
+    def stop(self) -> None:
+        """Log out and hang up."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def _key(entry: Json) -> str:
+    """Return what tells one log entry from another, also after the log was cleared and Ids start again."""
+    return f"{entry.get('@odata.id') or entry.get('Id')} {entry.get('Created')}"

@@ -1,0 +1,108 @@
+"""A recording played again through the same code that reads a live sensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..clock import now_ns
+from ..errors import RecordingError
+from ..integral import Floats, Ints
+from ..schema import Capability, Domain
+from ..trace import Column, PowerTrace, read_csv
+from .base import Batch
+
+
+class ReplaySensor:
+    """Plays recorded columns from the moment it is started, in real time (`speed=1`) or all at once (`speed=None`).
+
+    All at once, the recording's end is placed at the moment of the start, so that what it holds has just happened.
+    """
+
+    name = "replay"
+
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        *,
+        anchors: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+        speed: float | None = 1.0,
+        clock: Callable[[], int] = now_ns,
+    ) -> None:
+        if not any(len(c.times_ns) for c in columns.values()):
+            raise RecordingError("the recording has no samples", fix="record with power_trace(...).to_csv(path)")
+        self._columns = dict(columns)
+        self._anchors = {k: sorted(v) for k, v in (anchors or {}).items()}
+        self._speed = speed
+        self._clock = clock
+        self._sent: dict[str, int] = {}
+        self._begun_ns = 0
+        self._first_ns = min(int(c.times_ns[0]) for c in self._columns.values() if len(c.times_ns))
+        self._last_ns = max(int(c.times_ns[-1]) for c in self._columns.values() if len(c.times_ns))
+
+    @classmethod
+    def from_csv(cls, path: str | Path, *, speed: float | None = 1.0) -> ReplaySensor:
+        """Play a CSV as `PowerTrace.to_csv` writes it (epoch_us, domain, watts)."""
+        return cls({n: Column.of(_recorded(n, t), t, w) for n, (t, w) in read_csv(path).items()}, speed=speed)
+
+    @classmethod
+    def from_trace(cls, trace: PowerTrace, *, speed: float | None = 1.0) -> ReplaySensor:
+        """Play a trace."""
+        return cls(trace.columns, speed=speed)
+
+    @property
+    def period_s(self) -> float:
+        """Often enough that a waiting reader is not kept."""
+        return 0.05
+
+    def start(self) -> None:
+        """Begin to play from the first sample."""
+        self._begun_ns = self._clock()
+        self._sent = {}
+
+    def domains(self) -> Sequence[Domain]:
+        return [_marked(c.domain) for c in self._columns.values()]
+
+    def capabilities(self) -> Sequence[Capability]:
+        return []
+
+    def read(self) -> Batch:
+        """What has been played since the last read; after the end, nothing more."""
+        batch = Batch()
+        for name, column in self._columns.items():
+            batch.samples[name] = self._until_now(f"s:{name}", column.times_ns, column.watts)
+        for name, ticks in self._anchors.items():
+            times = np.array([t for t, _ in ticks], dtype=np.int64)
+            batch.anchors[name] = self._until_now(f"a:{name}", times, np.array([j for _, j in ticks]))
+        return batch
+
+    def _until_now(self, key: str, times: Ints, values: Floats) -> list[tuple[int, float]]:
+        first = self._sent.get(key, 0)
+        placed = self._placed(times[first:])
+        n = int(np.searchsorted(placed, self._clock(), side="right"))
+        self._sent[key] = first + n
+        return list(zip(placed[:n].tolist(), values[first : first + n].tolist(), strict=True))
+
+    def _placed(self, times: Ints) -> Ints:
+        """Recorded times on the clock of now."""
+        if self._speed is None:
+            return times - self._last_ns + self._begun_ns
+        shifted: Ints = ((times - self._first_ns) / self._speed).astype(np.int64) + self._begun_ns
+        return shifted
+
+    def stop(self) -> None:
+        """Nothing to release."""
+
+
+def _recorded(name: str, times_ns: Ints) -> Domain:
+    spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
+    return Domain(name=name, source="csv", resolution_s=spacing_s, counted="." not in name)
+
+
+def _marked(domain: Domain) -> Domain:
+    return (
+        domain if domain.source.startswith("replay") else dataclasses.replace(domain, source=f"replay:{domain.source}")
+    )

@@ -1,0 +1,295 @@
+"""`PowerTrace`: watts over time for named domains, with source, true resolution and gaps."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import MeasurementError, MissingExtra, RecordingError
+from .integral import Floats, Ints, accumulate, mark, window_error_j
+from .schema import Basis, Domain, Energy, Gap, Hold
+
+CSV_COLUMNS = ("epoch_us", "domain", "watts")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The samples of one domain. `peaks_w` is the highest power each sample stands for (itself, when not merged)."""
+
+    domain: Domain
+    times_ns: Ints
+    watts: Floats
+    peaks_w: Floats
+
+    @classmethod
+    def of(cls, domain: Domain, times_ns: Sequence[int] | Ints, watts: Sequence[float] | Floats) -> Column:
+        """A column of plain samples."""
+        w = np.asarray(watts, dtype=np.float64)
+        return cls(domain, np.asarray(times_ns, dtype=np.int64), w, w)
+
+
+class PowerTrace:
+    """Watts over time. Samples are what the sensor really had: a repeated reading is never a sample.
+
+    Totals and statistics are over the counted domains together (`domain=` picks one). Times in the columns are
+    those of the sensor; integrals correct them for its lag.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        *,
+        start_ns: int,
+        end_ns: int,
+        epoch_offset_ns: int = 0,
+        gaps: Sequence[Gap] = (),
+        asked_ms: float | None = None,
+    ) -> None:
+        self._columns = dict(columns)
+        self._start_ns = start_ns
+        self._end_ns = end_ns
+        self._gaps = tuple(gaps)
+        self.epoch_offset_ns = epoch_offset_ns
+        self.asked_ms = asked_ms
+
+    # What a live trace overrides: everything else is computed from these.
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The samples by domain."""
+        return self._columns
+
+    @property
+    def start_ns(self) -> int:
+        """Monotonic start of the trace."""
+        return self._start_ns
+
+    @property
+    def end_ns(self) -> int:
+        """Monotonic end of the trace."""
+        return self._end_ns
+
+    @property
+    def gaps(self) -> Sequence[Gap]:
+        """Stretches without data, each with its reason."""
+        return self._gaps
+
+    @property
+    def seconds(self) -> float:
+        """Length of the trace."""
+        return (self.end_ns - self.start_ns) * 1e-9
+
+    @property
+    def domains(self) -> list[Domain]:
+        """The domains that have samples."""
+        return [c.domain for c in self.columns.values()]
+
+    @property
+    def true_resolution_ms(self) -> float | None:
+        """Median spacing of the samples there really are (of the slowest counted domain); None without any."""
+        spacings = [_spacing_ms(c) for c in self._counted(None)]
+        known = [s for s in spacings if s is not None]
+        return max(known) if known else None
+
+    @property
+    def basis(self) -> Basis:
+        """Either "measured", or "modelled"/"simulated" as soon as one counted domain is."""
+        return worst_basis(c.domain.basis for c in self._counted(None))
+
+    def _counted(self, domain: str | None) -> list[Column]:
+        columns = self.columns
+        if domain is None:
+            return [c for c in columns.values() if c.domain.counted]
+        if domain not in columns:
+            from .errors import did_you_mean
+
+            raise MeasurementError(
+                f"this trace has no domain {domain!r}{did_you_mean(domain, columns)}",
+                fix=f"one of: {', '.join(columns) or 'none was recorded'}",
+            )
+        return [columns[domain]]
+
+    def total(self, domain: str | None = None) -> tuple[Ints, Floats]:
+        """Times and watts of the counted domains added up, each moved back by its lag, on all their samples."""
+        columns = [c for c in self._counted(domain) if len(c.times_ns)]
+        if not columns:
+            return np.zeros(0, dtype=np.int64), np.zeros(0)
+        moved = [(c.times_ns - round(c.domain.lag_s * 1e9), c) for c in columns]
+        if len(moved) == 1:
+            known = ~np.isnan(columns[0].watts)
+            return moved[0][0][known], columns[0].watts[known]
+        grid = np.unique(np.concatenate([t for t, _ in moved]))
+        grid = grid[(grid >= max(t[0] for t, _ in moved)) & (grid <= min(t[-1] for t, _ in moved))]
+        return grid, np.sum([_resample(t, c, grid) for t, c in moved], axis=0)
+
+    @property
+    def peak_w(self) -> float | None:
+        """Highest power seen by the sensor (a true peak shorter than the resolution is higher)."""
+        columns = [c for c in self._counted(None) if len(c.times_ns)]
+        if len(columns) == 1:
+            known = columns[0].peaks_w[~np.isnan(columns[0].peaks_w)]
+            return float(known.max()) if len(known) else None
+        watts = self.total()[1]
+        return float(watts.max()) if len(watts) else None
+
+    @property
+    def mean_w(self) -> float | None:
+        """Mean power over the time that was seen."""
+        energy = self.energy()
+        seen_s = energy.seconds * energy.coverage
+        return energy.joules / seen_s if seen_s > 0 else None
+
+    @property
+    def energy_j(self) -> float:
+        """Joules of the counted domains over the whole trace."""
+        return self.energy().joules
+
+    @property
+    def error_j(self) -> float:
+        """90% half-width of `energy_j`."""
+        return self.energy().error_j
+
+    def energy(self, domain: str | None = None, start_ns: int | None = None, end_ns: int | None = None) -> Energy:
+        """Joules between two times (the whole trace by default), lag-corrected and exact at the edges."""
+        begin = self.start_ns if start_ns is None else start_ns
+        end = self.end_ns if end_ns is None else end_ns
+        return combine([column_energy(c, begin, end) for c in self._counted(domain)], (end - begin) * 1e-9)
+
+    def percentile(self, q: float, domain: str | None = None) -> float | None:
+        """Power that is not exceeded q% of the time (weighted by time: samples are not evenly spaced)."""
+        times, watts = self.total(domain)
+        if len(times) == 0:
+            return None
+        weights = np.gradient(times.astype(np.float64)) if len(times) > 1 else np.ones(1)
+        order = np.argsort(watts)
+        share = np.cumsum(weights[order])
+        share = (share - 0.5 * weights[order]) / share[-1]
+        return float(np.interp(q / 100.0, share, watts[order]))
+
+    def crest_factor(self, domain: str | None = None) -> float | None:
+        """I_peak / I_rms, with current proportional to power (the board's supply voltage is regulated)."""
+        times, watts = self.total(domain)
+        if len(times) < 2:
+            return None
+        dt = np.diff(times) * 1e-9
+        # The mean of the square of a straight line between two samples, exactly.
+        square = (watts[1:] ** 2 + watts[1:] * watts[:-1] + watts[:-1] ** 2) / 3.0
+        rms = float(np.sqrt(np.sum(square * dt) / np.sum(dt)))
+        return float(watts.max()) / rms if rms > 0 else None
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write epoch_us, domain, watts: the columns `tessera attribute --power` and the replay sensor read."""
+        target = Path(path)
+        with target.open("w", newline="") as f:
+            out = csv.writer(f)
+            out.writerow(CSV_COLUMNS)
+            for name, column in self.columns.items():
+                for t, w in zip(column.times_ns.tolist(), column.watts.tolist(), strict=True):
+                    if not math.isnan(w):
+                        out.writerow(((t + self.epoch_offset_ns) // 1000, name, f"{w:.3f}"))
+        return target
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with time_ns, epoch_us, domain, watts."""
+        try:
+            import pandas as pd
+        except ImportError as exc:
+            raise MissingExtra("pandas", "frame", "PowerTrace.to_frame") from exc
+        parts = [
+            pd.DataFrame(
+                {
+                    "time_ns": c.times_ns,
+                    "epoch_us": (c.times_ns + self.epoch_offset_ns) // 1000,
+                    "domain": name,
+                    "watts": c.watts,
+                }
+            )
+            for name, c in self.columns.items()
+        ]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["time_ns", *CSV_COLUMNS])
+
+    def __repr__(self) -> str:
+        count = sum(len(c.times_ns) for c in self.columns.values())
+        return f"<PowerTrace {', '.join(self.columns) or 'empty'}: {count} samples over {self.seconds:.3f} s>"
+
+
+def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats]]:
+    """Epoch nanoseconds and watts by domain from a CSV as `PowerTrace.to_csv` writes it."""
+    source = Path(path)
+    rows: dict[str, list[tuple[int, float]]] = {}
+    try:
+        with source.open(newline="") as f:
+            reader = csv.DictReader(f)
+            missing = set(CSV_COLUMNS) - set(reader.fieldnames or ())
+            if missing:
+                raise RecordingError(
+                    f"{source} is not a power log: column {sorted(missing)[0]!r} is missing",
+                    fix=f"the columns are {', '.join(CSV_COLUMNS)}",
+                )
+            for line, row in enumerate(reader, start=2):
+                try:
+                    rows.setdefault(row["domain"], []).append((int(row["epoch_us"]) * 1000, float(row["watts"])))
+                except (TypeError, ValueError) as exc:
+                    raise RecordingError(f"{source}, line {line}: not a number: {row}", why=str(exc)) from exc
+    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+        raise RecordingError(f"cannot read {source}", why=str(exc), fix="give a CSV power log") from exc
+    out = {}
+    for name, pairs in rows.items():
+        pairs.sort()
+        times, watts = zip(*pairs, strict=True)
+        out[name] = (np.asarray(times, dtype=np.int64), np.asarray(watts, dtype=np.float64))
+    return out
+
+
+def column_energy(column: Column, start_ns: int, end_ns: int) -> Energy:
+    """Joules of one domain between two times."""
+    d = column.domain
+    mean = d.hold is Hold.MEAN
+    lag_ns = round(d.lag_s * 1e9)
+    sums = accumulate(column.times_ns, column.watts, mean=mean)
+    marks = [mark(column.times_ns, column.watts, sums, t + lag_ns, mean=mean) for t in (start_ns, end_ns)]
+    seconds = max(end_ns - start_ns, 0) * 1e-9
+    return Energy(
+        joules=marks[1].joules - marks[0].joules,
+        error_j=window_error_j(marks[0], marks[1], gain_error=d.gain_error, blur_s=d.blur_s),
+        seconds=seconds,
+        source=d.source,
+        coverage=min((marks[1].covered_s - marks[0].covered_s) / seconds, 1.0) if seconds > 0 else 0.0,
+        basis=d.basis,
+    )
+
+
+def combine(parts: Sequence[Energy], seconds: float) -> Energy:
+    """The sum of several domains over one window. Their errors are independent, so they add in quadrature."""
+    return Energy(
+        joules=float(sum(p.joules for p in parts)),
+        error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
+        seconds=seconds,
+        source="+".join(dict.fromkeys(p.source for p in parts)) or "none",
+        coverage=min((p.coverage for p in parts), default=0.0),
+        basis=worst_basis(p.basis for p in parts),
+    )
+
+
+def worst_basis(bases: Iterable[Basis]) -> Basis:
+    """One modelled or simulated part makes the whole so."""
+    order: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated")
+    return max(bases, key=order.index, default="measured")
+
+
+def _spacing_ms(column: Column) -> float | None:
+    known = column.times_ns[~np.isnan(column.watts)]
+    return float(np.median(np.diff(known)) * 1e-6) if len(known) > 1 else None
+
+
+def _resample(times_ns: Ints, column: Column, grid: Ints) -> Floats:
+    known = ~np.isnan(column.watts)
+    if column.domain.hold is Hold.MEAN:
+        i = np.clip(np.searchsorted(times_ns[known], grid, side="left"), 0, int(known.sum()) - 1)
+        return column.watts[known][i]
+    return np.interp(grid, times_ns[known], column.watts[known])

@@ -1,0 +1,243 @@
+"""Quantities as people write them ("275W", "node:1.2kW", "20ms") to SI floats, and back.
+
+Each `parse_*` takes text or a plain number already in SI, and raises `UnitError` showing the position of the
+mistake. Prefixes are case-sensitive on purpose: mW and MW are nine orders of magnitude apart.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from .errors import UnitError, did_you_mean
+
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_SPACE = re.compile(r"\s*")
+_SCOPE = re.compile(r"\s*([A-Za-z][A-Za-z0-9_]*)\s*:")
+
+
+@dataclass(frozen=True, slots=True)
+class _Dimension:
+    """One kind of quantity: its units as (factor, offset) to SI, and how an example of it looks."""
+
+    name: str
+    units: dict[str, float]
+    example: str
+    show: tuple[str, ...]  # units used when writing, largest first
+    minimum: float = -math.inf
+    offsets: dict[str, float] | None = None
+
+
+_POWER = _Dimension(
+    "power", {"W": 1.0, "mW": 1e-3, "uW": 1e-6, "µW": 1e-6, "kW": 1e3, "MW": 1e6},
+    "'275W', '1.2kW' or '20 kW'", ("MW", "kW", "W", "mW", "µW"), minimum=0.0,
+)  # fmt: skip
+_ENERGY = _Dimension(
+    "energy", {"J": 1.0, "mJ": 1e-3, "uJ": 1e-6, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12, "kJ": 1e3, "MJ": 1e6,
+               "Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9},
+    "'4.1J', '12 mJ' or '2kWh'", ("MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),
+)  # fmt: skip
+_DURATION = _Dimension(
+    "duration", {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0},
+    "'60s', '20ms', '5min' or '2h'", ("s", "ms", "µs", "ns"), minimum=0.0,
+)  # fmt: skip
+_FREQUENCY = _Dimension(
+    "frequency", {"Hz": 1.0, "kHz": 1e3, "MHz": 1e6, "GHz": 1e9},
+    "'200MHz' or '1.98GHz'", ("GHz", "MHz", "kHz", "Hz"), minimum=0.0,
+)  # fmt: skip
+_BYTES = _Dimension(
+    "size", {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
+             "TiB": 2.0**40},
+    "'64MiB', '2GB' or '512B'", ("TiB", "GiB", "MiB", "KiB", "B"), minimum=0.0,
+)  # fmt: skip
+_TEMPERATURE = _Dimension(
+    "temperature", {"C": 1.0, "°C": 1.0, "K": 1.0, "F": 5 / 9, "°F": 5 / 9},
+    "'85C' or '358K' (in degrees Celsius)", ("°C",), minimum=-273.15,
+    offsets={"K": -273.15, "F": -32.0 * 5 / 9, "°F": -32.0 * 5 / 9},
+)  # fmt: skip
+_FRACTION = _Dimension("fraction", {"%": 0.01, "": 1.0}, "'5%' or '0.05'", ("%",))
+
+
+@dataclass(frozen=True, slots=True)
+class ScopedPower:
+    """Watts with the scope they hold for: `gpu` (the default), `node`, `rack`, ..."""
+
+    scope: str
+    power_w: float
+
+    def __str__(self) -> str:
+        text = format_power(self.power_w).replace(" ", "")
+        return text if self.scope == "gpu" else f"{self.scope}:{text}"
+
+
+POWER_SCOPES = ("gpu", "node", "rack", "cluster")
+
+
+def _number_at(text: str, start: int, accepted: str) -> tuple[float, int]:
+    at = _SPACE.match(text, start).end()  # type: ignore[union-attr]
+    found = _NUMBER.match(text, at)
+    if not found:
+        raise UnitError(text, at, "a number is expected here", accepted)
+    value = float(found.group())
+    if not math.isfinite(value):
+        raise UnitError(text, at, "the number is too large", accepted)
+    return value, found.end()
+
+
+def _to_si(value: float, unit: str, dim: _Dimension) -> float:
+    return value * dim.units[unit] + (dim.offsets or {}).get(unit, 0.0)
+
+
+def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        value = float(text)
+        if not math.isfinite(value) or value < dim.minimum:
+            raise UnitError(str(text), 0, f"not a possible {dim.name}", dim.example)
+        return value
+    if not isinstance(text, str):
+        raise UnitError(repr(text), 0, f"a {dim.name} is text or a number", dim.example)
+    number, end = _number_at(text, start, dim.example)
+    at = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    unit = text[at:].rstrip()
+    if unit not in dim.units:
+        wrong = f"unknown unit {unit!r}" + _near_unit(unit, dim) if unit else f"a unit of {dim.name} is missing"
+        raise UnitError(text, at, wrong, dim.example)
+    value = _to_si(number, unit, dim)
+    if not math.isfinite(value):
+        raise UnitError(text, start, "the number is too large", dim.example)
+    if value < dim.minimum:
+        raise UnitError(text, start, f"not a possible {dim.name} (below {dim.minimum:g})", dim.example)
+    return value
+
+
+def _near_unit(unit: str, dim: _Dimension) -> str:
+    same_letters = [u for u in dim.units if u and u.lower() == unit.lower()]
+    if len(same_letters) == 1:
+        return f"; did you mean {same_letters[0]!r}?"
+    return did_you_mean(unit, [u for u in dim.units if u])
+
+
+def parse_power(text: str | float) -> float:
+    """Watts of "275W", "1.2kW", "20 kW" or a plain number of watts."""
+    return _parse(text, _POWER)
+
+
+def parse_scoped_power(text: str | float, default: str = "gpu") -> ScopedPower:
+    """Scope and watts of "node:1.2kW"; a bare "275W" has the default scope."""
+    if not isinstance(text, str):
+        return ScopedPower(default, _parse(text, _POWER))
+    found = _SCOPE.match(text)
+    if not found:
+        return ScopedPower(default, _parse(text, _POWER))
+    scope = found.group(1)
+    if scope not in POWER_SCOPES:
+        problem = f"unknown scope {scope!r}{did_you_mean(scope, POWER_SCOPES)}"
+        raise UnitError(text, found.start(1), problem, f"{', '.join(POWER_SCOPES)}, then a colon and watts")
+    return ScopedPower(scope, _parse(text, _POWER, found.end()))
+
+
+def parse_energy(text: str | float) -> float:
+    """Joules of "4.1J", "12mJ", "2kWh" or a plain number of joules."""
+    return _parse(text, _ENERGY)
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds of "60s", "20ms", "5min" or a plain number of seconds."""
+    return _parse(text, _DURATION)
+
+
+def parse_frequency(text: str | float) -> float:
+    """Hertz of "200MHz" or a plain number of hertz."""
+    return _parse(text, _FREQUENCY)
+
+
+def parse_bytes(text: str | float) -> int:
+    """Whole bytes of "64MiB", "2GB" or a plain number of bytes."""
+    return round(_parse(text, _BYTES))
+
+
+def parse_temperature(text: str | float) -> float:
+    """Degrees Celsius of "85C", "358K" or a plain number of degrees Celsius."""
+    return _parse(text, _TEMPERATURE)
+
+
+def parse_fraction(text: str | float) -> float:
+    """The fraction of "5%" or "0.05"."""
+    return _parse(text, _FRACTION)
+
+
+def parse_range(text: str | list[float] | tuple[float, float], what: str = "range") -> tuple[float, float]:
+    """Low and high of "[1,5]" or of a pair of numbers; low must not exceed high."""
+    accepted = f"'[low,high]' such as '[1,5]' for {what}"
+    if not isinstance(text, str):
+        pair = tuple(float(v) for v in text)
+        if len(pair) != 2:
+            raise UnitError(str(text), 0, "two numbers are expected", accepted)
+        low, high, shown, at = pair[0], pair[1], str(list(text)), 0
+    else:
+        shown = text
+        opening = _SPACE.match(text).end()  # type: ignore[union-attr]
+        if text[opening : opening + 1] != "[":
+            raise UnitError(text, opening, "'[' is expected here", accepted)
+        low, at = _number_at(text, opening + 1, accepted)
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if text[at : at + 1] != ",":
+            raise UnitError(text, at, "',' is expected here", accepted)
+        high, at = _number_at(text, at + 1, accepted)
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if text[at:].rstrip() != "]":
+            raise UnitError(text, at, "']' is expected here, and nothing after it", accepted)
+    if not (math.isfinite(low) and math.isfinite(high)) or low > high:
+        raise UnitError(shown, 0, "low must not exceed high", accepted)
+    return low, high
+
+
+def _format(value: float, dim: _Dimension, digits: int) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    for unit in dim.show:
+        # 0.9995 so that 999.96 W at three digits reads "1 kW", not "1000 W"
+        if abs(value) >= 0.9995 * dim.units[unit]:
+            break
+    else:
+        unit = dim.show[-1] if value else next(u for u in dim.show if dim.units[u] == 1.0)
+    scaled = value / dim.units[unit]
+    text = f"{scaled:.{digits}g}"
+    if "e" in text and digits < 15:
+        text = f"{scaled:.0f}"
+    return f"{text} {unit}"
+
+
+def format_power(power_w: float, digits: int = 4) -> str:
+    """Watts for people: 1200 -> "1.2 kW"."""
+    return _format(power_w, _POWER, digits)
+
+
+def format_energy(energy_j: float, digits: int = 4) -> str:
+    """Joules for people: 0.0123 -> "12.3 mJ"."""
+    return _format(energy_j, _ENERGY, digits)
+
+
+def format_duration(duration_s: float, digits: int = 4) -> str:
+    """Seconds for people: 0.02 -> "20 ms"; from two minutes on in h, min, s."""
+    if duration_s < 120 or not math.isfinite(duration_s) or digits >= 15:
+        return _format(duration_s, _DURATION, digits)
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def format_frequency(frequency_hz: float, digits: int = 4) -> str:
+    """Hertz for people: 1.98e9 -> "1.98 GHz"."""
+    return _format(frequency_hz, _FREQUENCY, digits)
+
+
+def format_bytes(size_bytes: float, digits: int = 4) -> str:
+    """Bytes for people: 67108864 -> "64 MiB"."""
+    return _format(size_bytes, _BYTES, digits)
+
+
+def format_temperature(temperature_c: float, digits: int = 4) -> str:
+    """Degrees Celsius for people."""
+    return f"{temperature_c:.{digits}g} °C"

@@ -1,0 +1,1 @@
+"""Stand-ins for hardware and services that tests cannot have."""
