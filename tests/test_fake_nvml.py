@@ -144,9 +144,7 @@ def test_mig(fake):
     assert nv.nvmlDeviceIsMigDeviceHandle(by_uuid).value == 1
     assert nv.nvmlDeviceIsMigDeviceHandle(cut).value == 0
     assert nv.nvmlDeviceGetIndex(nv.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(by_uuid)) == 1
-    assert nv.nvmlDeviceGetMemoryInfo(by_uuid).total * 7 == pytest.approx(
-        nv.nvmlDeviceGetMemoryInfo(cut).total
-    )
+    assert nv.nvmlDeviceGetMemoryInfo(by_uuid).total * 7 == pytest.approx(nv.nvmlDeviceGetMemoryInfo(cut).total)
     for read in (nv.nvmlDeviceGetPowerUsage, nv.nvmlDeviceGetTotalEnergyConsumption, ring):
         read(cut)
         with pytest.raises(UNSUPPORTED):
@@ -191,9 +189,7 @@ def test_a_small_buffer_gets_the_oldest(fake):
     h = start(fake)
     get = nv._nvmlGetFunctionPointer("nvmlDeviceGetSamples")
     kind, count, buffer = ctypes.c_uint(), ctypes.c_uint(4), (nv.c_nvmlSample_t * 4)()
-    assert (
-        get(h, 0, ctypes.c_ulonglong(0), ctypes.byref(kind), ctypes.byref(count), buffer) == nv.NVML_SUCCESS
-    )
+    assert get(h, 0, ctypes.c_ulonglong(0), ctypes.byref(kind), ctypes.byref(count), buffer) == nv.NVML_SUCCESS
     assert [s.timeStamp for s in buffer] == [stamp for stamp, _ in ring(h)[:4]]
 
 
@@ -661,12 +657,8 @@ def test_every_field_of_a_scenario_is_known_to_the_c_side(fake):
         "epoch_step_us_at": "1:2",
         "processes": "1:2",
     }
-    reasons = (
-        "power thermal sync_boost board_limit low_utilization reliability sw_thermal hw_thermal power_brake"
-    )
-    activity = (
-        "graphics sm occupancy integer tensor hmma dram fp64 fp32 fp16 pcie_tx pcie_rx nvlink_rx nvlink_tx"
-    )
+    reasons = "power thermal sync_boost board_limit low_utilization reliability sw_thermal hw_thermal power_brake"
+    activity = "graphics sm occupancy integer tensor hmma dram fp64 fp32 fp16 pcie_tx pcie_rx nvlink_rx nvlink_tx"
     special |= {
         "throttled": dict.fromkeys(reasons.split(), 0.1),
         "gpm_values": dict.fromkeys(activity.split(), 1.0),

@@ -165,9 +165,7 @@ def test_one_wrap(tree, clock):
 
 def test_two_wraps_told_by_the_power_before():
     # 100 J range, at most 100 W for 2.4 s: 30, 130 and 230 J are possible; the power before says 230 J.
-    delta = counter_delta(
-        0, 30_000_000, range_uj=100_000_000, elapsed_s=2.4, max_power_w=100.0, previous_w=96.0
-    )
+    delta = counter_delta(0, 30_000_000, range_uj=100_000_000, elapsed_s=2.4, max_power_w=100.0, previous_w=96.0)
     assert delta.energy_j == pytest.approx(230.0)
     assert delta.guessed
 

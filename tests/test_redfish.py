@@ -25,7 +25,7 @@ from fakes.redfish_server import (
     old_service,
     pdu_service,
 )
-from tessera.clock import EpochMap
+from tessera.clock import Clock, EpochMap
 from tessera.errors import ArgumentError, SensorLost, SensorPermission, SensorUnavailable
 from tessera.sensors import _redfish_http
 from tessera.sensors._redfish_http import RedfishClient, RequestFailed, local_path
@@ -87,7 +87,7 @@ def start(pki, clock):
         sensor = RedfishSensor(
             RedfishConfig(**{**given, **config}),
             clock_ns=clock,
-            epoch=EpochMap(monotonic_ns=clock, epoch_ns=lambda: clock() + EPOCH_NS),
+            epoch=EpochMap(Clock(clock, lambda: clock() + EPOCH_NS)),
             events_period_s=events_period_s,
         )
         sensors.append(sensor)
@@ -264,9 +264,7 @@ def test_only_new_events_and_their_kinds(serve, start, clock):
     soon = "2999-01-01T00:00:00Z"
     new = [
         log_entry(2, "Input lost", MessageId="Power.1.0.PowerSupplyFailed", Created=soon),
-        log_entry(
-            3, "PSU2 over-current protection", Links={"OriginOfCondition": {"@odata.id": f"{CHASSIS}/1"}}
-        ),
+        log_entry(3, "PSU2 over-current protection", Links={"OriginOfCondition": {"@odata.id": f"{CHASSIS}/1"}}),
         log_entry(4, "PSU2 over-current cleared"),
         log_entry(5, "User root logged in", Created=5),
     ]

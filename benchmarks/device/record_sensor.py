@@ -21,6 +21,7 @@ from typing import Any
 
 import pynvml
 import torch
+from loads import Loads
 
 POLL_S = 0.004
 TOTAL_ENERGY_FIELD = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
@@ -75,40 +76,11 @@ class Recorder:
             self._stop.wait(0.4)
 
 
-class Loads:
-    """Kernels of a fraction of a millisecond each, so that a load can stop when the host says so."""
-
-    def __init__(self) -> None:
-        a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        b = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(a)
-        x = torch.randn(64 << 20, device="cuda")
-        y = torch.empty_like(x)
-        f = torch.randn(2048, 2048, device="cuda")
-        fo = torch.empty_like(f)
-        self.kinds: dict[str, Callable[[], object]] = {
-            "gemm": lambda: torch.mm(a, b, out=out),
-            "copy": lambda: y.copy_(x),
-            "fp32": lambda: torch.mm(f, f, out=fo),
-            "small": lambda: fo[:64].add_(1.0),
-        }
-
-    def run(self, kind: str, seconds: float) -> tuple[int, int, int]:
-        """Start, end (after the device is done) in epoch microseconds, and how many kernels ran."""
-        fn, events, n = self.kinds[kind], [], 0
-        t0 = now_us()
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            for _ in range(2):
-                fn()
-            n += 2
-            ev = torch.cuda.Event()
-            ev.record()
-            events.append(ev)
-            if len(events) > 2:  # two batches in flight: the device is never idle, the host never far ahead
-                events.pop(0).synchronize()
-        torch.cuda.synchronize()
-        return t0, now_us(), n
+def timed(loads: Loads, kind: str, seconds: float) -> tuple[int, int, int]:
+    """Start and end (after the device is done) in epoch microseconds, and how many kernels ran."""
+    start = now_us()
+    count = loads.run(kind, seconds)
+    return start, now_us(), count
 
 
 def call_costs(handle: Any) -> dict[str, dict[str, float]]:
@@ -184,7 +156,7 @@ def main(path: str) -> None:
     data: dict[str, Any] = {"driver": pynvml.nvmlSystemGetDriverVersion(), "name": pynvml.nvmlDeviceGetName(handle), "phases": []}
     data["limit_mw"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
     loads = Loads()
-    loads.run("gemm", 0.3)
+    timed(loads, "gemm", 0.3)
     data["costs_idle"] = call_costs(handle)
     data["sample_types"] = sample_types(handle)
     data["event_clock"] = event_clock()
@@ -198,18 +170,18 @@ def main(path: str) -> None:
         time.sleep(3.0)
         phase("idle", [("idle", t, now_us(), 0)])
         for kind, secs in (("gemm", 12.0), ("copy", 6.0), ("fp32", 6.0), ("small", 5.0)):
-            phase(f"steady-{kind}", [(kind, *loads.run(kind, secs))])
+            phase(f"steady-{kind}", [(kind, *timed(loads, kind, secs))])
             time.sleep(1.5)
         rec.poll = False
-        phase("steady-gemm-nopoll", [("gemm", *loads.run("gemm", 4.0))])
+        phase("steady-gemm-nopoll", [("gemm", *timed(loads, "gemm", 4.0))])
         rec.poll = True
-        phase("steady-gemm-poll", [("gemm", *loads.run("gemm", 4.0))])
+        phase("steady-gemm-poll", [("gemm", *timed(loads, "gemm", 4.0))])
         time.sleep(1.0)
         for period in (0.05, 0.1, 0.2, 0.4):
             marks = []
             end = time.perf_counter() + 6.0
             while time.perf_counter() < end:
-                marks.append(("gemm", *loads.run("gemm", period / 2)))
+                marks.append(("gemm", *timed(loads, "gemm", period / 2)))
                 time.sleep(period / 2)
             phase(f"wave-{period}", marks)
         marks = []
@@ -220,10 +192,10 @@ def main(path: str) -> None:
             if kind == "pause":
                 time.sleep(secs)
             else:
-                marks.append((kind, *loads.run(kind, secs)))
+                marks.append((kind, *timed(loads, kind, secs)))
         phase("mixture", marks)
         stop = threading.Event()
-        t = threading.Thread(target=lambda: [loads.run("gemm", 0.2) for _ in iter(lambda: not stop.is_set(), False)])
+        t = threading.Thread(target=lambda: [timed(loads, "gemm", 0.2) for _ in iter(lambda: not stop.is_set(), False)])
         t.start()
         time.sleep(0.5)
         data["costs_busy"] = call_costs(handle)

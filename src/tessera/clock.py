@@ -13,12 +13,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 NS_PER_S = 1_000_000_000
 
 # NTP slews at most 500 ppm (man 2 adjtimex), i.e. 0.5 ms between our reads a second apart. Anything above 20 ms
 # between two reads is therefore a step, not a slew, and well above the ~1 ms a descheduled read can fake.
 STEP_NS = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The two clocks of a machine; a test gives simulated ones."""
+
+    monotonic_ns: Callable[[], int] = time.monotonic_ns
+    epoch_ns: Callable[[], int] = time.time_ns
+
+
+REAL = Clock()
 
 
 def now_ns() -> int:
@@ -33,13 +45,9 @@ class EpochMap:
     wall clock was stepped since then (a caller that asks a driver for "samples since T" must start again from 0).
     """
 
-    def __init__(
-        self,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
-        epoch_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._monotonic_ns = monotonic_ns
-        self._epoch_ns = epoch_ns
+    def __init__(self, clock: Clock = REAL) -> None:
+        self._monotonic_ns = clock.monotonic_ns
+        self._epoch_ns = clock.epoch_ns
         self.steps = 0
         self._previous_offset_ns: int | None = None  # before the last step, for stamps that predate it
         self._observed_at_ns = 0

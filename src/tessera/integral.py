@@ -51,12 +51,13 @@ class Sums:
     variance_j2: Floats
 
 
-def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, start: Mark = ZERO) -> Sums:
+def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, noise: float = 0.0, start: Mark = ZERO) -> Sums:
     """Sum up a train of samples, going on from `start` at its first sample.
 
     Intervals that end in NaN (nothing is known there) add nothing. `mean` says that a sample is the mean since
     the one before it; otherwise power runs straight between samples, and is known between two of them only to
     lie near that line: with a uniform prior as high as their difference, one interval's error is |Δw|·dt/√12.
+    `noise` is the relative standard deviation of a single sample, added to that.
     """
     n = len(times_ns)
     joules, covered, variance = np.zeros(n), np.zeros(n), np.zeros(n)
@@ -68,7 +69,8 @@ def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, start: Mark = ZERO)
         rise = np.zeros(n - 1) if mean else watts[1:] - begin
         np.cumsum(np.where(known, level * dt, 0.0), out=joules[1:])
         np.cumsum(np.where(known, dt, 0.0), out=covered[1:])
-        np.cumsum(np.where(known, (rise * dt) ** 2 / 12.0, 0.0), out=variance[1:])
+        spread = (rise * dt) ** 2 / 12.0 + (noise * level * dt) ** 2
+        np.cumsum(np.where(known, spread, 0.0), out=variance[1:])
     return Sums(joules + start.joules, covered + start.covered_s, variance + start.variance_j2)
 
 

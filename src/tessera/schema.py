@@ -41,7 +41,8 @@ class Domain:
     """A named place where power is drawn, and how well its sensor sees it.
 
     `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
-    `blur_s` how far an edge is smeared (a standard deviation), `gain_error` the relative 90% error of the level.
+    `blur_s` how far an edge is smeared (a standard deviation), `sample_noise` the relative standard deviation of one
+    sample, `gain_error` the relative 90% error of the level that no averaging removes.
     `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them.
     """
 
@@ -50,6 +51,7 @@ class Domain:
     resolution_s: float
     lag_s: float = 0.0
     blur_s: float = 0.0
+    sample_noise: float = 0.0
     gain_error: float = 0.0
     hold: Hold = Hold.LINEAR
     counted: bool = True

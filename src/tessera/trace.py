@@ -251,7 +251,7 @@ def column_energy(column: Column, start_ns: int, end_ns: int) -> Energy:
     d = column.domain
     mean = d.hold is Hold.MEAN
     lag_ns = round(d.lag_s * 1e9)
-    sums = accumulate(column.times_ns, column.watts, mean=mean)
+    sums = accumulate(column.times_ns, column.watts, mean=mean, noise=d.sample_noise)
     marks = [mark(column.times_ns, column.watts, sums, t + lag_ns, mean=mean) for t in (start_ns, end_ns)]
     seconds = max(end_ns - start_ns, 0) * 1e-9
     return Energy(

@@ -172,9 +172,7 @@ def missing_compiler() -> str | None:
 def build_fake(tmp_dir: Path | None = None) -> Path:
     """Compile the fake, once per content of its source, and return the path of its libnvidia-ml.so.1."""
     key = hashlib.sha256(SOURCE.read_bytes() + BOARD.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
-    base = (
-        tmp_dir if tmp_dir is not None else Path(tempfile.gettempdir()) / f"tessera-fake-nvml-{os.getuid()}"
-    )
+    base = tmp_dir if tmp_dir is not None else Path(tempfile.gettempdir()) / f"tessera-fake-nvml-{os.getuid()}"
     library = base / key / SONAME
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -230,9 +228,7 @@ class FakeNvml:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     @staticmethod

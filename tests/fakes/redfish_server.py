@@ -31,9 +31,7 @@ def _certificate(name, key, issuer, issuer_key, *, is_ca):
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(hours=1))
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
-        )
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
     )
     return builder.sign(issuer_key, hashes.SHA256())
 
@@ -71,10 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _allowed(self):
         basic = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
-        return (
-            self.headers.get("Authorization") == basic
-            or self.headers.get("X-Auth-Token") in self.server.tokens
-        )
+        return self.headers.get("Authorization") == basic or self.headers.get("X-Auth-Token") in self.server.tokens
 
     def do_GET(self):
         self.server.requests.append(("GET", self.path))
@@ -120,9 +115,7 @@ class RedfishServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
         self.location = "/redfish/v1/SessionService/Sessions/1"
         self._open: list = []
-        self._thread = threading.Thread(
-            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
 
     def finish_request(self, request, client_address):

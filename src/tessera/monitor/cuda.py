@@ -23,7 +23,9 @@ from typing import Any
 RENEW_NS = 4_000_000_000
 _ANCHOR_TRIES = 5
 _KEPT_ANCHORS = 32
-_POOL = 256
+_POOL = 4096
+_READY = 512
+_KNOWN_STREAMS = 256
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, cuda.h
 
 
@@ -52,50 +54,96 @@ class Edge:
         return self.device_ns if on_device and self.device_ns is not None else self.host_ns
 
 
+class _Streams:
+    """The current CUDA stream, found fast: torch's own look-up builds a new object each time (several µs)."""
+
+    def __init__(self, torch: Any) -> None:
+        self._cuda = torch.cuda
+        # These three have been in torch._C since 1.x and are what torch.cuda calls itself; without them the
+        # public functions do the same more slowly.
+        self._device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self._stream = getattr(torch._C, "_cuda_getCurrentStream", None)
+        self.capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+        self._known: dict[Any, Any] = {}
+
+    def current(self) -> tuple[int, Any]:
+        """Index of the current device and its current stream."""
+        device = self._device()
+        if self._stream is None:
+            return device, self._cuda.current_stream()
+        key = self._stream(device)
+        stream = self._known.get(key)
+        if stream is None:
+            if len(self._known) >= _KNOWN_STREAMS:
+                self._known.clear()
+            stream = self._known[key] = self._cuda.current_stream()
+        return device, stream
+
+
 class DeviceClocks:
     """Event pools and anchors of every CUDA device this process uses."""
 
     def __init__(self) -> None:
+        self._streams: _Streams | None = None
         self._pool: dict[int, list[Any]] = {}
         self._anchors: dict[int, deque[tuple[int, Any]]] = {}
-        self._streams: dict[int, Any] = {}
+        self._own: dict[int, Any] = {}
         self._relaxed = False
 
     def edge(self) -> Edge:
         """Note the host's time and mark the current stream; a few microseconds, no synchronisation."""
-        module = cuda()
-        if module is None or module.is_current_stream_capturing():
+        streams = self._streams
+        if streams is None:
+            if cuda() is None:
+                return Edge(time.monotonic_ns())
+            streams = self._streams = _Streams(sys.modules["torch"])
+        if streams.capturing():
             # An event recorded into a CUDA graph has no time of its own: the host's edge must do.
             return Edge(time.monotonic_ns())
-        device = module.current_device()
-        pool = self._pool.get(device)
-        event = pool.pop() if pool else module.Event(enable_timing=True)
-        event.record()
+        device, stream = streams.current()
+        try:
+            event = self._pool[device].pop()
+        except (KeyError, IndexError):  # not `if pool`: another thread may take the last one in between
+            event = self._new_event(device)
+        event.record(stream)
         return Edge(time.monotonic_ns(), event, device)
 
+    def _new_event(self, device: int) -> Any:
+        self._pool.setdefault(device, [])
+        return sys.modules["torch"].cuda.Event(enable_timing=True)
+
     def renew(self) -> None:
-        """On the sampler's thread: renew anchors that have grown old, of the devices that have been used."""
+        """On the sampler's thread: renew old anchors and fill the pools, of the devices that have been used."""
         module = cuda()
         if module is None:
             return
         if not self._relaxed:
             self._relaxed = _relax_capture_mode()
-        devices = set(self._pool) | set(self._anchors) | {module.current_device()}
-        for device in devices:
+        for device in {*self._pool, module.current_device()}:
             anchors = self._anchors.get(device)
             if not anchors or time.monotonic_ns() - anchors[-1][0] > RENEW_NS:
                 self._anchor(module, device)
+            self._fill(module, device)
+
+    def _fill(self, module: Any, device: int) -> None:
+        """Make events in advance; one that was recorded once costs the user's thread no creation."""
+        pool = self._pool.setdefault(device, [])
+        with module.device(device):
+            for _ in range(_READY - len(pool)):
+                event = module.Event(enable_timing=True)
+                event.record(self._own[device])
+                pool.append(event)
 
     def _anchor(self, module: Any, device: int) -> None:
         """Record events on an otherwise empty stream and keep the one with the shortest round trip."""
-        if device not in self._streams:
-            self._streams[device] = module.Stream(device=device)
+        if device not in self._own:
+            self._own[device] = module.Stream(device=device)
         best: tuple[int, int, Any] | None = None
         with module.device(device):
             for _ in range(_ANCHOR_TRIES):
                 event = module.Event(enable_timing=True)
                 before = time.monotonic_ns()
-                event.record(self._streams[device])
+                event.record(self._own[device])
                 event.synchronize()
                 after = time.monotonic_ns()
                 if best is None or after - before < best[0]:

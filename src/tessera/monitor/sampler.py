@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from ..clock import EpochMap, now_ns
+from ..clock import REAL, Clock, EpochMap
 from ..errors import SensorError, SensorLost
 from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
 from ..sensors.base import Batch, Sensor
@@ -54,8 +54,8 @@ class Sampler:
     Without `start` it can be driven by hand (`read_due`), which is how tests run it on a simulated clock.
     """
 
-    def __init__(self, sensors: Sequence[Sensor], *, clock: Callable[[], int] = now_ns) -> None:
-        self._clock = clock
+    def __init__(self, sensors: Sequence[Sensor], *, clock: Clock = REAL) -> None:
+        self._clock = clock.monotonic_ns
         self._slots = [_Slot(s) for s in sensors]
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -64,7 +64,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._after_read: list[Callable[[], None]] = []
-        self.epoch = EpochMap()
+        self.epoch = EpochMap(clock)
         self.series: dict[str, Series] = {}
         self.anchors: dict[str, Anchors] = {}
         self.telemetry: dict[str, deque[Telemetry]] = {}
@@ -219,8 +219,9 @@ class Sampler:
             with self._lock:
                 self._dead |= slot.names
                 for d in [self.series[n].domain for n in slot.names]:
-                    last = self.series[d.name].last_ns if d.name in self.series else None
-                    self.gaps.append(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=exc.what))
+                    last = self.series[d.name].last_ns
+                    reason = f"{exc.what}: {exc.why}" if exc.why else exc.what
+                    self.gaps.append(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=reason))
         slot.failures += 1
         slot.due_ns = now + round(slot.retry_s() * 1e9)
 
@@ -237,9 +238,7 @@ class Sampler:
     def _take(self, batch: Batch) -> None:
         with self._wake:
             for name, samples in batch.samples.items():
-                if samples and self._close_gaps(name, samples[0][0]):
-                    samples = [(samples[0][0] - 1, math.nan), *samples]  # nothing is known of the gap  # noqa: PLW2901
-                self.series[name].extend(samples)
+                self.series[name].extend(self._bridge(name, samples))
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks:
                     self.anchors[name].add(time_ns, joules)
@@ -247,15 +246,28 @@ class Sampler:
                 anchors.catch_up()
             for t in batch.telemetry:
                 self.telemetry.setdefault(t.domain, deque(maxlen=KEPT_TELEMETRY)).append(t)
-            self.gaps.extend(batch.gaps)
+            for gap in batch.gaps:
+                if not any(_overlap(gap, known) for known in self.gaps):  # the first reason given stands
+                    self.gaps.append(gap)
             self.events.extend(batch.events)
             self._wake.notify_all()
 
-    def _close_gaps(self, domain: str, time_ns: int) -> bool:
-        """End the open gaps of a domain that has data again; True if there was one."""
-        closed = False
+    def _bridge(self, domain: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """End the open gaps of a domain that has data again, and mark that nothing is known of them."""
         for i, gap in enumerate(self.gaps):
-            if gap.domain == domain and gap.end_ns is None and time_ns > gap.start_ns:
+            if gap.domain != domain or gap.end_ns is not None:
+                continue
+            first = next((k for k, (t, _) in enumerate(samples) if t > gap.start_ns), None)
+            if first is not None:
+                time_ns = samples[first][0]
                 self.gaps[i] = Gap(domain=domain, start_ns=gap.start_ns, end_ns=time_ns, reason=gap.reason)
-                closed = True
-        return closed
+                samples = [*samples[:first], (time_ns - 1, math.nan), *samples[first:]]
+        return samples
+
+
+def _overlap(a: Gap, b: Gap) -> bool:
+    return (
+        a.domain == b.domain
+        and (b.end_ns is None or a.start_ns < b.end_ns)
+        and (a.end_ns is None or b.start_ns < a.end_ns)
+    )

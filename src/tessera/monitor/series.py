@@ -93,7 +93,7 @@ class Series:
             joined_w = np.concatenate([self._values[0, n - 1 : n], watts])
             joules, covered_s, variance_j2 = (float(v) for v in self._values[1:, n - 1])
             start = Mark(joules, covered_s, variance_j2, 0.0)
-        sums = accumulate(joined_t, joined_w, mean=self._mean, start=start)
+        sums = accumulate(joined_t, joined_w, mean=self._mean, noise=self.domain.sample_noise, start=start)
         skip = 1 if n else 0
         self._times[n : n + more] = times
         self._values[:, n : n + more] = (

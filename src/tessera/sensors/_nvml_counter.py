@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..clock import now_ns
+from ..clock import REAL, Clock
 from ._tick import TickFinder
 
 # On the H200 the counter at tick T holds the energy up to T - 9 ms: it leads the ring's 15 ms by 6 ms
@@ -26,7 +26,8 @@ RETRY_NS = 60_000_000_000
 class EnergyCounter:
     """Gives (time_ns, joules) anchors; `due_ns` says when it wants to be read next."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
+        self._clock = clock
         self._nvml = nvml
         self._handle = handle
         self.ticks = TickFinder()
@@ -39,11 +40,11 @@ class EnergyCounter:
 
     def read(self) -> list[tuple[int, float]]:
         """One read of the counter, if it is due; the anchors it gives."""
-        begin = now_ns()
+        begin = self._clock.monotonic_ns()
         if begin < self.due_ns:
             return []
         value_mj = int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
-        end = now_ns()
+        end = self._clock.monotonic_ns()
         if value_mj < self._last_mj:  # the driver restarted: its ticks are elsewhere now
             self.ticks = TickFinder()
             self._last = None

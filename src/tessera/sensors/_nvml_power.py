@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..clock import EpochMap, now_ns
+from ..clock import REAL, Clock, EpochMap
 from ..schema import Domain, Gap
 
 # Response of the ring on the H200, fitted on a random mixture of loads of 2-60 ms whose times were known
-# (benchmarks/fit_response.py): mean delay 15 ms, spread (standard deviation) 10 ms, ±1 ms between fits.
+# (benchmarks/fit_response.py): mean delay 15 ms, ±1 ms between fits. Blur and noise of a sample are such that the
+# 90% intervals held on the recording they were fitted on; benchmarks/device/accuracy.py checks them on other runs.
 RING_LAG_S = 0.015
-RING_BLUR_S = 0.010
+RING_BLUR_S = 0.012
+RING_NOISE = 0.012
 RING_RESOLUTION_S = 0.020
 # Ring against counter on the H200: 0.1% typical, 0.8% worst over 6 s of ten loads (benchmarks/accuracy.py).
 RING_GAIN_ERROR = 0.005
@@ -50,10 +52,11 @@ class RingReader:
 
     period_s = 1.0
 
-    def __init__(self, nvml: Any, handle: Any, epoch: EpochMap) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
+        self._clock = clock
         self._nvml = nvml
         self._handle = handle
-        self._epoch = epoch
+        self._epoch = EpochMap(clock)
         self._last_stamp_us = 0
         self._last_ns: int | None = None
         self._silent = False
@@ -61,7 +64,7 @@ class RingReader:
     def domain(self, name: str, label: str, note: str) -> Domain:
         return Domain(
             name=name, source="nvml-samples", label=label, note=note, resolution_s=RING_RESOLUTION_S,
-            lag_s=RING_LAG_S, blur_s=RING_BLUR_S, gain_error=RING_GAIN_ERROR,
+            lag_s=RING_LAG_S, blur_s=RING_BLUR_S, sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR,
         )  # fmt: skip
 
     def read(self, name: str) -> tuple[list[tuple[int, float]], list[Gap]]:
@@ -71,12 +74,11 @@ class RingReader:
         out: list[tuple[int, float]] = []
         gaps: list[Gap] = []
         for stamp_us, power_mw in samples:
-            self._last_stamp_us = max(self._last_stamp_us, stamp_us)
             t = self._epoch.to_monotonic(stamp_us * 1000)
             if self._last_ns is not None and t <= self._last_ns:
                 continue
             self._place(name, t, power_mw, out, gaps)
-            self._last_ns = t
+            self._last_ns, self._last_stamp_us = t, stamp_us
         gaps.extend(self._silence(name, bool(out)))
         return out, gaps
 
@@ -111,7 +113,7 @@ class RingReader:
         if fresh or self._last_ns is None:
             self._silent = False
             return []
-        quiet_s = (now_ns() - self._last_ns) * 1e-9
+        quiet_s = (self._clock.monotonic_ns() - self._last_ns) * 1e-9
         if self._silent or quiet_s < _STALE:
             return []
         self._silent = True
@@ -121,7 +123,10 @@ class RingReader:
 class PolledReader:
     """A field that is refreshed now and then: polled at twice its refresh rate, repeats dropped."""
 
-    def __init__(self, ask_mw: Callable[[], int], *, source: str, averaged_s: float, probe: bool = True) -> None:
+    def __init__(
+        self, ask_mw: Callable[[], int], *, source: str, averaged_s: float, probe: bool = True, clock: Clock = REAL
+    ) -> None:
+        self._clock = clock
         self._ask_mw = ask_mw
         self.source = source
         self._averaged_s = averaged_s
@@ -157,7 +162,7 @@ class PolledReader:
 
     def read(self, name: str) -> tuple[list[tuple[int, float]], list[Gap]]:
         power_mw = self._ask_mw()
-        t = now_ns()
+        t = self._clock.monotonic_ns()
         if self._last and power_mw == self._last[1] and (t - self._last[0]) * 1e-9 < self.refresh_s:
             return [], []  # the same reading again, not a new one
         before, self._last = self._last, (t, power_mw)
@@ -179,15 +184,13 @@ def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[],
     return ask
 
 
-def choose_reader(
-    nvml: Any, handle: Any, epoch: EpochMap, refuse: Callable[[str, Exception], None]
-) -> PowerReader | None:
+def choose_reader(nvml: Any, handle: Any, clock: Clock, refuse: Callable[[str, Exception], None]) -> PowerReader | None:
     """The finest source this GPU and user have; `refuse` is told of each that does not work."""
     try:
         nvml.nvmlDeviceGetSamples(handle, nvml.NVML_TOTAL_POWER_SAMPLES, 0)
-        return RingReader(nvml, handle, epoch)
+        return RingReader(nvml, handle, clock)
     except nvml.NVMLError_NotFound:
-        return RingReader(nvml, handle, epoch)  # there, and empty so far
+        return RingReader(nvml, handle, clock)  # there, and empty so far
     except nvml.NVMLError as exc:
         refuse("power sample ring", exc)
     sources: list[tuple[str, Callable[[], int], float]] = [
@@ -196,7 +199,7 @@ def choose_reader(
     ]
     for source, ask, averaged_s in sources:
         try:
-            return PolledReader(ask, source=source, averaged_s=averaged_s)
+            return PolledReader(ask, source=source, averaged_s=averaged_s, clock=clock)
         except nvml.NVMLError as exc:
             refuse(source, exc)
     return None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..clock import now_ns
+from ..clock import REAL, Clock
 from ..schema import Capability, Telemetry
 
 T = TypeVar("T")
@@ -50,14 +49,15 @@ RAIL_VOLTAGE = Capability(
 class TelemetryReader:
     """Asks for each item; one that is not supported or not permitted is noted once and not asked again."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
         self._nvml = nvml
         self._handle = handle
+        self._clock = clock
         self.refused: dict[str, Exception] = {}
         self._gpm: GpmReader | None = None
         support = self._ask("GPM activity", lambda: nvml.nvmlGpmQueryDeviceSupport(handle))
         if support is not None and support.isSupportedDevice:
-            self._gpm = GpmReader(nvml, handle)
+            self._gpm = GpmReader(nvml, handle, clock)
         elif support is not None:
             self.refused["GPM activity"] = NotImplementedError("needs a Hopper GPU or later")
 
@@ -70,7 +70,7 @@ class TelemetryReader:
         limit_mw = self._ask("power limit", lambda: int(nvml.nvmlDeviceGetEnforcedPowerLimit(h)))
         activity = self._ask("GPM activity", self._gpm.read) if self._gpm else None
         return Telemetry(
-            time_ns=now_ns(),
+            time_ns=self._clock.monotonic_ns(),
             domain=domain,
             temperature_c=self._ask("temperature", lambda: float(nvml.nvmlDeviceGetTemperature(h, 0))),
             memory_temperature_c=self._ask("memory temperature", lambda: self._field(MEMORY_TEMP_FIELD)),
@@ -136,15 +136,16 @@ class TelemetryReader:
 class GpmReader:
     """GPM activity between two samples taken at least `GPM_MIN_WINDOW_NS` apart."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
         self._nvml = nvml
         self._handle = handle
+        self._clock = clock
         self._samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
         self._taken_ns: int | None = None
 
     def read(self) -> dict[str, float] | None:
         """Percent by unit (and MiB/s by link) since the last read; None at the first."""
-        now = time.monotonic_ns()
+        now = self._clock.monotonic_ns()
         if self._taken_ns is not None and now - self._taken_ns < GPM_MIN_WINDOW_NS:
             return None
         old, new = self._samples

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, SensorError, SensorPermission, did_you_mean
+from ..errors import ArgumentError, SensorError, SensorPermission, SensorUnavailable, did_you_mean
 from ..schema import Capability
 from .base import Sensor
 
@@ -57,8 +57,8 @@ def _redfish() -> Sensor:
 
     config = RedfishConfig.from_env()
     if config is None:
-        raise ArgumentError(
-            "the redfish sensor needs an address",
+        raise SensorUnavailable(
+            "no BMC or PDU address is given",
             why="TESSERA_REDFISH_URL is not set",
             fix="export TESSERA_REDFISH_URL=https://bmc TESSERA_REDFISH_USER=... TESSERA_REDFISH_PASSWORD=...",
         )
@@ -133,8 +133,8 @@ def make(name: str) -> Sensor:
 
 
 def _try(name: str, started: list[Sensor], missing: list[Capability]) -> None:
-    sensor = make(name)
     try:
+        sensor = make(name)
         sensor.start()
     except SensorError as exc:
         state = "no permission" if isinstance(exc, SensorPermission) else None

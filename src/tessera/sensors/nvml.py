@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..clock import EpochMap, now_ns
+from ..clock import REAL, Clock
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Gap
 from ._nvml_counter import EnergyCounter
@@ -34,7 +34,10 @@ class NvmlSensor:
 
     name = "nvml"
 
-    def __init__(self, *, environ: Mapping[str, str] | None = None, telemetry_s: float = TELEMETRY_S) -> None:
+    def __init__(
+        self, *, environ: Mapping[str, str] | None = None, telemetry_s: float = TELEMETRY_S, clock: Clock = REAL
+    ) -> None:
+        self._clock = clock
         self._environ = os.environ if environ is None else environ
         self._telemetry_s = telemetry_s
         self._nvml: Any = None
@@ -50,7 +53,7 @@ class NvmlSensor:
             self._nvml = nvml
             self.driver_version = str(nvml.nvmlSystemGetDriverVersion())
             visible = visible_boards(_boards(nvml), self._environ.get("CUDA_VISIBLE_DEVICES"))
-            self._gpus = [Gpu(nvml, v, self._telemetry_s) for v in visible]
+            self._gpus = [Gpu(nvml, v, self._telemetry_s, self._clock) for v in visible]
         except nvml.NVMLError as exc:
             raise _translate(nvml, exc) from exc
         if not self._gpus:
@@ -67,7 +70,7 @@ class NvmlSensor:
     @property
     def period_s(self) -> float:
         """Until the first of its parts is due: 1 s with the ring, a few ms while the counter's ticks are sought."""
-        now = now_ns()
+        now = self._clock.monotonic_ns()
         return max(min((g.due_ns() - now for g in self._gpus), default=0) * 1e-9, 0.001)
 
     def domains(self) -> Sequence[Domain]:
@@ -107,7 +110,8 @@ class NvmlSensor:
 class Gpu:
     """One board: its power reader, counter, HBM power and telemetry, each with its own pace."""
 
-    def __init__(self, nvml: Any, visible: Visible, telemetry_s: float) -> None:
+    def __init__(self, nvml: Any, visible: Visible, telemetry_s: float, clock: Clock = REAL) -> None:
+        self._clock = clock
         self._nvml = nvml
         self._visible = visible
         self._telemetry_ns = round(telemetry_s * 1e9)
@@ -121,11 +125,10 @@ class Gpu:
         nvml = self._nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(self._visible.board.index)
         self.label = _text(nvml.nvmlDeviceGetName(self._handle))
-        self._epoch = EpochMap()
-        self.power: PowerReader | None = choose_reader(nvml, self._handle, self._epoch, self._refuse)
+        self.power: PowerReader | None = choose_reader(nvml, self._handle, self._clock, self._refuse)
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
-        self._telemetry = TelemetryReader(nvml, self._handle)
+        self._telemetry = TelemetryReader(nvml, self._handle, self._clock)
         self._power_due = self._telemetry_due = self._hbm_due = 0
 
     def _refuse(self, what: str, exc: Exception) -> None:
@@ -137,7 +140,7 @@ class Gpu:
         except self._nvml.NVMLError as exc:
             self._refuse("energy counter (the anchor)", exc)
             return None
-        return EnergyCounter(self._nvml, self._handle)
+        return EnergyCounter(self._nvml, self._handle, self._clock)
 
     def _open_hbm(self) -> PolledReader | None:
         ask = field_mw(self._nvml, self._handle, POWER_AVERAGE, MEMORY_SCOPE)
@@ -145,7 +148,7 @@ class Gpu:
             if ask() == 0:
                 self.refused["HBM power"] = "reads 0 W"
                 return None
-            return PolledReader(ask, source="nvml-memory", averaged_s=1.0, probe=False)
+            return PolledReader(ask, source="nvml-memory", averaged_s=1.0, probe=False, clock=self._clock)
         except self._nvml.NVMLError as exc:
             self._refuse("HBM power", exc)
             return None
@@ -174,7 +177,7 @@ class Gpu:
 
     def read(self, batch: Batch) -> None:
         """Read what is due. Raises NVMLError when the GPU is gone; `lose` then records the gap."""
-        now = now_ns()
+        now = self._clock.monotonic_ns()
         if self.lost:
             if now < self._retry_ns:
                 return
@@ -203,10 +206,10 @@ class Gpu:
         """Note that the GPU does not answer; 1, so that the sensor can count them."""
         if not self.lost:
             self.lost = str(exc)
-            now = now_ns()
+            now = self._clock.monotonic_ns()
             for d in self.domains():
                 batch.gaps.append(Gap(domain=d.name, start_ns=now, end_ns=None, reason=f"{self.name}: {exc}"))
-        self._retry_ns = now_ns() + _RETRY_NS
+        self._retry_ns = self._clock.monotonic_ns() + _RETRY_NS
         return 1
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from ..clock import NS_PER_S, EpochMap, now_ns
+from ..clock import NS_PER_S, Clock, EpochMap, now_ns
 from ..errors import SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, PowerEvent, Telemetry
 from ._bmc import Tracker, classify
@@ -120,7 +120,7 @@ class RedfishSensor:
         self._config = config
         self._make_client = client
         self._clock_ns = clock_ns
-        self._epoch = epoch or EpochMap(monotonic_ns=clock_ns)
+        self._epoch = epoch or EpochMap(Clock(monotonic_ns=clock_ns))
         self._period_s = period_s
         self._events_period_s = events_period_s
         self._client: RedfishClient | None = None

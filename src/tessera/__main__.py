@@ -1,0 +1,5 @@
+"""`python -m tessera`: the same as the `tessera` command."""
+
+from .cli.main import main
+
+main()

@@ -1,0 +1,85 @@
+"""`tessera doctor` in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from ..schema import Capability, Domain
+from ..sensors.health import Check, Health, SensorHealth
+from ..units import format_duration
+
+_MARKS = {"ok": ("✓", "green"), "no permission": ("!", "yellow"), "missing": ("·", "dim")}
+_CHECKS = {True: ("✓", "green"), False: ("!", "yellow"), None: ("·", "dim")}
+
+
+def print_health(health: Health, console: Console) -> None:
+    """Sensors first, what they lack beneath them, then the machine."""
+    for sensor in health.sensors:
+        _sensor(sensor, console)
+    console.print()
+    for check in health.checks:
+        _check(check, console)
+    console.print()
+    if health.measures:
+        console.print(
+            Text("Power is measured here.", style="bold"),
+            Text("next: tessera measure -- python train.py", style="cyan"),
+        )
+    else:
+        console.print(
+            Text("No power sensor is readable here: joules will be modelled, and say so.", style="bold yellow"),
+            Text("next: tessera measure -- python train.py", style="cyan"),
+        )
+
+
+def _line(mark: str, style: str, name: str, text: str, console: Console) -> None:
+    line = Text(f"{mark} ", style=style)
+    line.append(f"{name:<10} ", style="bold")
+    line.append(text, style="" if style == "green" else style)
+    console.print(line, soft_wrap=True)
+
+
+def _sensor(sensor: SensorHealth, console: Console) -> None:
+    mark, style = _MARKS[sensor.state]
+    if sensor.state != "ok":
+        _line(mark, style, sensor.name, f"{sensor.state}: {sensor.reason}", console)
+        _fix(sensor.fix, console)
+        return
+    _line(mark, style, sensor.name, f"{len(sensor.domains)} domain{'s' if len(sensor.domains) != 1 else ''}", console)
+    for domain in sensor.domains:
+        console.print(Text(f"    {_domain(domain)}"), soft_wrap=True)
+    for lack in sensor.lacks:
+        console.print(Text(f"    without {lack.name}: {_lack(lack)}", style="dim"), soft_wrap=True)
+
+
+def _domain(domain: Domain) -> str:
+    parts = [f"{domain.name:<12}", domain.label or "-", f"source {domain.source}"]
+    parts.append(f"new value every {format_duration(domain.resolution_s)}")
+    if domain.lag_s:
+        parts.append(f"lag {format_duration(domain.lag_s)}")
+    if domain.basis != "measured":
+        parts.append(domain.basis.upper())
+    if not domain.counted:
+        parts.append("not counted in totals")
+    if domain.note:
+        parts.append(domain.note)
+    return " · ".join(parts)
+
+
+def _lack(lack: Capability) -> str:
+    return f"{lack.reason}; {lack.fix}" if lack.fix else str(lack.reason)
+
+
+def _check(check: Check, console: Console) -> None:
+    mark, style = _CHECKS[check.ok]
+    line = Text(f"{mark} ", style=style)
+    line.append(f"{check.name}: ", style="bold")
+    line.append(check.detail)
+    console.print(line, soft_wrap=True)
+    _fix(check.fix, console)
+
+
+def _fix(fix: str | None, console: Console) -> None:
+    if fix:
+        console.print(Text(f"    fix: {fix}", style="cyan"), soft_wrap=True)

@@ -1,0 +1,227 @@
+"""A `Snapshot` as Prometheus metrics, and the small server that answers GET /metrics with it.
+
+Base units and names follow prometheus.io/docs/practices/naming. What is not known is absent, never 0. The domains
+of `tessera_energy_joules_total` may be summed: those that overlap others (HBM inside a board, a whole chassis) have
+metrics of their own, `tessera_overlapping_*`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import resources
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from .. import __version__
+from ..errors import MissingExtra
+from ..schema import Telemetry
+from .watch import Reading, Snapshot
+
+METRICS: Mapping[str, tuple[str, str]] = {
+    "tessera_energy_joules_total": ("counter", "Energy since the start, of the domains that add up."),
+    "tessera_energy_error_joules": ("gauge", "Half-width of the 90% interval of the energy so far."),
+    "tessera_power_watts": ("gauge", "Mean power over the newest second of data."),
+    "tessera_overlapping_energy_joules_total": ("counter", "Energy of domains inside or around counted ones."),
+    "tessera_overlapping_power_watts": ("gauge", "Power of domains inside or around counted ones."),
+    "tessera_power_limit_watts": ("gauge", "Power limit that is enforced now."),
+    "tessera_temperature_celsius": ("gauge", "Temperature of the chip (core) or its memory."),
+    "tessera_clock_hertz": ("gauge", "Clock frequency."),
+    "tessera_throttle": ("gauge", "1 while the clocks are held down for this reason, else 0."),
+    "tessera_throttled_seconds_total": ("counter", "Time throttled for this reason, since the driver was loaded."),
+    "tessera_memory_used_bytes": ("gauge", "Device memory in use."),
+    "tessera_memory_size_bytes": ("gauge", "Device memory there is."),
+    "tessera_utilization_ratio": ("gauge", "Share of time with work on the device."),
+    "tessera_sm_activity_ratio": ("gauge", "Share of the SMs' time with a warp resident."),
+    "tessera_sensor_up": ("gauge", "1 while a sensor answers, 0 when it was lost or was asked for and is not there."),
+    "tessera_gaps_total": ("counter", "Stretches of time without data."),
+    "tessera_sampler_cpu_seconds_total": ("counter", "CPU time of the sampling thread."),
+    "tessera_sampler_memory_bytes": ("gauge", "Memory that holds the samples."),
+    "tessera_build_info": ("info", "Version of tessera."),
+}
+"""Every metric with its type and help; a test holds the dashboard to these names."""
+
+Labels = Mapping[str, str]
+Sample = tuple[str, Labels, float | None]
+_INDEX = b'<!doctype html><title>tessera</title><p>tessera serves <a href="/metrics">/metrics</a></p>\n'
+
+
+def client() -> Any:
+    """The package prometheus_client, or an error that says how to get it."""
+    try:
+        import prometheus_client
+        import prometheus_client.core
+    except ImportError as exc:
+        raise MissingExtra("prometheus_client", "prometheus", "tessera metrics") from exc
+    return prometheus_client
+
+
+def dashboard() -> str:
+    """The Grafana dashboard (JSON) that goes with these metrics."""
+    return (resources.files(__package__) / "grafana.json").read_text(encoding="utf-8")
+
+
+class SnapshotCollector:
+    """Takes a snapshot at each scrape and turns it into metric families."""
+
+    def __init__(self, look: Callable[[], Snapshot], asked: Iterable[str] = ()) -> None:
+        self._look = look
+        self._asked = tuple(asked)
+        self._lock = threading.Lock()  # two scrapes at once must not both move the ledger
+        self._reasons: dict[str, set[str]] = {}
+
+    def collect(self) -> Iterator[Any]:
+        """The families that have samples now."""
+        with self._lock:
+            snapshot = self._look()
+            found: dict[str, list[tuple[Labels, float]]] = {}
+            for name, labels, value in self._samples(snapshot):
+                if value is not None:
+                    found.setdefault(name, []).append((labels, value))
+        core = client().core
+        makers = {
+            "counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily, "info": core.InfoMetricFamily,
+        }  # fmt: skip
+        for name, (kind, text) in METRICS.items():
+            rows = found.get(name, [])
+            if kind == "info":
+                yield makers[kind](name.removesuffix("_info"), text, value={"version": __version__})
+            elif rows:
+                family = makers[kind](name, text, labels=list(rows[0][0]))
+                for labels, value in rows:
+                    family.add_metric(list(labels.values()), value)
+                yield family
+
+    def _samples(self, snapshot: Snapshot) -> Iterator[Sample]:
+        for r in snapshot.readings:
+            yield from _power(r)
+            yield "tessera_gaps_total", {"domain": r.domain}, float(r.gaps)
+            if r.telemetry is not None and r.lost is None:
+                yield from _state(r.telemetry)
+                yield from self._throttle(r.telemetry)
+        sensors = {name: False for name in self._asked if name in snapshot.missing} | dict(snapshot.sensors)
+        for name, up in sensors.items():
+            yield "tessera_sensor_up", {"sensor": name}, float(up)
+        yield "tessera_sampler_cpu_seconds_total", {}, snapshot.sampler_cpu_s
+        yield "tessera_sampler_memory_bytes", {}, float(snapshot.sampler_bytes)
+
+    def _throttle(self, t: Telemetry) -> Iterator[Sample]:
+        """Reasons that hold are 1; those that have held before, or have a time of their own, are 0 and not absent."""
+        if t.throttle is not None:
+            known = self._reasons.setdefault(t.domain, set())
+            known |= {*t.throttle, *(t.throttled_s or {})}
+            for reason in sorted(known):
+                yield "tessera_throttle", {"domain": t.domain, "reason": reason}, float(reason in t.throttle)
+        for reason, seconds in (t.throttled_s or {}).items():
+            yield "tessera_throttled_seconds_total", {"domain": t.domain, "reason": reason}, seconds
+
+
+def _power(r: Reading) -> Iterator[Sample]:
+    # The domain's own source, not the window's: that changes ("+counter") and would begin a new time series.
+    labels = {"domain": r.domain, "source": r.source, "basis": r.basis, "label": r.label}
+    seen = r.coverage > 0  # 0 J before the first sample is not a measurement
+    if r.counted:
+        yield "tessera_energy_joules_total", labels, r.energy_j if seen else None
+        yield "tessera_energy_error_joules", labels, r.error_j if seen else None
+        yield "tessera_power_watts", labels, r.power_w
+    else:
+        yield "tessera_overlapping_energy_joules_total", labels, r.energy_j if seen else None
+        yield "tessera_overlapping_power_watts", labels, r.power_w
+
+
+def _state(t: Telemetry) -> Iterator[Sample]:
+    domain = {"domain": t.domain}
+    yield "tessera_power_limit_watts", domain, t.power_limit_w
+    yield "tessera_temperature_celsius", {**domain, "part": "core"}, t.temperature_c
+    yield "tessera_temperature_celsius", {**domain, "part": "memory"}, t.memory_temperature_c
+    for clock, mhz in t.clocks_mhz.items():
+        yield "tessera_clock_hertz", {**domain, "clock": clock}, mhz * 1e6
+    yield "tessera_memory_used_bytes", domain, t.memory_used_bytes
+    yield "tessera_memory_size_bytes", domain, t.memory_total_bytes
+    yield "tessera_utilization_ratio", domain, _ratio(t.utilization_pct)
+    yield "tessera_sm_activity_ratio", domain, _ratio(t.sm_activity_pct)
+
+
+def _ratio(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100.0
+
+
+def registry(collector: SnapshotCollector) -> Any:
+    """A registry of its own: the process's default one would add python_gc_* and the like."""
+    own = client().CollectorRegistry(auto_describe=False)
+    own.register(collector)
+    return own
+
+
+def exposition(collector: SnapshotCollector) -> str:
+    """The text a scrape gets."""
+    text: bytes = client().generate_latest(registry(collector))
+    return text.decode()
+
+
+# -- the server --------------------------------------------------------------------------------------------------
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # a client that says nothing may not hold a thread for ever
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not news."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """As HTTPServer does, but without asking DNS for our own name: that can take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no error of ours; anything else was told by the WSGI handler."""
+
+
+def bind(family: socket.AddressFamily, address: tuple[str, int]) -> _Server:
+    """Take the address; OSError if that does not work. Nothing is answered before `serving`."""
+    return _Server(family, address)
+
+
+@contextlib.contextmanager
+def serving(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
+    """Answer in a thread of its own inside the `with`."""
+    server.set_app(_only_metrics(client().make_wsgi_app(registry(collector))))
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="tessera-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+def _only_metrics(metrics: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics."""
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path, text = environ.get("PATH_INFO", ""), [("Content-Type", "text/plain; charset=utf-8")]
+        if environ["REQUEST_METHOD"] != "GET":
+            start_response("405 Method Not Allowed", [*text, ("Allow", "GET")])
+            return [b"only GET is answered\n"]
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        if path == "/":
+            start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
+            return [_INDEX]
+        start_response("404 Not Found", text)
+        return [b"not found: the metrics are at /metrics\n"]
+
+    return app

@@ -1,0 +1,366 @@
+"""What `tessera watch` shows: a `Snapshot` of every domain, as a screen, as plain lines or as JSON.
+
+A snapshot is computed elsewhere (`cli/watch.py`) and only laid out here; the Prometheus exposition is a fourth
+view of the same one. Run this module to see the screen with made-up figures: `python -m tessera.report.watch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..schema import SCHEMA_VERSION, Basis, Telemetry
+from ..units import format_duration, format_energy, format_power
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NO_DATA = "·"
+_INDENT = "  "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One domain now and since the start. What is not known is None."""
+
+    domain: str
+    label: str
+    source: str
+    basis: Basis
+    counted: bool
+    resolution_s: float
+    note: str = ""
+    power_w: float | None = None
+    """Mean of the newest stretch of data (one interval, or the sensor's resolution if that is longer)."""
+    age_s: float | None = None
+    """How long ago, in true time, that stretch ended: the sensor's lag included."""
+    mean_w: float | None = None
+    energy_j: float = 0.0
+    error_j: float = 0.0
+    coverage: float = 0.0
+    memory_w: float | None = None
+    lost: str | None = None
+    lost_s: float | None = None
+    gaps: int = 0
+    telemetry: Telemetry | None = None
+    history_w: Sequence[float | None] = ()
+    cell_s: float = 0.0
+    top_w: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All domains at one moment. `missing` has the sensors this machine does not give, with the reason."""
+
+    time_s: float
+    seconds: float
+    readings: Sequence[Reading]
+    power_w: float | None
+    mean_w: float | None
+    energy_j: float
+    error_j: float
+    basis: Basis
+    missing: Mapping[str, str] = field(default_factory=dict)
+    sensors: Mapping[str, bool] = field(default_factory=dict)
+    sampler_cpu_s: float = 0.0
+    sampler_bytes: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def counted(self) -> list[Reading]:
+        """The domains that add up to the total."""
+        return [r for r in self.readings if r.counted]
+
+
+def sparkline(values: Sequence[float | None], top: float) -> str:
+    """One block a value, scaled from 0 to `top`; what is not known is a dot, what is above `top` a full block."""
+    cells = []
+    for v in values:
+        if v is None:
+            cells.append(NO_DATA)
+            continue
+        share = v / top if top > 0 else 0.0
+        cells.append(BLOCKS[min(max(round(share * len(BLOCKS)) - 1, 0), len(BLOCKS) - 1)])
+    return "".join(cells)
+
+
+# -- JSON and plain lines ----------------------------------------------------------------------------------------
+
+
+def json_line(snapshot: Snapshot) -> bytes:
+    """One line of JSON; the history of the sparkline is left out."""
+    import msgspec
+
+    tree = msgspec.to_builtins(snapshot)
+    for row in tree["readings"]:
+        for key in ("history_w", "cell_s", "top_w"):
+            row.pop(key)
+    return msgspec.json.encode(tree)
+
+
+def plain_lines(snapshot: Snapshot) -> Iterator[str]:
+    """One line a counted domain, and a total if there are several: name=value pairs with the unit in the name."""
+    from datetime import UTC, datetime
+
+    stamp = datetime.fromtimestamp(snapshot.time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    for r in snapshot.counted:
+        yield f"{stamp} {r.domain} " + " ".join(f"{k}={v}" for k, v in _pairs(r).items() if v is not None)
+    if len(snapshot.counted) > 1:
+        total = {"power_w": _number(snapshot.power_w), "mean_w": _number(snapshot.mean_w),
+                 "energy_j": _number(snapshot.energy_j), "error_j": _number(snapshot.error_j),
+                 "basis": snapshot.basis}  # fmt: skip
+        yield f"{stamp} total " + " ".join(f"{k}={v}" for k, v in total.items() if v is not None)
+
+
+def _pairs(r: Reading) -> dict[str, str | None]:
+    t = r.telemetry or Telemetry(time_ns=0, domain=r.domain)
+    throttle = None if t.throttle is None else ",".join(t.throttle) or "none"
+    return {
+        "power_w": _number(r.power_w), "mean_w": _number(r.mean_w), "energy_j": _number(r.energy_j),
+        "error_j": _number(r.error_j), "limit_w": _number(t.power_limit_w), "hbm_w": _number(r.memory_w),
+        **{f"{name}_mhz": _number(mhz) for name, mhz in t.clocks_mhz.items() if name in ("sm", "memory")},
+        "temperature_c": _number(t.temperature_c), "hbm_temperature_c": _number(t.memory_temperature_c),
+        "utilization_pct": _number(t.utilization_pct), "sm_activity_pct": _number(t.sm_activity_pct),
+        "memory_used_bytes": _number(t.memory_used_bytes), "memory_total_bytes": _number(t.memory_total_bytes),
+        "throttle": throttle and _quoted(throttle), "lost": r.lost and _quoted(r.lost),
+        "gaps": str(r.gaps) if r.gaps else None, "basis": r.basis, "source": r.source,
+    }  # fmt: skip
+
+
+def _number(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return str(value) if isinstance(value, int) else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _quoted(text: str) -> str:
+    plain = " ".join(text.split()).replace('"', "'")
+    return f'"{plain}"' if " " in plain else plain
+
+
+# -- the screen --------------------------------------------------------------------------------------------------
+
+
+def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True) -> Text:
+    """The whole screen, at most `width` columns; where `height` is short the details give way, not the total."""
+    from rich.text import Text
+
+    rows = snapshot.counted
+    name_w = max([len("total"), *(len(r.domain) for r in rows)])
+    cells = _cells(width, name_w)
+    head = [_title(snapshot, width, keys), *_sources(snapshot), Text(), _header(snapshot, name_w, cells)]
+    foot = [*_total(snapshot, name_w, cells), *_missing(snapshot)]
+    room = None if height is None else height - len(head) - len(foot)
+    blocks = [[_power_line(r, name_w, cells), *_states(r, name_w), *_details(r, name_w)] for r in rows]
+    lines = [*head, *_fit(blocks, room), *foot]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines)
+
+
+def _fit(blocks: Sequence[Sequence[Text]], room: int | None) -> list[Text]:
+    """The rows in the room there is: with a blank line between them, without, in two lines each, in one."""
+    from rich.text import Text
+
+    spaced = [line for b in blocks for line in (*b, Text())]
+    if room is None or len(spaced) <= room:
+        return spaced
+    merged = [[b[0], *([Text("").join(_after_first(b[1:]))] if b[1:] else [])] for b in blocks]
+    for tight in (blocks, merged, [b[:1] for b in blocks]):
+        lines = [line for b in tight for line in b]
+        if len(lines) <= room:
+            return lines
+    left = len(blocks) - max(room - 1, 0)
+    shown = [b[0] for b in blocks[: max(room - 1, 0)]]
+    return [*shown, Text(f"{_INDENT}… {left} more: make the window taller", style="dim")]
+
+
+def _after_first(lines: Sequence[Text]) -> Iterator[Text]:
+    """The lines to be joined to one: all but the first lose their indent."""
+    yield lines[0]
+    for line in lines[1:]:
+        yield line[len(line.plain) - len(line.plain.lstrip()) - len(_INDENT) :]
+
+
+def _cells(width: int, name_w: int) -> int:
+    """Cells of the sparkline: what the other columns leave (see `_columns`), at most 60."""
+    return max(min(width - name_w - 44, 60), 8)
+
+
+def _columns(name: str, name_w: int, *, now: str, limit: str, spark: Text, mean: str, energy: str) -> Text:
+    from rich.text import Text
+
+    line = Text(f"{name:<{name_w}}", style="bold")
+    line.append(f"{now:>9}", style="bold").append(f"{limit:>8}", style="not bold dim").append("  ")
+    line.append_text(spark)
+    return line.append(f"{mean:>9}", style="not bold").append(f"{energy:>16}", style="not bold")
+
+
+def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
+    from rich.text import Text
+
+    bases = {r.basis: [q.domain for q in snapshot.counted if q.basis == r.basis] for r in snapshot.counted}
+    line = Text("tessera watch", style="bold")
+    if set(bases) <= {"measured"}:
+        line.append("  measured", style="not bold green")
+    elif len(bases) == 1:
+        line.append(f"  {next(iter(bases))}, not measured", style="bold yellow")
+    else:
+        parts = "; ".join(f"{b}: {', '.join(names)}" for b, names in bases.items())
+        line.append(f"  {parts}", style="bold yellow")
+    line.append(f"  {format_duration(float(round(snapshot.seconds)))}", style="not bold dim")
+    end = "q quits" if keys else ""
+    line.append(end.rjust(max(width - line.cell_len, 0)), style="not bold dim")
+    return line
+
+
+def _sources(snapshot: Snapshot) -> list[Text]:
+    """Which devices, read how, and how old the figures are: a line for each kind."""
+    from rich.text import Text
+
+    kinds = Counter((r.label or r.domain, r.source, r.resolution_s, r.note) for r in snapshot.counted)
+    lines = []
+    for (label, source, resolution_s, note), count in kinds.items():
+        ages = [r.age_s for r in snapshot.counted if r.source == source and r.age_s is not None and r.lost is None]
+        parts = [f"{count} × {label}" if count > 1 else label]
+        parts.append(f"{source}, a value every {format_duration(resolution_s, 2)}")
+        if ages:
+            parts.append(_ago(max(ages)))
+        if note:
+            parts.append(note)
+        lines.append(Text(" · ".join(parts), style="dim"))
+    return lines
+
+
+def _ago(age_s: float) -> str:
+    """In steps of 10 ms, so that it stands still."""
+    return f"{format_duration(max(math.ceil(age_s * 100), 1) / 100, 3 if age_s > 1 else 2)} ago"
+
+
+def _header(snapshot: Snapshot, name_w: int, cells: int) -> Text:
+    from rich.text import Text
+
+    spans = {round(r.cell_s * cells, 1) for r in snapshot.counted if r.cell_s}
+    what = f"last {max(spans):g} s" if len(spans) == 1 else "history"
+    line = _columns(
+        "", name_w, now="now", limit="limit", spark=Text(f"{what:<{cells}}"), mean="mean", energy="since start"
+    )
+    return Text(line.plain, style="dim")
+
+
+def _power_line(r: Reading, name_w: int, cells: int) -> Text:
+    from rich.text import Text
+
+    shown = [*r.history_w][-cells:]
+    spark = Text(" " * (cells - len(shown)), style="not bold")
+    for value, block in zip(shown, sparkline(shown, r.top_w), strict=True):
+        over = value is not None and value > r.top_w
+        spark.append(block, style="red" if over else "dim" if value is None else "cyan")
+    limit_w = r.telemetry.power_limit_w if r.telemetry else None
+    limit = "" if limit_w is None else format_power(limit_w)
+    return _columns(
+        r.domain, name_w, now=_watts(r.power_w), limit=limit, spark=spark, mean=_watts(r.mean_w),
+        energy=_joules(r.energy_j, r.error_j),
+    )  # fmt: skip
+
+
+def _watts(power_w: float | None) -> str:
+    """Fixed decimals, so that the figures do not dance."""
+    if power_w is None:
+        return "—"
+    if power_w >= 9_999.5:
+        return f"{power_w / 1e3:.2f} kW"
+    return f"{power_w:.0f} W" if power_w >= 99.95 else f"{power_w:.1f} W"
+
+
+def _joules(energy_j: float, error_j: float) -> str:
+    """Joules and the 90% half-width in percent."""
+    unit, factor = next(((u, f) for u, f in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)) if energy_j >= f), ("J", 1.0))
+    error = f" ±{100 * error_j / energy_j:.1f}%" if energy_j > 0 else ""
+    return f"{energy_j / factor:.{2 if factor > 1 else 1}f} {unit}{error}"
+
+
+def _states(r: Reading, name_w: int) -> list[Text]:
+    """Throttling, loss and gaps: lines that are there only when there is something to say."""
+    from rich.text import Text
+
+    indent = " " * name_w + _INDENT
+    lines = []
+    if r.lost is not None:
+        ago = "" if r.lost_s is None else f" for {format_duration(r.lost_s, 2)}"
+        lines.append(Text(f"{indent}no data{ago}: {' '.join(r.lost.split())}", style="bold red"))
+    elif r.telemetry is not None and r.telemetry.throttle:
+        lines.append(Text(f"{indent}throttled: {', '.join(r.telemetry.throttle)}", style="bold yellow"))
+    past = r.gaps - (r.lost is not None)
+    if past > 0:
+        covered = f"{100 * r.coverage:.1f}% of the time covered"
+        lines.append(Text(f"{indent}{past} gap{'s' if past > 1 else ''}, {covered}", style="yellow"))
+    return lines
+
+
+def _details(r: Reading, name_w: int) -> list[Text]:
+    """Clock, temperature, activity; then the memory's. No line where nothing is known, or what is known is old."""
+    from rich.text import Text
+
+    t = r.telemetry
+    if t is None or r.lost is not None:
+        return []
+    core = [
+        _part(t.clocks_mhz.get("sm", t.clocks_mhz.get("graphics")), "{:>4.0f} MHz"),
+        _part(t.temperature_c, "{:>2.0f} °C"), _part(t.utilization_pct, "busy {:>3.0f}%"),
+        _part(t.sm_activity_pct, "SM {:>3.0f}%"),
+    ]  # fmt: skip
+    gib = 2.0**30
+    used = None if t.memory_used_bytes is None else t.memory_used_bytes / gib
+    total = None if t.memory_total_bytes is None else t.memory_total_bytes / gib
+    memory = [
+        _part(t.clocks_mhz.get("memory"), "{:>4.0f} MHz"), _part(t.memory_temperature_c, "{:>2.0f} °C"),
+        _part(r.memory_w, "{:>3.0f} W"),
+        None if used is None else f"{used:.0f} GiB" if total is None else f"{used:.0f}/{total:.0f} GiB",
+    ]  # fmt: skip
+    groups = [[p for p in parts if p] for parts in (core, memory)]
+    text = "   mem ".join(" ".join(parts) for parts in groups if parts)
+    return [Text(" " * name_w + _INDENT + text, style="dim")] if text else []
+
+
+def _part(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)
+
+
+def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
+    from rich.text import Text
+
+    if len(snapshot.counted) < 2:
+        return []
+    unseen = [r.domain for r in snapshot.counted if r.power_w is None]
+    note = f"without {', '.join(unseen)}" if unseen else ""
+    return [
+        _columns(
+            "total", name_w, now=_watts(snapshot.power_w), limit="",
+            spark=Text(f"{note:<{cells}}"[:cells], style="not bold yellow"), mean=_watts(snapshot.mean_w),
+            energy=_joules(snapshot.energy_j, snapshot.error_j),
+        )
+    ]  # fmt: skip
+
+
+def _missing(snapshot: Snapshot) -> list[Text]:
+    from rich.text import Text
+
+    if not snapshot.missing:
+        return []
+    names = ", ".join(snapshot.missing)
+    return [Text(f"not available: {names} (why: tessera doctor)", style="dim")]
+
+
+def summary(snapshot: Snapshot) -> str:
+    """The last line, after the screen is gone."""
+    span = format_duration(snapshot.seconds, 3)
+    if snapshot.mean_w is None:
+        return f"no data came in {span}"
+    total = f"{format_energy(snapshot.energy_j)} ± {format_energy(snapshot.error_j, 2)}"
+    basis = "" if snapshot.basis == "measured" else f" ({snapshot.basis}, not measured)"
+    return f"{total} in {span}, {format_power(snapshot.mean_w)} on average{basis}"

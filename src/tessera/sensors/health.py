@@ -1,0 +1,149 @@
+"""What this machine can measure and what it lacks: the facts behind `tessera doctor`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import SensorError, SensorPermission
+from ..schema import Capability, Domain
+from .base import Sensor
+from .discover import KINDS, make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensorHealth:
+    """One kind of sensor: "ok", "missing" or "no permission"; its domains, or the reason and the fix."""
+
+    name: str
+    state: str
+    domains: Sequence[Domain] = ()
+    lacks: Sequence[Capability] = ()
+    reason: str | None = None
+    fix: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A property of the machine: True, False or None (cannot be told), with the reason and the fix."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Everything `tessera doctor` says."""
+
+    sensors: Sequence[SensorHealth]
+    checks: Sequence[Check] = field(default_factory=tuple)
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything here measures power (the model does not)."""
+        return any(s.state == "ok" and s.name != "modelled" for s in self.sensors)
+
+
+def examine(names: Sequence[str] | None = None) -> Health:
+    """Try every kind of sensor, one after the other, and look at what else measuring needs."""
+    return Health(
+        sensors=[examine_sensor(name) for name in names or KINDS],
+        checks=[performance_counters(), clock_synchronised()],
+    )
+
+
+def examine_sensor(name: str) -> SensorHealth:
+    """Start one sensor, note what it has, stop it."""
+    sensor: Sensor | None = None
+    try:
+        sensor = make(name)
+        sensor.start()
+        lacks = [c for c in sensor.capabilities() if not c.available]
+        return SensorHealth(name=name, state="ok", domains=list(sensor.domains()), lacks=lacks)
+    except SensorPermission as exc:
+        return SensorHealth(name=name, state="no permission", reason=_reason(exc), fix=exc.fix)
+    except SensorError as exc:
+        return SensorHealth(name=name, state="missing", reason=_reason(exc), fix=exc.fix)
+    finally:
+        if sensor is not None:
+            sensor.stop()
+
+
+def _reason(exc: SensorError) -> str:
+    return f"{exc.what} ({exc.why})" if exc.why else exc.what
+
+
+def performance_counters(
+    params: Path = Path("/proc/driver/nvidia/params"), status: Path = Path("/proc/self/status")
+) -> Check:
+    """Whether ncu and CUPTI may read the GPU's performance counters here."""
+    name = "GPU performance counters (ncu)"
+    try:
+        lines = dict(line.split(":", 1) for line in params.read_text().splitlines() if ":" in line)
+    except OSError:
+        return Check(name=name, ok=None, detail="no NVIDIA driver to ask (/proc/driver/nvidia/params)")
+    if lines.get("RmProfilingAdminOnly", "1").strip() == "0":
+        return Check(name=name, ok=True, detail="permitted to every user (RmProfilingAdminOnly: 0)")
+    if _has_sys_admin(status):
+        return Check(name=name, ok=True, detail="permitted: this process has CAP_SYS_ADMIN")
+    return Check(
+        name=name,
+        ok=False,
+        detail="the driver keeps them for administrators (RmProfilingAdminOnly: 1)",
+        fix="echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-prof.conf, "
+        "then reload the driver; https://developer.nvidia.com/ERR_NVGPUCTRPERM",
+    )
+
+
+_CAP_SYS_ADMIN = 21  # linux/capability.h
+
+
+def _has_sys_admin(status: Path) -> bool:
+    try:
+        line = next(text for text in status.read_text().splitlines() if text.startswith("CapEff:"))
+    except (OSError, StopIteration):
+        return os.geteuid() == 0
+    return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+class _Timex(ctypes.Structure):
+    """struct timex of linux/timex.h, as far as it is read here; the rest is room the kernel may fill."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
+_STA_UNSYNC = 0x40  # linux/timex.h
+_MAX_ERROR_US = 100_000
+
+
+def clock_synchronised() -> Check:
+    """Whether the kernel's clock is disciplined (NTP, PTP): needed to merge runs of several hosts."""
+    name = "host clock synchronised"
+    timex = _Timex()  # modes 0: only read
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
+    except (OSError, AttributeError) as exc:
+        return Check(name=name, ok=None, detail=f"adjtimex cannot be called: {exc}")
+    if state < 0:
+        return Check(name=name, ok=None, detail=f"adjtimex: {os.strerror(ctypes.get_errno())}")
+    if timex.status & _STA_UNSYNC:
+        return Check(
+            name=name,
+            ok=False,
+            detail="the kernel says the clock is not synchronised; times within this machine are not affected",
+            fix="install chrony or enable systemd-timesyncd; it matters only when runs of several hosts are merged",
+        )
+    return Check(name=name, ok=timex.maxerror < _MAX_ERROR_US, detail=f"largest error {timex.maxerror / 1000:.1f} ms")
