@@ -20,7 +20,9 @@ def main() -> None:
         if i % 500 == 0:
             time.sleep(0.01)
     times.sort()
-    print(f"scope enter+exit on the user's thread: median {st.median(times):.2f} us, p99 {times[19_800]:.2f} us (goal 20 us)")
+    print(
+        f"scope enter+exit on the user's thread: median {st.median(times):.2f} us, p99 {times[19_800]:.2f} us (goal 20 us)"
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 
 import pytest
-from fakes.nvml import T0_US, FakeNvml, missing_compiler
 
+from fakes.nvml import T0_US, FakeNvml, missing_compiler
 from tessera.clock import Clock
 from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch

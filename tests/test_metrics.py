@@ -24,10 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from conftest import ScriptSensor
 from fakes.nvml import Scenario, fake_env, missing_compiler
 from tessera.cli.metrics import Address
-from tessera.cli.watch import Watch
 from tessera.errors import ArgumentError, MissingExtra, SensorLost
+from tessera.monitor.now import Snapshot, Watch
 from tessera.report import prometheus as report
-from tessera.report.watch import Snapshot
 from tessera.schema import Domain
 from tessera.sensors.discover import Found
 from test_watch import board, here, shot, tessera, throttled

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from conftest import clock_of
 from fakes.nvml import FakeNvml, Scenario
-
 from tessera.errors import SensorPermission, SensorUnavailable
 from tessera.monitor.sampler import Sampler
 from tessera.monitor.series import Series
@@ -123,9 +123,9 @@ def test_fall_backs(fake_nvml: FakeNvml, scenario: Scenario, source: str, resolu
 
 def test_repeats_of_a_polled_field_are_not_data(fake_nvml: FakeNvml) -> None:
     fake_nvml.set(Scenario(ring="off", wave="sine:300:100:1.3"))
-    from tessera.sensors._nvml_power import PolledReader
-
     import pynvml
+
+    from tessera.sensors._nvml_power import PolledReader
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)

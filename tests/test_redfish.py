@@ -54,7 +54,7 @@ def serve(pki):
         server.die()
 
 
-class Clock:
+class FakeClock:
     """Runs with the real clock, and ahead of it when told."""
 
     def __init__(self):
@@ -69,7 +69,7 @@ class Clock:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from rich.cells import cell_len
 from conftest import ScriptSensor
 from fakes.nvml import Scenario, fake_env, missing_compiler
 from tessera.cli.main import main
-from tessera.cli.watch import CHUNK_NS, HISTORY, Ledger, Watch, _history
 from tessera.errors import SensorLost
 from tessera.monitor.core import Monitor
+from tessera.monitor.now import CHUNK_NS, HISTORY, Ledger, Reading, Snapshot, Watch, _history
 from tessera.monitor.series import Series
-from tessera.report.watch import Reading, Snapshot, plain_lines, screen, sparkline, summary
+from tessera.report.watch import plain_lines, screen, sparkline, summary
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.discover import Found

@@ -95,9 +95,7 @@ class CounterTruth:
 
     def ticks(self) -> list[tuple[int, float]]:
         """(monotonic ns, joules) of every tick that was enclosed."""
-        changes = [
-            (a[0], b[1], b[2]) for a, b in zip(self._reads, self._reads[1:], strict=False) if a[2] != b[2]
-        ]
+        changes = [(a[0], b[1], b[2]) for a, b in zip(self._reads, self._reads[1:], strict=False) if a[2] != b[2]]
         changes = [c for c in changes if c[1] - c[0] < 0.9 * self.PERIOD_NS]
         origin = changes[0][0]
         folded = [((lo - origin) % self.PERIOD_NS, hi - lo) for lo, hi, _ in changes]
@@ -116,7 +114,9 @@ class CounterTruth:
         return out
 
 
-def windows_between_ticks(ticks: list[tuple[int, float]], start_ns: int, end_ns: int, count: int) -> list[tuple[int, int, float]]:
+def windows_between_ticks(
+    ticks: list[tuple[int, float]], start_ns: int, end_ns: int, count: int
+) -> list[tuple[int, int, float]]:
     """(start, end, joules) of all windows of `count` ticks within a span, with no tick missing."""
     inside = [t for t in ticks if start_ns <= t[0] <= end_ns]
     found = []

@@ -85,10 +85,15 @@ def main(out: Path) -> None:
     slowdown = st.mean(ratios) * 100
     half = 1.833 * st.stdev(ratios) / len(ratios) ** 0.5 * 100  # Student's t, 9 degrees of freedom, 90%
     rows = {
-        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "step_ms_without": st.median(off_ms),
-        "step_ms_with": st.median(on_ms), "slowdown_pct": slowdown, "slowdown_error_pct": half,
+        "date": str(date.today()),
+        "gpu": torch.cuda.get_device_name(),
+        "step_ms_without": st.median(off_ms),
+        "step_ms_with": st.median(on_ms),
+        "slowdown_pct": slowdown,
+        "slowdown_error_pct": half,
         "slowdown_of_medians_pct": 100 * (st.median(on_ms) / st.median(off_ms) - 1),
-        "joules_per_step": st.median(joules), "sampler_cpu_s_per_block": st.mean(cpu_s),
+        "joules_per_step": st.median(joules),
+        "sampler_cpu_s_per_block": st.mean(cpu_s),
     }
     for name, value in rows.items():
         print(f"  {name:28s} {value}")

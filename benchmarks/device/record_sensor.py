@@ -10,6 +10,7 @@ No clock, limit or mode is changed.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import statistics
@@ -21,6 +22,7 @@ from typing import Any
 
 import pynvml
 import torch
+
 from loads import Loads
 
 POLL_S = 0.004
@@ -123,9 +125,13 @@ def sample_types(handle: Any) -> dict[str, Any]:
         try:
             typ, s = pynvml.nvmlDeviceGetSamples(handle, kind, 0)
             stamps = sorted(int(x.timeStamp) for x in s)
-            gaps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-            found[str(kind)] = {"value_type": typ, "n": len(s), "median_gap_us": statistics.median(gaps) if gaps else None,
-                                "last_values": [int(x.sampleValue.uiVal) for x in s[-4:]]}
+            gaps = [b - a for a, b in itertools.pairwise(stamps)]
+            found[str(kind)] = {
+                "value_type": typ,
+                "n": len(s),
+                "median_gap_us": statistics.median(gaps) if gaps else None,
+                "last_values": [int(x.sampleValue.uiVal) for x in s[-4:]],
+            }
         except pynvml.NVMLError as exc:
             found[str(kind)] = str(exc)
     return found
@@ -153,7 +159,11 @@ def main(path: str) -> None:
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     rng = random.Random(7)
-    data: dict[str, Any] = {"driver": pynvml.nvmlSystemGetDriverVersion(), "name": pynvml.nvmlDeviceGetName(handle), "phases": []}
+    data: dict[str, Any] = {
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "phases": [],
+    }
     data["limit_mw"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
     loads = Loads()
     timed(loads, "gemm", 0.3)

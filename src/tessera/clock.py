@@ -52,7 +52,8 @@ class EpochMap:
         self._previous_offset_ns: int | None = None  # before the last step, for stamps that predate it
         self._observed_at_ns = 0
         self.offset_ns = self._measure()
-        self._step_after_ns = 0
+        self._step_after_ns = 0  # the last step came after this observation ...
+        self._step_until_ns = 0  # ... and up to this one
 
     def _measure(self) -> int:
         """Epoch minus monotonic, from the tightest of three sandwiched readings."""
@@ -74,7 +75,7 @@ class EpochMap:
         if abs(self.offset_ns - was) <= STEP_NS:
             return False
         self.steps += 1
-        self._previous_offset_ns, self._step_after_ns = was, before_ns
+        self._previous_offset_ns, self._step_after_ns, self._step_until_ns = was, before_ns, self._observed_at_ns
         return True
 
     def to_monotonic(self, epoch_ns: int) -> int:
@@ -91,7 +92,7 @@ class EpochMap:
         # A stamp read with the new offset cannot be from before the step, one read with the old not from after it.
         if current <= newest and current >= self._step_after_ns - STEP_NS:
             return current
-        if earlier <= newest:
+        if earlier <= self._step_until_ns + STEP_NS:
             return earlier
         return current
 

@@ -20,6 +20,7 @@ them out and a test can hold us to having all three.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class TesseraError(Exception):
@@ -31,6 +32,11 @@ class TesseraError(Exception):
         self.fix = fix
         super().__init__(what)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Some subclasses build `what` from arguments of their own: unpickling (an error that comes back from a
+        # worker process) must not call their __init__ with `what`.
+        return _restored, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         lines = [self.what]
         if self.why:
@@ -38,6 +44,12 @@ class TesseraError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+def _restored(kind: type[TesseraError], args: tuple[Any, ...], state: dict[str, Any]) -> TesseraError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ArgumentError(TesseraError, ValueError):
@@ -50,8 +62,10 @@ class UnitError(ArgumentError):
     def __init__(self, text: str, position: int, problem: str, accepted: str) -> None:
         self.text = text
         self.position = position
+        # A line break or tab in the text would move the caret from under its character.
+        line = "".join(c if c.isprintable() else " " for c in text)
         caret = " " * (position + 4) + "^"
-        super().__init__(f"cannot read {text!r}: {problem}\n    {text}\n{caret}", fix=f"accepted: {accepted}")
+        super().__init__(f"cannot read {text!r}: {problem}\n    {line}\n{caret}", fix=f"accepted: {accepted}")
 
 
 class SensorError(TesseraError):

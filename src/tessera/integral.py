@@ -74,7 +74,7 @@ def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, noise: float = 0.0,
     return Sums(joules + start.joules, covered + start.covered_s, variance + start.variance_j2)
 
 
-def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: float, *, mean: bool) -> Mark:
+def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool) -> Mark:
     """The running sums at any time within the samples; beyond them nothing is known and nothing is added."""
     n = len(times_ns)
     if n == 0:
@@ -89,7 +89,7 @@ def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: float, *, mean: bool) 
     w0, w1 = float(watts[i]), float(watts[i + 1])
     if np.isnan(w1):
         return Mark(j0, c0, v0, swing)
-    inside_s = (x_ns - float(times_ns[i])) * 1e-9
+    inside_s = (x_ns - int(times_ns[i])) * 1e-9  # whole ns: a float of epoch size has steps of 256 ns
     fraction = inside_s / (float(times_ns[i + 1] - times_ns[i]) * 1e-9)
     if np.isnan(w0):
         w0 = w1

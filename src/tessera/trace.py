@@ -116,33 +116,50 @@ class PowerTrace:
 
     def total(self, domain: str | None = None) -> tuple[Ints, Floats]:
         """Times and watts of the counted domains added up, each moved back by its lag, on all their samples."""
-        columns = [c for c in self._counted(domain) if len(c.times_ns)]
-        if not columns:
+        moved = self._moved(domain)
+        if not moved:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
-        moved = [(c.times_ns - round(c.domain.lag_s * 1e9), c) for c in columns]
         if len(moved) == 1:
-            known = ~np.isnan(columns[0].watts)
-            return moved[0][0][known], columns[0].watts[known]
-        grid = np.unique(np.concatenate([t for t, _ in moved]))
-        grid = grid[(grid >= max(t[0] for t, _ in moved)) & (grid <= min(t[-1] for t, _ in moved))]
+            times, column = moved[0]
+            known = ~np.isnan(column.watts)
+            return times[known], column.watts[known]
+        grid = _shared_grid(moved)
         return grid, np.sum([_resample(t, c, grid) for t, c in moved], axis=0)
+
+    def _moved(self, domain: str | None) -> list[tuple[Ints, Column]]:
+        """The columns that know anything at all, with their times moved back by the lag."""
+        known = [c for c in self._counted(domain) if not np.all(np.isnan(c.watts))]
+        return [(c.times_ns - round(c.domain.lag_s * 1e9), c) for c in known]
+
+    def _pieces(self, domain: str | None) -> tuple[Floats, Floats, Floats]:
+        """Seconds, and watts at both ends, of the stretches over which every domain is known."""
+        moved = self._moved(domain)
+        if not moved:
+            return np.zeros(0), np.zeros(0), np.zeros(0)
+        grid = _shared_grid(moved)
+        ends = [_between(t, c, grid) for t, c in moved]
+        begin, end = np.sum([e[0] for e in ends], axis=0), np.sum([e[1] for e in ends], axis=0)
+        known = ~np.isnan(end)
+        return (np.diff(grid) * 1e-9)[known], begin[known], end[known]
 
     @property
     def peak_w(self) -> float | None:
         """Highest power seen by the sensor (a true peak shorter than the resolution is higher)."""
-        columns = [c for c in self._counted(None) if len(c.times_ns)]
-        if len(columns) == 1:
-            known = columns[0].peaks_w[~np.isnan(columns[0].peaks_w)]
-            return float(known.max()) if len(known) else None
-        watts = self.total()[1]
+        return self._peak_w(None)
+
+    def _peak_w(self, domain: str | None) -> float | None:
+        moved = self._moved(domain)
+        if len(moved) == 1:
+            return float(np.nanmax(moved[0][1].peaks_w))
+        watts = self.total(domain)[1]
         return float(watts.max()) if len(watts) else None
 
     @property
     def mean_w(self) -> float | None:
-        """Mean power over the time that was seen."""
-        energy = self.energy()
-        seen_s = energy.seconds * energy.coverage
-        return energy.joules / seen_s if seen_s > 0 else None
+        """Mean power over the time that was seen: of each domain over what was seen of it, added up."""
+        parts = [column_energy(c, self.start_ns, self.end_ns) for c in self._counted(None)]
+        known = [e.joules / (e.seconds * e.coverage) for e in parts if e.seconds * e.coverage > 0]
+        return sum(known) if known else None
 
     @property
     def energy_j(self) -> float:
@@ -162,10 +179,11 @@ class PowerTrace:
 
     def percentile(self, q: float, domain: str | None = None) -> float | None:
         """Power that is not exceeded q% of the time (weighted by time: samples are not evenly spaced)."""
-        times, watts = self.total(domain)
-        if len(times) == 0:
-            return None
-        weights = np.gradient(times.astype(np.float64)) if len(times) > 1 else np.ones(1)
+        seconds, begin, end = self._pieces(domain)
+        if len(seconds) == 0:
+            watts = self.total(domain)[1]
+            return float(np.percentile(watts, q)) if len(watts) else None
+        watts, weights = np.concatenate([begin, end]), np.concatenate([seconds, seconds])
         order = np.argsort(watts)
         share = np.cumsum(weights[order])
         share = (share - 0.5 * weights[order]) / share[-1]
@@ -173,14 +191,14 @@ class PowerTrace:
 
     def crest_factor(self, domain: str | None = None) -> float | None:
         """I_peak / I_rms, with current proportional to power (the board's supply voltage is regulated)."""
-        times, watts = self.total(domain)
-        if len(times) < 2:
+        seconds, begin, end = self._pieces(domain)
+        peak_w = self._peak_w(domain)
+        if len(seconds) == 0 or peak_w is None:
             return None
-        dt = np.diff(times) * 1e-9
         # The mean of the square of a straight line between two samples, exactly.
-        square = (watts[1:] ** 2 + watts[1:] * watts[:-1] + watts[:-1] ** 2) / 3.0
-        rms = float(np.sqrt(np.sum(square * dt) / np.sum(dt)))
-        return float(watts.max()) / rms if rms > 0 else None
+        square = (end**2 + end * begin + begin**2) / 3.0
+        rms = float(np.sqrt(np.sum(square * seconds) / np.sum(seconds)))
+        return peak_w / rms if rms > 0 else None
 
     def to_csv(self, path: str | Path) -> Path:
         """Write epoch_us, domain, watts: the columns `tessera attribute --power` and the replay sensor read."""
@@ -233,9 +251,9 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats]]:
                 )
             for line, row in enumerate(reader, start=2):
                 try:
-                    rows.setdefault(row["domain"], []).append((int(row["epoch_us"]) * 1000, float(row["watts"])))
+                    rows.setdefault(row["domain"], []).append(_csv_sample(row))
                 except (TypeError, ValueError) as exc:
-                    raise RecordingError(f"{source}, line {line}: not a number: {row}", why=str(exc)) from exc
+                    raise RecordingError(f"{source}, line {line}: not a sample: {row}", why=str(exc)) from exc
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         raise RecordingError(f"cannot read {source}", why=str(exc), fix="give a CSV power log") from exc
     out = {}
@@ -244,6 +262,13 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats]]:
         times, watts = zip(*pairs, strict=True)
         out[name] = (np.asarray(times, dtype=np.int64), np.asarray(watts, dtype=np.float64))
     return out
+
+
+def _csv_sample(row: Mapping[str, str]) -> tuple[int, float]:
+    time_ns, watts = int(row["epoch_us"]) * 1000, float(row["watts"])
+    if abs(time_ns) >= 1 << 63 or math.isinf(watts):
+        raise ValueError("a time or a power that no sensor can have written")
+    return time_ns, watts
 
 
 def column_energy(column: Column, start_ns: int, end_ns: int) -> Energy:
@@ -285,6 +310,24 @@ def worst_basis(bases: Iterable[Basis]) -> Basis:
 def _spacing_ms(column: Column) -> float | None:
     known = column.times_ns[~np.isnan(column.watts)]
     return float(np.median(np.diff(known)) * 1e-6) if len(known) > 1 else None
+
+
+def _shared_grid(moved: Sequence[tuple[Ints, Column]]) -> Ints:
+    """All the sample times at which every column has begun and none has ended."""
+    grid = np.unique(np.concatenate([t for t, _ in moved]))
+    shared: Ints = grid[(grid >= max(t[0] for t, _ in moved)) & (grid <= min(t[-1] for t, _ in moved))]
+    return shared
+
+
+def _between(times_ns: Ints, column: Column, grid: Ints) -> tuple[Floats, Floats]:
+    """Watts at both ends of each step of a grid within the samples; NaN where nothing is known."""
+    i = np.searchsorted(times_ns, grid[1:], side="left")
+    w0, w1 = column.watts[i - 1], column.watts[i]
+    if column.domain.hold is Hold.MEAN:
+        return w1, w1
+    w0 = np.where(np.isnan(w0), w1, w0)  # after a gap: level from its end on, as `accumulate` has it
+    slope = (w1 - w0) / (times_ns[i] - times_ns[i - 1])
+    return w0 + slope * (grid[:-1] - times_ns[i - 1]), w0 + slope * (grid[1:] - times_ns[i - 1])
 
 
 def _resample(times_ns: Ints, column: Column, grid: Ints) -> Floats:

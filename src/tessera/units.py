@@ -91,15 +91,19 @@ def _to_si(value: float, unit: str, dim: _Dimension) -> float:
 
 def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        value = float(text)
+        try:
+            value = float(text)
+        except OverflowError:  # an int beyond 1.8e308
+            value = math.inf
         if not math.isfinite(value) or value < dim.minimum:
-            raise UnitError(str(text), 0, f"not a possible {dim.name}", dim.example)
+            raise UnitError(str(value), 0, f"not a possible {dim.name}", dim.example)
         return value
     if not isinstance(text, str):
         raise UnitError(repr(text), 0, f"a {dim.name} is text or a number", dim.example)
+    start = _SPACE.match(text, start).end()  # type: ignore[union-attr]
     number, end = _number_at(text, start, dim.example)
     at = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-    unit = text[at:].rstrip()
+    unit = text[at:].rstrip().replace("\N{GREEK SMALL LETTER MU}", "\N{MICRO SIGN}")  # keyboards have either
     if unit not in dim.units:
         wrong = f"unknown unit {unit!r}" + _near_unit(unit, dim) if unit else f"a unit of {dim.name} is missing"
         raise UnitError(text, at, wrong, dim.example)
@@ -113,8 +117,8 @@ def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
 
 def _near_unit(unit: str, dim: _Dimension) -> str:
     same_letters = [u for u in dim.units if u and u.lower() == unit.lower()]
-    if len(same_letters) == 1:
-        return f"; did you mean {same_letters[0]!r}?"
+    if same_letters:  # both of mW and MW: to guess one of them is to be wrong by nine orders of magnitude
+        return f"; did you mean {' or '.join(map(repr, same_letters))}?"
     return did_you_mean(unit, [u for u in dim.units if u])
 
 
@@ -171,10 +175,11 @@ def parse_range(text: str | list[float] | tuple[float, float], what: str = "rang
     """Low and high of "[1,5]" or of a pair of numbers; low must not exceed high."""
     accepted = f"'[low,high]' such as '[1,5]' for {what}"
     if not isinstance(text, str):
-        pair = tuple(float(v) for v in text)
-        if len(pair) != 2:
-            raise UnitError(str(text), 0, "two numbers are expected", accepted)
-        low, high, shown, at = pair[0], pair[1], str(list(text)), 0
+        try:
+            low, high = (float(v) for v in text)
+        except (TypeError, ValueError, OverflowError):
+            raise UnitError(repr(text), 0, "two numbers are expected", accepted) from None
+        shown = str([low, high])
     else:
         shown = text
         opening = _SPACE.match(text).end()  # type: ignore[union-attr]
@@ -189,7 +194,7 @@ def parse_range(text: str | list[float] | tuple[float, float], what: str = "rang
         if text[at:].rstrip() != "]":
             raise UnitError(text, at, "']' is expected here, and nothing after it", accepted)
     if not (math.isfinite(low) and math.isfinite(high)) or low > high:
-        raise UnitError(shown, 0, "low must not exceed high", accepted)
+        raise UnitError(shown, 0, "both must be finite, and low must not exceed high", accepted)
     return low, high
 
 
@@ -197,14 +202,14 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
     if not math.isfinite(value):
         return str(value)
     for unit in dim.show:
-        # 0.9995 so that 999.96 W at three digits reads "1 kW", not "1000 W"
-        if abs(value) >= 0.9995 * dim.units[unit]:
+        # Rounded as it will be written: 999.96 W at four digits reads "1 kW", and 999.6 W not "0.9996 kW"
+        if abs(float(f"{value / dim.units[unit]:.{digits}g}")) >= 1:
             break
     else:
         unit = dim.show[-1] if value else next(u for u in dim.show if dim.units[u] == 1.0)
     scaled = value / dim.units[unit]
     text = f"{scaled:.{digits}g}"
-    if "e" in text and digits < 15:
+    if "e" in text and digits < 15 and abs(scaled) >= 1:  # what is smaller must not read "0"
         text = f"{scaled:.0f}"
     return f"{text} {unit}"
 

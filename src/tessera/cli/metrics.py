@@ -13,9 +13,10 @@ from typing import Any
 import click
 
 from ..errors import ArgumentError, TesseraError
+from ..monitor.now import Watch
 from ..report import prometheus as report
 from ..sensors.discover import discover
-from .watch import ONCE_S, SENSOR_HELP, Quit, Watch
+from .watch import ONCE_S, SENSOR_HELP, Quit
 
 # "Power now" is the mean of the newest second: a scrape every 15 s would alias anything shorter.
 NEWEST_S = 1.0

@@ -37,12 +37,12 @@ def lookup(name: str) -> Device:
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), threads: int | None = None) -> Device:
-    """The CPU of this machine, its power scaled to the threads we may see of it (a VM has a share)."""
+    """The CPU of this machine, its power scaled to the threads we see: a VM has a share, two sockets are two."""
     seen = threads or os.cpu_count() or 1
     model = _model_name(cpuinfo)
     for device in catalogue().values():
         if device.kind == "cpu" and device.threads and any(a in model.lower() for a in device.aliases):
-            return _share(device, min(seen / device.threads, 1.0))
+            return _share(device, seen / device.threads)
     return _share(lookup("generic-cpu"), seen / (lookup("generic-cpu").threads or 1), name=model or None)
 
 
@@ -58,7 +58,8 @@ def _share(device: Device, share: float, name: str | None = None) -> Device:
     def scaled(figure: Figure | None) -> Figure | None:
         if figure is None:
             return None
-        return Figure(value=figure.value * share, source=figure.source, error=figure.error, assumed=figure.assumed)
+        error = None if figure.error is None else figure.error * share
+        return Figure(value=figure.value * share, source=figure.source, error=error, assumed=figure.assumed)
 
     return Device(
         id=device.id, name=name or device.name, kind=device.kind, vendor=device.vendor, aliases=device.aliases,

@@ -48,6 +48,7 @@ class Correction:
     variance_j2: float  # of the samples within the span: replaced by the anchor's
     error_j: float
     ratio: float  # samples over counter
+    used: bool  # False: they disagree, the samples' joules stand and only the error grows
 
 
 class Anchors:
@@ -110,7 +111,7 @@ def correction(first: Anchor | None, last: Anchor | None) -> Correction | None:
     error_j = float(((ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * edges / 3.0) ** 0.5)
     whole = sampled_s >= 0.98 * span_ns * 1e-9
     if whole and abs(ratio - 1.0) > DISAGREE:
-        return Correction(0.0, sampled_j, 0.0, 0.0, abs(sampled_j - counted_j), ratio)
+        return Correction(0.0, sampled_j, 0.0, 0.0, abs(sampled_j - counted_j), ratio, used=False)
     return Correction(
         joules=counted_j - sampled_j,
         span_j=counted_j,
@@ -118,4 +119,5 @@ def correction(first: Anchor | None, last: Anchor | None) -> Correction | None:
         variance_j2=last.mark.variance_j2 - first.mark.variance_j2,
         error_j=error_j,
         ratio=ratio,
+        used=True,
     )

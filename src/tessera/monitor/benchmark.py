@@ -8,6 +8,7 @@ over; then the result says that it did not converge.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
@@ -99,9 +100,12 @@ class EnergyBenchmark:
         done = _works(flops=flops, samples=samples, tokens=tokens, work=work, unit=unit)
 
         def decorate(target: Callable[..., Any]) -> Callable[..., Any]:
+            _check_target(target)
+            label = name or str(getattr(target, "__name__", type(target).__name__))  # a partial has no name
+
             @functools.wraps(target)
             def measured(*args: Any, **kwargs: Any) -> Any:
-                result, value = self._run(lambda: target(*args, **kwargs), name or target.__name__, done)
+                result, value = self._run(lambda: target(*args, **kwargs), label, done)
                 self.results.append(result)
                 return value
 
@@ -121,6 +125,8 @@ class EnergyBenchmark:
         per_batch = 1
         summary = None
         while True:
+            if len(windows) == 1 and 2 * windows[0][1] < per_batch:
+                windows.clear()  # the first call alone only served to size the batches: too short for the sensor
             started = time.monotonic()
             window, value = _batch(monitor, call, per_batch)
             took_s = time.monotonic() - started
@@ -204,6 +210,15 @@ class EnergyBenchmark:
         return pd.DataFrame([r.to_row() for r in self.results])
 
 
+def _check_target(target: object) -> None:
+    if not callable(target):
+        raise ArgumentError(f"{target!r} is not a function", fix="name the work of a call: measure(samples=64)")
+    if inspect.iscoroutinefunction(target):
+        raise ArgumentError(
+            f"{target!r} is a coroutine function", why="calling it runs nothing", fix="measure lambda: asyncio.run(...)"
+        )
+
+
 def _works(
     *, flops: float | None, samples: float | None, tokens: float | None, work: float | None, unit: str | None
 ) -> dict[str, Work]:
@@ -211,6 +226,8 @@ def _works(
         raise ArgumentError(
             "unit= needs work=", why="a unit alone says no amount", fix=f"measure(work=1, unit={unit!r})"
         )
+    if unit is not None and {"FLOP": flops, "sample": samples, "token": tokens}.get(unit) is not None:
+        raise ArgumentError(f"the work in {unit!r} is given twice", fix="give it once, or give work= another unit")
     given = {"FLOP": flops, "sample": samples, "token": tokens, unit or "unit": work}
     wrong = [k for k, v in given.items() if v is not None and not v > 0]
     if wrong:

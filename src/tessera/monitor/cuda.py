@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -53,6 +54,12 @@ class Edge:
         """The time for a GPU domain or for a host domain."""
         return self.device_ns if on_device and self.device_ns is not None else self.host_ns
 
+    def known(self) -> Edge:
+        """A copy with what is known by now, that asks the device nothing more."""
+        copy = Edge(self.host_ns, device=self.device)
+        copy.device_ns = self.device_ns
+        return copy
+
 
 class _Streams:
     """The current CUDA stream, found fast: torch's own look-up builds a new object each time (several µs)."""
@@ -89,6 +96,7 @@ class DeviceClocks:
         self._anchors: dict[int, deque[tuple[int, Any]]] = {}
         self._own: dict[int, Any] = {}
         self._relaxed = False
+        self._lock = threading.Lock()
 
     def edge(self) -> Edge:
         """Note the host's time and mark the current stream; a few microseconds, no synchronisation."""
@@ -122,7 +130,8 @@ class DeviceClocks:
         for device in {*self._pool, module.current_device()}:
             anchors = self._anchors.get(device)
             if not anchors or time.monotonic_ns() - anchors[-1][0] > RENEW_NS:
-                self._anchor(module, device)
+                with self._lock:
+                    self._anchor(module, device)
             self._fill(module, device)
 
     def _fill(self, module: Any, device: int) -> None:
@@ -161,8 +170,20 @@ class DeviceClocks:
         elif not event.query():
             return False
         module = cuda()
-        if module is None:
-            return True
+        if module is not None:
+            with self._lock:
+                self._place(module, edge)
+        return True
+
+    def _place(self, module: Any, edge: Edge) -> None:
+        """Put a passed edge on the clock and its event back into the pool.
+
+        The sampler's thread and a reader may both get here: the second must not put the event back again, nor
+        read a time from it that already belongs to another edge.
+        """
+        event = edge.event
+        if event is None:
+            return
         if not self._anchors.get(edge.device):
             self._anchor(module, edge.device)
         host_ns, anchor = self._nearest(edge)
@@ -171,7 +192,6 @@ class DeviceClocks:
         pool = self._pool.setdefault(edge.device, [])
         if len(pool) < _POOL:
             pool.append(event)
-        return True
 
     def _nearest(self, edge: Edge) -> tuple[int, Any]:
         """The last anchor before the edge was launched (the device passes it later), else the oldest kept."""

@@ -25,7 +25,7 @@ from .series import Series
 
 # A lost sensor is tried again after these delays (s): a driver restart takes seconds, a dead GPU stays dead.
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
-KEPT_TELEMETRY = 4096
+KEPT_TELEMETRY = 2048
 KEPT_EVENTS = 1024
 KEPT_GAPS = 1024
 _URGENT_S = 0.01
@@ -86,7 +86,7 @@ class Sampler:
     @property
     def domains(self) -> list[Domain]:
         """All the domains of all sensors."""
-        return [s.domain for s in self.series.values()]
+        return [s.domain for s in list(self.series.values())]  # a copy: the thread may learn of more
 
     @property
     def capabilities(self) -> list[Capability]:
@@ -110,7 +110,7 @@ class Sampler:
 
     def counted(self) -> list[str]:
         """Names of the domains that add up to the total."""
-        return [n for n, s in self.series.items() if s.domain.counted]
+        return [n for n, s in list(self.series.items()) if s.domain.counted]
 
     def covers(self, time_ns: int, names: Collection[str] | None = None) -> bool:
         """Whether the named domains (all by default) that still live have data up to a time."""
@@ -128,6 +128,7 @@ class Sampler:
             while not self.covers(time_ns, wanted):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stopping:
+                    self._give_up(time_ns, wanted)
                     return False
                 if self._thread is None:  # driven by hand
                     self.read_due()
@@ -135,6 +136,12 @@ class Sampler:
                 else:
                     self._wake.wait(min(left, 0.1))
         return True
+
+    def _give_up(self, time_ns: int, names: Collection[str]) -> None:
+        """Nobody waits for this any more: a sensor with nothing new need not be asked a hundred times a second."""
+        for name in names:
+            if self._wanted.get(name) == time_ns:
+                del self._wanted[name]
 
     def _covered(self, name: str, time_ns: int) -> bool:
         return name in self._dead or self.series[name].covers(time_ns)
@@ -206,11 +213,11 @@ class Sampler:
         slot.lost, slot.failures = None, 0
         self.reads += 1
         slot.due_ns = self._clock() + round(slot.sensor.period_s * 1e9)
-        self._take(batch)
-        if self._clock() >= slot.learn_ns:
+        if self._clock() >= slot.learn_ns or not slot.names.issuperset((*batch.samples, *batch.anchors)):
             slot.learn_ns = self._clock() + _LEARN_NS
             with self._lock:
                 self._adopt(slot)
+        self._take(batch)
 
     def _lose(self, slot: _Slot, exc: SensorError) -> None:
         now = self._clock()

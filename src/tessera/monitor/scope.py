@@ -35,9 +35,8 @@ class EnergyScope:
         self._window: Window | None = None
 
     def __enter__(self) -> EnergyScope:
-        monitor = self._monitor
-        if monitor is None:
-            monitor = self._monitor = default()
+        # Not the one of the last time: that may have been replaced (`use`), or left behind in the parent (fork).
+        monitor = self._monitor = default() if self._given is None else self._given
         if self._sync:
             synchronize()
         self._window = monitor.open(self.name)
@@ -169,7 +168,7 @@ class EnergyScope:
             total=self.energy,
             by_domain=dict(parts),
             domains=monitor.sampler.domains,
-            gaps=[g for g in monitor.sampler.gaps if g.start_ns < end and (g.end_ns is None or g.end_ns > start)],
+            gaps=[g for g in list(monitor.sampler.gaps) if g.start_ns < end and (g.end_ns is None or g.end_ns > start)],
             missing=monitor.missing,
         )
 

@@ -1,9 +1,9 @@
 """The memory of one power domain: bounded however long it runs.
 
-What is kept: every sample of the last ~11 minutes at 50 Hz (`FINE_SAMPLES`), and before that one row a second
-(energy, seen seconds, highest power) for nine hours; when that is full too, pairs of rows are merged (one row
-every 2 s for 18 hours, 4 s for 36, and so on). The running sums beside the samples go on for ever, so a window
-opened before any of this is still exact: its start was marked when it was fresh.
+What is kept: every sample of the last ~11 minutes (`FINE_SPAN_NS`, at most `FINE_SAMPLES`), and before that one row a
+second (energy, seen seconds, highest power) for two hours; when that is full too, pairs of rows are merged (one row
+every 2 s for four hours, 16 s for a day and a half, and so on). The running sums beside the samples go on for ever,
+so a window opened before any of this is still exact: its start was marked when it was fresh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..schema import Domain, Hold
 from ..trace import Column
 
 FINE_SAMPLES = 1 << 15
-COARSE_ROWS = 1 << 15
+COARSE_ROWS = 1 << 13
+FINE_SPAN_NS = 660_000_000_000
 COARSE_NS = 1_000_000_000
 _FIRST_CAPACITY = 1 << 10
 
@@ -36,6 +37,7 @@ class Series:
         self._coarse_limit = coarse
         self._coarse_ns = COARSE_NS
         self._n = 0
+        self._first_ns = 0
         self._times = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._values = np.zeros((4, _FIRST_CAPACITY))  # watts, joules, covered_s, variance_j2
         self._coarse: list[Floats] = []  # rows of time_ns, joules, covered_s, variance_j2, peak_w
@@ -87,6 +89,8 @@ class Series:
 
     def _append(self, times: Ints, watts: Floats) -> None:
         n, more = self._n, len(times)
+        if n == 0:
+            self._first_ns = int(times[0])
         joined_t, joined_w, start = times, watts, ZERO
         if n:
             joined_t = np.concatenate([self._times[n - 1 : n], times])
@@ -102,7 +106,8 @@ class Series:
         self._n = n + more
 
     def _reserve(self, more: int) -> None:
-        if self._n + more > self._fine_limit:
+        old = self._n >= _FIRST_CAPACITY and self._times[self._n - 1] - self._times[0] > 2 * FINE_SPAN_NS
+        if old or self._n + more > self._fine_limit:
             self._thin(more)
         capacity = len(self._times)
         while capacity < self._n + more:
@@ -119,7 +124,7 @@ class Series:
             return
         bins = self._times[:move] // self._coarse_ns
         ends = np.append(np.flatnonzero(np.diff(bins)), move - 1)
-        peaks = np.maximum.reduceat(np.nan_to_num(self._values[0, :move]), np.append(0, ends[:-1] + 1))
+        peaks = np.fmax.reduceat(self._values[0, :move], np.append(0, ends[:-1] + 1))  # NaN only where all are
         self._coarse.append(np.vstack([self._times[ends].astype(np.float64), self._values[1:, ends], peaks]))
         keep = self._n - move
         self._times[:keep] = self._times[move : self._n].copy()
@@ -134,6 +139,14 @@ class Series:
     def _coarse_rows(self) -> Floats:
         return np.concatenate(self._coarse, axis=1) if self._coarse else np.zeros((5, 0))
 
+    def _past_rows(self) -> Floats:
+        """The coarse rows, after the very first sample (rows are ends of intervals: the first needs a beginning)."""
+        rows = self._coarse_rows()
+        if rows.shape[1] == 0 or rows[0, 0] == self._first_ns:
+            return rows
+        origin = np.array([[self._first_ns], [0.0], [0.0], [0.0], [np.nan]])
+        return np.concatenate([origin, rows], axis=1)
+
     def mark(self, time_ns: int) -> Mark:
         """The running sums at a true time: moved by the lag, exact between the samples."""
         x = time_ns + self._lag_ns
@@ -143,9 +156,10 @@ class Series:
         return mark(times, v[0], Sums(v[1], v[2], v[3]), x, mean=self._mean)
 
     def _coarse_mark(self, x_ns: float) -> Mark:
-        rows = self._coarse_rows()
-        if rows.shape[1] == 0:
+        if self._n == 0:
             return ZERO
+        first_fine = np.array([[self._times[0]], *self._values[1:, :1], [np.nan]], dtype=np.float64)
+        rows = np.concatenate([self._past_rows(), first_fine], axis=1)
         joules, covered_s, variance_j2 = (float(np.interp(x_ns, rows[0], rows[k])) for k in (1, 2, 3))
         return Mark(joules, covered_s, variance_j2, 0.0)
 
@@ -156,23 +170,23 @@ class Series:
         i = max(int(np.searchsorted(times, lo, side="right")) - 1, 0)
         j = min(int(np.searchsorted(times, hi, side="left")) + 1, self._n)
         fine = (times[i:j].copy(), watts[i:j].copy(), watts[i:j].copy())
-        rows = self._coarse_rows()
-        if rows.shape[1] == 0 or (self._n and lo >= times[0]):
+        rows = self._past_rows()
+        if rows.shape[1] == 0 or lo >= times[0]:
             return Column(self.domain, *fine)
-        keep = (rows[0] >= lo) & (rows[0] < hi)
-        seen = np.maximum(np.diff(rows[2], prepend=0.0), 1e-9)
-        means = (np.diff(rows[1], prepend=0.0) / seen)[keep]
-        return Column(
-            self.domain,
-            np.concatenate([rows[0][keep].astype(np.int64), fine[0]]),
-            np.concatenate([means, fine[1]]),
-            np.concatenate([rows[4][keep], fine[2]]),
-        )
+        first = max(int(np.searchsorted(rows[0], lo, side="right")) - 1, 0)
+        last = int(np.searchsorted(rows[0], hi, side="left")) + 1
+        seen_s, joules = np.diff(rows[2], prepend=0.0), np.diff(rows[1], prepend=0.0)
+        # A row in which nothing was seen is a gap, not 0 W.
+        means = np.divide(joules, seen_s, out=np.full_like(joules, np.nan), where=seen_s > 0)
+        merged = [row[first:last] for row in (rows[0].astype(np.int64), means, rows[4])]
+        if last > rows.shape[1]:  # else the window ends before the fine samples begin
+            merged = [np.concatenate(pair) for pair in zip(merged, fine, strict=True)]
+        return Column(self.domain, *merged)
 
 
 def _merge_pairs(rows: Floats) -> Floats:
     """Half as many rows: the sums of every second one (they are cumulative), the higher peak of each pair."""
     even = rows[:, : rows.shape[1] // 2 * 2]
     merged = even[:, 1::2].copy()
-    merged[4] = np.maximum(even[4, 0::2], even[4, 1::2])
+    merged[4] = np.fmax(even[4, 0::2], even[4, 1::2])
     return np.concatenate([merged, rows[:, even.shape[1] :]], axis=1)

@@ -82,7 +82,7 @@ def interval(values: Floats) -> Uncertain:
 def drift(values: Floats) -> float | None:
     """Relative change over the run if there is a significant trend, else None."""
     n = len(values)
-    if n < 6:
+    if n < 6 or not np.mean(values):
         return None
     x = np.arange(n) - (n - 1) / 2
     slope = float(np.sum(x * values) / np.sum(x**2))

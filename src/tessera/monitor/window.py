@@ -60,11 +60,11 @@ class Window:
 
     def so_far(self, sampler: Sampler, end: Edge) -> Mapping[str, Energy]:
         """The joules up to a provisional end, without ending the window."""
-        probe = Window(self.name, self.start)
-        probe.end = end
+        probe = Window(self.name, self.start.known())
+        probe.end = end.known()
         probe._starts.update(self._starts)
         probe._firsts.update(self._firsts)
-        probe.settle(sampler, DeviceClocks(), sampler.series, force=True)
+        probe.settle(sampler, DeviceClocks(), list(sampler.series), force=True)
         return probe.energies
 
     def seconds(self, device: bool) -> float:
@@ -103,7 +103,7 @@ class Window:
             edges_j = window_error_j(rest, outside, gain_error=domain.gain_error, blur_s=domain.blur_s)
             error_j = (edges_j**2 + fix.error_j**2) ** 0.5
             joules, covered_s = joules + fix.joules, covered_s + fix.covered_s
-            source += "+counter" if fix.joules else ""
+            source += "+counter" if fix.used else ""
         seconds = self.seconds(device)
         return Energy(
             joules=joules,

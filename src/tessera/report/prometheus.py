@@ -18,8 +18,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from .. import __version__
 from ..errors import MissingExtra
+from ..monitor.now import Reading, Snapshot
 from ..schema import Telemetry
-from .watch import Reading, Snapshot
 
 METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_energy_joules_total": ("counter", "Energy since the start, of the domains that add up."),

@@ -1,6 +1,6 @@
 """What `tessera watch` shows: a `Snapshot` of every domain, as a screen, as plain lines or as JSON.
 
-A snapshot is computed elsewhere (`cli/watch.py`) and only laid out here; the Prometheus exposition is a fourth
+A snapshot is computed elsewhere (`monitor/now.py`) and only laid out here; the Prometheus exposition is a fourth
 view of the same one. Run this module to see the screen with made-up figures: `python -m tessera.report.watch`.
 """
 
@@ -8,72 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-from ..schema import SCHEMA_VERSION, Basis, Telemetry
+from rich.text import Text
+
+from ..monitor.now import Reading, Snapshot
+from ..schema import Telemetry
 from ..units import format_duration, format_energy, format_power
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_DATA = "·"
 _INDENT = "  "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One domain now and since the start. What is not known is None."""
-
-    domain: str
-    label: str
-    source: str
-    basis: Basis
-    counted: bool
-    resolution_s: float
-    note: str = ""
-    power_w: float | None = None
-    """Mean of the newest stretch of data (one interval, or the sensor's resolution if that is longer)."""
-    age_s: float | None = None
-    """How long ago, in true time, that stretch ended: the sensor's lag included."""
-    mean_w: float | None = None
-    energy_j: float = 0.0
-    error_j: float = 0.0
-    coverage: float = 0.0
-    memory_w: float | None = None
-    lost: str | None = None
-    lost_s: float | None = None
-    gaps: int = 0
-    telemetry: Telemetry | None = None
-    history_w: Sequence[float | None] = ()
-    cell_s: float = 0.0
-    top_w: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """All domains at one moment. `missing` has the sensors this machine does not give, with the reason."""
-
-    time_s: float
-    seconds: float
-    readings: Sequence[Reading]
-    power_w: float | None
-    mean_w: float | None
-    energy_j: float
-    error_j: float
-    basis: Basis
-    missing: Mapping[str, str] = field(default_factory=dict)
-    sensors: Mapping[str, bool] = field(default_factory=dict)
-    sampler_cpu_s: float = 0.0
-    sampler_bytes: int = 0
-    schema_version: int = SCHEMA_VERSION
-
-    @property
-    def counted(self) -> list[Reading]:
-        """The domains that add up to the total."""
-        return [r for r in self.readings if r.counted]
 
 
 def sparkline(values: Sequence[float | None], top: float) -> str:
@@ -147,8 +92,6 @@ def _quoted(text: str) -> str:
 
 def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True) -> Text:
     """The whole screen, at most `width` columns; where `height` is short the details give way, not the total."""
-    from rich.text import Text
-
     rows = snapshot.counted
     name_w = max([len("total"), *(len(r.domain) for r in rows)])
     cells = _cells(width, name_w)
@@ -164,8 +107,6 @@ def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, ke
 
 def _fit(blocks: Sequence[Sequence[Text]], room: int | None) -> list[Text]:
     """The rows in the room there is: with a blank line between them, without, in two lines each, in one."""
-    from rich.text import Text
-
     spaced = [line for b in blocks for line in (*b, Text())]
     if room is None or len(spaced) <= room:
         return spaced
@@ -192,8 +133,6 @@ def _cells(width: int, name_w: int) -> int:
 
 
 def _columns(name: str, name_w: int, *, now: str, limit: str, spark: Text, mean: str, energy: str) -> Text:
-    from rich.text import Text
-
     line = Text(f"{name:<{name_w}}", style="bold")
     line.append(f"{now:>9}", style="bold").append(f"{limit:>8}", style="not bold dim").append("  ")
     line.append_text(spark)
@@ -201,8 +140,6 @@ def _columns(name: str, name_w: int, *, now: str, limit: str, spark: Text, mean:
 
 
 def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
-    from rich.text import Text
-
     bases = {r.basis: [q.domain for q in snapshot.counted if q.basis == r.basis] for r in snapshot.counted}
     line = Text("tessera watch", style="bold")
     if set(bases) <= {"measured"}:
@@ -220,8 +157,6 @@ def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
 
 def _sources(snapshot: Snapshot) -> list[Text]:
     """Which devices, read how, and how old the figures are: a line for each kind."""
-    from rich.text import Text
-
     kinds = Counter((r.label or r.domain, r.source, r.resolution_s, r.note) for r in snapshot.counted)
     lines = []
     for (label, source, resolution_s, note), count in kinds.items():
@@ -242,8 +177,6 @@ def _ago(age_s: float) -> str:
 
 
 def _header(snapshot: Snapshot, name_w: int, cells: int) -> Text:
-    from rich.text import Text
-
     spans = {round(r.cell_s * cells, 1) for r in snapshot.counted if r.cell_s}
     what = f"last {max(spans):g} s" if len(spans) == 1 else "history"
     line = _columns(
@@ -253,8 +186,6 @@ def _header(snapshot: Snapshot, name_w: int, cells: int) -> Text:
 
 
 def _power_line(r: Reading, name_w: int, cells: int) -> Text:
-    from rich.text import Text
-
     shown = [*r.history_w][-cells:]
     spark = Text(" " * (cells - len(shown)), style="not bold")
     for value, block in zip(shown, sparkline(shown, r.top_w), strict=True):
@@ -286,8 +217,6 @@ def _joules(energy_j: float, error_j: float) -> str:
 
 def _states(r: Reading, name_w: int) -> list[Text]:
     """Throttling, loss and gaps: lines that are there only when there is something to say."""
-    from rich.text import Text
-
     indent = " " * name_w + _INDENT
     lines = []
     if r.lost is not None:
@@ -304,8 +233,6 @@ def _states(r: Reading, name_w: int) -> list[Text]:
 
 def _details(r: Reading, name_w: int) -> list[Text]:
     """Clock, temperature, activity; then the memory's. No line where nothing is known, or what is known is old."""
-    from rich.text import Text
-
     t = r.telemetry
     if t is None or r.lost is not None:
         return []
@@ -332,8 +259,6 @@ def _part(value: float | None, form: str) -> str | None:
 
 
 def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
-    from rich.text import Text
-
     if len(snapshot.counted) < 2:
         return []
     unseen = [r.domain for r in snapshot.counted if r.power_w is None]
@@ -348,8 +273,6 @@ def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
 
 
 def _missing(snapshot: Snapshot) -> list[Text]:
-    from rich.text import Text
-
     if not snapshot.missing:
         return []
     names = ", ".join(snapshot.missing)

@@ -12,9 +12,9 @@ from typing import Any
 from ..clock import REAL, Clock
 from ._tick import TickFinder
 
-# On the H200 the counter at tick T holds the energy up to T - 9 ms: it leads the ring's 15 ms by 6 ms
+# On the H200 the counter at tick T holds the energy up to T - 8 ms: it leads the ring's 15 ms by 7 ms
 # (benchmarks/fit_response.py).
-COUNTER_LAG_NS = 9_000_000
+COUNTER_LAG_NS = 8_000_000
 READ_EVERY_NS = 1_000_000_000
 WATCH_EVERY_NS = 15_000_000_000
 LEARN_NS = 3_000_000

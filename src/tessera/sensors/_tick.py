@@ -12,15 +12,21 @@ millisecond or two.
 
 from __future__ import annotations
 
+import itertools
+import math
+
 # The H200's counter was found to tick every 100.000 ms over 80 s (benchmarks/device/record_sensor.py); vendors
-# use round figures, so a period within 3% of a multiple of 5 ms is taken to be that multiple.
+# use round figures, so a period that may be a multiple of 5 ms, and is known to 3%, is taken to be that multiple.
 SNAP_NS = 5_000_000
 SNAP_WITHIN = 0.03
 # How much a tick may wander from the host's clock per second elapsed: the device's oscillator was 6 ppm off.
 DRIFT = 20e-6
-# An enclosure wider than this teaches too little about the period.
+# An enclosure wider than this share of the period teaches too little about it, and may hold two ticks.
 MAX_ENCLOSURE = 0.6
 LEARN_TICKS = 4
+# Across a longer pause in the learning, the ticks in between cannot be counted.
+PAUSE_NS = 5_000_000_000
+_KEPT = 64
 
 
 class TickFinder:
@@ -31,6 +37,7 @@ class TickFinder:
         self._enclosures: list[tuple[int, int]] = []
         self._low = self._high = 0.0  # the enclosure of one reference tick
         self._at = 0.0
+        self._wander = DRIFT  # of a tick from where it is expected, per second since `_at`
         self.relearned = 0
 
     @property
@@ -51,29 +58,36 @@ class TickFinder:
             self._refine(before_ns, after_ns)
 
     def _learn(self, before_ns: int, after_ns: int) -> None:
-        self._enclosures.append((before_ns, after_ns))
-        if len(self._enclosures) < LEARN_TICKS:
+        if self._enclosures and before_ns - self._enclosures[-1][1] > PAUSE_NS:
+            self._enclosures.clear()
+        self._enclosures = [*self._enclosures[1 - _KEPT :], (before_ns, after_ns)]
+        steps = sorted(_middle(b) - _middle(a) for a, b in itertools.pairwise(self._enclosures))
+        rough = steps[len(steps) // 2] if steps else 0.0
+        # Reads further apart than the ticks all see a change, and the wide enclosures give them away.
+        narrow = [e for e in self._enclosures if e[1] - e[0] <= MAX_ENCLOSURE * rough]
+        if len(narrow) < LEARN_TICKS:
             return
-        first, last = self._enclosures[0], self._enclosures[-1]
-        steps = sorted(b[0] + b[1] - a[0] - a[1] for a, b in zip(self._enclosures, self._enclosures[1:], strict=False))
-        rough = steps[len(steps) // 2] / 2
-        spans = round(((last[0] + last[1]) - (first[0] + first[1])) / 2 / rough) if rough > 0 else 0
-        if spans < 1:
-            self._restart()
-            return
-        period = ((last[0] + last[1]) - (first[0] + first[1])) / 2 / spans
-        snapped = round(period / SNAP_NS) * SNAP_NS
-        self.period_ns = snapped if snapped and abs(snapped / period - 1) < SNAP_WITHIN else period
+        first, last = narrow[0], narrow[-1]
+        spans = round((_middle(last) - _middle(first)) / rough)
+        period = (_middle(last) - _middle(first)) / spans
+        error = (first[1] - first[0] + last[1] - last[0]) / 2 / spans
+        multiples = range(math.ceil((period - error) / SNAP_NS), math.floor((period + error) / SNAP_NS) + 1)
+        if error > SNAP_WITHIN * period or len(multiples) > 1:
+            return  # a few ticks more will tell
+        self.period_ns = float(multiples[0] * SNAP_NS) if multiples else period
+        self._wander = DRIFT if multiples else DRIFT + error / period
         self._low, self._high, self._at = float(first[0]), float(first[1]), float(first[1])
-        for enclosure in self._enclosures[1:]:
+        for enclosure in narrow[1:]:
             self._refine(*enclosure)
+            if not self.known:
+                return
         self._enclosures.clear()
 
     def _refine(self, before_ns: int, after_ns: int) -> None:
         assert self.period_ns is not None
         if after_ns - before_ns > MAX_ENCLOSURE * self.period_ns:
             return
-        widen = DRIFT * max(before_ns - self._at, 0.0)
+        widen = self._wander * max(before_ns - self._at, 0.0)
         low, high = self._low - widen, self._high + widen
         turns = round(((before_ns + after_ns) - (low + high)) / 2 / self.period_ns) * self.period_ns
         low, high = max(low + turns, before_ns), min(high + turns, after_ns)
@@ -92,7 +106,7 @@ class TickFinder:
         if self.period_ns is None:
             return None
         reference = (self._low + self._high) / 2
-        margin = self.uncertainty_ns + DRIFT * max(end_ns - self._at, 0.0)
+        margin = self.uncertainty_ns + self._wander * max(end_ns - self._at, 0.0)
         turn = (begin_ns - margin - reference) // self.period_ns
         if turn != (end_ns + margin - reference) // self.period_ns:
             return None
@@ -110,3 +124,7 @@ class TickFinder:
         assert self.period_ns is not None
         reference = (self._low + self._high) / 2
         return round(reference - (reference - after_ns) // self.period_ns * self.period_ns)
+
+
+def _middle(enclosure: tuple[int, int]) -> float:
+    return (enclosure[0] + enclosure[1]) / 2

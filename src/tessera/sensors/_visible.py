@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,36 +24,53 @@ class Visible:
     mig: tuple[str, ...] = ()
 
 
+# As strtoul reads a number: "1gpu" is 1, "-0" is 0.
+_ORDINAL = re.compile(r"\s*([+-]?\d+)", re.ASCII)
+
+
 def visible_boards(boards: Sequence[Board], text: str | None) -> list[Visible]:
     """The boards that CUDA_VISIBLE_DEVICES leaves visible, in its order. None: not set, all are.
 
-    As CUDA does, the list ends at the first entry that names no device ("-1" and "" hide all), and a UUID may be
-    shortened to any unambiguous prefix. Several slices of one board give that board once.
+    As CUDA does (each tried on an H200 with driver 580, but for MIG): the list ends at the first entry that names
+    no device ("-1" and "" hide all) or is of another kind than the first, a device named twice hides all, and a
+    UUID may be shortened to any unambiguous prefix. Several slices of one board give that board once.
     """
     if text is None:
         return [Visible(b) for b in boards]
     chosen: dict[int, Visible] = {}
-    for token in (t.strip() for t in text.split(",")):
-        found = _find(boards, token)
+    entries = text.split(",")
+    kind = _kind(entries[0])
+    named: set[tuple[int, str | None]] = set()
+    for entry in entries:
+        found = _find(boards, entry) if _kind(entry) == kind else None
         if found is None:
             break
         board, mig = found
+        if (board.index, mig) in named:
+            return []
+        named.add((board.index, mig))
         before = chosen.get(board.index)
         slices = (*(before.mig if before else ()), *((mig,) if mig else ()))
         chosen[board.index] = Visible(board, slices)
     return list(chosen.values())
 
 
-def _find(boards: Sequence[Board], token: str) -> tuple[Board, str | None] | None:
-    if token.lstrip("+").isdigit():
-        return next(((b, None) for b in boards if b.index == int(token)), None)
-    if token.startswith("GPU-"):
-        hits = [b for b in boards if b.uuid.lower().startswith(token.lower())]
-        return (hits[0], None) if len(hits) == 1 else None
-    if token.startswith("MIG-GPU-"):  # before driver 470: MIG-GPU-<uuid>/<gpu instance>/<compute instance>
-        uuid = token[len("MIG-") :].split("/", maxsplit=1)[0]
-        return next(((b, token) for b in boards if b.uuid.lower() == uuid.lower()), None)
-    if token.startswith("MIG-"):
-        hits = [b for b in boards if any(m.lower().startswith(token.lower()) for m in b.mig_uuids)]
-        return (hits[0], token) if len(hits) == 1 else None
-    return None
+def _kind(entry: str) -> str:
+    return entry[:4] if entry.startswith(("GPU-", "MIG-")) else "ordinal"
+
+
+def _find(boards: Sequence[Board], entry: str) -> tuple[Board, str | None] | None:
+    uuid = entry.rstrip().lower()
+    if entry.startswith("MIG-GPU-"):  # before driver 470: MIG-GPU-<uuid>/<gpu instance>/<compute instance>
+        whole = uuid.removeprefix("mig-").split("/", maxsplit=1)[0]
+        return next(((b, uuid) for b in boards if b.uuid.lower() == whole), None)
+    hits: list[tuple[Board, str | None]] = []
+    if uuid in ("gpu-", "mig-"):  # CUDA wants at least one digit of a UUID, even where it would be unambiguous
+        pass
+    elif entry.startswith("GPU-"):
+        hits = [(b, None) for b in boards if b.uuid.lower().startswith(uuid)]
+    elif entry.startswith("MIG-"):
+        hits = [(b, m) for b in boards for m in b.mig_uuids if m.lower().startswith(uuid)]
+    elif ordinal := _ORDINAL.match(entry):
+        hits = [(b, None) for b in boards if b.index == int(ordinal[1])]
+    return hits[0] if len(hits) == 1 else None

@@ -101,12 +101,17 @@ def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | No
     automatic = not wanted
     started: list[Sensor] = []
     missing: list[Capability] = []
-    for name in wanted or [k for k in KINDS if k not in ON_REQUEST]:
-        _try(name, started, missing)
-    if automatic and env.get("TESSERA_REDFISH_URL"):
-        _try("redfish", started, missing)
-    if not started and automatic:
-        _try("modelled", started, missing)
+    try:
+        for name in dict.fromkeys(wanted) or [k for k in KINDS if k not in ON_REQUEST]:
+            _try(name, started, missing)
+        if automatic and env.get("TESSERA_REDFISH_URL"):
+            _try("redfish", started, missing)
+        if not started and automatic:
+            _try("modelled", started, missing)
+    except BaseException:  # a wrong name, a recording that cannot be read: nobody will stop those already started
+        for sensor in started:
+            sensor.stop()
+        raise
     if not started:
         reasons = "; ".join(f"{c.name}: {c.reason}" for c in missing)
         raise SensorError(
@@ -120,7 +125,7 @@ def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | No
 def make(name: str) -> Sensor:
     """A sensor by its name, not started; "replay:FILE" plays a recording."""
     kind, _, rest = name.partition(":")
-    if kind == "replay":
+    if kind == "replay" and rest:
         from .replay import ReplaySensor
 
         return ReplaySensor.from_csv(rest)
@@ -133,10 +138,13 @@ def make(name: str) -> Sensor:
 
 
 def _try(name: str, started: list[Sensor], missing: list[Capability]) -> None:
+    sensor: Sensor | None = None
     try:
         sensor = make(name)
         sensor.start()
     except SensorError as exc:
+        if sensor is not None:
+            sensor.stop()  # it may have got half way: NVML is loaded even if it then shows no GPU
         state = "no permission" if isinstance(exc, SensorPermission) else None
         reason = ": ".join(p for p in (state, exc.what, exc.why) if p)
         missing.append(Capability(name=name, available=False, reason=reason, fix=exc.fix))

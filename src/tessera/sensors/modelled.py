@@ -20,16 +20,17 @@ from .base import Batch
 # A straight line through idle and full power was 10-20% off in Fan, Weber, Barroso, "Power provisioning for a
 # warehouse-sized computer" (ISCA 2007), with both ends measured; here both are assumed, so 30% is stated.
 MODEL_ERROR = 0.30
+_RESET_S = 1.0
 
 
 def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
     """Busy and total CPU seconds of the machine since boot."""
     try:
         fields = [float(v) for v in path.read_text().split("\n", 1)[0].split()[1:]]
+        idle = fields[3] + (fields[4] if len(fields) > 4 else 0.0)  # idle + iowait
     except (OSError, ValueError, IndexError) as exc:
         raise SensorUnavailable(f"cannot read {path}", why=str(exc), fix="the modelled sensor needs Linux") from exc
     tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
-    idle = fields[3] + (fields[4] if len(fields) > 4 else 0.0)  # idle + iowait
     total = sum(fields[:8])  # guest time is already in user time
     return (total - idle) * tick_s, total * tick_s
 
@@ -92,7 +93,9 @@ class ModelledSensor:
             raise SensorLost(exc.what, why=exc.why, fix=exc.fix) from exc
         t = self._clock()
         last, self._last = self._last, (busy_s, total_s)
-        if last is None:
+        # The kernel may take back a few ticks of idle time, not seconds: then the counters began anew (a container
+        # that was moved).
+        if last is None or total_s < last[1] - _RESET_S:
             batch.add(self._name, t, math.nan)
             return batch
         if total_s <= last[1]:  # /proc/stat counts in ticks of 10 ms: nothing new yet

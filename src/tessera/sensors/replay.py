@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..clock import now_ns
-from ..errors import RecordingError
+from ..errors import ArgumentError, RecordingError
 from ..integral import Floats, Ints
 from ..schema import Capability, Domain
 from ..trace import Column, PowerTrace, read_csv
@@ -34,6 +34,11 @@ class ReplaySensor:
     ) -> None:
         if not any(len(c.times_ns) for c in columns.values()):
             raise RecordingError("the recording has no samples", fix="record with power_trace(...).to_csv(path)")
+        if speed is not None and not 0 < speed < float("inf"):
+            raise ArgumentError(
+                f"a recording cannot be played at speed {speed!r}",
+                fix="speed=1 is real time, 10 ten times faster, None all at once",
+            )
         self._columns = dict(columns)
         self._anchors = {k: sorted(v) for k, v in (anchors or {}).items()}
         self._speed = speed

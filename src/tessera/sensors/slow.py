@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from ..errors import SensorLost
+from ..errors import SensorError, SensorLost
 from ..schema import Capability, Domain
 from .base import Batch, Sensor
 
@@ -38,22 +38,42 @@ class SlowSensor:
         return self.inner.period_s
 
     def start(self) -> None:
-        """Start the wrapped sensor (this may block) and the thread that reads it."""
+        """Start the wrapped sensor, and the thread that reads it.
+
+        The first time this may block, and raises what is wrong. After a loss it is the sampler that calls, and must
+        not wait: the thread starts the sensor again, and `read` goes on raising the loss until it has.
+        """
+        if self._lost is not None and not self._stop.is_set():
+            if self._thread is None or not self._thread.is_alive():
+                self._spawn(again=True)
+            return
         self.stop()
-        self._stop = threading.Event()
+        if self._thread is not None:  # hangs in a time-out: two threads must not use one connection
+            self._thread.join()
         self._lost = None
+        self._batches.clear()
         self.inner.start()
-        self._thread = threading.Thread(target=self._run, args=(self._stop,), name=f"tessera-{self.name}", daemon=True)
+        self._spawn(again=False)
+
+    def _spawn(self, *, again: bool) -> None:
+        self._stop = threading.Event()
+        arguments = (self._stop, again)
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"tessera-{self.name}", daemon=True)
         self._thread.start()
 
-    def _run(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            try:
+    def _run(self, stop: threading.Event, again: bool) -> None:
+        try:
+            if again:
+                self.inner.start()
+                self._lost = None
+            while not stop.is_set():
                 self._batches.append(self.inner.read())
-            except SensorLost as exc:
-                self._lost = exc
-                return
-            stop.wait(self.inner.period_s)
+                stop.wait(self.inner.period_s)
+        except SensorError as exc:
+            self._lost = exc if isinstance(exc, SensorLost) else SensorLost(exc.what, why=exc.why, fix=exc.fix)
+        finally:
+            if stop.is_set():  # `stop` may not have waited for us
+                self.inner.stop()
 
     def domains(self) -> Sequence[Domain]:
         return self.inner.domains()
@@ -64,8 +84,9 @@ class SlowSensor:
     def read(self) -> Batch:
         """What has come since the last read."""
         merged = Batch()
+        came = False
         while self._batches:
-            batch = self._batches.popleft()
+            batch, came = self._batches.popleft(), True
             for name, samples in batch.samples.items():
                 merged.samples.setdefault(name, []).extend(samples)
             for name, ticks in batch.anchors.items():
@@ -73,14 +94,24 @@ class SlowSensor:
             merged.telemetry.extend(batch.telemetry)
             merged.gaps.extend(batch.gaps)
             merged.events.extend(batch.events)
-        if self._lost is not None and not merged.samples:
-            raise self._lost
+        if not came:
+            self._raise_loss()
         return merged
+
+    def _raise_loss(self) -> None:
+        ended = self._thread is not None and not self._thread.is_alive() and not self._stop.is_set()
+        if ended and self._lost is None:
+            self._lost = SensorLost(
+                f"the thread that reads {self.name} has ended", why="an error it did not expect", fix="see stderr"
+            )
+        if self._lost is not None:  # a new one each time: raising one object again and again makes it grow
+            raise SensorLost(self._lost.what, why=self._lost.why, fix=self._lost.fix) from self._lost
 
     def stop(self) -> None:
         """Ask the thread to end; one that hangs in a time-out ends after it, without us."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=0.2)
+        if self._thread is None or not self._thread.is_alive():
             self._thread = None
             self.inner.stop()

@@ -1,0 +1,186 @@
+"""`tessera measure` and `tessera doctor` as a user runs them, against the fake NVML and the modelled sensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fakes.nvml import Scenario, fake_env, missing_compiler
+
+from tessera.trace import read_csv
+
+
+def tessera(*args: str, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tessera", *args],
+        capture_output=True, text=True, timeout=timeout, env={**os.environ, "COLUMNS": "200", **(env or {})},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def gpu() -> dict[str, str]:
+    reason = missing_compiler()
+    if reason:
+        pytest.skip(reason)
+    return fake_env(Scenario(gpus=2, wave="const:300", before_w=300))
+
+
+def sleeper(seconds: float) -> list[str]:
+    return ["--", sys.executable, "-c", f"import time; time.sleep({seconds})"]
+
+
+def test_measure_says_joules_watts_seconds(gpu: dict[str, str]) -> None:
+    out = tessera("measure", "--json", "--steps", "10", *sleeper(1.0), env=gpu)
+    assert out.returncode == 0, out.stderr
+    report = json.loads(out.stdout)["report"]
+    total = report["total"]
+    assert total["joules"] / total["seconds"] == pytest.approx(600, rel=0.03)
+    assert total["basis"] == "measured"
+    assert abs(total["joules"] - 600 * total["seconds"]) <= 1.5 * total["error_j"] + 6
+    assert report["by_domain"]["gpu0"]["joules"] == pytest.approx(total["joules"] / 2, rel=0.05)
+    assert report["idle_w"] == pytest.approx(600, rel=0.05)
+    assert report["peak_w"] == pytest.approx(600, rel=0.05)
+
+
+def test_measure_answers_in_one_screen_and_names_the_next_command(gpu: dict[str, str]) -> None:
+    out = tessera("measure", "--samples", "640", *sleeper(0.8), env=gpu)
+    assert out.stdout == "", "the answer goes to stderr, so that pipes keep working"
+    assert len(out.stderr.splitlines()) <= 24
+    assert re.search(r"per sample\s+[\d.]+ ± [\d.]+ m?J", out.stderr)
+    assert re.search(r"[\d.]+ ± [\d.]+ W", out.stderr)
+    assert "tessera measure --trace power.csv" in out.stderr
+
+
+def test_modelled_is_said_on_the_first_line() -> None:
+    out = tessera("measure", "--sensor", "modelled", *sleeper(0.3))
+    assert out.returncode == 0
+    assert out.stderr.splitlines()[0].startswith("MODELLED")
+
+
+def test_exit_code_and_output_pass_through(gpu: dict[str, str]) -> None:
+    out = tessera("measure", "--", sys.executable, "-c", "import sys; print('hello'); sys.exit(7)", env=gpu)
+    assert out.returncode == 7
+    assert out.stdout == "hello\n"
+
+
+def test_options_after_the_command_belong_to_it(gpu: dict[str, str]) -> None:
+    code = "import sys; print(sys.argv[1:])"
+    out = tessera("measure", sys.executable, "-c", code, "--steps", "3", "--debug", env=gpu)
+    assert out.stdout == "['--steps', '3', '--debug']\n"
+
+
+def test_death_by_signal_is_128_plus_n(gpu: dict[str, str]) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert tessera("measure", "--", sys.executable, "-c", code, env=gpu).returncode == 128 + signal.SIGKILL
+
+
+def test_no_such_command() -> None:
+    out = tessera("measure", "--sensor", "modelled", "--", "no-such-program-here")
+    assert out.returncode == 127
+    assert "no-such-program-here" in out.stderr
+    assert "fix:" in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_sigterm_still_reports(gpu: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tessera", "measure", *sleeper(30)],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **gpu},
+    )  # fmt: skip
+    time.sleep(2.0)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert re.search(r"± [\d.]+ W", err)
+
+
+def test_trace_is_a_csv_that_replays(gpu: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "power.csv"
+    first = tessera("measure", "--trace", str(path), *sleeper(1.0), env=gpu)
+    assert first.returncode == 0
+    columns = read_csv(path)
+    assert set(columns) >= {"gpu0", "gpu1"}
+    assert columns["gpu0"][1].mean() == pytest.approx(300, rel=0.02)
+    again = tessera("measure", "--json", "--sensor", f"replay:{path}", *sleeper(0.5))
+    total = json.loads(again.stdout)["report"]["total"]
+    assert total["source"].startswith("replay")
+    assert total["joules"] / total["seconds"] == pytest.approx(600, rel=0.1)
+
+
+def test_scopes_of_the_program_are_listed(gpu: dict[str, str]) -> None:
+    code = (
+        "import time\nfrom tessera import monitor\n"
+        "for _ in range(3):\n    with monitor.energy_scope('step'):\n        time.sleep(0.1)\n"
+    )
+    out = tessera("measure", "--json", "--", sys.executable, "-c", code, env=gpu)
+    (region,) = json.loads(out.stdout)["report"]["regions"]
+    assert (region["name"], region["calls"]) == ("step", 3)
+    assert region["energy"]["joules"] == pytest.approx(600 * region["energy"]["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["measure"], 2, "no command to measure"),
+        (["mesure"], 2, "did you mean 'measure'"),
+        (["measure", "--sensor", "nvlm", "--", "true"], 1, "did you mean 'nvml'"),
+        (["measure", "--work", "3", "--", "true"], 1, "--unit"),
+        (["measure", "--steps", "-3", "--", "true"], 1, "positive"),
+        (["measure", "--sensor", "replay:/nope.csv", "--", "true"], 1, "/nope.csv"),
+        (["measure", "--sensor", "rapl", "--sensor", "nvml", "--", "true"], 1, "tessera doctor"),
+        (["doctor", "--sensr"], 2, "--sensor"),
+    ],
+)
+def test_wrong_arguments(args: list[str], code: int, words: str) -> None:
+    if "rapl" in args and Path("/sys/class/powercap/intel-rapl:0").exists():
+        pytest.skip("this machine has RAPL")
+    out = tessera(*args)
+    assert out.returncode == code, out.stderr
+    assert words in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    out = tessera("--debug", "measure", "--sensor", "nvlm", "--", "true")
+    assert out.returncode == 1
+    assert "Traceback" in out.stderr
+
+
+def test_doctor_with_a_gpu(gpu: dict[str, str]) -> None:
+    out = tessera("doctor", env=gpu)
+    assert out.returncode == 0
+    assert "nvml-samples" in out.stdout
+    assert "20 ms" in out.stdout
+    assert "rail voltages" in out.stdout
+    assert "clock synchronised" in out.stdout
+    assert "performance counters" in out.stdout
+
+
+def test_doctor_without_any_sensor_names_each_fix() -> None:
+    out = tessera("doctor", "--json")
+    health = json.loads(out.stdout)
+    states = {s["name"]: s for s in health["sensors"]}
+    assert set(states) == {"nvml", "amd", "intel", "rapl", "redfish", "ipmi", "modelled"}
+    for sensor in states.values():
+        assert sensor["state"] == "ok" or (sensor["reason"] and sensor["fix"]), sensor
+
+
+def test_no_colour_and_no_escape_codes_in_a_pipe(gpu: dict[str, str]) -> None:
+    assert "\x1b" not in tessera("doctor", env=gpu).stdout
+    assert "\x1b" not in tessera("measure", *sleeper(0.2), env=gpu).stderr
+
+
+def test_head_closes_the_pipe_without_noise() -> None:
+    out = subprocess.run(
+        f"{sys.executable} -m tessera doctor | head -1; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "Traceback" not in out.stderr
+    assert "BrokenPipe" not in out.stderr

@@ -1,0 +1,157 @@
+"""Joules from samples, against an integration that sums interval by interval instead of subtracting running sums."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.integral import ZERO, Mark, accumulate, mark, window_error_j
+
+EPOCH = 1_790_000_000_000_000_000
+
+
+def brute(times: list[int], watts: list[float], start: int, end: int, *, mean: bool) -> tuple[float, float]:
+    """Joules and seen seconds between two times, from the overlap of the window with each interval."""
+    joules = covered = 0.0
+    for (t0, w0), (t1, w1) in pairwise(zip(times, watts, strict=True)):
+        lo, hi = max(start, t0), min(end, t1)
+        if hi <= lo or math.isnan(w1):
+            continue
+        if mean or math.isnan(w0):
+            level = w1
+        else:
+            level = w0 + (w1 - w0) * (((lo - t0) + (hi - t0)) / 2 / (t1 - t0))
+        joules += level * (hi - lo) * 1e-9
+        covered += (hi - lo) * 1e-9
+    return joules, covered
+
+
+watt = st.one_of(st.floats(0.0, 1000.0), st.just(math.nan))
+
+
+@st.composite
+def trains(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], bool]:
+    """Times, watts (with gaps), four cuts in order that may lie outside the samples, and the hold."""
+    first = draw(st.sampled_from([0, 5_000_000_000, EPOCH]))
+    steps = draw(st.lists(st.integers(1, 400_000_000), min_size=0, max_size=12))
+    times = [first]
+    for step in steps:
+        times.append(times[-1] + step)
+    watts = draw(st.lists(watt, min_size=len(times), max_size=len(times)))
+    margin = 300_000_000
+    cuts = draw(st.lists(st.integers(first - margin, times[-1] + margin), min_size=4, max_size=4))
+    return times, watts, sorted(cuts), draw(st.booleans())
+
+
+def marks(times: list[int], watts: list[float], at: list[int], *, mean: bool) -> list[Mark]:
+    t, w = np.array(times, dtype=np.int64), np.array(watts)
+    sums = accumulate(t, w, mean=mean)
+    return [mark(t, w, sums, x, mean=mean) for x in at]
+
+
+@settings(max_examples=300, deadline=None)
+@given(trains())
+def test_any_window_is_the_sum_of_its_intervals(train: tuple[list[int], list[float], list[int], bool]) -> None:
+    times, watts, cuts, mean = train
+    found = marks(times, watts, cuts, mean=mean)
+    for (a, start), (b, end) in pairwise(zip(cuts, found, strict=True)):
+        joules, covered = brute(times, watts, a, b, mean=mean)
+        assert end.joules - start.joules == pytest.approx(joules, rel=1e-9, abs=1e-8)
+        assert end.covered_s - start.covered_s == pytest.approx(covered, rel=1e-9, abs=1e-10)
+        assert end.variance_j2 - start.variance_j2 >= -1e-12
+    whole = brute(times, watts, cuts[0], cuts[-1], mean=mean)[0]
+    assert found[-1].joules - found[0].joules == pytest.approx(whole, rel=1e-9, abs=1e-8)
+
+
+def test_the_edges_of_a_ramp_are_exact() -> None:
+    times = [0, 20_000_000, 60_000_000]
+    watts = [100.0, 300.0, 300.0]
+    start, end = marks(times, watts, [5_000_000, 15_000_000], mean=False)
+    assert end.joules - start.joules == pytest.approx(0.010 * 200.0)  # 150 W to 250 W
+    start, end = marks(times, watts, [15_000_000, 30_000_000], mean=False)
+    assert end.joules - start.joules == pytest.approx(0.005 * 275.0 + 0.010 * 300.0)
+
+
+def test_a_mean_holds_back_to_the_sample_before_it() -> None:
+    times, watts = [0, 1_000_000_000, 2_000_000_000], [math.nan, 100.0, 400.0]
+    start, end = marks(times, watts, [500_000_000, 1_250_000_000], mean=True)
+    assert end.joules - start.joules == pytest.approx(0.5 * 100 + 0.25 * 400)
+
+
+def test_nanoseconds_count_at_epoch_size() -> None:
+    """A float64 of 1.8e18 ns has steps of 256 ns: differences must be taken as integers."""
+    times, watts = [EPOCH, EPOCH + 10_000], [1e6, 1e6]
+    start, end = marks(times, watts, [EPOCH + 1_001, EPOCH + 1_011], mean=False)
+    assert end.joules - start.joules == pytest.approx(1e6 * 10e-9)
+
+
+def test_nothing_is_added_beyond_the_samples_or_without_any() -> None:
+    assert marks([], [], [0, 10], mean=False) == [ZERO, ZERO]
+    start, end = marks([0, 1_000_000_000], [100.0, 100.0], [-5_000_000_000, 9_000_000_000], mean=False)
+    assert end.joules - start.joules == pytest.approx(100.0)
+    assert end.covered_s - start.covered_s == pytest.approx(1.0)
+    one = marks([7], [100.0], [0, 100], mean=False)
+    assert one[1].joules - one[0].joules == 0
+
+
+def test_accumulate_goes_on_from_where_it_was() -> None:
+    t = np.arange(10, dtype=np.int64) * 20_000_000
+    w = np.linspace(50, 500, 10)
+    whole = accumulate(t, w, mean=False, noise=0.01)
+    first = accumulate(t[:6], w[:6], mean=False, noise=0.01)
+    start = Mark(first.joules[-1], first.covered_s[-1], first.variance_j2[-1], 0.0)
+    second = accumulate(t[5:], w[5:], mean=False, noise=0.01, start=start)
+    np.testing.assert_allclose(second.joules, whole.joules[5:])
+    np.testing.assert_allclose(second.variance_j2, whole.variance_j2[5:])
+
+
+def test_noise_widens_the_error_and_averages_out() -> None:
+    t = np.arange(101, dtype=np.int64) * 20_000_000
+    w = np.full(101, 300.0)
+    sums = accumulate(t, w, mean=False, noise=0.05)
+    relative = [math.sqrt(sums.variance_j2[n]) / sums.joules[n] for n in (1, 100)]
+    assert relative[0] == pytest.approx(0.05)
+    assert relative[1] == pytest.approx(0.005)  # a hundred independent samples
+
+
+def error(low: float, high: float, *, seconds: float = 1.0, gain: float = 0.0, blur_s: float = 0.02) -> float:
+    n = round(seconds / 0.02) + 1
+    times = [20_000_000 * i for i in range(n)]
+    watts = [low if i % 2 else high for i in range(n)]
+    start, end = marks(times, watts, [0, times[-1]], mean=False)
+    return window_error_j(start, end, gain_error=gain, blur_s=blur_s)
+
+
+def test_the_error_grows_with_the_swing_and_the_level() -> None:
+    assert error(300, 300) == 0
+    assert 0 < error(290, 310) < error(200, 400) < error(100, 500)
+    assert error(300, 300, gain=0.01) == pytest.approx(3.0)
+    assert error(100, 500, gain=0.05) > error(100, 500)
+    assert error(100, 500, blur_s=0.05) > error(100, 500, blur_s=0.0)
+
+
+def test_the_edge_error_is_never_more_than_the_window_is_long() -> None:
+    """A window of 1 ms with a blur of a second cannot be wrong by a second's joules."""
+    times, watts = [0, 20_000_000, 40_000_000], [100.0, 700.0, 100.0]
+    start, end = marks(times, watts, [20_000_000, 21_000_000], mean=False)
+    assert 0 < window_error_j(start, end, gain_error=0.0, blur_s=1.0) < 600 * 0.001 * 1.65
+
+
+def test_the_error_covers_the_truth_of_a_random_power() -> None:
+    """90% intervals of windows over a random walk, sampled at a fiftieth of its steps, hold most of the truths."""
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(400):
+        fine = np.clip(np.cumsum(rng.normal(0, 12, 2001)) + 400, 50, 900)  # every 0.4 ms
+        t = np.arange(2001, dtype=np.int64) * 400_000
+        times, watts = t[::50].tolist(), fine[::50].tolist()
+        a, b = sorted(rng.integers(0, 2000, 2).tolist())
+        start, end = marks(times, watts, [int(t[a]), int(t[b])], mean=False)
+        truth = float(np.sum((fine[a:b] + fine[a + 1 : b + 1]) / 2) * 0.4e-3)
+        inside += abs(end.joules - start.joules - truth) <= window_error_j(start, end, gain_error=0, blur_s=0.01)
+    assert inside >= 0.82 * 400

@@ -1,0 +1,90 @@
+"""What users and scripts rely on, frozen: public names, the CLI's flags, import cost."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import click
+
+import tessera
+import tessera.monitor
+from tessera.cli.main import COMMANDS, cli
+
+PUBLIC = {
+    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "errors", "hardware",
+    "monitor", "schema", "sensors", "units",
+}  # fmt: skip
+MONITOR = {
+    "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
+    "power_trace", "use",
+}  # fmt: skip
+FLAGS = {
+    "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
+    "doctor": {"--sensor", "--json"},
+    "watch": {"--interval", "--sensor", "--once", "--json", "--duration"},
+    "metrics": {"--listen", "--sensor", "--once", "--dashboard"},
+}
+
+
+def test_public_names() -> None:
+    assert set(tessera.__all__) == PUBLIC
+    assert set(dir(tessera)) == PUBLIC
+    for name in tessera.__all__:
+        assert getattr(tessera, name) is not None
+    assert set(tessera.monitor.__all__) == MONITOR
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    try:
+        tessera.nothing  # noqa: B018
+    except AttributeError as exc:
+        assert "nothing" in str(exc)
+    else:
+        raise AssertionError("no error")
+
+
+def test_cli_flags() -> None:
+    assert set(COMMANDS) == set(FLAGS)
+    context = click.Context(cli)
+    for name, expected in FLAGS.items():
+        command = cli.get_command(context, name)
+        assert command is not None
+        found = {(p.opts[0] if isinstance(p, click.Option) else str(p.name)) for p in command.params}
+        assert found == expected
+        assert "Example" in (command.help or ""), f"{name} --help has no example"
+
+
+def test_import_brings_in_neither_torch_nor_numpy() -> None:
+    code = "import sys, tessera; print(sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
+    heavy = ["torch", "numpy", "click", "rich", "pynvml", "msgspec", "yaml", "plotly", "jinja2", "pandas"]
+    out = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def _median_ms(*args: str) -> float:
+    times = []
+    for _ in range(7):
+        t0 = time.perf_counter()
+        subprocess.run([sys.executable, *args], check=True, capture_output=True)
+        times.append((time.perf_counter() - t0) * 1e3)
+    return statistics.median(times)
+
+
+def test_import_time() -> None:
+    extra = _median_ms("-c", "import tessera") - _median_ms("-c", "pass")
+    assert extra <= 30, f"import tessera costs {extra:.1f} ms above bare Python"
+
+
+def test_help_time() -> None:
+    assert _median_ms("-m", "tessera", "--help") <= 150
+
+
+def test_submodules_do_not_import_torch() -> None:
+    code = (
+        "import sys, tessera.monitor, tessera.sensors.discover, tessera.cli.measure; print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

@@ -1,0 +1,315 @@
+"""PowerTrace: windows, statistics weighted by time, several domains, CSV and frames."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.errors import MeasurementError, RecordingError
+from tessera.schema import Basis, Domain, Energy, Gap, Hold
+from tessera.trace import Column, PowerTrace, combine, read_csv, worst_basis
+from test_integral import brute
+
+S = 1_000_000_000
+
+
+def domain(name: str = "gpu0", **kwargs: object) -> Domain:
+    return Domain(name=name, source=kwargs.pop("source", "test"), resolution_s=0.02, **kwargs)  # type: ignore[arg-type]
+
+
+def trace(*columns: Column, end_s: float = 1.0, **kwargs: object) -> PowerTrace:
+    return PowerTrace({c.domain.name: c for c in columns}, start_ns=0, end_ns=round(end_s * S), **kwargs)  # type: ignore[arg-type]
+
+
+def square(low: float, high: float, *, n: int = 51, **kwargs: object) -> Column:
+    """20 ms samples, alternating every 100 ms."""
+    times = np.arange(n) * 20_000_000
+    return Column.of(domain(**kwargs), times, np.where(np.arange(n) // 5 % 2, high, low).astype(float))
+
+
+# -- energy --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.floats(1, 1000) | st.just(math.nan)), min_size=2, max_size=10),
+    st.floats(0, 0.5),
+    st.booleans(),
+    st.lists(st.floats(-0.2, 1.2), min_size=3, max_size=3),
+)
+def test_energy_is_the_brute_integral_of_the_window_moved_by_the_lag(
+    steps: list[tuple[int, float]], lag_s: float, mean: bool, cuts: list[float]
+) -> None:
+    times = np.cumsum([dt for dt, _ in steps]).tolist()
+    watts = [w for _, w in steps]
+    hold = Hold.MEAN if mean else Hold.LINEAR
+    pwr = trace(Column.of(domain(lag_s=lag_s, hold=hold), times, watts), end_s=times[-1] * 1e-9)
+    lag_ns = round(lag_s * 1e9)
+    at = sorted(round(c * times[-1]) for c in cuts)
+    parts = []
+    for a, b in pairwise(at):
+        joules, covered = brute(times, watts, a + lag_ns, b + lag_ns, mean=mean)
+        energy = pwr.energy(start_ns=a, end_ns=b)
+        assert energy.joules == pytest.approx(joules, rel=1e-9, abs=1e-8)
+        assert energy.coverage == pytest.approx(covered / ((b - a) * 1e-9) if b > a else 0.0, abs=1e-6)
+        assert energy.error_j >= 0
+        parts.append(energy.joules)
+    whole = pwr.energy(start_ns=at[0], end_ns=at[-1]).joules
+    assert sum(parts) == pytest.approx(whole, rel=1e-9, abs=1e-8)
+
+
+def test_lag_moves_the_window() -> None:
+    times = np.arange(0, 101) * 20_000_000
+    seen = np.where(times >= 1.1 * S, 700.0, 100.0)  # a step at 1.0 s, shown 0.1 s late
+    late = trace(Column.of(domain(lag_s=0.1), times, seen), end_s=1.5)
+    assert late.energy(end_ns=S).joules == pytest.approx(100.0, abs=7)
+    assert late.energy(start_ns=S, end_ns=round(1.5 * S)).joules == pytest.approx(350.0, abs=7)
+
+
+def test_a_gap_is_not_zero_watts() -> None:
+    column = Column.of(domain(), [0, S, 2 * S, 3 * S, 4 * S], [100.0, 100.0, math.nan, 100.0, 100.0])
+    pwr = trace(column, end_s=4, gaps=[Gap(domain="gpu0", start_ns=S, end_ns=2 * S, reason="driver restart")])
+    energy = pwr.energy()
+    assert energy.joules == pytest.approx(300.0)
+    assert energy.coverage == pytest.approx(0.75)
+    assert pwr.mean_w == pytest.approx(100.0)
+    assert pwr.gaps[0].reason == "driver restart"
+
+
+def test_mean_is_over_what_was_seen_of_each_domain() -> None:
+    """A domain that was seen half the time must not double the others."""
+    full = Column.of(domain("gpu0"), [0, 2 * S], [100.0, 100.0])
+    half = Column.of(domain("cpu0"), [0, S], [50.0, 50.0])
+    pwr = trace(full, half, end_s=2)
+    assert pwr.energy().coverage == pytest.approx(0.5)
+    assert pwr.mean_w == pytest.approx(150.0)
+
+
+def test_errors_add_in_quadrature_and_are_positive() -> None:
+    one, two = square(100, 300, gain_error=0.01), square(100, 300, name="gpu1", gain_error=0.01)
+    assert trace(one).error_j > 0
+    assert trace(one, two).error_j == pytest.approx(trace(one).error_j * math.sqrt(2))
+    assert trace(square(100, 500)).error_j > trace(square(190, 410)).error_j > trace(square(250, 350)).error_j
+
+
+def test_uncounted_domains_are_not_in_the_total() -> None:
+    board, hbm = square(300, 300), square(60, 60, name="gpu0.memory", counted=False)
+    pwr = trace(board, hbm)
+    assert pwr.energy_j == pytest.approx(300.0)
+    assert pwr.energy("gpu0.memory").joules == pytest.approx(60.0)
+    assert pwr.peak_w == 300.0
+    assert [d.name for d in pwr.domains] == ["gpu0", "gpu0.memory"]
+
+
+def test_an_unknown_domain_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(MeasurementError, match="did you mean 'gpu0'") as caught:
+        trace(square(1, 2)).energy("gpu00")
+    assert "gpu0" in (caught.value.fix or "")
+
+
+def test_one_modelled_part_makes_the_whole_modelled() -> None:
+    pwr = trace(square(1, 2, source="nvml"), square(1, 2, name="cpu0", source="tdp", basis="modelled"))
+    assert pwr.basis == "modelled"
+    assert pwr.energy().basis == "modelled"
+    assert pwr.energy().source == "nvml+tdp"
+    assert trace(square(1, 2)).basis == "measured"
+    bases: list[Basis] = ["simulated", "measured"]
+    assert worst_basis(bases) == "simulated"
+    assert worst_basis([]) == "measured"
+
+
+def test_combine_of_nothing_says_so() -> None:
+    empty = combine([], 1.0)
+    assert (empty.joules, empty.coverage, empty.source) == (0.0, 0.0, "none")
+    parts = [Energy(joules=1, error_j=3, seconds=1, source="a"), Energy(joules=2, error_j=4, seconds=1, source="a")]
+    both = combine(parts, 1.0)
+    assert (both.joules, both.error_j, both.source) == (3.0, 5.0, "a")
+
+
+# -- statistics ----------------------------------------------------------------------------------------------
+
+
+def test_peak_and_crest_of_a_triangle() -> None:
+    times = np.arange(5) * S
+    pwr = trace(Column.of(domain(), times, [0.0, 300.0, 0.0, 300.0, 0.0]), end_s=4)
+    assert pwr.peak_w == 300.0
+    assert pwr.crest_factor() == pytest.approx(math.sqrt(3))  # the rms of a triangle is its peak by root three
+
+
+def test_crest_of_a_constant_is_one() -> None:
+    assert trace(square(250, 250)).crest_factor() == pytest.approx(1.0)
+
+
+def test_crest_of_means_is_that_of_steps() -> None:
+    column = Column.of(domain(hold=Hold.MEAN), [0, S, 2 * S], [math.nan, 100.0, 300.0])
+    assert trace(column, end_s=2).crest_factor() == pytest.approx(300 / math.sqrt((100**2 + 300**2) / 2))
+
+
+def test_a_gap_has_no_weight_in_the_statistics() -> None:
+    """100 W for a second, nothing known for an hour, 300 W for a second."""
+    hour = 3600 * S
+    times = [0, S, hour - 1, hour, hour + S]
+    pwr = trace(Column.of(domain(), times, [100.0, 100.0, math.nan, 300.0, 300.0]), end_s=3601)
+    assert pwr.crest_factor() == pytest.approx(300 / math.sqrt((100**2 + 300**2) / 2), rel=1e-6)
+    assert pwr.percentile(25) == pytest.approx(100.0)
+    assert pwr.percentile(75) == pytest.approx(300.0)
+
+
+def test_percentile_is_weighted_by_time_not_by_samples() -> None:
+    """A hundred samples in a burst of 1 s at 700 W, ten in 9 s at 100 W: the median is 100 W."""
+    burst = np.linspace(0, 1.0, 100)
+    rest = np.linspace(1.01, 10.0, 10)
+    times = (np.concatenate([burst, rest]) * 1e9).astype(np.int64)
+    pwr = trace(Column.of(domain(), times, np.r_[np.full(100, 700.0), np.full(10, 100.0)]), end_s=10)
+    assert pwr.percentile(50) == pytest.approx(100.0)
+    assert pwr.percentile(85) == pytest.approx(100.0, abs=20)
+    assert pwr.percentile(96) == pytest.approx(700.0)
+    assert (pwr.percentile(0), pwr.percentile(100)) == (100.0, 700.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1, 1000), min_size=2, max_size=30), st.floats(0, 100), st.floats(0, 100))
+def test_percentiles_rise_and_stay_within_the_samples(watts: list[float], q: float, r: float) -> None:
+    pwr = trace(Column.of(domain(), np.arange(len(watts)) * 20_000_000, watts))
+    low, high = (pwr.percentile(v) for v in sorted((q, r)))
+    assert low is not None and high is not None
+    assert min(watts) <= low <= high <= max(watts)
+
+
+def test_percentile_of_a_ramp_is_its_share() -> None:
+    pwr = trace(Column.of(domain(), np.arange(1001) * 1_000_000, np.linspace(0, 1000, 1001)))
+    for q in (5, 50, 90):
+        assert pwr.percentile(q) == pytest.approx(10 * q, abs=2)
+
+
+def test_total_adds_domains_of_different_rates_where_both_are_known() -> None:
+    fast = Column.of(domain("gpu0"), np.arange(0, 101) * 10_000_000, np.linspace(0, 100, 101))
+    slow = Column.of(domain("cpu0", hold=Hold.MEAN), [S // 10, S // 2, 9 * S // 10], [math.nan, 50.0, 70.0])
+    times, watts = trace(fast, slow).total()
+    assert times[0] == S // 10 and times[-1] == 9 * S // 10
+    assert np.all(np.diff(times) > 0)
+    expected = times * 1e-7 + np.where(times <= S // 2, 50.0, 70.0)
+    np.testing.assert_allclose(watts, expected)
+
+
+def test_the_total_of_lagging_domains_lines_up() -> None:
+    """Two sensors show the same 1 s pulse, one of them 0.2 s late: the sum is one pulse of double height."""
+    t = np.arange(0, 201) * 20_000_000
+    pulse = lambda x: np.where((x >= S) & (x < 2 * S), 500.0, 100.0)  # noqa: E731
+    prompt = Column.of(domain("gpu0"), t, pulse(t))
+    late = Column.of(domain("gpu1", lag_s=0.2), t, pulse(t - S // 5))
+    pwr = trace(prompt, late, end_s=4)
+    assert pwr.peak_w == 1000.0
+    assert set(np.round(pwr.total()[1]).tolist()) == {200.0, 1000.0}
+
+
+def test_statistics_of_several_domains() -> None:
+    """Opposite squares add up to a flat line: the crest of the sum is 1, not that of either."""
+    up, down = square(100, 500), square(500, 100, name="gpu1")
+    pwr = trace(up, down)
+    assert pwr.peak_w == pytest.approx(600.0)
+    assert pwr.crest_factor() == pytest.approx(1.0)
+    assert pwr.percentile(3) == pytest.approx(600.0)
+    assert pwr.crest_factor("gpu0") == pytest.approx(500 / math.sqrt((500**2 + 100**2) / 2), rel=0.05)
+
+
+@pytest.mark.parametrize("hold", list(Hold))
+def test_a_domain_that_never_answered_does_not_break_the_others(hold: Hold) -> None:
+    dead = Column.of(domain("gpu1", hold=hold), [0, S], [math.nan, math.nan])
+    pwr = trace(square(100, 300), dead)
+    assert pwr.peak_w == 300.0
+    assert pwr.percentile(100) == 300.0
+    assert pwr.energy().coverage == 0.0
+    assert trace(dead).peak_w is None
+    assert trace(dead).mean_w is None
+
+
+def test_an_empty_trace_knows_nothing() -> None:
+    for pwr in (trace(), trace(Column.of(domain(), [], []))):
+        assert pwr.peak_w is None
+        assert pwr.mean_w is None
+        assert pwr.percentile(50) is None
+        assert pwr.crest_factor() is None
+        assert pwr.true_resolution_ms is None
+        assert pwr.energy_j == 0.0
+        assert pwr.energy().coverage == 0.0
+    one = trace(Column.of(domain(), [5], [100.0]))
+    assert (one.peak_w, one.percentile(50), one.crest_factor()) == (100.0, 100.0, None)
+
+
+def test_the_resolution_is_that_of_the_slowest_counted_domain() -> None:
+    fast, slow = square(1, 2), Column.of(domain("cpu0"), np.arange(5) * S // 10, np.ones(5))
+    hidden = Column.of(domain("gpu0.memory", counted=False), [0, S], [1.0, 1.0])
+    assert trace(fast, slow, hidden).true_resolution_ms == pytest.approx(100.0)
+    assert trace(fast).true_resolution_ms == pytest.approx(20.0)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def test_csv_round_trip(tmp_path: Path) -> None:
+    offset = 1_790_000_000 * S
+    one = Column.of(domain(), [0, 20_000_000, 40_123_000], [100.0, math.nan, 300.25])
+    two = Column.of(domain("cpu,0"), [1_000], [7.125])
+    pwr = trace(one, two, epoch_offset_ns=offset)
+    back = read_csv(pwr.to_csv(tmp_path / "power.csv"))
+    assert set(back) == {"gpu0", "cpu,0"}
+    assert back["gpu0"][0].tolist() == [offset, offset + 40_123_000]
+    assert back["gpu0"][1].tolist() == [100.0, 300.25]
+    assert back["cpu,0"][1].tolist() == [7.125]
+
+
+def test_a_csv_out_of_order_is_sorted(tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text("watts,epoch_us,domain,extra\n2,20,gpu0,x\n1,10,gpu0,y\n")
+    times, watts = read_csv(file)["gpu0"]
+    assert times.tolist() == [10_000, 20_000]
+    assert watts.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "missing"),
+        (b"epoch_us,dom", "missing"),
+        (b"time,power\n1,2\n", "missing"),
+        (b"epoch_us,domain,watts\n1790000000000000,gpu0,100.0\n17900000000", "line 3"),
+        (b"epoch_us,domain,watts\n1790000000000000,gpu0,\n", "line 2"),
+        (b"epoch_us,domain,watts\nnoon,gpu0,100\n", "line 2"),
+        (b"epoch_us,domain,watts\n99999999999999999999999,gpu0,100\n", "line 2"),
+        (b"epoch_us,domain,watts\n1790000000000000,gpu0,inf\n", "line 2"),
+        (b"\xff\xfe\x00garbage\x80", "cannot read"),
+        (b'epoch_us,domain,watts\n1,"' + b"x" * 200_000 + b'",1\n', "cannot read"),
+    ],
+)
+def test_garbage_is_a_recording_error(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "p.csv"
+    file.write_bytes(content)
+    with pytest.raises(RecordingError, match=words) as caught:
+        read_csv(file)
+    assert "p.csv" in str(caught.value)
+
+
+def test_a_missing_file_is_a_recording_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="nowhere"):
+        read_csv(tmp_path / "nowhere.csv")
+
+
+def test_frame() -> None:
+    pwr = trace(square(100, 300), Column.of(domain("cpu0"), [5_000], [7.0]), epoch_offset_ns=S)
+    frame = pwr.to_frame()
+    assert list(frame.columns) == ["time_ns", "epoch_us", "domain", "watts"]
+    assert len(frame) == 52
+    row = frame[frame.domain == "cpu0"].iloc[0]
+    assert (row.time_ns, row.epoch_us, row.watts) == (5_000, 1_000_005, 7.0)
+    assert list(trace().to_frame().columns) == ["time_ns", "epoch_us", "domain", "watts"]
+
+
+def test_repr_names_the_domains() -> None:
+    assert repr(trace(square(1, 2), end_s=1.5)) == "<PowerTrace gpu0: 51 samples over 1.500 s>"
