@@ -43,11 +43,11 @@ def train(steps: int, batch: int, length: int, device: str) -> float:
             with monitor.energy_scope("forward"):
                 loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
             with monitor.energy_scope("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             with monitor.energy_scope("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def main() -> None:

@@ -22,10 +22,8 @@ def brute(times: list[int], watts: list[float], start: int, end: int, *, mean: b
         lo, hi = max(start, t0), min(end, t1)
         if hi <= lo or math.isnan(w1):
             continue
-        if mean or math.isnan(w0):
-            level = w1
-        else:
-            level = w0 + (w1 - w0) * (((lo - t0) + (hi - t0)) / 2 / (t1 - t0))
+        flat = mean or math.isnan(w0)
+        level = w1 if flat else w0 + (w1 - w0) * (((lo - t0) + (hi - t0)) / 2 / (t1 - t0))
         joules += level * (hi - lo) * 1e-9
         covered += (hi - lo) * 1e-9
     return joules, covered

@@ -67,9 +67,9 @@ def test_a_blocked_sampler_leaves_a_gap_with_its_reason_and_the_counter_fills_it
     run(fake_nvml, sampler, 3.0)
     fake_nvml.advance(6.0)  # nobody reads: 119 samples are 2.4 s
     run(fake_nvml, sampler, 3.0)
-    assert len(sampler.gaps) == 1
-    assert "ring" in sampler.gaps[0].reason
-    gap_s = (sampler.gaps[0].end_ns - sampler.gaps[0].start_ns) * 1e-9
+    (gap,) = [g for g in sampler.gaps if g.domain == "gpu0"]
+    assert "ring" in gap.reason
+    gap_s = (gap.end_ns - gap.start_ns) * 1e-9
     assert 3.0 < gap_s < 4.5
     anchors = sampler.anchors["gpu0"]
     assert len(anchors) > 4
@@ -280,3 +280,48 @@ def test_uuid_and_mig(fake_nvml: FakeNvml) -> None:
     sensor.start()
     assert [d.name for d in sensor.domains()] == ["gpu1"]
     assert "whole board" in sensor.domains()[0].note
+
+
+@pytest.mark.parametrize("name", ["nvmlDeviceGetTemperature", "nvmlDeviceGetTotalEnergyConsumption"])
+def test_an_error_beside_power_does_not_cost_the_power(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import pynvml
+
+    sensor, sampler = start(fake_nvml, Scenario(wave="const:300", before_w=300))
+    run(fake_nvml, sampler, 2.0)
+    real = getattr(pynvml, name)
+
+    def broken(*args: object) -> object:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr(pynvml, name, broken)
+    run(fake_nvml, sampler, 4.0)
+    assert any("Unknown" in (c.reason or "") for c in sensor.capabilities())
+    monkeypatch.setattr(pynvml, name, real)
+    run(fake_nvml, sampler, 14.0)
+    assert not sampler.gaps
+    assert not any("Unknown" in (c.reason or "") for c in sensor.capabilities()), "it is asked again, and then forgiven"
+    series = sampler.series["gpu0"]
+    assert series.mark(1 << 62).covered_s > 18
+
+
+def test_a_gpu_that_was_denied_for_a_while_is_read_from_the_ring_again(fake_nvml: FakeNvml) -> None:
+    _, sampler = start(fake_nvml, Scenario(gpus=2, wave="const:300", gpu={1: {"denied_at_s": 3, "back_at_s": 7}}))
+    run(fake_nvml, sampler, 12.0)
+    series = sampler.series["gpu1"]
+    assert series.domain.source == "nvml-samples"
+    assert series.last_ns > fake_nvml.monotonic_ns() - 1_200_000_000
+    assert any(g.domain == "gpu1" and g.end_ns is not None for g in sampler.gaps)
+
+
+def test_a_polled_field_that_was_not_read_for_seconds_has_a_gap(fake_nvml: FakeNvml) -> None:
+    fake_nvml.set(Scenario(ring="off", wave="const:300"))
+    from tessera.sensors._nvml_power import PolledReader
+
+    reader = PolledReader(lambda: 300_000, source="x", averaged_s=0, probe=False, clock=clock_of(fake_nvml))
+    reader.read("gpu0")
+    fake_nvml.advance(5.0)
+    samples, gaps = reader.read("gpu0")
+    assert len(gaps) == 1
+    assert np.isnan(samples[0][1])

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import ScriptSensor
 
 from tessera.clock import Clock
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
 from tessera.monitor.sampler import KEPT_EVENTS, KEPT_TELEMETRY, Sampler
 from tessera.schema import Domain, Gap, PowerEvent, Telemetry
 from tessera.sensors.base import Batch
+
+from conftest import ScriptSensor
 
 S = 1_000_000_000
 

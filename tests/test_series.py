@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_integral import brute
 
 from tessera.monitor.series import Series
 from tessera.schema import Domain, Hold
 from tessera.trace import PowerTrace
+
+from test_integral import brute
 
 S = 1_000_000_000
 
@@ -148,7 +149,7 @@ def test_no_joules_are_lost_between_the_last_row_and_the_first_fine_sample() -> 
     """A slow sensor: the one interval at the seam is 5 s long."""
     series = Series(domain(), fine=8, coarse=64)
     fill(series, lambda t: 100.0, seconds=500, step_s=5.0, batch=1)
-    for t in range(0, 500):
+    for t in range(500):
         assert series.mark(t * S).joules == pytest.approx(100.0 * t)
 
 

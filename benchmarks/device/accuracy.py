@@ -89,20 +89,23 @@ def zeus_monitor(folder: str | None) -> Any:
 def scope_cost(loads: Loads, zeus: Any) -> None:
     """Time on the user's thread of entering and leaving, while the device is busy."""
     rows: dict[str, Any] = {}
-    for name, kind in (("device idle", None), ("device busy", "gemm")):
+    for name, launches, pause_s in (
+        ("back to back", 0, 0.0),
+        ("launches between", 40, 0.0),
+        ("asleep between", 6, 0.0012),
+    ):
         times = []
-        with monitor.energy_scope("warm"):
-            pass
-        for _ in range(1500):  # a scope every 2 ms or so, as a loop of short steps has
-            if kind:
-                for _ in range(6):
-                    loads.kinds[kind]()
+        for _ in range(1200):
+            for _ in range(launches):
+                loads.kinds["small"]()
+            if pause_s:
+                time.sleep(pause_s)
             t0 = time.perf_counter_ns()
             with monitor.energy_scope("cost"):
                 pass
             times.append((time.perf_counter_ns() - t0) / 1e3)
-            time.sleep(0.0012)
         torch.cuda.synchronize()
+        time.sleep(1.5)
         times.sort()
         rows[f"tessera, {name}"] = {"median_us": st.median(times), "p99_us": times[int(0.99 * len(times))]}
     if zeus:
@@ -113,8 +116,8 @@ def scope_cost(loads: Loads, zeus: Any) -> None:
             zeus.end_window(f"w{i}", sync_execution=False)
             times.append((time.perf_counter_ns() - t0) / 1e3)
         rows["zeus begin+end"] = {"median_us": st.median(times), "p99_us": max(times)}
-        rows["ratio zeus / tessera (busy)"] = (
-            rows["zeus begin+end"]["median_us"] / rows["tessera, device busy"]["median_us"]
+        rows["ratio zeus / tessera"] = (
+            rows["zeus begin+end"]["median_us"] / rows["tessera, launches between"]["median_us"]
         )
     show("scope cost on the user's thread", rows)
 

@@ -326,8 +326,8 @@ def _between(times_ns: Ints, column: Column, grid: Ints) -> tuple[Floats, Floats
     if column.domain.hold is Hold.MEAN:
         return w1, w1
     w0 = np.where(np.isnan(w0), w1, w0)  # after a gap: level from its end on, as `accumulate` has it
-    slope = (w1 - w0) / (times_ns[i] - times_ns[i - 1])
-    return w0 + slope * (grid[:-1] - times_ns[i - 1]), w0 + slope * (grid[1:] - times_ns[i - 1])
+    begin, end = ((t - times_ns[i - 1]) / (times_ns[i] - times_ns[i - 1]) for t in (grid[:-1], grid[1:]))
+    return w0 * (1.0 - begin) + w1 * begin, w0 * (1.0 - end) + w1 * end  # in this form exact at the samples
 
 
 def _resample(times_ns: Ints, column: Column, grid: Ints) -> Floats:

@@ -13,6 +13,7 @@ tens of microseconds, renewed every `RENEW_NS` so that a float32 still resolves 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -24,8 +25,11 @@ from typing import Any
 RENEW_NS = 4_000_000_000
 _ANCHOR_TRIES = 5
 _KEPT_ANCHORS = 32
-_POOL = 4096
-_READY = 512
+_POOL = 8192
+# Events made in advance (creating one costs the user's thread 3 µs more, H200), a few per round so that the
+# sampler's thread never holds the interpreter for long.
+_READY = 4096
+_FILL = 64
 _KNOWN_STREAMS = 256
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, cuda.h
 
@@ -105,13 +109,19 @@ class DeviceClocks:
             if cuda() is None:
                 return Edge(time.monotonic_ns())
             streams = self._streams = _Streams(sys.modules["torch"])
+        try:
+            return self._device_edge(streams)
+        except RuntimeError:  # what torch raises once the device has failed: that is the user's error to see, not ours
+            return Edge(time.monotonic_ns())
+
+    def _device_edge(self, streams: _Streams) -> Edge:
         if streams.capturing():
             # An event recorded into a CUDA graph has no time of its own: the host's edge must do.
             return Edge(time.monotonic_ns())
         device, stream = streams.current()
-        try:
-            event = self._pool[device].pop()
-        except (KeyError, IndexError):  # not `if pool`: another thread may take the last one in between
+        pool = self._pool.get(device)
+        event = _pop(pool) if pool else None
+        if event is None:
             event = self._new_event(device)
         event.record(stream)
         return Edge(time.monotonic_ns(), event, device)
@@ -127,6 +137,11 @@ class DeviceClocks:
             return
         if not self._relaxed:
             self._relaxed = _relax_capture_mode()
+        # A failed device must not end the sampler's thread: the other sensors, and the host's edges, still work.
+        with contextlib.suppress(RuntimeError):
+            self._renew(module)
+
+    def _renew(self, module: Any) -> None:
         for device in {*self._pool, module.current_device()}:
             anchors = self._anchors.get(device)
             if not anchors or time.monotonic_ns() - anchors[-1][0] > RENEW_NS:
@@ -138,7 +153,7 @@ class DeviceClocks:
         """Make events in advance; one that was recorded once costs the user's thread no creation."""
         pool = self._pool.setdefault(device, [])
         with module.device(device):
-            for _ in range(_READY - len(pool)):
+            for _ in range(min(_FILL, _READY - len(pool))):
                 event = module.Event(enable_timing=True)
                 event.record(self._own[device])
                 pool.append(event)
@@ -165,14 +180,17 @@ class DeviceClocks:
         event = edge.event
         if event is None:
             return True
-        if wait:
-            event.synchronize()
-        elif not event.query():
-            return False
-        module = cuda()
-        if module is not None:
-            with self._lock:
-                self._place(module, edge)
+        try:
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                return False
+            module = cuda()
+            if module is not None:
+                with self._lock:
+                    self._place(module, edge)
+        except RuntimeError:  # the device has failed: the host's time of the edge must do
+            edge.event = None
         return True
 
     def _place(self, module: Any, edge: Edge) -> None:
@@ -197,6 +215,13 @@ class DeviceClocks:
         """The last anchor before the edge was launched (the device passes it later), else the oldest kept."""
         anchors: deque[tuple[int, Any]] = self._anchors[edge.device]
         return next((a for a in reversed(anchors) if a[0] <= edge.host_ns), anchors[0])
+
+
+def _pop(pool: list[Any]) -> Any | None:
+    try:
+        return pool.pop()
+    except IndexError:  # another thread took the last one since we looked
+        return None
 
 
 def _relax_capture_mode() -> bool:

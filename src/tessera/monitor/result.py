@@ -49,6 +49,11 @@ class Factors:
     gco2e_per_kwh: float | None = None
     nodes: int = 1
 
+    @property
+    def given(self) -> bool:
+        """Whether the user gave any."""
+        return self != Factors()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
@@ -122,7 +127,7 @@ class BenchmarkResult:
         return None if price is None else self.kwh_per_call.times(price)
 
     def measures(self) -> dict[str, Uncertain]:
-        """Every figure that is known, by name."""
+        """Every figure that is known, by name; kWh, node-hours, CO2 and cost when any factor was given."""
         found: dict[str, Uncertain | None] = {
             "power_w": self.power_w,
             "joules_per_call": self.joules_per_call,
@@ -130,8 +135,8 @@ class BenchmarkResult:
             "tflops": self.tflops,
             "tflops_per_w": self.tflops_per_w,
             **{f"{unit}_per_j": self.per_joule(unit) for unit in self.work if unit != "FLOP"},
-            "kwh_per_call": self.kwh_per_call,
-            "node_hours_per_call": self.node_hours_per_call,
+            "kwh_per_call": self.kwh_per_call if self.factors.given else None,
+            "node_hours_per_call": self.node_hours_per_call if self.factors.given else None,
             "gco2e_per_call": self.gco2e_per_call,
             "cost_per_call": self.cost_per_call,
         }

@@ -17,6 +17,9 @@ _T95 = (
 )  # fmt: skip
 # A trend must be both significant (3 standard errors) and larger than this over the run to be called a drift.
 DRIFT = 0.02
+# The least of many noisy scores flatters: taking it, 90% intervals of 12 steady batches hold 84% of the truths; taking
+# the earliest cut within this factor of it, 89% (simulated with normal batches; tests/test_benchmark.py).
+NEAR_BEST = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ def t90(degrees: int) -> float:
 
 
 def warm_up(values: Floats) -> int:
-    """How many leading values to drop: the cut that leaves the smallest standard error of the mean (MSER).
+    """How many leading values to drop: the first cut that leaves (nearly) the least error of the mean (MSER).
 
     K. P. White, "An effective truncation heuristic for bias reduction in simulation output", 1997. At most half
     may go: a minimum further out means there is no steady state in these data.
@@ -63,7 +66,7 @@ def warm_up(values: Floats) -> int:
         return 0
     cuts = range(n // 2 + 1)
     scores = [float(np.var(values[d:])) / (n - d) for d in cuts]
-    return int(np.argmin(scores))
+    return next(d for d, score in zip(cuts, scores, strict=True) if score <= NEAR_BEST * min(scores))
 
 
 def interval(values: Floats) -> Uncertain:

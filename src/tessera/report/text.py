@@ -49,19 +49,20 @@ def print_benchmark(results: Sequence[BenchmarkResult], console: Console | None 
     if not results:
         out.print("nothing was measured yet: call a function decorated with @bench.measure")
         return
-    table = Table(title="per call, ± is the half-width of a 90% interval", title_justify="left", box=None)
+    table = Table(box=None)
     names = list(dict.fromkeys(k for r in results for k in r.measures()))
     table.add_column("")
     for result in results:
         table.add_column(result.name, justify="right")
     for name in names:
-        table.add_row(_LABELS.get(name, name), *(_cell(r.measures().get(name)) for r in results))
-    table.add_row("GPU utilisation %", *(_plain(r.utilization_pct) for r in results))
+        table.add_row(_label(name), *(_cell(r.measures().get(name)) for r in results))
+    table.add_row("utilisation, %", *(_plain(r.utilization_pct) for r in results))
     table.add_row("calls", *(str(r.calls) for r in results))
     table.add_row("source", *(r.source for r in results))
     if any(r.basis != "measured" for r in results):
         out.print(Text("MODELLED, not measured: no power sensor is readable here.", style="yellow"))
     out.print(table)
+    out.print(Text("per call; ± is the half-width of a 90% interval", style="dim"))
     for result in results:
         for note in result.notes:
             out.print(Text(f"{result.name}: {note}", style="yellow"))
@@ -80,6 +81,10 @@ _LABELS = {
     "gco2e_per_call": "gCO2e",
     "cost_per_call": "cost",
 }
+
+
+def _label(measure: str) -> str:
+    return _LABELS.get(measure) or measure.removesuffix("_per_j") + "/J"
 
 
 def _cell(value: Uncertain | None) -> str:

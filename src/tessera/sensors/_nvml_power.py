@@ -166,9 +166,13 @@ class PolledReader:
         if self._last and power_mw == self._last[1] and (t - self._last[0]) * 1e-9 < self.refresh_s:
             return [], []  # the same reading again, not a new one
         before, self._last = self._last, (t, power_mw)
+        start = before[0] if before else t
         if power_mw == 0:
-            start = before[0] if before else t
             return [(t, math.nan)], [Gap(domain=name, start_ns=start, end_ns=t, reason="the sensor read 0 W")]
+        if t - start > HOLE_NS + round(1e9 * (5 * self.refresh_s + 2 * self._averaged_s)):
+            reason = f"not read for {(t - start) * 1e-9:.1f} s: the sampler was kept from running"
+            gap = Gap(domain=name, start_ns=start, end_ns=t, reason=reason)
+            return [(t - 1, math.nan), (t, power_mw * 1e-3)], [gap]
         return [(t, power_mw * 1e-3)], []
 
 
@@ -185,13 +189,17 @@ def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[],
 
 
 def choose_reader(nvml: Any, handle: Any, clock: Clock, refuse: Callable[[str, Exception], None]) -> PowerReader | None:
-    """The finest source this GPU and user have; `refuse` is told of each that does not work."""
+    """The finest source this GPU and user have; `refuse` is told of each that does not work.
+
+    Only a source that is not there or not permitted is passed over: an error that may pass is raised.
+    """
+    never = absent_errors(nvml)
     try:
         nvml.nvmlDeviceGetSamples(handle, nvml.NVML_TOTAL_POWER_SAMPLES, 0)
         return RingReader(nvml, handle, clock)
     except nvml.NVMLError_NotFound:
         return RingReader(nvml, handle, clock)  # there, and empty so far
-    except nvml.NVMLError as exc:
+    except never as exc:
         refuse("power sample ring", exc)
     sources: list[tuple[str, Callable[[], int], float]] = [
         ("nvml-instant", field_mw(nvml, handle, POWER_INSTANT), 0.0),
@@ -200,6 +208,16 @@ def choose_reader(nvml: Any, handle: Any, clock: Clock, refuse: Callable[[str, E
     for source, ask, averaged_s in sources:
         try:
             return PolledReader(ask, source=source, averaged_s=averaged_s, clock=clock)
-        except nvml.NVMLError as exc:
+        except never as exc:
             refuse(source, exc)
     return None
+
+
+def absent_errors(nvml: Any) -> tuple[type[Exception], ...]:
+    """The errors that mean "not on this GPU" or "not for this user", as against those that may pass."""
+    return (
+        nvml.NVMLError_NotSupported,
+        nvml.NVMLError_NoPermission,
+        nvml.NVMLError_FunctionNotFound,
+        nvml.NVMLError_InvalidArgument,
+    )

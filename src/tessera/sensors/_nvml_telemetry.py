@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..clock import REAL, Clock
 from ..schema import Capability, Telemetry
+from ._nvml_power import absent_errors
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ class TelemetryReader:
         self._handle = handle
         self._clock = clock
         self.refused: dict[str, Exception] = {}
+        self.failing: dict[str, Exception] = {}
         self._gpm: GpmReader | None = None
         support = self._ask("GPM activity", lambda: nvml.nvmlGpmQueryDeviceSupport(handle))
         if support is not None and support.isSupportedDevice:
@@ -89,7 +91,7 @@ class TelemetryReader:
     def capabilities(self, domain: str) -> list[Capability]:
         """What this GPU does not give, and why."""
         return [
-            Capability(name=f"{domain} {what}", available=False, reason=str(exc)) for what, exc in self.refused.items()
+            Capability(name=f"{domain} {what}", available=False, reason=str(exc)) for what, exc in {**self.refused, **self.failing}.items()
         ]
 
     def close(self) -> None:
@@ -102,13 +104,17 @@ class TelemetryReader:
             return None
         nvml = self._nvml
         try:
-            return call()
-        except (
-            nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound,
-            nvml.NVMLError_InvalidArgument,
-        ) as exc:  # fmt: skip
+            value = call()
+        except absent_errors(nvml) as exc:
             self.refused[what] = exc
             return None
+        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
+            raise
+        except nvml.NVMLError as exc:  # it may pass: missing this time, asked again the next
+            self.failing[what] = exc
+            return None
+        self.failing.pop(what, None)
+        return value
 
     def _clocks(self) -> dict[str, float]:
         nvml, found = self._nvml, {}

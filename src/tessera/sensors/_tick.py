@@ -16,14 +16,21 @@ import itertools
 import math
 
 # The H200's counter was found to tick every 100.000 ms over 80 s (benchmarks/device/record_sensor.py); vendors
-# use round figures, so a period that may be a multiple of 5 ms, and is known to 3%, is taken to be that multiple.
+# use round figures, so the period is the one multiple of 5 ms that the enclosures allow. Where they allow none, we
+# do not guess: a period known to 1% is worth nothing a second later.
 SNAP_NS = 5_000_000
+# It must be known at least this well by itself: a multiple of 5 ms is near everything.
 SNAP_WITHIN = 0.03
 # How much a tick may wander from the host's clock per second elapsed: the device's oscillator was 6 ppm off.
 DRIFT = 20e-6
-# An enclosure wider than this share of the period teaches too little about it, and may hold two ticks.
+# An enclosure wider than this share of the period teaches nothing new of a known phase; to count ticks it must be
+# narrower still, or reads that are far apart see a change each and pass for ticks.
 MAX_ENCLOSURE = 0.6
+MAX_LEARNING = 0.4
 LEARN_TICKS = 4
+# Two reads around a tick are placed outside of what is known of it: they show that it is still there, but never
+# narrow the phase, which drifts apart (15 ms in 12 minutes). From here on it is learnt anew, by dense reads.
+MAX_UNCERTAINTY = 0.15
 # Across a longer pause in the learning, the ticks in between cannot be counted.
 PAUSE_NS = 5_000_000_000
 _KEPT = 64
@@ -37,7 +44,6 @@ class TickFinder:
         self._enclosures: list[tuple[int, int]] = []
         self._low = self._high = 0.0  # the enclosure of one reference tick
         self._at = 0.0
-        self._wander = DRIFT  # of a tick from where it is expected, per second since `_at`
         self.relearned = 0
 
     @property
@@ -54,28 +60,35 @@ class TickFinder:
         """A tick happened after `before_ns` (start of the last read of the old value) and up to `after_ns`."""
         if self.period_ns is None:
             self._learn(before_ns, after_ns)
-        else:
-            self._refine(before_ns, after_ns)
+            return
+        self._refine(before_ns, after_ns)
+        if self.known and self._margin_ns(after_ns) > MAX_UNCERTAINTY * self.period_ns:
+            self._restart()
+
+    def _margin_ns(self, at_ns: int) -> float:
+        """How far a tick near a time may lie from where it is expected."""
+        return self.uncertainty_ns + DRIFT * max(at_ns - self._at, 0.0)
 
     def _learn(self, before_ns: int, after_ns: int) -> None:
         if self._enclosures and before_ns - self._enclosures[-1][1] > PAUSE_NS:
             self._enclosures.clear()
         self._enclosures = [*self._enclosures[1 - _KEPT :], (before_ns, after_ns)]
-        steps = sorted(_middle(b) - _middle(a) for a, b in itertools.pairwise(self._enclosures))
-        rough = steps[len(steps) // 2] if steps else 0.0
-        # Reads further apart than the ticks all see a change, and the wide enclosures give them away.
-        narrow = [e for e in self._enclosures if e[1] - e[0] <= MAX_ENCLOSURE * rough]
-        if len(narrow) < LEARN_TICKS:
+        pairs = list(itertools.pairwise(self._enclosures))
+        typical = sorted(_middle(b) - _middle(a) for a, b in pairs)[len(pairs) // 2] if pairs else 0.0
+        narrow = [e for e in self._enclosures if e[1] - e[0] <= MAX_LEARNING * typical]
+        # From tick to tick, where none went unseen in a long pause between two reads. To choose these as strictly
+        # as `narrow` would prefer the ticks that happened to be seen soon, and be short in the mean.
+        single = [_middle(b) - _middle(a) for a, b in pairs if max(a[1] - a[0], b[1] - b[0]) < typical]
+        if len(narrow) < LEARN_TICKS or not single:
             return
         first, last = narrow[0], narrow[-1]
-        spans = round((_middle(last) - _middle(first)) / rough)
+        spans = round((_middle(last) - _middle(first)) / (sum(single) / len(single)))
         period = (_middle(last) - _middle(first)) / spans
         error = (first[1] - first[0] + last[1] - last[0]) / 2 / spans
         multiples = range(math.ceil((period - error) / SNAP_NS), math.floor((period + error) / SNAP_NS) + 1)
-        if error > SNAP_WITHIN * period or len(multiples) > 1:
+        if error > SNAP_WITHIN * period or len(multiples) != 1:
             return  # a few ticks more will tell
-        self.period_ns = float(multiples[0] * SNAP_NS) if multiples else period
-        self._wander = DRIFT if multiples else DRIFT + error / period
+        self.period_ns = float(multiples[0] * SNAP_NS)
         self._low, self._high, self._at = float(first[0]), float(first[1]), float(first[1])
         for enclosure in narrow[1:]:
             self._refine(*enclosure)
@@ -87,7 +100,7 @@ class TickFinder:
         assert self.period_ns is not None
         if after_ns - before_ns > MAX_ENCLOSURE * self.period_ns:
             return
-        widen = self._wander * max(before_ns - self._at, 0.0)
+        widen = DRIFT * max(before_ns - self._at, 0.0)
         low, high = self._low - widen, self._high + widen
         turns = round(((before_ns + after_ns) - (low + high)) / 2 / self.period_ns) * self.period_ns
         low, high = max(low + turns, before_ns), min(high + turns, after_ns)
@@ -106,7 +119,7 @@ class TickFinder:
         if self.period_ns is None:
             return None
         reference = (self._low + self._high) / 2
-        margin = self.uncertainty_ns + self._wander * max(end_ns - self._at, 0.0)
+        margin = self._margin_ns(end_ns)
         turn = (begin_ns - margin - reference) // self.period_ns
         if turn != (end_ns + margin - reference) // self.period_ns:
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..clock import REAL, Clock
@@ -27,6 +27,7 @@ TELEMETRY_S = 1.0
 # Field 185 is a ~1 s average (H200): asking more often than that tells nothing new.
 HBM_EVERY_S = 0.5
 _RETRY_NS = 1_000_000_000
+_RESUME_NS = 10_000_000_000
 
 
 class NvmlSensor:
@@ -119,7 +120,9 @@ class Gpu:
         self.refused: dict[str, str] = {}
         self.lost: str | None = None
         self._retry_ns = 0
+        self._resume_ns: dict[str, int] = {}
         self._open()
+        self._had_power = self.power is not None
 
     def _open(self) -> None:
         nvml = self._nvml
@@ -176,31 +179,62 @@ class Gpu:
         return min(due)
 
     def read(self, batch: Batch) -> None:
-        """Read what is due. Raises NVMLError when the GPU is gone; `lose` then records the gap."""
+        """Read what is due. Raises NVMLError when the GPU gives no power any more; `lose` then records the gap."""
         now = self._clock.monotonic_ns()
         if self.lost:
             if now < self._retry_ns:
                 return
             self._retry_ns = now + _RETRY_NS
-            self._open()
-            self.lost = None
+            self._reopen()
         if self.power:
             # Always when asked: the sampler reads early when somebody waits for data.
-            samples, gaps = self.power.read(self.name)
-            batch.samples.setdefault(self.name, []).extend(samples)
-            batch.gaps.extend(gaps)
+            self._take(batch, self.name, *self.power.read(self.name))
             self._power_due = now + round(self.power.period_s * 1e9)
         if self._hbm and now >= self._hbm_due:
-            name = f"{self.name}.memory"
-            samples, gaps = self._hbm.read(name)
-            batch.samples.setdefault(name, []).extend(samples)
-            batch.gaps.extend(gaps)
             self._hbm_due = now + round(HBM_EVERY_S * 1e9)
+            self._spare("HBM power", now, lambda: self._read_hbm(batch))
         if self._counter:
-            batch.anchors.setdefault(self.name, []).extend(self._counter.read())
+            self._spare("energy counter (the anchor)", now, lambda: self._read_counter(batch))
         if now >= self._telemetry_due:
-            batch.telemetry.append(self._telemetry.read(self.name))
             self._telemetry_due = now + self._telemetry_ns
+            self._spare("telemetry", now, lambda: batch.telemetry.append(self._telemetry.read(self.name)))
+
+    def _spare(self, what: str, now: int, part: Callable[[], None]) -> None:
+        """Do a part whose failure must not cost the power samples; one that fails is left alone for a while."""
+        if now < self._resume_ns.get(what, 0):
+            return
+        try:
+            part()
+        except (self._nvml.NVMLError_GpuIsLost, self._nvml.NVMLError_Uninitialized):
+            raise
+        except self._nvml.NVMLError as exc:
+            self.refused[what] = f"{exc} (tried again every {_RESUME_NS // 10**9} s)"
+            self._resume_ns[what] = now + _RESUME_NS
+        else:
+            if what in self._resume_ns:
+                del self._resume_ns[what]
+                self.refused.pop(what, None)
+
+    def _read_hbm(self, batch: Batch) -> None:
+        assert self._hbm is not None
+        name = f"{self.name}.memory"
+        self._take(batch, name, *self._hbm.read(name))
+
+    def _read_counter(self, batch: Batch) -> None:
+        assert self._counter is not None
+        batch.anchors.setdefault(self.name, []).extend(self._counter.read())
+
+    def _take(self, batch: Batch, name: str, samples: list[tuple[int, float]], gaps: list[Gap]) -> None:
+        batch.samples.setdefault(name, []).extend(samples)
+        batch.gaps.extend(gaps)
+
+    def _reopen(self) -> None:
+        """Look for a lost GPU again. One that comes back without power readings is still lost."""
+        self.close()
+        self._open()
+        if self._had_power and self.power is None:
+            raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NO_PERMISSION)
+        self.lost = None
 
     def lose(self, batch: Batch, exc: Exception) -> int:
         """Note that the GPU does not answer; 1, so that the sensor can count them."""

@@ -1,0 +1,117 @@
+"""The catalogue: every figure has its source, names are found, and a host's CPU is scaled to what we see of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tessera.errors import ArgumentError
+from tessera.hardware import catalogue, host_cpu, lookup
+
+DEVICES = list(catalogue().values())
+every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.id)
+
+
+def cpuinfo(tmp_path, model):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\nvendor_id\t: ?\nmodel name\t: {model}\nflags\t: fpu\n\nprocessor\t: 1\n")
+    return path
+
+
+def test_the_devices_we_build_on_are_there():
+    assert {"h200", "generic-cpu"} <= set(catalogue())
+    assert lookup("h200").tdp_w.value == 700
+
+
+@every_device
+def test_every_figure_has_a_source_and_a_sensible_value(device):
+    for figure in (device.tdp_w, device.idle_w):
+        assert figure is None or (figure.value > 0 and len(figure.source) > 10)
+        assert figure is None or figure.error is None or 0 < figure.error < figure.value
+        if figure is not None and figure.assumed:
+            assert figure.source.startswith("assumed")
+            assert figure.error, "an assumption without an error bar is a claim"
+    if device.tdp_w and device.idle_w:
+        assert device.idle_w.value < device.tdp_w.value
+
+
+@every_device
+def test_every_name_finds_its_device_in_any_case(device):
+    for name in (device.id, *device.aliases):
+        assert name == name.lower(), "look-ups are in lower case"
+        assert lookup(name) == device
+        assert lookup(f"  {name.upper()} ") == device
+
+
+def test_no_name_is_taken_twice():
+    names = [n for d in DEVICES for n in (d.id, *d.aliases)]
+    assert len(set(names)) == len(names)
+
+
+@every_device
+def test_every_cpu_can_be_modelled(device):
+    if device.kind == "cpu":
+        assert device.threads
+        assert device.tdp_w is not None
+        assert device.idle_w is not None
+
+
+@pytest.mark.parametrize("name", ["h20", "H-200", "nvidia h20"])
+def test_a_near_miss_is_answered(name):
+    with pytest.raises(ArgumentError, match=r"did you mean .*h200") as caught:
+        lookup(name)
+    assert "h200" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["", "zzzzzz", "²"])
+def test_an_unknown_name_is_answered_with_the_known_ones(name):
+    with pytest.raises(ArgumentError) as caught:
+        lookup(name)
+    assert all(device.id in caught.value.fix for device in DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("threads", "share"),
+    [(120, 1.0), (240, 2.0), (16, 16 / 120)],
+    ids=["one socket", "two sockets", "a virtual machine"],
+)
+def test_a_known_cpu_by_the_threads_we_see(tmp_path, threads, share):
+    whole = lookup("xeon-8490h")
+    device = host_cpu(cpuinfo(tmp_path, "Intel(R) Xeon(R) Platinum 8490H"), threads)
+    assert device.id == "xeon-8490h"
+    assert device.tdp_w.value == pytest.approx(whole.tdp_w.value * share)
+    assert device.idle_w.value == pytest.approx(whole.idle_w.value * share)
+    assert device.idle_w.error == pytest.approx(whole.idle_w.error * share), "as uncertain as the whole, relatively"
+    assert device.tdp_w.error is None
+    assert device.tdp_w.source == whole.tdp_w.source
+    assert device.idle_w.assumed
+
+
+def test_an_unknown_cpu_is_generic_and_keeps_its_name(tmp_path):
+    device = host_cpu(cpuinfo(tmp_path, "Z80 @ 4 MHz"), 8)
+    generic = lookup("generic-cpu")
+    assert device.id == "generic-cpu"
+    assert device.name == "Z80 @ 4 MHz"
+    assert device.tdp_w.value == pytest.approx(8 * generic.tdp_w.value)
+    assert device.tdp_w.error == pytest.approx(8 * generic.tdp_w.error)
+    assert device.tdp_w.assumed
+
+
+@pytest.mark.parametrize("text", [None, "", "Hardware : ARM\n"])
+def test_a_machine_that_does_not_name_its_cpu(tmp_path, text):
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    device = host_cpu(path, 4)
+    assert (device.id, device.name) == ("generic-cpu", lookup("generic-cpu").name)
+
+
+def test_scaling_leaves_the_catalogue_alone(tmp_path):
+    before = lookup("xeon-8490h")
+    host_cpu(cpuinfo(tmp_path, "Platinum 8490H"), 1)
+    assert lookup("xeon-8490h") == before
+
+
+def test_this_machine():
+    device = host_cpu()
+    assert device.kind == "cpu"
+    assert 0 < device.idle_w.value < device.tdp_w.value

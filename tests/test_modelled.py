@@ -1,0 +1,196 @@
+"""The modelled sensor: power by utilisation, and never without saying that it is a model."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.errors import SensorLost, SensorUnavailable
+from tessera.schema import Device, Figure, Hold
+from tessera.sensors.base import Sensor
+from tessera.sensors.modelled import MODEL_ERROR, ModelledSensor, proc_stat_busy
+
+CPU = Device(
+    id="cpu", name="A CPU", kind="cpu", vendor="?",
+    tdp_w=Figure(value=300.0, source="its box"), idle_w=Figure(value=100.0, source="a guess"),
+)  # fmt: skip
+HZ = os.sysconf("SC_CLK_TCK")
+
+
+class Machine:
+    """Busy and total CPU seconds of four CPUs, and a clock."""
+
+    def __init__(self):
+        self.ns, self.busy_s, self.total_s = 10**12, 500.0, 4000.0
+
+    def run(self, seconds, share):
+        self.ns += round(seconds * 1e9)
+        self.total_s += 4 * seconds
+        self.busy_s += 4 * seconds * share
+
+    def busy(self):
+        return self.busy_s, self.total_s
+
+    def sensor(self, device=CPU, **kwargs):
+        sensor = ModelledSensor(device, busy=self.busy, clock=lambda: self.ns, **kwargs)
+        sensor.start()
+        return sensor
+
+
+@pytest.fixture
+def machine():
+    return Machine()
+
+
+@pytest.mark.parametrize(("share", "power_w"), [(0.0, 100.0), (0.5, 200.0), (1.0, 300.0)])
+def test_power_runs_from_idle_to_full(machine, share, power_w):
+    sensor = machine.sensor()
+    sensor.read()
+    machine.run(0.1, share)
+    batch = sensor.read()
+    ((t, watts),) = batch.samples["cpu0"]
+    assert (t, watts) == (machine.ns, pytest.approx(power_w))
+    assert batch.telemetry[0].utilization_pct == pytest.approx(100 * share)
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1), min_size=1, max_size=20))
+def test_each_sample_is_the_mean_since_the_one_before(shares):
+    machine = Machine()
+    sensor = machine.sensor()
+    sensor.read()
+    joules = 0.0
+    for share in shares:
+        machine.run(0.1, share)
+        ((_, watts),) = sensor.read().samples["cpu0"]
+        assert watts == pytest.approx(100 + 200 * share)
+        joules += watts * 0.1
+    assert joules == pytest.approx(sum(10 + 20 * s for s in shares))
+
+
+def test_nothing_is_known_before_the_first_read(machine):
+    sensor = machine.sensor()
+    ((t, watts),) = sensor.read().samples["cpu0"]
+    assert t == machine.ns
+    assert math.isnan(watts)
+
+
+def test_started_again_it_bridges_nothing(machine):
+    sensor = machine.sensor()
+    sensor.read()
+    machine.run(60, 1.0)
+    sensor.start()
+    assert math.isnan(sensor.read().samples["cpu0"][0][1])
+
+
+def test_a_read_within_one_tick_of_the_kernel_adds_nothing_and_loses_nothing(machine):
+    sensor = machine.sensor()
+    sensor.read()
+    machine.ns += 1_000_000
+    assert not sensor.read().samples
+    machine.run(0.1, 0.5)
+    assert sensor.read().samples["cpu0"][0][1] == pytest.approx(200.0)
+
+
+def test_idle_time_that_the_kernel_takes_back_is_no_reset(machine):
+    sensor = machine.sensor()
+    sensor.read()
+    machine.total_s -= 0.02
+    assert not sensor.read().samples
+    machine.run(1.0, 0.5)
+    assert sensor.read().samples["cpu0"][0][1] == pytest.approx(200.0, rel=0.01)
+
+
+def test_counters_that_begin_anew_are_not_waited_for(machine):
+    sensor = machine.sensor()
+    sensor.read()
+    machine.busy_s = machine.total_s = 0.0
+    machine.ns += 10**8
+    assert math.isnan(sensor.read().samples["cpu0"][0][1])
+    machine.run(0.1, 1.0)
+    assert sensor.read().samples["cpu0"][0][1] == pytest.approx(300.0)
+
+
+@pytest.mark.parametrize("busy_s", [-50.0, 5000.0])
+def test_power_never_leaves_the_curve(machine, busy_s):
+    sensor = machine.sensor()
+    sensor.read()
+    machine.run(1.0, 0.0)
+    machine.busy_s += busy_s
+    assert sensor.read().samples["cpu0"][0][1] == (100.0 if busy_s < 0 else 300.0)
+
+
+def test_it_says_that_it_is_a_model(machine):
+    (domain,) = machine.sensor(domain="host").domains()
+    assert isinstance(machine.sensor(), Sensor)
+    assert (domain.name, domain.source, domain.basis) == ("host", "modelled", "modelled")
+    assert domain.gain_error == MODEL_ERROR >= 0.2
+    assert domain.hold is Hold.MEAN
+    assert domain.label == "A CPU"
+    assert "100-300 W" in domain.note
+    assert "its box" in domain.note
+
+
+def test_a_device_without_a_curve_is_refused(machine):
+    for device in (Device(id="x", name="X", kind="cpu", vendor="?", idle_w=CPU.idle_w),
+                   Device(id="x", name="X", kind="cpu", vendor="?", tdp_w=CPU.tdp_w)):  # fmt: skip
+        with pytest.raises(SensorUnavailable, match="X has no power curve") as caught:
+            machine.sensor(device)
+        assert caught.value.fix
+
+
+def test_a_source_that_goes_away_is_a_loss(machine):
+    sensor = machine.sensor()
+    sensor.read()
+
+    def gone():
+        raise SensorUnavailable("cannot read it", why="unmounted", fix="mount it")
+
+    machine.busy = gone
+    sensor._busy = gone
+    with pytest.raises(SensorLost) as caught:
+        sensor.read()
+    assert (caught.value.what, caught.value.why, caught.value.fix) == ("cannot read it", "unmounted", "mount it")
+
+
+def test_this_machine():
+    sensor = ModelledSensor()
+    assert sensor.domains() == []
+    sensor.start()
+    (domain,) = sensor.domains()
+    assert domain.basis == "modelled"
+    assert len(sensor.read().samples["cpu0"]) == 1
+    sensor.stop()
+    sensor.stop()
+
+
+# user nice system idle iowait irq softirq steal guest guest_nice
+@pytest.mark.parametrize(
+    ("line", "busy", "total"),
+    [
+        ("cpu  100 10 50 800 20 5 5 10 70 3", 180, 1000),
+        ("cpu 100 0 0 300", 100, 400),
+        ("cpu  0 0 0 0 0 0 0 0 0 0", 0, 0),
+    ],
+)
+def test_proc_stat(tmp_path, line, busy, total):
+    path = tmp_path / "stat"
+    path.write_text(line + "\ncpu0 1 2 3 4 5 6 7 8 9 10\nintr 5\n")
+    assert proc_stat_busy(path) == (pytest.approx(busy / HZ), pytest.approx(total / HZ))
+
+
+@pytest.mark.parametrize("text", ["", "cpu\n", "cpu 1 2\n", "cpu a b c d e\n", "\xff\xfe"])
+def test_proc_stat_that_is_none(tmp_path, text):
+    path = tmp_path / "stat"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SensorUnavailable, match="stat"):
+        proc_stat_busy(path)
+
+
+def test_no_proc_stat_at_all(tmp_path):
+    with pytest.raises(SensorUnavailable) as caught:
+        proc_stat_busy(tmp_path / "stat")
+    assert caught.value.fix == "the modelled sensor needs Linux"
