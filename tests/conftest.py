@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fakes.nvml import T0_US, FakeNvml, missing_compiler
 from tessera.clock import Clock
 from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch
+
+from fakes.nvml import T0_US, FakeNvml, missing_compiler
 
 
 @pytest.fixture

@@ -15,14 +15,15 @@ import time
 
 import pytest
 
-from fakes import vendor_abi
-from fakes.vendor_abi import Fake
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
 from tessera.schema import Capability, Hold
 from tessera.sensors._amd_gpu import select_visible
 from tessera.sensors._energy_counter import CounterPower, PolledPower
 from tessera.sensors.amd import AmdSensor
 from tessera.sensors.base import Batch, Sensor
+
+from fakes import vendor_abi
+from fakes.vendor_abi import Fake
 
 MS = 1_000_000
 NO_PERM, NOT_SUPPORTED, RETRY, NOT_FOUND = 10, 2, 9, 31

@@ -34,9 +34,8 @@ def test_the_counter_corrects_a_sensor_that_reads_low() -> None:
     _, anchors = made(seen_w=295.0)
     found = between(anchors, 1.0, 9.0)
     assert found is not None and found.used
-    assert found.joules == pytest.approx(8 * 5.0)
-    assert found.span_j == pytest.approx(8 * 300.0)
-    assert found.ratio == pytest.approx(295 / 300)
+    assert found.joules == pytest.approx(8 * 300.0)
+    assert found.sampled_j == pytest.approx(8 * 295.0)
     assert 0 < found.error_j < 0.01 * 8 * 300.0
 
 
@@ -52,7 +51,8 @@ def test_the_counter_fills_a_gap_of_the_samples() -> None:
     _, anchors = made(gap=(4.0, 7.0))
     found = between(anchors, 1.0, 9.0)
     assert found is not None and found.used
-    assert found.joules == pytest.approx(3 * 300.0, rel=0.01)
+    assert found.joules == pytest.approx(8 * 300.0)
+    assert found.sampled_j == pytest.approx(5 * 300.0, rel=0.01)
     assert found.covered_s == pytest.approx(3.0, abs=0.03)
 
 
@@ -60,7 +60,7 @@ def test_a_counter_that_disagrees_is_not_believed_but_widens_the_error() -> None
     _, anchors = made(seen_w=200.0, true_w=300.0)
     found = between(anchors, 1.0, 9.0)
     assert found is not None and not found.used
-    assert found.joules == 0
+    assert found.joules == pytest.approx(8 * 200.0), "the samples' joules stand"
     assert found.error_j == pytest.approx(800.0)
 
 
@@ -78,7 +78,19 @@ def test_a_reset_begins_a_new_epoch() -> None:
     assert anchors.resets == 1
     assert between(anchors, 5.0, 15.0) is None, "joules across a reset are not a difference"
     after = between(anchors, 11.0, 19.0)
-    assert after is not None and after.span_j == pytest.approx(8 * 300.0)
+    assert after is not None and after.joules == pytest.approx(8 * 300.0)
+
+
+def test_after_a_restart_the_counter_begins_anew_even_if_it_reads_higher() -> None:
+    """A driver that came back may have reset its counter: the joules since then are all that can be told."""
+    _, anchors = made(10.0)
+    anchors._series, _ = made(20.0)
+    anchors.restart()
+    for k in range(101, 200):
+        anchors.add(k * 100_000_000, 50_000 + 30.0 * (k - 100))
+    assert between(anchors, 5.0, 15.0) is None
+    after = between(anchors, 11.0, 19.0)
+    assert after is not None and after.joules == pytest.approx(8 * 300.0)
 
 
 def test_a_tick_waits_for_the_samples_to_reach_it() -> None:

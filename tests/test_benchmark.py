@@ -72,18 +72,18 @@ def test_the_interval_of_batches_that_resemble_their_neighbours_is_wider() -> No
     assert 0.80 <= inside / 600 <= 0.96
 
 
-@pytest.mark.parametrize(("n", "ramp"), [(12, []), (24, [2.0, 1.2, 0.7, 0.4])])
+@pytest.mark.parametrize(("n", "ramp"), [(9, []), (24, [2.0, 1.2, 0.7, 0.4])])
 def test_the_whole_summary_holds_its_intervals(n: int, ramp: list[float]) -> None:
     """Choosing the cut by the data must not make the interval a lie."""
     rng = np.random.default_rng(5)
     inside = 0
-    for _ in range(1500):
+    for _ in range(3000):
         joules = 4.0 + 0.1 * rng.normal(size=n)
         joules[: len(ramp)] += ramp
         found = summarize(rows([0.01] * n, joules.tolist()))
         assert found.joules.error is not None
         inside += abs(found.joules.value - 4.0) <= found.joules.error
-    assert 0.86 <= inside / 1500 <= 0.95
+    assert 0.87 <= inside / 3000 <= 0.95
 
 
 def test_t_quantiles() -> None:
@@ -366,7 +366,7 @@ def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) 
     blind()
     (r,) = b.results
     assert not r.converged
-    assert r.joules_per_call.value == 0
+    assert math.isnan(r.joules_per_call.value), "unknown is not zero"
     assert any("saw only 0%" in n for n in r.notes)
     json.loads(b.to_json())
 

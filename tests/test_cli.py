@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes.nvml import Scenario, fake_env, missing_compiler
 
 from tessera.trace import read_csv
+
+from fakes.nvml import Scenario, fake_env, missing_compiler
 
 
 def tessera(*args: str, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -15,12 +15,13 @@ import time
 
 import pytest
 
-from fakes import vendor_abi
-from fakes.vendor_abi import Fake
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
 from tessera.schema import Capability, Hold
 from tessera.sensors.base import Batch, Sensor
 from tessera.sensors.intel import IntelSensor, select_masked
+
+from fakes import vendor_abi
+from fakes.vendor_abi import Fake
 
 DEVICE_LOST, UNSUPPORTED, DENIED, NOT_READY = 0x70000001, 0x78000003, 0x70010000, 1
 CARD, PACKAGE, STACKS, MEMORY = 1, 2, 4, 8

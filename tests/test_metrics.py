@@ -21,14 +21,15 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import ScriptSensor
-from fakes.nvml import Scenario, fake_env, missing_compiler
 from tessera.cli.metrics import Address
 from tessera.errors import ArgumentError, MissingExtra, SensorLost
 from tessera.monitor.now import Snapshot, Watch
 from tessera.report import prometheus as report
 from tessera.schema import Domain
 from tessera.sensors.discover import Found
+
+from conftest import ScriptSensor
+from fakes.nvml import Scenario, fake_env, missing_compiler
 from test_watch import board, here, shot, tessera, throttled
 
 needs_fake = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import clock_of
-from fakes.nvml import FakeNvml, Scenario
 from tessera.errors import SensorPermission, SensorUnavailable
 from tessera.monitor.sampler import Sampler
 from tessera.monitor.series import Series
 from tessera.sensors.nvml import NvmlSensor
+
+from conftest import clock_of
+from fakes.nvml import FakeNvml, Scenario
 
 
 def start(fake: FakeNvml, scenario: Scenario, **kwargs: object) -> tuple[NvmlSensor, Sampler]:

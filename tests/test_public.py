@@ -83,8 +83,6 @@ def test_help_time() -> None:
 
 
 def test_submodules_do_not_import_torch() -> None:
-    code = (
-        "import sys, tessera.monitor, tessera.sensors.discover, tessera.cli.measure; print('torch' in sys.modules)"
-    )
+    code = "import sys, tessera.monitor, tessera.sensors.discover, tessera.cli.measure; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -10,6 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from tessera.clock import Clock, EpochMap
+from tessera.errors import ArgumentError, SensorLost, SensorPermission, SensorUnavailable
+from tessera.sensors import _redfish_http
+from tessera.sensors._redfish_http import RedfishClient, RequestFailed, local_path
+from tessera.sensors.base import Sensor
+from tessera.sensors.redfish import RedfishConfig, RedfishSensor
+
 from fakes.redfish_server import (
     CHASSIS,
     LOG,
@@ -25,12 +32,6 @@ from fakes.redfish_server import (
     old_service,
     pdu_service,
 )
-from tessera.clock import Clock, EpochMap
-from tessera.errors import ArgumentError, SensorLost, SensorPermission, SensorUnavailable
-from tessera.sensors import _redfish_http
-from tessera.sensors._redfish_http import RedfishClient, RequestFailed, local_path
-from tessera.sensors.base import Sensor
-from tessera.sensors.redfish import RedfishConfig, RedfishSensor
 
 POWER = f"{CHASSIS}/1/Power"
 EPOCH_NS = 1_700_000_000 * 10**9

@@ -431,24 +431,43 @@ def test_a_counter_that_agrees_exactly_was_used_too() -> None:
 
 
 def test_the_counter_fills_what_the_samples_missed() -> None:
-    """A lost sensor that comes back mid-scope: the counter has counted on."""
+    """Two seconds in which the samples say nothing: the counter has counted on."""
     time_ = SimulatedClock()
     sensor_ = CounterSensor(wave, clock=time_)
+    sensor_.power_w = lambda t: 0.0 if 105.0 < t < 107.0 else wave(t)  # the script sensor's 0 W is "not known"
     sampler = Sampler([sensor_], clock=time_.clock)
     drive(sampler, time_, 1.0)
     window = Window("w", Edge(time_.now_ns))
-    drive(sampler, time_, 4.0)
-    sensor_.fail = SensorLost("driver restart")
-    drive(sampler, time_, 2.0)
-    sensor_.fail = None
-    drive(sampler, time_, 10.0)
+    drive(sampler, time_, 15.0)
     close(window, time_)
     drive(sampler, time_, 1.0)
     assert window.settle(sampler, DeviceClocks(), ["gpu0"])
     energy, end = window.energies["gpu0"], window.end
     assert end is not None
+    assert sampler.series["gpu0"].mark(end.host_ns).covered_s < 14.5
     assert energy.coverage == pytest.approx(1.0, abs=1e-3)
     assert energy.joules == pytest.approx(truth(window.start.host_ns, end.host_ns), rel=2e-3)
+
+
+def test_a_sensor_lost_mid_scope_and_back_leaves_a_hole_and_a_wider_error() -> None:
+    time_ = SimulatedClock()
+    sensor_ = ScriptSensor(lambda t: 200.0, clock=time_)
+    sampler = Sampler([sensor_], clock=time_.clock)
+    drive(sampler, time_, 1.0)
+    window = Window("w", Edge(time_.now_ns))
+    drive(sampler, time_, 5.0)
+    sensor_.fail = SensorLost("driver restart")
+    drive(sampler, time_, 2.0)
+    sensor_.fail = None
+    drive(sampler, time_, 8.0)
+    close(window, time_)
+    drive(sampler, time_, 1.0)
+    assert window.settle(sampler, DeviceClocks(), ["gpu0"])
+    energy = window.energies["gpu0"]
+    assert 0.7 < energy.coverage < 0.9
+    assert energy.joules == pytest.approx(200.0 * 15.0 * energy.coverage)
+    assert energy.watts == pytest.approx(200.0)
+    assert energy.joules + energy.error_j >= 200.0 * 15.0 - 1e-6, "what was not seen may have gone on as before"
 
 
 def test_so_far_uses_the_counter_as_well() -> None:
@@ -758,12 +777,12 @@ def test_sync_waits_for_the_device_at_both_ends_but_not_after_an_error(gpu: Fake
 
 def test_events_come_from_the_pool_and_go_back(gpu: FakeGpu, started: Started) -> None:
     m = started()
-    m.sampler.wait_for(time.monotonic_ns())
-    deadline = time.monotonic() + 2
-    while len(gpu.created) < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
+    with energy_scope("first", monitor=m):
+        pass  # from here on the device is known to be used
     mine = threading.get_ident()
+    deadline = time.monotonic() + 3
+    while sum(gpu.created.values()) < 300 and time.monotonic() < deadline:
+        time.sleep(0.02)
     before, total = gpu.created.get(mine, 0), 0
     for _ in range(15):
         for _ in range(100):

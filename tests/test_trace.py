@@ -57,12 +57,15 @@ def test_energy_is_the_brute_integral_of_the_window_moved_by_the_lag(
     for a, b in pairwise(at):
         joules, covered = brute(times, watts, a + lag_ns, b + lag_ns, mean=mean)
         energy = pwr.energy(start_ns=a, end_ns=b)
+        if covered == 0 and b > a:
+            assert math.isnan(energy.joules), "unknown is not zero"
+            continue
         assert energy.joules == pytest.approx(joules, rel=1e-9, abs=1e-8)
         assert energy.coverage == pytest.approx(covered / ((b - a) * 1e-9) if b > a else 0.0, abs=1e-6)
         assert energy.error_j >= 0
         parts.append(energy.joules)
     whole = pwr.energy(start_ns=at[0], end_ns=at[-1]).joules
-    assert sum(parts) == pytest.approx(whole, rel=1e-9, abs=1e-8)
+    assert sum(parts) == pytest.approx(0.0 if math.isnan(whole) else whole, rel=1e-9, abs=1e-8)
 
 
 def test_lag_moves_the_window() -> None:
@@ -238,7 +241,7 @@ def test_an_empty_trace_knows_nothing() -> None:
         assert pwr.percentile(50) is None
         assert pwr.crest_factor() is None
         assert pwr.true_resolution_ms is None
-        assert pwr.energy_j == 0.0
+        assert not pwr.energy_j > 0
         assert pwr.energy().coverage == 0.0
     one = trace(Column.of(domain(), [5], [100.0]))
     assert (one.peak_w, one.percentile(50), one.crest_factor()) == (100.0, 100.0, None)

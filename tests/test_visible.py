@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES as CUDA reads it (each case without MIG was tried on an H200, driver 580)."""
+"""CUDA_VISIBLE_DEVICES as CUDA reads it: tried on one H200 (driver 580) as far as one GPU can show it."""
 
 from __future__ import annotations
 

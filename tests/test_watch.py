@@ -19,8 +19,6 @@ from collections.abc import Sequence
 import pytest
 from rich.cells import cell_len
 
-from conftest import ScriptSensor
-from fakes.nvml import Scenario, fake_env, missing_compiler
 from tessera.cli.main import main
 from tessera.errors import SensorLost
 from tessera.monitor.core import Monitor
@@ -30,6 +28,9 @@ from tessera.report.watch import plain_lines, screen, sparkline, summary
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.discover import Found
+
+from conftest import ScriptSensor
+from fakes.nvml import Scenario, fake_env, missing_compiler
 
 needs_fake = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 SECOND = 1_000_000_000

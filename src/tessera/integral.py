@@ -31,12 +31,16 @@ Z90 = 1.6449
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The running sums at one moment: joules, seconds that were seen, variance (J²), and the swing (W) there."""
+    """The running sums at one moment: joules, seconds that were seen, variance (J²), and the swing (W) there.
+
+    `loose_j2` is the variance of the mark itself, within an interval of which only the mean is known.
+    """
 
     joules: float
     covered_s: float
     variance_j2: float
     swing_w: float
+    loose_j2: float = 0.0
 
 
 ZERO = Mark(0.0, 0.0, 0.0, 0.0)
@@ -93,9 +97,14 @@ def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool) ->
     fraction = inside_s / (float(times_ns[i + 1] - times_ns[i]) * 1e-9)
     if np.isnan(w0):
         w0 = w1
-    part = w1 * inside_s if mean else (w0 + 0.5 * (w1 - w0) * fraction) * inside_s
-    spread = 0.0 if mean else ((w1 - w0) * inside_s) ** 2 / 12.0
-    return Mark(j0 + part, c0 + inside_s, v0 + spread, swing)
+    if mean:
+        # Inside an interval of which only the mean is known, the power may have been anywhere: at its ends the sum is
+        # exact again. The spread is that of the neighbouring means, and at least the mean itself (a burst in idleness).
+        spread_w = max(swing, w1)
+        loose = (spread_w * inside_s * (1.0 - fraction)) ** 2 / 3.0
+        return Mark(j0 + w1 * inside_s, c0 + inside_s, v0, swing, loose)
+    part = (w0 + 0.5 * (w1 - w0) * fraction) * inside_s
+    return Mark(j0 + part, c0 + inside_s, v0 + ((w1 - w0) * inside_s) ** 2 / 12.0, swing)
 
 
 def _swing(watts: Floats, i: int) -> float:
@@ -105,14 +114,17 @@ def _swing(watts: Floats, i: int) -> float:
     return float(near.max() - near.min()) if len(near) else 0.0
 
 
-def window_error_j(start: Mark, end: Mark, *, gain_error: float, blur_s: float) -> float:
+def window_error_j(start: Mark, end: Mark, *, gain_error: float, blur_s: float, unseen_s: float = 0.0) -> float:
     """90% half-width of the joules between two marks.
 
     An edge is known only within the blur, so it may be off by the blur times the swing of the samples around it
-    (uniform: over √12), and never by more than the window is long.
+    (uniform: over √12), and never by more than the window is long. Time that was not seen may have drawn as much as
+    the time that was, so it widens the interval by as much.
     """
     joules = end.joules - start.joules
     edge_s = min(blur_s, max(end.covered_s - start.covered_s, 0.0))
     edges = (edge_s * start.swing_w) ** 2 / 12.0 + (edge_s * end.swing_w) ** 2 / 12.0
-    between = max(end.variance_j2 - start.variance_j2, 0.0)
-    return float(np.sqrt((gain_error * joules) ** 2 + Z90**2 * (between + edges)))
+    between = max(end.variance_j2 - start.variance_j2, 0.0) + start.loose_j2 + end.loose_j2
+    seen_s = end.covered_s - start.covered_s
+    unseen_j = abs(joules) / seen_s * unseen_s if seen_s > 0 and unseen_s > 0 else 0.0
+    return float(np.sqrt((gain_error * joules) ** 2 + Z90**2 * (between + edges))) + unseen_j

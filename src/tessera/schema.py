@@ -105,7 +105,10 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Energy:
-    """Joules with their 90% half-width, the source they come from and the share of time that was seen."""
+    """Joules with their 90% half-width, the source they come from and the share of time that was seen.
+
+    Joules are NaN (null in JSON) when nothing at all was seen: unknown is not zero.
+    """
 
     joules: float
     error_j: float
@@ -116,17 +119,20 @@ class Energy:
 
     @property
     def watts(self) -> float | None:
-        """Mean power over the window; None for an empty window."""
-        return self.joules / self.seconds if self.seconds > 0 else None
+        """Mean power over the time that was seen; None where nothing was."""
+        seen_s = self.seconds * self.coverage
+        return self.joules / seen_s if seen_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionEnergy:
-    """All the passes through one named region of a program, together."""
+    """All the passes through one named region of a program, together, from its first start to its last end."""
 
     name: str
     calls: int
     energy: Energy
+    start_ns: int = 0
+    end_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from .errors import MeasurementError, MissingExtra, RecordingError
-from .integral import Floats, Ints, accumulate, mark, window_error_j
+from .integral import Floats, Ints, Mark, accumulate, mark, window_error_j
 from .schema import Basis, Domain, Energy, Gap, Hold
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
+# Seen all but for the rounding of edges: not worth a wider interval.
+FULL = 0.995
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,25 +280,55 @@ def column_energy(column: Column, start_ns: int, end_ns: int) -> Energy:
     lag_ns = round(d.lag_s * 1e9)
     sums = accumulate(column.times_ns, column.watts, mean=mean, noise=d.sample_noise)
     marks = [mark(column.times_ns, column.watts, sums, t + lag_ns, mean=mean) for t in (start_ns, end_ns)]
-    seconds = max(end_ns - start_ns, 0) * 1e-9
+    return energy_between(d, marks[0], marks[1], max(end_ns - start_ns, 0) * 1e-9)
+
+
+def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> Energy:
+    """Joules of one domain between two marks. A window of which nothing was seen has NaN joules, not 0."""
+    covered_s = end.covered_s - start.covered_s
+    coverage = min(max(covered_s / seconds, 0.0), 1.0) if seconds > 0 else 0.0
+    unseen_s = (1.0 - coverage) * seconds if coverage < FULL else 0.0
+    unknown = coverage <= 0.0 and seconds > 0
+    error_j = window_error_j(start, end, gain_error=domain.gain_error, blur_s=domain.blur_s, unseen_s=unseen_s)
     return Energy(
-        joules=marks[1].joules - marks[0].joules,
-        error_j=window_error_j(marks[0], marks[1], gain_error=d.gain_error, blur_s=d.blur_s),
+        joules=math.nan if unknown else max(end.joules - start.joules, 0.0),
+        error_j=math.nan if unknown else error_j,
         seconds=seconds,
-        source=d.source,
-        coverage=min((marks[1].covered_s - marks[0].covered_s) / seconds, 1.0) if seconds > 0 else 0.0,
-        basis=d.basis,
+        source=domain.source,
+        coverage=coverage,
+        basis=domain.basis,
     )
 
 
 def combine(parts: Sequence[Energy], seconds: float) -> Energy:
-    """The sum of several domains over one window. Their errors are independent, so they add in quadrature."""
+    """The sum of several domains over one window. Their errors are independent, so they add in quadrature.
+
+    A domain of which nothing is known (NaN) is left out, and the error widened by what the others drew on average.
+    """
+    known = [p for p in parts if not math.isnan(p.joules)]
+    joules = sum(p.joules for p in known)
+    missing_j = (len(parts) - len(known)) * joules / len(known) if known else 0.0
+    nothing = bool(parts) and not known
     return Energy(
-        joules=float(sum(p.joules for p in parts)),
-        error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
+        joules=math.nan if nothing else float(joules),
+        error_j=math.nan if nothing else float(np.sqrt(sum(p.error_j**2 for p in known))) + missing_j,
         seconds=seconds,
         source="+".join(dict.fromkeys(p.source for p in parts)) or "none",
         coverage=min((p.coverage for p in parts), default=0.0),
+        basis=worst_basis(p.basis for p in parts),
+    )
+
+
+def chain(parts: Sequence[Energy]) -> Energy:
+    """The sum of one thing over several windows of time, errors in quadrature; unknown ones lower the coverage."""
+    known = [p for p in parts if not math.isnan(p.joules)]
+    seconds = sum(p.seconds for p in parts)
+    return Energy(
+        joules=sum(p.joules for p in known) if known else math.nan,
+        error_j=sum(p.error_j**2 for p in known) ** 0.5 if known else math.nan,
+        seconds=seconds,
+        source=parts[-1].source,
+        coverage=sum(p.coverage * p.seconds for p in parts) / seconds if seconds > 0 else 0.0,
         basis=worst_basis(p.basis for p in parts),
     )
 

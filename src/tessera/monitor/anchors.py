@@ -25,6 +25,10 @@ ANCHOR_GAIN = 0.003
 TICK_S = 0.003
 # Beyond this counter and samples do not measure the same thing; both are then distrusted by the difference.
 DISAGREE = 0.05
+# Samples that miss no more than this of a span have seen it whole.
+WHOLE_S = 0.02
+# No board draws more (a GB200 is 1.2 kW): a counter that says so was read across a reset.
+MAX_POWER_W = 5000.0
 KEPT = 4096
 
 
@@ -40,15 +44,14 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the counter adds to the samples' joules of a window, and the error it leaves of that span."""
+    """The joules of the span between two anchors: by the counter where it is `used`, else by the samples."""
 
     joules: float
-    span_j: float
-    covered_s: float
-    variance_j2: float  # of the samples within the span: replaced by the anchor's
     error_j: float
-    ratio: float  # samples over counter
-    used: bool  # False: they disagree, the samples' joules stand and only the error grows
+    sampled_j: float  # what the samples say of the span, and how sure they were: taken out of the window's sums
+    variance_j2: float
+    covered_s: float  # what the counter saw and the samples did not
+    used: bool
 
 
 class Anchors:
@@ -69,11 +72,16 @@ class Anchors:
         self._waiting.append((time_ns, joules))
         self.catch_up()
 
-    def catch_up(self) -> None:
-        """Place the ticks that the samples have reached by now."""
-        while self._waiting and self._series.covers(self._waiting[0][0]):
+    def restart(self) -> None:
+        """The counter may have been reset (a driver restart): what comes cannot be subtracted from what was."""
+        self._epoch += 1
+        self._waiting.clear()
+
+    def catch_up(self, force: bool = False) -> None:
+        """Place the ticks that the samples have reached by now; all of them when no samples are to come (`force`)."""
+        while self._waiting and (force or self._series.covers(self._waiting[0][0])):
             time_ns, joules = self._waiting.popleft()
-            if self._kept and joules < self._kept[-1].joules:
+            if self._kept and self._epoch == self._kept[-1].epoch and joules < self._kept[-1].joules:
                 self._epoch += 1
                 self.resets += 1
             if not self._kept or time_ns > self._kept[-1].time_ns:
@@ -97,27 +105,25 @@ class Anchors:
 
 
 def correction(first: Anchor | None, last: Anchor | None) -> Correction | None:
-    """The counter's correction between two anchors; None when they are too near or of different epochs."""
+    """What the counter says of the span between two anchors; None when they are too near or of different epochs."""
     if first is None or last is None or first.epoch != last.epoch:
         return None
-    span_ns = last.time_ns - first.time_ns
+    span_s = (last.time_ns - first.time_ns) * 1e-9
     counted_j = last.joules - first.joules
-    if span_ns < MIN_SPAN_NS or counted_j <= 0:
+    if span_s < MIN_SPAN_NS * 1e-9 or counted_j <= 0:
         return None
     sampled_j = last.mark.joules - first.mark.joules
-    sampled_s = last.mark.covered_s - first.mark.covered_s
-    ratio = sampled_j / counted_j
+    missing_s = max(span_s - (last.mark.covered_s - first.mark.covered_s), 0.0)
+    variance_j2 = last.mark.variance_j2 - first.mark.variance_j2
+    if not _plausible(counted_j, sampled_j, missing_s):
+        return Correction(sampled_j, abs(sampled_j - counted_j), sampled_j, variance_j2, 0.0, used=False)
     edges = (TICK_S * first.mark.swing_w) ** 2 + (TICK_S * last.mark.swing_w) ** 2
     error_j = float(((ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * edges / 3.0) ** 0.5)
-    whole = sampled_s >= 0.98 * span_ns * 1e-9
-    if whole and abs(ratio - 1.0) > DISAGREE:
-        return Correction(0.0, sampled_j, 0.0, 0.0, abs(sampled_j - counted_j), ratio, used=False)
-    return Correction(
-        joules=counted_j - sampled_j,
-        span_j=counted_j,
-        covered_s=span_ns * 1e-9 - sampled_s,
-        variance_j2=last.mark.variance_j2 - first.mark.variance_j2,
-        error_j=error_j,
-        ratio=ratio,
-        used=True,
-    )
+    return Correction(counted_j, error_j, sampled_j, variance_j2, missing_s, used=True)
+
+
+def _plausible(counted_j: float, sampled_j: float, missing_s: float) -> bool:
+    """Whether counter and samples can be of one thing: equal within `DISAGREE` but for what the samples missed."""
+    if missing_s < WHOLE_S:
+        return abs(sampled_j / counted_j - 1.0) <= DISAGREE
+    return counted_j - sampled_j >= -DISAGREE * counted_j and (counted_j - sampled_j) / missing_s < MAX_POWER_W

@@ -266,7 +266,7 @@ def _by_domain(monitor: Monitor, windows: list[Window], calls: int) -> dict[str,
     """Joules per call by domain; the domains that are not counted too, as far as they are known."""
     found: dict[str, list[Energy]] = {}
     for window in windows:
-        for name, energy in monitor.read(window, everything=window is windows[-1]).items():
+        for name, energy in monitor.read(window, everything=True).items():
             found.setdefault(name, []).append(energy)
     return {
         name: Uncertain(sum(e.joules for e in parts) / calls, sum(e.error_j**2 for e in parts) ** 0.5 / calls)

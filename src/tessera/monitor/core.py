@@ -3,44 +3,52 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..schema import Capability, Energy, RegionEnergy
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
-from ..trace import combine
+from ..trace import chain, combine
 from .cuda import DeviceClocks, Edge
-from .regions import REGIONS_VARIABLE, write_regions
+from .regions import REGIONS_VARIABLE, by_joules, write_regions
 from .sampler import Sampler
 from .window import Window, on_device
 
 # A window whose data have not come after this is settled with what there is (its coverage says so).
 GIVE_UP_NS = 10_000_000_000
 MAX_REGIONS = 10_000
+# A window waits here for a second or two; more than this are opened faster than they can be settled.
+MAX_PENDING = 50_000
+SETTLE_NS = 200_000_000
+LAST_WAIT_S = 0.5
 OTHER_REGION = "(other regions)"
 
 
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
 class _Region:
-    """Running totals of all windows of one name."""
+    """All windows of one name, added up as they settle."""
 
-    __slots__ = ("calls", "coverage_s", "joules", "last", "seconds", "variance")
+    __slots__ = ("calls", "end_ns", "energy", "start_ns")
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.joules = self.variance = self.seconds = self.coverage_s = 0.0
-        self.last: Energy | None = None
+    def __init__(self, energy: Energy, window: Window) -> None:
+        self.calls = 1
+        self.energy = energy
+        self.start_ns = window.start.host_ns
+        self.end_ns = window.end.host_ns if window.end else self.start_ns
 
-    def add(self, energy: Energy) -> None:
+    def add(self, energy: Energy, window: Window) -> None:
         self.calls += 1
-        self.joules += energy.joules
-        self.variance += energy.error_j**2
-        self.seconds += energy.seconds
-        self.coverage_s += energy.coverage * energy.seconds
-        self.last = energy
+        self.energy = chain([self.energy, energy])
+        self.start_ns = min(self.start_ns, window.start.host_ns)
+        self.end_ns = max(self.end_ns, window.end.host_ns if window.end else 0)
 
 
 class Monitor:
@@ -52,8 +60,10 @@ class Monitor:
         self.missing = tuple(missing)
         self._lock = threading.Lock()
         self._pending: dict[int, Window] = {}
+        self.untracked = 0
         self._regions: dict[str, _Region] = {}
         self.sampler.on_read(self._after_read)
+        _monitors.add(self)
 
     def start(self) -> Monitor:
         """Start sampling; returns self."""
@@ -61,15 +71,29 @@ class Monitor:
         return self
 
     def stop(self) -> None:
-        """Stop sampling and release the sensors; windows read later keep what was measured."""
+        """Wait (briefly) for the windows just closed, then stop sampling and release the sensors.
+
+        Windows read later keep what was measured.
+        """
+        self.settle_all(LAST_WAIT_S)
         self.sampler.stop()
+
+    def abandon(self) -> None:
+        """In a forked child: locks and threads are the parent's. A monitor given by hand measures nothing here."""
+        self._lock = threading.Lock()
+        self._pending = {}
+        self.clocks = DeviceClocks()
+        self.sampler.abandon()
 
     # -- windows --------------------------------------------------------------------------------------------
 
     def open(self, name: str) -> Window:
         """Begin a window now: two clock readings at most on the caller's thread."""
         window = Window(name, self.clocks.edge())
-        self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
+        if len(self._pending) < MAX_PENDING:
+            self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
+        else:
+            self.untracked += 1  # still measured when it is read, but no part of its region's total
         return window
 
     def close(self, window: Window) -> None:
@@ -94,20 +118,25 @@ class Monitor:
             self.sampler.wait_for(last_ns, timeout_s, names)
             window.settle(self.sampler, self.clocks, names, force=True)
         self._report(window)
-        return window.energies
+        return dict(window.energies)
 
     def _after_read(self) -> None:
-        """On the sampler's thread: renew clock anchors, settle the windows whose data have come."""
+        """On the sampler's thread: renew clock anchors, settle the windows whose data have come.
+
+        Only the counted domains, and only for a slice of time: the sensors must be read again in a second.
+        """
         self.clocks.renew()
         now = time.monotonic_ns()
-        counted, everything = self.sampler.counted(), list(self.sampler.series)
+        until = now + SETTLE_NS
+        counted = self.sampler.counted()
         for key, window in list(self._pending.items()):
             end = window.end
             stale = end is not None and now - end.host_ns > GIVE_UP_NS and end.event is None
             if window.settle(self.sampler, self.clocks, counted, force=stale):
-                self._report(window)
-            if window.settle(self.sampler, self.clocks, everything, force=stale):
                 self._pending.pop(key, None)
+                self._report(window)
+            if time.monotonic_ns() > until:
+                break
 
     def _report(self, window: Window) -> None:
         """Add a settled window to its region, once."""
@@ -118,7 +147,11 @@ class Monitor:
             name = window.name
             if name not in self._regions and len(self._regions) >= MAX_REGIONS:
                 name = OTHER_REGION
-            self._regions.setdefault(name, _Region()).add(self.total(window))
+            energy = self.total(window)
+            if name in self._regions:
+                self._regions[name].add(energy, window)
+            else:
+                self._regions[name] = _Region(energy, window)
 
     def total(self, window: Window) -> Energy:
         """The counted domains of a settled window, together."""
@@ -129,32 +162,31 @@ class Monitor:
     # -- what was measured ----------------------------------------------------------------------------------
 
     def settle_all(self, timeout_s: float = 5.0) -> None:
-        """Wait until every closed window is settled (or the time is over)."""
-        for window in [w for w in list(self._pending.values()) if w.end is not None]:
-            self.read(window, timeout_s)
+        """Wait until every closed window is settled, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        for key, window in list(self._pending.items()):
+            if window.end is not None:
+                self.read(window, max(deadline - time.monotonic(), 0.0))
+                self._pending.pop(key, None)
 
     def regions(self) -> list[RegionEnergy]:
-        """All settled windows by name, the most joules first."""
+        """All settled windows by name, the most joules first.
+
+        The errors of the windows are independent and add in quadrature, down to the level error they all share.
+        """
         with self._lock:
             gain = max((d.gain_error for d in self.sampler.domains if d.counted), default=0.0)
             rows = [
-                RegionEnergy(name=n, calls=r.calls, energy=_region_energy(r, gain)) for n, r in self._regions.items()
+                RegionEnergy(
+                    name=name,
+                    calls=r.calls,
+                    energy=dataclasses.replace(r.energy, error_j=max(r.energy.error_j, gain * abs(r.energy.joules))),
+                    start_ns=r.start_ns,
+                    end_ns=r.end_ns,
+                )
+                for name, r in self._regions.items()
             ]
-        return sorted(rows, key=lambda r: -r.energy.joules)
-
-
-def _region_energy(region: _Region, gain_error: float) -> Energy:
-    """The errors of the windows are independent and add in quadrature, down to the level error they all share."""
-    last = region.last
-    assert last is not None
-    return Energy(
-        joules=region.joules,
-        error_j=max(region.variance**0.5, gain_error * abs(region.joules)),
-        seconds=region.seconds,
-        source=last.source,
-        coverage=region.coverage_s / region.seconds if region.seconds > 0 else 0.0,
-        basis=last.basis,
-    )
+        return by_joules(rows)
 
 
 _default: Monitor | None = None
@@ -185,6 +217,8 @@ def _after_fork() -> None:
     """A forked child has no sampler thread: let it make its own when it first measures."""
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
+    for monitor in list(_monitors):
+        monitor.abandon()
 
 
 def _at_exit() -> None:

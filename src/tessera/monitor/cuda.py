@@ -19,11 +19,15 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 # float32 has 24 bits: at 4 s (4000 ms) a step is 0.24 µs, far below the anchor's own ~20-50 µs.
 RENEW_NS = 4_000_000_000
 _ANCHOR_TRIES = 5
+# A round trip took 24-120 µs on the H200; half of one is the anchor's uncertainty.
+_ROUND_TRIP_NS = 200_000
+_POLL_NS = 300_000
 _KEPT_ANCHORS = 32
 _POOL = 8192
 # Events made in advance (creating one costs the user's thread 3 µs more, H200), a few per round so that the
@@ -135,14 +139,16 @@ class DeviceClocks:
         module = cuda()
         if module is None:
             return
-        if not self._relaxed:
-            self._relaxed = _relax_capture_mode()
+        if not self._relaxed:  # once: this thread is ours
+            self._relaxed = _exchange_capture_mode(_RELAXED) is not None
         # A failed device must not end the sampler's thread: the other sensors, and the host's edges, still work.
         with contextlib.suppress(RuntimeError):
             self._renew(module)
 
     def _renew(self, module: Any) -> None:
-        for device in {*self._pool, module.current_device()}:
+        # Only devices whose stream was marked: asking for "the current one" on this thread would mean device 0, and a
+        # context there that costs memory and watts in every rank.
+        for device in list(self._pool):
             anchors = self._anchors.get(device)
             if not anchors or time.monotonic_ns() - anchors[-1][0] > RENEW_NS:
                 with self._lock:
@@ -159,21 +165,29 @@ class DeviceClocks:
                 pool.append(event)
 
     def _anchor(self, module: Any, device: int) -> None:
-        """Record events on an otherwise empty stream and keep the one with the shortest round trip."""
+        """Record events on an otherwise empty stream and keep the one with the shortest round trip.
+
+        The event is polled, not waited for: waiting gives up the interpreter, and a busy main thread keeps it for
+        5 ms, by which the anchor would be late. One that took long all the same (the thread was preempted, or the
+        stream shares a hardware queue with the user's) is not kept, unless there is none yet.
+        """
         if device not in self._own:
             self._own[device] = module.Stream(device=device)
+        anchors = self._anchors.setdefault(device, deque(maxlen=_KEPT_ANCHORS))
         best: tuple[int, int, Any] | None = None
         with module.device(device):
             for _ in range(_ANCHOR_TRIES):
                 event = module.Event(enable_timing=True)
                 before = time.monotonic_ns()
                 event.record(self._own[device])
+                while not event.query() and time.monotonic_ns() - before < _POLL_NS:
+                    pass
                 event.synchronize()
                 after = time.monotonic_ns()
                 if best is None or after - before < best[0]:
                     best = (after - before, (before + after) // 2, event)
-        if best is not None:
-            self._anchors.setdefault(device, deque(maxlen=_KEPT_ANCHORS)).append((best[1], best[2]))
+        if best is not None and (best[0] <= _ROUND_TRIP_NS or not anchors):
+            anchors.append((best[1], best[2]))
 
     def resolve(self, edge: Edge, wait: bool = False) -> bool:
         """Find the device's time of an edge; False while the device has not passed it yet."""
@@ -182,7 +196,8 @@ class DeviceClocks:
             return True
         try:
             if wait:
-                event.synchronize()
+                with _relaxed_capture():
+                    event.synchronize()
             elif not event.query():
                 return False
             module = cuda()
@@ -224,15 +239,26 @@ def _pop(pool: list[Any]) -> Any | None:
         return None
 
 
-def _relax_capture_mode() -> bool:
-    """Keep this thread's event calls from invalidating a CUDA graph that another thread is capturing.
+def _exchange_capture_mode(mode: int) -> int | None:
+    """Set this thread's stream-capture mode and return the one before; None where CUDA cannot be asked.
 
     `torch.cuda.graph` captures in global mode, in which event synchronisation on *any* thread is an error unless
     that thread has opted out (cuThreadExchangeStreamCaptureMode in the CUDA driver API).
     """
+    value = ctypes.c_int(mode)
     try:
-        mode = ctypes.c_int(_RELAXED)
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
     except (OSError, AttributeError):
-        return False
-    return True
+        return None
+    return value.value if status == 0 else None
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Keep this thread's event calls from invalidating a CUDA graph that another thread is capturing."""
+    before = _exchange_capture_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _exchange_capture_mode(before)

@@ -5,6 +5,8 @@ The live screen, its plain lines, JSON and the Prometheus exposition are four vi
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from ..integral import accumulate
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
 from ..sensors.base import Sensor
 from ..sensors.discover import Found
-from ..trace import combine
+from ..trace import chain, combine
 from .core import Monitor
 from .cuda import Edge
 from .series import Series
@@ -107,7 +109,7 @@ class Ledger:
         for window in [w for w in self._closing if w.energies.keys() >= sampler.series.keys()]:
             self._closing.remove(window)
             for name, energy in window.energies.items():
-                self._settled[name] = [_chain([*self._settled.get(name, []), energy])]
+                self._settled[name] = [_since([*self._settled.get(name, []), energy])]
         if calm and now_ns - self._window.start.host_ns > CHUNK_NS:
             self._monitor.close(self._window)
             self._closing.append(self._window)
@@ -116,22 +118,17 @@ class Ledger:
         for window in (*self._closing, self._window):
             for name, energy in window.so_far(sampler, window.end or Edge(now_ns)).items():
                 parts.setdefault(name, []).append(energy)
-        energies = {name: _chain(links, self._floor_j.get(name, 0.0)) for name, links in parts.items()}
+        energies = {name: _since(links, self._floor_j.get(name, 0.0)) for name, links in parts.items()}
         self._floor_j.update((name, e.joules) for name, e in energies.items())
         return energies
 
 
-def _chain(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
-    """One window after the other. Their errors are mostly the level of one sensor, so they add up."""
-    seconds = sum(e.seconds for e in links)
-    return Energy(
-        joules=max(sum(e.joules for e in links), floor_j),
-        error_j=sum(e.error_j for e in links),
-        seconds=seconds,
-        source=links[-1].source,
-        coverage=sum(e.coverage * e.seconds for e in links) / seconds if seconds > 0 else 0.0,
-        basis=links[-1].basis,
-    )
+def _since(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
+    """One window after the other. Their errors are mostly the level of one sensor, so they add up here."""
+    whole = chain(links)
+    known = [e for e in links if not math.isnan(e.joules)]
+    joules = max(sum(e.joules for e in known), floor_j)
+    return dataclasses.replace(whole, joules=joules, error_j=sum(e.error_j for e in known))
 
 
 class Watch:

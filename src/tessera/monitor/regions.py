@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ..schema import SCHEMA_VERSION, Energy, RegionEnergy
-from ..trace import worst_basis
+from ..schema import SCHEMA_VERSION, RegionEnergy
+from ..trace import chain
 
 REGIONS_VARIABLE = "TESSERA_REGIONS_DIR"
 """Environment variable with the folder; set by `tessera measure` for the command it runs."""
@@ -39,22 +40,32 @@ def read_regions(folder: Path) -> list[RegionEnergy]:
 
 
 def merge(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
-    """Regions of one name added up."""
+    """Regions of one name together, of processes that may have run side by side.
+
+    Every process of a node measures the same boards, so the ranks of one job must not be added up: of regions that
+    overlap in time (the monotonic clock is the machine's) the one with the most joules stands for all. Regions one
+    after the other are added.
+    """
     by_name: dict[str, list[RegionEnergy]] = {}
-    for region in regions:
-        by_name.setdefault(region.name, []).append(region)
-    merged = [_sum(name, parts) for name, parts in by_name.items()]
-    return sorted(merged, key=lambda r: -r.energy.joules)
+    for region in sorted(regions, key=lambda r: r.start_ns):
+        kept = by_name.setdefault(region.name, [])
+        if kept and region.start_ns < kept[-1].end_ns:
+            kept[-1] = by_joules([kept[-1], region])[0]
+        else:
+            kept.append(region)
+    return by_joules([_sum(name, parts) for name, parts in by_name.items()])
 
 
-def _sum(name: str, parts: list[RegionEnergy]) -> RegionEnergy:
-    seconds = sum(p.energy.seconds for p in parts)
-    energy = Energy(
-        joules=sum(p.energy.joules for p in parts),
-        error_j=sum(p.energy.error_j**2 for p in parts) ** 0.5,
-        seconds=seconds,
-        source=parts[0].energy.source,
-        coverage=sum(p.energy.coverage * p.energy.seconds for p in parts) / seconds if seconds > 0 else 0.0,
-        basis=worst_basis(p.energy.basis for p in parts),
+def by_joules(regions: Sequence[RegionEnergy]) -> list[RegionEnergy]:
+    """The most joules first; those of which nothing is known last."""
+    return sorted(regions, key=lambda r: math.inf if math.isnan(r.energy.joules) else -r.energy.joules)
+
+
+def _sum(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:
+    return RegionEnergy(
+        name=name,
+        calls=sum(p.calls for p in parts),
+        energy=chain([p.energy for p in parts]),
+        start_ns=parts[0].start_ns,
+        end_ns=max(p.end_ns for p in parts),
     )
-    return RegionEnergy(name=name, calls=sum(p.calls for p in parts), energy=energy)

@@ -70,6 +70,7 @@ class Sampler:
         self.telemetry: dict[str, deque[Telemetry]] = {}
         self.events: deque[PowerEvent] = deque(maxlen=KEPT_EVENTS)
         self.gaps: deque[Gap] = deque(maxlen=KEPT_GAPS)
+        self.faults: deque[str] = deque(maxlen=16)
         self.cpu_time_s = 0.0
         self.reads = 0
         with self._lock:
@@ -127,7 +128,7 @@ class Sampler:
             self._wake.notify_all()
             while not self.covers(time_ns, wanted):
                 left = deadline - time.monotonic()
-                if left <= 0 or self._stopping:
+                if left <= 0 or self._stopping or (self._thread is not None and not self._thread.is_alive()):
                     self._give_up(time_ns, wanted)
                     return False
                 if self._thread is None:  # driven by hand
@@ -144,7 +145,17 @@ class Sampler:
                 del self._wanted[name]
 
     def _covered(self, name: str, time_ns: int) -> bool:
-        return name in self._dead or self.series[name].covers(time_ns)
+        """Whether a domain has data up to a time, or none are to be expected."""
+        return self.series[name].covers(time_ns) or name in self._dead or name in self._silent()
+
+    def _silent(self) -> set[str]:
+        """Domains with an open gap: they say nothing now, and nobody should wait for them."""
+        return {gap.domain for gap in self.gaps if gap.end_ns is None}
+
+    def silent(self, name: str) -> bool:
+        """Whether a domain says nothing now: its sensor is lost, or it has an open gap."""
+        with self._lock:
+            return name in self._dead or name in self._silent()
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -157,7 +168,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and the sensors. What was read stays readable."""
+        """Read once more, then stop the thread and the sensors. What was read stays readable."""
         with self._wake:
             if self._stopping:
                 return
@@ -166,13 +177,29 @@ class Sampler:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
         for slot in self._slots:
+            if not slot.lost:
+                self._read(slot)
             slot.sensor.stop()
+        self._call_back()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is gone, and a lock may be held by it for ever. Nothing is read any more."""
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self._stopping = True
+        self._thread = None
+
+    def _call_back(self) -> None:
+        for call in self._after_read:
+            try:
+                call()
+            except Exception as exc:  # noqa: BLE001  (what is called may meet a failed device; sampling goes on)
+                self.faults.append(f"{type(exc).__name__}: {exc}")
 
     def _run(self) -> None:
         while not self._stopping:
             delay_s = self.read_due()
-            for call in self._after_read:
-                call()
+            self._call_back()
             self.cpu_time_s = time.thread_time()
             with self._wake:
                 self._wake.notify_all()
@@ -204,9 +231,14 @@ class Sampler:
                 slot.sensor.start()
                 with self._lock:
                     self._adopt(slot)
+                    for name in slot.names:
+                        self.anchors[name].restart()
             batch = slot.sensor.read()
         except SensorError as exc:
             self._lose(slot, exc)
+            return
+        except Exception as exc:  # noqa: BLE001  (a fault in one vendor's binding must not end all measuring)
+            self._lose(slot, SensorLost(f"the {slot.sensor.name} sensor failed", why=f"{type(exc).__name__}: {exc}"))
             return
         if slot.lost:
             self._dead -= slot.names
@@ -244,18 +276,19 @@ class Sampler:
 
     def _take(self, batch: Batch) -> None:
         with self._wake:
+            for gap in batch.gaps:  # before the samples: one that is over already is closed by them
+                if not any(_overlap(gap, known) for known in self.gaps):  # the first reason given stands
+                    self.gaps.append(gap)
             for name, samples in batch.samples.items():
                 self.series[name].extend(self._bridge(name, samples))
+            silent = self._silent()
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks:
                     self.anchors[name].add(time_ns, joules)
-            for anchors in self.anchors.values():
-                anchors.catch_up()
+            for name, anchors in self.anchors.items():
+                anchors.catch_up(force=name in silent)
             for t in batch.telemetry:
                 self.telemetry.setdefault(t.domain, deque(maxlen=KEPT_TELEMETRY)).append(t)
-            for gap in batch.gaps:
-                if not any(_overlap(gap, known) for known in self.gaps):  # the first reason given stands
-                    self.gaps.append(gap)
             self.events.extend(batch.events)
             self._wake.notify_all()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from ..errors import MeasurementError
+from ..errors import ArgumentError, MeasurementError
 from ..schema import Basis, Energy, EnergyReport
 from ..trace import combine
 from .core import Monitor, default
@@ -32,7 +32,8 @@ class EnergyScope:
         self._sync = sync
         self._given = monitor
         self._monitor: Monitor | None = monitor
-        self._window: Window | None = None
+        self._window: Window | None = None  # the one a result is read from: open, or the last that was closed
+        self._open: list[Window] = []  # entered and not yet left: the same object may be entered again inside itself
 
     def __enter__(self) -> EnergyScope:
         # Not the one of the last time: that may have been replaced (`use`), or left behind in the parent (fork).
@@ -40,6 +41,7 @@ class EnergyScope:
         if self._sync:
             synchronize()
         self._window = monitor.open(self.name)
+        self._open.append(self._window)
         return self
 
     def __exit__(
@@ -47,10 +49,17 @@ class EnergyScope:
     ) -> None:
         if self._sync and exc_type is None:
             synchronize()
-        self._monitor.close(self._window)  # type: ignore[union-attr,arg-type]
+        self._window = self._open.pop()
+        self._monitor.close(self._window)  # type: ignore[union-attr]
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function or coroutine function: a scope of this name around every call."""
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise ArgumentError(
+                f"energy_scope cannot decorate the generator {fn.__name__!r}",
+                why="its body runs between its caller's steps, not in the call",
+                fix="open the scope inside it: with monitor.energy_scope(...):",
+            )
         if inspect.iscoroutinefunction(fn):
 
             @functools.wraps(fn)

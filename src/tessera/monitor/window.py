@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 
-from ..integral import Mark, window_error_j
+from ..integral import Mark
 from ..schema import Domain, Energy
+from ..trace import energy_between
 from .anchors import Anchor, Anchors, correction
 from .cuda import DeviceClocks, Edge
 from .sampler import Sampler
@@ -88,28 +90,24 @@ class Window:
                     self._firsts[name] = first
 
     def _energy(self, series: Series, anchors: Anchors, end: Edge) -> Energy:
+        """By the samples alone, or with the counter's joules for the span between the first and last anchor."""
         domain = series.domain
         device = on_device(domain)
-        start_mark, end_mark = self._starts[domain.name], self._ends[domain.name]
-        joules = end_mark.joules - start_mark.joules
-        covered_s = end_mark.covered_s - start_mark.covered_s
-        error_j = window_error_j(start_mark, end_mark, gain_error=domain.gain_error, blur_s=domain.blur_s)
-        source = domain.source
-        fix = correction(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
-        if fix is not None:
-            rest = Mark(start_mark.joules + fix.span_j, start_mark.covered_s,
-                        start_mark.variance_j2 + fix.variance_j2, start_mark.swing_w)  # fmt: skip
-            outside = Mark(end_mark.joules + fix.joules, end_mark.covered_s, end_mark.variance_j2, end_mark.swing_w)
-            edges_j = window_error_j(rest, outside, gain_error=domain.gain_error, blur_s=domain.blur_s)
-            error_j = (edges_j**2 + fix.error_j**2) ** 0.5
-            joules, covered_s = joules + fix.joules, covered_s + fix.covered_s
-            source += "+counter" if fix.used else ""
         seconds = self.seconds(device)
-        return Energy(
-            joules=joules,
-            error_j=error_j,
-            seconds=seconds,
-            source=source,
+        start_mark, end_mark = self._starts[domain.name], self._ends[domain.name]
+        fix = correction(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
+        if fix is None:
+            return energy_between(domain, start_mark, end_mark, seconds)
+        # The span is the counter's: what is left to the samples are the two ends.
+        begin = dataclasses.replace(
+            start_mark, joules=start_mark.joules + fix.sampled_j, variance_j2=start_mark.variance_j2 + fix.variance_j2
+        )
+        ends = energy_between(domain, begin, end_mark, seconds)
+        covered_s = end_mark.covered_s - start_mark.covered_s + fix.covered_s
+        return dataclasses.replace(
+            ends,
+            joules=end_mark.joules - begin.joules + fix.joules,
+            error_j=(ends.error_j**2 + fix.error_j**2) ** 0.5,
+            source=domain.source + ("+counter" if fix.used else ""),
             coverage=min(covered_s / seconds, 1.0) if seconds > 0 else 0.0,
-            basis=domain.basis,
         )

@@ -91,7 +91,8 @@ class TelemetryReader:
     def capabilities(self, domain: str) -> list[Capability]:
         """What this GPU does not give, and why."""
         return [
-            Capability(name=f"{domain} {what}", available=False, reason=str(exc)) for what, exc in {**self.refused, **self.failing}.items()
+            Capability(name=f"{domain} {what}", available=False, reason=str(exc))
+            for what, exc in {**self.refused, **self.failing}.items()
         ]
 
     def close(self) -> None:

@@ -31,9 +31,10 @@ _ORDINAL = re.compile(r"\s*([+-]?\d+)", re.ASCII)
 def visible_boards(boards: Sequence[Board], text: str | None) -> list[Visible]:
     """The boards that CUDA_VISIBLE_DEVICES leaves visible, in its order. None: not set, all are.
 
-    As CUDA does (each tried on an H200 with driver 580, but for MIG): the list ends at the first entry that names
-    no device ("-1" and "" hide all) or is of another kind than the first, a device named twice hides all, and a
-    UUID may be shortened to any unambiguous prefix. Several slices of one board give that board once.
+    As CUDA does: the list ends at the first entry that names no device ("-1" and "" hide all), a device named twice
+    hides all, a UUID may be shortened to any unambiguous prefix (tried on a machine with one H200, driver 580). That
+    it ends where its kind changes, indices or UUIDs, is what torch.cuda takes CUDA to do. Several slices of one
+    board give that board once.
     """
     if text is None:
         return [Visible(b) for b in boards]

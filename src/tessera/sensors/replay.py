@@ -104,7 +104,8 @@ class ReplaySensor:
 
 def _recorded(name: str, times_ns: Ints) -> Domain:
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
-    return Domain(name=name, source="csv", resolution_s=spacing_s, counted="." not in name)
+    note = "a recording: whether it was measured or modelled is not in the file"
+    return Domain(name=name, source="csv", resolution_s=spacing_s, counted="." not in name, note=note)
 
 
 def _marked(domain: Domain) -> Domain:
