@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
-	$(BIN)/tessera measure -- $(BIN)/python examples/train.py
+	$(BIN)/tessera measure --steps 60 -- $(BIN)/python examples/train.py
 
 test: lint types contracts tests
 
@@ -32,7 +32,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory_24h.py
 	$(BIN)/python benchmarks/scope_cost.py
+	$(BIN)/python benchmarks/fit_response.py
 	$(BIN)/python benchmarks/replay_accuracy.py
+	$(BIN)/python benchmarks/page.py
 
 clean:
 	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache
@@ -41,9 +43,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-# torch is pinned by the constraints (CPU build); the example uses it where it is, and numpy otherwise.
+# torch's version is pinned by the constraints; which build (CPU or CUDA) is the registry's choice.
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e '.[torch]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt

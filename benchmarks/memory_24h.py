@@ -5,6 +5,7 @@ python benchmarks/memory_24h.py [HOURS]
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -65,6 +66,7 @@ def main() -> None:
     print(f"{'simulated':>10s}  {'arrays':>9s}  {'  resident':>11s}")
     marks = [0.25, 1, 2, 4, 8, 12, 16, 20, 24, 48, 96]
     done = 0
+    rows: dict[str, float] = {}
     for hour in [m for m in marks if m <= hours]:
         while done < hour * 3600:
             day.now_ns += 1_000_000_000
@@ -73,11 +75,16 @@ def main() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = pages * resource.getpagesize() / 2**20
         print(f"{hour:8.2f} h  {sampler.nbytes / 2**20:6.1f} MiB  {resident:7.1f} MiB", flush=True)
+        rows[f"{hour:g}"] = resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     samples = GPUS * HZ * done
     print(
         f"{samples / 1e6:.0f} M samples in {time.perf_counter() - t0:.0f} s; peak resident memory of the process {peak:.0f} MiB"
     )
+
+    if hours >= 24:
+        out = Path(__file__).parent / "results" / "memory_24h.json"
+        out.write_text(json.dumps({"resident_mib": rows, "gpus": GPUS, "hz": HZ}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The three ways to measure: a scope, a trace, a benchmark. Runs anywhere; without a sensor it is modelled.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 from __future__ import annotations

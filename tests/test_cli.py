@@ -21,8 +21,12 @@ from fakes.nvml import Scenario, fake_env, missing_compiler
 def tessera(*args: str, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tessera", *args],
-        check=False, capture_output=True, text=True, timeout=timeout, env={**os.environ, "COLUMNS": "200", **(env or {})},
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "COLUMNS": "200", **(env or {})},
+    )
 
 
 @pytest.fixture

@@ -264,8 +264,8 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     pwr = trace(one, two, epoch_offset_ns=offset)
     back = read_csv(pwr.to_csv(tmp_path / "power.csv"))
     assert set(back) == {"gpu0", "cpu,0"}
-    assert back["gpu0"][0].tolist() == [offset, offset + 40_123_000]
-    assert back["gpu0"][1].tolist() == [100.0, 300.25]
+    assert back["gpu0"][0].tolist() == [offset, offset + 20_000_000, offset + 40_123_000]
+    assert back["gpu0"][1].tolist() == pytest.approx([100.0, math.nan, 300.25], nan_ok=True)  # a gap stays a gap
     assert back["cpu,0"][1].tolist() == [7.125]
 
 

@@ -41,7 +41,7 @@ class Domain:
     """A named place where power is drawn, and how well its sensor sees it.
 
     `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
-    `blur_s` how far an edge is smeared (a standard deviation), `sample_noise` the relative standard deviation of one
+    `blur_s` the width within which an edge may lie, `sample_noise` the relative standard deviation of one
     sample, `gain_error` the relative 90% error of the level that no averaging removes.
     `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them.
     """

@@ -210,8 +210,8 @@ class PowerTrace:
             out.writerow(CSV_COLUMNS)
             for name, column in self.columns.items():
                 for t, w in zip(column.times_ns.tolist(), column.watts.tolist(), strict=True):
-                    if not math.isnan(w):
-                        out.writerow(((t + self.epoch_offset_ns) // 1000, name, f"{w:.3f}"))
+                    # "nan" ends a gap: nothing is known since the sample before.
+                    out.writerow(((t + self.epoch_offset_ns) // 1000, name, f"{w:.3f}"))
         return target
 
     def to_frame(self) -> Any:

@@ -27,7 +27,7 @@ R = TypeVar("R")
 # A batch must span several samples: the edges of a window then matter little (see integral.window_error_j).
 BATCH_S = 0.25
 BATCH_RESOLUTIONS = 10
-MIN_BATCHES = 6
+MIN_BATCHES = 9
 
 
 class EnergyBenchmark:

@@ -72,27 +72,23 @@ class Edge:
 class _Streams:
     """The current CUDA stream, found fast: torch's own look-up builds a new object each time (several µs)."""
 
+    __slots__ = ("_cuda", "capturing", "device", "key", "known")
+
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
         # These three have been in torch._C since 1.x and are what torch.cuda calls itself; without them the
         # public functions do the same more slowly.
-        self._device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-        self._stream = getattr(torch._C, "_cuda_getCurrentStream", None)
         self.capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-        self._known: dict[Any, Any] = {}
+        self.device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self.key = getattr(torch._C, "_cuda_getCurrentStream", lambda _device: torch.cuda.current_stream())
+        self.known: dict[Any, Any] = {}
 
-    def current(self) -> tuple[int, Any]:
-        """Index of the current device and its current stream."""
-        device = self._device()
-        if self._stream is None:
-            return device, self._cuda.current_stream()
-        key = self._stream(device)
-        stream = self._known.get(key)
-        if stream is None:
-            if len(self._known) >= _KNOWN_STREAMS:
-                self._known.clear()
-            stream = self._known[key] = self._cuda.current_stream()
-        return device, stream
+    def look_up(self, key: Any) -> Any:
+        """The current stream as an object, remembered by its key."""
+        if len(self.known) >= _KNOWN_STREAMS:
+            self.known.clear()
+        stream = self.known[key] = self._cuda.current_stream()
+        return stream
 
 
 class DeviceClocks:
@@ -113,21 +109,20 @@ class DeviceClocks:
             if cuda() is None:
                 return Edge(time.monotonic_ns())
             streams = self._streams = _Streams(sys.modules["torch"])
-        try:
-            return self._device_edge(streams)
-        except RuntimeError:  # what torch raises once the device has failed: that is the user's error to see, not ours
+        try:  # one flat function: this is the user's thread
+            if streams.capturing():
+                # An event recorded into a CUDA graph has no time of its own: the host's edge must do.
+                return Edge(time.monotonic_ns())
+            device = streams.device()
+            key = streams.key(device)
+            stream = streams.known.get(key) or streams.look_up(key)
+            pool = self._pool.get(device)
+            event = pool.pop() if pool else self._new_event(device)
+            event.record(stream)
+        except (RuntimeError, IndexError):
+            # The device has failed (that is the user's error to see, not ours), or another thread took the last
+            # event of the pool since we looked.
             return Edge(time.monotonic_ns())
-
-    def _device_edge(self, streams: _Streams) -> Edge:
-        if streams.capturing():
-            # An event recorded into a CUDA graph has no time of its own: the host's edge must do.
-            return Edge(time.monotonic_ns())
-        device, stream = streams.current()
-        pool = self._pool.get(device)
-        event = _pop(pool) if pool else None
-        if event is None:
-            event = self._new_event(device)
-        event.record(stream)
         return Edge(time.monotonic_ns(), event, device)
 
     def _new_event(self, device: int) -> Any:
@@ -230,13 +225,6 @@ class DeviceClocks:
         """The last anchor before the edge was launched (the device passes it later), else the oldest kept."""
         anchors: deque[tuple[int, Any]] = self._anchors[edge.device]
         return next((a for a in reversed(anchors) if a[0] <= edge.host_ns), anchors[0])
-
-
-def _pop(pool: list[Any]) -> Any | None:
-    try:
-        return pool.pop()
-    except IndexError:  # another thread took the last one since we looked
-        return None
 
 
 def _exchange_capture_mode(mode: int) -> int | None:
