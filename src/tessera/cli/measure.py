@@ -11,6 +11,7 @@ import click
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
+    from ..monitor import Monitor
     from ..monitor.command import CommandRun
     from ..schema import Work
 
@@ -60,6 +61,8 @@ def command(
 
     found = discover(list(sensors) or None)
     monitor = Monitor(found.sensors, found.missing).start()
+    if not as_json:
+        _announce(monitor)
     try:
         run = measure_command(command, monitor, work=given)
     except CommandNotRun as exc:
@@ -85,6 +88,15 @@ def _works(
         if amount is not None and not amount > 0:
             raise ArgumentError(f"the number of {name}s must be positive, not {amount:g}")
     return [Work(amount=v, unit=k) for k, v in pairs.items() if v is not None]
+
+
+def _announce(monitor: Monitor) -> None:
+    """The first line, before the command's own output: what measures, or that nothing does."""
+    from rich.console import Console
+
+    from ..report.text import sensors_line
+
+    Console(stderr=True, highlight=False).print(sensors_line(monitor.sampler.domains))
 
 
 def _show(run: CommandRun, command: tuple[str, ...], trace: Path | None, as_json: bool) -> None:

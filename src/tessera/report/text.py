@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..monitor.result import BenchmarkResult, Uncertain
-from ..schema import Energy, EnergyReport
+from ..schema import Domain, Energy, EnergyReport
 from ..units import format_duration, format_energy, format_power
 
 
@@ -35,12 +35,18 @@ def energy_text(energy_j: float, error_j: float | None) -> str:
     return with_error(energy_j / factor, None if error_j is None else error_j / factor, unit)
 
 
-def modelled_line(report: EnergyReport) -> str | None:
-    """The first line of an answer that was not measured."""
-    if report.basis == "measured":
-        return None
-    modelled = ", ".join(d.name for d in report.domains if d.counted and d.basis != "measured")
-    return f"MODELLED, not measured: no power sensor is readable here, so {modelled} is utilisation x a power curve."
+def sensors_line(domains: Sequence[Domain]) -> Text:
+    """One line on what measures; a loud one where nothing does."""
+    counted = [d for d in domains if d.counted]
+    modelled = ", ".join(d.name for d in counted if d.basis != "measured")
+    if modelled:
+        text = (
+            f"MODELLED, not measured: no power sensor is readable here, so {modelled} is utilisation x a power curve."
+        )
+        return Text(text, style="yellow")
+    names = [f"{d.name} ({d.source}, {format_duration(d.resolution_s)})" for d in counted[:4]]
+    more = f" and {len(counted) - 4} more" if len(counted) > 4 else ""
+    return Text(f"measuring {', '.join(names)}{more}", style="dim")
 
 
 def print_benchmark(results: Sequence[BenchmarkResult], console: Console | None = None) -> None:
@@ -104,9 +110,8 @@ def _plain(value: float | None) -> str:
 def answer(report: EnergyReport, *, advice: str | None, next_command: str | None) -> RenderableType:
     """One screen: joules, watts, seconds, per unit of work, where they went, one thing to do, what to type next."""
     lines: list[RenderableType] = []
-    modelled = modelled_line(report)
-    if modelled:
-        lines.append(Text(modelled, style="yellow"))
+    if report.basis != "measured":
+        lines.append(sensors_line(report.domains))
     lines.append(_headline(report))
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
