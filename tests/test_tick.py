@@ -246,3 +246,14 @@ def test_quiet_times_and_ticks_to_come(after_ms):
     assert after <= quiet <= after + 100 * MS
     assert after <= tick <= after + 100 * MS
     assert abs(quiet - tick) == pytest.approx(50 * MS, abs=2)
+
+
+def test_a_tick_that_does_not_come_is_noticed() -> None:
+    finder = TickFinder()
+    for k in range(12):
+        finder.saw(k * 100_000_000 + 40_000_000, k * 100_000_000 + 44_000_000)
+    assert finder.known
+    finder.quiet(1_250_000_000, 1_330_000_000)
+    assert finder.known, "no tick was due there"
+    finder.quiet(1_320_000_000, 1_360_000_000)
+    assert not finder.known, "one was due at 1.342 s"

@@ -19,7 +19,7 @@ READ_EVERY_NS = 1_000_000_000
 WATCH_EVERY_NS = 15_000_000_000
 LEARN_NS = 3_000_000
 # Give up looking for ticks after this: an idle or odd counter may not tick at all. Tried again later.
-LEARN_FOR_NS = 1_200_000_000
+LEARN_FOR_NS = 2_500_000_000
 RETRY_NS = 60_000_000_000
 
 
@@ -33,7 +33,7 @@ class EnergyCounter:
         self.ticks = TickFinder()
         self.due_ns = 0
         self._learning_since: int | None = None
-        self._last: tuple[int, int] | None = None  # start of the last read, its value
+        self._last: tuple[int, int, int] | None = None  # start and end of the last read, its value
         self._watch_ns = 0
         self._watching = False
         self._last_mj = -1
@@ -48,9 +48,11 @@ class EnergyCounter:
         if value_mj < self._last_mj:  # the driver restarted: its ticks are elsewhere now
             self.ticks = TickFinder()
             self._last = None
-        elif self._last and value_mj != self._last[1]:
+        elif self._last and value_mj != self._last[2]:
             self.ticks.saw(self._last[0], end)
-        self._last, self._last_mj = (begin, value_mj), value_mj
+        elif self._last:
+            self.ticks.quiet(self._last[1], begin)
+        self._last, self._last_mj = (begin, end, value_mj), value_mj
         self._plan(end)
         tick = self.ticks.last_tick_ns(begin, end)
         return [] if tick is None else [(tick - COUNTER_LAG_NS, value_mj * 1e-3)]

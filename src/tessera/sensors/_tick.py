@@ -65,6 +65,14 @@ class TickFinder:
         if self.known and self._margin_ns(after_ns) > MAX_UNCERTAINTY * self.period_ns:
             self._restart()
 
+    def quiet(self, from_ns: int, to_ns: int) -> None:
+        """No tick happened between two times. If one should have, what was learnt is wrong."""
+        if self.period_ns is None:
+            return
+        margin = self._margin_ns(to_ns)
+        if self.next_tick_ns(round(from_ns + margin)) + margin < to_ns:
+            self._restart()
+
     def _margin_ns(self, at_ns: int) -> float:
         """How far a tick near a time may lie from where it is expected."""
         return self.uncertainty_ns + DRIFT * max(at_ns - self._at, 0.0)
