@@ -8,7 +8,8 @@ import subprocess
 import pytest
 
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
-from tessera.sensors._bmc import Tracker, classify
+from tessera.sensors._bmc import classify
+from tessera.sensors._polled import PolledPower
 from tessera.sensors.base import Batch, Sensor
 from tessera.sensors.ipmi import IpmiSensor, RunResult, parse_power_reading
 
@@ -86,20 +87,20 @@ def test_repeats_are_not_data_and_the_refresh_is_learnt(bmc):
 
 
 def test_a_steady_value_is_kept_once_a_refresh():
-    tracker, batch = Tracker("node", 0), Batch()
+    power, batch = PolledPower("node", started_ns=0), Batch()
     for i in range(20):
-        tracker.accept(batch, i * 250_000_000, 200.0)
+        power.observe(batch, power_w=200.0, time_ns=i * 250_000_000)
     assert len(batch.samples["node"]) == pytest.approx(5, abs=2)
 
 
 def test_the_stamp_tells_a_new_reading_and_a_dead_one():
-    tracker, batch = Tracker("node", 0), Batch()
-    tracker.accept(batch, 0, 200.0, "a")
-    tracker.accept(batch, 10_000_000_000, 200.0, "a")
+    power, batch = PolledPower("node", started_ns=0), Batch()
+    power.observe(batch, power_w=200.0, time_ns=0, stamp="a")
+    power.observe(batch, power_w=200.0, time_ns=10_000_000_000, stamp="a")
     assert len(batch.samples["node"]) == 1
-    tracker.accept(batch, 11_000_000_000, 200.0, "b")
+    power.observe(batch, power_w=200.0, time_ns=11_000_000_000, stamp="b")
     assert len(batch.samples["node"]) == 2
-    tracker.accept(batch, 60_000_000_000, 200.0, "b")
+    power.observe(batch, power_w=200.0, time_ns=60_000_000_000, stamp="b")
     assert "stood still" in batch.gaps[0].reason
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from tessera.errors import SensorPermission, SensorUnavailable
 from tessera.monitor.sampler import Sampler
 from tessera.monitor.series import Series
+from tessera.sensors.base import Batch
 from tessera.sensors.nvml import NvmlSensor
 
 from conftest import clock_of
@@ -126,19 +129,17 @@ def test_repeats_of_a_polled_field_are_not_data(fake_nvml: FakeNvml) -> None:
     fake_nvml.set(Scenario(ring="off", wave="sine:300:100:1.3"))
     import pynvml
 
-    from tessera.sensors._nvml_power import PolledReader
+    from tessera.sensors._nvml_power import FieldReader
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    reader = PolledReader(
-        lambda: pynvml.nvmlDeviceGetPowerUsage(handle), source="x", averaged_s=0, probe=False, clock=clock_of(fake_nvml)
-    )
-    count = 0
+    ask, clock = functools.partial(pynvml.nvmlDeviceGetPowerUsage, handle), clock_of(fake_nvml)
+    reader = FieldReader(ask, name="gpu0", source="x", averaged_s=0, probe=False, clock=clock)
+    batch = Batch()
     for _ in range(400):
-        samples, _ = reader.read("gpu0")
-        count += len(samples)
+        reader.read(batch)
         fake_nvml.advance(0.005)
-    assert 15 <= count <= 25  # 2 s at 10 Hz
+    assert 15 <= len(batch.samples["gpu0"]) <= 25  # 2 s at 10 Hz
     pynvml.nvmlShutdown()
 
 
@@ -318,11 +319,30 @@ def test_a_gpu_that_was_denied_for_a_while_is_read_from_the_ring_again(fake_nvml
 
 def test_a_polled_field_that_was_not_read_for_seconds_has_a_gap(fake_nvml: FakeNvml) -> None:
     fake_nvml.set(Scenario(ring="off", wave="const:300"))
-    from tessera.sensors._nvml_power import PolledReader
+    from tessera.sensors._nvml_power import FieldReader
 
-    reader = PolledReader(lambda: 300_000, source="x", averaged_s=0, probe=False, clock=clock_of(fake_nvml))
-    reader.read("gpu0")
+    clock = clock_of(fake_nvml)
+    reader = FieldReader(lambda: 300_000, name="gpu0", source="x", averaged_s=0, probe=False, clock=clock)
+    reader.read(Batch())
     fake_nvml.advance(5.0)
-    samples, gaps = reader.read("gpu0")
-    assert len(gaps) == 1
-    assert np.isnan(samples[0][1])
+    batch = Batch()
+    reader.read(batch)
+    assert len(batch.gaps) == 1
+    assert np.isnan(batch.samples["gpu0"][0][1])
+
+
+def test_a_polled_field_that_reads_zero_is_one_gap_until_it_reads_again(fake_nvml: FakeNvml) -> None:
+    _, sampler = start(fake_nvml, Scenario(ring="off", instant="off", wave="const:300", before_w=300))
+    run(fake_nvml, sampler, 2.0)
+    fake_nvml.change(power="zero")
+    run(fake_nvml, sampler, 3.0)
+    assert sampler.silent("gpu0")
+    fake_nvml.change(power="ok")
+    run(fake_nvml, sampler, 2.0)
+    (gap,) = [g for g in sampler.gaps if g.domain == "gpu0"]
+    assert "0 W" in gap.reason
+    assert (gap.end_ns - gap.start_ns) * 1e-9 == pytest.approx(3.0, abs=0.3)
+    series = sampler.series["gpu0"]
+    covered_s = series.mark(1 << 62).covered_s
+    assert covered_s == pytest.approx(4.0, abs=0.5)
+    assert joules(series, 0, 1 << 62) == pytest.approx(300 * covered_s)

@@ -10,7 +10,8 @@ from tessera.sensors.discover import KINDS, make
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_is_a_sensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TESSERA_REDFISH_URL", "https://127.0.0.1:1")
+    for key, value in {"URL": "https://127.0.0.1:1", "USER": "u", "PASSWORD": "p"}.items():
+        monkeypatch.setenv(f"TESSERA_REDFISH_{key}", value)
     sensor = make(name)
     assert isinstance(sensor, Sensor)
     assert sensor.name

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 import pytest
-from conftest import ScriptSensor
 
 from tessera import monitor
 from tessera.cli.main import COMMANDS, cli
+
+from conftest import ScriptSensor
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

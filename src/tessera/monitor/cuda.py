@@ -72,16 +72,19 @@ class Edge:
 class _Streams:
     """The current CUDA stream, found fast: torch's own look-up builds a new object each time (several µs)."""
 
-    __slots__ = ("_cuda", "capturing", "device", "key", "known")
+    __slots__ = ("_cuda", "capturing", "key", "known")
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
-        # These three have been in torch._C since 1.x and are what torch.cuda calls itself; without them the
-        # public functions do the same more slowly.
+        # These two have been in torch._C since 1.x and are what torch.cuda calls itself (-1: the current device);
+        # without them the public functions do the same more slowly.
         self.capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-        self.device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-        self.key = getattr(torch._C, "_cuda_getCurrentStream", lambda _device: torch.cuda.current_stream())
+        self.key = getattr(torch._C, "_cuda_getCurrentStream", self._public_key)
         self.known: dict[Any, Any] = {}
+
+    def _public_key(self, _device: int) -> tuple[Any, int]:
+        """What tells the current stream from others, and its device, as the private look-up gives them first."""
+        return self._cuda.current_stream(), self._cuda.current_device()
 
     def look_up(self, key: Any) -> Any:
         """The current stream as an object, remembered by its key."""
@@ -113,8 +116,8 @@ class DeviceClocks:
             if streams.capturing():
                 # An event recorded into a CUDA graph has no time of its own: the host's edge must do.
                 return Edge(time.monotonic_ns())
-            device = streams.device()
-            key = streams.key(device)
+            key = streams.key(-1)
+            device = key[1]
             stream = streams.known.get(key) or streams.look_up(key)
             pool = self._pool.get(device)
             event = pool.pop() if pool else self._new_event(device)

@@ -27,6 +27,8 @@ class EnergyScope:
     has caught up. Read inside the block it gives the joules so far.
     """
 
+    __slots__ = ("__weakref__", "_given", "_monitor", "_open", "_sync", "_window", "name")
+
     def __init__(self, name: str = "scope", *, sync: bool = False, monitor: Monitor | None = None) -> None:
         self.name = name
         self._sync = sync

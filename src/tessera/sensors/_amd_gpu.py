@@ -12,7 +12,8 @@ from typing import Any
 
 from ..clock import now_ns
 from ..schema import Capability, Telemetry
-from ._energy_counter import CounterPower, PolledPower
+from ._energy_counter import CounterPower
+from ._polled import PolledPower
 
 # amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, it only has no time.
 TRANSIENT = frozenset({8, 9, 11, 30})

@@ -1,4 +1,4 @@
-"""Power from what GPUs offer: an energy counter with stamps of its own, or a reading that is polled.
+"""Power from an energy counter with stamps of its own, as AMD and Intel GPUs have it.
 
 A counter's stamp says when the firmware took the reading, by a clock whose origin we do not know. Reading
 it takes a while, and a slow counter answers with a reading that is already old:
@@ -7,8 +7,8 @@ it takes a while, and a slow counter answers with a reading that is already old:
     our reads   ────r───────r───────r───────r───────r──►      before/after of each call
     samples       |<-- mean of E1-E0 -->|                      placed at the stamps, moved to our clock
 
-`CounterPower` turns that into `Hold.MEAN` samples, `PolledPower` a repeated reading into `Hold.LINEAR`
-ones. Both drop repeats, and both start again with a NaN sample after anything they cannot bridge.
+`CounterPower` turns that into `Hold.MEAN` samples. It drops repeats, and starts again with a NaN sample after
+anything it cannot bridge. A reading of watts that is polled is `_polled.PolledPower`'s.
 """
 
 from __future__ import annotations
@@ -147,53 +147,3 @@ def _implausible(last: _Reading, energy_j: float, stamp_ns: int, power_w: float)
     if power_w > MAX_PLAUSIBLE_W:
         return f"the energy counter jumped by {energy_j - last.energy_j:.0f} J"
     return None
-
-
-class PolledPower:
-    """Power readings that are refreshed more slowly than they are asked for.
-
-    The refresh period is found from the times at which the value changes. A value that stays is taken as a
-    sample once per refresh period (there it was measured anew); the repeats in between are the same
-    measurement.
-    """
-
-    # Until changes tell, the slowest refresh known from any GPU (NVML's 1 s average, design.md).
-    FIRST_GUESS_S = 1.0
-
-    def __init__(self, domain: str) -> None:
-        self.domain = domain
-        self._value: float | None = None
-        self._changed_ns: int | None = None
-        self._added_ns: int | None = None
-        self._gap_open = False
-        self._intervals_s: deque[float] = deque(maxlen=32)
-
-    @property
-    def resolution_s(self) -> float | None:
-        """The refresh period found; None until enough changes were seen."""
-        if len(self._intervals_s) < 4:
-            return None
-        # The quick quarter: a constant load skips changes, so long intervals span several refreshes.
-        return statistics.quantiles(self._intervals_s, n=4)[0]
-
-    def observe(self, batch: Batch, *, power_w: float, time_ns: int) -> None:
-        """Add a reading unless it repeats the one before."""
-        changed = power_w != self._value
-        refresh_s = self.resolution_s or self.FIRST_GUESS_S
-        if not changed and self._added_ns is not None and time_ns - self._added_ns < refresh_s * NS_PER_S:
-            return
-        if self._value is None:  # first, or first after a gap
-            batch.add(self.domain, time_ns - 1, math.nan)
-        elif changed:
-            if self._changed_ns is not None:
-                self._intervals_s.append((time_ns - self._changed_ns) * 1e-9)
-            self._changed_ns = time_ns
-        batch.add(self.domain, time_ns, power_w)
-        self._value, self._added_ns, self._gap_open = power_w, time_ns, False
-
-    def fail(self, batch: Batch, time_ns: int, reason: str) -> None:
-        """Note that nothing is known from the last sample on, once, until `observe` gives data again."""
-        if not self._gap_open:
-            start_ns = self._added_ns if self._added_ns is not None else time_ns
-            batch.gaps.append(Gap(domain=self.domain, start_ns=start_ns, end_ns=None, reason=reason))
-        self._gap_open, self._value, self._changed_ns = True, None, None

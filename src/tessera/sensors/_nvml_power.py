@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from ..clock import REAL, Clock, EpochMap
 from ..schema import Domain, Gap
+from ._polled import PolledPower
+from .base import Batch
 
 # Response of the ring on the H200, fitted on a random mixture of loads of 2-60 ms whose times were known
 # (benchmarks/fit_response.py): mean delay 15 ms, ±1 ms between fits. Blur and noise of a sample are such that the
@@ -35,16 +37,18 @@ _PROBE_S = 0.35
 _STALE = 3.0
 # A hole in the ring wider than this is lost samples (the tail of the spacing is 46 ms on the H200).
 HOLE_NS = 250_000_000
+# A GPU that runs draws power: 0 W is a sensor that failed.
+ZERO_READ = "the sensor read 0 W"
 
 
 class PowerReader(Protocol):
-    """Reads one GPU's board power; `read` gives new samples and the gaps it found."""
+    """Reads a power of one GPU; `read` adds new samples, and the gaps it found, under the name it was made with."""
 
     period_s: float
 
     def domain(self, name: str, label: str, note: str) -> Domain: ...
 
-    def read(self, name: str) -> tuple[list[tuple[int, float]], list[Gap]]: ...
+    def read(self, batch: Batch) -> None: ...
 
 
 class RingReader:
@@ -52,7 +56,8 @@ class RingReader:
 
     period_s = 1.0
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL, *, name: str = "gpu0") -> None:
+        self._name = name
         self._clock = clock
         self._nvml = nvml
         self._handle = handle
@@ -67,20 +72,17 @@ class RingReader:
             lag_s=RING_LAG_S, blur_s=RING_BLUR_S, sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR,
         )  # fmt: skip
 
-    def read(self, name: str) -> tuple[list[tuple[int, float]], list[Gap]]:
+    def read(self, batch: Batch) -> None:
         if self._epoch.observe():
             self._last_stamp_us = 0  # "newer than T" means nothing across a step of the wall clock
-        samples = self._fetch()
-        out: list[tuple[int, float]] = []
-        gaps: list[Gap] = []
-        for stamp_us, power_mw in samples:
+        fresh = False
+        for stamp_us, power_mw in self._fetch():
             t = self._epoch.to_monotonic(stamp_us * 1000)
             if self._last_ns is not None and t <= self._last_ns:
                 continue
-            self._place(name, t, power_mw, out, gaps)
-            self._last_ns, self._last_stamp_us = t, stamp_us
-        gaps.extend(self._silence(name, bool(out)))
-        return out, gaps
+            self._place(batch, t, power_mw)
+            self._last_ns, self._last_stamp_us, fresh = t, stamp_us, True
+        self._note_silence(batch, fresh)
 
     def _fetch(self) -> list[tuple[int, int]]:
         """Stamps (µs) and milliwatts newer than the last; the driver says NotFound when there is none."""
@@ -93,38 +95,44 @@ class RingReader:
         # Unfilled entries have stamp 0. Sorted, unless the wall clock was stepped: then the ring's own order holds.
         return pairs if self._epoch.steps else sorted(pairs)
 
-    def _place(self, name: str, t: int, power_mw: int, out: list[tuple[int, float]], gaps: list[Gap]) -> None:
+    def _place(self, batch: Batch, t: int, power_mw: int) -> None:
         last = self._last_ns
         if last is not None and t - last > HOLE_NS:
             reason = (
                 f"no power samples for {(t - last) * 1e-9:.1f} s: the driver's ring holds 2.4 s and was not read "
                 "in time (the sampler was kept from running), or the GPU was suspended"
             )
-            gaps.append(Gap(domain=name, start_ns=last, end_ns=t, reason=reason))
-            out.append((t - 1, math.nan))
+            batch.gaps.append(Gap(domain=self._name, start_ns=last, end_ns=t, reason=reason))
+            batch.add(self._name, t - 1, math.nan)
         if power_mw == 0:
-            gaps.append(Gap(domain=name, start_ns=last or t, end_ns=t, reason="the sensor read 0 W"))
-            out.append((t, math.nan))
-        else:
-            out.append((t, power_mw * 1e-3))
+            batch.gaps.append(Gap(domain=self._name, start_ns=last or t, end_ns=t, reason=ZERO_READ))
+        batch.add(self._name, t, power_mw * 1e-3 if power_mw else math.nan)
 
-    def _silence(self, name: str, fresh: bool) -> list[Gap]:
+    def _note_silence(self, batch: Batch, fresh: bool) -> None:
         """An open gap, once, when the ring has had nothing new for seconds."""
         if fresh or self._last_ns is None:
             self._silent = False
-            return []
+            return
         quiet_s = (self._clock.monotonic_ns() - self._last_ns) * 1e-9
         if self._silent or quiet_s < _STALE:
-            return []
+            return
         self._silent = True
-        return [Gap(domain=name, start_ns=self._last_ns, end_ns=None, reason="the driver's ring has nothing new")]
+        reason = "the driver's ring has nothing new"
+        batch.gaps.append(Gap(domain=self._name, start_ns=self._last_ns, end_ns=None, reason=reason))
 
 
-class PolledReader:
+class FieldReader:
     """A field that is refreshed now and then: polled at twice its refresh rate, repeats dropped."""
 
     def __init__(
-        self, ask_mw: Callable[[], int], *, source: str, averaged_s: float, probe: bool = True, clock: Clock = REAL
+        self,
+        ask_mw: Callable[[], int],
+        *,
+        name: str,
+        source: str,
+        averaged_s: float,
+        probe: bool = True,
+        clock: Clock = REAL,
     ) -> None:
         self._clock = clock
         self._ask_mw = ask_mw
@@ -132,7 +140,13 @@ class PolledReader:
         self._averaged_s = averaged_s
         self.refresh_s, self.refresh_seen = self._find_refresh() if probe else (REFRESH_S, False)
         self.period_s = self.refresh_s / 2
-        self._last: tuple[int, int] | None = None
+        self._power = PolledPower(
+            name,
+            started_ns=clock.monotonic_ns(),
+            # Not learnt on the way, even where it is assumed: HBM is asked too seldom to tell.
+            refresh_s=self.refresh_s,
+            hole_s=HOLE_NS * 1e-9 + 5 * self.refresh_s + 2 * averaged_s,
+        )
 
     def _find_refresh(self) -> tuple[float, bool]:
         """Median time between changes of the value over a third of a second; the usual 0.1 s if none is seen."""
@@ -160,20 +174,13 @@ class PolledReader:
             blur_s=(self._averaged_s + self.refresh_s) / math.sqrt(12), gain_error=FIELD_GAIN_ERROR,
         )  # fmt: skip
 
-    def read(self, name: str) -> tuple[list[tuple[int, float]], list[Gap]]:
+    def read(self, batch: Batch) -> None:
         power_mw = self._ask_mw()
-        t = self._clock.monotonic_ns()
-        if self._last and power_mw == self._last[1] and (t - self._last[0]) * 1e-9 < self.refresh_s:
-            return [], []  # the same reading again, not a new one
-        before, self._last = self._last, (t, power_mw)
-        start = before[0] if before else t
+        time_ns = self._clock.monotonic_ns()
         if power_mw == 0:
-            return [(t, math.nan)], [Gap(domain=name, start_ns=start, end_ns=t, reason="the sensor read 0 W")]
-        if t - start > HOLE_NS + round(1e9 * (5 * self.refresh_s + 2 * self._averaged_s)):
-            reason = f"not read for {(t - start) * 1e-9:.1f} s: the sampler was kept from running"
-            gap = Gap(domain=name, start_ns=start, end_ns=t, reason=reason)
-            return [(t - 1, math.nan), (t, power_mw * 1e-3)], [gap]
-        return [(t, power_mw * 1e-3)], []
+            self._power.fail(batch, time_ns, ZERO_READ)
+        else:
+            self._power.observe(batch, power_w=power_mw * 1e-3, time_ns=time_ns)
 
 
 def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[], int]:
@@ -188,7 +195,9 @@ def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[],
     return ask
 
 
-def choose_reader(nvml: Any, handle: Any, clock: Clock, refuse: Callable[[str, Exception], None]) -> PowerReader | None:
+def choose_reader(
+    nvml: Any, handle: Any, name: str, clock: Clock, refuse: Callable[[str, Exception], None]
+) -> PowerReader | None:
     """The finest source this GPU and user have; `refuse` is told of each that does not work.
 
     Only a source that is not there or not permitted is passed over: an error that may pass is raised.
@@ -196,9 +205,9 @@ def choose_reader(nvml: Any, handle: Any, clock: Clock, refuse: Callable[[str, E
     never = absent_errors(nvml)
     try:
         nvml.nvmlDeviceGetSamples(handle, nvml.NVML_TOTAL_POWER_SAMPLES, 0)
-        return RingReader(nvml, handle, clock)
+        return RingReader(nvml, handle, clock, name=name)
     except nvml.NVMLError_NotFound:
-        return RingReader(nvml, handle, clock)  # there, and empty so far
+        return RingReader(nvml, handle, clock, name=name)  # there, and empty so far
     except never as exc:
         refuse("power sample ring", exc)
     sources: list[tuple[str, Callable[[], int], float]] = [
@@ -207,7 +216,7 @@ def choose_reader(nvml: Any, handle: Any, clock: Clock, refuse: Callable[[str, E
     ]
     for source, ask, averaged_s in sources:
         try:
-            return PolledReader(ask, source=source, averaged_s=averaged_s, clock=clock)
+            return FieldReader(ask, name=name, source=source, averaged_s=averaged_s, clock=clock)
         except never as exc:
             refuse(source, exc)
     return None

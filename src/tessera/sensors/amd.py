@@ -24,7 +24,8 @@ from ..clock import NS_PER_S, now_ns
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Hold
 from ._amd_gpu import TRANSIENT, Gpu, Smi, select_visible
-from ._energy_counter import CounterPower, PolledPower
+from ._energy_counter import CounterPower
+from ._polled import PolledPower
 from .base import Batch
 
 # The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649), so 0.1 s loses
@@ -32,6 +33,8 @@ from .base import Batch
 # (design.md).
 COUNTER_PERIOD_S = 0.1
 POLL_PERIOD_S = 0.02
+# Polled every 20 ms; not read for this long, the sampler was kept from running.
+POLL_HOLE_S = 3.0
 TELEMETRY_PERIOD_NS = NS_PER_S
 # How long `start` waits for every counter to move.
 PROBE_S = 0.3
@@ -208,7 +211,7 @@ def _choose_meters(gpus: Sequence[Gpu]) -> None:
         if why is None:
             gpu.meter = CounterPower(gpu.name)
         elif power_w is not None:
-            gpu.meter = PolledPower(gpu.name)
+            gpu.meter = PolledPower(gpu.name, hole_s=POLL_HOLE_S)
         else:
             gpu.failure = gpu.second_die_reason() or gpu.failure or why
             gpu.capabilities.append(
@@ -235,11 +238,10 @@ def _counter_fault(gpu: Gpu, first: tuple[float, int] | None, power_w: float | N
 def _domain(gpu: Gpu) -> Domain:
     counter = isinstance(gpu.meter, CounterPower)
     found_s = gpu.meter.resolution_s if gpu.meter is not None else None
-    guess_s = COUNTER_PERIOD_S if counter else PolledPower.FIRST_GUESS_S
     return Domain(
         name=gpu.name,
         source="amdsmi-energy" if counter else f"amdsmi-{gpu.power_field}",
-        resolution_s=found_s if found_s is not None else guess_s,
+        resolution_s=found_s if found_s is not None else COUNTER_PERIOD_S,
         gain_error=ASSUMED_GAIN_ERROR,
         hold=Hold.MEAN if counter else Hold.LINEAR,
         label=gpu.label,

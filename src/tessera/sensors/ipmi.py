@@ -16,7 +16,8 @@ from pathlib import Path
 from ..clock import NS_PER_S, now_ns
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, PowerEvent
-from ._bmc import Tracker, classify
+from ._bmc import classify
+from ._polled import PolledPower
 from .base import Batch
 
 DOMAIN = "node"
@@ -111,7 +112,7 @@ class IpmiSensor:
         self._period_s = period_s
         self._events_period_s = events_period_s
         self._timeout_s = timeout_s
-        self._tracker: Tracker | None = None
+        self._power: PolledPower | None = None
         self._capabilities: list[Capability] = []
         self._failures = 0
         self._seen: set[str] | None = None
@@ -137,7 +138,7 @@ class IpmiSensor:
                 why=str(error),
                 fix="try Redfish, or `ipmitool sdr type current`: not every BMC implements DCMI power",
             ) from error
-        self._tracker = Tracker(DOMAIN, self._clock_ns())
+        self._power = PolledPower(DOMAIN, started_ns=self._clock_ns())
         self._failures = 0
         self._capabilities = [Capability(name=f"{DOMAIN}.power", available=True), self._note_old_events()]
 
@@ -152,14 +153,14 @@ class IpmiSensor:
 
     def domains(self) -> Sequence[Domain]:
         """Return the node; its resolution is assumed until changes were seen."""
-        if self._tracker is None:
+        if self._power is None:
             return []
-        assumed = "" if self._tracker.refresh_seen else "; refresh period assumed, not yet seen"
+        assumed = "" if self._power.refresh_seen else "; refresh period assumed, not yet seen"
         return [
             Domain(
                 name=DOMAIN,
                 source="ipmi",
-                resolution_s=self._tracker.resolution_s,
+                resolution_s=self._power.resolution_s,
                 gain_error=GAIN_ERROR,
                 counted=False,
                 label="node power (DCMI)",
@@ -173,22 +174,22 @@ class IpmiSensor:
 
     def read(self) -> Batch:
         """Return the power now if it is new, and the power events logged since."""
-        if self._tracker is None:
+        if self._power is None:
             raise SensorLost("the IPMI sensor was not started", fix="call start() first")
         batch = Batch()
         before_ns = self._clock_ns()
         try:
             reading = parse_power_reading(self._ask("dcmi", "power", "reading"))
         except (SensorError, ValueError) as error:
-            self._fail(batch, self._tracker, error)
+            self._fail(batch, self._power, before_ns, error)
             return batch
         self._failures = 0
         time_ns = (before_ns + self._clock_ns()) // 2
-        self._tracker.accept(batch, time_ns, reading.power_w, reading.stamp)
+        self._power.observe(batch, power_w=reading.power_w, time_ns=time_ns, stamp=reading.stamp)
         self._read_events(batch)
         return batch
 
-    def _fail(self, batch: Batch, tracker: Tracker, error: SensorError | ValueError) -> None:
+    def _fail(self, batch: Batch, power: PolledPower, time_ns: int, error: SensorError | ValueError) -> None:
         self._failures += 1
         what = error.what if isinstance(error, SensorError) else str(error)
         if self._failures >= FAILURES_TO_LOSE:
@@ -197,7 +198,7 @@ class IpmiSensor:
                 why=str(error),
                 fix="try `ipmitool dcmi power reading`; `ipmitool mc reset cold` restarts a hung BMC",
             ) from error
-        tracker.fail(batch, what)
+        power.fail(batch, time_ns, what)
 
     def _read_events(self, batch: Batch) -> None:
         now = self._clock_ns()

@@ -18,7 +18,7 @@ from ..clock import REAL, Clock
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Gap
 from ._nvml_counter import EnergyCounter
-from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, PolledReader, PowerReader, choose_reader, field_mw
+from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, PowerReader, choose_reader, field_mw
 from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
 from ._visible import Board, Visible, visible_boards
 from .base import Batch
@@ -128,7 +128,7 @@ class Gpu:
         nvml = self._nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(self._visible.board.index)
         self.label = _text(nvml.nvmlDeviceGetName(self._handle))
-        self.power: PowerReader | None = choose_reader(nvml, self._handle, self._clock, self._refuse)
+        self.power: PowerReader | None = choose_reader(nvml, self._handle, self.name, self._clock, self._refuse)
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
         self._telemetry = TelemetryReader(nvml, self._handle, self._clock)
@@ -145,13 +145,14 @@ class Gpu:
             return None
         return EnergyCounter(self._nvml, self._handle, self._clock)
 
-    def _open_hbm(self) -> PolledReader | None:
+    def _open_hbm(self) -> FieldReader | None:
         ask = field_mw(self._nvml, self._handle, POWER_AVERAGE, MEMORY_SCOPE)
         try:
             if ask() == 0:
                 self.refused["HBM power"] = "reads 0 W"
                 return None
-            return PolledReader(ask, source="nvml-memory", averaged_s=1.0, probe=False, clock=self._clock)
+            name = f"{self.name}.memory"
+            return FieldReader(ask, name=name, source="nvml-memory", averaged_s=1.0, probe=False, clock=self._clock)
         except self._nvml.NVMLError as exc:
             self._refuse("HBM power", exc)
             return None
@@ -188,11 +189,12 @@ class Gpu:
             self._reopen()
         if self.power:
             # Always when asked: the sampler reads early when somebody waits for data.
-            self._take(batch, self.name, *self.power.read(self.name))
+            self.power.read(batch)
             self._power_due = now + round(self.power.period_s * 1e9)
-        if self._hbm and now >= self._hbm_due:
+        hbm = self._hbm
+        if hbm and now >= self._hbm_due:
             self._hbm_due = now + round(HBM_EVERY_S * 1e9)
-            self._spare("HBM power", now, lambda: self._read_hbm(batch))
+            self._spare("HBM power", now, lambda: hbm.read(batch))
         if self._counter:
             self._spare("energy counter (the anchor)", now, lambda: self._read_counter(batch))
         if now >= self._telemetry_due:
@@ -215,18 +217,9 @@ class Gpu:
                 del self._resume_ns[what]
                 self.refused.pop(what, None)
 
-    def _read_hbm(self, batch: Batch) -> None:
-        assert self._hbm is not None
-        name = f"{self.name}.memory"
-        self._take(batch, name, *self._hbm.read(name))
-
     def _read_counter(self, batch: Batch) -> None:
         assert self._counter is not None
         batch.anchors.setdefault(self.name, []).extend(self._counter.read())
-
-    def _take(self, batch: Batch, name: str, samples: list[tuple[int, float]], gaps: list[Gap]) -> None:
-        batch.samples.setdefault(name, []).extend(samples)
-        batch.gaps.extend(gaps)
 
     def _reopen(self) -> None:
         """Look for a lost GPU again. One that comes back without power readings is still lost."""

@@ -20,7 +20,8 @@ from datetime import datetime
 from ..clock import NS_PER_S, Clock, EpochMap, now_ns
 from ..errors import SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, PowerEvent, Telemetry
-from ._bmc import Tracker, classify
+from ._bmc import classify
+from ._polled import PolledPower
 from ._redfish_http import Json, RedfishClient, RedfishConfig, RequestFailed
 from ._redfish_walk import Point, Reading, Survey, Walker, collection, link, mapping, text
 from .base import Batch
@@ -48,15 +49,15 @@ class _Watch:
     """One point, and where we stand with it."""
 
     point: Point
-    tracker: Tracker
+    power: PolledPower
     alarms: set[str] = field(default_factory=set)
 
     def take(self, batch: Batch, time_ns: int, reading: Reading) -> None:
         """Turn a reading into a sample or gap, telemetry and events."""
         if reading.power_w is not None:
-            self.tracker.accept(batch, time_ns, reading.power_w, reading.stamp)
+            self.power.observe(batch, power_w=reading.power_w, time_ns=time_ns, stamp=reading.stamp)
         elif self.point.has_power:
-            self.tracker.fail(batch, reading.problem)
+            self.power.fail(batch, time_ns, reading.problem)
         told = (reading.current_a, reading.peak_current_a, reading.voltage_v, reading.power_limit_w)
         if any(value is not None for value in told):
             batch.telemetry.append(
@@ -91,12 +92,12 @@ class _Watch:
 
     def described(self) -> Domain:
         """Describe the domain as its sensor is known by now."""
-        assumed = "" if self.tracker.refresh_seen else "refresh period assumed, not yet seen"
+        assumed = "" if self.power.refresh_seen else "refresh period assumed, not yet seen"
         notes = ("contains what other sensors count, so not counted", self.point.note, assumed)
         return Domain(
             name=self.point.domain,
             source="redfish",
-            resolution_s=self.tracker.resolution_s,
+            resolution_s=self.power.resolution_s,
             gain_error=GAIN_ERROR,
             counted=False,
             label=self.point.label,
@@ -159,7 +160,7 @@ class RedfishSensor:
         if not survey.points:
             raise RequestFailed("status", "it describes no chassis, supply or PDU with a power reading")
         now = self._clock_ns()
-        self._watches = [_Watch(point=p, tracker=Tracker(p.domain, now)) for p in survey.points]
+        self._watches = [_Watch(point=p, power=PolledPower(p.domain, started_ns=now)) for p in survey.points]
         self._failures = 0
         self._logs, lost = {}, list(survey.problems)
         for path in survey.logs:
@@ -257,7 +258,7 @@ class RedfishSensor:
                 # The service itself is gone: asking for the rest would cost one timeout each.
                 dead = got if got.kind in ("unreachable", "tls", "denied") else dead
                 if watch.point.has_power:
-                    watch.tracker.fail(batch, got.reason)
+                    watch.power.fail(batch, self._clock_ns(), got.reason)
             elif got is not None:
                 watch.take(batch, got[0], watch.point.parse(got[1]))
         return any(isinstance(r, tuple) for r in resources.values()), failure
