@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics as st
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -200,12 +202,37 @@ def changing(loads: Loads) -> None:
         )
 
 
-def ten_workloads(loads: Loads) -> None:
+def training() -> Callable[[float], None]:
+    """A small transformer trained for so many seconds: bursts of kernels, gaps where the host is behind."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to("cuda", torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 256, 512, device="cuda", dtype=torch.bfloat16)
+
+    def run(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+
+    return run
+
+
+def requests(loads: Loads, seconds: float) -> None:
+    """Serving: bursts of 5-80 ms of one kernel or another, with random pauses."""
+    rng = random.Random(5)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        loads.run(rng.choice(["gemm", "attention", "copy", "conv"]), rng.uniform(0.005, 0.08))
+        time.sleep(rng.uniform(0.0, 0.06))
+
+
+def integrals(title: str, jobs: dict[str, Callable[[], object]]) -> None:
     """The integral of the unscaled trace against the counter over at least 5 s."""
-    jobs: dict[str, Any] = {k: (lambda k=k: loads.run(k, 5.6)) for k in loads.kinds}
-    jobs |= {f"wave {p} s": (lambda p=p: loads.wave("gemm", p, 5.6)) for p in (0.05, 0.3)}
-    jobs["idle with context"] = lambda: time.sleep(5.6)
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, job in jobs.items():
         with CounterTruth() as truth, monitor.power_trace() as trace:
             start = time.monotonic_ns()
@@ -221,7 +248,20 @@ def ten_workloads(loads: Loads) -> None:
             "error_pct": 100 * (e.joules / (jb - ja) - 1),
         }
     rows["worst, %"] = max(abs(r["error_pct"]) for r in rows.values())
-    show("integral of the unscaled trace against the counter, >= 5 s", rows)
+    show(title, rows)
+
+
+def ten_workloads(loads: Loads) -> None:
+    """Seven kernels, idling, training, serving; and square waves in step with the sensor, its worst case."""
+    train = training()
+    train(0.5)
+    jobs: dict[str, Callable[[], object]] = {k: (lambda k=k: loads.run(k, 5.6)) for k in loads.kinds}
+    jobs["idle with context"] = lambda: time.sleep(5.6)
+    jobs["training"] = lambda: train(5.6)
+    jobs["serving"] = lambda: requests(loads, 5.6)
+    integrals("integral of the unscaled trace against the counter, >= 5 s", jobs)
+    waves = {f"wave {p} s": (lambda p=p: loads.wave("gemm", p, 5.6)) for p in (0.1, 0.3)}
+    integrals("the same on square waves in step with the 20 ms samples", waves)
 
 
 def asynchronous(loads: Loads) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from .core import Monitor
 from .live import power_trace
 from .regions import REGIONS_VARIABLE, read_regions
 from .scope import EnergyScope
+from .series import Series
 
 # Power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
-IDLE_WINDOW_NS = 1_500_000_000
+IDLE_WINDOW_NS = 600_000_000
+IDLE_LEVEL = 0.1
 EXIT_NOT_FOUND = 127  # as shells do
 EXIT_SIGNAL = 128
 
@@ -76,17 +79,23 @@ def _notes(trace: PowerTrace) -> list[str]:
 
 
 def _idle_w(monitor: Monitor, start_ns: int) -> float | None:
-    """Mean power just before the command, of all counted domains; None where the sensors do not know."""
-    watts = 0.0
+    """Mean power just before the command, of all counted domains; None where that is not known or was not idle."""
     with monitor.sampler.lock:
-        for name in monitor.sampler.counted():
-            series = monitor.sampler.series[name]
-            begin, end = series.mark(start_ns - IDLE_WINDOW_NS), series.mark(start_ns)
-            seen_s = end.covered_s - begin.covered_s
-            if seen_s < 0.2 * IDLE_WINDOW_NS * 1e-9:
-                return None
-            watts += (end.joules - begin.joules) / seen_s
-    return watts or None
+        levels = [_level_before(monitor.sampler.series[n], start_ns) for n in monitor.sampler.counted()]
+    known = [w for w in levels if w is not None]
+    return sum(known) if known and len(known) == len(levels) else None
+
+
+def _level_before(series: Series, start_ns: int) -> float | None:
+    """Power of a domain over the last moments, if they were seen and level: one still cooling down is not idle."""
+    marks = [series.mark(start_ns - IDLE_WINDOW_NS * k // 2) for k in (2, 1, 0)]
+    halves = []
+    for a, b in itertools.pairwise(marks):
+        seen_s = b.covered_s - a.covered_s
+        if seen_s < 0.2 * IDLE_WINDOW_NS * 1e-9 / 2:
+            return None
+        halves.append((b.joules - a.joules) / seen_s)
+    return sum(halves) / 2 if abs(halves[1] / halves[0] - 1) < IDLE_LEVEL else None
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
