@@ -189,3 +189,58 @@ def test_head_closes_the_pipe_without_noise() -> None:
     )  # fmt: skip
     assert "Traceback" not in out.stderr
     assert "BrokenPipe" not in out.stderr
+
+
+def test_json_is_alone_on_standard_output(gpu: dict[str, str]) -> None:
+    out = tessera("measure", "--json", "--", sys.executable, "-c", "print('hello')", env=gpu)
+    assert json.loads(out.stdout)["returncode"] == 0
+    assert "hello" in out.stderr
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder/x.csv", "/proc/x.csv"])
+def test_a_trace_that_cannot_be_written_is_said_before_the_command_runs(path: str, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    out = tessera("measure", "--sensor", "modelled", "--trace", path, "--", "touch", str(marker))
+    assert out.returncode == 1
+    assert path in out.stderr and "Traceback" not in out.stderr
+    assert not marker.exists()
+
+
+def test_a_modelled_recording_replays_as_modelled(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    tessera("measure", "--sensor", "modelled", "--trace", str(path), *sleeper(0.5))
+    out = tessera("measure", "--json", "--sensor", f"replay:{path}", *sleeper(0.3))
+    total = json.loads(out.stdout)["report"]["total"]
+    assert total["basis"] == "modelled"
+    assert total["error_j"] >= 0.25 * total["joules"]
+
+
+def test_the_end_of_a_failed_command_is_said(gpu: dict[str, str]) -> None:
+    assert "exit code 3" in tessera("measure", "--", "sh", "-c", "exit 3", env=gpu).stderr
+    assert "SIGKILL" in tessera("measure", "--", "sh", "-c", "kill -9 $$", env=gpu).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--stpes", "5", "--", "true"], "No such option"),
+        (["--steps", "inf", "--", "true"], "positive"),
+        (["--steps", "3", "--work", "10", "--unit", "step", "--", "true"], "twice"),
+        (["--", ""], "no command"),
+        (["--", "sleep 0.1"], "without the quotes"),
+    ],
+)
+def test_mistakes_of_a_newcomer(args: list[str], words: str) -> None:
+    out = tessera("measure", "--sensor", "modelled", *args)
+    assert out.returncode != 0
+    assert words in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_a_full_disk_and_an_ascii_terminal_give_no_traceback() -> None:
+    command = f"{sys.executable} -m tessera doctor > /dev/full"
+    out = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 1
+    assert "Traceback" not in out.stderr
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert "Traceback" not in tessera("doctor", env=ascii_only).stderr

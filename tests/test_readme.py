@@ -26,6 +26,7 @@ def test_python_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "monitor": monitor,
         "run_training": lambda: time.sleep(0.1),
         "run_hotstep": lambda: time.sleep(0.1),
+        "run_gemm": lambda: time.sleep(0.01),
     }
     try:
         exec(compile(code, "README.md", "exec"), names)

@@ -16,8 +16,10 @@ from .integral import Floats, Ints, Mark, accumulate, mark, window_error_j
 from .schema import Basis, Domain, Energy, Gap, Hold
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
+"""What every power log has; ours says in a fourth column, `basis`, whether it was measured or modelled."""
 # Seen all but for the rounding of edges: not worth a wider interval.
 FULL = 0.995
+BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +209,11 @@ class PowerTrace:
         target = Path(path)
         with target.open("w", newline="") as f:
             out = csv.writer(f)
-            out.writerow(CSV_COLUMNS)
+            out.writerow((*CSV_COLUMNS, "basis"))
             for name, column in self.columns.items():
                 for t, w in zip(column.times_ns.tolist(), column.watts.tolist(), strict=True):
                     # "nan" ends a gap: nothing is known since the sample before.
-                    out.writerow(((t + self.epoch_offset_ns) // 1000, name, f"{w:.3f}"))
+                    out.writerow(((t + self.epoch_offset_ns) // 1000, name, f"{w:.3f}", column.domain.basis))
         return target
 
     def to_frame(self) -> Any:
@@ -264,6 +266,13 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats]]:
         times, watts = zip(*pairs, strict=True)
         out[name] = (np.asarray(times, dtype=np.int64), np.asarray(watts, dtype=np.float64))
     return out
+
+
+def csv_basis(path: str | Path) -> dict[str, Basis]:
+    """Whether each domain of a power log was measured or modelled; those that do not say are taken as measured."""
+    with Path(path).open(newline="") as f:
+        said = {row["domain"]: row.get("basis") for row in csv.DictReader(f)}
+    return {name: basis for name, text in said.items() for basis in BASES if basis == text}
 
 
 def _csv_sample(row: Mapping[str, str]) -> tuple[int, float]:
@@ -335,8 +344,7 @@ def chain(parts: Sequence[Energy]) -> Energy:
 
 def worst_basis(bases: Iterable[Basis]) -> Basis:
     """One modelled or simulated part makes the whole so."""
-    order: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated")
-    return max(bases, key=order.index, default="measured")
+    return max(bases, key=BASES.index, default="measured")
 
 
 def _spacing_ms(column: Column) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ..schema import Work
 
 
-@click.command("measure", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command("measure", context_settings={"allow_interspersed_args": False})
 @click.option("--steps", type=float, help="How many steps the command does: gives J per step.")
 @click.option("--samples", type=float, help="How many samples: gives J per sample.")
 @click.option("--tokens", type=float, help="How many tokens: gives J per token.")
@@ -49,14 +50,17 @@ def command(
       tessera measure --steps 100 --trace power.csv -- python train.py --epochs 1
 
     The command's children are included, its output goes where it always goes, and its exit code is passed on.
-    The answer is printed on standard error, so that pipes keep working; --json prints it on standard output.
+    The answer is printed on standard error, so that pipes keep working. --json prints it on standard output, and
+    what the command prints goes to standard error then.
     Scopes that the program opens itself (tessera.monitor.energy_scope) are listed as regions.
     """
-    if not command:
+    if not command or not command[0].strip():
         raise click.UsageError("no command to measure; example: tessera measure -- python train.py", ctx)
     given = _works(steps=steps, samples=samples, tokens=tokens, work=work, unit=unit)
+    if trace:
+        _check_writable(trace)
     from ..monitor import Monitor
-    from ..monitor.command import EXIT_NOT_FOUND, CommandNotRun, measure_command
+    from ..monitor.command import CommandNotRun, measure_command
     from ..sensors.discover import discover
 
     found = discover(list(sensors) or None)
@@ -64,16 +68,29 @@ def command(
     if not as_json:
         _announce(monitor)
     try:
-        run = measure_command(command, monitor, work=given)
+        run = measure_command(command, monitor, work=given, quiet=as_json)
     except CommandNotRun as exc:
         click.echo(f"error: {exc}", err=True)
-        return EXIT_NOT_FOUND
+        return exc.exit_code
     finally:
         monitor.stop()
+    _show(run, trace, as_json)
     if trace:
-        run.trace.to_csv(trace)
-    _show(run, command, trace, as_json)
+        try:
+            run.trace.to_csv(trace)
+        except OSError as exc:  # the disk filled up meanwhile: the answer above stands
+            click.echo(f"error: the power samples could not be written to {trace}: {exc.strerror}", err=True)
     return run.returncode
+
+
+def _check_writable(trace: Path) -> None:
+    """Before the command runs, not after it: an hour's measurement must not end in a wrong path."""
+    try:
+        trace.open("a").close()
+    except OSError as exc:
+        raise ArgumentError(
+            f"cannot write {trace}", why=str(exc.strerror), fix="give --trace a path you may write"
+        ) from exc
 
 
 def _works(
@@ -83,9 +100,13 @@ def _works(
 
     if (work is None) != (unit is None):
         raise ArgumentError("--work and --unit go together", fix="e.g. --work 5000 --unit image")
-    pairs = {"step": steps, "sample": samples, "token": tokens, unit or "": work}
+    pairs = {"step": steps, "sample": samples, "token": tokens}
+    if unit in pairs and pairs[unit] is not None:
+        raise ArgumentError(f"the number of {unit}s is given twice", fix=f"drop --{unit}s, or --work and --unit")
+    if unit is not None:
+        pairs[unit] = work
     for name, amount in pairs.items():
-        if amount is not None and not amount > 0:
+        if amount is not None and not 0 < amount < math.inf:
             raise ArgumentError(f"the number of {name}s must be positive, not {amount:g}")
     return [Work(amount=v, unit=k) for k, v in pairs.items() if v is not None]
 
@@ -99,7 +120,7 @@ def _announce(monitor: Monitor) -> None:
     Console(stderr=True, highlight=False).print(sensors_line(monitor.sampler.domains))
 
 
-def _show(run: CommandRun, command: tuple[str, ...], trace: Path | None, as_json: bool) -> None:
+def _show(run: CommandRun, trace: Path | None, as_json: bool) -> None:
     if as_json:
         import msgspec
 
@@ -115,5 +136,11 @@ def _show(run: CommandRun, command: tuple[str, ...], trace: Path | None, as_json
     if trace:
         following = f"tessera measure --sensor replay:{trace} -- sleep 1"
     else:
-        following = command_line(["tessera", "measure", "--trace", "power.csv", "--", *command])
-    out.print(answer(run.report, advice=advise(run.report, run.telemetry), next_command=following))
+        following = command_line(["tessera", "measure", "--trace", "power.csv", *_own_arguments()])
+    advice = advise(run.report, run.telemetry)
+    out.print(answer(run.report, advice=advice, next_command=following, returncode=run.returncode))
+
+
+def _own_arguments() -> list[str]:
+    """What the user typed after `measure`, to be typed again."""
+    return sys.argv[sys.argv.index("measure") + 1 :] if "measure" in sys.argv else []

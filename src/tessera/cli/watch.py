@@ -57,7 +57,7 @@ def command(interval: str, sensors: tuple[str, ...], once: bool, as_json: bool, 
     found = discover(sensors or None)
     with Quit(keys=live) as quit_, Watch(found, interval_s) as watch:
         if once:
-            quit_.wait(max(interval_s, ONCE_S))
+            quit_.wait(ONCE_S)
             _print(watch.look(), as_json)
         elif live:
             _screen(watch, _looks(quit_, interval_s, duration_s))

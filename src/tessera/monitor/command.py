@@ -27,11 +27,15 @@ from .series import Series
 IDLE_WINDOW_NS = 600_000_000
 IDLE_LEVEL = 0.1
 EXIT_NOT_FOUND = 127  # as shells do
+EXIT_NOT_EXECUTABLE = 126
+STDERR = 2
 EXIT_SIGNAL = 128
 
 
 class CommandNotRun(TesseraError):
-    """The command could not be started."""
+    """The command could not be started; `exit_code` is what a shell would say."""
+
+    exit_code = EXIT_NOT_FOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +48,19 @@ class CommandRun:
     returncode: int
 
 
-def measure_command(argv: Sequence[str], monitor: Monitor, *, work: Sequence[Work] = ()) -> CommandRun:
+def measure_command(
+    argv: Sequence[str], monitor: Monitor, *, work: Sequence[Work] = (), quiet: bool = False
+) -> CommandRun:
     """Run a command to its end and measure the machine meanwhile. Its children are in it: power is the machine's.
 
-    SIGINT and SIGTERM go to the command; what was measured until then is still reported.
+    SIGINT and SIGTERM go to the command; what was measured until then is still reported. `quiet` sends what the
+    command prints to standard error, so that standard output is the caller's.
     """
     with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
         env = {**os.environ, REGIONS_VARIABLE: folder}
         scope = EnergyScope(" ".join(argv), monitor=monitor)
         with power_trace(monitor=monitor) as trace, scope:
-            returncode = _run(argv, env)
+            returncode = _run(argv, env, quiet)
         regions = read_regions(Path(folder))
     base = scope.report()
     report = EnergyReport(
@@ -98,15 +105,19 @@ def _level_before(series: Series, start_ns: int) -> float | None:
     return sum(halves) / 2 if abs(halves[1] / halves[0] - 1) < IDLE_LEVEL else None
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
     try:
-        child = subprocess.Popen(list(argv), env=dict(env))
+        child = subprocess.Popen(list(argv), env=dict(env), stdout=STDERR if quiet else None)
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise CommandNotRun(
-            f"there is no command {argv[0]!r}", why=str(exc), fix="check the name after `--`, and your PATH"
-        ) from exc
+        quoted = " ".join(argv[0].split())
+        fix = "check the name after `--`, and your PATH"
+        if " " in quoted:
+            fix = f"without the quotes: tessera measure -- {quoted}"
+        raise CommandNotRun(f"there is no command {argv[0]!r}", why=str(exc), fix=fix) from exc
     except OSError as exc:
-        raise CommandNotRun(f"cannot run {argv[0]!r}", why=str(exc), fix="is it executable?") from exc
+        error = CommandNotRun(f"cannot run {argv[0]!r}", why=str(exc), fix="is it executable?")
+        error.exit_code = EXIT_NOT_EXECUTABLE
+        raise error from exc
     with _signals_to(child):
         code = child.wait()
     return EXIT_SIGNAL - code if code < 0 else code

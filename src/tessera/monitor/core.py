@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ from .cuda import DeviceClocks, Edge
 from .regions import REGIONS_VARIABLE, by_joules, write_regions
 from .sampler import Sampler
 from .window import Window, on_device
+
+_log = logging.getLogger("tessera")
 
 # A window whose data have not come after this is settled with what there is (its coverage says so).
 GIVE_UP_NS = 10_000_000_000
@@ -200,6 +203,8 @@ def default() -> Monitor:
         with _default_lock:
             if _default is None:
                 found = discover()
+                if found.modelled_only:
+                    _log.warning("no power sensor is readable here: joules are MODELLED (see `tessera doctor`)")
                 _default = Monitor(found.sensors, found.missing).start()
     return _default
 

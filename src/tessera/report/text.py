@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -107,12 +108,11 @@ def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def answer(report: EnergyReport, *, advice: str | None, next_command: str | None) -> RenderableType:
+def answer(
+    report: EnergyReport, *, advice: str | None, next_command: str | None, returncode: int = 0
+) -> RenderableType:
     """One screen: joules, watts, seconds, per unit of work, where they went, one thing to do, what to type next."""
-    lines: list[RenderableType] = []
-    if report.basis != "measured":
-        lines.append(sensors_line(report.domains))
-    lines.append(_headline(report))
+    lines: list[RenderableType] = [_headline(report)]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -129,12 +129,23 @@ def answer(report: EnergyReport, *, advice: str | None, next_command: str | None
         table.add_row("gap", Text(f"{gap.domain}: {gap.reason}", style="yellow"))
     for event in report.events[:3]:
         table.add_row("event", Text(f"{event.domain}: {event.kind}: {event.message}", style="red"))
+    if returncode:
+        table.add_row("command", Text(_ending(returncode), style="yellow"))
     if advice:
         table.add_row("do", Text(advice, style="bold"))
     if next_command:
         table.add_row("next", Text(next_command, style="cyan"))
     lines.append(table)
     return Group(*lines)
+
+
+def _ending(returncode: int) -> str:
+    if returncode > 128:
+        try:
+            return f"was ended by {signal.Signals(returncode - 128).name}: these are the joules until then"
+        except ValueError:
+            pass
+    return f"failed with exit code {returncode}: these are the joules until then"
 
 
 def _headline(report: EnergyReport) -> Text:

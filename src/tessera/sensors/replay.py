@@ -11,9 +11,10 @@ import numpy as np
 from ..clock import now_ns
 from ..errors import ArgumentError, RecordingError
 from ..integral import Floats, Ints
-from ..schema import Capability, Domain
-from ..trace import Column, PowerTrace, read_csv
+from ..schema import Basis, Capability, Domain
+from ..trace import Column, PowerTrace, csv_basis, read_csv
 from .base import Batch
+from .modelled import MODEL_ERROR
 
 
 class ReplaySensor:
@@ -51,7 +52,9 @@ class ReplaySensor:
     @classmethod
     def from_csv(cls, path: str | Path, *, speed: float | None = 1.0) -> ReplaySensor:
         """Play a CSV as `PowerTrace.to_csv` writes it (epoch_us, domain, watts)."""
-        return cls({n: Column.of(_recorded(n, t), t, w) for n, (t, w) in read_csv(path).items()}, speed=speed)
+        samples, basis = read_csv(path), csv_basis(path)
+        columns = {n: Column.of(_recorded(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
+        return cls(columns, speed=speed)
 
     @classmethod
     def from_trace(cls, trace: PowerTrace, *, speed: float | None = 1.0) -> ReplaySensor:
@@ -102,10 +105,17 @@ class ReplaySensor:
         """Nothing to release."""
 
 
-def _recorded(name: str, times_ns: Ints) -> Domain:
+def _recorded(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
-    note = "a recording: whether it was measured or modelled is not in the file"
-    return Domain(name=name, source="csv", resolution_s=spacing_s, counted="." not in name, note=note)
+    return Domain(
+        name=name,
+        source="csv",
+        resolution_s=spacing_s,
+        counted="." not in name,
+        basis=basis or "measured",
+        gain_error=MODEL_ERROR if basis == "modelled" else 0.0,
+        note="a recording" if basis else "a recording that does not say whether it was measured or modelled",
+    )
 
 
 def _marked(domain: Domain) -> Domain:
