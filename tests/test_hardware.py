@@ -55,7 +55,7 @@ def test_every_cpu_can_be_modelled(device):
         assert device.idle_w is not None
 
 
-@pytest.mark.parametrize("name", ["h20", "H-200", "nvidia h20"])
+@pytest.mark.parametrize("name", ["h2000", "H-200", "nvidia h2000"])
 def test_a_near_miss_is_answered(name):
     with pytest.raises(ArgumentError, match=r"did you mean .*h200") as caught:
         lookup(name)

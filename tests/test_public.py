@@ -26,6 +26,9 @@ FLAGS = {
     "doctor": {"--sensor", "--json"},
     "watch": {"--interval", "--sensor", "--once", "--json", "--duration"},
     "metrics": {"--listen", "--sensor", "--once", "--dashboard"},
+    "hardware": set(),
+    "hardware list": {"--kind", "--json"},
+    "hardware show": {"name", "--json"},
 }
 
 
@@ -46,14 +49,25 @@ def test_unknown_name_is_an_attribute_error() -> None:
         raise AssertionError("no error")
 
 
-def test_cli_flags() -> None:
-    assert set(COMMANDS) == set(FLAGS)
-    context = click.Context(cli)
-    for name, expected in FLAGS.items():
-        command = cli.get_command(context, name)
+def _commands(group: click.Group, prefix: str = "") -> dict[str, click.Command]:
+    """Every command and subcommand by the words a user types."""
+    context, found = click.Context(group), {}
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         assert command is not None
+        found[prefix + name] = command
+        if isinstance(command, click.Group):
+            found |= _commands(command, f"{prefix}{name} ")
+    return found
+
+
+def test_cli_flags() -> None:
+    commands = _commands(cli)
+    assert set(commands) == set(FLAGS)
+    assert set(COMMANDS) == {name for name in FLAGS if " " not in name}
+    for name, command in commands.items():
         found = {(p.opts[0] if isinstance(p, click.Option) else str(p.name)) for p in command.params}
-        assert found == expected
+        assert found == FLAGS[name]
         assert "Example" in (command.help or ""), f"{name} --help has no example"
 
 

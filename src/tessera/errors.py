@@ -4,7 +4,8 @@
 
     TesseraError                 every error of ours; carries what, why, fix
     ├── ArgumentError            a wrong argument (also a ValueError)
-    │   └── UnitError            a quantity that cannot be parsed; shows the position
+    │   ├── UnitError            a quantity that cannot be parsed; shows the position
+    │   └── BadDevice            a device file that cannot be used; names the file and the key
     ├── SensorError              something about a sensor
     │   ├── SensorUnavailable    the library, device or file is not there
     │   ├── SensorPermission     it is there, but this user may not read it
@@ -66,6 +67,10 @@ class UnitError(ArgumentError):
         line = "".join(c if c.isprintable() else " " for c in text)
         caret = " " * (position + 4) + "^"
         super().__init__(f"cannot read {text!r}: {problem}\n    {line}\n{caret}", fix=f"accepted: {accepted}")
+
+
+class BadDevice(ArgumentError):
+    """A device file that cannot be used; `what` names the file and the key."""
 
 
 class SensorError(TesseraError):

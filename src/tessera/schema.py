@@ -11,6 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .device import Caches as Caches
+from .device import Clocks as Clocks
+from .device import Device as Device
+from .device import Figure as Figure
+from .device import Link as Link
+from .device import Memory as Memory
+from .device import OperatingPoint as OperatingPoint
+
 SCHEMA_VERSION = 1
 """Version of everything we write to disk; readers refuse a newer one and say so."""
 
@@ -171,28 +179,3 @@ class EnergyReport:
         return [
             (w.unit, self.total.joules / w.amount, self.total.error_j / w.amount) for w in self.work if w.amount > 0
         ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A number of a datasheet or a measurement, with where it comes from."""
-
-    value: float
-    source: str
-    error: float | None = None
-    assumed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """What a chip can do and what that costs, each figure with its source. None: not known, see `notes`."""
-
-    id: str
-    name: str
-    kind: Literal["gpu", "cpu", "accelerator", "soc"]
-    vendor: str
-    aliases: tuple[str, ...] = ()
-    tdp_w: Figure | None = None
-    idle_w: Figure | None = None
-    threads: int | None = None
-    notes: Mapping[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ COMMANDS = {
     "doctor": ("doctor", "Show every sensor of this machine, what is missing, and the fix."),
     "watch": ("watch", "Show power, clocks and temperature live."),
     "metrics": ("metrics", "Serve Prometheus metrics: joules as counters."),
+    "hardware": ("hardware", "Show the chips we know: peaks, memory, watts, each with its source."),
 }
 
 
@@ -60,6 +62,9 @@ def cli(debug: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no "±" must not end in a traceback
+            stream.reconfigure(errors="replace")
     # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
     debug = "--debug" in args[: args.index("--")] if "--" in args else "--debug" in args
     try:
@@ -77,4 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # `tessera ... | head`: not an error of ours
         sys.stderr.close()
         code = 0
+    except OSError as exc:
+        if debug or exc.filename is not None:
+            raise
+        click.echo(f"error: the output could not be written: {exc.strerror}", err=True)
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,209 @@
+"""The noun `Device`: what a chip can do and what that costs, every number with its source.
+
+All values are SI: FLOP/s (or op/s), bytes, bytes/s, Hz, W, J. Peaks are dense, never the sparse ones that
+datasheets print first, and matrix units (tensor cores, AMX, MXU) are kept apart from vector units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import ArgumentError, did_you_mean
+
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8", "int4")
+"""Number formats a peak may be given for, widest first."""
+
+Unit = Literal["vector", "matrix"]
+Kind = Literal["gpu", "cpu", "accelerator", "soc"]
+
+# What is assumed is not known to better than this: an idle guessed from a sister board was wrong by a factor of
+# three for the H200 (30% of TDP against a measured 11%).
+ASSUMED_ERROR = 0.30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number of a datasheet or a measurement, with where it comes from; `error` is the 90% half-width."""
+
+    value: float
+    source: str
+    error: float | None = None
+    assumed: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise ArgumentError(f"a figure is a positive number, not {self.value!r}")
+        if not self.source.strip():
+            raise ArgumentError("a figure without a source", fix="say where the number comes from")
+        if self.error is not None and not (math.isfinite(self.error) and self.error > 0):
+            raise ArgumentError(f"an error is a positive half-width, not {self.error!r}")
+
+    def scaled(self, factor: float, why: str = "") -> Figure:
+        """The figure times a factor, as uncertain as before relatively; `why` is added to the source."""
+        error = None if self.error is None else self.error * factor
+        source = f"{self.source}; {why}" if why else self.source
+        return Figure(value=self.value * factor, source=source, error=error, assumed=self.assumed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Device memory: its kind ("HBM3E", "GDDR6"), size, and peak bandwidth."""
+
+    kind: str | None = None
+    capacity_bytes: Figure | None = None
+    bandwidth_bytes_per_s: Figure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """Cache sizes; L1 and shared memory (LDS, local memory) are per unit (SM, CU, core), the others per chip."""
+
+    l1_bytes: Figure | None = None
+    shared_bytes: Figure | None = None
+    l2_bytes: Figure | None = None
+    l3_bytes: Figure | None = None
+    l2_bandwidth_bytes_per_s: Figure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """Core clocks: `boost_hz` is the one the peaks are given at unless a source says otherwise."""
+
+    base_hz: Figure | None = None
+    boost_hz: Figure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One interconnect of a chip, all its lanes together, in the direction(s) that are said."""
+
+    bytes_per_s: Figure
+    direction: Literal["per direction", "total"]
+
+    @property
+    def one_way_bytes_per_s(self) -> float:
+        """Bytes per second one way, however the source counts."""
+        return self.bytes_per_s.value / (2.0 if self.direction == "total" else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatingPoint:
+    """A power mode of a chip: what `nvpmodel`, a cooling variant or a configurable TDP sets."""
+
+    name: str
+    power_w: Figure
+    clock_hz: Figure | None = None
+    units: Figure | None = None
+    bandwidth_bytes_per_s: Figure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a chip can do and what that costs, each figure with its source. None: not known, see `notes`.
+
+    `units` counts SMs, CUs or cores, whichever `unit_name` says; `threads` are a CPU's hardware threads. `energy`
+    holds joules per byte or per operation. `origin` names the files the figures come from, the user's last.
+    """
+
+    id: str
+    name: str
+    kind: Kind
+    vendor: str
+    aliases: tuple[str, ...] = ()
+    architecture: str | None = None
+    compute_capability: str | None = None
+    vector: Mapping[str, Figure] = field(default_factory=dict)
+    matrix: Mapping[str, Figure] = field(default_factory=dict)
+    memory: Memory = Memory()
+    caches: Caches = Caches()
+    units: Figure | None = None
+    unit_name: str | None = None
+    clocks: Clocks = Clocks()
+    interconnect: Mapping[str, Link] = field(default_factory=dict)
+    tdp_w: Figure | None = None
+    idle_w: Figure | None = None
+    idle_context_w: Figure | None = None
+    energy: Mapping[str, Figure] = field(default_factory=dict)
+    operating_points: tuple[OperatingPoint, ...] = ()
+    point: str | None = None
+    threads: int | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+    origin: tuple[str, ...] = ()
+
+    def peak(self, precision: str, unit: Unit | None = None) -> Figure | None:
+        """The dense peak of a precision on one kind of unit, or on the faster of the two; None if it has none."""
+        if precision not in PRECISIONS:
+            raise ArgumentError(f"no precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
+        found = [
+            figures[precision]
+            for name, figures in (("vector", self.vector), ("matrix", self.matrix))
+            if precision in figures and unit in (None, name)
+        ]
+        return max(found, key=lambda figure: figure.value, default=None)
+
+    def at(self, point: str) -> Device:
+        """The device at one of its operating points: watts, clocks and the peaks that follow them."""
+        wanted = point.strip().lower()
+        for found in self.operating_points:
+            if found.name.lower() == wanted:
+                return _at(self, found)
+        names = [p.name for p in self.operating_points]
+        raise ArgumentError(
+            f"{self.id} has no operating point {point!r}{did_you_mean(wanted, names)}",
+            fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}" if names else f"use {self.id!r} alone",
+        )
+
+    def figures(self) -> Iterator[tuple[str, Figure]]:
+        """Every figure with its dotted name, as it stands in the TOML file."""
+        for group in ("vector", "matrix"):
+            yield from ((f"peaks.{group}.{name}", figure) for name, figure in getattr(self, group).items())
+        for part in ("memory", "caches", "clocks"):
+            values = getattr(self, part)
+            for entry in dataclasses.fields(values):
+                figure = getattr(values, entry.name)
+                if isinstance(figure, Figure):
+                    yield f"{part}.{entry.name}", figure
+        for name, link in self.interconnect.items():
+            yield f"interconnect.{name}", link.bytes_per_s
+        for name in ("units", "tdp_w", "idle_w", "idle_context_w"):
+            figure = getattr(self, name)
+            if figure is not None:
+                yield name, figure
+        yield from ((f"energy.{name}", figure) for name, figure in self.energy.items())
+
+
+def _at(device: Device, point: OperatingPoint) -> Device:
+    boost, units, memory = device.clocks.boost_hz, device.units, device.memory
+    factor, why = 1.0, []
+    if point.clock_hz and boost:
+        factor *= point.clock_hz.value / boost.value
+        why.append("clock")
+        boost = point.clock_hz
+    if point.units and units:
+        factor *= point.units.value / units.value
+        why.append("active units")
+        units = point.units
+    if point.bandwidth_bytes_per_s:
+        memory = dataclasses.replace(memory, bandwidth_bytes_per_s=point.bandwidth_bytes_per_s)
+    notes = dict(device.notes)
+    scaling = f"scaled to {point.name} by {' and '.join(why)}" if why else ""
+    if not why:
+        notes["peaks"] = f"at {point.name} the clock is not known: the peaks are those of the whole chip"
+    return dataclasses.replace(
+        device,
+        id=f"{device.id}@{point.name}",
+        name=f"{device.name} at {point.name}",
+        vector={name: figure.scaled(factor, scaling) for name, figure in device.vector.items()},
+        matrix={name: figure.scaled(factor, scaling) for name, figure in device.matrix.items()},
+        memory=memory,
+        units=units,
+        # A base clock above the mode's limit would be a contradiction, and it says nothing at a fixed mode.
+        clocks=Clocks(boost_hz=boost) if point.clock_hz else device.clocks,
+        tdp_w=point.power_w,
+        point=point.name,
+        notes=notes,
+    )

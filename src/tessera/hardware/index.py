@@ -1,0 +1,116 @@
+"""Every device we know: `catalog/*.toml` of the package, then the user's own files over them.
+
+A user's `$XDG_CONFIG_HOME/tessera/hardware/*.toml` (default `~/.config`) adds a device, or, with the id of one that
+exists, replaces just the figures it gives. Such a figure names its file in its source, and the device in `origin`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..device import Device
+from ..errors import ArgumentError, did_you_mean
+from .load import Table, bad, build, merge, read
+
+_PACKAGED = "the catalogue"
+
+
+def catalogue() -> Mapping[str, Device]:
+    """Every device by its id; the user's files are read again when they change."""
+    return _catalogue(tuple((path, path.stat().st_mtime_ns) for path in user_files()))
+
+
+def lookup(name: str) -> Device:
+    """The device of an id or alias, e.g. "h200", "a100-80gb-sxm", at a power mode if one is named: "jetson-orin@15W".
+
+    A wrong name is answered with the nearest one.
+    """
+    wanted, _, point = name.strip().lower().partition("@")
+    devices = catalogue()
+    for device in devices.values():
+        if wanted == device.id or wanted in device.aliases:
+            return device.at(point) if point else device
+    known = [n for d in devices.values() for n in (d.id, *d.aliases)]
+    raise ArgumentError(
+        f"no device {name!r} in the catalogue{did_you_mean(wanted, known)}",
+        fix=f"known: {', '.join(devices)}; or describe it in a file of your own in {user_folder()}",
+    )
+
+
+def user_folder() -> Path:
+    """Where a user's own device files lie."""
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(config).expanduser() / "tessera" / "hardware"
+
+
+def user_files() -> list[Path]:
+    """The user's device files, in the order in which they are laid over the catalogue."""
+    return sorted(path for path in user_folder().glob("*.toml") if path.is_file())
+
+
+@functools.cache
+def _packaged() -> dict[str, Table]:
+    folder = resources.files(__package__) / "catalog"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    tables = [read(f.read_text(encoding="utf-8"), f.name) for f in files]
+    return {table["id"]: table for table in tables}
+
+
+@functools.lru_cache(maxsize=4)
+def _catalogue(user: tuple[tuple[Path, int], ...]) -> Mapping[str, Device]:
+    tables = dict(_packaged())
+    origins = dict.fromkeys(tables, (_PACKAGED,))
+    for path, _ in user:
+        over = read(_text(path), str(path))
+        _sign(over, path)
+        key = over["id"]
+        tables[key] = _without_stale_notes(merge(tables[key], over), over) if key in tables else over
+        origins[key] = (*origins.get(key, ()), str(path))
+    devices: dict[str, Device] = {}
+    taken: dict[str, str] = {}
+    for key in sorted(tables):
+        file = f"{key}.toml" if origins[key] == (_PACKAGED,) else origins[key][-1]
+        device = devices[key] = build(tables[key], file, origins[key])
+        for name in (device.id, *device.aliases):
+            if name in taken:
+                raise bad(file, "aliases", f"{name!r} is already {taken[name]!r}", fix="give it another name")
+            taken[name] = device.id
+    return MappingProxyType(devices)
+
+
+def _without_stale_notes(merged: Table, over: Table) -> Table:
+    """A note on a figure the user replaces ("not found", "a single reading") speaks of the one that is gone."""
+    kept = over.get("notes", {})
+    notes = {key: text for key, text in merged.get("notes", {}).items() if key in kept or not _given(over, key)}
+    return {**merged, "notes": notes}
+
+
+def _given(table: Table, key: str) -> bool:
+    found: Any = table
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found is not None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise bad(str(path), "", f"cannot be read: {exc}", fix="make it readable, or move it away") from None
+
+
+def _sign(table: Table, path: Path) -> None:
+    """Add the user's file to the source of each of its figures; it is the source where none is given."""
+    for value in table.values():
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, dict):
+                _sign(entry, path)
+    if "value" in table:
+        source = table.get("source")
+        table["source"] = f"{source} ({path})" if isinstance(source, str) and source else f"given in {path}"
