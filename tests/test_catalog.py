@@ -176,7 +176,8 @@ def test_spot_values(device, name, value):
 
 
 def test_a_memory_holds_what_its_label_says():
-    assert figures(lookup("h200"))["memory.capacity_bytes"].value == 141 * 2**30
+    assert figures(lookup("h200"))["memory.capacity_bytes"].value == 143771 * 2**20, "as NVML reads it on a board"
+    assert lookup("a100-40gb-sxm").memory.capacity_bytes.value == 40 * 2**30
     assert lookup("t4").memory.capacity_bytes.value < 16 * 2**30, "inline ECC takes its share"
 
 
@@ -443,7 +444,7 @@ def test_list_fits_the_terminal():
     for device in DEVICES:
         assert any(line.startswith(f"{device.id} ") for line in lines)
     h200 = next(line for line in lines if line.startswith("h200 "))
-    assert h200.split() == ["h200", "gpu", "67", "T", "989", "T", "141", "GiB", "4.8", "T", "700", "W", "77", "W"]
+    assert h200.split() == ["h200", "gpu", "67", "T", "989", "T", "140", "GiB", "4.8", "T", "700", "W", "77", "W"]
     assert "~" in next(line for line in lines if line.startswith("h100 ")), "an assumed idle is marked"
     assert "next: tessera hardware show" in lines[-1]
 
