@@ -8,6 +8,7 @@ from ..schema import EnergyReport, Telemetry
 
 # Shares above which a finding is worth a user's time; below them the advice is silent.
 IDLE_SHARE = 0.35
+UNUSED_SHARE = 0.97
 THROTTLED_SHARE = 0.3
 LOW_UTILIZATION_PCT = 50.0
 
@@ -29,6 +30,8 @@ def _idle(report: EnergyReport, telemetry: Mapping[str, Sequence[Telemetry]]) ->
     share = idle_j / report.total.joules
     if share < IDLE_SHARE:
         return None
+    if share > UNUSED_SHARE:
+        return "hardly anything was drawn above idle: was this the right command, and the right GPU?"
     busy = [t.utilization_pct for rows in telemetry.values() for t in rows if t.utilization_pct is not None]
     mean = sum(busy) / len(busy) if busy else None
     used = f", utilisation {mean:.0f}%" if mean is not None and mean < LOW_UTILIZATION_PCT else ""

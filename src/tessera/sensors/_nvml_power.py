@@ -88,10 +88,10 @@ class RingReader:
         """Stamps (µs) and milliwatts newer than the last; the driver says NotFound when there is none."""
         nvml = self._nvml
         try:
-            _, raw = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_TOTAL_POWER_SAMPLES, self._last_stamp_us)
+            kind, raw = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_TOTAL_POWER_SAMPLES, self._last_stamp_us)
         except nvml.NVMLError_NotFound:
             return []
-        pairs = [(int(s.timeStamp), int(s.sampleValue.uiVal)) for s in raw if s.timeStamp]
+        pairs = [(int(s.timeStamp), round(number(s.sampleValue, kind))) for s in raw if s.timeStamp]
         # Unfilled entries have stamp 0. Sorted, unless the wall clock was stepped: then the ring's own order holds.
         return pairs if self._epoch.steps else sorted(pairs)
 
@@ -183,6 +183,15 @@ class FieldReader:
             self._power.observe(batch, power_w=power_mw * 1e-3, time_ns=time_ns)
 
 
+# nvmlValueType_t: which member of the union holds the value.
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+
+def number(value: Any, kind: int) -> float:
+    """The number in one of NVML's unions, by the type that came with it."""
+    return float(getattr(value, _MEMBERS[kind] if kind < len(_MEMBERS) else "uiVal"))
+
+
 def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[], int]:
     """A call that returns one field in milliwatts and raises the field's own NVML error."""
 
@@ -190,7 +199,7 @@ def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[],
         value = nvml.nvmlDeviceGetFieldValues(handle, [(field, scope)])[0]
         if value.nvmlReturn != nvml.NVML_SUCCESS:
             raise nvml.NVMLError(value.nvmlReturn)
-        return int(value.value.uiVal)
+        return round(number(value.value, value.valueType))
 
     return ask
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..clock import REAL, Clock
 from ..schema import Capability, Telemetry
-from ._nvml_power import absent_errors
+from ._nvml_power import absent_errors, number
 
 T = TypeVar("T")
 
@@ -129,12 +129,12 @@ class TelemetryReader:
         value = self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0]
         if value.nvmlReturn != self._nvml.NVML_SUCCESS:
             raise self._nvml.NVMLError(value.nvmlReturn)
-        return float(value.value.uiVal)
+        return number(value.value, value.valueType)
 
     def _throttled_s(self) -> dict[str, float]:
         values = self._nvml.nvmlDeviceGetFieldValues(self._handle, list(THROTTLE_TIME_FIELDS))
         return {
-            name: int(v.value.ullVal) * 1e-9
+            name: number(v.value, v.valueType) * 1e-9
             for name, v in zip(THROTTLE_TIME_FIELDS.values(), values, strict=True)
             if v.nvmlReturn == self._nvml.NVML_SUCCESS
         }

@@ -18,7 +18,7 @@ from ..clock import REAL, Clock
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Gap
 from ._nvml_counter import EnergyCounter
-from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, PowerReader, choose_reader, field_mw
+from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, PowerReader, absent_errors, choose_reader, field_mw
 from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
 from ._visible import Board, Visible, visible_boards
 from .base import Batch
@@ -52,7 +52,7 @@ class NvmlSensor:
         try:
             nvml.nvmlInit()
             self._nvml = nvml
-            self.driver_version = str(nvml.nvmlSystemGetDriverVersion())
+            self.driver_version = _text(nvml, nvml.nvmlSystemGetDriverVersion)
             visible = visible_boards(_boards(nvml), self._environ.get("CUDA_VISIBLE_DEVICES"))
             self._gpus = [Gpu(nvml, v, self._telemetry_s, self._clock) for v in visible]
         except nvml.NVMLError as exc:
@@ -127,7 +127,7 @@ class Gpu:
     def _open(self) -> None:
         nvml = self._nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(self._visible.board.index)
-        self.label = _text(nvml.nvmlDeviceGetName(self._handle))
+        self.label = _text(nvml, nvml.nvmlDeviceGetName, self._handle) or self.name
         self.power: PowerReader | None = choose_reader(nvml, self._handle, self.name, self._clock, self._refuse)
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
@@ -250,7 +250,12 @@ def _uncounted(domain: Domain) -> Domain:
     return dataclasses.replace(domain, counted=False)
 
 
-def _text(value: str | bytes) -> str:
+def _text(nvml: Any, ask: Callable[..., str | bytes], *args: Any) -> str:
+    """A name, UUID or version, which nothing depends on: empty where the driver does not give it."""
+    try:
+        value = ask(*args)
+    except absent_errors(nvml):
+        return ""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
@@ -272,7 +277,7 @@ def _boards(nvml: Any) -> list[Board]:
     boards = []
     for i in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(i)
-        boards.append(Board(i, _text(nvml.nvmlDeviceGetUUID(handle)), _mig_uuids(nvml, handle)))
+        boards.append(Board(i, _text(nvml, nvml.nvmlDeviceGetUUID, handle), _mig_uuids(nvml, handle)))
     return boards
 
 
@@ -286,7 +291,7 @@ def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
     found = []
     for i in range(count):
         with contextlib.suppress(nvml.NVMLError):
-            found.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i))))
+            found.append(_text(nvml, nvml.nvmlDeviceGetUUID, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)))
     return tuple(found)
 
 
