@@ -35,7 +35,7 @@ def test_the_counter_corrects_a_sensor_that_reads_low() -> None:
     found = between(anchors, 1.0, 9.0)
     assert found is not None and found.used
     assert found.joules == pytest.approx(8 * 300.0)
-    assert found.sampled_j == pytest.approx(8 * 295.0)
+    assert found.sampled.joules == pytest.approx(8 * 295.0)
     assert 0 < found.error_j < 0.01 * 8 * 300.0
 
 
@@ -52,8 +52,8 @@ def test_the_counter_fills_a_gap_of_the_samples() -> None:
     found = between(anchors, 1.0, 9.0)
     assert found is not None and found.used
     assert found.joules == pytest.approx(8 * 300.0)
-    assert found.sampled_j == pytest.approx(5 * 300.0, rel=0.01)
-    assert found.covered_s == pytest.approx(3.0, abs=0.03)
+    assert found.sampled.joules == pytest.approx(5 * 300.0, rel=0.01)
+    assert found.span_s - found.sampled.covered_s == pytest.approx(3.0, abs=0.03)
 
 
 def test_a_counter_that_disagrees_is_not_believed_but_widens_the_error() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tessera import monitor as tm
+from tessera.clock import Clock
 from tessera.errors import ArgumentError, MeasurementError, SensorLost
 from tessera.monitor import Monitor, cuda, energy_scope, power_trace
 from tessera.monitor.cuda import DeviceClocks, Edge
@@ -27,9 +28,11 @@ from tessera.monitor.sampler import Sampler
 from tessera.monitor.window import Window
 from tessera.schema import Domain, Telemetry
 from tessera.sensors.base import Batch
+from tessera.sensors.nvml import NvmlSensor
 from test_sampler import SimulatedClock, drive
 
 from conftest import ScriptSensor
+from fakes.nvml import FakeNvml, Scenario
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -862,3 +865,30 @@ def test_without_cuda_in_the_process_nothing_of_it_is_touched(
     with energy_scope(sync=True, monitor=started()) as energy:
         time.sleep(0.01)
     assert energy.seconds == energy.host_seconds
+
+
+def test_the_counter_alone_still_gives_joules_when_the_ring_is_silent(fake_nvml: FakeNvml) -> None:
+    """A frozen ring leaves no samples; the counter's ticks between the edges are joules all the same."""
+    fake_nvml.set(Scenario(wave="const:400", before_w=400, ring_freeze_at_s=3))
+    clock = Clock(fake_nvml.monotonic_ns, fake_nvml.epoch_ns)
+    board = NvmlSensor(environ={}, clock=clock)
+    board.start()
+    sampler = Sampler([board], clock=clock)
+
+    def run(seconds: float) -> None:
+        end = fake_nvml.monotonic_ns() + round(seconds * 1e9)
+        while fake_nvml.monotonic_ns() < end:
+            fake_nvml.advance(max(min(sampler.read_due(), (end - fake_nvml.monotonic_ns()) * 1e-9), 0.0005))
+
+    run(8.0)
+    window = Window("w", Edge(fake_nvml.monotonic_ns()))
+    window.settle(sampler, DeviceClocks(), ["gpu0"])
+    run(8.0)
+    window.end = Edge(fake_nvml.monotonic_ns())
+    run(1.2)
+    window.settle(sampler, DeviceClocks(), ["gpu0"], force=True)
+    energy = window.energies["gpu0"]
+    assert energy.source.endswith("+counter")
+    assert energy.joules == pytest.approx(400 * 8.0, rel=0.3)
+    assert abs(energy.joules - 400 * 8.0) <= energy.error_j
+    assert 0.7 < energy.coverage <= 1.0

@@ -48,9 +48,9 @@ class Correction:
 
     joules: float
     error_j: float
-    sampled_j: float  # what the samples say of the span, and how sure they were: taken out of the window's sums
-    variance_j2: float
-    covered_s: float  # what the counter saw and the samples did not
+    span_s: float
+    seen_s: float  # of the span: all of it by the counter
+    sampled: Mark  # what the samples add up to over the span: taken out of the window's sums
     used: bool
 
 
@@ -112,14 +112,19 @@ def correction(first: Anchor | None, last: Anchor | None) -> Correction | None:
     counted_j = last.joules - first.joules
     if span_s < MIN_SPAN_NS * 1e-9 or counted_j <= 0:
         return None
-    sampled_j = last.mark.joules - first.mark.joules
-    missing_s = max(span_s - (last.mark.covered_s - first.mark.covered_s), 0.0)
-    variance_j2 = last.mark.variance_j2 - first.mark.variance_j2
-    if not _plausible(counted_j, sampled_j, missing_s):
-        return Correction(sampled_j, abs(sampled_j - counted_j), sampled_j, variance_j2, 0.0, used=False)
+    sampled = Mark(
+        last.mark.joules - first.mark.joules,
+        last.mark.covered_s - first.mark.covered_s,
+        last.mark.variance_j2 - first.mark.variance_j2,
+        0.0,
+    )
+    missing_s = max(span_s - sampled.covered_s, 0.0)
+    if not _plausible(counted_j, sampled.joules, missing_s):
+        error_j = abs(sampled.joules - counted_j)
+        return Correction(sampled.joules, error_j, span_s, span_s - missing_s, sampled, used=False)
     edges = (TICK_S * first.mark.swing_w) ** 2 + (TICK_S * last.mark.swing_w) ** 2
     error_j = float(((ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * edges / 3.0) ** 0.5)
-    return Correction(counted_j, error_j, sampled_j, variance_j2, missing_s, used=True)
+    return Correction(counted_j, error_j, span_s, span_s, sampled, used=True)
 
 
 def _plausible(counted_j: float, sampled_j: float, missing_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 
 from ..integral import Mark
@@ -100,14 +101,19 @@ class Window:
             return energy_between(domain, start_mark, end_mark, seconds)
         # The span is the counter's: what is left to the samples are the two ends.
         begin = dataclasses.replace(
-            start_mark, joules=start_mark.joules + fix.sampled_j, variance_j2=start_mark.variance_j2 + fix.variance_j2
+            start_mark,
+            joules=start_mark.joules + fix.sampled.joules,
+            covered_s=start_mark.covered_s + fix.sampled.covered_s,
+            variance_j2=start_mark.variance_j2 + fix.sampled.variance_j2,
         )
-        ends = energy_between(domain, begin, end_mark, seconds)
-        covered_s = end_mark.covered_s - start_mark.covered_s + fix.covered_s
+        ends_s = max(seconds - fix.span_s, 0.0)
+        ends = energy_between(domain, begin, end_mark, ends_s)
+        unseen = math.isnan(ends.joules)  # then they may have drawn what the span did on average
         return dataclasses.replace(
             ends,
-            joules=end_mark.joules - begin.joules + fix.joules,
-            error_j=(ends.error_j**2 + fix.error_j**2) ** 0.5,
+            joules=fix.joules + (0.0 if unseen else ends.joules),
+            error_j=fix.error_j + fix.joules / fix.span_s * ends_s if unseen else math.hypot(ends.error_j, fix.error_j),
+            seconds=seconds,
             source=domain.source + ("+counter" if fix.used else ""),
-            coverage=min(covered_s / seconds, 1.0) if seconds > 0 else 0.0,
+            coverage=min((ends.coverage * ends_s + fix.seen_s) / seconds, 1.0),
         )
