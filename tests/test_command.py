@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -220,3 +221,33 @@ def test_merging_weighs_coverage_by_time_and_keeps_the_worst_basis() -> None:
     )
     assert merged.energy.coverage == pytest.approx(0.75)
     assert merged.energy.basis == "modelled"
+
+
+def test_a_region_of_which_nothing_is_known_keeps_the_others(tmp_path: Path) -> None:
+    good = Energy(joules=5.0, error_j=0.1, seconds=1.0, source="x")
+    lost = Energy(joules=math.nan, error_j=math.nan, seconds=1.0, source="x", coverage=0.0)
+    write_regions(
+        tmp_path, [RegionEnergy(name="a", calls=1, energy=good), RegionEnergy(name="b", calls=2, energy=lost)]
+    )
+    back = read_regions(tmp_path)
+    assert [r.name for r in back] == ["a", "b"]
+    assert math.isnan(back[1].energy.joules)
+
+
+def test_regions_of_three_ranks_side_by_side_are_not_added(tmp_path: Path) -> None:
+    def rank(joules: float, start: int, end: int) -> RegionEnergy:
+        energy = Energy(joules=joules, error_j=0.1, seconds=(end - start) * 1e-9, source="x")
+        return RegionEnergy(name="train", calls=1, energy=energy, start_ns=start, end_ns=end)
+
+    (merged,) = merge([rank(100.0, 0, 10), rank(120.0, 1, 5), rank(90.0, 7, 11)])
+    assert merged.energy.joules == 120.0
+    (after,) = merge([rank(100.0, 0, 10), rank(90.0, 12, 20)])
+    assert after.energy.joules == 190.0
+
+
+def test_a_domain_that_drew_nothing_before_the_command_is_no_error() -> None:
+    m = Monitor([sensor(lambda t: 1e-12)])
+    m.start()
+    time.sleep(0.7)
+    assert measure_command(["true"], m).report.idle_w == pytest.approx(0.0, abs=1e-9)
+    m.stop()

@@ -346,3 +346,51 @@ def test_a_polled_field_that_reads_zero_is_one_gap_until_it_reads_again(fake_nvm
     covered_s = series.mark(1 << 62).covered_s
     assert covered_s == pytest.approx(4.0, abs=0.5)
     assert joules(series, 0, 1 << 62) == pytest.approx(300 * covered_s)
+
+
+def test_a_gpu_with_a_counter_and_no_power_does_not_disturb_the_others(fake_nvml: FakeNvml) -> None:
+    off = {"ring": "off", "power": "off", "fields": "off"}
+    _, sampler = start(fake_nvml, Scenario(gpus=2, wave="const:300", before_w=300, gpu={1: off}))
+    run(fake_nvml, sampler, 4.0)
+    assert set(sampler.series) == {"gpu0", "gpu0.memory"}
+    assert not sampler.gaps
+    assert len(sampler.anchors["gpu0"]) > 1
+
+
+def test_neighbouring_gaps_of_one_reason_are_one_gap(fake_nvml: FakeNvml) -> None:
+    _, sampler = start(fake_nvml, Scenario(ring="zero"))
+    run(fake_nvml, sampler, 6.0)
+    assert len([g for g in sampler.gaps if g.domain == "gpu0"]) == 1
+
+
+def test_hbm_power_that_stops_leaves_a_gap(fake_nvml: FakeNvml) -> None:
+    _, sampler = start(fake_nvml, Scenario(wave="const:300"))
+    run(fake_nvml, sampler, 2.0)
+    fake_nvml.change(hbm="off")
+    run(fake_nvml, sampler, 3.0)
+    assert sampler.silent("gpu0.memory"), "nobody waits for it"
+    assert not sampler.silent("gpu0")
+
+
+def test_several_slow_counters_are_learnt_one_after_the_other(fake_nvml: FakeNvml) -> None:
+    """A read of 6 ms (a busy H200's) on each of 8 GPUs would take half a tick if they all learnt at once."""
+    fake_nvml.set(Scenario(gpus=8, wave="const:300", hbm="off", gpm="off"))
+    sensor = NvmlSensor(environ={}, clock=clock_of(fake_nvml))
+    sensor.start()
+    import pynvml
+
+    real = pynvml.nvmlDeviceGetTotalEnergyConsumption
+
+    def slow(handle: object) -> int:
+        fake_nvml.advance(0.003)
+        value: int = real(handle)
+        fake_nvml.advance(0.003)
+        return value
+
+    pynvml.nvmlDeviceGetTotalEnergyConsumption = slow
+    try:
+        sampler = Sampler([sensor], clock=clock_of(fake_nvml))
+        run(fake_nvml, sampler, 12.0)
+    finally:
+        pynvml.nvmlDeviceGetTotalEnergyConsumption = real
+    assert all(len(sampler.anchors[f"gpu{i}"]) >= 2 for i in range(8))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, RecordingError
+from tessera.monitor.sampler import Sampler
 from tessera.schema import Domain, Hold
 from tessera.sensors.base import Sensor
 from tessera.sensors.replay import ReplaySensor
@@ -198,3 +201,19 @@ def test_an_empty_domain_beside_a_full_one():
 def test_impossible_speeds(speed):
     with pytest.raises(ArgumentError, match="speed"):
         ReplaySensor({"gpu0": column("gpu0", [0, 1])}, speed=speed)
+
+
+def test_nobody_waits_for_a_recording_that_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    rows = "".join(f"{1_790_000_000_000_000 + 20_000 * k},gpu0,100.0\n" for k in range(10))
+    path.write_text("epoch_us,domain,watts\n" + rows)
+    sensor = ReplaySensor.from_csv(path)
+    sensor.start()
+    sampler = Sampler([sensor])
+    sampler.start()
+    time.sleep(0.4)
+    begun = time.monotonic()
+    sampler.wait_for(time.monotonic_ns(), timeout_s=5.0)
+    assert time.monotonic() - begun < 1.0
+    assert any("over" in g.reason for g in sampler.gaps)
+    sampler.stop()

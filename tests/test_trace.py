@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tessera.errors import MeasurementError, RecordingError
 from tessera.schema import Basis, Domain, Energy, Gap, Hold
-from tessera.trace import Column, PowerTrace, combine, read_csv, worst_basis
+from tessera.trace import Column, PowerTrace, chain, combine, read_csv, worst_basis
 
 from test_integral import brute
 
@@ -317,3 +317,17 @@ def test_frame() -> None:
 
 def test_repr_names_the_domains() -> None:
     assert repr(trace(square(1, 2), end_s=1.5)) == "<PowerTrace gpu0: 51 samples over 1.500 s>"
+
+
+def test_the_peak_of_means_is_of_the_trace_and_not_of_before_it() -> None:
+    column = Column.of(domain(hold=Hold.MEAN), [S, 2 * S, 3 * S], [500.0, 10.0, 12.0])
+    assert PowerTrace({"gpu0": column}, start_ns=S + 50_000_000, end_ns=3 * S).peak_w == 12.0
+
+
+def test_windows_of_which_nothing_is_known_widen_the_error_of_a_chain() -> None:
+    known = Energy(joules=5.0, error_j=0.1, seconds=1.0, source="x")
+    unknown = Energy(joules=math.nan, error_j=math.nan, seconds=9.0, source="x", coverage=0.0)
+    whole = chain([known, unknown])
+    assert whole.joules == 5.0
+    assert whole.error_j >= 45.0
+    assert whole.coverage == pytest.approx(0.1)

@@ -154,7 +154,11 @@ class PowerTrace:
     def _peak_w(self, domain: str | None) -> float | None:
         moved = self._moved(domain)
         if len(moved) == 1:
-            return float(np.nanmax(moved[0][1].peaks_w))
+            times_ns, column = moved[0]
+            # A mean belongs to the time before it: one that ends where the trace begins is not of the trace.
+            inside = times_ns > self.start_ns if column.domain.hold is Hold.MEAN else np.ones(len(times_ns), bool)
+            peaks = column.peaks_w[inside & ~np.isnan(column.peaks_w)]
+            return float(peaks.max()) if len(peaks) else None
         watts = self.total(domain)[1]
         return float(watts.max()) if len(watts) else None
 
@@ -329,12 +333,17 @@ def combine(parts: Sequence[Energy], seconds: float) -> Energy:
 
 
 def chain(parts: Sequence[Energy]) -> Energy:
-    """The sum of one thing over several windows of time, errors in quadrature; unknown ones lower the coverage."""
+    """The sum of one thing over several windows of time, errors in quadrature.
+
+    Windows of which nothing is known lower the coverage and widen the error by what the others drew.
+    """
     known = [p for p in parts if not math.isnan(p.joules)]
-    seconds = sum(p.seconds for p in parts)
+    seconds, known_s = sum(p.seconds for p in parts), sum(p.seconds for p in known)
+    joules = sum(p.joules for p in known)
+    unknown_j = joules / known_s * (seconds - known_s) if known_s > 0 else 0.0
     return Energy(
-        joules=sum(p.joules for p in known) if known else math.nan,
-        error_j=sum(p.error_j**2 for p in known) ** 0.5 if known else math.nan,
+        joules=joules if known else math.nan,
+        error_j=sum(p.error_j**2 for p in known) ** 0.5 + unknown_j if known else math.nan,
         seconds=seconds,
         source=parts[-1].source,
         coverage=sum(p.coverage * p.seconds for p in parts) / seconds if seconds > 0 else 0.0,

@@ -238,10 +238,12 @@ def _works(
 def _batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[Window, Any]:
     window = monitor.open("benchmark")
     value = None
-    for _ in range(calls):
-        value = call()
-    synchronize()
-    monitor.close(window)
+    try:
+        for _ in range(calls):
+            value = call()
+        synchronize()
+    finally:
+        monitor.close(window)
     return window, value
 
 
@@ -265,8 +267,9 @@ def _utilization(monitor: Monitor, windows: list[Window]) -> float | None:
 def _by_domain(monitor: Monitor, windows: list[Window], calls: int) -> dict[str, Uncertain]:
     """Joules per call by domain; the domains that are not counted too, as far as they are known."""
     found: dict[str, list[Energy]] = {}
+    monitor.read(windows[-1], everything=True)  # the only one to wait for: what has not come by now does not come
     for window in windows:
-        for name, energy in monitor.read(window, everything=True).items():
+        for name, energy in monitor.read(window, timeout_s=0.0, everything=True).items():
             found.setdefault(name, []).append(energy)
     return {
         name: Uncertain(sum(e.joules for e in parts) / calls, sum(e.error_j**2 for e in parts) ** 0.5 / calls)

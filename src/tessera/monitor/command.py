@@ -102,7 +102,7 @@ def _level_before(series: Series, start_ns: int) -> float | None:
         if seen_s < 0.2 * IDLE_WINDOW_NS * 1e-9 / 2:
             return None
         halves.append((b.joules - a.joules) / seen_s)
-    return sum(halves) / 2 if abs(halves[1] / halves[0] - 1) < IDLE_LEVEL else None
+    return sum(halves) / 2 if abs(halves[1] - halves[0]) <= IDLE_LEVEL * halves[0] else None
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:

@@ -80,6 +80,7 @@ class Monitor:
         """
         self.settle_all(LAST_WAIT_S)
         self.sampler.stop()
+        self._settle_pending()
 
     def abandon(self) -> None:
         """In a forked child: locks and threads are the parent's. A monitor given by hand measures nothing here."""
@@ -124,11 +125,12 @@ class Monitor:
         return dict(window.energies)
 
     def _after_read(self) -> None:
-        """On the sampler's thread: renew clock anchors, settle the windows whose data have come.
-
-        Only the counted domains, and only for a slice of time: the sensors must be read again in a second.
-        """
+        """On the sampler's thread: renew clock anchors, settle the windows whose data have come."""
         self.clocks.renew()
+        self._settle_pending()
+
+    def _settle_pending(self) -> None:
+        """Only the counted domains, and only for a slice of time: the sensors must be read again in a second."""
         now = time.monotonic_ns()
         until = now + SETTLE_NS
         counted = self.sampler.counted()

@@ -128,7 +128,8 @@ def _since(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
     whole = chain(links)
     known = [e for e in links if not math.isnan(e.joules)]
     joules = max(sum(e.joules for e in known), floor_j)
-    return dataclasses.replace(whole, joules=joules, error_j=sum(e.error_j for e in known))
+    unseen_j = max(whole.error_j - sum(e.error_j**2 for e in known) ** 0.5, 0.0) if known else 0.0
+    return dataclasses.replace(whole, joules=joules, error_j=sum(e.error_j for e in known) + unseen_j)
 
 
 class Watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -33,10 +34,20 @@ def read_regions(folder: Path) -> list[RegionEnergy]:
     found: list[RegionEnergy] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.extend(msgspec.json.decode(path.read_bytes(), type=_File).regions)
-        except msgspec.DecodeError:
+            found.extend(_decoded(path.read_bytes()).regions)
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
             continue  # a process that was killed while writing: the rest still counts
     return merge(found)
+
+
+def _decoded(data: bytes) -> _File:
+    """JSON has no NaN: joules that are not known were written as null."""
+    raw = msgspec.json.decode(data)
+    for region in raw["regions"]:
+        for key in ("joules", "error_j"):
+            if region["energy"][key] is None:
+                region["energy"][key] = math.nan
+    return msgspec.convert(raw, _File)
 
 
 def merge(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
@@ -50,7 +61,8 @@ def merge(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
     for region in sorted(regions, key=lambda r: r.start_ns):
         kept = by_name.setdefault(region.name, [])
         if kept and region.start_ns < kept[-1].end_ns:
-            kept[-1] = by_joules([kept[-1], region])[0]
+            end_ns = max(kept[-1].end_ns, region.end_ns)
+            kept[-1] = dataclasses.replace(by_joules([kept[-1], region])[0], end_ns=end_ns)
         else:
             kept.append(region)
     return by_joules([_sum(name, parts) for name, parts in by_name.items()])

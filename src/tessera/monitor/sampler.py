@@ -69,7 +69,7 @@ class Sampler:
         self.anchors: dict[str, Anchors] = {}
         self.telemetry: dict[str, deque[Telemetry]] = {}
         self.events: deque[PowerEvent] = deque(maxlen=KEPT_EVENTS)
-        self.gaps: deque[Gap] = deque(maxlen=KEPT_GAPS)
+        self.gaps: deque[Gap] = deque()
         self.faults: deque[str] = deque(maxlen=16)
         self.cpu_time_s = 0.0
         self.reads = 0
@@ -122,6 +122,13 @@ class Sampler:
         """Wait until the named domains have data up to a time; False when a sensor did not deliver in time."""
         wanted = list(self.series) if names is None else list(names)
         deadline = time.monotonic() + timeout_s
+        try:
+            return self._wait(time_ns, wanted, deadline)
+        finally:  # met, timed out or interrupted: nobody waits for this any more
+            with self._lock:
+                self._give_up(time_ns, wanted)
+
+    def _wait(self, time_ns: int, wanted: Sequence[str], deadline: float) -> bool:
         with self._wake:
             for name in wanted:
                 self._wanted[name] = max(self._wanted.get(name, 0), time_ns)
@@ -129,7 +136,6 @@ class Sampler:
             while not self.covers(time_ns, wanted):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stopping or (self._thread is not None and not self._thread.is_alive()):
-                    self._give_up(time_ns, wanted)
                     return False
                 if self._thread is None:  # driven by hand
                     self.read_due()
@@ -180,7 +186,6 @@ class Sampler:
             if not slot.lost:
                 self._read(slot)
             slot.sensor.stop()
-        self._call_back()
 
     def abandon(self) -> None:
         """In a forked child: the thread is gone, and a lock may be held by it for ever. Nothing is read any more."""
@@ -227,19 +232,20 @@ class Sampler:
 
     def _read(self, slot: _Slot) -> None:
         try:
-            if slot.lost:
-                slot.sensor.start()
-                with self._lock:
-                    self._adopt(slot)
-                    for name in slot.names:
-                        self.anchors[name].restart()
-            batch = slot.sensor.read()
+            self._read_slot(slot)
         except SensorError as exc:
             self._lose(slot, exc)
-            return
         except Exception as exc:  # noqa: BLE001  (a fault in one vendor's binding must not end all measuring)
             self._lose(slot, SensorLost(f"the {slot.sensor.name} sensor failed", why=f"{type(exc).__name__}: {exc}"))
-            return
+
+    def _read_slot(self, slot: _Slot) -> None:
+        if slot.lost:
+            slot.sensor.start()
+            with self._lock:
+                self._adopt(slot)
+                for name in slot.names:
+                    self.anchors[name].restart()
+        batch = slot.sensor.read()
         if slot.lost:
             self._dead -= slot.names
         slot.lost, slot.failures = None, 0
@@ -260,7 +266,7 @@ class Sampler:
                 for d in [self.series[n].domain for n in slot.names]:
                     last = self.series[d.name].last_ns
                     reason = f"{exc.what}: {exc.why}" if exc.why else exc.what
-                    self.gaps.append(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=reason))
+                    self._note(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=reason))
         slot.failures += 1
         slot.due_ns = now + round(slot.retry_s() * 1e9)
 
@@ -277,13 +283,12 @@ class Sampler:
     def _take(self, batch: Batch) -> None:
         with self._wake:
             for gap in batch.gaps:  # before the samples: one that is over already is closed by them
-                if not any(_overlap(gap, known) for known in self.gaps):  # the first reason given stands
-                    self.gaps.append(gap)
+                self._note(gap)
             for name, samples in batch.samples.items():
                 self.series[name].extend(self._bridge(name, samples))
             silent = self._silent()
             for name, ticks in batch.anchors.items():
-                for time_ns, joules in ticks:
+                for time_ns, joules in ticks if name in self.anchors else ():
                     self.anchors[name].add(time_ns, joules)
             for name, anchors in self.anchors.items():
                 anchors.catch_up(force=name in silent)
@@ -291,6 +296,19 @@ class Sampler:
                 self.telemetry.setdefault(t.domain, deque(maxlen=KEPT_TELEMETRY)).append(t)
             self.events.extend(batch.events)
             self._wake.notify_all()
+
+    def _note(self, gap: Gap) -> None:
+        """Keep a gap: once, as one with its neighbour of the same reason, and an open one however many there are."""
+        for i, known in enumerate(self.gaps):
+            if _overlap(gap, known):
+                return  # the first reason given stands
+            if (known.domain, known.reason, known.end_ns) == (gap.domain, gap.reason, gap.start_ns):
+                self.gaps[i] = Gap(domain=gap.domain, start_ns=known.start_ns, end_ns=gap.end_ns, reason=gap.reason)
+                return
+        if len(self.gaps) >= KEPT_GAPS:
+            oldest = next((i for i, known in enumerate(self.gaps) if known.end_ns is not None), 0)
+            del self.gaps[oldest]
+        self.gaps.append(gap)
 
     def _bridge(self, domain: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
         """End the open gaps of a domain that has data again, and mark that nothing is known of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -49,10 +50,12 @@ class EnergyScope:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self._sync and exc_type is None:
-            synchronize()
-        self._window = self._open.pop()
-        self._monitor.close(self._window)  # type: ignore[union-attr]
+        try:
+            if self._sync and exc_type is None:
+                synchronize()
+        finally:
+            self._window = self._open.pop()
+            self._monitor.close(self._window)  # type: ignore[union-attr]
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function or coroutine function: a scope of this name around every call."""
@@ -166,7 +169,7 @@ class EnergyScope:
         self._read(everything=False)  # settles the window, so that the edges are resolved
         assert self._window is not None
         edge = self._window.start if start else self._window.end
-        return edge.time_ns(on_device=True) if edge is not None else 0
+        return edge.time_ns(on_device=True) if edge is not None else time.monotonic_ns()
 
     def report(self) -> EnergyReport:
         """The same as an EnergyReport, for diff, JSON and rendering."""

@@ -38,6 +38,11 @@ class EnergyCounter:
         self._watching = False
         self._last_mj = -1
 
+    @property
+    def learning(self) -> bool:
+        """Whether its ticks are not known and it is about to look for them (and not resting from having failed)."""
+        return not self.ticks.known and self.due_ns - self._clock.monotonic_ns() < READ_EVERY_NS
+
     def read(self) -> list[tuple[int, float]]:
         """One read of the counter, if it is due; the anchors it gives."""
         begin = self._clock.monotonic_ns()

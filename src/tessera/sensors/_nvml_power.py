@@ -174,6 +174,10 @@ class FieldReader:
             blur_s=(self._averaged_s + self.refresh_s) / math.sqrt(12), gain_error=FIELD_GAIN_ERROR,
         )  # fmt: skip
 
+    def fail(self, batch: Batch, reason: str) -> None:
+        """Note that nothing comes any more, so that nobody waits for it."""
+        self._power.fail(batch, self._clock.monotonic_ns(), reason)
+
     def read(self, batch: Batch) -> None:
         power_mw = self._ask_mw()
         time_ns = self._clock.monotonic_ns()

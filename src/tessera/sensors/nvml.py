@@ -28,6 +28,10 @@ TELEMETRY_S = 1.0
 HBM_EVERY_S = 0.5
 _RETRY_NS = 1_000_000_000
 _RESUME_NS = 10_000_000_000
+# Nobody needs the ring more often than this, not even who waits for a sample (they come every 20 ms); and less
+# often while a counter is read densely, every few milliseconds.
+_AGAIN_NS = 15_000_000
+_DENSE_NS = 50_000_000
 
 
 class NvmlSensor:
@@ -72,7 +76,9 @@ class NvmlSensor:
     def period_s(self) -> float:
         """Until the first of its parts is due: 1 s with the ring, a few ms while the counter's ticks are sought."""
         now = self._clock.monotonic_ns()
-        return max(min((g.due_ns() - now for g in self._gpus), default=0) * 1e-9, 0.001)
+        learner = next((g for g in self._gpus if g.learning), None)
+        due = [g.due_ns(anchor=g is learner or not g.learning) for g in self._gpus]
+        return max(min(due, default=now) - now, 1_000_000) * 1e-9
 
     def domains(self) -> Sequence[Domain]:
         return [d for g in self._gpus for d in g.domains()]
@@ -83,9 +89,11 @@ class NvmlSensor:
     def read(self) -> Batch:
         batch = Batch()
         lost = 0
+        # One counter at a time is read densely: with several, a round would take longer than a tick allows.
+        learner = next((g for g in self._gpus if g.learning), None)
         for gpu in self._gpus:
             try:
-                gpu.read(batch)
+                gpu.read(batch, anchor=gpu is learner or not gpu.learning, again_ns=_DENSE_NS if learner else _AGAIN_NS)
             except _gpu_errors(self._nvml) as exc:
                 if isinstance(exc, self._nvml.NVMLError_Uninitialized):
                     raise SensorLost("NVML was shut down under us", why=str(exc), fix="waiting for the driver") from exc
@@ -132,7 +140,7 @@ class Gpu:
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
         self._telemetry = TelemetryReader(nvml, self._handle, self._clock)
-        self._power_due = self._telemetry_due = self._hbm_due = 0
+        self._power_due = self._telemetry_due = self._hbm_due = self._power_read = 0
 
     def _refuse(self, what: str, exc: Exception) -> None:
         self.refused[what] = str(exc)
@@ -171,15 +179,21 @@ class Gpu:
         refused = [Capability(name=f"{self.name} {k}", available=False, reason=v) for k, v in self.refused.items()]
         return [*refused, *self._telemetry.capabilities(self.name)]
 
-    def due_ns(self) -> int:
+    @property
+    def learning(self) -> bool:
+        """Whether the counter's ticks are being sought, which takes many reads."""
+        return not self.lost and self.power is not None and self._counter is not None and self._counter.learning
+
+    def due_ns(self, anchor: bool) -> int:
+        """When the first part wants to be read; the counter only where it is its turn (`anchor`)."""
         if self.lost:
             return self._retry_ns
         due = [self._power_due, self._telemetry_due]
-        if self._counter:
+        if self._counter and self.power and anchor:
             due.append(self._counter.due_ns)
         return min(due)
 
-    def read(self, batch: Batch) -> None:
+    def read(self, batch: Batch, *, anchor: bool, again_ns: int) -> None:
         """Read what is due. Raises NVMLError when the GPU gives no power any more; `lose` then records the gap."""
         now = self._clock.monotonic_ns()
         if self.lost:
@@ -187,21 +201,24 @@ class Gpu:
                 return
             self._retry_ns = now + _RETRY_NS
             self._reopen()
-        if self.power:
-            # Always when asked: the sampler reads early when somebody waits for data.
+        if self.power and (now >= self._power_due or now >= self._power_read + again_ns):
+            # Also before it is due: the sampler reads early when somebody waits for data.
             self.power.read(batch)
+            self._power_read = now
             self._power_due = now + round(self.power.period_s * 1e9)
         hbm = self._hbm
         if hbm and now >= self._hbm_due:
             self._hbm_due = now + round(HBM_EVERY_S * 1e9)
-            self._spare("HBM power", now, lambda: hbm.read(batch))
-        if self._counter:
+            self._spare("HBM power", now, lambda: hbm.read(batch), lambda why: hbm.fail(batch, why))
+        if self._counter and self.power and anchor:
             self._spare("energy counter (the anchor)", now, lambda: self._read_counter(batch))
         if now >= self._telemetry_due:
             self._telemetry_due = now + self._telemetry_ns
             self._spare("telemetry", now, lambda: batch.telemetry.append(self._telemetry.read(self.name)))
 
-    def _spare(self, what: str, now: int, part: Callable[[], None]) -> None:
+    def _spare(
+        self, what: str, now: int, part: Callable[[], None], failed: Callable[[str], None] = lambda _why: None
+    ) -> None:
         """Do a part whose failure must not cost the power samples; one that fails is left alone for a while."""
         if now < self._resume_ns.get(what, 0):
             return
@@ -212,6 +229,7 @@ class Gpu:
         except self._nvml.NVMLError as exc:
             self.refused[what] = f"{exc} (tried again every {_RESUME_NS // 10**9} s)"
             self._resume_ns[what] = now + _RESUME_NS
+            failed(str(exc))
         else:
             if what in self._resume_ns:
                 del self._resume_ns[what]

@@ -11,7 +11,7 @@ import numpy as np
 from ..clock import now_ns
 from ..errors import ArgumentError, RecordingError
 from ..integral import Floats, Ints
-from ..schema import Basis, Capability, Domain
+from ..schema import Basis, Capability, Domain, Gap
 from ..trace import Column, PowerTrace, csv_basis, read_csv
 from .base import Batch
 from .modelled import MODEL_ERROR
@@ -45,6 +45,7 @@ class ReplaySensor:
         self._speed = speed
         self._clock = clock
         self._sent: dict[str, int] = {}
+        self._over = False
         self._begun_ns = 0
         self._first_ns = min(int(c.times_ns[0]) for c in self._columns.values() if len(c.times_ns))
         self._last_ns = max(int(c.times_ns[-1]) for c in self._columns.values() if len(c.times_ns))
@@ -70,6 +71,7 @@ class ReplaySensor:
         """Begin to play from the first sample."""
         self._begun_ns = self._clock()
         self._sent = {}
+        self._over = False
 
     def domains(self) -> Sequence[Domain]:
         return [_marked(c.domain) for c in self._columns.values()]
@@ -85,6 +87,11 @@ class ReplaySensor:
         for name, ticks in self._anchors.items():
             times = np.array([t for t, _ in ticks], dtype=np.int64)
             batch.anchors[name] = self._until_now(f"a:{name}", times, np.array([j for _, j in ticks]))
+        if not self._over and all(self._sent[f"s:{n}"] == len(c.times_ns) for n, c in self._columns.items()):
+            self._over = True
+            for name, column in self._columns.items():
+                end_ns = int(self._placed(column.times_ns[-1:])[0]) if len(column.times_ns) else self._begun_ns
+                batch.gaps.append(Gap(domain=name, start_ns=end_ns, end_ns=None, reason="the recording is over"))
         return batch
 
     def _until_now(self, key: str, times: Ints, values: Floats) -> list[tuple[int, float]]:
