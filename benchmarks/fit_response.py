@@ -12,6 +12,7 @@ The counter's delay is found relative to the ring's: where integrals between its
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -27,6 +28,9 @@ def load(path: Path) -> dict[str, Any]:
     """The recording, with times in milliseconds since its first ring sample."""
     with gzip.open(path, "rt") as f:
         data: dict[str, Any] = json.load(f)
+    if "ticks" not in data:  # as record_sensor.py wrote it: every poll of the counter
+        polls = data["counter"]
+        data["ticks"] = [[a[0], b[1], b[2]] for a, b in itertools.pairwise(polls) if a[2] != b[2]]
     origin = data["ring"][0][0]
     data["ring"] = np.array([[(t - origin) / 1e3, mw / 1e3] for t, mw in data["ring"]])
     data["ticks"] = np.array([[(a - origin) / 1e3, (b - origin) / 1e3, mj / 1e3] for a, b, mj in data["ticks"]])

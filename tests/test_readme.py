@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -22,7 +23,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 def test_python_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monitor.use(monitor.Monitor([ScriptSensor(lambda t: 300.0, clock=time.monotonic_ns)]).start())
-    names = {
+    names: dict[str, Any] = {
         "monitor": monitor,
         "run_training": lambda: time.sleep(0.1),
         "run_hotstep": lambda: time.sleep(0.1),
@@ -30,6 +31,12 @@ def test_python_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
     try:
         exec(compile(code, "README.md", "exec"), names)
+        if "energy" in names:
+            assert names["energy"].joules > 0
+        if "pwr" in names:
+            assert (tmp_path / "power.csv").stat().st_size > 0
+        if "bench" in names:
+            assert names["bench"].results[0].joules_per_call.value > 0
     finally:
         monitor.use(None)
 

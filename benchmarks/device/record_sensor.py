@@ -155,21 +155,9 @@ def event_clock() -> list[tuple[int, float]]:
     return rows  # type: ignore[return-value]
 
 
-def main(path: str) -> None:
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+def record(handle: Any, loads: Loads, data: dict[str, Any]) -> Recorder:
+    """Run the loads with both threads recording; the marks of what ran go to data["phases"]."""
     rng = random.Random(7)
-    data: dict[str, Any] = {
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
-        "name": pynvml.nvmlDeviceGetName(handle),
-        "phases": [],
-    }
-    data["limit_mw"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
-    loads = Loads()
-    timed(loads, "gemm", 0.3)
-    data["costs_idle"] = call_costs(handle)
-    data["sample_types"] = sample_types(handle)
-    data["event_clock"] = event_clock()
 
     def phase(name: str, marks: list[Any]) -> None:
         data["phases"].append({"name": name, "marks": marks})
@@ -211,6 +199,25 @@ def main(path: str) -> None:
         data["costs_busy"] = call_costs(handle)
         stop.set()
         t.join()
+    return rec
+
+
+def main(path: str) -> None:
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    data: dict[str, Any] = {
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "phases": [],
+    }
+    data["limit_mw"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+    loads = Loads()
+    timed(loads, "gemm", 0.3)
+    data["costs_idle"] = call_costs(handle)
+    data["sample_types"] = sample_types(handle)
+    data["event_clock"] = event_clock()
+
+    rec = record(handle, loads, data)
     data["ring"] = sorted(rec.ring.items())
     data["counter"] = rec.counter
     with gzip.open(path, "wt") as f:

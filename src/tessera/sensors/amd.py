@@ -152,7 +152,7 @@ def _load() -> Any:
     except (ImportError, OSError, KeyError) as err:
         raise SensorUnavailable(
             "AMD GPUs cannot be read: libamd_smi.so does not load",
-            why=f"{type(err).__name__}: {err}",
+            why="it is not on this machine" if isinstance(err, KeyError) else f"{type(err).__name__}: {err}",
             fix="install ROCm's amd-smi-lib, or point ROCM_PATH (usually /opt/rocm) at the one there is",
         ) from err
     except AttributeError as err:
