@@ -19,7 +19,7 @@ from fit_response import RECORDING, load, tick_times
 
 def main() -> None:
     data = load(RECORDING)
-    domain = RingReader(None, None).domain("gpu0", "NVIDIA H200", "")
+    domain = RingReader(None, None).domain("NVIDIA H200", "")
     ring = data["ring"]
     trace = PowerTrace(
         {"gpu0": Column.of(domain, np.round(ring[:, 0] * 1e6).astype(np.int64), ring[:, 1])},

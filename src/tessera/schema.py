@@ -7,6 +7,7 @@ of a 90% interval. What is missing is None (or a `Gap`, or an unavailable `Capab
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +19,10 @@ from .device import Figure as Figure
 from .device import Link as Link
 from .device import Memory as Memory
 from .device import OperatingPoint as OperatingPoint
+from .errors import ArgumentError
 
+# Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset counter fakes.
+MAX_BOARD_W = 10_000.0
 SCHEMA_VERSION = 1
 """Version of everything we write to disk; readers refuse a newer one and say so."""
 
@@ -149,6 +153,22 @@ class Work:
 
     amount: float
     unit: str
+
+
+def works(named: Mapping[str, float | None], work: float | None, unit: str | None, example: str) -> dict[str, Work]:
+    """The kinds of work a user gave: by a name of ours, or as `work` of their own `unit`. `example` shows how."""
+    if unit is not None and work is None:
+        raise ArgumentError("a unit needs an amount of work", why="a unit alone says no amount", fix=example)
+    if unit is not None and named.get(unit) is not None:
+        raise ArgumentError(f"the work in {unit!r} is given twice", fix="give it once, or in another unit")
+    given = {
+        **{k: v for k, v in named.items() if v is not None},
+        **({unit or "unit": work} if work is not None else {}),
+    }
+    for name, amount in given.items():
+        if not 0 < amount < math.inf:
+            raise ArgumentError(f"the work must be a positive number: {name}={amount!r}")
+    return {name: Work(amount=float(amount), unit=name) for name, amount in given.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

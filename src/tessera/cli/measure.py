@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from ..errors import ArgumentError
 if TYPE_CHECKING:
     from ..monitor import Monitor
     from ..monitor.command import CommandRun
-    from ..schema import Work
 
 
 @click.command("measure", context_settings={"allow_interspersed_args": False})
@@ -56,7 +54,12 @@ def command(
     """
     if not command or not command[0].strip():
         raise click.UsageError("no command to measure; example: tessera measure -- python train.py", ctx)
-    given = _works(steps=steps, samples=samples, tokens=tokens, work=work, unit=unit)
+    from ..schema import works
+
+    named = {"step": steps, "sample": samples, "token": tokens}
+    if work is not None and unit is None:
+        raise ArgumentError("--work needs its --unit", fix="e.g. --work 5000 --unit image")
+    given = list(works(named, work, unit, "e.g. --work 5000 --unit image").values())
     if trace:
         _check_writable(trace)
     from ..monitor import Monitor
@@ -91,24 +94,6 @@ def _check_writable(trace: Path) -> None:
         raise ArgumentError(
             f"cannot write {trace}", why=str(exc.strerror), fix="give --trace a path you may write"
         ) from exc
-
-
-def _works(
-    *, steps: float | None, samples: float | None, tokens: float | None, work: float | None, unit: str | None
-) -> list[Work]:
-    from ..schema import Work
-
-    if (work is None) != (unit is None):
-        raise ArgumentError("--work and --unit go together", fix="e.g. --work 5000 --unit image")
-    pairs = {"step": steps, "sample": samples, "token": tokens}
-    if unit in pairs and pairs[unit] is not None:
-        raise ArgumentError(f"the number of {unit}s is given twice", fix=f"drop --{unit}s, or --work and --unit")
-    if unit is not None:
-        pairs[unit] = work
-    for name, amount in pairs.items():
-        if amount is not None and not 0 < amount < math.inf:
-            raise ArgumentError(f"the number of {name}s must be positive, not {amount:g}")
-    return [Work(amount=v, unit=k) for k, v in pairs.items() if v is not None]
 
 
 def _announce(monitor: Monitor) -> None:

@@ -15,11 +15,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..integral import Z90, Mark
+from ..schema import MAX_BOARD_W
 from .series import Series
 
 # Two seconds hold twenty ticks of an H200's counter: a tick misplaced by its ±3 ms is then under 0.2% of the span.
 MIN_SPAN_NS = 2_000_000_000
-# How far counter and samples agreed on an H200 over >= 5 s: 0.1% in the median, 0.8% at worst (benchmarks/README.md).
+# How far counter and samples agreed on ten loads of an H200 over >= 5 s (benchmarks/README.md).
 ANCHOR_GAIN = 0.003
 # What is still uncertain of a tick's time after the sensor has found its phase (half-width).
 TICK_S = 0.003
@@ -27,8 +28,6 @@ TICK_S = 0.003
 DISAGREE = 0.05
 # Samples that miss no more than this of a span have seen it whole.
 WHOLE_S = 0.02
-# No board draws more (a GB200 is 1.2 kW): a counter that says so was read across a reset.
-MAX_POWER_W = 5000.0
 KEPT = 4096
 
 
@@ -131,4 +130,4 @@ def _plausible(counted_j: float, sampled_j: float, missing_s: float) -> bool:
     """Whether counter and samples can be of one thing: equal within `DISAGREE` but for what the samples missed."""
     if missing_s < WHOLE_S:
         return abs(sampled_j / counted_j - 1.0) <= DISAGREE
-    return counted_j - sampled_j >= -DISAGREE * counted_j and (counted_j - sampled_j) / missing_s < MAX_POWER_W
+    return counted_j - sampled_j >= -DISAGREE * counted_j and (counted_j - sampled_j) / missing_s < MAX_BOARD_W

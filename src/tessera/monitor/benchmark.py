@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 from ..errors import ArgumentError, MissingExtra
-from ..schema import Energy, Work
+from ..schema import Energy, Work, works
 from . import steady
 from .core import Monitor, default
 from .result import BenchmarkResult, Factors, Uncertain
@@ -97,7 +97,8 @@ class EnergyBenchmark:
 
         `flops`, `samples`, `tokens` and `work` (of your own `unit`) are what one call achieves.
         """
-        done = _works(flops=flops, samples=samples, tokens=tokens, work=work, unit=unit)
+        named = {"FLOP": flops, "sample": samples, "token": tokens}
+        done = works(named, work, unit, 'measure(work=5000, unit="image")')
 
         def decorate(target: Callable[..., Any]) -> Callable[..., Any]:
             _check_target(target)
@@ -217,22 +218,6 @@ def _check_target(target: object) -> None:
         raise ArgumentError(
             f"{target!r} is a coroutine function", why="calling it runs nothing", fix="measure lambda: asyncio.run(...)"
         )
-
-
-def _works(
-    *, flops: float | None, samples: float | None, tokens: float | None, work: float | None, unit: str | None
-) -> dict[str, Work]:
-    if unit is not None and work is None:
-        raise ArgumentError(
-            "unit= needs work=", why="a unit alone says no amount", fix=f"measure(work=1, unit={unit!r})"
-        )
-    if unit is not None and {"FLOP": flops, "sample": samples, "token": tokens}.get(unit) is not None:
-        raise ArgumentError(f"the work in {unit!r} is given twice", fix="give it once, or give work= another unit")
-    given = {"FLOP": flops, "sample": samples, "token": tokens, unit or "unit": work}
-    wrong = [k for k, v in given.items() if v is not None and not v > 0]
-    if wrong:
-        raise ArgumentError(f"the work of one call must be positive: {wrong[0]}={given[wrong[0]]!r}")
-    return {k: Work(amount=float(v), unit=k) for k, v in given.items() if v is not None}
 
 
 def _batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[Window, Any]:

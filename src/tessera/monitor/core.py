@@ -63,7 +63,7 @@ class Monitor:
         self.missing = tuple(missing)
         self._lock = threading.Lock()
         self._pending: dict[int, Window] = {}
-        self.untracked = 0
+        self._said_untracked = False
         self._regions: dict[str, _Region] = {}
         self.sampler.on_read(self._after_read)
         _monitors.add(self)
@@ -97,8 +97,17 @@ class Monitor:
         if len(self._pending) < MAX_PENDING:
             self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
         else:
-            self.untracked += 1  # still measured when it is read, but no part of its region's total
+            self._say_untracked()
         return window
+
+    def _say_untracked(self) -> None:
+        if not self._said_untracked:
+            self._said_untracked = True
+            _log.warning(
+                "more than %d scopes wait for the sensor: further ones are measured when read, but missing from the "
+                "totals of their regions",
+                MAX_PENDING,
+            )
 
     def close(self, window: Window) -> None:
         """End a window now."""

@@ -30,7 +30,7 @@ _ROUND_TRIP_NS = 200_000
 _POLL_NS = 300_000
 _KEPT_ANCHORS = 32
 _POOL = 8192
-# Events made in advance (creating one costs the user's thread 3 µs more, H200), a few per round so that the
+# Events made in advance (creating one costs the user's thread more than taking one), a few per round so that the
 # sampler's thread never holds the interpreter for long.
 _READY = 4096
 _FILL = 64
@@ -70,7 +70,7 @@ class Edge:
 
 
 class _Streams:
-    """The current CUDA stream, found fast: torch's own look-up builds a new object each time (several µs)."""
+    """The current CUDA stream, found fast: torch's own look-up builds a new object each time."""
 
     __slots__ = ("_cuda", "capturing", "key", "known")
 

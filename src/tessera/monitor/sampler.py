@@ -10,6 +10,7 @@ the data are there; otherwise a sensor is read at its `period_s`, about once a s
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,8 @@ from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
 from ..sensors.base import Batch, Sensor
 from .anchors import Anchors
 from .series import Series
+
+_log = logging.getLogger("tessera")
 
 # A lost sensor is tried again after these delays (s): a driver restart takes seconds, a dead GPU stays dead.
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
@@ -70,7 +73,7 @@ class Sampler:
         self.telemetry: dict[str, deque[Telemetry]] = {}
         self.events: deque[PowerEvent] = deque(maxlen=KEPT_EVENTS)
         self.gaps: deque[Gap] = deque()
-        self.faults: deque[str] = deque(maxlen=16)
+        self._said: set[type[Exception]] = set()
         self.cpu_time_s = 0.0
         self.reads = 0
         with self._lock:
@@ -199,7 +202,9 @@ class Sampler:
             try:
                 call()
             except Exception as exc:  # noqa: BLE001  (what is called may meet a failed device; sampling goes on)
-                self.faults.append(f"{type(exc).__name__}: {exc}")
+                if type(exc) not in self._said:  # once each: this may come every second
+                    self._said.add(type(exc))
+                    _log.warning("sampling goes on after %s: %s", type(exc).__name__, exc)
 
     def _run(self) -> None:
         while not self._stopping:

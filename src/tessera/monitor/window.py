@@ -48,7 +48,7 @@ class Window:
             return False
         with sampler.lock:
             self._mark(sampler, self.start, self._starts, names, force)
-            self._find_first_anchors(sampler.anchors)
+            self._find_first_anchors(sampler)
             if self.end is None or (not clocks.resolve(self.end) and not force):
                 return False
             self._mark(sampler, self.end, self._ends, names, force)
@@ -83,10 +83,10 @@ class Window:
             if name not in marks and (force or series.covers(time_ns)):
                 marks[name] = series.mark(time_ns)
 
-    def _find_first_anchors(self, anchors: Mapping[str, Anchors]) -> None:
-        for name, kept in anchors.items():
+    def _find_first_anchors(self, sampler: Sampler) -> None:
+        for name, kept in sampler.anchors.items():
             if name not in self._firsts:
-                first = kept.first_after(self.start.time_ns(name.startswith("gpu")))
+                first = kept.first_after(self.start.time_ns(on_device(sampler.series[name].domain)))
                 if first is not None:
                     self._firsts[name] = first
 

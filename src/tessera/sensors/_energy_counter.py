@@ -19,13 +19,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..clock import NS_PER_S
-from ..schema import Gap
+from ..schema import MAX_BOARD_W, Gap
 from .base import Batch
 
-# Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset
-# counter fakes.
-MAX_PLAUSIBLE_W = 10_000.0
-# The slowest counter seen refreshes each second (see design.md); one that stands still five times as long
+# The slowest counter seen refreshes each second (docs/measuring.md); one that stands still five times as long
 # is stuck.
 STALE_NS = 5 * NS_PER_S
 # Crystal oscillators are within 100 ppm; the offset of a device's clock may creep that fast.
@@ -144,6 +141,6 @@ def _implausible(last: _Reading, energy_j: float, stamp_ns: int, power_w: float)
         return "the energy counter went backwards (wrapped or reset)"
     if stamp_ns < last.stamp_ns:
         return "the counter's clock went backwards (wrapped or reset)"
-    if power_w > MAX_PLAUSIBLE_W:
+    if power_w > MAX_BOARD_W:
         return f"the energy counter jumped by {energy_j - last.energy_j:.0f} J"
     return None

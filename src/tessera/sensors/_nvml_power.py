@@ -25,7 +25,7 @@ RING_LAG_S = 0.015
 RING_BLUR_S = 0.012
 RING_NOISE = 0.012
 RING_RESOLUTION_S = 0.020
-# Ring against counter on the H200: 0.1% typical, 0.8% worst over 6 s of ten loads (benchmarks/accuracy.py).
+# Ring against counter on the H200 over >= 5 s: under 0.3% on ten loads, more on square waves (benchmarks/README.md).
 RING_GAIN_ERROR = 0.005
 # Fields: NVML documents ±5% for older boards; their lag is half the averaging plus half the refresh.
 FIELD_GAIN_ERROR = 0.05
@@ -46,7 +46,7 @@ class PowerReader(Protocol):
 
     period_s: float
 
-    def domain(self, name: str, label: str, note: str) -> Domain: ...
+    def domain(self, label: str, note: str) -> Domain: ...
 
     def read(self, batch: Batch) -> None: ...
 
@@ -66,9 +66,9 @@ class RingReader:
         self._last_ns: int | None = None
         self._silent = False
 
-    def domain(self, name: str, label: str, note: str) -> Domain:
+    def domain(self, label: str, note: str) -> Domain:
         return Domain(
-            name=name, source="nvml-samples", label=label, note=note, resolution_s=RING_RESOLUTION_S,
+            name=self._name, source="nvml-samples", label=label, note=note, resolution_s=RING_RESOLUTION_S,
             lag_s=RING_LAG_S, blur_s=RING_BLUR_S, sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR,
         )  # fmt: skip
 
@@ -136,6 +136,7 @@ class FieldReader:
     ) -> None:
         self._clock = clock
         self._ask_mw = ask_mw
+        self._name = name
         self.source = source
         self._averaged_s = averaged_s
         self.refresh_s, self.refresh_seen = self._find_refresh() if probe else (REFRESH_S, False)
@@ -162,14 +163,14 @@ class FieldReader:
         gaps = sorted(b - a for a, b in itertools.pairwise(changes))
         return (max(gaps[len(gaps) // 2] * 1e-9, 0.001), True) if gaps else (REFRESH_S, False)
 
-    def domain(self, name: str, label: str, note: str) -> Domain:
+    def domain(self, label: str, note: str) -> Domain:
         seen = "found at start" if self.refresh_seen else "assumed: no change was seen at start"
         notes = [note] if note else []
         notes.append(f"refreshed every {self.refresh_s * 1e3:.0f} ms ({seen})")
         if self._averaged_s:
             notes.append(f"a {self._averaged_s:g} s average")
         return Domain(
-            name=name, source=self.source, label=label, note="; ".join(notes),
+            name=self._name, source=self.source, label=label, note="; ".join(notes),
             resolution_s=max(self.refresh_s, self._averaged_s), lag_s=(self._averaged_s + self.refresh_s) / 2,
             blur_s=(self._averaged_s + self.refresh_s) / math.sqrt(12), gain_error=FIELD_GAIN_ERROR,
         )  # fmt: skip

@@ -37,7 +37,7 @@ GPM_METRICS = {  # GPM_METRIC_* of interest: all percent
     2: "sm", 3: "occupancy", 5: "tensor", 10: "dram", 11: "fp64", 12: "fp32", 13: "fp16",
 }  # fmt: skip
 GPM_RATES = {20: "pcie_tx", 21: "pcie_rx", 60: "nvlink_rx", 61: "nvlink_tx"}  # MiB/s
-# A GPM window under ~50 ms answers 0 or NaN on the H200 (shared/design.md).
+# A GPM window under ~50 ms answers 0 or NaN on the H200 (from the project's brief; not measured by a script here).
 GPM_MIN_WINDOW_NS = 100_000_000
 RAIL_VOLTAGE = Capability(
     name="rail voltages",

@@ -21,7 +21,7 @@ from ..schema import Gap
 from .base import Batch
 
 # Assumed until changes are seen: common BMCs refresh about once a second, and so does the slowest GPU reading
-# known (NVML's 1 s average, design.md).
+# known (NVML's 1 s average, docs/measuring.md).
 ASSUMED_REFRESH_S = 1.0
 # Fewer intervals between changes than this say nothing about the refresh period.
 CHANGES_TO_BELIEVE = 4

@@ -30,7 +30,7 @@ from .base import Batch
 
 # The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649), so 0.1 s loses
 # nothing of a counter; a polled reading has no memory, and 20 ms is the finest ring of any vendor
-# (design.md).
+# (docs/measuring.md).
 COUNTER_PERIOD_S = 0.1
 POLL_PERIOD_S = 0.02
 # Polled every 20 ms; not read for this long, the sampler was kept from running.

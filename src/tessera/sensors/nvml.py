@@ -10,6 +10,7 @@ whole gone (driver restart) raises SensorLost, and the sampler starts this senso
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,7 +48,6 @@ class NvmlSensor:
         self._telemetry_s = telemetry_s
         self._nvml: Any = None
         self._gpus: list[Gpu] = []
-        self.driver_version = ""
 
     def start(self) -> None:
         """Load NVML and find the GPUs; again after a driver restart."""
@@ -56,7 +56,6 @@ class NvmlSensor:
         try:
             nvml.nvmlInit()
             self._nvml = nvml
-            self.driver_version = _text(nvml, nvml.nvmlSystemGetDriverVersion)
             visible = visible_boards(_boards(nvml), self._environ.get("CUDA_VISIBLE_DEVICES"))
             self._gpus = [Gpu(nvml, v, self._telemetry_s, self._clock) for v in visible]
         except nvml.NVMLError as exc:
@@ -94,7 +93,7 @@ class NvmlSensor:
         for gpu in self._gpus:
             try:
                 gpu.read(batch, anchor=gpu is learner or not gpu.learning, again_ns=_DENSE_NS if learner else _AGAIN_NS)
-            except _gpu_errors(self._nvml) as exc:
+            except self._nvml.NVMLError as exc:
                 if isinstance(exc, self._nvml.NVMLError_Uninitialized):
                     raise SensorLost("NVML was shut down under us", why=str(exc), fix="waiting for the driver") from exc
                 lost += gpu.lose(batch, exc)
@@ -169,10 +168,10 @@ class Gpu:
         note = ""
         if self._visible.mig:
             note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
-        found = [self.power.domain(self.name, self.label, note)] if self.power else []
+        found = [self.power.domain(self.label, note)] if self.power else []
         if self._hbm:
-            hbm = self._hbm.domain(f"{self.name}.memory", f"{self.label} HBM", "part of the board's power")
-            found.append(_uncounted(hbm))
+            hbm = self._hbm.domain(f"{self.label} HBM", "part of the board's power")
+            found.append(dataclasses.replace(hbm, counted=False))
         return found
 
     def capabilities(self) -> list[Capability]:
@@ -262,12 +261,6 @@ class Gpu:
             self._telemetry.close()
 
 
-def _uncounted(domain: Domain) -> Domain:
-    import dataclasses
-
-    return dataclasses.replace(domain, counted=False)
-
-
 def _text(nvml: Any, ask: Callable[..., str | bytes], *args: Any) -> str:
     """A name, UUID or version, which nothing depends on: empty where the driver does not give it."""
     try:
@@ -285,10 +278,6 @@ def _import_nvml() -> Any:
             "the package nvidia-ml-py is not installed", why=str(exc), fix="pip install nvidia-ml-py"
         ) from exc
     return pynvml
-
-
-def _gpu_errors(nvml: Any) -> tuple[type[Exception], ...]:
-    return (nvml.NVMLError,)
 
 
 def _boards(nvml: Any) -> list[Board]:
