@@ -114,8 +114,32 @@ def fit_counter(data: dict[str, Any]) -> None:
         print(f"  d = {d:2d} ms   " + " ".join(cells))
 
 
+def describe(data: dict[str, Any]) -> None:
+    """The figures that docs/measuring.md and the comments in the code quote from the recording."""
+    low, median, high = np.percentile(np.diff(data["ring"][:, 0]), [0, 50, 100])
+    print(f"ring: a sample every {median:.1f} ms ({low:.0f}-{high:.0f} ms)")
+    print("calls, median ms on an idle / a busy device:")
+    for name, idle in data["costs_idle"].items():
+        busy = data["costs_busy"][name]
+        print(f"  {name:14s} {idle['median_us'] / 1e3:6.2f} / {busy['median_us'] / 1e3:.2f}")
+    host_ns, round_trip_ns, device_ms = (np.array(c) for c in zip(*data["event_clock"], strict=True))
+    slope = np.polyfit(host_ns / 1e6, device_ms, 1)[0]
+    print(
+        f"CUDA event round trip {min(round_trip_ns) / 1e3:.0f}-{max(round_trip_ns) / 1e3:.0f} us, clock {1e6 * (slope - 1):+.1f} ppm"
+    )
+    ticks, joules = data["ticks"][:, :2].mean(axis=1), data["ticks"][:, 2]
+    _, start, end = data["phases"]["steady-gemm"][0]
+    watts = [
+        np.diff(joules[(ticks > start + a * 1e3) & (ticks < start + b * 1e3)]) / 0.1
+        for a, b in ((0.2, 3), (3, 6), (6, (end - start) / 1e3))
+    ]
+    spread = ", ".join(f"{w.min():.0f}-{w.max():.0f}" for w in watts)
+    print(f"GEMM at the power limit, W by 100 ms ticks in its first 3 s, then 3-6 s, then on: {spread}")
+
+
 def main() -> None:
     data = load(Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDING)
+    describe(data)
     print("ring response: rms W, exponential, boxcar, delay, mean delay (ms)")
     for row in fit_ring(data)[:8]:
         print("  " + "  ".join(f"{v:6.1f}" for v in row))

@@ -161,10 +161,7 @@ def works(named: Mapping[str, float | None], work: float | None, unit: str | Non
         raise ArgumentError("a unit needs an amount of work", why="a unit alone says no amount", fix=example)
     if unit is not None and named.get(unit) is not None:
         raise ArgumentError(f"the work in {unit!r} is given twice", fix="give it once, or in another unit")
-    given = {
-        **{k: v for k, v in named.items() if v is not None},
-        **({unit or "unit": work} if work is not None else {}),
-    }
+    given = {k: v for k, v in {**named, unit or "unit": work}.items() if v is not None}
     for name, amount in given.items():
         if not 0 < amount < math.inf:
             raise ArgumentError(f"the work must be a positive number: {name}={amount!r}")
