@@ -214,7 +214,7 @@ def default() -> Monitor:
         with _default_lock:
             if _default is None:
                 found = discover()
-                if found.modelled_only:
+                if found.modelled_only and REGIONS_VARIABLE not in os.environ:  # `tessera measure` has said it
                     _log.warning("no power sensor is readable here: joules are MODELLED (see `tessera doctor`)")
                 _default = Monitor(found.sensors, found.missing).start()
     return _default
