@@ -11,6 +11,10 @@
     │   ├── SensorPermission     it is there, but this user may not read it
     │   └── SensorLost           it answered before and no longer does
     ├── MeasurementError         a measurement that cannot give what was asked
+    ├── CaptureError             a model that cannot be captured; names the line that stands in the way
+    │   └── DataDependent        its control flow depends on values that nothing computed
+    ├── PredictionError          a prediction that cannot be made: a chip that lacks a figure, a precision
+    │   └── DoesNotFit           a model larger than the chip's memory
     ├── RecordingError           a recorded file that cannot be read
     └── MissingExtra             an optional dependency is needed (also an ImportError)
 
@@ -91,6 +95,22 @@ class SensorLost(SensorError):
 
 class MeasurementError(TesseraError):
     """A measurement that cannot give what was asked."""
+
+
+class CaptureError(TesseraError):
+    """A model that cannot be captured; `what` names the line that stands in the way."""
+
+
+class DataDependent(CaptureError):
+    """The program asks for a value that nothing computed: its control flow depends on data."""
+
+
+class PredictionError(TesseraError):
+    """A prediction that cannot be made."""
+
+
+class DoesNotFit(PredictionError):
+    """A model larger than the chip's memory."""
 
 
 class RecordingError(TesseraError):

@@ -1,0 +1,123 @@
+"""What an operator is asked to do: the parameters that decide its cost, its FLOPs, and the unit that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from . import flops
+from .ir import TensorSpec
+
+_CONV_ARGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOf:
+    """FLOPs of an operator, the precision and unit they run in, and its parameters as plain data."""
+
+    flops: int = 0
+    precision: str = "fp32"
+    unit: Literal["matrix", "vector"] = "vector"
+    kernels: int = 1
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator that decide its cost, by name."""
+    if short in ("convolution", "_convolution"):
+        return dict(zip(_CONV_ARGS, args[3:9], strict=False))
+    if short == "convolution_backward":
+        params = dict(zip(_CONV_ARGS, args[4:10], strict=False))
+        return {**params, "needs": tuple(args[10])}
+    if short in ("native_layer_norm", "native_layer_norm_backward"):
+        return {"normalized": tuple(args[1] if short == "native_layer_norm" else args[2])}
+    if short in ("_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm"):
+        return {"training": bool(args[5] if len(args) > 5 else True)}
+    if short in ("native_batch_norm_backward", "batch_norm_backward"):
+        return {"training": bool(args[7] if len(args) > 7 else True)}
+    if short in (
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "var_mean",
+        "var",
+        "linalg_vector_norm",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+    ):
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return {"dim": dim if isinstance(dim, (int, list, tuple)) else None}
+    if short in ("_softmax", "_log_softmax", "_safe_softmax"):
+        return {"dim": args[1]}
+    if short in ("_softmax_backward_data", "_log_softmax_backward_data"):
+        return {"dim": args[2]}
+    if short in ("cat", "stack", "cumsum", "sort", "topk"):
+        ints = [a for a in args[1:] if isinstance(a, int)]
+        return {"dim": ints[-1] if ints else 0}
+    if short in ("max_pool2d_with_indices", "avg_pool2d"):
+        return {"window": tuple(args[1])}
+    if short == "_to_copy":
+        return {"dtype": str(kwargs.get("dtype"))}
+    return {}
+
+
+def work_of(
+    name: str,
+    kind: str,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    params: dict[str, Any],
+    tf32: Mapping[str, bool],
+) -> WorkOf:
+    """FLOPs, precision and unit of an operator."""
+    if kind == "view":
+        return WorkOf(kernels=0, params=params)
+    short = name.rpartition(".")[2]
+    floats = [t.dtype for t in (*inputs, *outputs) if t.dtype.startswith(("fp", "bf"))]
+    precision = floats[0] if floats else "fp32"
+    count = 0
+    if kind == "gemm" and len(inputs) >= 2:
+        sizes = flops.gemm_sizes(short, inputs)
+        params, count = {**params, **sizes}, flops.gemm_flops(sizes)
+        precision = _operand(short, inputs)
+    elif kind == "conv":
+        params, count = _conv(short, inputs, outputs, params)
+        precision = inputs[0].dtype
+    elif kind == "attention":
+        count = flops.attention_flops(params)
+    elif kind == "rnn":
+        count = flops.rnn_flops(params)
+    else:
+        return WorkOf(precision=precision, params=params)
+    if precision == "fp32" and tf32.get(kind):
+        precision = "tf32"
+    unit: Literal["matrix", "vector"] = "vector" if precision == "fp32" else "matrix"
+    return WorkOf(count, precision, unit, 1, params)
+
+
+def _operand(short: str, inputs: Sequence[TensorSpec]) -> str:
+    """The number format of the factors (an added bias may be wider)."""
+    return inputs[1 if short in ("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation") else 0].dtype
+
+
+def _conv(
+    short: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], params: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """A convolution's geometry and FLOPs; backward computes one product for each gradient that is asked for."""
+    backward = short == "convolution_backward"
+    out, x, w = (inputs[0], inputs[1], inputs[2]) if backward else (outputs[0], inputs[0], inputs[1])
+    one = flops.conv_flops(x.shape, w.shape, out.shape, bool(params.get("transposed")))
+    needs = params.get("needs", (True, True, False))
+    times = int(needs[0]) + int(needs[1]) if backward else 1
+    geometry = {
+        "x": x.shape,
+        "w": w.shape,
+        "out": out.shape,
+        "backward": backward,
+        "bias": len(inputs) > 2 and not backward,
+    }
+    return {**params, **geometry}, one * times

@@ -1,0 +1,135 @@
+"""Which pieces a compiler would run as one kernel, following true data dependencies by storage.
+
+A product or convolution takes what follows it element by element (bias, batch norm with fixed statistics, activation,
+residual add, dropout, cast) into its epilogue; pointwise operators, norms and softmax chain with each other. A value
+may stay inside only if its one reader is inside too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .ir import Graph, Op
+from .kinds import MATRIX_KINDS
+from .partition import Flow, main_op
+
+_POINTWISE = frozenset({"elementwise", "random", "batch_norm", "copy"})
+_ROWWISE = frozenset({"norm", "softmax"})
+
+
+@dataclass(slots=True)
+class _Group:
+    """Pieces that are one kernel so far; `tail` computes the value that leaves it."""
+
+    members: list[int]
+    tail: int
+    matrix: bool
+    rowwise: bool
+
+
+def fuse(graph: Graph, pieces: Sequence[Sequence[Op]], kept: frozenset[str]) -> list[list[int]]:
+    """Groups of pieces, in an order in which they can run. `kept` are fx nodes whose values the program returns."""
+    return _Fuser(graph, pieces, kept).run()
+
+
+class _Fuser:
+    def __init__(self, graph: Graph, pieces: Sequence[Sequence[Op]], kept: frozenset[str]) -> None:
+        self._graph = graph
+        self._pieces = pieces
+        self._kept = kept
+        self._flow = Flow.of(pieces)
+        self._group: dict[int, _Group] = {}
+        self._touches = [_storages(ops) for ops in pieces]
+        self._writers: dict[int, list[int]] = {}
+        for i, ops in enumerate(pieces):
+            for storage in {t.storage for op in ops if op.kernels for t in op.outputs}:
+                self._writers.setdefault(storage, []).append(i)
+
+    def run(self) -> list[list[int]]:
+        for i in range(len(self._pieces)):
+            self._group[i] = self._place(i)
+        groups = {id(g): g for g in self._group.values()}
+        return [sorted(g.members) for g in sorted(groups.values(), key=lambda g: max(g.members))]
+
+    def _place(self, i: int) -> _Group:
+        """Join the groups whose only reader this piece is, or start a new one."""
+        main = main_op(self._pieces[i])
+        rowwise = main.kind in _ROWWISE
+        alone = _Group([i], i, main.kind in MATRIX_KINDS, rowwise)
+        if not (rowwise or _pointwise(self._pieces[i])):
+            return alone
+        joined = alone
+        for group in self._candidates(i):
+            matrix, rows = joined.matrix or group.matrix, joined.rowwise or group.rowwise
+            # One product per kernel, and a norm needs whole rows, which the tiles of a product do not hold.
+            if (joined.matrix and group.matrix) or (matrix and rows) or not self._movable(group, i):
+                continue
+            joined = _Group([*group.members, *joined.members], i, matrix, rows)
+        for member in joined.members:
+            self._group[member] = joined
+        return joined
+
+    def _candidates(self, i: int) -> list[_Group]:
+        """Groups whose value goes to piece i alone, in the order in which it reads them."""
+        sizes = _numel(self._pieces[i])
+        found: dict[int, _Group] = {}
+        for source in sorted(self._flow.sources[i], reverse=True):
+            group = self._group[source]
+            fits = group.matrix or group.rowwise or _pointwise(self._pieces[source])
+            if (
+                fits
+                and group.tail == source
+                and self._flow.users[source] == {i}
+                and not self._escapes(source)
+                and _numel(self._pieces[source]) == sizes
+            ):
+                found[id(group)] = group
+        return list(found.values())
+
+    def _escapes(self, piece: int) -> bool:
+        """Whether a value of this piece is needed after the program, so that it must reach memory anyway."""
+        if any(op.node in self._kept for op in self._pieces[piece] if op.node):
+            return True
+        for op in self._pieces[piece]:
+            for t in op.outputs if op.kernels else ():
+                storage = self._graph.storages.get(t.storage)
+                if t.nbytes and (storage is None or storage.birth < 0 or storage.death is None):
+                    return True
+        return False
+
+    def _movable(self, group: _Group, to: int) -> bool:
+        """Whether the group may run as late as piece `to`: nothing in between overwrites what it reads."""
+        members = set(group.members)
+        for member in group.members:
+            for storage in self._touches[member]:
+                writers = self._writers.get(storage, [])
+                for writer in writers[bisect_right(writers, member) :]:
+                    if writer >= to:
+                        break
+                    if writer not in members:
+                        return False
+        return True
+
+
+def _storages(ops: Sequence[Op]) -> set[int]:
+    return {t.storage for op in ops if op.kernels for t in (*op.inputs, *op.outputs)}
+
+
+def _pointwise(ops: Sequence[Op]) -> bool:
+    """Whether a piece computes each output element from the input elements at the same place."""
+    return all(_is_pointwise(op) for op in ops if op.kernels)
+
+
+def _is_pointwise(op: Op) -> bool:
+    if op.kind == "batch_norm":
+        return not op.params.get("training", "no_training" not in op.name) and "backward" not in op.name
+    if op.kind == "copy":  # a cast; moves and concatenations change places
+        return op.name.endswith("._to_copy") and bool(op.inputs) and op.inputs[0].shape == op.outputs[0].shape
+    return op.kind in _POINTWISE
+
+
+def _numel(ops: Sequence[Op]) -> int:
+    """Elements of the value a piece computes."""
+    return max((t.numel for t in main_op(ops).outputs), default=0)

@@ -1,0 +1,321 @@
+"""Where the meta device would take another path than a GPU: those calls are answered here, and emitted as what runs.
+
+Attention on meta tensors falls apart into products and a softmax, a GPU runs one fused kernel; the same holds for
+recurrent layers (cuDNN), dropout and RMS norm. Requests for a CUDA device are given the meta device, so that a program
+written for a GPU captures on a laptop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
+from torch.overrides import TorchFunctionMode
+
+from ..errors import DataDependent
+from .record import Recorder, _user_line
+
+_SDPA = F.scaled_dot_product_attention
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+class _Attention(torch.autograd.Function):
+    """Scaled dot-product attention as one kernel forward and one family of kernels backward."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, q: Any, k: Any, v: Any, mask: Any, params: dict[str, Any]) -> Any:
+        *lead, length, _ = q.shape
+        # Fused kernels write (batch, sequence, head, dim): the transpose that follows them is then free.
+        shape = [*lead[:-1], length, lead[-1], v.shape[-1]] if lead else [length, v.shape[-1]]
+        out = torch.empty(shape, dtype=q.dtype, device="meta")
+        out = out.transpose(-2, -3) if lead else out
+        lse = torch.empty([*lead, length], dtype=torch.float32, device="meta")
+        reads = [q, k, v] + ([mask] if mask is not None else [])
+        recorder.emit("tessera.sdpa", "attention", reads, [out, lse], params)
+        ctx.recorder, ctx.params, ctx.mask_grad = recorder, params, mask is not None and mask.requires_grad
+        ctx.save_for_backward(q, k, v, out, lse, *([mask] if mask is not None else []))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, *mask = ctx.saved_tensors
+        dq, dk, dv = _like(q), _like(k), _like(v)
+        outs = [dq, dk, dv]
+        dmask = _like(mask[0]) if ctx.mask_grad else None
+        ctx.recorder.emit(
+            "tessera.sdpa_backward",
+            "attention",
+            [grads[0], q, k, v, out, lse, *mask],
+            outs,
+            {**ctx.params, "backward": True},
+        )
+        return None, dq, dk, dv, dmask, None
+
+
+def _fusible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, gqa: bool) -> bool:
+    """Whether a fused kernel takes these operands; otherwise torch runs products and a softmax (seen on an H200)."""
+    if mask is not None and mask.shape[-1] > 1 and mask.stride(-1) != 1:
+        return False
+    if query.dim() == key.dim() == 4 and (
+        query.shape[0] != key.shape[0] or (not gqa and query.shape[1] != key.shape[1])
+    ):
+        return False  # keys and values that must be broadcast (multi-query without enable_gqa)
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or query.dim() != 4:
+        return False
+    if query.dtype == torch.float32:
+        return not (gqa and query.shape[-3] != key.shape[-3])
+    return bool(query.shape[-1] <= 256)
+
+
+def attention(
+    recorder: Recorder,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What `torch.nn.functional.scaled_dot_product_attention` runs on a GPU."""
+    query, key, value = (t if t.device.type == "meta" else recorder.twin(t) for t in (query, key, value))
+    if not _fusible(query, key, attn_mask, enable_gqa):
+        return _SDPA(
+            query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    lead, heads = query.shape[:-3], query.shape[-3] if query.dim() > 2 else 1
+    batch = 1
+    for size in lead:
+        batch *= size
+    params = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": key.shape[-3] if key.dim() > 2 else 1,
+        "q_len": query.shape[-2],
+        "kv_len": key.shape[-2],
+        "head_dim": query.shape[-1],
+        "v_dim": value.shape[-1],
+        "causal": bool(is_causal),
+        "mask": attn_mask is not None,
+        "dropout": float(dropout_p),
+    }
+    if attn_mask is not None and attn_mask.device.type != "meta":
+        attn_mask = recorder.twin(attn_mask)
+    out: torch.Tensor = _Attention.apply(recorder, query, key, value, attn_mask, params)
+    return out
+
+
+class _Fused(torch.autograd.Function):
+    """One kernel forward, one backward: y = f(x, weight)."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, name: str, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        out = torch.empty_like(x)
+        recorder.emit(f"tessera.{name}", "norm", [x] + ([weight] if weight is not None else []), [out], {})
+        ctx.recorder, ctx.name = recorder, name
+        ctx.save_for_backward(x, *([weight] if weight is not None else []))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *weight = ctx.saved_tensors
+        outs = [_like(x), *(_like(w) for w in weight)]
+        ctx.recorder.emit(f"tessera.{ctx.name}_backward", "norm", [grads[0], x, *weight], outs, {})
+        return None, None, outs[0], outs[1] if weight else None
+
+
+class _Recurrent(torch.autograd.Function):
+    """A whole recurrent layer, as cuDNN runs it."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, params: dict[str, Any], out_shape: Any, *tensors: torch.Tensor) -> Any:
+        x = tensors[0]
+        states = [torch.empty_like(t) for t in tensors[1 : 1 + params["states"]]]
+        out = torch.empty(out_shape, dtype=x.dtype, device="meta")
+        recorder.emit("tessera.rnn", "rnn", list(tensors), [out, *states], params)
+        ctx.recorder, ctx.params = recorder, params
+        ctx.save_for_backward(*tensors, out)
+        return (out, *states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        *tensors, out = ctx.saved_tensors
+        outs = [_like(t) for t in tensors]
+        given = [g for g in grads if g is not None]
+        ctx.recorder.emit(
+            "tessera.rnn_backward", "rnn", [*given, *tensors, out], outs, {**ctx.params, "backward": True}
+        )
+        return None, None, None, *outs
+
+
+class _Grouped(torch.autograd.Function):
+    """A grouped matrix product (the experts of a mixture): one product of all rows forward, two backward."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, a: torch.Tensor, b: torch.Tensor, dtype: Any) -> torch.Tensor:
+        lead = a.shape[:-1] if a.dim() == 2 or b.dim() == 3 else (b.shape[0], a.shape[0])
+        out = torch.empty((*lead, b.shape[-1]), dtype=dtype or a.dtype, device="meta")
+        recorder.emit("aten._grouped_mm", "gemm", [a, b], [out], {})
+        ctx.recorder = recorder
+        ctx.save_for_backward(a, b)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        a, b = ctx.saved_tensors
+        da, db = _like(a), _like(b)
+        for wanted, out, reads in ((ctx.needs_input_grad[1], da, b), (ctx.needs_input_grad[2], db, a)):
+            if wanted:
+                # Each gradient is a product with the FLOPs of the forward one: emitted with its sizes.
+                ctx.recorder.emit("aten._grouped_mm", "gemm", [a, b], [out], {"gradient": True, "reads": reads.shape})
+        return None, da, db, None
+
+
+def recurrent(recorder: Recorder, cell: str, *args: Any) -> Any:
+    """`torch.lstm`, `torch.gru`, `torch.rnn_tanh`: padded input, or packed (data, batch sizes)."""
+    packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64
+    x, rest = args[0], args[2:] if packed else args[1:]
+    states = list(rest[0]) if cell == "lstm" else [rest[0]]
+    weights, _bias, layers, _dropout, _train, bidirectional = rest[1:7]
+    batch_first = bool(rest[7]) if len(rest) > 7 else False
+    directions = 2 if bidirectional else 1
+    hidden = states[0].shape[-1]
+    width = hidden * directions
+    if packed:
+        steps, batch = len(args[1]), max(1, x.shape[0] // max(1, len(args[1])))
+        out_shape: list[int] = [x.shape[0], width]
+    else:
+        batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        out_shape = [*x.shape[:2], width]
+    params = {
+        "gates": _GATES[cell], "cell": cell, "hidden": hidden, "input": x.shape[-1], "layers": int(layers),
+        "directions": directions, "steps": steps, "batch": batch, "states": len(states),
+    }  # fmt: skip
+    tensors = [t if t.device.type == "meta" else recorder.twin(t) for t in (x, *states, *weights)]
+    return _Recurrent.apply(recorder, params, out_shape, *tensors)
+
+
+class Interceptor(TorchFunctionMode):
+    """Sees every torch function before it falls apart, counts them for the host, and answers the special ones."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        vf = torch._C._VariableFunctions
+        self._answers: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.dropout: self._dropout,
+            torch.dropout: self._dropout,
+            F.rms_norm: self._rms_norm,
+            torch.rms_norm: self._rms_norm,
+            torch._grouped_mm: self._grouped,
+            torch.nn.functional.grouped_mm: self._grouped,
+            torch.Tensor.__setitem__: self._set,
+            torch.Tensor.cuda: lambda x, *a, **k: x.to("meta"),
+            torch.Tensor.cpu: lambda x, *a, **k: self._to_host(x),
+            torch.Tensor.numpy: lambda x, *a, **k: self._values(x).numpy(),
+            torch.Tensor.tolist: lambda x: self._values(x).tolist(),
+            torch.Tensor.pin_memory: lambda x, *a: x,
+        }
+        for cell in _GATES:
+            self._answers[getattr(vf, cell)] = lambda *a, cell=cell: recurrent(self._recorder, cell, *a)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, redirect to the meta device, answer or pass on."""
+        kwargs = kwargs or {}
+        self._recorder.functions += 1
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        if func is torch.Tensor.to and any(_is_cuda(a) for a in args[1:]):
+            args = tuple(torch.device("meta") if _is_cuda(a) else a for a in args)
+        answer = self._answers.get(func)
+        return answer(*args, **kwargs) if answer is not None else func(*args, **kwargs)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Any:
+        return attention(self._recorder, *args, **kwargs)
+
+    @staticmethod
+    def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not training or p == 0.0:
+            return input
+        return torch.native_dropout(input, p, True)[0]
+
+    @staticmethod
+    def _set(x: torch.Tensor, index: Any, value: Any) -> None:
+        """`x[a:b] = number` fills a view on a GPU; on the meta device it would copy a tensor made of the number."""
+        items = index if isinstance(index, tuple) else (index,)
+        plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
+        if plain and isinstance(value, (int, float)):
+            x[index].fill_(value)
+        else:
+            x.__setitem__(index, value)
+
+    def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, **_: Any) -> Any:
+        return _Grouped.apply(self._recorder, a, b, out_dtype)
+
+    def _rms_norm(self, input: torch.Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+        return _Fused.apply(self._recorder, "rms_norm", input, weight)
+
+    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+        self._recorder.wait()
+        value = self._recorder.known.value(x)
+        return value if value is not None else x
+
+    def _values(self, x: torch.Tensor) -> torch.Tensor:
+        value = self._recorder.known.value(x)
+        if value is None:
+            raise DataDependent(
+                f"the program asks for the values of a tensor at {_user_line()}",
+                why="capture computes nothing, so they do not exist",
+                fix="leave that part out of what is predicted, or measure the model instead: tessera measure",
+            )
+        return value
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return bool(device.type == "cuda")
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+@contextlib.contextmanager
+def patched(recorder: Recorder, replay: bool) -> Iterator[None]:
+    """Names that functions of torch itself call, where the function mode does not see them, and the foreach optimizers.
+
+    Optimizers choose their multi-tensor kernels by device; the meta device is not on their list, a GPU is. `replay`:
+    programs that ask whether a CUDA graph is being captured are told so (transformers then builds its masks).
+    """
+    import torch.optim.optimizer as optim
+
+    capturing = torch.cuda.is_current_stream_capturing
+    if replay:
+        torch.cuda.is_current_stream_capturing = lambda: True
+
+    before_sdpa = F.scaled_dot_product_attention
+    before_dropout = F.dropout
+    devices = getattr(optim, "_get_foreach_kernels_supported_devices", None)
+
+    def sdpa(*args: Any, **kwargs: Any) -> Any:
+        return attention(recorder, *args, **kwargs)
+
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return Interceptor._dropout(input, p, training, inplace)
+
+    F.scaled_dot_product_attention, F.dropout = sdpa, dropout
+    if devices is not None:
+        optim._get_foreach_kernels_supported_devices = lambda: [*devices(), "meta"]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.dropout = before_sdpa, before_dropout
+        torch.cuda.is_current_stream_capturing = capturing
+        if devices is not None:
+            optim._get_foreach_kernels_supported_devices = devices

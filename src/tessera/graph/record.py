@@ -1,0 +1,389 @@
+"""What runs, operator by operator: a dispatch mode that writes down everything torch dispatches and computes nothing.
+
+Real tensors that reach an operator (a constant in a closure, a cache) are replaced by meta twins on the way. Every
+storage gets a birth and a death, from which memory has a timeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError, DataDependent
+from . import costing
+from .ir import DTYPE_BYTES, Category, Op, Phase, Storage, TensorSpec
+from .kinds import kind_of
+from .known import Known
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
+    torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+}  # fmt: skip
+
+# Nothing runs for these: allocation without a fill, bookkeeping of the profiler, assertions.
+_SILENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach",
+                     "alias", "_assert_async", "_assert_scalar", "resize_", "set_", "is_pinned",
+                     "detach_"})  # fmt: skip
+_WRITE_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What is fixed for an overload: its name, family and which arguments it writes."""
+
+    name: str
+    short: str
+    kind: str
+    writes: tuple[int, ...]
+    writes_named: tuple[str, ...]
+    outputs: frozenset[str]
+    silent: bool
+
+
+@lru_cache(maxsize=4096)
+def _signature(func: Any) -> _Signature:
+    schema = func._schema
+    namespace, _, short = schema.name.partition("::")
+    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    name = f"{namespace}.{short}"
+    return _Signature(
+        name,
+        short,
+        kind_of(name),
+        tuple(i for i, a in written if not a.kwarg_only),
+        tuple(a.name for _, a in written),
+        frozenset(a.name for _, a in written if a.kwarg_only),
+        silent=namespace == "profiler" or short in _SILENT,
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the operators of one iteration. `active` off: runs them on meta without writing."""
+
+    def __init__(self, tf32_matmul: bool, tf32_conv: bool) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.storages: dict[int, Storage] = {}
+        self.assumptions: dict[str, None] = {}
+        self.known = Known()
+        self.active = True
+        self.scope: Callable[[], str] = lambda: ""
+        self.node: str | None = None
+        self.modules = 0
+        self.functions = 0
+        self.tf32 = {"gemm": tf32_matmul, "conv": tf32_conv, "rnn": tf32_conv}
+        self.phase: Phase = "forward"
+        self._ids: dict[int, int] = {}
+        self._refs: dict[int, Any] = {}
+        self._next = 0
+        self._twins: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._scopes: dict[int, tuple[str, str | None]] = {}
+        self._sync = False
+        self._density: dict[int, float] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host has waited for the device since the last operator."""
+        return self._sync
+
+    def wait(self) -> None:
+        """The host waits for the device here."""
+        self._sync = True
+
+    # -- tensors ------------------------------------------------------------------------------------------------
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The meta twin of a real tensor: always the same one."""
+        found = self._twins.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._twins[id(tensor)] = (weakref.ref(tensor), meta)
+        self.adopt(meta, "inputs")
+        if not tensor.dtype.is_floating_point or tensor.numel() == 1:
+            self.known.note(meta, tensor)
+        return meta
+
+    def adopt(self, tensor: torch.Tensor, category: Category, name: str = "") -> int:
+        """Note a storage that existed before the iteration."""
+        sid = self._storage(tensor)
+        self.storages[sid] = replace(self.storages[sid], category=category, birth=-1, name=name)
+        return sid
+
+    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
+        """Say what a storage made during the iteration is for."""
+        if tensor is not None and self.active:
+            old = self.storages[self._storage(tensor)]
+            self.storages[old.id] = replace(old, category=category)
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        sid = self._ids.get(key)
+        if sid is None:
+            sid = self._next
+            self._next += 1
+            self._ids[key] = sid
+            self.storages[sid] = Storage(sid, storage.nbytes(), "activations", len(self.ops), None)
+            self._refs[key] = weakref.ref(storage, partial(self._died, key, sid))
+        return sid
+
+    def _died(self, key: int, sid: int, _ref: object) -> None:
+        self._ids.pop(key, None)
+        self._refs.pop(key, None)
+        self.storages[sid] = replace(self.storages[sid], death=len(self.ops))
+
+    def spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """A tensor as data."""
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        count = 1
+        for size, step in zip(shape, stride, strict=True):
+            count *= size if step != 0 else min(size, 1)
+        dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        return TensorSpec(
+            self._storage(tensor), shape, stride, dtype, int(count * DTYPE_BYTES.get(dtype, tensor.itemsize))
+        )
+
+    # -- dispatch -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator on meta tensors and write it down."""
+        kwargs = kwargs or {}
+        signature = _signature(func)
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if tensors and all(t.device.type == "cpu" for t in tensors) and not self._moves_off_cpu(kwargs):
+            return func(*args, **kwargs)  # the host's own small arithmetic: done for real, no kernel of the device
+        if signature.short == "_local_scalar_dense":
+            return self._scalar(tensors[0])
+        if signature.short in ("nonzero", "masked_select", "unique2", "_unique2"):
+            return self._counted(signature.short, tensors)
+        args, kwargs = self._on_meta(args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except NotImplementedError as e:
+            raise self._cannot(signature.name, e) from e
+        if signature.short == "convolution":
+            out = _cudnn_layout(args, out)
+        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if signature.writes_named:
+            for t in self._written(signature, args, kwargs):
+                self.known.spoil(t)
+        self.known.follow(func, args, kwargs, outs)
+        if signature.short in ("one_hot", "scatter"):
+            self._spread(outs, args)
+        if self.active and not signature.silent:
+            self._write(signature, args, kwargs, outs)
+        return out
+
+    @staticmethod
+    def _moves_off_cpu(kwargs: dict[str, Any]) -> bool:
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == "meta"
+
+    def _on_meta(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                return self.twin(leaf)
+            return leaf
+
+        return pytree.tree_map(move, (args, kwargs))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _written(signature: _Signature, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        places = [args[i] for i in signature.writes if i < len(args)]
+        places += [kwargs[n] for n in signature.writes_named if n in kwargs]
+        yield from (t for t in pytree.tree_leaves(places) if isinstance(t, torch.Tensor))
+
+    def _write(self, signature: _Signature, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
+        given = {k: v for k, v in kwargs.items() if k not in signature.outputs}  # `out=` is written, not read
+        reads = [t for t in pytree.tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
+        if signature.short in _WRITE_ONLY and reads:
+            outs, reads = [reads[0]], reads[1:]
+        elif signature.writes or signature.outputs:
+            outs = list(self._written(signature, args, kwargs)) or outs
+        if signature.short == "_safe_softmax":
+            self._safe_softmax(args, outs)
+            return
+        kind = "view" if signature.kind == "view" or self._is_view(signature, reads, outs) else signature.kind
+        self.emit(signature.name, kind, reads, outs, costing.params_of(signature.short, args, kwargs))
+
+    def _safe_softmax(self, args: Any, outs: list[torch.Tensor]) -> None:
+        """On a GPU: softmax, then rows that are all -inf are found and set to zero."""
+        scores, params = args[0], {"dim": args[1]}
+        flags = torch.empty_like(outs[0], dtype=torch.bool)
+        rows = torch.empty((*flags.shape[:-1], 1), dtype=torch.bool, device="meta")
+        values = torch.empty_like(outs[0])
+        self.emit("aten._softmax", "softmax", [scores], [values], params)
+        self.emit("aten.isneginf", "elementwise", [scores], [flags], {})
+        self.emit("aten.all", "reduce", [flags], [rows], {"dim": -1})
+        self.emit("aten.where", "elementwise", [rows, values], outs, {})
+
+    @staticmethod
+    def _is_view(signature: _Signature, reads: list[torch.Tensor], outs: list[torch.Tensor]) -> bool:
+        """An operator that wrote nothing and returned what it was given (`reshape` of something contiguous)."""
+        if signature.writes_named or len(reads) != 1 or len(outs) != 1 or signature.kind not in ("copy", "elementwise"):
+            return False
+        return bool(outs[0].untyped_storage()._cdata == reads[0].untyped_storage()._cdata)
+
+    def emit(
+        self,
+        name: str,
+        kind: str,
+        reads: list[torch.Tensor],
+        outs: list[torch.Tensor],
+        params: dict[str, Any],
+        kernels: int | None = None,
+    ) -> None:
+        """Append an operator."""
+        if not self.active:
+            return
+        phase, (scope, node) = self._where()
+        inputs = tuple(self.spec(t) for t in reads)
+        outputs = tuple(self.spec(t) for t in outs)
+        work = costing.work_of(name, kind, inputs, outputs, params, self.tf32)
+        self.ops.append(
+            Op(
+                len(self.ops),
+                name,
+                kind,
+                scope,
+                phase,
+                inputs,
+                outputs,
+                work.flops,
+                work.precision,
+                work.unit,
+                work.kernels if kernels is None else kernels,
+                work.params,
+                node,
+                self.modules,
+                self.functions,
+                self._sync,
+            )
+        )
+        self.modules = self.functions = 0
+        self._sync = False
+
+    # -- where we are -------------------------------------------------------------------------------------------
+
+    def _where(self) -> tuple[Phase, tuple[str, str | None]]:
+        """Phase, and the module (or fx node) this belongs to: in backward that of the forward operator."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return "backward", self._scopes.get(node._sequence_nr(), ("", None))
+        here = (self.scope(), self.node)
+        if torch.is_grad_enabled():
+            # The node just made for this operator; one without a node of its own must not claim the one before.
+            self._scopes.setdefault(torch._C._autograd._get_sequence_nr() - 1, here)
+        return self.phase, here
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def _scalar(self, tensor: torch.Tensor) -> Any:
+        """`item()`, `bool()`, `int()` of a tensor: the host waits for the device."""
+        self._sync = True
+        value = self.known.value(tensor)
+        if value is not None:
+            return value.item()
+        maker = self._made_by(tensor)
+        line = _user_line()
+        if tensor.dtype == torch.bool and maker in ("all", "any", "isfinite", "eq", "logical_not", "equal"):
+            answer = maker in ("all", "eq", "isfinite", "equal")
+            self.assumptions[f"{line}: {maker}() is taken to be {answer}"] = None
+            return answer
+        if tensor.dtype.is_floating_point:
+            self.assumptions[f"{line}: the value of a float is taken to be 1.0"] = None
+            return 1.0
+        raise DataDependent(
+            f"the program asks for the value of a tensor at {line}",
+            why="capture computes nothing, so a value that depends on the data (not only on shapes) does not exist",
+            fix="give real integer inputs (masks, lengths, ids), not meta ones, pass the part without the branch, "
+            "or measure the model instead: tessera measure",
+        )
+
+    def _made_by(self, tensor: torch.Tensor) -> str:
+        sid = self._ids.get(tensor.untyped_storage()._cdata)
+        for op in reversed(self.ops):
+            if any(t.storage == sid for t in op.outputs):
+                return op.name.rpartition(".")[2]
+        return ""
+
+    def _spread(self, outs: list[torch.Tensor], args: Any) -> None:
+        """A one-hot tensor of C classes is 1/C full: what a loop over experts will find."""
+        if outs and outs[0].shape:
+            self._density[self._storage(outs[0])] = 1.0 / outs[0].shape[-1]
+
+    def _counted(self, short: str, tensors: list[torch.Tensor]) -> Any:
+        """Operators whose output size depends on values: known values decide, else the density of a one-hot mask."""
+        tensor = tensors[0]
+        value = self.known.value(tensor)
+        if short == "nonzero":
+            if value is not None:
+                count = int(torch.count_nonzero(value))
+            else:
+                density = self._density.get(self._storage(tensor))
+                if density is None:
+                    raise self._cannot("aten.nonzero", None)
+                count = max(1, round(density * tensor.numel()))
+                self.assumptions[f"{_user_line()}: tokens are spread evenly over the experts"] = None
+            out = torch.empty((count, tensor.dim()), dtype=torch.int64, device="meta")
+            self._sync = True
+            self.emit("aten.nonzero", "gather", [tensor], [out], {})
+            if value is not None:
+                self.known.note(out, torch.nonzero(value))
+            return out
+        raise self._cannot(f"aten.{short}", None)
+
+    def _cannot(self, name: str, error: Exception | None) -> CaptureError:
+        return DataDependent(
+            f"{name} at {_user_line()} cannot be captured",
+            why=f"the size of its result depends on values, or it has no meta form{f' ({error})' if error else ''}",
+            fix="pass the part of the model without it, or measure the model instead: tessera measure",
+        )
+
+
+def _cudnn_layout(args: Any, out: torch.Tensor) -> torch.Tensor:
+    """CuDNN answers channels-last where the input or the weight is; the meta kernel always answers contiguous."""
+    if out.dim() != 4:
+        return out
+    if any(suggest_memory_format(t) == torch.channels_last for t in args[:2]):
+        return torch.empty(out.shape, dtype=out.dtype, device="meta", memory_format=torch.channels_last)
+    return out
+
+
+def _user_line() -> str:
+    """file:line of the innermost frame that is the user's: not torch's, not ours."""
+    frame: FrameType | None = sys._getframe(1)
+    inner = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/torch/" not in path and "/tessera/graph/" not in path and not path.startswith("<"):
+            inner = frame
+            break
+        frame = frame.f_back
+    return f"{inner.f_code.co_filename}:{inner.f_lineno}" if inner else "an unknown line"
+
+
+@contextlib.contextmanager
+def paused(recorder: Recorder) -> Iterator[None]:
+    """Run operators without writing them down: what happens once, not every iteration."""
+    before, recorder.active = recorder.active, False
+    counted = recorder.modules, recorder.functions
+    try:
+        yield
+    finally:
+        recorder.active = before
+        recorder.modules, recorder.functions = counted

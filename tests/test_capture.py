@@ -1,0 +1,349 @@
+"""Capture: what runs is seen, nothing is computed, everything is put back, and what cannot be done says where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tessera.errors import ArgumentError, CaptureError, DataDependent
+from tessera.graph.capture import capture
+from tessera.graph.kinds import kind_of
+
+
+def names(graph):
+    return [op.name.rpartition(".")[2] for op in graph.kernels]
+
+
+def kinds(graph):
+    return [op.kind for op in graph.kernels]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def test_inference_is_what_dispatches():
+    graph = capture(Net(), torch.randn(4, 3, 16, 16))
+    assert names(graph) == ["convolution", "native_batch_norm", "relu", "mean", "addmm"]
+    assert [op.scope for op in graph.kernels] == ["conv", "norm", "", "", "head"]
+    assert graph.samples == 4
+    assert graph.flops == 2 * 4 * 8 * 16 * 16 * 27 + 2 * 4 * 8 * 10
+    assert graph.parameters == sum(p.numel() for p in Net().parameters())
+
+
+def test_views_launch_nothing():
+    def fn(x):
+        return x.view(4, -1).t().unsqueeze(0).expand(3, -1, -1)
+
+    graph = capture(fn, torch.randn(4, 3, 5))
+    assert graph.kernels == ()
+    assert {op.kind for op in graph.ops} == {"view"}
+
+
+def test_a_permuted_tensor_is_copied_once():
+    graph = capture(lambda x: x.transpose(1, 2).contiguous().view(-1), torch.randn(2, 3, 4))
+    assert kinds(graph) == ["copy"]
+
+
+def test_training_has_backward_and_optimizer():
+    graph = capture(Net(), torch.randn(4, 3, 16, 16), mode="train", optimizer="adamw")
+    phases = [op.phase for op in graph.kernels]
+    assert phases.index("backward") > phases.index("forward")
+    assert phases[-1] == "optimizer"
+    assert any(op.kind == "foreach" for op in graph.kernels)
+    backward = [op for op in graph.kernels if op.name.endswith("convolution_backward")]
+    assert len(backward) == 1
+    assert backward[0].scope == "conv"  # a gradient belongs to the module that made it necessary
+    categories = {s.category for s in graph.storages.values()}
+    assert categories >= {"weights", "gradients", "optimizer", "activations", "inputs"}
+
+
+def test_sgd_moves_fewer_bytes_than_adamw():
+    sgd, adamw = (capture(Net(), torch.randn(2, 3, 8, 8), mode="train", optimizer=o) for o in ("sgd", "adamw"))
+    moved = [sum(op.bytes_in + op.bytes_out for op in g.kernels if op.phase == "optimizer") for g in (sgd, adamw)]
+    assert 0 < moved[0] < moved[1]
+
+
+def test_nothing_is_allocated_or_changed():
+    model = Net()
+    model.train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    hooks = dict(model._forward_hooks)
+    capture(model, torch.randn(2, 3, 8, 8), mode="train")
+    capture(model, torch.randn(2, 3, 8, 8), precision="bf16")
+    assert model.training and model.conv.training
+    assert dict(model._forward_hooks) == hooks
+    for k, v in model.state_dict().items():
+        assert v.device.type == "cpu" and v.dtype == before[k].dtype and torch.equal(v, before[k])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_everything_is_put_back_when_the_model_fails():
+    class Broken(Net):
+        def forward(self, x):
+            super().forward(x)
+            raise RuntimeError("on purpose")
+
+    model = Broken()
+    with pytest.raises(CaptureError, match="on purpose") as caught:
+        capture(model, torch.randn(2, 3, 8, 8))
+    assert "test_capture.py" in str(caught.value)
+    assert model.conv.weight.device.type == "cpu"
+    assert F.scaled_dot_product_attention.__module__ != "tessera.graph.intercept"
+
+
+def test_a_large_model_costs_no_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(40)))  # 43 GB in fp32
+    graph = capture(model, torch.empty(8, 16384, device="meta"))
+    assert graph.parameters > 10e9
+    assert graph.flops == 40 * 2 * 8 * 16384**2
+
+
+@pytest.mark.parametrize(("causal", "gqa"), [(False, False), (True, False), (True, True)])
+def test_attention_is_one_kernel(causal, gqa):
+    q = torch.empty(2, 8, 64, 32, dtype=torch.bfloat16)
+    k = torch.empty(2, 2 if gqa else 8, 64, 32, dtype=torch.bfloat16)
+    graph = capture(lambda: F.scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=gqa))
+    assert names(graph) == ["sdpa"]
+    op = graph.kernels[0]
+    assert op.params["causal"] is causal and op.params["kv_heads"] == k.shape[1]
+    pairs = 64 * 65 // 2 if causal else 64 * 64
+    assert op.flops == 4 * 2 * 8 * pairs * 32
+
+
+def test_attention_that_no_fused_kernel_takes_falls_apart():
+    q = torch.empty(2, 4, 16, 8)
+    bias = torch.empty(16, 16, 4).permute(2, 0, 1).unsqueeze(0)  # its last dimension does not run fastest
+    graph = capture(lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=bias))
+    assert "sdpa" not in names(graph)
+    assert kinds(graph).count("gemm") == 2
+    assert "_softmax" in names(graph)
+
+
+def test_keys_that_must_be_broadcast_are_not_fused():
+    q, k = torch.empty(2, 8, 16, 32, dtype=torch.bfloat16), torch.empty(2, 1, 16, 32, dtype=torch.bfloat16)
+    assert "sdpa" not in names(capture(lambda: F.scaled_dot_product_attention(q, k, k)))
+    assert names(capture(lambda: F.scaled_dot_product_attention(q, k, k, enable_gqa=True))) == ["sdpa"]
+
+
+def test_attention_backward_is_recorded():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(32, 96)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 16, 32)
+
+    graph = capture(Attend(), torch.randn(2, 16, 32), mode="train")
+    forward, backward = (op for op in graph.kernels if op.kind == "attention")
+    assert backward.flops == forward.flops * 5 // 2
+    assert backward.phase == "backward"
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_a_recurrent_layer_is_one_operator(cell):
+    layer = getattr(nn, cell)(16, 32, num_layers=2, batch_first=True)
+    graph = capture(layer, torch.randn(3, 5, 16))
+    assert kinds(graph).count("rnn") == 1
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[cell]
+    assert graph.flops == 2 * 3 * 5 * gates * 32 * ((16 + 32) + (32 + 32))
+    trained = capture(layer, torch.randn(3, 5, 16), mode="train")
+    assert kinds(trained).count("rnn") == 2
+
+
+def test_the_encoder_takes_its_fast_path_only_without_gradients():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    fast = capture(layer, torch.randn(2, 16, 32))
+    assert kinds(fast).count("gemm") == 4 and kinds(fast).count("attention") == 1
+    assert kinds(fast).count("norm") == 2
+    slow = capture(layer, torch.randn(2, 16, 32), mode="train")
+    assert len(slow.kernels) > 2 * len(fast.kernels)
+
+
+def test_dropout_is_one_kernel_in_training_and_none_in_eval():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    assert names(capture(model, torch.randn(4, 8))) == ["addmm"]
+    assert "native_dropout" in names(capture(model, torch.randn(4, 8), mode="train"))
+
+
+def test_custom_autograd_functions_are_seen():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.saved_tensors[0] * g
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Square.apply(self.fc(x))
+
+    graph = capture(Model(), torch.randn(4, 8), mode="train")
+    assert sum(op.name == "aten.mul" and op.phase == "backward" for op in graph.kernels) >= 2
+
+
+def test_a_callable_that_steps_itself_is_taken_as_it_is():
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()  # waits for the device: a value nobody needs to know
+
+    graph = capture(step, (torch.randn(8, 16), torch.randint(0, 4, (8,))))
+    assert graph.mode == "step"
+    assert any(op.kind == "foreach" for op in graph.kernels)
+    assert graph.assumptions
+    assert model.weight.device.type == "cpu" and not optimizer.state
+
+
+def test_closures_with_real_tensors():
+    weight = torch.randn(16, 16)
+    graph = capture(lambda x: x @ weight, torch.randn(4, 16))
+    assert graph.flops == 2 * 4 * 16 * 16
+
+
+def test_a_program_written_for_cuda_is_captured_without_one():
+    def fn(x):
+        mask = torch.ones(4, 4, device="cuda").tril()
+        return (x.cuda() @ mask.to("cuda:0")).cpu()
+
+    graph = capture(fn, torch.randn(4, 4))
+    assert "mm" in names(graph)
+
+
+def test_known_integers_decide_branches():
+    def fn(ids, mask):
+        if mask.all():
+            return ids * 2
+        return ids[:, : int(mask.sum(1).max())] * 3
+
+    full = capture(fn, (torch.randint(0, 9, (2, 8)), torch.ones(2, 8, dtype=torch.bool)))
+    assert full.ops[-1].outputs[0].shape == (2, 8)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[:, 5:] = False
+    part = capture(fn, (torch.randint(0, 9, (2, 8)), mask))
+    assert part.ops[-1].outputs[0].shape == (2, 5)
+
+
+def test_data_dependent_control_flow_names_the_line():
+    def fn(x):
+        count = (x > 0).sum()
+        if count > 3:  # the line
+            return x * 2
+        return x
+
+    with pytest.raises(DataDependent) as caught:
+        capture(fn, torch.randn(8))
+    assert "test_capture.py" in str(caught.value) and "fix" in str(caught.value)
+
+
+def test_sizes_that_depend_on_values_name_the_operator():
+    with pytest.raises(DataDependent, match="nonzero"):
+        capture(lambda x: x[x > 0].sum(), torch.randn(8))
+
+
+def test_setting_a_slice_to_a_number_is_a_fill():
+    def fn(x):
+        y = x.clone()
+        y[:2] = 1.0
+        return y
+
+    assert names(capture(fn, torch.randn(4, 4))) == ["clone", "fill_"]
+
+
+def test_channels_last_is_kept_through_convolutions():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
+    graph = capture(model, torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last))
+    assert all(op.outputs[0].channels_last for op in graph.kernels)
+
+
+def test_precision_casts_parameters_and_floats_only():
+    class Embed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 8)
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, ids, scale):
+            return self.fc(self.table(ids) * scale)
+
+    graph = capture(Embed(), {"ids": torch.zeros(2, 3, dtype=torch.int64), "scale": torch.ones(1)}, precision="fp16")
+    assert graph.kernels[-1].precision == "fp16"
+    assert graph.kernels[0].inputs[1].dtype == "int64"
+
+
+def test_batch_rescales_every_input():
+    model = nn.Bilinear(4, 5, 6)
+    graph = capture(model, (torch.randn(2, 4), torch.randn(2, 5)), batch=32)
+    assert graph.samples == 32
+
+
+def test_fp32_products_and_convolutions_follow_torchs_switches():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4))
+    graph = capture(model, torch.randn(2, 4, 2, 2))
+    assert [op.precision for op in graph.kernels] == ["tf32", "fp32"]  # torch's own defaults
+    assert [op.precision for op in capture(model, torch.randn(2, 4, 2, 2), precision="tf32").kernels] == [
+        "tf32",
+        "tf32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "trian"}, "did you mean 'train'"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"batch": 0}, "batch of 0"),
+    ],
+)
+def test_wrong_arguments_say_what_is_right(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        capture(nn.Linear(2, 2), torch.randn(1, 2), **arguments)
+
+
+def test_training_a_plain_callable_is_refused():
+    with pytest.raises(ArgumentError, match="needs a model"):
+        capture(lambda x: x, torch.randn(2), mode="train")
+
+
+def test_a_lazy_layer_is_refused_with_the_fix():
+    with pytest.raises(CaptureError, match="lazy"):
+        capture(nn.LazyLinear(4), torch.randn(2, 3))
+
+
+def test_storages_have_lives():
+    graph = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8))
+    made = [s for s in graph.storages.values() if s.birth >= 0 and s.category == "activations"]
+    assert made and any(s.death is not None and s.death > s.birth for s in made)
+
+
+def test_kinds_of_unknown_operators():
+    assert kind_of("aten.addmm") == "gemm"
+    assert kind_of("aten._foreach_add_") == "foreach"
+    assert kind_of("mylib.special") == "elementwise"
+    assert kind_of("aten.squeeze_") == "view"
