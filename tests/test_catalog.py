@@ -158,7 +158,7 @@ def test_peaks_are_dense_and_in_order(device):
     best = device.peak("bf16") or device.peak("fp16")
     if best and device.memory.bandwidth_bytes_per_s:
         balance = best.value / device.memory.bandwidth_bytes_per_s.value
-        assert 10 < balance < 700, "FLOP per byte of a real chip"
+        assert 10 < balance < 1000, "FLOP per byte of a real chip"  # a Jetson Thor has 948
 
 
 @every_real

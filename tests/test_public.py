@@ -13,8 +13,8 @@ import tessera.monitor
 from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
-    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "errors", "hardware",
-    "monitor", "schema", "sensors", "units",
+    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "errors", "estimate",
+    "graph", "hardware", "monitor", "predict", "schema", "sensors", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
@@ -22,13 +22,18 @@ MONITOR = {
 }  # fmt: skip
 FLAGS = {
     "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
+    "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
+    "predict": {
+        "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
+        "--top", "--json", "--html", "--no-opportunities",
+    },
     "doctor": {"--sensor", "--json"},
     "watch": {"--interval", "--sensor", "--once", "--json", "--duration"},
     "metrics": {"--listen", "--sensor", "--once", "--dashboard"},
     "hardware": set(),
     "hardware list": {"--kind", "--json"},
     "hardware show": {"name", "--json"},
-}
+}  # fmt: skip
 
 
 def test_public_names() -> None:

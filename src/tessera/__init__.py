@@ -8,6 +8,8 @@
         run_training()
     print(energy.joules, "±", energy.error_j, "J at", energy.watts, "W")
 
+    report = tessera.predict(model, inputs, on="h200")      # before it runs: joules, seconds, bytes
+
 Names are loaded when first used: importing tessera imports neither torch nor numpy.
 """
 
@@ -18,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from . import estimate as estimate
+    from . import graph as graph
     from . import hardware as hardware
     from . import monitor as monitor
     from . import schema as schema
     from . import sensors as sensors
     from . import units as units
     from .errors import TesseraError as TesseraError
+    from .estimate.predict import predict as predict
     from .monitor import EnergyBenchmark as EnergyBenchmark
     from .schema import Energy as Energy
     from .schema import EnergyReport as EnergyReport
@@ -37,8 +42,9 @@ _LAZY = {
     "EnergyReport": ".schema",
     "PowerTrace": ".trace",
     "TesseraError": ".errors",
+    "predict": ".estimate.predict",
 }
-_MODULES = ("errors", "hardware", "monitor", "schema", "sensors", "units")
+_MODULES = ("errors", "estimate", "graph", "hardware", "monitor", "schema", "sensors", "units")
 
 __all__ = [
     "Energy",
@@ -48,8 +54,11 @@ __all__ = [
     "TesseraError",
     "__version__",
     "errors",
+    "estimate",
+    "graph",
     "hardware",
     "monitor",
+    "predict",
     "schema",
     "sensors",
     "units",

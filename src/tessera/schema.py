@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -169,8 +169,122 @@ def works(named: Mapping[str, float | None], work: float | None, unit: str | Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyDescriptor:
+    """The joules of one subgraph, by component. Every uncertainty is the half-width of a 90% interval.
+
+    `compute_energy_j` is what the busy units spend, `memory_energy_j` what moving its bytes costs, `static_energy_j`
+    what the board draws anyway for as long as the subgraph takes. `latency_s` is its share of the wall time: the time
+    on the device (`device_s`) and the time the device waited for the host to launch it. `utilization` is the achieved
+    share of the tighter roof (FLOP/s or bytes/s), from 0 to 1.
+    """
+
+    subgraph_name: str
+    compute_energy_j: float
+    memory_energy_j: float
+    static_energy_j: float
+    latency_s: float
+    error_j: float
+    device_s: float
+    latency_error_s: float = 0.0
+    utilization: float = 0.0
+    kind: str = ""
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    calls: int = 1
+    provenance: str = ""
+
+    @property
+    def total_energy_j(self) -> float:
+        """All joules of the subgraph."""
+        return self.compute_energy_j + self.memory_energy_j + self.static_energy_j
+
+    @property
+    def efficiency(self) -> float:
+        """(compute + memory) / total: the share of the joules that did work."""
+        total = self.total_energy_j
+        return (self.compute_energy_j + self.memory_energy_j) / total if total > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a predicted report knows beside its joules: for which chip and how, what bounds it, and how sure it is.
+
+    `clock` is relative to the boost clock (below 1 where the power limit holds it down), `bound` what the time is
+    spent on ("host", "compute", "memory", "overhead", "power"). `provenance` says for each part whether it is a
+    datasheet's figure, calibrated on a measurement, or assumed.
+    """
+
+    device: str
+    precision: str | None
+    mode: str
+    launch: str
+    batch: int | None
+    latency_error_s: float
+    device_s: float
+    host_s: float
+    clock: float
+    bound: str
+    average_utilization: float
+    wasted_energy_j: float
+    flops: float
+    hbm_bytes: float
+    peak_memory_bytes: int | None = None
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    memory_capacity_bytes: int | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+    again: Callable[..., EnergyReport] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opportunity:
+    """A change that would save joules, with what it would save, computed by predicting it."""
+
+    name: str
+    action: str
+    saves_j: float
+    saves_share: float
+    error_j: float
+    latency_s: float
+    unit: str = "iteration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffRow:
+    """One line of a comparison: joules and seconds before and after, and whether the change is more than noise."""
+
+    name: str
+    before_j: float
+    after_j: float
+    before_s: float
+    after_s: float
+    error_j: float
+    significant: bool
+
+    @property
+    def change_j(self) -> float:
+        """Joules after less joules before."""
+        return self.after_j - self.before_j
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyDiff:
+    """Two reports side by side: the total, the components, and the subgraphs that changed most."""
+
+    before: str
+    after: str
+    total: DiffRow
+    components: Sequence[DiffRow]
+    subgraphs: Sequence[DiffRow]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyReport:
-    """Joules, watts, seconds of one run, split by domain and region, with uncertainty and provenance."""
+    """Joules, watts, seconds of one run, split by domain, region and subgraph, with uncertainty and provenance.
+
+    The same noun for what was measured and what was predicted: a predicted report has `descriptors` and `prediction`.
+    """
 
     name: str
     total: Energy
@@ -184,12 +298,90 @@ class EnergyReport:
     missing: Sequence[Capability] = ()
     events: Sequence[PowerEvent] = ()
     notes: Sequence[str] = ()
+    descriptors: Sequence[EnergyDescriptor] = ()
+    prediction: Prediction | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
     def basis(self) -> Basis:
         """Where the numbers come from, worst of the domains: one modelled domain makes the total modelled."""
         return self.total.basis
+
+    @property
+    def total_energy_j(self) -> float:
+        """All joules."""
+        return self.total.joules
+
+    @property
+    def total_latency_s(self) -> float:
+        """Wall-clock seconds."""
+        return self.total.seconds
+
+    @property
+    def average_power_w(self) -> float | None:
+        """Mean watts."""
+        return self.total.watts
+
+    @property
+    def peak_power_w(self) -> float | None:
+        """The highest power seen, or predicted for one kernel."""
+        return self.peak_w
+
+    @property
+    def compute_energy_j(self) -> float | None:
+        """Joules of busy units; None for a measurement, which cannot tell."""
+        return self._component("compute_energy_j")
+
+    @property
+    def memory_energy_j(self) -> float | None:
+        """Joules of moved bytes; None for a measurement, which cannot tell."""
+        return self._component("memory_energy_j")
+
+    @property
+    def static_energy_j(self) -> float | None:
+        """Joules the board draws whatever it does; None for a measurement, which cannot tell."""
+        return self._component("static_energy_j")
+
+    def _component(self, name: str) -> float | None:
+        return math.fsum(getattr(d, name) for d in self.descriptors) if self.descriptors else None
+
+    @property
+    def average_efficiency(self) -> float | None:
+        """The mean over subgraphs of (compute + memory) / total; None without subgraphs."""
+        if not self.descriptors:
+            return None
+        return math.fsum(d.efficiency for d in self.descriptors) / len(self.descriptors)
+
+    @property
+    def average_utilization(self) -> float | None:
+        """The mean share of the tighter roof, weighted by time; None for a measurement."""
+        return self.prediction.average_utilization if self.prediction else None
+
+    @property
+    def wasted_energy_j(self) -> float | None:
+        """Static joules times (1 - utilisation), summed over the subgraphs; None for a measurement."""
+        return self.prediction.wasted_energy_j if self.prediction else None
+
+    def top(self, count: int = 10) -> list[EnergyDescriptor]:
+        """The subgraphs that spend most, dearest first."""
+        return sorted(self.descriptors, key=lambda d: d.total_energy_j, reverse=True)[:count]
+
+    def opportunities(self) -> list[Opportunity]:
+        """What would save joules, each computed by predicting the change, dearest first; [] for a measurement."""
+        from .estimate.opportunities import opportunities
+
+        return opportunities(self)
+
+    def diff(self, other: EnergyReport) -> EnergyDiff:
+        """What changes from this report to another, by component and subgraph, with intervals."""
+        from .analyze.compare import compare
+
+        return compare(self, other)
+
+    def _repr_html_(self) -> str:
+        from .report.predict_html import card
+
+        return card(self)
 
     def per_work(self) -> list[tuple[str, float, float]]:
         """(unit, joules per unit, 90% half-width) for each kind of work."""

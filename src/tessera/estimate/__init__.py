@@ -1,0 +1,92 @@
+"""What a program will take before it runs: seconds, joules, watts and bytes, with their errors.
+
+::
+
+    report = tessera.predict(model, inputs, on="h200")              # the whole answer
+
+    parts = GraphPartitioner().partition(fx_graph)                  # or its parts, alone and together
+    roofline = RooflineAnalyzer("a100").analyze(parts.subgraphs, parts)
+    seconds = [x.actual_latency for x in roofline.latencies]
+    energy = EnergyAnalyzer("a100").analyze(parts.subgraphs, parts, latencies=seconds)
+
+Names are loaded when first used; nothing here imports torch before a model is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..graph.partition import GraphPartitioner as GraphPartitioner
+    from ..graph.partition import PartitionReport as PartitionReport
+    from ..graph.partition import Subgraph as Subgraph
+    from ..schema import EnergyDescriptor as EnergyDescriptor
+    from ..schema import EnergyReport as EnergyReport
+    from .concurrency import ConcurrencyAnalyzer as ConcurrencyAnalyzer
+    from .concurrency import ConcurrencyReport as ConcurrencyReport
+    from .energy import EnergyAnalyzer as EnergyAnalyzer
+    from .host import HostModel as HostModel
+    from .memory import MemoryEstimator as MemoryEstimator
+    from .memory import MemoryReport as MemoryReport
+    from .precision import Precision as Precision
+    from .predict import predict as predict
+    from .roofline import RooflineAnalyzer as RooflineAnalyzer
+    from .roofline import RooflineReport as RooflineReport
+    from .search import Sweep as Sweep
+    from .search import batch_for as batch_for
+    from .search import sweep as sweep
+
+_LAZY = {
+    "ConcurrencyAnalyzer": ".concurrency",
+    "ConcurrencyReport": ".concurrency",
+    "EnergyAnalyzer": ".energy",
+    "EnergyDescriptor": "..schema",
+    "EnergyReport": "..schema",
+    "GraphPartitioner": "..graph.partition",
+    "HostModel": ".host",
+    "MemoryEstimator": ".memory",
+    "MemoryReport": ".memory",
+    "PartitionReport": "..graph.partition",
+    "Precision": ".precision",
+    "RooflineAnalyzer": ".roofline",
+    "RooflineReport": ".roofline",
+    "Subgraph": "..graph.partition",
+    "Sweep": ".search",
+    "batch_for": ".search",
+    "predict": ".predict",
+    "sweep": ".search",
+}
+
+__all__ = [
+    "ConcurrencyAnalyzer",
+    "ConcurrencyReport",
+    "EnergyAnalyzer",
+    "EnergyDescriptor",
+    "EnergyReport",
+    "GraphPartitioner",
+    "HostModel",
+    "MemoryEstimator",
+    "MemoryReport",
+    "PartitionReport",
+    "Precision",
+    "RooflineAnalyzer",
+    "RooflineReport",
+    "Subgraph",
+    "Sweep",
+    "batch_for",
+    "predict",
+    "sweep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tessera.estimate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

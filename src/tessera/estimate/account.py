@@ -1,0 +1,190 @@
+"""From a solved iteration to the report: components, subgraphs, errors, what bounds it, where the figures come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..device import Device
+from ..graph.ir import Graph
+from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
+from .timeline import Array
+
+if TYPE_CHECKING:
+    from .predict import Estimate
+
+
+def account(
+    graph: Graph,
+    device: Device,
+    found: Estimate,
+    *,
+    precision: str | None,
+    launch: str,
+    burst: bool,
+    again: Callable[..., EnergyReport],
+) -> EnergyReport:
+    """The report of a solved iteration; `again` predicts it with something changed."""
+    descriptors = tuple(_descriptors(found, device))
+    solved = found.solved
+    joules = math.fsum(d.total_energy_j for d in descriptors)
+    seconds = solved.seconds
+    latency_error = _latency_error(found)
+    error_j = joules * math.hypot(found.power.relative_error, 0.6 * latency_error / seconds if seconds else 0.0)
+    energy = Energy(
+        joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
+    )
+    busy = _utilization(found, device)
+    weight = solved.device_s
+    average = float((busy * weight).sum() / seconds) if seconds else 0.0
+    latency = solved.device_s + solved.wait_s
+    share = np.divide(busy * solved.device_s, latency, out=np.zeros_like(latency), where=latency > 0)
+    prediction = Prediction(
+        device=device.id,
+        precision=precision,
+        mode=graph.mode,
+        launch=launch,
+        batch=graph.samples,
+        latency_error_s=latency_error,
+        device_s=float(solved.device_s.sum()),
+        host_s=solved.host_s,
+        clock=solved.clock,
+        bound=_bound(found),
+        average_utilization=min(1.0, average),
+        wasted_energy_j=float((solved.static_j * (1.0 - share)).sum()),
+        flops=float(graph.flops),
+        hbm_bytes=sum(t.hbm_bytes for t in found.moved),
+        peak_memory_bytes=found.memory.peak_bytes,
+        memory_bytes=dict(found.memory.by_category),
+        memory_capacity_bytes=int(device.memory.capacity_bytes.value) if device.memory.capacity_bytes else None,
+        provenance=_provenance(found, device),
+        assumptions=graph.assumptions,
+        again=again,
+    )
+    return EnergyReport(
+        name=graph.name,
+        total=energy,
+        by_domain={device.id: energy},
+        domains=(
+            Domain(name=device.id, source="predicted", resolution_s=seconds, basis="predicted", label=device.name),
+        ),
+        work=_work(graph),
+        peak_w=_peak(found),
+        idle_w=device.idle_w.value if device.idle_w else None,
+        notes=_notes(graph, found, burst),
+        descriptors=descriptors,
+        prediction=prediction,
+    )
+
+
+def _work(graph: Graph) -> tuple[Work, ...]:
+    kinds: list[Work] = []
+    if graph.mode != "infer":
+        kinds.append(Work(amount=1.0, unit="step"))
+    if graph.samples:
+        kinds.append(Work(amount=float(graph.samples), unit="sample"))
+    if graph.tokens:
+        kinds.append(Work(amount=float(graph.tokens), unit="token"))
+    return tuple(kinds)
+
+
+def _descriptors(found: Estimate, device: Device) -> Sequence[EnergyDescriptor]:
+    solved, busy = found.solved, _utilization(found, device)
+    out = []
+    for i, (op, kernel) in enumerate(zip(found.ops, found.kernels, strict=True)):
+        static, compute, memory = float(solved.static_j[i]), float(solved.compute_j[i]), float(solved.memory_j[i])
+        seconds = float(solved.device_s[i])
+        joules = static + compute + memory
+        out.append(
+            EnergyDescriptor(
+                subgraph_name=op.label,
+                compute_energy_j=compute,
+                memory_energy_j=memory,
+                static_energy_j=static,
+                latency_s=seconds + float(solved.wait_s[i]),
+                error_j=joules * math.hypot(found.power.relative_error, 0.6 * kernel.relative_error),
+                device_s=seconds,
+                latency_error_s=seconds * kernel.relative_error,
+                utilization=float(busy[i]),
+                kind=op.kind,
+                flops=float(op.flops),
+                hbm_bytes=found.moved[i].hbm_bytes,
+                provenance=kernel.provenance,
+            )
+        )
+    return out
+
+
+def _utilization(found: Estimate, device: Device) -> Array:
+    """The share of the tighter roof each operator reaches on the device, between 0 and 1."""
+    bandwidth = device.memory.bandwidth_bytes_per_s
+    rate = bandwidth.value if bandwidth else math.inf
+    reached = []
+    for op, kernel, seconds in zip(found.ops, found.kernels, found.solved.device_s, strict=True):
+        peak = device.peak(op.precision) if op.flops else None
+        roof = max(op.flops / peak.value if peak else 0.0, kernel.hbm_bytes / rate)
+        reached.append(min(1.0, roof / seconds) if seconds > 0 else 0.0)
+    return np.array(reached)
+
+
+def _latency_error(found: Estimate) -> float:
+    """90% half-width of the iteration: like kernels err alike, unlike ones independently; the host on its own."""
+    by_kind: dict[str, float] = {}
+    for op, kernel, seconds in zip(found.ops, found.kernels, found.solved.device_s, strict=True):
+        by_kind[op.kind] = by_kind.get(op.kind, 0.0) + 0.65 * kernel.relative_error * float(seconds)
+    device = math.sqrt(sum(e * e for e in by_kind.values()))
+    waiting = float(found.solved.wait_s.sum())
+    if found.host is None:
+        return device
+    host = found.host.relative_error * found.solved.host_s
+    slack = max(0.0, found.solved.host_s * (1 + found.host.relative_error) - float(found.solved.device_s.sum()))
+    return math.hypot(device if waiting == 0 else device * 0.3, host if waiting > 0 else min(host, slack))
+
+
+def _bound(found: Estimate) -> str:
+    """What most of the time goes to."""
+    solved = found.solved
+    if solved.wait_s.sum() > 0.25 * solved.seconds:
+        return "host"
+    if solved.clock < 0.98:
+        return "power"
+    sums = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
+    for kernel, seconds in zip(found.kernels, solved.device_s, strict=True):
+        parts = {"compute": kernel.compute_s, "memory": kernel.memory_s, "overhead": kernel.overhead_s}
+        sums[max(parts, key=lambda name: parts[name])] += float(seconds)
+    return max(sums, key=lambda name: sums[name])
+
+
+def _peak(found: Estimate) -> float | None:
+    """The highest power of any operator long enough for a board to show it."""
+    solved = found.solved
+    joules = solved.static_j + solved.compute_j + solved.memory_j
+    seconds = solved.device_s + solved.wait_s
+    if not len(seconds) or seconds.sum() <= 0:
+        return None
+    long = seconds >= min(20e-6, float(seconds.max()))
+    return float(np.max(np.divide(joules, seconds, out=np.zeros_like(joules), where=seconds > 0)[long]))
+
+
+def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:
+    kinds: dict[str, float] = {}
+    for kernel, seconds in zip(found.kernels, found.solved.device_s, strict=True):
+        kinds[kernel.provenance] = kinds.get(kernel.provenance, 0.0) + float(seconds)
+    assumed = [name for name, figure in device.figures() if figure.assumed]
+    out = {"device": ", ".join(device.origin) or device.id, "power": found.power.provenance}
+    out["latency"] = max(kinds, key=lambda name: kinds[name], default="")
+    if found.host is not None:
+        out["host"] = found.host.provenance
+    if assumed:
+        out["assumed"] = ", ".join(assumed)
+    return out
+
+
+def _notes(graph: Graph, found: Estimate, burst: bool) -> tuple[str, ...]:
+    notes = [f"assumed while capturing: {line}" for line in graph.assumptions]
+    if found.solved.clock < 0.98 and not burst:
+        notes.append(f"the power limit holds the clock at {100 * found.solved.clock:.0f}% of boost")
+    return tuple(notes)

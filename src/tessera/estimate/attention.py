@@ -1,0 +1,269 @@
+"""Seconds of fused attention: prefill, decode with split keys, short sequences, backward.
+
+One block holds a tile of queries (grouped query heads are packed into it) and walks over the keys it sees. A key step
+costs the matrix products and the exponentials, whichever is slower; blocks run in waves over the SMs; with few blocks
+the keys are split and merged. Keys and values come at the achieved bandwidth. Rates are per SM and cycle, so that the
+H200's constants carry over to another chip. PyTorch's kernels ("torch": SDPA under graph replay) and vLLM's ("vllm":
+paged FlashAttention) have constants of their own. Fitted by `benchmarks/fit_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..device import Device
+from ..errors import ArgumentError
+from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip
+from .residual import Trees, fitted, interval, table, trees
+
+Array = NDArray[np.float64]
+
+_SPLITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], float)
+_VECTOR_KEYS = 64.0  # fmha_cutlassF_f32_aligned_64x64: the tile of PyTorch's fp32 kernels
+_KEYS = 128.0  # keys of one step: sequences of 16, 64 and 128 take the same time per block
+# Kernels beside the backward: rows of gradient times output (2 x 2 bytes an element), queries' gradients summed in fp32
+# (cleared, then narrowed: 4 + 4 + 2); heads that share keys have their gradients added up.
+_BESIDE_BYTES = 14.0
+_BACKWARD_FLOPS = 2.5  # five products of the backward against two of the forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is attended to; sizes, flags and windows are numbers, or arrays where many calls are looked at."""
+
+    batch: Any
+    heads: Any
+    kv_heads: Any
+    q_len: Any
+    kv_len: Any
+    head_dim: Any
+    causal: Any
+    precision: str
+    kv_precision: str
+    window: Any = np.inf
+    mask: bool = False
+    backward: bool = False
+    source: str = "torch"
+
+    def numbers(self) -> list[Array]:
+        """Batch, heads, heads of keys, queries, keys and head size as floats."""
+        sizes = (self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
+        return [np.asarray(value, float) for value in sizes]
+
+
+def attention_time(
+    device: Device,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    causal: bool,
+    precision: str = "bf16",
+    *,
+    backward: bool = False,
+    mask: bool = False,
+    window: int | None = None,
+    hbm_bytes: float | None = None,
+    source: str = "torch",
+    kv_precision: str | None = None,
+) -> KernelTime:
+    """The time of one scaled dot-product attention, uncapped at the boost clock; `backward` is the backward alone.
+
+    `mask` is a dense mask or bias given as a tensor; each query sees at most `window` keys. `hbm_bytes`: what comes
+    from device memory, by default what a warm loop leaves out of the cache. `source` says whose kernels: "torch" or
+    "vllm". `kv_precision` is that of keys and values, where it differs.
+    """
+    sizes = (batch, heads, kv_heads, q_len, kv_len, head_dim, window or 1)
+    if min(sizes) < 1:
+        raise ArgumentError(f"attention has sizes of at least 1, not {sizes}")
+    for value, known in (
+        (source, ("torch", "vllm")),
+        (precision, ELEMENT_BYTES),
+        (kv_precision or "fp32", ELEMENT_BYTES),
+    ):
+        if value not in known:
+            raise ArgumentError(f"no attention in {value!r}", fix=f"one of {', '.join(known)}")
+    call = Call(
+        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, causal=bool(causal),
+        precision=precision, kv_precision=kv_precision or precision, window=float(window or np.inf), mask=mask,
+        backward=backward, source=source,
+    )  # fmt: skip
+    return _attention(chip(device), call, hbm_bytes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _attention(of: Chip, call: Call, hbm_bytes: float | None) -> KernelTime:
+    data = fitted("h200_attention.json")
+    found = formula(data["constants"][call.source], of, call, hbm_bytes)
+    t = {name: float(value) for name, value in found.items()}
+    factor, provenance = 1.0, "tile model of attention, H200 constants carried over by datasheet"
+    if of.calibrated and not call.backward:
+        factor = float(np.exp(_trees(call.source)(features(call, found))[0]))
+        provenance = "tile model of attention with residual, fitted on the H200"
+        # No residual makes a kernel faster than the chip.
+        fastest_s = of.fastest_s(t["flops"], t["hbm_bytes"], call.precision)
+        factor = max(factor, fastest_s / (t["overhead_s"] + t["body_s"]))
+    seconds = (t["overhead_s"] + t["body_s"]) * factor
+    unit, native = _rate(of, call.precision)[1:]
+    return KernelTime(
+        seconds=seconds,
+        overhead_s=t["overhead_s"] * factor,
+        compute_s=t["compute_s"] * factor,
+        memory_s=t["memory_s"] * factor,
+        clock_s=t["clock_s"] * factor,
+        busy=min(1.0, t["busy_s"] * factor / seconds),
+        flops=t["flops"],
+        unit=unit,
+        vector_flops=t["scores"] * fitted("h200_power.json")["softmax_flops_per_score"],
+        hbm_bytes=t["hbm_bytes"],
+        l2_bytes=t["l2_bytes"],
+        relative_error=interval(data["interval"], of, native, seconds, call.source),
+        provenance=provenance,
+        activity=min(max(factor, 0.85), 1.15),
+    )
+
+
+@functools.cache
+def _trees(source: str) -> Trees:
+    return trees(fitted("h200_attention.json")["trees"][source])
+
+
+def _rate(of: Chip, precision: str) -> tuple[float, str, bool]:
+    """fp32 attention runs on the vector units where a chip has them: PyTorch keeps TF32 off by default."""
+    return of.peak(precision, "vector") if precision == "fp32" else of.peak(precision)
+
+
+def pairs_seen(q: Array, kv: Array, causal: Any, window: Any) -> Array:
+    """Query-key pairs of one head; causal queries are the last of the keys, a window counts the query's own key."""
+    first = np.maximum(1.0, np.minimum(kv, kv - q + 1.0))  # keys the first query sees
+    rows = np.minimum(q, kv)
+    all_pairs = np.where(causal, rows * (first + kv) / 2.0, q * kv)
+    # Queries before the window fills see first..window keys, the others the whole window.
+    limit = np.minimum(window, kv)
+    filling = np.clip(limit - first, 0.0, rows)
+    windowed = np.where(causal, filling * (first + limit - 1.0) / 2.0 + (rows - filling) * limit, q * limit)
+    found: Array = np.minimum(windowed, all_pairs)
+    return found
+
+
+def formula(c: Mapping[str, Any], of: Chip, call: Call, hbm_bytes: float | None = None) -> dict[str, Array]:
+    """The physical model without residual: seconds, bytes and busy seconds by name."""
+    batch, heads, kv_heads, q, kv, d = call.numbers()
+    window = np.asarray(call.window, float)
+    size, kv_size = ELEMENT_BYTES[call.precision], ELEMENT_BYTES[call.kv_precision]
+    pairs = pairs_seen(q, kv, np.asarray(call.causal), window)
+    compute_s, load, loaded = _compute(c, of, call, pairs)
+    times = _BACKWARD_FLOPS if call.backward else 1.0
+    moved = batch * d * (2.0 * heads * q * size + 2.0 * kv_heads * np.minimum(kv, q + window) * kv_size)
+    total = moved * times + (batch * heads * pairs * size if call.mask else 0.0)
+    spill = np.clip((total / of.cache_bytes - c["cache_kept"]) / c["cache_spill"], 0.0, 1.0)
+    hbm = total * spill if hbm_bytes is None else np.full_like(total, hbm_bytes)
+    hbm_s = hbm / (c["bandwidth"] * of.bandwidth)
+    memory_s = hbm_s + np.maximum(0.0, total - hbm) / _cache_rate(c, of)
+    p = c["exponent"]
+    whole = compute_s**p + memory_s**p
+    body_s = whole ** (1 / p)
+    fixed_s = body_s * hbm_s / memory_s * memory_s**p / whole  # bound by device memory
+    if call.backward:
+        beside, beside_s, crossing_s = _beside(c, of, call)
+        body_s, fixed_s, total = body_s + beside_s, fixed_s + crossing_s, total + beside
+        hbm = hbm + np.where(crossing_s > 0, beside, 0.0)
+    return {
+        "body_s": body_s,
+        "overhead_s": np.asarray((c["backward_us"] if call.backward else c["launch_us"]) * 1e-6 * of.launch_factor),
+        "compute_s": compute_s,
+        "memory_s": memory_s,
+        "clock_s": body_s - fixed_s,
+        "busy_s": body_s * np.minimum(1.0, load),
+        "flops": 4.0 * batch * heads * pairs * d * times,
+        "scores": batch * heads * pairs * times,
+        "hbm_bytes": hbm,
+        "l2_bytes": total + kv_size * loaded * times,
+        "load": load,
+    }
+
+
+def _cache_rate(c: Mapping[str, Any], of: Chip) -> float:
+    return max(float(c["cache_bytes_per_cycle"]) * of.units * of.clock_hz, 1.05 * of.bandwidth)
+
+
+def _beside(c: Mapping[str, Any], of: Chip, call: Call) -> tuple[Array, Array, Array]:
+    """Bytes and seconds of the kernels beside the backward, and the seconds of those that cross device memory."""
+    batch, heads, kv_heads, q, kv, d = call.numbers()
+    moved = batch * heads * d * (_BESIDE_BYTES * q + np.where(heads > kv_heads, 8.0 * kv, 0.0))
+    crosses = moved > of.cache_bytes
+    seconds = moved / np.where(crosses, c["bandwidth"] * of.bandwidth, _cache_rate(c, of))
+    return moved, seconds, np.where(crosses, seconds, 0.0)
+
+
+def _compute(c: Mapping[str, Any], of: Chip, call: Call, pairs: Array) -> tuple[Array, Array, Array]:
+    """Seconds of the blocks, SMs' worth of blocks, and key and value elements they load."""
+    batch, heads, kv_heads, q, kv, d = call.numbers()
+    matrix = _rate(of, call.precision)[1].startswith("matrix")
+    tile = np.where(d > 256, 64.0, 128.0) if matrix else np.full_like(d, 64.0)
+    # Heads that share keys share a block where that makes fewer blocks, and few blocks split the keys; cuDNN's kernels
+    # do so for a single query only.
+    packs = np.asarray(q == 1) | (call.source == "vllm")
+    blocks = heads * np.ceil(q / tile)
+    blocks = batch * np.where(packs, np.minimum(blocks, kv_heads * np.ceil(q * heads / kv_heads / tile)), blocks)
+    rows = np.minimum(tile, np.where(q * heads / kv_heads <= 64, 64.0, 128.0))  # a warp group multiplies 64 rows
+    keys = _KEYS if matrix else _VECTOR_KEYS
+    reach = np.ceil(np.minimum(kv, np.asarray(call.window) + tile) / keys) * keys
+    seen = np.where(np.asarray(call.causal), np.minimum(reach, pairs / q + tile / 2), reach)  # on average
+    # cuDNN pads heads to 64, 128 or 256: 80, 96 and 128 take the same time.
+    padded = np.maximum(64.0, 2.0 ** np.ceil(np.log2(d)) if call.source == "torch" else d)
+    step_s = _step_s(c, of, call, padded, rows)
+    if call.mask and matrix:
+        step_s = step_s * np.where(q > 1, c["mask_factor"], 1.0)
+    if call.backward:
+        step_s = step_s * (_BACKWARD_FLOPS / c["backward"])
+    fixed_s = (c["block_cycles"] + c["block_cycles_per_dim"] * d) / of.clock_hz
+
+    splits = np.where(packs[..., None], _SPLITS, 1.0)
+    load = blocks[..., None] * splits / of.units
+    mean_s, longest_s = (
+        length[..., None] / splits * step_s[..., None] + fixed_s[..., None] for length in (seen, reach)
+    )
+    waves = load + (1.0 - c["overlap"]) * (np.ceil(load) - load)
+    all_s = np.maximum(waves * mean_s, longest_s) + np.where(splits > 1, c["split_cycles"] / of.clock_hz, 0.0)
+    all_s = np.where((splits > 1) & (reach[..., None] / splits < 64), np.inf, all_s)
+    best = np.argmin(all_s, axis=-1)[..., None]
+    compute_s, load = (np.take_along_axis(value, best, -1)[..., 0] for value in (all_s, load))
+    return compute_s, load, 2.0 * d * blocks * seen
+
+
+def _step_s(c: Mapping[str, Any], of: Chip, call: Call, d: Array, rows: Array) -> Array:
+    """Seconds a block of query rows takes for one key: products and exponentials per row, getting the key."""
+    peak, unit, _ = _rate(of, call.precision)
+    matrix = unit.startswith("matrix")
+    peak *= of.boost_over_quoted if matrix else 1.0
+    efficiency = c["efficiency"] if matrix else c["vector_efficiency"]
+    multiply = 4.0 * (d + c["head_cost"]) * rows / (peak * efficiency / of.units)
+    # A unit that multiplies more in a cycle than an SM of the H200 has as much more beside its multiplier.
+    wide = max(1.0, peak / (of.units * of.clock_hz) / c["flops_per_cycle"]) if matrix else 1.0
+    scalar = rows * c["score_cycles"] / (of.clock_hz * wide)
+    load_cycles = c["load_cycles" if call.kv_precision == call.precision else "convert_cycles"]
+    load = d * load_cycles / (of.clock_hz * wide)
+    # Only asynchronous matrix units multiply while the exponentials of the last step are taken.
+    q = c["step_exponent"] if of.asynchronous or not of.nvidia else 1.0
+    return np.asarray((multiply**q + scalar**q + load**q) ** (1 / q))
+
+
+def features(call: Call, t: Mapping[str, Array]) -> Array:
+    """What the residual's trees look at, one row per call."""
+    batch, heads, kv_heads, q, kv, d = (np.atleast_1d(value) for value in call.numbers())
+    columns = [
+        np.log2(batch), np.log2(heads), np.log2(kv_heads), np.log2(heads / kv_heads), np.log2(q), np.log2(kv), d,
+        np.log2(np.minimum(call.window, 1e6)), np.asarray(call.causal), np.log2(batch * kv_heads),
+        np.log2(batch * heads), call.kv_precision != call.precision, call.precision == "fp32", call.mask,
+        np.log2(t["body_s"]), np.log2(t["compute_s"] / t["memory_s"]), np.log2(t["load"]),
+    ]  # fmt: skip
+    return table(columns, len(q))

@@ -1,0 +1,275 @@
+"""Seconds of convolutions: an implicit matrix product or a direct kernel, and what the layout costs around it.
+
+The physical part is a floor (the product by tiles at tensor-core speed, the bytes, the layout transforms); what cuDNN's
+choice of kernels makes of it is learnt from convolutions measured on an H200 (`benchmarks/device/record_convs.py`), and
+carried to other chips as the same multiple of the floor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..device import Device
+from ..graph.ir import Op
+from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip
+from .residual import Array, Trees, fitted, trees
+from .stream import Stream, stream_time
+
+DATA = "h200_conv.json"
+PASSES = ("forward", "data", "weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Conv:
+    """One pass of a convolution: `x` is what it reads forward, `w` its weight, `out` what it writes forward."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    out: tuple[int, ...]
+    which: str
+    groups: int
+    stride: int
+    dilation: int
+    transposed: bool
+    channels_last: bool
+    precision: str
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the pass: the same for each of the three."""
+        points = prod(self.x[2:] if self.transposed else self.out[2:])
+        return 2.0 * self.out[0] * points * prod(self.w)
+
+    def implicit(self) -> tuple[int, int, int]:
+        """(m, n, k) of the product it is, for one group."""
+        x, out = (self.out, self.x) if self.transposed else (self.x, self.out)
+        which = {"forward": "data", "data": "forward"}.get(self.which, self.which) if self.transposed else self.which
+        taps, cin, cout = prod(self.w[2:]), x[1] // self.groups, out[1] // self.groups
+        if which == "data":
+            return x[0] * prod(x[2:]), cin, cout * taps
+        if which == "weight":
+            return cout, cin * taps, out[0] * prod(out[2:])
+        return out[0] * prod(out[2:]), cout, cin * taps
+
+    def product(self) -> tuple[int, int, float]:
+        """(m, n, k) as a kernel computes it: channels padded to 16 bytes, a strided gradient skipping its zeros."""
+        size = ELEMENT_BYTES.get(self.precision, 2.0)
+        pad = max(1, round(16 / size))
+        x, out, which = self.x, self.out, self.which
+        if self.transposed:
+            x, out, which = out, x, {"forward": "data", "data": "forward"}.get(which, which)
+        taps, cin, cout = prod(self.w[2:]), x[1] // self.groups, out[1] // self.groups
+        wide_in, wide_out = -(-cin // pad) * pad, -(-cout // pad) * pad
+        if which == "forward":
+            return max(1, out[0] * prod(out[2:])), max(1, cout), wide_in * taps
+        if which == "data":
+            return max(1, x[0] * prod(x[2:])), max(1, cin), wide_out * taps / (self.stride**2 if taps > 1 else 1)
+        return max(1, cout), wide_in * taps, out[0] * prod(out[2:])
+
+    @property
+    def contracts_points(self) -> bool:
+        """Whether the sum runs over all points of all samples: the weight gradient, which is then split."""
+        return self.which == "weight"
+
+    @property
+    def io_bytes(self) -> float:
+        """Bytes of the input and the output."""
+        return (prod(self.x) + prod(self.out)) * ELEMENT_BYTES.get(self.precision, 2.0)
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether every channel is its own group."""
+        return self.groups > 1 and self.groups == self.x[1]
+
+
+def conv_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) -> KernelTime:
+    """A convolution forward, or the gradients that were asked for."""
+    p = op.params
+    which = ["forward"]
+    if p["backward"]:
+        needs = p.get("needs", (True, True, False))
+        which = [name for name, wanted in zip(("data", "weight"), needs, strict=False) if wanted] or ["weight"]
+    share = None if hbm_bytes is None else hbm_bytes / len(which)
+    parts = [pass_time(device, conv_of(op, name, precision), share) for name in which]
+    if p.get("bias") or (p["backward"] and len(p.get("needs", ())) > 2 and p["needs"][2]):
+        parts.append(_bias(chip(device), op))
+    return add(parts)
+
+
+def conv_of(op: Op, which: str, precision: str) -> Conv:
+    """One pass of an operator as a `Conv`."""
+    p = op.params
+    layout = any(t.channels_last for t in op.inputs[: 3 if p["backward"] else 2])
+    return Conv(
+        tuple(p["x"]), tuple(p["w"]), tuple(p["out"]), which, max(1, int(p.get("groups", 1))),
+        int(_first(p.get("stride", 1))), int(_first(p.get("dilation", 1))),
+        bool(p.get("transposed")), layout, precision,
+    )  # fmt: skip
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+def _bias(of: Chip, op: Op) -> KernelTime:
+    """CuDNN leaves the bias to a kernel of its own: added forward, summed over all but the channels backward."""
+    p = op.params
+    n, size = float(prod(p["out"])), ELEMENT_BYTES.get(op.precision, 2.0)
+    if p["backward"]:
+        return stream_time(of, Stream("reduce.outer.sum", n, n * size, 0.0, max(p["out"][1], n / 8192)))
+    return stream_time(of, Stream("elementwise.strided.add", n, 2 * n * size, 0.0, n / 1024))
+
+
+def add(parts: list[KernelTime]) -> KernelTime:
+    """Kernels one after another as one."""
+    if len(parts) == 1:
+        return parts[0]
+    seconds = sum(t.seconds for t in parts)
+    return KernelTime(
+        seconds=seconds,
+        overhead_s=sum(t.overhead_s for t in parts),
+        compute_s=sum(t.compute_s for t in parts),
+        memory_s=sum(t.memory_s for t in parts),
+        clock_s=sum(t.clock_s for t in parts),
+        busy=sum(t.busy * t.seconds for t in parts) / seconds,
+        flops=sum(t.flops for t in parts if t.unit == parts[0].unit),
+        unit=parts[0].unit,
+        hbm_bytes=sum(t.hbm_bytes for t in parts),
+        l2_bytes=sum(t.l2_bytes for t in parts),
+        relative_error=sum(t.relative_error * t.seconds for t in parts) / seconds,
+        provenance=parts[0].provenance,
+    )
+
+
+def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime:
+    """One pass of a convolution at the boost clock."""
+    of = chip(device)
+    data = fitted(DATA)
+    here = floor(of, conv)
+    # What cuDNN makes of a shape is learnt as a multiple of the H200's floor, and is the same multiple elsewhere.
+    factor = _multiple(conv)
+    seconds = here.seconds * factor
+    io = conv.io_bytes
+    crossing = min(io, 0.0 if hbm_bytes is None and io < of.cache_bytes else io if hbm_bytes is None else hbm_bytes)
+    extra = max(0.0, crossing / (0.85 * of.bandwidth) - seconds)
+    product, native = of.peak("fp32", "vector")[1:] if conv.depthwise else of.peak(conv.precision)[1:]
+    width = float(data["relative_error"]) * (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)
+    provenance = "tiles and cuDNN's choices, fitted on the H200"
+    return KernelTime(
+        seconds=seconds + extra,
+        overhead_s=here.start_s,
+        compute_s=here.direct_s if conv.depthwise else here.product_s,
+        memory_s=here.memory_s + here.layout_s,
+        clock_s=seconds * (here.product_s**2 / (here.product_s**2 + here.memory_s**2 + 1e-18)),
+        busy=here.busy,
+        flops=conv.flops,
+        unit=product,
+        hbm_bytes=crossing,
+        # A third of what the tiles read comes from the cache, the rest from the SM's own memory (fitted on joules).
+        l2_bytes=io * (1.0 if here.layout_s == 0 else 3.0) + 0.3 * here.reads_bytes,
+        relative_error=min(0.9, width),
+        provenance=provenance if of.calibrated else provenance + ", carried over as a multiple of the floor",
+    )
+
+
+# Tiles that cuDNN's kernels use, as seen in their names.
+_TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64), (128, 32), (64, 32))
+_SPLITS = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What a pass cannot be faster than: the product by tiles, the bytes, layout transforms, a direct kernel."""
+
+    product_s: float
+    memory_s: float
+    layout_s: float
+    direct_s: float
+    start_s: float
+    busy: float
+    reads_bytes: float
+    seconds: float
+
+
+@functools.lru_cache(maxsize=65536)
+def floor(of: Chip, conv: Conv) -> Floor:
+    """The physical part of a pass on a chip."""
+    size = ELEMENT_BYTES.get(conv.precision, 2.0)
+    m, n, k = conv.product()
+    product_s, busy, reads = _tiled(of, conv, m, n, k)
+    io = conv.io_bytes
+    # Rates of an H200 as shares: 5 TB/s through the cache, 3.8 TB/s of its 4.8 across device memory.
+    memory_s = io / (9.6 * of.units * of.clock_hz * 2.0 if io < 0.64 * of.cache_bytes else 0.79 * of.bandwidth)
+    taps = prod(conv.w[2:])
+    plain = taps == 1 and conv.stride == 1
+    layout_s = 0.0 if conv.channels_last or plain or conv.depthwise else 2.0 * io / (0.83 * of.bandwidth)
+    direct_s = prod(conv.out) * taps / (10.0 * of.units * of.clock_hz)
+    if conv.depthwise:
+        start_s, seconds = 2e-6, math.hypot(direct_s, memory_s)
+        busy = min(1.0, prod(conv.out) / 1024.0 / of.units)
+    else:
+        start_s, seconds = 1.5e-6, math.hypot(product_s, memory_s) + layout_s
+    return Floor(product_s, memory_s, layout_s, direct_s, start_s, busy, reads * size, start_s + seconds)
+
+
+def _tiled(of: Chip, conv: Conv, m: int, n: int, k: float) -> tuple[float, float, float]:
+    """(seconds, occupied share of the SMs, elements read through the cache) of the product with its best tile."""
+    peak = of.peak(conv.precision)[0] * of.boost_over_quoted / of.units * 0.8
+    best = (math.inf, 1.0, 0.0)
+    for tm, tn in _TILES:
+        across, down = -(-m // tm), -(-n // tn)
+        for split in _SPLITS if conv.contracts_points else (1,):
+            if split > 1 and k / split < 64:
+                continue
+            blocks = across * down * conv.groups * split
+            load = blocks / of.units
+            waves = max(1.0, math.ceil(load)) if load < 6 else load
+            efficiency = min(1.0, (tm * tn / 16384.0) ** 0.35)
+            seconds = waves * (2.0 * tm * tn * math.ceil(k / split / 32) * 32 / (peak * efficiency) + 1e-6)
+            if split > 1:
+                seconds += 2e-6 + 4.0 * m * n * conv.groups * split / (0.52 * of.bandwidth)
+            if seconds < best[0]:
+                best = (seconds, min(1.0, load / math.ceil(load)), conv.groups * k * (m * down + n * across))
+    return best
+
+
+@functools.lru_cache(maxsize=65536)
+def _multiple(conv: Conv) -> float:
+    from ..hardware import lookup
+
+    found = floor(chip(lookup("h200")), conv)
+    return math.exp(float(_trees()(features(conv, found)[None])[0]))
+
+
+def features(conv: Conv, found: Floor) -> Array:
+    """What the trees look at."""
+    m, n, k = (max(1, v) for v in conv.implicit())
+    x, w, out = conv.x, conv.w, conv.out
+    log, whole = math.log2, found.seconds
+    return np.array([
+        log(m), log(n), log(k), log(conv.groups), log(prod(w[2:])), conv.stride, conv.dilation,
+        float(conv.channels_last), ELEMENT_BYTES.get(conv.precision, 2.0), float(PASSES.index(conv.which)),
+        float(conv.depthwise), log(prod(x)),
+        log(prod(out)), log(x[1]), log(out[1]), log(x[0]), log(max(1, prod(x[2:]))), float(conv.transposed),
+        log(conv.flops), log(whole), float(x[1] % 8 == 0), float(out[1] % 8 == 0), len(x),
+        float(conv.precision == "fp16"),
+        log(max(1, x[1] // conv.groups)), float(x[2] % 2 == 0) if len(x) > 2 else 0.0, log(max(1, prod(out[2:]))),
+        log(found.product_s / whole), log(found.memory_s / whole), found.layout_s / whole, log(found.direct_s / whole),
+    ], float)  # fmt: skip
+
+
+@functools.cache
+def _trees() -> Trees:
+    return trees(fitted(DATA)["trees"])
+
+
+def constants() -> Mapping[str, Any]:
+    """The fitted file, for those who want to see it."""
+    return fitted(DATA)

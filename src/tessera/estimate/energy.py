@@ -1,0 +1,181 @@
+"""Joules of each subgraph, by component, from the seconds and bytes of its kernels and the chip's power model.
+
+`wasted_energy_j` is defined once, here: the static energy of a subgraph times (1 - its utilisation), summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..device import Device
+from ..errors import ArgumentError, PredictionError
+from ..graph.partition import PartitionReport, Subgraph
+from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction
+from .power import PowerEstimate, PowerModel
+from .precision import Precision
+from .roofline import Cost, Coster, check_subgraphs
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyAnalyzer:
+    """Energy of subgraphs on a device (a `Device` or a name of the catalogue); precision None takes theirs."""
+
+    device: Device | str
+    precision: str | Precision | None = None
+
+    def analyze(
+        self,
+        subgraphs: Sequence[Subgraph],
+        report: PartitionReport | None = None,
+        latencies: Sequence[float] | None = None,
+    ) -> EnergyReport:
+        """One descriptor per subgraph. `latencies` (seconds) replace the predicted time on the device.
+
+        A given latency that would need more watts than the limit allows is stretched: no board does that for long.
+        """
+        check_subgraphs(subgraphs)
+        coster = Coster(self.device, self.precision)
+        model = _power_of(coster)
+        given = _checked(latencies, len(subgraphs))
+        costs = coster.costs(subgraphs, report)
+        estimates = [_estimate(model, cost, seconds) for cost, seconds in zip(costs, given, strict=True)]
+        pairs = list(zip(costs, estimates, strict=True))
+        descriptors = [_descriptor(coster, cost, e, given[i] is not None) for i, (cost, e) in enumerate(pairs)]
+        return _report(coster, model, descriptors, pairs, report)
+
+
+def _power_of(coster: Coster) -> PowerModel:
+    if coster.power is None:
+        raise PredictionError(
+            f"the power limit of {coster.device.id} is not known",
+            why="joules cannot be predicted without it",
+            fix="give tdp_w in a device file of your own",
+        )
+    return coster.power
+
+
+def _checked(latencies: Sequence[float] | None, count: int) -> list[float | None]:
+    if latencies is None:
+        return [None] * count
+    found = [float(getattr(x, "actual_latency", x)) for x in latencies]
+    if len(found) != count:
+        raise ArgumentError(f"{len(found)} latencies for {count} subgraphs", fix="give one for each, in seconds")
+    if not all(math.isfinite(x) and x >= 0 for x in found):
+        raise ArgumentError("a latency is a number of seconds, not negative", why=f"got {min(found)}")
+    return list(found)
+
+
+def _estimate(model: PowerModel, cost: Cost, given_s: float | None) -> PowerEstimate:
+    """Joules at the predicted time, or at a given one: longer waits, shorter runs the same work faster."""
+    own = cost.power or model.estimate(cost.work)
+    if given_s is None:
+        return own
+    if given_s >= own.seconds:
+        waits_j = model.static_w * (given_s - own.seconds)
+        return replace(own, seconds=given_s, static_j=own.static_j + waits_j)
+    share = given_s / own.seconds if own.seconds > 0 else 0.0
+    work = cost.work
+    faster = {name: getattr(work, name) * share for name in ("clock_s", "fixed_s", "busy_s")}
+    return model.estimate(replace(work, **faster))
+
+
+def _descriptor(coster: Coster, cost: Cost, energy: PowerEstimate, given: bool) -> EnergyDescriptor:
+    time_error = 0.0 if given else cost.relative_error
+    total = energy.static_j + energy.compute_j + energy.memory_j
+    return EnergyDescriptor(
+        subgraph_name=cost.subgraph.name,
+        compute_energy_j=energy.compute_j,
+        memory_energy_j=energy.memory_j,
+        static_energy_j=energy.static_j,
+        latency_s=energy.seconds,
+        error_j=math.hypot(total * energy.relative_error, _with_time_j(energy) * time_error),
+        device_s=energy.seconds,
+        latency_error_s=energy.seconds * time_error,
+        utilization=coster.utilization(cost, energy.seconds),
+        kind=cost.subgraph.kind,
+        flops=cost.flops,
+        hbm_bytes=cost.hbm_bytes,
+        provenance=cost.kernels[0].provenance if cost.kernels else "",
+    )
+
+
+def _with_time_j(energy: PowerEstimate) -> float:
+    """Joules that a longer time would raise in proportion: static ones, and about half of the busy units'."""
+    return energy.static_j + 0.5 * energy.compute_j
+
+
+def _report(
+    coster: Coster,
+    model: PowerModel,
+    descriptors: Sequence[EnergyDescriptor],
+    pairs: Sequence[tuple[Cost, PowerEstimate]],
+    report: PartitionReport | None,
+) -> EnergyReport:
+    seconds = math.fsum(d.latency_s for d in descriptors)
+    joules = math.fsum(
+        math.fsum(getattr(d, part) for d in descriptors)
+        for part in ("compute_energy_j", "memory_energy_j", "static_energy_j")
+    )
+    device = coster.device
+    source = f"predicted for {device.id}"
+    error_j = math.hypot(model.relative_error * joules, _together(descriptors, [_with_time_j(e) for _, e in pairs]))
+    total = Energy(joules=joules, error_j=error_j, seconds=seconds, source=source, basis="predicted")
+    domain = Domain(name=device.id, source=source, resolution_s=0.0, basis="predicted", gain_error=model.relative_error)
+    watts = [e.power_w for _, e in pairs if e.seconds > 0]
+    return EnergyReport(
+        name=report.graph.name if report else "subgraphs",
+        total=total,
+        by_domain={device.id: total},
+        domains=(domain,),
+        peak_w=max(watts, default=None),
+        idle_w=device.idle_w.value if device.idle_w else None,
+        descriptors=tuple(descriptors),
+        prediction=_prediction(coster, model, descriptors, pairs, report),
+    )
+
+
+def _together(descriptors: Sequence[EnergyDescriptor], values: Sequence[float]) -> float:
+    """The error of a sum whose parts err together within a family of kernels and apart between families."""
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    for d, value in zip(descriptors, values, strict=True):
+        by_kind[d.kind] += value * d.latency_error_s / d.latency_s if d.latency_s > 0 else 0.0
+    return math.hypot(*by_kind.values()) if by_kind else 0.0
+
+
+def _prediction(
+    coster: Coster,
+    model: PowerModel,
+    descriptors: Sequence[EnergyDescriptor],
+    pairs: Sequence[tuple[Cost, PowerEstimate]],
+    report: PartitionReport | None,
+) -> Prediction:
+    device, seconds = coster.device, math.fsum(d.latency_s for d in descriptors)
+    parts = {
+        "compute": sum(k.compute_s for cost, _ in pairs for k in cost.kernels),
+        "memory": sum(k.memory_s for cost, _ in pairs for k in cost.kernels),
+        "overhead": sum(k.overhead_s for cost, _ in pairs for k in cost.kernels),
+    }
+    slowed = sum(e.seconds * e.clock for _, e in pairs)
+    used = math.fsum(d.utilization * d.latency_s for d in descriptors)
+    idle = "not known" if device.idle_w is None else "assumed" if device.idle_w.assumed else "datasheet"
+    return Prediction(
+        device=device.id,
+        precision=coster.precision,
+        mode=report.graph.mode if report else "infer",
+        launch="graph",
+        batch=report.graph.samples if report else None,
+        latency_error_s=_together(descriptors, [d.latency_s for d in descriptors]),
+        device_s=seconds,
+        host_s=0.0,
+        clock=slowed / seconds if seconds > 0 else 1.0,
+        bound=max(parts, key=parts.__getitem__),
+        average_utilization=min(1.0, used / seconds) if seconds > 0 else 0.0,
+        wasted_energy_j=math.fsum(d.static_energy_j * (1.0 - d.utilization) for d in descriptors),
+        flops=math.fsum(d.flops for d in descriptors),
+        hbm_bytes=math.fsum(d.hbm_bytes for d in descriptors),
+        provenance={"power": model.provenance, "idle": idle, "time": descriptors[0].provenance if descriptors else ""},
+        assumptions=report.graph.assumptions if report else (),
+    )

@@ -1,0 +1,207 @@
+"""Which rates an operator that moves data runs at: its family, and how much work it is.
+
+A family is a dotted name, from the general to the particular ("elementwise.strided.mul"): constants are looked up from
+the right, so that an operator nobody measured runs at the rates of its kind.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
+from .stream import Stream
+
+CHUNK = 65536  # elements of a block of torch's multi-tensor kernels (MultiTensorApply.cuh: kChunkSize)
+CHUNKS_PER_LAUNCH = 320  # ... and of blocks in a launch
+
+
+def stream_of(op: Op, hbm_bytes: float) -> Stream:
+    """An operator as a data-moving kernel: family, elements, bytes, and how far it can be cut up."""
+    family, elements, blocks = _family(op, op.name.rpartition(".")[2].rstrip("_"))
+    touched = touched_bytes(op)
+    hbm_bytes = min(hbm_bytes, 2.0 * touched)
+    first = op.outputs[0] if op.outputs else op.inputs[0] if op.inputs else None
+    size = float(DTYPE_BYTES.get(first.dtype, 4)) if first else 4.0
+    return Stream(
+        family, max(1.0, elements), max(1.0, touched), hbm_bytes, max(1.0, blocks), launches(op), width(op), size
+    )
+
+
+def power_family(op: Op) -> str:
+    """The name under which what an operator's busy SMs draw is looked up, from the general to the particular."""
+    if op.kind == "conv":
+        groups, channels = max(1, int(op.params.get("groups", 1))), op.params["x"][1]
+        shape = "plain" if groups == 1 else "depthwise" if groups == channels else "grouped"
+        size = "wide" if op.precision in ("fp32", "tf32") else "narrow"
+        return f"conv.{shape}.{size}.{'stem' if channels // groups < 8 and groups == 1 else 'inner'}"
+    if op.kind in ("gemm", "attention", "rnn"):
+        return op.kind
+    return _family(op, op.name.rpartition(".")[2].rstrip("_"))[0]
+
+
+def width(op: Op) -> float:
+    """How long the runs are an operator works on: rows of a norm or sum, channels' planes, neighbours in a copy."""
+    x = max(op.inputs, key=lambda t: t.numel, default=None)
+    if x is None or not x.shape:
+        return 1.0
+    if op.kind == "norm" and "normalized" in op.params:
+        return float(prod(op.params["normalized"]))
+    if op.kind == "batch_norm":
+        return float(x.shape[0] * prod(x.shape[2:]))
+    if op.kind in ("reduce", "softmax"):
+        out = (
+            op.outputs[0].numel
+            if op.kind == "reduce" and op.outputs
+            else x.numel // max(1, x.shape[op.params.get("dim") or -1])
+        )
+        return x.numel / max(1, out)
+    if op.kind in ("copy", "elementwise", "gather", "scatter"):
+        return _run(x if op.kind != "gather" else op.outputs[0])
+    if op.kind == "pool":
+        return float(prod(op.params.get("window", (1,))))
+    return float(x.shape[-1])
+
+
+def _run(t: TensorSpec) -> float:
+    """Elements that lie together: the inner dimensions that are contiguous, and not broadcast."""
+    length, expected = 1.0, 1
+    for size, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
+        if size != 1:
+            if step != expected:
+                break
+            length *= size
+        expected *= size
+    return length
+
+
+def touched_bytes(op: Op) -> float:
+    """Bytes an operator really reads and writes: a look-up reads the rows it returns, a loss one number a row."""
+    if op.kind == "gather" and op.outputs:
+        return float(sum(t.nbytes for t in op.inputs[1:]) + 2 * op.bytes_out)
+    if "nll_loss" in op.name:
+        return float(op.bytes_out + sum(t.nbytes for t in op.inputs if t.dtype == "int64"))
+    if op.kind == "scatter" and "embedding" not in op.name and len(op.inputs) > 1:
+        return 2.0 * float(sum(t.nbytes for t in op.inputs[1:]))
+    return float(op.bytes_in + op.bytes_out)
+
+
+def launches(op: Op) -> int:
+    """How many kernels an operator of a data-moving kind launches (counted in traces of an H200)."""
+    if op.kind == "foreach":
+        return max(1, -(-sum(-(-t.numel // CHUNK) for t in op.outputs) // CHUNKS_PER_LAUNCH))
+    if op.kind == "sort":
+        return 2
+    if op.kind == "scatter":
+        return 4 if "embedding" in op.name else 2
+    return 1
+
+
+def _family(op: Op, short: str) -> tuple[str, float, float]:
+    """(family, elements, blocks) of an operator."""
+    biggest = max((*op.outputs, *op.inputs), key=lambda t: t.numel, default=None)
+    n = float(biggest.numel) if biggest else 1.0
+    if op.kind == "copy":
+        return _copy(op, short, n)
+    if op.kind == "softmax":
+        return _by_rows(op, short, n, _width(op, op.params.get("dim", -1)))
+    if op.kind == "norm":
+        return _norm(op, short, n)
+    if op.kind == "batch_norm":
+        return _batch_norm(op, short, n)
+    if op.kind == "reduce":
+        return _reduction(op, short, n)
+    if op.kind == "foreach":
+        chunks = float(sum(-(-t.numel // CHUNK) for t in op.outputs))
+        return f"foreach.{short.removeprefix('_foreach_')}", float(sum(t.numel for t in op.outputs)), chunks
+    if op.kind in ("gather", "scatter"):
+        moved = max((t.numel for t in (op.outputs if op.kind == "gather" else op.inputs)), default=1)
+        return f"{op.kind}.{short}", float(moved), moved / 1024
+    layout = "dense" if dense(op) else "strided"
+    return f"{op.kind}.{layout}.{short}", n, n / 1024
+
+
+def dense(op: Op) -> bool:
+    """Whether all operands lie in memory like the result: no broadcast, no transposed view (torch then vectorises)."""
+    if not op.outputs:
+        return True
+    out = op.outputs[0]
+    for t in op.inputs:
+        if t.numel <= 1:
+            continue
+        if t.shape != out.shape or (t.stride != out.stride and not (t.contiguous and out.contiguous)):
+            return False
+    return all(t.dtype == out.dtype for t in op.inputs if t.numel > 1) or len(op.inputs) > 1 or op.kind != "elementwise"
+
+
+def _copy(op: Op, short: str, n: float) -> tuple[str, float, float]:
+    if not op.inputs or not op.outputs:
+        return f"copy.same.{short}", n, n / 1024
+    source, target = max(op.inputs, key=lambda t: t.numel), op.outputs[0]
+    if short in ("cat", "stack"):
+        plain = all(t.contiguous for t in op.inputs)
+        return f"copy.cat.{'dense' if plain else 'strided'}", float(target.numel), target.numel / 1024
+    cast = "same"
+    if source.dtype != target.dtype:  # to a wider format torch's kernel does not vectorise its loads
+        cast = "up" if DTYPE_BYTES.get(target.dtype, 4) > DTYPE_BYTES.get(source.dtype, 4) else "down"
+    if short not in ("clone", "copy", "_to_copy", "contiguous"):
+        return f"copy.{short}", float(target.numel), target.numel / 1024
+    if source.shape != target.shape or 0 in source.stride:
+        return f"copy.broadcast.{cast}", n, n / 1024
+    if source.stride == target.stride or (source.contiguous and target.contiguous):
+        return f"copy.{cast}", n, n / 1024
+    a, b = _inner(source), _inner(target)
+    if a == b and source.stride[a] == 1:
+        return "copy.rows", n, n / 1024
+    return ("copy.layout" if target.channels_last or source.channels_last else "copy.transpose"), n, n / 1024
+
+
+def _inner(t: TensorSpec) -> int:
+    """The dimension that runs fastest in memory."""
+    steps = [(step, i) for i, (step, size) in enumerate(zip(t.stride, t.shape, strict=True)) if size > 1 and step > 0]
+    return min(steps)[1] if steps else max(0, len(t.shape) - 1)
+
+
+def _width(op: Op, dim: Any) -> float:
+    x = op.inputs[0]
+    return float(x.shape[dim]) if x.shape and isinstance(dim, int) else 1.0
+
+
+def _by_rows(op: Op, short: str, n: float, width: float) -> tuple[str, float, float]:
+    size = "warp" if width <= 1024 else "block" if width <= 16384 else "vast"
+    rows = max(1.0, n / max(width, 1.0))
+    return f"{op.kind}.{size}.{short.lstrip('_')}", n, rows / 4.0 if size == "warp" else rows
+
+
+def _norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
+    x = max(op.inputs, key=lambda t: t.numel)
+    if "group_norm" in short:
+        return f"norm.{short}", n, max(1.0, x.shape[0] * 32.0)
+    width = float(prod(op.params["normalized"])) if "normalized" in op.params else float(x.shape[-1])
+    rows = max(1.0, n / max(width, 1.0))
+    # A row costs as much as 750 elements: its block reduces and waits (fitted on rows of 96 to 1536 elements).
+    # A row that does not lie together is copied first, by the same operator.
+    layout = "" if x.contiguous else ".strided"
+    return f"norm.{short}{layout}", n + 750.0 * rows, rows
+
+
+def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
+    x = op.inputs[1] if "backward" in short and len(op.inputs) > 1 else op.inputs[0]
+    channels = float(x.shape[1]) if len(x.shape) > 1 else 1.0
+    phase = "backward" if "backward" in short else "train" if op.params.get("training") else "eval"
+    layout = "last" if x.channels_last else "first"
+    return f"batch_norm.{phase}.{layout}", n, n / 1024 if phase == "eval" or layout == "last" else channels
+
+
+def _reduction(op: Op, short: str, n: float) -> tuple[str, float, float]:
+    x = max(op.inputs, key=lambda t: t.numel, default=None)
+    if x is None or not op.outputs:
+        return f"reduce.all.{short}", n, n / 1024
+    out = float(op.outputs[0].numel)
+    dims: Any = op.params.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or range(len(x.shape)))
+    last = _inner(x) in [d % max(1, len(x.shape)) for d in dims]
+    kind = "all" if out <= 1 else "inner" if last else "outer"
+    # A row costs as much as 400 elements (rows of 49 to 4096 elements on an H200).
+    elements = n + (400.0 * out if kind == "inner" else 0.0)
+    return f"reduce.{kind}.{short}", elements, max(out / (4.0 if last else 32.0), n / 8192)

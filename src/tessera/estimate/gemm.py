@@ -1,0 +1,243 @@
+"""Seconds of a matrix product: tiles in waves over the SMs against bytes over the bandwidth.
+
+    t = t0 + (Tc^p + Tm^p)^(1/p)
+
+Tc is the best over tile shapes and split-K factors of waves x (products and operand feed of one tile, plus its
+prologue and epilogue); Tm is device-memory bytes at the achieved bandwidth plus cache bytes at the cache's. SM
+latencies are counted in cycles and rates per SM and cycle, so that constants fitted on the H200 carry over to another
+chip by its SM count, clock, per-SM peak, bandwidth and cache. On the H200 itself a small tree ensemble corrects the
+logarithm of what the formula leaves over (nearest neighbours in shape space did as well on vLLM's products and a
+quarter worse on PyTorch's). Constants and trees are written by `benchmarks/fit_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..device import Device
+from ..errors import ArgumentError
+from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip
+from .residual import Trees, fitted, interval, table, trees
+
+Array = NDArray[np.float64]
+
+# Tiles that cuBLAS and CUTLASS kernels for Hopper and Ampere come in; small ones serve skinny products (swapped, a row
+# of 8 is the narrowest a warp-group multiply takes). Split-K and stream-K divide k.
+_TILES = (
+    (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128),
+    (64, 32), (32, 64), (128, 16), (16, 128), (64, 16), (16, 64), (128, 8), (8, 128), (64, 8), (8, 64), (32, 1),
+    (1, 32),
+)  # fmt: skip
+_SPLITS = (1, 2, 4, 8, 16)
+_TM, _TN, _SPLIT = np.array([(a, b, s) for a, b in _TILES for s in _SPLITS], float).T
+_VECTOR = np.minimum(_TM, _TN) == 1  # a product with a vector has kernels of its own
+_NARROW = np.minimum(_TM, _TN) <= 8
+_RESIDENT = np.clip(128.0 * 128.0 / (_TM * _TN), 1.0, 8.0)  # blocks that an SM holds at once
+_STEP = 32.0  # elements of k that the shortest pipeline stage holds
+_LAYOUTS = ("nt", "nn", "tn")
+_SOURCES = ("torch", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What is multiplied; dimensions are numbers, or arrays of one length where many products are looked at."""
+
+    m: Any
+    n: Any
+    k: Any
+    batch: Any
+    precision: str
+    layout: str = "nt"
+    source: str = "torch"
+
+
+def gemm_time(
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    batch: int = 1,
+    precision: str = "bf16",
+    *,
+    out_bytes: float | None = None,
+    hbm_bytes: float | None = None,
+    l2_bytes: float | None = None,
+    layout: str = "nt",
+    source: str = "torch",
+) -> KernelTime:
+    """The time of `batch` products (m x k) by (k x n), uncapped at the boost clock.
+
+    `hbm_bytes` is what comes from device memory; by default what a warm loop leaves out of the cache. A cold call
+    passes the operands' bytes. `l2_bytes` is the traffic between cache and SMs, by default what the tiles read.
+    `out_bytes` is the size of an output element. `layout` says how the operands lie, row by row: "nt" for a linear
+    layer (the right one transposed, both contiguous along k), "nn" for a plain product or a gradient of inputs, "tn"
+    for a gradient of weights (the left one transposed). `source` "vllm" adds what its fp8 calls take on the host.
+    """
+    if min(m, n, k, batch) < 1:
+        raise ArgumentError(f"a matrix product has dimensions of at least 1, not {m}x{n}x{k}, batch {batch}")
+    for value, known in ((source, _SOURCES), (layout, _LAYOUTS), (precision, ELEMENT_BYTES)):
+        if value not in known:
+            raise ArgumentError(f"no matrix products in {value!r}", fix=f"one of {', '.join(known)}")
+    return _gemm(chip(device), Product(m, n, k, batch, precision, layout, source), out_bytes, hbm_bytes, l2_bytes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None, l2_bytes: float | None) -> KernelTime:
+    data = fitted("h200_gemm.json")
+    found = formula(data["constants"], of, p, out_bytes, hbm_bytes)
+    t = {name: float(value) for name, value in found.items()}
+    factor, provenance = 1.0, "tile and wave model, H200 constants carried over by datasheet"
+    if of.calibrated:
+        factor = float(np.exp(_trees()(features(p, found))[0]))
+        provenance = "tile and wave model with residual, fitted on the H200"
+        # No residual makes a kernel faster than the chip.
+        factor = max(factor, of.fastest_s(2.0 * p.m * p.n * p.k * p.batch, t["hbm_bytes"], p.precision) / t["body_s"])
+    body, overhead = t["body_s"] * factor, t["overhead_s"]
+    if p.source == "vllm" and p.precision == "fp8_block":
+        overhead = max(overhead, float(host_floor_s(data["constants"], p.m)) - body)
+    seconds = overhead + body
+    unit, native = of.peak(p.precision)[1:]
+    return KernelTime(
+        seconds=seconds,
+        overhead_s=overhead,
+        compute_s=t["compute_s"] * factor,
+        memory_s=t["memory_s"] * factor,
+        clock_s=min(seconds, t["clock_s"] * factor),
+        busy=t["busy_s"] * factor / seconds,
+        flops=2.0 * p.m * p.n * p.k * p.batch,
+        unit=unit,
+        hbm_bytes=t["hbm_bytes"],
+        l2_bytes=t["l2_bytes"] if l2_bytes is None else l2_bytes,
+        relative_error=interval(data["interval"], of, native, seconds, p.source),
+        provenance=provenance,
+        activity=min(max(factor, 0.85), 1.15),
+    )
+
+
+@functools.cache
+def _trees() -> Trees:
+    return trees(fitted("h200_gemm.json")["trees"])
+
+
+def formula(
+    constants: Mapping[str, Any], of: Chip, p: Product, out_bytes: float | None = None, hbm_bytes: Any = None
+) -> dict[str, Array]:
+    """The physical model without residual: seconds, bytes and busy seconds by name.
+
+    `hbm_bytes` None, or NaN for one product of many: what a warm loop leaves out of the cache.
+    """
+    c, size = constants, ELEMENT_BYTES[p.precision]
+    out = max(size, 2.0) if out_bytes is None else out_bytes
+    m, n, k, batch = (np.asarray(value, float) for value in (p.m, p.n, p.k, p.batch))
+    compute_s, load, best = _compute(c, of, p)
+    total = batch * (size * (m * k + n * k) + out * m * n)
+    launch_us = c["launch_us"][p.source]
+    if p.precision == "fp8_block":  # a kernel of its own reads the 16-bit operand and writes it scaled
+        launch_us += c["fp8_block_us"]
+        total = total + c["fp8_block_bytes"] * batch * m * k
+    hbm = total * np.clip((total / of.cache_bytes - c["cache_kept"]) / c["cache_spill"], 0.0, 1.0)
+    if hbm_bytes is not None:
+        hbm = np.where(np.isnan(hbm_bytes), hbm, hbm_bytes)
+    hbm_s = hbm / (c["bandwidth"] * of.bandwidth)
+    memory_s = hbm_s + np.maximum(0.0, total - hbm) / _cache_rate(c, of)
+    exponent = c["exponent"]
+    whole = compute_s**exponent + memory_s**exponent
+    body_s = whole ** (1 / exponent)
+    tm, tn = _TM[best], _TN[best]
+    # Blocks in clusters of two share one operand, so the cache is read for three quarters of what they load.
+    reads = 0.75 * batch * size * k * (m * np.ceil(n / tn) + n * np.ceil(m / tm))
+    filled = np.maximum(load / np.ceil(load), _overlap(c, of) * (load > 1))
+    # An SM with a small tile has few warps at work, and draws less: by the fourth root of what it holds (fitted).
+    held = tm * tn * np.minimum(_RESIDENT[best], np.maximum(1.0, load))
+    filled = filled * np.minimum(1.0, held / 8192.0) ** 0.25
+    return {
+        "body_s": body_s,
+        "overhead_s": np.asarray(launch_us * 1e-6 * of.launch_factor),
+        "compute_s": compute_s,
+        "memory_s": memory_s,
+        "clock_s": body_s * (1.0 - hbm_s / memory_s * memory_s**exponent / whole),
+        "busy_s": body_s * np.minimum(1.0, filled),
+        "hbm_bytes": hbm,
+        "l2_bytes": reads + batch * out * m * n,
+        "load": load,
+        "tile": tm * tn,
+        "split": _SPLIT[best],
+    }
+
+
+def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Array, Array, Any]:
+    """Seconds of the best tile and split, SMs' worth of its blocks, and its number."""
+    m, n, k, batch = (np.asarray(value, float)[..., None] for value in (p.m, p.n, p.k, p.batch))
+    size, (quoted, unit, _) = ELEMENT_BYTES[p.precision], of.peak(p.precision)
+    matrix = unit.startswith("matrix")
+    own = c["matrix" if matrix else "vector"]
+    peak = quoted * (of.boost_over_quoted if matrix else 1.0) / of.units
+    load = np.ceil(m / _TM) * np.ceil(n / _TN) * batch * _SPLIT / of.units
+    depth = np.ceil(k / (_SPLIT * _STEP)) * _STEP
+    # Products with a few vectors have kernels of their own on the vector units, which waste nothing.
+    wasted = np.where(_VECTOR | ((not matrix) & _NARROW), 0.0, 1000.0 * own["tile_cost"])
+    rate = peak * c["efficiency"][p.precision]
+    if matrix and size < 4.0:
+        rate = np.minimum(rate, _misaligned_rate(c, of, size, n, m if p.layout == "tn" else k))
+    multiply = 2.0 * (_TM * _TN + wasted) * depth / rate
+    # A unit that multiplies more in a cycle than an SM of the H200 is fed in proportion.
+    wide = max(1.0, peak / of.clock_hz / c["flops_per_cycle"][p.precision])
+    feed = np.minimum(c["sm_bytes_per_cycle"], c["feed_bytes_per_cycle"] / np.minimum(load, 1.0)) * wide * of.clock_hz
+    q = c["tile_exponent"]
+    tile_s = (multiply**q + ((_TM + _TN) * size * depth / feed) ** q) ** (1 / q)
+    waves = np.maximum(1.0, load + (1.0 - _overlap(c, of)) * (np.ceil(load) - load))
+    # Prologue and epilogue show once; in later waves they hide behind the SM's other blocks, more so of small tiles.
+    shown_s = (1.0 + (waves - 1.0) * own["tile_shown"] / _RESIDENT) * own["tile_cycles"] / of.clock_hz
+    merge_s = own["split_cycles"] / of.clock_hz + 4.0 * _SPLIT * m * n * batch / _cache_rate(c, of)
+    all_s = waves * tile_s + shown_s + np.where(_SPLIT > 1, merge_s, 0.0)
+    refused = ((_SPLIT > 1) & (depth < 128.0)) | (_VECTOR & ((_TM > 1) | (m > 1)) & ((_TN > 1) | (n > 1)))
+    all_s = np.where(refused, np.inf, all_s)
+    best = np.argmin(all_s, axis=-1)
+    taken = best[..., None]
+    return np.take_along_axis(all_s, taken, -1)[..., 0], np.take_along_axis(load, taken, -1)[..., 0], best
+
+
+def _overlap(c: Mapping[str, Any], of: Chip) -> float:
+    """Persistent kernels even out the last wave; the older kernels of other chips wait for it."""
+    return float(c["overlap"]) if of.asynchronous else 0.0
+
+
+def _cache_rate(c: Mapping[str, Any], of: Chip) -> float:
+    return max(float(c["cache_bytes_per_cycle"]) * of.units * of.clock_hz, 1.05 * of.bandwidth)
+
+
+def _misaligned_rate(c: Mapping[str, Any], of: Chip, size: float, n: Array, k: Array) -> Any:
+    """FLOP/s of one SM whose rows are loaded in the pieces their alignment allows; no limit from 16 bytes on."""
+    whole = 16.0 / size
+    if not np.any(n % whole) and not np.any(k % whole):
+        return np.inf
+    piece = np.ones_like(n * k)
+    for elements in (2.0, 4.0, 8.0, 16.0):
+        piece = np.where((n % elements == 0) & (k % elements == 0), min(elements, whole), piece)
+    slow = c["misaligned_flops_per_cycle"] * of.clock_hz * piece ** c["misaligned_exponent"]
+    return np.where(piece < whole, slow, np.inf)
+
+
+def host_floor_s(constants: Mapping[str, Any], m: Any) -> Any:
+    """Seconds under which vLLM's block-scaled fp8 call does not go: its host work, by how m is padded."""
+    low, even, odd = constants["fp8_block_floor_s"]
+    return np.where(np.asarray(m) < 64, low, np.where(np.asarray(m) % 4 == 0, even, odd))
+
+
+def features(p: Product, t: Mapping[str, Array]) -> Array:
+    """What the residual's trees look at, one row per product."""
+    m, n, k, batch = (np.atleast_1d(np.asarray(value, float)) for value in (p.m, p.n, p.k, p.batch))
+    log_m, log_n, log_k, log_batch = np.log2(m), np.log2(n), np.log2(k), np.log2(batch)
+    log_out, load = log_m + log_n + log_batch, t["load"]
+    columns = [
+        log_m, log_n, log_k, log_batch, ELEMENT_BYTES[p.precision], p.source == "vllm", np.log2(t["body_s"]),
+        np.log2(t["compute_s"] / t["memory_s"]), np.log2(load), load / np.ceil(load), np.log2(t["tile"]),
+        np.log2(t["split"]), m % 8 == 0, log_out, log_out + log_k, _LAYOUTS.index(p.layout), p.precision == "fp32",
+    ]  # fmt: skip
+    return table(columns, len(m))

@@ -1,0 +1,119 @@
+"""How long one operator of a graph runs on a device: the one place that turns an `Op` into a `KernelTime`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..device import Device
+from ..errors import PredictionError
+from ..graph.ir import DTYPE_BYTES, Op
+from .attention import attention_time
+from .conv import conv_time
+from .families import power_family, stream_of
+from .gemm import gemm_time
+from .kernel_time import KernelTime, chip
+from .residual import fitted
+from .rnn import rnn_time
+from .stream import stream_time
+
+QUANTISED = ("fp8", "int8")
+"""What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
+
+
+class OpModel:
+    """The cost of operators on one device; `precision` is a what-if for its matrix products (fp8, int8)."""
+
+    def __init__(self, device: Device, *, precision: str | None = None) -> None:
+        self.device = device
+        self.chip = chip(device)
+        self.precision = precision
+        check_precision(device, precision)
+
+    def time(self, op: Op, hbm_bytes: float | None = None) -> KernelTime:
+        """Seconds at the boost clock, and what power needs to know. `hbm_bytes` None: decided by size."""
+        found, data = self._time(op, hbm_bytes), fitted("h200_models.json")
+        draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
+        level = float(data["level"].get(op.kind, 1.0)) if self.chip.calibrated else 1.0
+        return replace(found, seconds=found.seconds * level, clock_s=found.clock_s * level, draw=draw)
+
+    def _time(self, op: Op, hbm_bytes: float | None) -> KernelTime:
+        if op.kind == "gemm" and "m" in op.params:
+            return self._gemm(op, hbm_bytes)
+        if op.kind == "conv":
+            return conv_time(self.device, op, self._precision(op), hbm_bytes)
+        if op.kind == "attention":
+            return self._attention(op, hbm_bytes)
+        if op.kind == "rnn":
+            return rnn_time(self.device, op, self._precision(op), hbm_bytes)
+        return stream_time(self.chip, stream_of(op, self._crossing(op, hbm_bytes)), self._vector(op))
+
+    def precision_of(self, op: Op) -> str:
+        """The format an operator runs in, the what-if considered."""
+        return self._precision(op)
+
+    def _precision(self, op: Op) -> str:
+        if self.precision in QUANTISED and op.precision in ("bf16", "fp16", "fp32", "tf32"):
+            return str(self.precision)
+        return op.precision
+
+    def _gemm(self, op: Op, hbm_bytes: float | None) -> KernelTime:
+        p, precision = op.params, self._precision(op)
+        if hbm_bytes is not None:
+            shrink = _shrink(op.precision, precision)
+            hbm_bytes = min(hbm_bytes, float(op.bytes_in + op.bytes_out)) * shrink
+        out = float(DTYPE_BYTES.get(op.outputs[0].dtype, 2)) if op.outputs else None
+        return gemm_time(
+            self.device, p["m"], p["n"], p["k"], p["batch"], precision,
+            out_bytes=out, hbm_bytes=hbm_bytes, layout=_layout(op),
+        )  # fmt: skip
+
+    def _attention(self, op: Op, hbm_bytes: float | None) -> KernelTime:
+        p = op.params
+        precision = op.inputs[0].dtype if op.inputs[0].dtype in ("bf16", "fp16", "fp32", "fp64") else "bf16"
+        return attention_time(
+            self.device, max(1, p["batch"]), p["heads"], p["kv_heads"], p["q_len"], p["kv_len"], p["head_dim"],
+            p["causal"], precision, backward=bool(p.get("backward")), mask=p["mask"], hbm_bytes=hbm_bytes,
+        )  # fmt: skip
+
+    def _crossing(self, op: Op, hbm_bytes: float | None) -> float:
+        if hbm_bytes is not None:
+            return hbm_bytes
+        total = float(op.bytes_in + op.bytes_out)
+        return total if total > self.chip.cache_bytes else 0.0
+
+    def _vector(self, op: Op) -> str:
+        names = [n for n, _, kind in self.chip.peaks if kind == "vector"]
+        wanted = op.precision if op.precision in names else "fp32"
+        return f"vector.{wanted}" if wanted in names else self.chip.peak("fp32")[1]
+
+
+def check_precision(device: Device, precision: str | None) -> None:
+    """A what-if needs units for it: nothing is gained, or known, by running fp8 on a chip that has none."""
+    if precision is None or device.peak(precision) is not None:
+        return
+    has = sorted({*device.vector, *device.matrix})
+    raise PredictionError(
+        f"{device.id} has no {precision} units",
+        why=f"the catalogue gives {device.name} peaks for {', '.join(has) or 'nothing'}",
+        fix="choose one of those, or another chip: tessera hardware list",
+    )
+
+
+def _by_family(table: Mapping[str, float], family: str) -> float:
+    """The value of the longest part of a dotted name that the table has, else 1."""
+    while family not in table and "." in family:
+        family = family.rpartition(".")[0]
+    return float(table.get(family, 1.0))
+
+
+def _layout(op: Op) -> str:
+    """How the operands of a product lie: "nt" for a linear layer, "nn" plain, "tn" a weight's gradient."""
+    a, b = op.inputs[-2], op.inputs[-1]
+    if len(a.shape) < 2 or len(b.shape) < 2 or (b.stride[-2] == 1 and b.stride[-1] != 1):
+        return "nt"
+    return "tn" if a.stride[-2] == 1 and a.stride[-1] != 1 else "nn"
+
+
+def _shrink(before: str, after: str) -> float:
+    return float(DTYPE_BYTES.get(after, 2)) / float(DTYPE_BYTES.get(before, 2)) if before != after else 1.0

@@ -1,0 +1,304 @@
+"""The points of a calibration: a few kernels for each group, and two small networks that only the host holds up.
+
+A point makes its callable and its inputs on any device: on "meta" to be predicted, on "cuda" to be measured, and the
+callable is the very same. Operands are random: the energy constants are for such (zeros draw 40% less).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from ..device import Device
+from .kernel_time import chip
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Shape = tuple[int, ...]
+
+DTYPES = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+_MIB = 1 << 20
+# Tensors stay under this, so that a card of 8 GB can be calibrated too.
+_LARGEST_BYTES = 768 * _MIB
+
+# (m, n, k): square, the two products of a transformer's MLP at many and at few tokens, a decode step's.
+_PRODUCTS = ((4096, 4096, 4096), (8192, 3072, 768), (2048, 1024, 4096), (512, 4096, 1024), (16, 4096, 4096))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A callable to compare; `make(device)` gives it with its inputs. `tf32` lets fp32 products use TF32."""
+
+    name: str
+    group: str
+    make: Callable[[str], Call]
+    tf32: bool = False
+
+    @contextlib.contextmanager
+    def switches(self) -> Iterator[None]:
+        """Torch's switch for TF32 in products, as this point needs it, and as it was afterwards."""
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def kernel_points(device: Device) -> list[Point]:
+    """Single operators for every group the chip can do."""
+    half = half_of(device)
+    found = [point for precision in precisions(device) for point in _products(precision)]
+    cache = chip(device).cache_bytes
+    found += [*_copies(cache, half), *_attention(half), *_elementwise(cache, half), *_norms(half), *_reductions(half)]
+    return [*found, *_convolutions(half)]
+
+
+def precisions(device: Device) -> list[str]:
+    """Formats of a matrix product the chip has units for, and torch a kernel."""
+    found = [p for p in ("bf16", "fp16", "tf32", "fp8") if p in device.matrix]
+    return [*found, "fp32"]
+
+
+def half_of(device: Device) -> str:
+    """The 16-bit format the other points run in; fp32 where the chip has none."""
+    return next((p for p in ("bf16", "fp16") if device.peak(p) is not None), "fp32")
+
+
+def limit_point(device: Device) -> Point:
+    """The product that draws most: large, in 16 bits."""
+    return _product(half_of(device), 8192, 8192, 8192, "limit")
+
+
+def repeated(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """A callable that does it so many times over: a short kernel then fills a graph."""
+    if times == 1:
+        return fn
+
+    def many(*inputs: Any) -> None:
+        for _ in range(times):
+            fn(*inputs)
+
+    return many
+
+
+def _random(shape: Shape, precision: str, device: str) -> torch.Tensor:
+    if precision == "fp8":
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).to(DTYPES[precision])
+    return torch.randn(shape, device=device, dtype=DTYPES[precision])
+
+
+def _of(fn: Callable[..., Any], precision: str, *shapes: Shape) -> Callable[[str], Call]:
+    return lambda device: (fn, tuple(_random(shape, precision, device) for shape in shapes))
+
+
+# -- matrix products ----------------------------------------------------------------------------------------------
+
+
+def _products(precision: str) -> list[Point]:
+    return [_product(precision, m, n, k, f"gemm.{precision}") for m, n, k in _PRODUCTS]
+
+
+def _product(precision: str, m: int, n: int, k: int, group: str) -> Point:
+    name = f"{m}x{n}x{k} {precision}"
+    make = _of(F.linear, precision, (m, k), (n, k))
+    if precision == "fp8":
+        return Point(name=name, group=group, make=lambda device: _fp8(m, n, k, device))
+    return Point(name=name, group=group, make=make, tf32=precision == "tf32")
+
+
+def _fp8(m: int, n: int, k: int, device: str) -> Call:
+    def product(x: torch.Tensor, w: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    operands = _random((m, k), "fp8", device), _random((n, k), "fp8", device)
+    return product, (*operands, torch.ones((), device=device))
+
+
+def _attention(half: str) -> list[Point]:
+    def full(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def causal(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    sizes = ((full, 32, 12, 512, 512, 64), (full, 4, 16, 2048, 2048, 64), (causal, 2, 32, 2048, 2048, 128),
+             (full, 16, 32, 1, 4096, 128))  # fmt: skip
+    found = []
+    for fn, b, h, q, kv, d in sizes:
+        how = "causal" if fn is causal else "full"
+        make = _of(fn, half, (b, h, q, d), (b, h, kv, d), (b, h, kv, d))
+        found.append(Point(name=f"attention {how} {b}x{h}x{q}/{kv}x{d} {half}", group="attention", make=make))
+    return found
+
+
+def _convolutions(half: str) -> list[Point]:
+    sizes = (
+        (half, 64, 128, 128, 28, 3), (half, 64, 256, 64, 56, 1), (half, 32, 512, 512, 14, 3),
+        ("fp32", 32, 64, 64, 56, 3), ("fp32", 32, 256, 64, 56, 1),
+    )  # fmt: skip
+    return [_convolution(*size) for size in sizes]
+
+
+def _convolution(precision: str, batch: int, inputs: int, outputs: int, size: int, window: int) -> Point:
+    layout = torch.contiguous_format if precision == "fp32" else torch.channels_last
+
+    def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w, padding=window // 2)
+
+    def make(device: str) -> Call:
+        x = _random((batch, inputs, size, size), precision, device).to(memory_format=layout)
+        w = _random((outputs, inputs, window, window), precision, device).to(memory_format=layout)
+        return convolve, (x, w)
+
+    name = f"conv {window}x{window} {inputs}->{outputs} {batch}x{size}x{size} {precision}"
+    return Point(name=name, group="conv", make=make)
+
+
+# -- what moves data ----------------------------------------------------------------------------------------------
+
+
+def _sizes(cache_bytes: float, *shares: float) -> list[int]:
+    """Bytes that are shares of the last-level cache: well inside it, or far beyond, never at its edge."""
+    return [int(min(_LARGEST_BYTES, max(_MIB / 4, s * cache_bytes)) // 4096) * 4096 for s in shares]
+
+
+def _copies(cache_bytes: float, half: str) -> list[Point]:
+    return [
+        Point(
+            name=f"copy {size / _MIB:.3g} MiB {half}",
+            group="copy",
+            make=_of(torch.clone, half, (size // DTYPES[half].itemsize,)),
+        )
+        for size in _sizes(cache_bytes, 1 / 24, 1 / 8, 3, 6, 12)
+    ]
+
+
+def _elementwise(cache_bytes: float, half: str) -> list[Point]:
+    small, middle, large = _sizes(cache_bytes, 1 / 12, 3, 6)
+    cases = (
+        ("gelu", F.gelu, half, 1, large), ("add", torch.add, half, 2, middle), ("mul", torch.mul, "fp32", 2, middle),
+        ("silu", F.silu, half, 1, small), ("relu", torch.relu, "fp32", 1, small),
+    )  # fmt: skip
+    return [
+        Point(
+            name=f"{name} {size / _MIB:.3g} MiB {precision}",
+            group="elementwise",
+            make=_of(fn, precision, *[(size // DTYPES[precision].itemsize,)] * operands),
+        )
+        for name, fn, precision, operands, size in cases
+    ]
+
+
+def _norms(half: str) -> list[Point]:
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+    cases = ((8192, 768, half), (32768, 1024, half), (16384, 4096, half), (16384, 1024, "fp32"))
+    return [
+        Point(
+            name=f"layer_norm {rows}x{width} {p}",
+            group="norm",
+            make=_of(norm, p, (rows, width), (width,), (width,)),
+        )
+        for rows, width, p in cases
+    ]
+
+
+def _reductions(half: str) -> list[Point]:
+    def row_sum(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1)
+
+    def row_max(x: torch.Tensor) -> torch.Tensor:
+        return x.amax(-1)
+
+    def row_mean(x: torch.Tensor) -> torch.Tensor:
+        return x.mean(-1)
+
+    cases = (
+        ("sum", row_sum, 65536, 1024, half), ("amax", row_max, 16384, 4096, half),
+        ("mean", row_mean, 32768, 2048, "fp32"), ("mean", row_mean, 8192, 1024, half),
+    )  # fmt: skip
+    return [
+        Point(name=f"{name} {rows}x{width} {p}", group="reduce", make=_of(fn, p, (rows, width)))
+        for name, fn, rows, width, p in cases
+    ]
+
+
+# -- the host -----------------------------------------------------------------------------------------------------
+
+
+class ConvChain(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Convolution, batch norm, ReLU, over and over on an image of a few pixels: all launching, no work."""
+
+    def __init__(self, depth: int = 12, width: int = 16) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for _ in range(depth):
+            parts += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        self.body = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The features."""
+        return self.body(x)
+
+
+class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP, each with its residual."""
+        b, s, w = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, w)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Blocks(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A few transformer blocks of a width that keeps no GPU busy."""
+
+    def __init__(self, depth: int = 6, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The features."""
+        return self.body(x)
+
+
+def host_points(device: Device) -> list[Point]:
+    """Two networks that are bound by the host on any GPU."""
+    half = half_of(device)
+    return [_network("conv-bn-relu chain", ConvChain, (1, 16, 8, 8), "fp32"),
+            _network("transformer blocks", Blocks, (1, 16, 64), half)]  # fmt: skip
+
+
+def _network(name: str, kind: Callable[[], nn.Module], shape: Shape, precision: str) -> Point:
+    def make(device: str) -> Call:
+        with torch.device(device):
+            net = kind().to(DTYPES[precision]).eval()
+        return net, (_random(shape, precision, device),)
+
+    return Point(name=f"{name} {precision}, eager", group="host", make=make)
+
+
+def copies_to_fill(seconds: float, wanted_s: float = 1e-3, most: int = 48) -> int:
+    """How often a kernel is repeated in one graph, so that a replay's own cost does not count."""
+    return max(1, min(most, math.ceil(wanted_s / max(seconds, 1e-9))))

@@ -1,0 +1,263 @@
+"""Watts and the clock that follows from them: what work costs, and how a power limit stretches it.
+
+Energy is counted in parts: `static` (a board whose clocks are up and whose SMs wait) times the time, the SMs while
+they hold work, joules per FLOP by unit, joules per byte by level. When the average would pass the limit the clock
+falls: time that follows the clock stretches, time bound by device memory does not, and the energy of the SM parts
+falls with the square of the voltage. Constants are for random operands: zeros, sorted or ReLU'd data switch less
+(`switching` < 1; the same H200 GEMM draws 403 W on zeros and 689 W on random numbers).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..device import Device
+from ..errors import ArgumentError
+from .kernel_time import Chip, KernelTime, chip
+from .residual import fitted
+
+_LOWEST_CLOCK = 0.1  # 210 of 1980 MHz: the lowest clock an H200 takes; nothing measured falls under 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a kernel or an iteration does, at the boost clock: seconds, FLOPs by unit, bytes by level. Adds up.
+
+    `clock_s` stretches with 1/clock, `fixed_s` (bound by device memory, or latency) does not, `idle_s` is the device
+    waiting for the host. `busy_s` is occupied-SM seconds divided by the number of SMs.
+    """
+
+    clock_s: float = 0.0
+    fixed_s: float = 0.0
+    idle_s: float = 0.0
+    busy_s: float = 0.0
+    flops: Mapping[str, float] = field(default_factory=dict)
+    hbm_bytes: float = 0.0
+    l2_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.clock_s, self.fixed_s, self.idle_s, self.busy_s, self.hbm_bytes, self.l2_bytes)
+        if not all(value >= 0 for value in (*values, *self.flops.values())):
+            raise ArgumentError("work is never negative", why=f"got {self}")
+
+    @classmethod
+    def of(cls, kernel: KernelTime, count: float = 1.0) -> Work:
+        """The work of a kernel, `count` times."""
+        many = count * kernel.activity
+        flops = {kernel.unit: kernel.flops * many}
+        if kernel.vector_flops:
+            flops["vector.fp32"] = flops.get("vector.fp32", 0.0) + kernel.vector_flops * many
+        return cls(
+            clock_s=kernel.clock_s * count,
+            fixed_s=max(0.0, kernel.seconds - kernel.clock_s) * count,
+            busy_s=kernel.busy * kernel.draw * kernel.seconds * count,
+            flops=flops,
+            hbm_bytes=kernel.hbm_bytes * count,
+            l2_bytes=kernel.l2_bytes * count,
+        )
+
+    def __add__(self, other: Work) -> Work:
+        flops = dict(self.flops)
+        for unit, value in other.flops.items():
+            flops[unit] = flops.get(unit, 0.0) + value
+        return Work(
+            clock_s=self.clock_s + other.clock_s,
+            fixed_s=self.fixed_s + other.fixed_s,
+            idle_s=self.idle_s + other.idle_s,
+            busy_s=self.busy_s + other.busy_s,
+            flops=flops,
+            hbm_bytes=self.hbm_bytes + other.hbm_bytes,
+            l2_bytes=self.l2_bytes + other.l2_bytes,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds at the boost clock."""
+        return self.clock_s + self.fixed_s + self.idle_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerEstimate:
+    """Seconds and joules under the power limit; `clock` is relative to boost, the parts sum to `energy_j`."""
+
+    seconds: float
+    clock: float
+    static_j: float
+    compute_j: float
+    memory_j: float
+    limit_w: float
+    relative_error: float
+
+    @property
+    def energy_j(self) -> float:
+        """All joules."""
+        return self.static_j + self.compute_j + self.memory_j
+
+    @property
+    def power_w(self) -> float:
+        """Average watts; 0 for no time at all."""
+        return self.energy_j / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def capped(self) -> bool:
+        """Whether the limit held the clock down."""
+        return self.clock < 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerModel:
+    """What a device's work costs. `active_w` is drawn while every SM holds work, at the boost clock."""
+
+    static_w: float
+    limit_w: float
+    active_w: float
+    hbm_j_per_byte: float
+    l2_j_per_byte: float
+    j_per_flop: Mapping[str, float]
+    voltage_slope: float
+    voltage_floor: float
+    relative_error: float
+    provenance: str
+
+    @classmethod
+    def from_device(cls, device: Device) -> PowerModel:
+        """The model of a device: the H200's is fitted, others carry its ratios over to their own figures."""
+        return _model(chip(device), *_board(device))
+
+    def voltage(self, clock: float) -> float:
+        """Voltage relative to that at the boost clock."""
+        return max(self.voltage_floor, 1.0 - self.voltage_slope * (1.0 - clock))
+
+    def estimate(self, work: Work, *, switching: float = 1.0) -> PowerEstimate:
+        """Seconds and joules of the work under the limit; `switching` scales the dynamic energy of its data."""
+        clock = 1.0
+        if self._watts(work, 1.0, switching) > self.limit_w:
+            clock = self._clock_at_limit(work, switching)
+        seconds, static_j, compute_j, memory_j = self._parts(work, clock, switching)
+        if static_j + compute_j + memory_j > self.limit_w * seconds:
+            # Only what ignores the clock can still be over the limit (memory alone): it waits.
+            seconds = (compute_j + memory_j) / (self.limit_w - self.static_w)
+            static_j = self.static_w * seconds
+        return PowerEstimate(
+            seconds=seconds, clock=clock, static_j=static_j, compute_j=compute_j, memory_j=memory_j,
+            limit_w=self.limit_w, relative_error=self.relative_error,
+        )  # fmt: skip
+
+    def _clock_at_limit(self, work: Work, switching: float) -> float:
+        low, high = _LOWEST_CLOCK, 1.0
+        for _ in range(24):
+            middle = 0.5 * (low + high)
+            if self._watts(work, middle, switching) > self.limit_w:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _watts(self, work: Work, clock: float, switching: float) -> float:
+        seconds, *parts = self._parts(work, clock, switching)
+        joules = sum(parts)
+        return joules / seconds if seconds > 0 else math.inf if joules > 0 else 0.0
+
+    def _parts(self, work: Work, clock: float, switching: float) -> tuple[float, float, float, float]:
+        running = work.clock_s / clock + work.fixed_s
+        seconds = running + work.idle_s
+        at_boost = work.clock_s + work.fixed_s
+        square = self.voltage(clock) ** 2
+        # Power of the clocked parts goes with clock * V^2, for as long as the work now takes.
+        busy_s = work.busy_s * clock * (running / at_boost) if at_boost > 0 else 0.0
+        flops_j = sum(self.j_per_flop.get(unit, self._missing(unit)) * n for unit, n in work.flops.items())
+        compute_j = square * (self.active_w * busy_s + switching * flops_j)
+        memory_j = switching * (self.hbm_j_per_byte * work.hbm_bytes + square * self.l2_j_per_byte * work.l2_bytes)
+        return seconds, self.static_w * seconds, compute_j, memory_j
+
+    def _missing(self, unit: str) -> float:
+        # A unit nobody measured: the dearest known one, so that energy is not understated.
+        return max(self.j_per_flop.values(), default=0.0)
+
+
+def _board(device: Device) -> tuple[float, float | None, str]:
+    if device.tdp_w is None:
+        raise ArgumentError(
+            f"the power limit of {device.id} is not known",
+            why="watts cannot be predicted without it",
+            fix="give tdp_w in a device file of your own",
+        )
+    return device.tdp_w.value, device.idle_w.value if device.idle_w else None, device.memory.kind or ""
+
+
+# Energy of a transistor that switches, relative to the H200's 4N process at the same voltage. From what TSMC states at
+# equal speed (N16 to N7 -60%, of which 12 nm has a part; N7 to N5 -30%; 4N and 4NP a few percent each); not measured.
+_PROCESS = {
+    "hopper": 1.0, "ada": 1.0, "blackwell": 0.95, "ampere": 1.4, "turing": 2.2, "volta": 2.2, "cdna2": 1.35,
+    "cdna3": 1.05, "cdna4": 0.8,
+}  # fmt: skip
+# Joules per byte of device memory relative to HBM3E: vendors' tables in the project's device notes (HBM2E 6.0 pJ/bit,
+# GDDR6 7.5, GDDR6X 7.25); assumed: HBM3E about 4.5, LPDDR5 about 4, DDR5 about 11 with its module.
+_MEMORY = {
+    "HBM3E": 1.0, "HBM3": 1.0, "HBM2E": 1.3, "HBM2": 1.3, "HBM": 1.15, "GDDR6": 1.7, "GDDR6X": 1.65, "GDDR7": 1.4,
+    "LPDDR5": 0.9, "LPDDR5X": 0.8, "DDR5": 2.5,
+}  # fmt: skip
+_H200_TDP_W, _H200_IDLE_W, _H200_CLOCK_HZ, _H200_UNITS = 700.0, 77.0, 1.98e9, 132  # h200.toml
+# The H200's peaks (h200.toml), to turn its joules per FLOP into watts at full rate.
+_H200_PEAKS = {
+    "matrix.bf16": 9.89e14, "matrix.fp16": 9.89e14, "matrix.tf32": 4.947e14, "matrix.fp8": 1.979e15,
+    "matrix.int8": 1.979e15, "matrix.fp64": 6.7e13, "vector.fp32": 6.7e13, "vector.fp16": 1.338e14,
+    "vector.bf16": 1.338e14, "vector.fp64": 3.4e13,
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _model(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str) -> PowerModel:
+    data = fitted("h200_power.json")
+    law = {key: data[key] for key in ("voltage_slope", "voltage_floor")}
+    limit_w = tdp_w * data["limit_fraction"]
+    if of.calibrated:
+        same = ("static_w", "active_w", "hbm_j_per_byte", "l2_j_per_byte", "j_per_flop", "relative_error")
+        return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **{k: data[k] for k in same}, **law)
+    share = tdp_w / _H200_TDP_W
+    # A board with its clocks up draws more than its bare idle, in the H200's proportion; half the limit at the most.
+    static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)
+    static_w = min(static_w, 0.5 * limit_w)
+    switch = _switching_energy(of, data)
+    active_w = data["active_w"] * share
+    if switch is not None:
+        active_w = data["active_w"] * switch * of.units / _H200_UNITS * of.clock_hz / _H200_CLOCK_HZ
+    memory_j = data["hbm_j_per_byte"] * _MEMORY.get(memory_kind, 1.3)
+    return PowerModel(
+        static_w=static_w,
+        limit_w=limit_w,
+        active_w=min(active_w, 0.5 * limit_w),
+        # Memory at full rate may not take more than the board has left.
+        hbm_j_per_byte=min(memory_j, 0.8 * (limit_w - static_w) / of.bandwidth),
+        l2_j_per_byte=data["l2_j_per_byte"] * (switch or 1.0),
+        j_per_flop=_per_flop(of, share, switch, data),
+        relative_error=data["carried_over_error"],
+        provenance="H200 constants carried over by process, clock, TDP and memory kind",
+        **law,
+    )
+
+
+def _switching_energy(of: Chip, data: Mapping[str, Any]) -> float | None:
+    """Energy per switched transistor relative to the H200's: process, and the voltage that the boost clock needs."""
+    process = _PROCESS.get(of.architecture)
+    if process is None:
+        return None
+    voltage = max(data["voltage_floor"], 1.0 - data["voltage_slope"] * (1.0 - of.clock_hz / _H200_CLOCK_HZ))
+    return float(process * voltage**2)
+
+
+def _per_flop(of: Chip, share: float, switch: float | None, data: Mapping[str, Any]) -> dict[str, float]:
+    """The H200's joules by process and voltage; never more than give its share of TDP in a full-rate product."""
+    known: Mapping[str, float] = data["j_per_flop"]
+    found = {}
+    for name, peak, kind in of.peaks:
+        unit = f"{kind}.{name}"
+        # Formats the H200 was not measured in are taken to draw half its TDP at full rate.
+        full_w = known[unit] * _H200_PEAKS[unit] if unit in known else 0.5 * _H200_TDP_W
+        by_share = full_w * share / peak
+        found[unit] = min(by_share, known[unit] * switch) if switch is not None and unit in known else by_share
+    return found

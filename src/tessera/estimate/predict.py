@@ -1,0 +1,206 @@
+"""`predict`: latency, energy and memory of a model on a chip, before it runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..device import Device
+from ..errors import ArgumentError, DoesNotFit, did_you_mean
+from ..graph.ir import Graph, Op
+from ..hardware import lookup
+from ..schema import EnergyReport
+from ..units import format_bytes
+from . import overlay
+from .account import account
+from .families import launches
+from .host import HostModel, host_times
+from .kernel_time import KernelTime
+from .memory import MemoryEstimator, MemoryReport
+from .ops import OpModel
+from .overlay import Overlay, find
+from .power import PowerModel
+from .residency import CACHE_SHARE, Traffic, traffic
+from .timeline import Array, Iteration, Solved
+
+if TYPE_CHECKING:
+    import torch
+
+Launch = Literal["eager", "graph"]
+
+# Between two kernels of a stream the device idles this long: measured on the H200 as (time - sum of kernels) / kernels
+# of device-bound iterations (benchmarks/data/h200_dev_*): 0.9-1.3 us launched one by one, 0.1-0.4 us in a CUDA graph.
+GAP_S = {"eager": 1.0e-6, "graph": 0.25e-6}
+# One replay of a CUDA graph: the least time between two replays of a graph of one small kernel (h200/kernels.jsonl).
+REPLAY_S = 2.4e-6
+# What decides the captured program: a change of anything else is predicted from the same capture.
+_CAPTURED_BY = {"precision", "mode", "optimizer", "batch", "launch"}
+# The processor inside a system-on-chip takes longer to launch than a server's: assumed, nobody measured one here.
+_SOC_HOST = 2.5
+
+
+def predict(
+    model: Callable[..., Any] | Graph,
+    inputs: Any = (),
+    *,
+    on: str | Device = "h200",
+    precision: str | None = None,
+    mode: Literal["infer", "train"] = "infer",
+    launch: Launch = "eager",
+    optimizer: str | torch.optim.Optimizer = "sgd",
+    batch: int | None = None,
+    burst: bool = False,
+    host: HostModel | None = None,
+    calibration: Overlay | Literal["auto"] | None = "auto",
+    check_memory: bool = True,
+    name: str | None = None,
+) -> EnergyReport:
+    """Predict one steady iteration of a model on a catalogued chip; nothing is allocated, computed or measured.
+
+    `model` is any nn.Module or callable (or a captured `Graph`), `inputs` a tensor, a tuple of positional or a dict of
+    keyword arguments, real or meta. `precision` asks "what if": bf16, fp16, fp32 and tf32 cast the model; fp8 and int8
+    run its matrix products in that format and keep bf16 between them. `launch="graph"` replays a CUDA graph and pays no
+    host time per operator. `batch` rescales the first dimension. The sustained steady state is predicted, with the
+    clock the power limit leaves; `burst=True` is the first moments, at the boost clock. `calibration="auto"` uses what
+    `tessera calibrate` measured on this machine for the chip, where it was run; None does not.
+    """
+    device = lookup(on) if isinstance(on, str) else on
+    check_launch(launch)
+    model_of = OpModel(device, precision=precision)
+    graph = (
+        model if isinstance(model, Graph) else _captured(model, inputs, mode, precision, optimizer, batch, launch, name)
+    )
+    measured = find(device.id) if calibration == "auto" else calibration
+    found = estimate(graph, device, model_of, launch=launch, burst=burst, host=host, calibration=measured)
+    if check_memory:
+        _check_memory(graph, device, found.memory)
+
+    def again(**changes: Any) -> EnergyReport:
+        given: dict[str, Any] = {
+            "on": device, "precision": precision, "mode": mode, "launch": launch, "optimizer": optimizer,
+            "batch": batch, "burst": burst, "host": host, "calibration": calibration,
+            "check_memory": check_memory, "name": name,
+        }  # fmt: skip
+        same = isinstance(model, Graph) or not _CAPTURED_BY & set(changes)
+        return predict(graph if same else model, () if same else inputs, **{**given, **changes})
+
+    return account(graph, device, found, precision=precision, launch=launch, burst=burst, again=again)
+
+
+def check_launch(launch: str) -> None:
+    """A clear error for a launch that does not exist."""
+    if launch not in GAP_S:
+        raise ArgumentError(f"no launch {launch!r}{did_you_mean(launch, GAP_S)}", fix="launch='eager' or 'graph'")
+
+
+def _captured(
+    model: Any,
+    inputs: Any,
+    mode: Any,
+    precision: str | None,
+    optimizer: Any,
+    batch: int | None,
+    launch: str,
+    name: str | None,
+) -> Graph:
+    try:
+        from ..graph.capture import capture
+    except ImportError as e:
+        from ..errors import MissingExtra
+
+        raise MissingExtra("torch", "torch", "predicting a model") from e
+    return capture(
+        model,
+        inputs,
+        mode=mode,
+        precision=precision,
+        optimizer=optimizer,
+        batch=batch,
+        replay=launch == "graph",
+        name=name,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """An iteration solved: operators, their kernels, and what they come to."""
+
+    ops: tuple[Op, ...]
+    kernels: tuple[KernelTime, ...]
+    moved: tuple[Traffic, ...]
+    solved: Solved
+    power: PowerModel
+    memory: MemoryReport
+    host: HostModel | None
+
+
+def estimate(
+    graph: Graph,
+    device: Device,
+    model: OpModel,
+    *,
+    launch: Launch = "eager",
+    burst: bool = False,
+    host: HostModel | None = None,
+    calibration: Overlay | None = None,
+) -> Estimate:
+    """Solve a captured iteration for a device; `calibration` is what was measured on this machine."""
+    ops = graph.kernels
+    cache = CACHE_SHARE * model.chip.cache_bytes
+    moved = traffic(graph, ops, cache)
+    runs = [(op.kind, model.precision_of(op)) for op in ops]
+    kernels = tuple(model.time(op, found.hbm_bytes) for op, found in zip(ops, moved, strict=True))
+    if calibration is not None:
+        kernels = tuple(overlay.apply(k, *how, calibration) for k, how in zip(kernels, runs, strict=True))
+    gaps = [GAP_S[launch] * launches(op) for op in ops]
+    if launch == "graph" and gaps:
+        gaps[0] += REPLAY_S
+    power = overlay.power(PowerModel.from_device(device), calibration)
+    eager = launch == "eager" and device.kind != "cpu"
+    hosts = (host or overlay.host(host_of(device), calibration)) if eager else None
+    host_s = _host_by_kernel(graph, hosts) if hosts is not None else None
+    iteration = Iteration(kernels, gaps, power)
+    overlay.charge(iteration, runs, calibration)
+    synced = [op.sync for op in ops] if any(op.sync for op in ops) else []
+    solved = iteration.solve(host_s, synced=synced, drained=graph.ends_synchronised, burst=burst)
+    return Estimate(
+        ops=ops, kernels=kernels, moved=tuple(moved), solved=solved, power=power, host=hosts,
+        memory=MemoryEstimator(device).estimate(graph),
+    )  # fmt: skip
+
+
+def host_of(device: Device) -> HostModel:
+    """The host a device is taken to be driven by: a server's, or a system-on-chip's own slower cores."""
+    default = HostModel.default()
+    if device.kind != "soc":
+        return default
+    return default.scaled(_SOC_HOST, f"assumed: {_SOC_HOST} times the Xeon's", 0.7)
+
+
+def _host_by_kernel(graph: Graph, host: HostModel) -> Array:
+    """Host seconds up to each kernel's launch: views and Python before it are on its account."""
+    times = host_times(host, graph.ops, training=any(op.phase == "backward" for op in graph.ops))
+    found: list[float] = []
+    before = 0.0
+    for op, seconds in zip(graph.ops, times, strict=True):
+        before += seconds
+        if op.kernels:
+            found.append(before)
+            before = 0.0
+    if found:
+        found[-1] += before
+    return np.array(found)
+
+
+def _check_memory(graph: Graph, device: Device, memory: MemoryReport) -> None:
+    capacity = device.memory.capacity_bytes
+    if capacity is None or memory.peak_bytes <= capacity.value:
+        return
+    raise DoesNotFit(
+        f"{graph.name} needs {format_bytes(memory.peak_bytes)}, {device.name} has {format_bytes(capacity.value)}",
+        why=", ".join(f"{name} {format_bytes(size)}" for name, size in memory.by_category.items() if size),
+        fix="a smaller batch=, a narrower precision=, another chip on=; check_memory=False predicts it all the same",
+    )

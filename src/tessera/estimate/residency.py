@@ -1,0 +1,166 @@
+"""Which bytes cross device memory and which stay in the last-level cache, in the steady state of an iteration.
+
+The cache is followed as a list of blocks, least recently used first. A new tensor takes over the block of a freed one
+of the same rounded size, as torch's caching allocator does, so that short-lived tensors stay where the last ones were.
+Reads of what is not there, and write-backs of what is pushed out, are the bytes that cross.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph.ir import Graph, Op, TensorSpec
+
+# Share of the last-level cache that holds what was there before: the rest is lost to its two halves and to hashing.
+CACHE_SHARE = 0.6
+
+_ROUND = 512  # torch's allocator hands out multiples of this
+_LARGE = 1 << 20  # ... and above this size multiples of 2 MiB, of which the same block is given again
+_LARGE_ROUND = 2 << 20
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of one operator: across device memory (read misses, write-backs), and through the cache in all."""
+
+    hbm_bytes: float = 0.0
+    touched_bytes: float = 0.0
+
+
+@dataclass(slots=True)
+class _Block:
+    nbytes: float
+    dirty: float = 0.0
+
+
+class Cache:
+    """A last-level cache of a size, least recently used out first."""
+
+    def __init__(self, capacity_bytes: float) -> None:
+        self._capacity = max(1.0, capacity_bytes)
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._held = 0.0
+
+    def read(self, key: int, nbytes: float) -> float:
+        """Touch a block for reading; the bytes that come from device memory, write-backs included."""
+        return self._touch(key, nbytes, 0.0)
+
+    def write(self, key: int, nbytes: float) -> float:
+        """Touch a block for writing; the bytes written back for the room it takes."""
+        return self._touch(key, nbytes, nbytes)
+
+    def _touch(self, key: int, nbytes: float, written: float) -> float:
+        block = self._blocks.pop(key, None)
+        held = min(block.nbytes, nbytes) if block else 0.0
+        dirty = block.dirty if block else 0.0
+        # A tensor larger than the cache pushes out its own beginning: what is left of it is hit only in part.
+        hit = held if nbytes <= self._capacity else held * held / nbytes
+        crossed = nbytes - hit if written == 0.0 else 0.0
+        kept = min(max(nbytes, block.nbytes if block else 0.0), self._capacity)
+        self._held += kept - (block.nbytes if block else 0.0)
+        if written > self._capacity:
+            crossed += written - self._capacity  # the rest streams straight through
+        self._blocks[key] = _Block(kept, min(kept, max(dirty, written)))
+        return crossed + self._evict(key)
+
+    def _evict(self, keep: int) -> float:
+        back = 0.0
+        while self._held > self._capacity and self._blocks:
+            key, block = next(iter(self._blocks.items()))
+            if key == keep:
+                break
+            cut = min(block.nbytes, self._held - self._capacity)
+            share = cut / block.nbytes if block.nbytes > 0 else 1.0
+            back += block.dirty * share
+            self._held -= cut
+            if cut >= block.nbytes:
+                del self._blocks[key]
+            else:
+                block.dirty -= block.dirty * share
+                block.nbytes -= cut
+        return back
+
+
+class _Addresses:
+    """Blocks of memory by storage, handed on from freed storages to new ones of the same rounded size."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._block: dict[int, int] = {}
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._next = 0
+        deaths: defaultdict[int, list[int]] = defaultdict(list)
+        for storage in graph.storages.values():
+            if storage.death is not None and storage.birth >= 0:
+                deaths[storage.death].append(storage.id)
+        self._deaths = deaths
+
+    def of(self, storage: int) -> int:
+        """The block a storage lives in."""
+        block = self._block.get(storage)
+        if block is None:
+            free = self._free[self._rounded(storage)]
+            if free:
+                block = free.pop()
+            else:
+                block, self._next = self._next, self._next + 1
+            self._block[storage] = block
+        return block
+
+    def before(self, index: int) -> None:
+        """Free what died before this operator."""
+        for storage in self._deaths.get(index, ()):
+            block = self._block.pop(storage, None)
+            if block is not None:
+                self._free[self._rounded(storage)].append(block)
+
+    def _rounded(self, storage: int) -> int:
+        size = self._graph.storages[storage].nbytes if storage in self._graph.storages else 0
+        step = _LARGE_ROUND if size > _LARGE else _ROUND
+        return -(-size // step) * step
+
+
+def traffic(graph: Graph, ops: Sequence[Op], capacity_bytes: float) -> list[Traffic]:
+    """Bytes of each operator in the second of two iterations, with what the first left in the cache."""
+    cache = Cache(capacity_bytes)
+    addresses = _Addresses(graph)
+    result: list[Traffic] = []
+    for _ in range(2):
+        result = []
+        for op in ops:
+            addresses.before(op.index)
+            result.append(_one(op, cache, addresses))
+        addresses.before(len(graph.ops))
+    return result
+
+
+def _one(op: Op, cache: Cache, addresses: _Addresses) -> Traffic:
+    found = Traffic()
+    reads = _by_storage(op.inputs)
+    writes = _by_storage(op.outputs)
+    if op.kind == "gather" and op.inputs and op.outputs:  # a look-up reads the rows it returns, not the table
+        table = op.inputs[0].storage
+        reads[table] = min(reads[table], sum(writes.values()))
+    if "nll_loss" in op.name:  # one number a row
+        reads = {storage: min(nbytes, 64.0 * 1024) for storage, nbytes in reads.items()}
+    for storage, nbytes in reads.items():
+        found.hbm_bytes += cache.read(addresses.of(storage), nbytes)
+        found.touched_bytes += nbytes
+    for storage, nbytes in writes.items():
+        found.hbm_bytes += cache.write(addresses.of(storage), nbytes)
+        found.touched_bytes += nbytes
+    return found
+
+
+def _by_storage(tensors: Sequence[TensorSpec]) -> dict[int, float]:
+    """Bytes by storage; two views of one storage are read once where they are the same view, else both."""
+    found: dict[int, float] = {}
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for t in tensors:
+        view = (t.storage, t.shape, t.stride)
+        if view not in seen:
+            seen.add(view)
+            found[t.storage] = found.get(t.storage, 0.0) + t.nbytes
+    return found

@@ -1,0 +1,257 @@
+"""How long each subgraph takes and what holds it back, beside the two roofs of the chip.
+
+Latencies are those of the kernel models (`OpModel`) under the power limit, not FLOPs over a peak: tiles and waves, the
+achieved bandwidth, the cache and the launch are in them. The naive bounds stand beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..device import Device
+from ..errors import ArgumentError
+from ..graph.ir import Op
+from ..graph.kinds import MATRIX_KINDS
+from ..graph.partition import PartitionReport, Subgraph
+from ..hardware import lookup
+from .kernel_time import KernelTime
+from .ops import QUANTISED, OpModel
+from .power import PowerEstimate, PowerModel, Work
+from .precision import Precision, recast, resolved
+from .residency import CACHE_SHARE, traffic
+
+Bottleneck = Literal["compute", "memory", "overhead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """A subgraph on a device: its kernels at the boost clock, and their sum under the power limit."""
+
+    subgraph: Subgraph
+    kernels: tuple[KernelTime, ...]
+    work: Work
+    power: PowerEstimate | None
+    flops: float
+    moved_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the device, slowed where the power limit asks for it."""
+        return self.power.seconds if self.power else self.work.seconds
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Bytes that cross device memory."""
+        return self.work.hbm_bytes
+
+    @property
+    def relative_error(self) -> float:
+        """Half-width of the 90% interval of its time, weighted by its kernels' times."""
+        total = sum(k.seconds for k in self.kernels)
+        return sum(k.relative_error * k.seconds for k in self.kernels) / total if total > 0 else 0.0
+
+
+class Coster:
+    """Subgraphs to seconds on one device, in one precision: what the roofline and the energy analyzer share."""
+
+    def __init__(self, device: Device | str, precision: str | Precision | None = None) -> None:
+        self.device = lookup(device) if isinstance(device, str) else device
+        self.precision = resolved(precision, self.device)
+        self.model = OpModel(self.device, precision=self.precision if self.precision in QUANTISED else None)
+        self.power = PowerModel.from_device(self.device) if self.device.tdp_w is not None else None
+
+    def costs(self, subgraphs: Sequence[Subgraph], report: PartitionReport | None) -> list[Cost]:
+        """The cost of each subgraph; with the report also what earlier ones left in the cache for it."""
+        launches = [self._launches(s) for s in subgraphs]
+        crossing: list[float | None] = [None] * sum(map(len, launches))
+        if report is not None:
+            flat = [op for ops in launches for op in ops]
+            crossing = [t.hbm_bytes for t in traffic(report.graph, flat, CACHE_SHARE * self.model.chip.cache_bytes)]
+        found, at = [], 0
+        for s, ops in zip(subgraphs, launches, strict=True):
+            found.append(self._cost(s, ops, crossing[at : at + len(ops)]))
+            at += len(ops)
+        return found
+
+    def _launches(self, s: Subgraph) -> list[Op]:
+        """What is launched for a subgraph: each of its operators, or the one kernel they are fused to."""
+        if not s.fused:
+            return [self._recast(op) for op in s.kernels]
+        return [self._recast(replace(s.main, inputs=s.reads, outputs=s.writes, index=s.ops[-1].index))]
+
+    def _recast(self, op: Op) -> Op:
+        return recast(op, STORED_AS.get(self.precision or "", self.precision))
+
+    def _cost(self, s: Subgraph, ops: Sequence[Op], crossing: Sequence[float | None]) -> Cost:
+        kernels = [self._time(s, op, hbm_bytes) for op, hbm_bytes in zip(ops, crossing, strict=True)]
+        work = Work()
+        for kernel in kernels:
+            work = work + Work.of(kernel)
+        return Cost(
+            subgraph=s,
+            kernels=tuple(kernels),
+            work=work,
+            power=self.power.estimate(work) if self.power else None,
+            flops=float(s.flops),
+            moved_bytes=float(sum(op.bytes_in + op.bytes_out for op in ops)),
+        )
+
+    def _time(self, s: Subgraph, op: Op, hbm_bytes: float | None) -> KernelTime:
+        if not s.fused or op.kind not in MATRIX_KINDS:
+            return self.model.time(op, hbm_bytes)
+        # Shapes and layouts of a product are its own; only the bytes are those of everything fused to it.
+        main, border = self._recast(s.main), float(op.bytes_in + op.bytes_out)
+        if hbm_bytes is None and border > 1.02 * (main.bytes_in + main.bytes_out):
+            hbm_bytes = border if border > self.model.chip.cache_bytes else 0.0
+        return self.model.time(main, hbm_bytes)
+
+    def utilization(self, cost: Cost, seconds: float) -> float:
+        """The achieved share of the tighter roof, from 0 to 1."""
+        if seconds <= 0:
+            return 0.0
+        bytes_s = cost.moved_bytes / self.model.chip.bandwidth
+        return min(1.0, max(self.bound_s(cost), bytes_s) / seconds)
+
+    def bound_s(self, cost: Cost) -> float:
+        """FLOPs over the quoted peak of the unit that runs them."""
+        total = 0.0
+        for kernel in cost.kernels:
+            unit, _, name = kernel.unit.partition(".")
+            table = self.device.matrix if unit == "matrix" else self.device.vector
+            peak = table[name].value if name in table else self.model.chip.peak(name)[0]
+            total += kernel.flops / peak if kernel.flops and cost.flops else 0.0
+        return total
+
+
+STORED_AS: Mapping[str, str] = dict.fromkeys(QUANTISED, "bf16")
+"""Quantised products are OpModel's what-if: the tensors around them are cast to 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyDescriptor:
+    """A subgraph under the roof, in seconds.
+
+    `actual_latency` is what it takes; `compute_time`, `memory_time` and `overhead` are the parts of the kernel model
+    (they overlap: their sum is more). `compute_bound` and `memory_bound` are the naive roofs, FLOPs over the peak and
+    all its bytes over the bandwidth; where the cache holds the bytes it may be faster than the second. `clock` is
+    relative to boost, below 1 where the power limit holds it down.
+    """
+
+    subgraph_name: str
+    actual_latency: float
+    compute_time: float
+    memory_time: float
+    overhead: float
+    bottleneck: Bottleneck
+    compute_bound: float
+    memory_bound: float
+    arithmetic_intensity: float
+    attained_flops: float
+    attained_bandwidth: float
+    utilization: float
+    latency_error: float
+    clock: float = 1.0
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineReport:
+    """The subgraphs of a program under the roofs of a chip.
+
+    `ceilings` are FLOP/s by unit and precision ("matrix.bf16"), `ridge_points` the FLOPs per byte above which each of
+    them, and below which the memory, is the limit.
+    """
+
+    device: str
+    precision: str | None
+    latencies: tuple[LatencyDescriptor, ...]
+    bandwidth_bytes_per_s: float
+    ceilings: Mapping[str, float]
+    ridge_points: Mapping[str, float]
+
+    @property
+    def total_latency(self) -> float:
+        """Seconds of all subgraphs one after another, on the device alone."""
+        return sum(d.actual_latency for d in self.latencies)
+
+    @property
+    def time_by_bottleneck(self) -> dict[str, float]:
+        """Seconds spent under each ceiling."""
+        found: dict[str, float] = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
+        for d in self.latencies:
+            found[d.bottleneck] += d.actual_latency
+        return found
+
+    @property
+    def critical_ceiling(self) -> str:
+        """The ceiling most of the time is spent under."""
+        spent = self.time_by_bottleneck
+        return max(spent, key=spent.__getitem__)
+
+    @property
+    def average_utilization(self) -> float:
+        """The mean share of the tighter roof, weighted by time."""
+        total = self.total_latency
+        return sum(d.utilization * d.actual_latency for d in self.latencies) / total if total > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineAnalyzer:
+    """Latency and bottleneck of subgraphs on a device (a `Device` or a name of the catalogue)."""
+
+    device: Device | str
+    precision: str | Precision | None = None
+
+    def analyze(self, subgraphs: Sequence[Subgraph], report: PartitionReport | None = None) -> RooflineReport:
+        """One descriptor per subgraph; with the `report` reuse in the cache between subgraphs is counted."""
+        check_subgraphs(subgraphs)
+        coster = Coster(self.device, self.precision)
+        device, bandwidth = coster.device, coster.model.chip.bandwidth
+        tables = {"matrix": device.matrix, "vector": device.vector}
+        ceilings = {f"{unit}.{name}": peak.value for unit, table in tables.items() for name, peak in table.items()}
+        return RooflineReport(
+            device=device.id,
+            precision=coster.precision,
+            latencies=tuple(_descriptor(coster, cost) for cost in coster.costs(subgraphs, report)),
+            bandwidth_bytes_per_s=bandwidth,
+            ceilings=ceilings,
+            ridge_points={name: peak / bandwidth for name, peak in ceilings.items()},
+        )
+
+
+def check_subgraphs(subgraphs: Any) -> None:
+    """Refuse what is no list of subgraphs, with the way to get one."""
+    if isinstance(subgraphs, PartitionReport) or not all(isinstance(s, Subgraph) for s in subgraphs):
+        raise ArgumentError(
+            f"expected subgraphs, got {type(subgraphs).__name__}",
+            fix="report = GraphPartitioner().partition(graph); analyze(report.subgraphs, report)",
+        )
+
+
+def _descriptor(coster: Coster, cost: Cost) -> LatencyDescriptor:
+    kernels, seconds = cost.kernels, cost.seconds
+    clock = cost.power.clock if cost.power else 1.0
+    parts: dict[Bottleneck, float] = {
+        "compute": sum(k.compute_s for k in kernels) / clock,
+        "memory": sum(k.memory_s for k in kernels),
+        "overhead": sum(k.overhead_s for k in kernels),
+    }
+    return LatencyDescriptor(
+        subgraph_name=cost.subgraph.name,
+        actual_latency=seconds,
+        compute_time=min(seconds, parts["compute"]),
+        memory_time=min(seconds, parts["memory"]),
+        overhead=min(seconds, parts["overhead"]),
+        bottleneck=max(parts, key=parts.__getitem__),
+        compute_bound=coster.bound_s(cost),
+        memory_bound=cost.moved_bytes / coster.model.chip.bandwidth,
+        arithmetic_intensity=cost.flops / cost.moved_bytes if cost.moved_bytes else 0.0,
+        attained_flops=cost.flops / seconds if seconds > 0 else 0.0,
+        attained_bandwidth=cost.moved_bytes / seconds if seconds > 0 else 0.0,
+        utilization=coster.utilization(cost, seconds),
+        latency_error=cost.relative_error * seconds,
+        clock=clock,
+        unit=max(kernels, key=lambda k: k.seconds).unit if kernels else "",
+    )

@@ -1,0 +1,786 @@
+"""Calibration against a bench whose truth is known; the overlay's file; the command."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+
+from tessera.errors import ArgumentError, MeasurementError, MissingExtra, RecordingError, TesseraError
+from tessera.estimate import bench as benches
+from tessera.estimate import calibrate, overlay
+from tessera.estimate.bench import Machine, NvmlBoard, Sample
+from tessera.estimate.factors import after, case_of, scale
+from tessera.estimate.host import HostModel
+from tessera.estimate.kernel_time import chip
+from tessera.estimate.ops import OpModel
+from tessera.estimate.overlay import Overlay, Scale, Watts
+from tessera.estimate.points import Point, kernel_points, precisions
+from tessera.estimate.power import PowerModel
+from tessera.estimate.timeline import Iteration
+from tessera.graph.capture import capture
+from tessera.hardware import lookup
+from tessera.monitor import Monitor
+
+from conftest import ScriptSensor
+from fakes.nvml import FakeNvml, Scenario
+
+TIME = {
+    "gemm.bf16": 1.1, "gemm.fp16": 0.93, "gemm.fp32": 1.25, "gemm.tf32": 1.04, "gemm.fp8": 0.85, "attention": 1.3,
+    "elementwise": 0.9, "copy": 1.07, "norm": 1.4, "reduce": 0.8, "conv": 1.2,
+}  # fmt: skip
+ENERGY = {
+    "gemm.bf16": 0.9, "gemm.fp16": 1.1, "gemm.fp32": 0.95, "gemm.tf32": 1.05, "gemm.fp8": 1.0, "attention": 1.15,
+    "elementwise": 1.2, "copy": 0.92, "norm": 1.08, "reduce": 1.0, "conv": 0.88,
+}  # fmt: skip
+HOST, LIMIT_W, STATIC_W = 0.7, 640.0, 118.0
+
+
+def watts(value: float | None = None) -> Watts:
+    return Watts(value=value, how="a test")
+
+
+def scales(factors: dict[str, float], spread: float | None = 0.05, points: int = 5) -> dict[str, Scale]:
+    return {name: Scale(factor=f, spread=spread, points=points) for name, f in factors.items()}
+
+
+def made(**changes: Any) -> Overlay:
+    given: dict[str, Any] = {
+        "device": "h200", "board": "NVIDIA H200", "driver": "580.95.05", "torch": "2.13.0", "date": "2026-10-01",
+        "host_cpu": "a Xeon", "host_scale": Scale(factor=HOST, spread=0.15, points=2), "time_scale": scales(TIME),
+        "energy_scale": scales(ENERGY), "idle_w": watts(75.0), "idle_context_w": watts(98.0),
+        "static_w": watts(STATIC_W), "limit_w": watts(LIMIT_W), "notes": ("a note",),
+    }  # fmt: skip
+    return Overlay(**{**given, **changes})
+
+
+def altered(key: str, value: Any) -> bytes:
+    """A file in which one value is wrong."""
+    return msgspec.json.encode({**msgspec.to_builtins(made()), key: value})
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config folder of its own: no test may read or write the user's."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+class FakeBench:
+    """A machine that follows the model exactly, with an overlay for its truth. Inputs stay on meta."""
+
+    where = "meta"
+
+    def __init__(self, truth: Overlay, *, sensor: bool = True, clocks: bool = True, reason: str | None = None) -> None:
+        self.truth, self.sensor, self.clocks, self.reason = truth, sensor, clocks, reason
+        self.board = truth.board
+        self.ran: list[tuple[str, float]] = []
+        self.fail: Callable[[str, tuple[Any, ...]], bool] = lambda _launch, _inputs: False
+        self.device = lookup(truth.device)
+
+    def __enter__(self) -> FakeBench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def machine(self) -> Machine:
+        return Machine(board=self.board, driver="580.95.05", torch="2.13.0", host_cpu="a Xeon")
+
+    def busy(self) -> str | None:
+        return self.reason
+
+    def idle(self, seconds: float, *, context: bool) -> Watts:
+        return self.truth.idle_context_w if context else self.truth.idle_w
+
+    def run(self, fn: Any, inputs: tuple[Any, ...], *, launch: Any, seconds: float) -> Sample:
+        self.ran.append((launch, seconds))
+        if self.fail(launch, inputs):
+            raise RuntimeError("CUDA error: no kernel image\nmore")
+        case = case_of(self.device, capture(fn, inputs, replay=launch == "graph"), launch)
+        then = after(case, self.truth)
+        hz = then.clock * chip(self.device).clock_hz
+        return Sample(
+            seconds=then.seconds,
+            joules=then.joules if self.sensor else None,
+            clock_hz=hz if self.clocks else None,
+            capped=then.clock < 1.0 if self.clocks else None,
+        )
+
+
+@pytest.fixture(scope="module")
+def recovered() -> calibrate.Calibration:
+    return calibrate.run(FakeBench(made()), seconds=60)
+
+
+# -- known factors come back ------------------------------------------------------------------------------------
+
+
+def test_kernel_factors_are_recovered(recovered: calibrate.Calibration) -> None:
+    found = recovered.overlay.time_scale
+    assert set(found) == set(TIME) == set(overlay.GROUPS)
+    for group, factor in TIME.items():
+        assert found[group].factor == pytest.approx(factor, rel=0.02), group
+        assert found[group].points >= 4
+        assert found[group].spread == pytest.approx(0.03), "nothing but the floor: every ratio is the same"
+
+
+def test_energy_factors_static_power_and_limit_are_recovered(recovered: calibrate.Calibration) -> None:
+    found = recovered.overlay
+    assert found.static_w.value == pytest.approx(STATIC_W, rel=0.02)
+    assert found.limit_w.value == pytest.approx(LIMIT_W, rel=0.02)
+    for group, factor in ENERGY.items():
+        if group in found.energy_scale:
+            assert found.energy_scale[group].factor == pytest.approx(factor, rel=0.02), group
+    assert {"gemm.bf16", "gemm.fp32", "attention", "copy", "conv"} <= set(found.energy_scale)
+    assert found.idle_w.value == 75.0
+    assert found.idle_context_w.value == 98.0
+
+
+def test_the_host_factor_is_recovered(recovered: calibrate.Calibration) -> None:
+    found = recovered.overlay.host_scale
+    assert found is not None
+    assert found.factor == pytest.approx(HOST, rel=0.02)
+    assert found.points == 2
+    assert found.spread == pytest.approx(0.15)
+
+
+def test_predictions_with_the_overlay_give_what_was_measured(recovered: calibrate.Calibration) -> None:
+    assert len(recovered.rows) > 40
+    assert any(abs(row.ratio - 1) > 0.2 for row in recovered.rows)
+    for row in recovered.rows:
+        assert row.after_s == pytest.approx(row.measured_s, rel=0.02), row
+        assert row.measured_j is not None
+        assert row.after_j == pytest.approx(row.measured_j, rel=0.03), row
+
+
+def test_capped_kernels_are_not_mistaken_for_slow_ones(recovered: calibrate.Calibration) -> None:
+    """Under a low limit a large product takes far longer than its factor says: the clock explains the rest."""
+    large = next(row for row in recovered.rows if row.name.startswith("4096x4096x4096 bf16"))
+    assert large.ratio > 1.02 * TIME["gemm.bf16"] or large.ratio < 0.98 * TIME["gemm.bf16"]
+    assert large.ratio_after == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_factor_of_an_uncapped_copy_by_hand() -> None:
+    point = next(p for p in kernel_points(lookup("h200")) if p.group == "copy")
+    case = case_of(lookup("h200"), capture(*point.make("meta"), replay=True), "graph")
+    (kernel,) = case.found.kernels
+    seconds = 1.5 * kernel.seconds + float(case.gaps_s.sum())
+    from tessera.estimate.factors import time_factor
+
+    assert time_factor(case, Sample(seconds=seconds)) == pytest.approx(1.5)
+    assert float(case.gaps_s.sum()) == pytest.approx(0.25e-6 + 2.4e-6), "the gap and the replay, as predict counts them"
+
+
+def test_without_a_power_sensor_time_is_calibrated_all_the_same() -> None:
+    found = calibrate.run(FakeBench(made(), sensor=False), seconds=60).overlay
+    assert found.energy_scale == {}
+    assert found.static_w.value is None and found.static_w.how
+    assert found.limit_w.value is None and "doctor" in found.limit_w.how
+    assert any("no joules" in note for note in found.notes)
+    assert found.time_scale["copy"].factor == pytest.approx(TIME["copy"], rel=0.02)
+    assert overlay.power(PowerModel.from_device(lookup("h200")), found).limit_w == pytest.approx(690.9)
+
+
+def test_without_clocks_uncapped_groups_are_still_right() -> None:
+    found = calibrate.run(FakeBench(made(), clocks=False), seconds=60).overlay
+    for group in ("copy", "norm", "reduce"):
+        assert found.time_scale[group].factor == pytest.approx(TIME[group], rel=0.02)
+    assert found.limit_w.value is None, "nobody says that the limit was reached"
+
+
+def test_scatter_widens_the_spread() -> None:
+    one = scale([1.1])
+    assert (one.factor, one.spread, one.points) == (pytest.approx(1.1), None, 1)
+    tight, wide = scale([1.0, 1.02, 0.98, 1.0]), scale([0.8, 1.2, 1.0, 1.1])
+    assert tight.spread is not None and wide.spread is not None
+    assert 0.03 <= tight.spread < 0.06 < 0.3 < wide.spread <= 0.95
+    assert scale([0.5, 2.0]).factor == pytest.approx(1.0)
+
+
+def test_what_a_gpu_cannot_run_is_left_out_and_noted() -> None:
+    bench = FakeBench(made())
+    bench.fail = lambda launch, inputs: len(inputs) == 3 and "float8" in str(inputs[0].dtype)
+    found = calibrate.run(bench, seconds=60).overlay
+    assert "gemm.fp8" not in found.time_scale
+    assert sum("no kernel image" in note for note in found.notes) == 5
+    assert "\n" not in "".join(found.notes)
+
+
+def test_nothing_measurable_is_an_error() -> None:
+    bench = FakeBench(made())
+    bench.fail = lambda _launch, _inputs: True
+    with pytest.raises(MeasurementError, match="no kernel could be measured"):
+        calibrate.run(bench, seconds=60)
+
+
+@pytest.mark.parametrize(("name", "absent"), [("t4", {"bf16", "tf32", "fp8"}), ("a100", {"fp8"}), ("h200", set())])
+def test_only_precisions_the_chip_has(name: str, absent: set[str]) -> None:
+    device = lookup(name)
+    groups = {p.group for p in kernel_points(device)}
+    assert {f"gemm.{p}" for p in precisions(device)} <= groups
+    assert not {f"gemm.{p}" for p in absent} & groups
+    assert {"copy", "attention", "elementwise", "norm", "reduce", "conv"} <= groups
+
+
+def test_a_calibration_fits_its_time() -> None:
+    bench = FakeBench(made())
+    steps: list[tuple[int, int, str]] = []
+    calibrate.run(bench, seconds=60, progress=lambda *step: steps.append(step))
+    assert 30 < sum(seconds for _, seconds in bench.ran) < 55, "the rest is idling and preparing"
+    assert [done for done, _, _ in steps] == list(range(steps[0][1]))
+    assert [launch for launch, _ in bench.ran][-2:] == ["eager", "eager"], "the host last"
+    assert len(bench.ran) == steps[0][1] - 2
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_gpu_is_refused_unless_forced() -> None:
+    bench = FakeBench(made(), reason="its utilisation is 96% while we do nothing")
+    with pytest.raises(MeasurementError, match="busy") as error:
+        calibrate.run(bench, seconds=60)
+    assert "96%" in str(error.value) and "--force" in str(error.value)
+    assert bench.ran == []
+    assert calibrate.run(bench, seconds=60, force=True).overlay.time_scale
+
+
+def test_an_unknown_gpu_says_how_to_describe_it(config: Path) -> None:
+    bench = FakeBench(made())
+    bench.board = "NVIDIA Zeta 9000"
+    with pytest.raises(ArgumentError, match="Zeta 9000") as error:
+        calibrate.run(bench, seconds=60)
+    assert str(config / "tessera" / "hardware") in str(error.value)
+    assert "aliases = ['nvidia zeta 9000']" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("board", "device"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb-sxm"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+    ],
+)
+def test_boards_by_the_names_drivers_give(board: str, device: str) -> None:
+    assert calibrate.identify(board).id == device
+
+
+@pytest.mark.parametrize("board", ["NVIDIA H200 MaxQ", "NVIDIA A100-SXM4-96GB", "Tesla V100-SXM2-16GB", ""])
+def test_a_sister_board_is_not_taken_for_the_known_one(board: str) -> None:
+    with pytest.raises(ArgumentError):
+        calibrate.identify(board)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 9.9, -1.0, math.nan])
+def test_too_few_seconds(seconds: float) -> None:
+    with pytest.raises(ArgumentError, match="too few"):
+        calibrate.run(FakeBench(made()), seconds=seconds)
+
+
+# -- the file -----------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_in_the_config_folder(config: Path) -> None:
+    path = overlay.save(made())
+    assert path == config / "tessera" / "calibration" / "h200.json"
+    assert overlay.find("h200") == made()
+    assert list(path.parent.iterdir()) == [path], "no half-written file is left"
+    assert json.loads(path.read_text())["schema_version"] == 1
+
+
+def test_home_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert overlay.path_of("h200") == tmp_path / ".config" / "tessera" / "calibration" / "h200.json"
+
+
+def test_none_where_nothing_was_calibrated() -> None:
+    assert overlay.find("h200") is None
+    overlay.save(made())
+    assert overlay.find("a100") is None
+
+
+def test_found_again_without_reading_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = overlay.save(made())
+    first = overlay.find("h200")
+    reads: list[Path] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: (reads.append(p), real(p))[1])
+    assert overlay.find("h200") is first
+    assert reads == []
+    overlay.save(made(board="another"))
+    found = overlay.find("h200")
+    assert found is not None and found.board == "another"
+    assert reads == [path]
+    path.unlink()
+    assert overlay.find("h200") is None
+
+
+def test_a_newer_schema_is_refused() -> None:
+    path = overlay.save(made())
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({"schema_version": data["schema_version"] + 1, "other": True}))
+    with pytest.raises(RecordingError, match="newer Tessera") as error:
+        overlay.find("h200")
+    assert "upgrade" in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}', b'{"schema_version": "one"}',
+        altered("time_scale", {"copy": {"factor": -1, "spread": 0.1, "points": 3}}),
+        altered("limit_w", {"value": 0, "how": "x"}), altered("board", 3),
+    ],
+)  # fmt: skip
+def test_a_file_that_makes_no_sense_names_the_fix(text: bytes) -> None:
+    path = overlay.save(made())
+    path.write_bytes(text)
+    with pytest.raises(RecordingError, match="cannot be read") as error:
+        overlay.find("h200")
+    assert str(path) in str(error.value)
+    assert "tessera calibrate" in str(error.value) and "delete" in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(blocked))
+    with pytest.raises(RecordingError, match="could not be written"):
+        overlay.save(made())
+    assert overlay.find("h200") is None
+
+
+@pytest.mark.parametrize("name", ["../h200", "a/b", "", ".hidden"])
+def test_a_device_id_never_leaves_the_folder(name: str) -> None:
+    with pytest.raises(ArgumentError):
+        overlay.path_of(name)
+
+
+def test_overlay_needs_neither_torch_nor_numpy() -> None:
+    code = "import sys, tessera.estimate.overlay; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+# -- laying it over -----------------------------------------------------------------------------------------------
+
+
+def a_kernel() -> Any:
+    graph = capture(*kernel_points(lookup("h200"))[0].make("meta"), replay=True)
+    return OpModel(lookup("h200")).time(graph.kernels[0])
+
+
+def test_apply_scales_time_and_says_so() -> None:
+    kernel = a_kernel()
+    found = overlay.apply(kernel, "gemm", "bf16", made())
+    assert found.seconds == pytest.approx(1.1 * kernel.seconds)
+    assert found.clock_s == pytest.approx(1.1 * kernel.clock_s)
+    assert found.relative_error == 0.05
+    assert found.provenance == "calibrated on this machine, 2026-10-01"
+    same = {"seconds": kernel.seconds, "clock_s": kernel.clock_s, "relative_error": kernel.relative_error}
+    assert dataclasses.replace(found, **same, provenance=kernel.provenance) == kernel
+
+
+def test_apply_leaves_alone_what_was_not_measured() -> None:
+    kernel = a_kernel()
+    assert overlay.apply(kernel, "gemm", "int8", made()) is kernel
+    assert overlay.apply(kernel, "fft", "fp32", made()) is kernel
+    assert overlay.apply(kernel, "gemm", "bf16", None) is kernel
+
+
+def test_kinds_like_a_group_take_its_factor_but_not_its_interval() -> None:
+    kernel = a_kernel()
+    found = overlay.apply(kernel, "softmax", "bf16", made())
+    assert found.seconds == pytest.approx(TIME["norm"] * kernel.seconds)
+    assert found.relative_error == kernel.relative_error
+    assert "like norm" in found.provenance and "2026-10-01" in found.provenance
+
+
+def test_few_points_only_narrow_many_speak_for_themselves() -> None:
+    assert Scale(factor=1.0, spread=0.5, points=3).error(0.1) == 0.1
+    assert Scale(factor=1.0, spread=0.05, points=3).error(0.1) == 0.05
+    assert Scale(factor=1.0, spread=0.5, points=4).error(0.1) == 0.5
+    assert Scale(factor=1.0, spread=None, points=1).error(0.1) == 0.1
+
+
+def test_charge_scales_dynamic_energy_only() -> None:
+    kernel, power = a_kernel(), PowerModel.from_device(lookup("h200"))
+    plain, scaled = (Iteration([kernel, kernel], [0.0, 0.0], power) for _ in range(2))
+    overlay.charge(scaled, [("gemm", "bf16"), ("fft", "fp32")], made())
+    before, then = plain.solve(None, burst=True), scaled.solve(None, burst=True)
+    for name in ("compute_j", "memory_j"):
+        assert list(getattr(then, name)) == pytest.approx([0.9 * getattr(before, name)[0], getattr(before, name)[1]])
+    assert list(then.static_j) == pytest.approx(list(before.static_j))
+    overlay.charge(plain, [("gemm", "bf16")] * 2, None)
+
+
+def test_power_takes_the_measured_watts() -> None:
+    model = PowerModel.from_device(lookup("h200"))
+    found = overlay.power(model, made())
+    assert (found.limit_w, found.static_w) == (LIMIT_W, STATIC_W)
+    assert found.relative_error == pytest.approx(0.05)
+    assert "2026-10-01" in found.provenance
+    empty = made(limit_w=watts(), static_w=watts(), energy_scale={})
+    assert overlay.power(model, empty) is model
+    assert overlay.power(model, None) is model
+    assert overlay.power(model, made(static_w=watts(900.0))).static_w < LIMIT_W
+
+
+def test_host_scales_every_time() -> None:
+    default = HostModel.default()
+    found = overlay.host(default, made())
+    assert found.kernel_s == pytest.approx(HOST * default.kernel_s)
+    assert found.extra_s["conv"] == pytest.approx(HOST * default.extra_s["conv"])
+    assert found.relative_error == 0.15
+    assert "calibrated on this machine, 2026-10-01" in found.provenance
+    assert overlay.host(default, made(host_scale=None)) is default
+    assert overlay.host(default, None) is default
+
+
+# -- points -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tf32_switch_is_put_back() -> None:
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    point = Point(name="x", group="gemm.tf32", make=lambda _device: (torch.mm, ()), tf32=not before)
+    with pytest.raises(RuntimeError), point.switches():
+        assert torch.backends.cuda.matmul.allow_tf32 is not before
+        raise RuntimeError
+    assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+def test_every_point_is_of_its_group() -> None:
+    for point in kernel_points(lookup("h200")):
+        with point.switches():
+            graph = capture(*point.make("meta"), replay=True)
+        (op,) = graph.kernels
+        assert overlay.group_of(op.kind, op.precision) == (point.group, True), point.name
+
+
+# -- the real bench, as far as it goes without a GPU --------------------------------------------------------------
+
+
+@pytest.fixture
+def board(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NvmlBoard]]:
+    """Opens the first board of a fake NVML."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    opened: list[NvmlBoard] = []
+
+    def open_board(index: int = 0, **scenario: Any) -> NvmlBoard:
+        fake_nvml.set(Scenario(**scenario))
+        found = NvmlBoard.open(index)
+        assert found is not None
+        opened.append(found)
+        return found
+
+    yield open_board
+    for one in opened:
+        one.close()
+
+
+def test_the_board_says_name_driver_and_clock(board: Callable[..., NvmlBoard]) -> None:
+    found = board(clock_sm=1500)
+    assert (found.name, found.driver, found.mig) == ("NVIDIA H200", "580.95.05", False)
+    hz, reasons = found.state()
+    assert hz == 1500e6
+    assert isinstance(reasons, int)
+
+
+def test_what_a_board_does_not_say_is_not_known(board: Callable[..., NvmlBoard]) -> None:
+    assert board(clocks="off").state()[0] is None
+
+
+def test_utilisation_is_looked_at_a_few_times(board: Callable[..., NvmlBoard]) -> None:
+    assert board(utilization_pct=83).utilization_pct(looks=2, every_s=0.0) == 83
+
+
+def test_visible_devices_are_respected(board: Callable[..., NvmlBoard], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert board(gpus=2).number == 1
+    assert NvmlBoard.open(1) is None
+
+
+def test_a_working_board_is_busy(board: Callable[..., NvmlBoard]) -> None:
+    found = board(utilization_pct=0, wave="const:500", before_w=500.0)
+    assert found.power_share() == pytest.approx(500 / 700, rel=0.05)
+    assert found.others() == [] or all(isinstance(pid, int) for pid in found.others())
+
+
+class FakeCuda:
+    """`torch.cuda` as far as the bench uses it: work takes real time on the calling thread, events note when."""
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.at_s = math.nan
+
+        def record(self) -> None:
+            self.at_s = time.perf_counter()
+
+        def synchronize(self) -> None:
+            assert not math.isnan(self.at_s), "waited for an event nobody recorded"
+
+        def elapsed_time(self, end: Any) -> float:
+            return (end.at_s - self.at_s) * 1e3
+
+    class Stream:
+        def wait_stream(self, _other: Any) -> None: ...
+
+    class CUDAGraph:
+        def __init__(self) -> None:
+            self.captured: Callable[[], Any] | None = None
+            self.replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+            time.sleep(0.002)
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.emptied = 0
+        self.graphs: list[Any] = []
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def synchronize(self, _device: int | None = None) -> None: ...
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def current_stream(self) -> Any:
+        return self.Stream()
+
+    def stream(self, _stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def device(self, _index: int) -> Any:
+        return contextlib.nullcontext()
+
+    def graph(self, graph: Any, capture_error_mode: str) -> Any:
+        assert capture_error_mode == "thread_local"
+        self.graphs.append(graph)
+        return contextlib.nullcontext()
+
+    def get_device_properties(self, _index: int) -> Any:
+        return SimpleNamespace(uuid="00000000-0000-0000-0000-000000000000")
+
+
+class FakeBoard:
+    name, driver, number, mig = "NVIDIA H200", "580.95.05", 0, False
+    uuid = "GPU-00000000-0000-0000-0000-000000000000"
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.reasons = 0x4
+
+    def state(self) -> tuple[float, int]:
+        self.looks += 1
+        return 1.5e9, self.reasons
+
+    def utilization_pct(self) -> float:
+        return 0.0
+
+    def power_share(self) -> float:
+        return 0.5
+
+    def others(self) -> list[int]:
+        return [4711]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def cuda_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[benches.CudaBench, FakeCuda, FakeBoard]]:
+    """The real bench on a torch that sleeps and a board of a constant 300 W."""
+    cuda, board = FakeCuda(), FakeBoard()
+
+    def zeros(*_: Any, **__: Any) -> None:
+        cuda.initialized = True
+
+    torch = SimpleNamespace(cuda=cuda, no_grad=contextlib.nullcontext, zeros=zeros, __version__="2.13.0")
+    monitor = Monitor([ScriptSensor(lambda _t: 300.0, clock=time.monotonic_ns)]).start()
+    monkeypatch.setattr(benches, "_torch_with_cuda", lambda _index: torch)
+    monkeypatch.setattr(benches, "_REST_S", 0.0)
+    monkeypatch.setattr(NvmlBoard, "open", lambda _index: board)
+    monkeypatch.setattr(benches.CudaBench, "_start_monitor", lambda _self: monitor)
+    with benches.CudaBench(0) as bench:
+        yield bench, cuda, board
+
+
+def test_the_bench_replays_a_graph(cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard]) -> None:
+    bench, cuda, board = cuda_bench
+    sample = bench.run(lambda x: x, (1,), launch="graph", seconds=0.5)
+    assert 0.002 <= sample.seconds < 0.004
+    assert sample.watts == pytest.approx(300, rel=0.1)
+    assert sample.clock_hz == 1.5e9 and sample.capped is True
+    assert 0.35 < cuda.graphs[0].replays * sample.seconds < 0.9
+    assert board.looks > 5 and cuda.emptied == 1
+
+
+def test_the_bench_leaves_the_host_alone_in_eager_runs(
+    cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard],
+) -> None:
+    bench, cuda, board = cuda_bench
+    board.reasons = 0
+    calls: list[int] = []
+    sample = bench.run(lambda x: (calls.append(x), time.sleep(0.001)), (7,), launch="eager", seconds=0.3)
+    assert 0.001 <= sample.seconds < 0.003
+    assert sample.capped is False
+    assert board.looks == 2, "once after settling, once after measuring"
+    assert cuda.graphs == [] and set(calls) == {7}
+
+
+def test_the_bench_measures_idle_before_and_with_a_context(
+    cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard],
+) -> None:
+    bench, cuda, _ = cuda_bench
+    bare = bench.idle(0.3, context=False)
+    assert bare.value == pytest.approx(300, rel=0.1) and "without" in bare.how
+    held = bench.idle(0.3, context=True)
+    assert held.value == pytest.approx(300, rel=0.1) and cuda.initialized
+    late = bench.idle(0.3, context=False)
+    assert late.value is None and "already held" in late.how
+
+
+def test_the_bench_refuses_another_board_than_nvmls(
+    cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard],
+) -> None:
+    bench, _, board = cuda_bench
+    board.uuid = "GPU-11111111-0000-0000-0000-000000000000"
+    with pytest.raises(MeasurementError, match="another board"):
+        bench.idle(0.1, context=True)
+
+
+def test_the_bench_names_who_is_busy(cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard]) -> None:
+    bench, _, _ = cuda_bench
+    assert bench.busy() == "it draws 50% of its power limit while we do nothing (process 4711)"
+    assert bench.machine().board == "NVIDIA H200" and bench.where == "cuda:0"
+
+
+def test_torch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(MeasurementError, match="NVIDIA GPU") as error:
+        benches.CudaBench(0)
+    assert "built without CUDA" in str(error.value)
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MeasurementError, match="no GPU to calibrate") as error:
+        calibrate.calibrate()
+    assert "nvidia-smi" in str(error.value)
+
+
+def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ArgumentError, match="no GPU 5"):
+        benches.CudaBench(5)
+
+
+def test_no_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtra, match="torch"):
+        benches.CudaBench(0)
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def command(monkeypatch: pytest.MonkeyPatch, bench: FakeBench, *args: str) -> int:
+    """`tessera calibrate` in this process, with a bench in place of the GPU's."""
+    from tessera.cli.main import main
+
+    monkeypatch.setattr(benches, "CudaBench", lambda _index: bench)
+    with pytest.raises(SystemExit) as exit_:
+        main(["calibrate", *args])
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def test_the_command_writes_and_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert command(monkeypatch, FakeBench(made())) == 0
+    out, err = capsys.readouterr()
+    path = config / "tessera" / "calibration" / "h200.json"
+    assert f"written to {path}" in out
+    assert "h200 calibrated in" in out.splitlines()[0]
+    assert "gemm.bf16" in out and "1.100" in out and "640.0 W" in out
+    assert "tessera predict resnet18 --on h200" in out
+    assert "[1/" in err and "idle" in err and "\x1b" not in err
+    found = overlay.find("h200")
+    assert found is not None and found.host_scale is not None
+    assert found.host_scale.factor == pytest.approx(HOST, rel=0.02)
+
+
+def test_a_dry_run_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, FakeBench(made()), "--dry-run", "--json", "--seconds", "20") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["path"] is None
+    assert data["overlay"]["device"] == "h200"
+    assert {"name", "predicted_s", "measured_s", "after_s", "measured_j"} <= set(data["points"][0])
+    assert overlay.find("h200") is None
+
+
+def test_a_busy_gpu_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, FakeBench(made(), reason="its utilisation is 96%")) == 1
+    assert "--force" in capsys.readouterr().err
+
+
+def test_the_command_without_a_gpu(config: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    out = subprocess.run(
+        [sys.executable, "-m", "tessera", "calibrate"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+    )
+    assert out.returncode == 1
+    assert "why:" in out.stderr and "fix:" in out.stderr
+    assert "Traceback" not in out.stderr
+    assert not config.exists()
+
+
+def test_errors_are_ours() -> None:
+    for error in (MeasurementError, RecordingError, ArgumentError, MissingExtra):
+        assert issubclass(error, TesseraError)

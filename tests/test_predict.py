@@ -1,0 +1,240 @@
+"""`tessera.predict`: the call, the report, the physics, the errors. Accuracy is for benchmarks/predict_models.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tessera
+from tessera.errors import ArgumentError, DoesNotFit, PredictionError
+from tessera.hardware import catalogue, lookup
+
+
+def net(width: int = 64, depth: int = 3) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)]
+    return nn.Sequential(*layers)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.Flatten(),
+        nn.Linear(64 * 13 * 13, 10),
+    )
+
+
+def test_the_call_of_the_readme():
+    report = tessera.predict(net(), torch.randn(8, 64), on="h200", precision=None, mode="infer", launch="eager")
+    assert isinstance(report, tessera.EnergyReport)
+    assert report.basis == "predicted"
+    assert report.total_energy_j > 0 and report.total_latency_s > 0
+    assert len(report.descriptors) == 9
+    assert report.prediction.device == "h200"
+    assert report.prediction.batch == 8
+
+
+def test_everything_the_report_carries():
+    report = tessera.predict(net(), torch.randn(8, 64), on="a100")
+    for name in ("total_energy_j", "compute_energy_j", "memory_energy_j", "static_energy_j", "average_power_w",
+                 "peak_power_w", "total_latency_s", "average_efficiency", "average_utilization",
+                 "wasted_energy_j"):  # fmt: skip
+        value = getattr(report, name)
+        assert value is not None and math.isfinite(value) and value >= 0, name
+    for d in report.descriptors:
+        assert d.subgraph_name and d.latency_s > 0 and 0 <= d.efficiency <= 1 and 0 <= d.utilization <= 1
+        assert d.error_j > 0
+    assert report.total.error_j > 0
+    assert report.prediction.latency_error_s > 0
+    assert set(report.prediction.provenance) >= {"device", "power", "latency"}
+    assert report.top(2)[0].total_energy_j >= report.top(2)[1].total_energy_j
+
+
+def test_components_sum_to_the_total():
+    report = tessera.predict(net(256), torch.randn(64, 256), mode="train", optimizer="adamw")
+    parts = report.compute_energy_j + report.memory_energy_j + report.static_energy_j
+    assert parts == pytest.approx(report.total_energy_j, rel=1e-12)
+    assert sum(d.total_energy_j for d in report.descriptors) == pytest.approx(report.total_energy_j, rel=1e-12)
+    assert sum(d.latency_s for d in report.descriptors) == pytest.approx(report.total_latency_s, rel=1e-9)
+    for d in report.descriptors:
+        assert d.efficiency == pytest.approx((d.compute_energy_j + d.memory_energy_j) / d.total_energy_j)
+    mean = sum(d.efficiency for d in report.descriptors) / len(report.descriptors)
+    assert report.average_efficiency == pytest.approx(mean)
+
+
+def test_eager_pays_the_host_and_a_graph_does_not():
+    model, x = net(64, 20), torch.randn(1, 64)
+    eager, graph = (tessera.predict(model, x, launch=launch) for launch in ("eager", "graph"))
+    assert eager.prediction.bound == "host"
+    assert eager.total_latency_s > 3 * graph.total_latency_s
+    assert graph.prediction.host_s == 0
+    assert eager.total_latency_s == pytest.approx(eager.prediction.host_s, rel=0.05)
+
+
+def test_a_power_limit_lowers_the_clock_not_the_physics():
+    a, b = (torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    sustained = tessera.predict(lambda: a @ b, launch="graph")
+    burst = tessera.predict(lambda: a @ b, launch="graph", burst=True)
+    assert sustained.average_power_w <= lookup("h200").tdp_w.value
+    assert sustained.prediction.clock < 1.0
+    assert burst.prediction.clock == 1.0 and burst.total_latency_s < sustained.total_latency_s
+    # Measured on the H200: 1.649 ms, 1.136 J (shared/h200/kernels.jsonl).
+    assert sustained.total_latency_s == pytest.approx(1.649e-3, rel=0.12)
+    assert sustained.total_energy_j == pytest.approx(1.136, rel=0.12)
+
+
+@pytest.mark.parametrize("device", sorted(set(catalogue()) - {"generic-cpu"}))
+def test_every_catalogued_chip_is_physical(device):
+    chip = lookup(device)
+    report = tessera.predict(cnn(), torch.randn(4, 3, 32, 32), on=device)
+    assert 0 < report.average_power_w <= chip.tdp_w.value * (1 + 1e-9)
+    assert report.average_utilization <= 1
+    assert report.wasted_energy_j <= report.static_energy_j * (1 + 1e-9)
+
+
+def test_fp16_on_an_a100_stays_within_its_board():
+    model, x = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(4))), torch.empty(8192, 8192, device="meta")
+    watts = {
+        p: tessera.predict(model, x, on="a100", precision=p, launch="graph").average_power_w for p in ("fp32", "fp16")
+    }
+    assert max(watts.values()) <= 400
+    energy = {
+        p: tessera.predict(model, x, on="a100", precision=p, launch="graph").total_energy_j for p in ("fp32", "fp16")
+    }
+    assert energy["fp16"] < energy["fp32"] / 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 64),
+    width=st.sampled_from([64, 128, 512, 1024]),
+    device=st.sampled_from(["h200", "a100", "jetson-orin", "l4", "mi300x", "epyc-9654"]),
+    mode=st.sampled_from(["infer", "train"]),
+)
+def test_energy_grows_with_work(batch, width, device, mode):
+    model = net(width, 2)
+    small, large = (
+        tessera.predict(model, torch.empty(n, width, device="meta"), on=device, mode=mode, launch="graph")
+        for n in (batch, 8 * batch)
+    )
+    assert 0 < small.total_energy_j <= large.total_energy_j
+    assert small.total_latency_s <= large.total_latency_s * 1.02
+    for report in (small, large):
+        assert min(report.compute_energy_j, report.memory_energy_j, report.static_energy_j) >= 0
+        assert report.average_power_w <= lookup(device).tdp_w.value * (1 + 1e-9)
+
+
+def test_inputs_of_every_form():
+    class Two(nn.Module):
+        def forward(self, a, b=None, flag=False):
+            return a + b if flag else a
+
+    x = torch.randn(4, 4)
+    for inputs in ((x, x, True), {"a": x, "b": x, "flag": True}, [x, x, True]):
+        assert len(tessera.predict(Two(), inputs).descriptors) == 1
+    assert tessera.predict(nn.ReLU(), x.to("meta")).prediction.batch == 4
+
+
+def test_batch_rescales_and_work_follows():
+    one = tessera.predict(net(), torch.randn(2, 64), launch="graph")
+    many = tessera.predict(net(), torch.randn(2, 64), launch="graph", batch=512)
+    assert many.prediction.batch == 512
+    per = {r.prediction.batch: {u: j for u, j, _ in r.per_work()}["sample"] for r in (one, many)}
+    assert per[512] < per[2]
+
+
+def test_precisions():
+    model, x = nn.Linear(4096, 4096), torch.empty(4096, 4096, device="meta")
+    seconds = {
+        p: tessera.predict(model, x, precision=p, launch="graph").total_latency_s
+        for p in ("fp32", "tf32", "bf16", "fp8")
+    }
+    assert seconds["fp32"] > seconds["tf32"] > seconds["bf16"] > seconds["fp8"]
+
+
+def test_a_captured_graph_is_predicted_for_many_chips():
+    from tessera.graph.capture import capture
+
+    graph = capture(net(), torch.randn(8, 64))
+    found = {d: tessera.predict(graph, on=d).total_energy_j for d in ("h200", "a100", "l4")}
+    assert len(set(found.values())) == 3
+
+
+def test_an_operating_point_draws_less():
+    x = torch.randn(8, 3, 32, 32)
+    full, low = (tessera.predict(cnn(), x, on=d, launch="graph") for d in ("jetson-orin", "jetson-orin@15W"))
+    assert low.average_power_w <= 15 and full.total_latency_s <= low.total_latency_s
+
+
+def test_a_chip_nothing_is_known_of_is_refused():
+    with pytest.raises(ArgumentError, match="bandwidth"):
+        tessera.predict(net(), torch.randn(1, 64), on="generic-cpu")
+
+
+def test_wrong_chip_says_which_was_meant():
+    with pytest.raises(ArgumentError, match="did you mean"):
+        tessera.predict(net(), torch.randn(1, 64), on="h20o")
+
+
+def test_a_precision_the_chip_lacks():
+    with pytest.raises(PredictionError, match="no fp8") as caught:
+        tessera.predict(net(), torch.randn(1, 64), on="v100", precision="fp8")
+    assert "fp16" in str(caught.value)
+
+
+def test_a_model_that_does_not_fit():
+    model = nn.Linear(100_000, 100_000, device="meta")
+    with pytest.raises(DoesNotFit, match="needs") as caught:
+        tessera.predict(model, torch.empty(1, 100_000, device="meta"), on="l4")
+    assert "check_memory" in str(caught.value)
+    assert (
+        tessera.predict(model, torch.empty(1, 100_000, device="meta"), on="l4", check_memory=False).total_energy_j > 0
+    )
+
+
+def test_a_launch_that_does_not_exist():
+    with pytest.raises(ArgumentError, match="did you mean 'graph'"):
+        tessera.predict(net(), torch.randn(1, 64), launch="grahp")
+
+
+def test_memory_by_category():
+    p = tessera.predict(net(256), torch.randn(64, 256), mode="train", optimizer="adamw").prediction
+    assert p.peak_memory_bytes > 0
+    assert p.memory_bytes["optimizer"] == pytest.approx(2 * p.memory_bytes["weights"], rel=0.1)
+    assert set(p.memory_bytes) >= {"weights", "gradients", "optimizer", "activations"}
+
+
+def test_opportunities_are_predicted_changes():
+    report = tessera.predict(net(512, 6), torch.randn(1, 512), on="h200")
+    found = {o.name: o for o in report.opportunities()}
+    assert "reduce latency" in found
+    graph = tessera.predict(net(512, 6), torch.randn(1, 512), on="h200", launch="graph")
+    saved = report.total_energy_j - graph.total_energy_j
+    assert found["reduce latency"].saves_j == pytest.approx(saved, rel=0.05)
+    assert all(o.saves_j > 0 and o.action for o in found.values())
+    assert [o.saves_j for o in report.opportunities()] == sorted((o.saves_j for o in found.values()), reverse=True)
+
+
+def test_two_reports_are_compared():
+    x = torch.randn(8, 64)
+    a, b = tessera.predict(net(), x, on="a100"), tessera.predict(net(), x, on="h200")
+    diff = a.diff(b)
+    assert diff.total.change_j == pytest.approx(b.total_energy_j - a.total_energy_j)
+    assert {c.name for c in diff.components} == {"compute", "memory", "static"}
+    assert len(diff.subgraphs) == len({d.subgraph_name for d in a.descriptors})
+    assert not a.diff(a).total.significant
+
+
+def test_models_stay_where_they_are():
+    model = net()
+    tessera.predict(model, torch.randn(2, 64), mode="train")
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())

@@ -1,0 +1,245 @@
+"""`tessera predict` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tessera.cli import models
+from tessera.cli.main import main
+from tessera.errors import ArgumentError, MissingExtra
+
+OWN = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(4, 64)
+
+def just():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+def words():
+    return nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8 + int(torch.linspace(0, 3, 4)[-1].item()))
+
+    def forward(self, x):
+        return self.linear(x)
+
+def huge():
+    return nn.Linear(200_000, 200_000), torch.empty(1, 200_000)
+
+net = just()
+number = 3
+
+def boom():
+    raise ValueError("broken on purpose")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the current folder; its name is new each time, as imports are remembered."""
+    name = f"own_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def predicted(*args: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", *args])
+    return int(ended.value.code or 0)
+
+
+def test_one_point_is_a_full_report(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted(f"{own}:make", "--on", "a100", "--precision", "bf16", "--top", "2") == 0
+    out = capsys.readouterr().out
+    assert "Sequential on NVIDIA A100" in out
+    assert "bf16, infer, eager, batch 4" in out
+    for words in ("Compute (", "Memory ", "Static ", "Top consumers", "per sample", "Opportunities", "next"):
+        assert words in out
+
+
+def test_several_points_are_a_table(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--on", "a100,h200", "--precision", "bf16,fp8", "--batch", "1,64")
+    assert predicted(f"{own}:make", *arguments) == 0
+    out = capsys.readouterr().out
+    assert "6 of 8 combinations are possible" in out
+    assert "a100 has no fp8 units" in out
+    assert "least energy" in out
+
+
+def test_json_is_for_machines(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted(f"{own}:make", "--json", "--no-opportunities") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["summary"]["total_energy_j"] > 0
+    assert data["report"]["prediction"]["batch"] == 4
+    assert "opportunities" not in data
+    assert predicted(f"{own}:make", "--json", "--batch", "1,2") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["batch"] for row in data["rows"]] == [1, 2]
+
+
+def test_html_is_written_and_said(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.html"
+    assert predicted(f"{own}:make", "--batch", "1,8", "--html", str(file)) == 0
+    assert "<svg" in file.read_text()
+    assert f"wrote {file}" in capsys.readouterr().err
+    assert predicted(f"{own}:make", "--html", str(file), "--no-opportunities") == 0
+    assert "Top consumers" in file.read_text()
+    assert predicted(f"{own}:make", "--html", str(tmp_path / "no" / "where.html")) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_training_counts_steps(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--mode", "train", "--optimizer", "adamw", "--launch", "graph", "--burst", "--no-opportunities")
+    assert predicted(f"{own}:make", *options) == 0
+    out = capsys.readouterr().out
+    assert "per step" in out
+    assert "train, graph" in out
+
+
+def test_inputs_may_be_given(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ("--no-opportunities", "--top", "0")
+    assert predicted(f"{own}:just", "--input", "64", *quick) == 0
+    assert predicted(f"{own}:net", "--input", "64", *quick) == 0
+    assert predicted(f"{own}:words", "--seq", "32", *quick) == 0
+    assert "per token" in capsys.readouterr().out
+    assert predicted(f"{own}:just") == 1
+    assert "--input 3x224x224" in capsys.readouterr().err
+
+
+def test_a_model_that_asks_for_values_while_it_is_built(own: str) -> None:
+    assert predicted(f"{own}:Asks", "--input", "8", "--no-opportunities") == 0
+
+
+def test_what_does_not_fit_is_an_error_alone_and_a_row_among_others(
+    own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predicted(f"{own}:huge", "--on", "l4", "--no-opportunities") == 1
+    assert "needs" in capsys.readouterr().err
+    assert predicted(f"{own}:huge", "--on", "l4,b200", "--precision", "bf16") == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert predicted(f"{own}:huge", "--on", "l4,t4", "--precision", "fp16") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("{own}:mak",), 1, "did you mean 'make'"),
+        (("{own}x:make",), 1, "did you mean '{own}'"),
+        (("{own}:number",), 1, "int"),
+        (("{own}:boom",), 1, "ValueError: broken on purpose"),
+        (("{own}:make", "--on", "a1000"), 1, "did you mean 'a100'"),
+        (("{own}:make", "--precision", "bf17"), 1, "did you mean 'bf16'"),
+        (("{own}:make", "--on", "a100", "--precision", "fp8"), 1, "no fp8 units"),
+        (("{own}:make", "--batch", "none"), 2, "--batch"),
+        (("{own}:make", "--batch", "0"), 2, "--batch"),
+        (("{own}:make", "--input", "3by3"), 2, "--input"),
+        (("{own}:make", "--on", ","), 2, "names nothing"),
+        (("{own}:make", "--mode", "training"), 2, "--mode"),
+        ((), 2, "MODEL"),
+        (("hf:nowhere.json",), 1, "nothing is downloaded"),
+        (("hf:{{",), 1, "not JSON"),
+        (("hf:[1]",), 1, "nothing is downloaded"),
+    ],
+)
+def test_mistakes(
+    own: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    assert predicted(*(word.format(own=own) for word in arguments)) == code
+    err = capsys.readouterr().err
+    assert said.format(own=own) in err
+    assert "Traceback" not in err
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom tessera.cli.main import main\n"
+        "try: main(['predict', '--help'])\nexcept SystemExit: pass\n"
+        "print('LOADED', sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "LOADED []" in out.stdout
+    assert "tessera predict resnet18" in out.stdout
+
+
+def test_the_next_command_is_what_was_typed_with_one_change(own: str) -> None:
+    command = [sys.executable, "-m", "tessera", "predict", f"{own}:make", "--on", "h200", "--batch=1,64"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"tessera predict {own}:make --on h200 --batch 64" in out.stdout
+    assert out.stderr == "", "no progress where nobody looks"
+
+
+def test_progress_shows_on_a_terminal_only(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert predicted(f"{own}:make", "--on", "a100,h200", "--batch", "1,2,4") == 0
+
+
+@pytest.mark.parametrize("name", ["torchvision", "timm", "transformers"])
+def test_a_missing_package_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=name) as error:
+        models.package(name, "a model")
+    assert "[models]" in (error.value.fix or "")
+
+
+# -- with the packages of models, where they are installed ----------------------------------------------------------
+
+
+def has(name: str) -> None:
+    try:
+        models.package(name, "a test")
+    except MissingExtra:
+        pytest.skip(f"{name} is not installed")
+
+
+def test_torchvision_by_name() -> None:
+    has("torchvision")
+    loaded = models.load("resnet18", models.Shape())
+    assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
+    assert tuple(loaded.inputs.shape) == (1, 3, 224, 224)
+    assert tuple(models.load("inception_v3", models.Shape()).inputs.shape) == (1, 3, 299, 299)
+    assert {p.device.type for p in models.load("regnet_x_400mf", models.Shape()).model.parameters()} == {"meta"}
+    with pytest.raises(ArgumentError, match="did you mean 'resnet18'"):
+        models.load("resnet81", models.Shape())
+
+
+def test_timm_by_name() -> None:
+    has("timm")
+    loaded = models.load("timm:vit_tiny_patch16_224", models.Shape())
+    assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
+    with pytest.raises(ArgumentError, match="no model"):
+        models.load("timm:vit_tinny_patch16_224", models.Shape())
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_transformers_by_configuration(tmp_path: Path) -> None:
+    has("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    for spec in (f"hf:{file}", f"hf:{json.dumps(LLAMA)}"):
+        loaded = models.load(spec, models.Shape(seq=16))
+        assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
+        assert {str(p.dtype) for p in loaded.model.parameters()} == {"torch.bfloat16"}
+        assert tuple(loaded.inputs["input_ids"].shape) == (1, 16)
+        assert loaded.name == "LlamaForCausalLM"
+    assert "labels" in models.load(f"hf:{file}", models.Shape(), training=True).inputs
+    for wrong, near in (({"model_type": "lama"}, "llama"), ({**LLAMA, "architectures": ["LLamaForCausalLM"]}, "Llama")):
+        with pytest.raises(ArgumentError, match=f"did you mean '{near}"):
+            models.load(f"hf:{json.dumps(wrong)}", models.Shape())

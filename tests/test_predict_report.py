@@ -1,0 +1,268 @@
+"""A prediction, a sweep and a comparison as people see them: in the terminal and as one HTML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from rich.console import Console, RenderableType
+from torch import nn
+
+from tessera.estimate.predict import predict
+from tessera.estimate.search import Sweep, SweepRow, sweep
+from tessera.report import predict as shown
+from tessera.report.predict_html import card, page
+from tessera.report.scatter import Axis, Dot, scatter
+from tessera.schema import DiffRow, Energy, EnergyDiff, EnergyReport, Opportunity
+
+from models import Block, Residual
+
+IMAGE = torch.empty(1, 3, 32, 32, device="meta")
+EVIL = "<script>alert('x')</script>&\"net\""
+
+
+def text_of(rendered: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(rendered)
+    return captured.get()
+
+
+@pytest.fixture(scope="module")
+def report() -> EnergyReport:
+    return predict(Residual(), IMAGE, on="a100", precision="bf16", batch=8, name="residual")
+
+
+@pytest.fixture(scope="module")
+def found() -> Sweep:
+    return sweep(Residual(), IMAGE, devices=("a100", "h200"), precisions=("bf16", "fp8"), batches=(1, 8), name=EVIL)
+
+
+def saving(name: str = "quantise") -> Opportunity:
+    return Opportunity(
+        name=name, action="run in fp8", saves_j=0.012, saves_share=0.3, error_j=0.002, latency_s=0.004, unit="sample"
+    )
+
+
+class Strict(HTMLParser):
+    """Fails on tags that do not nest, and keeps what a page would fetch."""
+
+    void = frozenset({"meta", "line", "circle", "path", "polyline", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetches: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetches += [str(v) for k, v in attrs if k in ("src", "href", "srcset", "data", "action")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(html: str) -> Strict:
+    parser = Strict()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    assert parser.fetches == []
+    assert "http" not in html
+    assert "url(" not in html
+    assert "@import" not in html
+    return parser
+
+
+# -- terminal -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_says_everything_on_one_screen(report: EnergyReport) -> None:
+    out = text_of(shown.prediction(report, top=5, opportunities=[saving()], next_command="tessera predict x"))
+    assert "residual on NVIDIA A100" in out
+    assert "bf16, infer, eager, batch 8" in out
+    assert re.search(r"\d ± \d.*[mµ]s .*\d ± \d.* mJ .*W average, .*W peak", out)
+    assert re.search(r"per sample +\S+ ± \S+ [mµ]?J", out)
+    assert re.search(r"memory +\S+ MiB of 80 GiB", out)
+    assert "bound by" in out
+    assert "✓  Quantise" in out
+    assert "saves 12.0 ± 2.0 mJ/sample (30%)" in out
+    assert "next  tessera predict x" in out
+    assert len(out.splitlines()) <= 40
+
+
+def test_the_bars_are_the_shares(report: EnergyReport) -> None:
+    out = text_of(shown.prediction(report))
+    lines = {name: re.search(rf"{name} +\((\d+\.\d)%\): +(█*)", out) for name in ("Compute", "Memory", "Static")}
+    shares = []
+    for name, found in lines.items():
+        assert found, name
+        shares.append(float(found[1]))
+        assert len(found[2]) == pytest.approx(float(found[1]) / 100 * shown.BAR, abs=1.0)
+    assert sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_blocks_are_exact_to_an_eighth() -> None:
+    assert shown.blocks(0.0, 40) == ""
+    assert shown.blocks(1.0, 40) == "█" * 40
+    assert shown.blocks(0.5 / 40, 40) == "▌"
+    assert shown.blocks(2.0, 10) == "█" * 10
+
+
+def test_top_consumers_are_numbered_and_grouped(report: EnergyReport) -> None:
+    found = shown.consumers(report, 100)
+    assert sum(c.energy_j for c in found) == pytest.approx(report.total_energy_j)
+    assert sum(c.share for c in found) == pytest.approx(1.0)
+    assert [c.energy_j for c in found] == sorted((c.energy_j for c in found), reverse=True)
+    out = text_of(shown.prediction(report, top=3))
+    assert re.search(r"1\. +\S+ .*%", out)
+    assert re.findall(r"^ *(\d+)\. ", out, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_layers_alike_are_one_line() -> None:
+    deep = predict(nn.Sequential(*(Block() for _ in range(6))), torch.empty(1, 16, 64), on="h200")
+    found = shown.consumers(deep, 100)
+    assert [c.count for c in found if "qkv" in c.name] == [6]
+    assert sum(c.energy_j for c in found) == pytest.approx(deep.total_energy_j)
+    assert all(c.count >= shown.STACK for c in found if "*" in c.name)
+
+
+def test_no_opportunity_is_said(report: EnergyReport) -> None:
+    assert "none of those tried" in text_of(shown.prediction(report, opportunities=[]))
+    assert "Opportunities" not in text_of(shown.prediction(report))
+
+
+def test_real_opportunities_are_shown(report: EnergyReport) -> None:
+    found = report.opportunities()
+    out = text_of(shown.prediction(report, opportunities=found))
+    assert out.count("✓") == len(found)
+
+
+def test_a_sweep_marks_the_frontier_and_says_what_cannot_be(found: Sweep) -> None:
+    out = text_of(shown.comparison(found, next_command="tessera predict y"), width=120)
+    assert "6 of 8 combinations are possible" in out
+    assert len(re.findall(r"^\* (?:a100|h200)", out, re.MULTILINE)) == len(found.pareto())
+    assert "a100 fp8 batch 1, 8: a100 has no fp8 units" in out
+    for words in ("least energy", "fastest", "most throughput", "next"):
+        assert words in out
+    assert "memory" not in text_of(shown.comparison(found, width=80), width=80).splitlines()[1]
+
+
+def test_a_sweep_of_nothing_possible_still_says_why() -> None:
+    rows = (SweepRow(device="a100", precision="fp8", batch=1, reason="a100 has no fp8 units"),)
+    out = text_of(shown.comparison(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
+    assert "0 of 1" in out
+    assert "a100 has no fp8 units" in out
+    checked(page(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
+
+
+def diff() -> EnergyDiff:
+    def line(name: str, before: float, after: float, significant: bool) -> DiffRow:
+        return DiffRow(
+            name=name, before_j=before, after_j=after, before_s=0.1, after_s=0.05, error_j=0.1, significant=significant
+        )
+
+    return EnergyDiff(
+        before="fp32", after="bf16", total=line("total", 2.0, 1.0, True),
+        components=[line("compute", 1.0, 0.95, False)], subgraphs=[line("new.op", 0.0, 0.3, True)], note="other chips",
+    )  # fmt: skip
+
+
+def test_a_difference_tells_change_from_noise() -> None:
+    out = text_of(shown.difference(diff()))
+    assert "fp32  →  bf16" in out
+    assert re.search(r"total +2 J +1 J +-1\.00 ± 0\.10 J +-50%  ", out)
+    assert re.search(r"compute .* ~", out)
+    assert re.search(r"new\.op .* new", out)
+    assert "other chips" in out
+
+
+def test_a_real_difference_renders(report: EnergyReport) -> None:
+    pytest.importorskip("tessera.analyze.compare")
+    other = predict(Residual(), IMAGE, on="h200", precision="bf16", batch=8, name="residual")
+    assert "→" in text_of(shown.difference(report.diff(other)))
+
+
+def test_json_has_the_summary_and_the_report(report: EnergyReport) -> None:
+    data = json.loads(shown.report_json(report, [saving()]))
+    assert data["summary"]["total_energy_j"] == pytest.approx(report.total_energy_j)
+    assert data["report"]["prediction"]["device"] == "a100"
+    assert len(data["report"]["descriptors"]) == len(report.descriptors)
+    assert data["opportunities"][0]["saves_j"] == 0.012
+    assert "opportunities" not in json.loads(shown.report_json(report))
+
+
+# -- HTML -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_needs_nothing_but_itself(report: EnergyReport) -> None:
+    html = page(report, opportunities=[saving()])
+    parser = checked(html)
+    assert html.startswith("<!doctype html>")
+    assert "prefers-color-scheme:dark" in html
+    assert "residual on NVIDIA A100" in html
+    assert "Quantise" in html
+    assert parser.tags.count("tr") >= 5
+    assert parser.tags.count("section") == 1
+    assert checked(page([report, report])).tags.count("section") == 2
+
+
+def test_every_string_is_escaped(report: EnergyReport, found: Sweep) -> None:
+    descriptor = dataclasses.replace(report.descriptors[0], subgraph_name=EVIL, kind=EVIL)
+    evil = dataclasses.replace(report, name=EVIL, descriptors=(descriptor,), notes=(EVIL,))
+    opportunity = dataclasses.replace(saving(EVIL), action=EVIL, unit=EVIL)
+    bad = SweepRow(device=EVIL, precision="bf16", batch=1, reason=EVIL)
+    rows = (*found.rows, bad, dataclasses.replace(found.rows[0], device=EVIL, bound=EVIL))
+    for html in (page(evil, opportunities=[opportunity]), card(evil), page(dataclasses.replace(found, rows=rows))):
+        assert "alert(" in html
+        assert "<script>alert" not in html
+        checked(html)
+
+
+def test_a_sweeps_page_has_the_plot_and_the_table(found: Sweep) -> None:
+    parser = checked(page(found))
+    assert parser.tags.count("svg") == 1
+    assert parser.tags.count("circle") == len(found.feasible)
+    assert parser.tags.count("title") == 1 + len(found.feasible), "the page's own and one under each point"
+    assert parser.tags.count("polyline") == 1
+
+
+def test_a_card_works_for_a_measurement_too(report: EnergyReport) -> None:
+    checked(card(report))
+    assert report._repr_html_() == card(report)
+    energy = Energy(joules=12.0, error_j=0.5, seconds=1.0, source="nvml-samples")
+    measured = EnergyReport(name="train", total=energy, by_domain={"gpu0": energy})
+    html = card(measured)
+    checked(html)
+    assert "12.00 ± 0.50 J" in html
+    assert "gpu0" in html
+
+
+def test_axes_hold_every_point_and_round_ticks() -> None:
+    axis = Axis.over([0.002, 0.08], 0, 100)
+    assert 0 < axis.at(0.002) < axis.at(0.08) < 100
+    assert axis.at(0.0) == 0
+    assert axis.at(1e9) == 100
+    assert [f"{t:g}" for t in axis.ticks()] == ["0.002", "0.005", "0.01", "0.02", "0.05", "0.1"]
+    assert Axis.over([1.0], 0, 100).at(1.0) == pytest.approx(50)
+    assert scatter([]) == ""
+
+
+def test_labels_do_not_lie_on_each_other() -> None:
+    dots = [
+        Dot(x=1.0, y=1.0, error_x=0, error_y=0, group="g", label="same place", title="t", frontier=i == 0)
+        for i in range(9)
+    ]
+    svg = scatter(dots)
+    assert svg.count("<circle") == 9
+    assert 1 <= svg.count('class="label') <= 4
