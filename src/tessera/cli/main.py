@@ -15,6 +15,8 @@ from ..errors import TesseraError, did_you_mean
 # Name -> (module, one line of help). The line stands here so that --help need not import the module.
 COMMANDS = {
     "measure": ("measure", "Run any command and say what it cost: joules, watts, seconds."),
+    "predict": ("predict", "Predict latency, energy and memory of a model on a chip, before it runs there."),
+    "calibrate": ("calibrate", "Measure the GPU and host at hand, so that predictions are those of this machine."),
     "doctor": ("doctor", "Show every sensor of this machine, what is missing, and the fix."),
     "watch": ("watch", "Show power, clocks and temperature live."),
     "metrics": ("metrics", "Serve Prometheus metrics: joules as counters."),

@@ -1,0 +1,104 @@
+"""`tessera calibrate` in the terminal: the factors, the points they come from, the watts, and where it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..estimate.calibrate import Calibration, Row
+from ..estimate.overlay import Overlay, Scale, Watts
+from ..units import format_duration
+
+
+def print_calibration(found: Calibration, path: Path | None, console: Console) -> None:
+    """The conclusion first, then what it rests on, then what to type next."""
+    overlay = found.overlay
+    console.print(Text(_headline(found), style="bold"), soft_wrap=True)
+    console.print(
+        Text(f"{overlay.board}, driver {overlay.driver or 'unknown'}, torch {overlay.torch}, {overlay.host_cpu}")
+    )
+    console.print()
+    console.print(_factors(overlay))
+    console.print()
+    console.print(_watts(overlay))
+    console.print()
+    console.print(_points(found.rows))
+    console.print(Text("measured / predicted; time and energy before calibration, time after", style="dim"))
+    for note in overlay.notes:
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    console.print()
+    if path is None:
+        console.print(Text("dry run: nothing was written", style="yellow"))
+        return
+    console.print(Text(f"written to {path}"), soft_wrap=True)
+    console.print(Text(f"next: tessera predict resnet18 --on {overlay.device}", style="cyan"), soft_wrap=True)
+
+
+def typical(ratios: Sequence[float]) -> float:
+    """How far a ratio typically is from 1, as a share: the mean of what it is off by."""
+    return sum(abs(r - 1.0) for r in ratios) / len(ratios) if ratios else math.nan
+
+
+def _headline(found: Calibration) -> str:
+    kernels = [row for row in found.rows if row.launch == "graph"]
+    before, after = (typical([getattr(row, name) for row in kernels]) for name in ("ratio", "ratio_after"))
+    host = found.overlay.host_scale
+    launches = f"; the host launches in {host.factor:.2f} x the time predicted" if host is not None else ""
+    return (
+        f"{found.overlay.device} calibrated in {found.seconds:.0f} s: time of {len(kernels)} kernels off by "
+        f"{before:.1%} before, {after:.1%} after{launches}"
+    )
+
+
+def _factors(overlay: Overlay) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("group", "time", "±", "energy", "±", "points"):
+        table.add_column(name, justify="left" if name == "group" else "right")
+    for group in sorted({*overlay.time_scale, *overlay.energy_scale}):
+        time = overlay.time_scale.get(group)
+        points = str(time.points) if time is not None else "-"
+        table.add_row(group, *_scale(time), *_scale(overlay.energy_scale.get(group)), points)
+    if overlay.host_scale is not None:
+        table.add_row("host", *_scale(overlay.host_scale), "-", "-", str(overlay.host_scale.points))
+    return table
+
+
+def _scale(scale: Scale | None) -> tuple[str, str]:
+    if scale is None:
+        return "-", "-"
+    return f"{scale.factor:.3f}", "-" if scale.spread is None else f"{scale.spread:.0%}"
+
+
+def _watts(overlay: Overlay) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = (("idle", overlay.idle_w), ("idle, context", overlay.idle_context_w), ("static", overlay.static_w),
+            ("limit", overlay.limit_w))  # fmt: skip
+    for name, watts in rows:
+        table.add_row(name, _power(watts), Text(watts.how, style="dim"))
+    return table
+
+
+def _power(watts: Watts) -> str:
+    return "-" if watts.value is None else f"{watts.value:.1f} W"
+
+
+def _points(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("point", "predicted", "measured", "time", "energy", "after"):
+        table.add_column(name, justify="left" if name == "point" else "right")
+    for row in rows:
+        energy = "-" if row.measured_j is None else f"{row.measured_j / row.predicted_j:.3f}"
+        table.add_row(
+            row.name,
+            format_duration(row.predicted_s),
+            format_duration(row.measured_s),
+            f"{row.ratio:.3f}",
+            energy,
+            f"{row.ratio_after:.3f}",
+        )
+    return table

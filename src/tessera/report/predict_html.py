@@ -1,0 +1,282 @@
+"""Predictions as HTML: a card for notebooks, and one page that needs no network, light or dark as its reader is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ..estimate.search import Sweep, SweepRow
+from ..schema import EnergyReport, Opportunity
+from ..units import format_bytes, format_duration, format_energy, format_power
+from . import predict as shared
+from .predict import capital, choices, components, consumers, row_name, time_text
+from .scatter import Dot, scatter
+from .text import energy_text
+
+_STYLE = """
+.tessera{--c:#2f9e6e;--m:#2b8fc4;--s:#e0a02c;--line:rgba(128,128,128,.28);--soft:rgba(128,128,128,.10);
+font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-nums}
+.tessera h2{font-size:20px;margin:0 0 2px}.tessera h3{font-size:15px;margin:26px 0 8px}
+.tessera .dim{opacity:.68}.tessera .tiles{display:flex;flex-wrap:wrap;gap:10px;margin:14px 0}
+.tessera .tile{border:1px solid var(--line);border-radius:8px;padding:8px 14px;min-width:118px}
+.tessera .tile b{display:block;font-size:18px;font-weight:600;white-space:nowrap}
+.tessera .tile small{opacity:.68;font-size:12px;display:block}.tessera .wide .tile{flex:1 1 0;min-width:250px}
+.tessera .bar{display:flex;height:18px;border-radius:5px;overflow:hidden;background:var(--soft)}
+.tessera .bar i{display:block}.tessera .compute{background:var(--c)}.tessera .memory{background:var(--m)}
+.tessera .static{background:var(--s)}.tessera .legend{margin:6px 0 0;display:flex;flex-wrap:wrap;gap:4px 18px}
+.tessera .legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
+.tessera .legend i.line{height:0;width:18px;border-top:2px dashed currentColor;border-radius:0;vertical-align:middle}
+.tessera table{border-collapse:collapse;width:100%;font-size:13px}
+.tessera th,.tessera td{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap}
+.tessera th{font-weight:600}.tessera th[data-sort]{cursor:pointer}
+.tessera th[data-sort]:hover{text-decoration:underline}
+.tessera .n{text-align:right}.tessera td.name{white-space:normal;word-break:break-word}
+.tessera td .bar{height:9px;width:110px;border-radius:3px}.tessera tr.front td{background:rgba(47,158,110,.13)}
+.tessera tr:hover td{background:var(--soft)}
+.tessera ul{list-style:none;padding:0;margin:0}
+.tessera li{margin:3px 0}.tessera li::before{content:"✓";color:var(--c);font-weight:700;margin-right:8px}
+.tessera .scroll{overflow-x:auto}.tessera svg{width:100%;height:auto;max-width:1040px}
+.tessera .grid{stroke:var(--line)}.tessera .tick,.tessera .label{font-size:11px;fill:currentColor;opacity:.75}
+.tessera .axis{font-size:12px;fill:currentColor;text-anchor:middle}.tessera .label.front{font-weight:600;opacity:1}
+.tessera .frontier{fill:none;stroke:currentColor;stroke-width:1.5;stroke-dasharray:6 4;opacity:.55}
+.tessera .whisker{fill:none;stroke-width:1;opacity:.13}.tessera .front .whisker{opacity:.45}
+.tessera .point:hover .whisker{opacity:1}.tessera .point:hover circle{stroke:currentColor;stroke-width:2}
+.tessera .front circle{stroke:currentColor;stroke-width:1.5}
+.tessera .label{paint-order:stroke;stroke:var(--paper,transparent);stroke-width:3px;stroke-linejoin:round}
+.tessera details{margin-top:18px;font-size:13px}.tessera summary{cursor:pointer;opacity:.68}
+.tessera dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:8px 0}
+.tessera dt{opacity:.68}.tessera dd{margin:0}
+"""
+_PAGE_STYLE = """
+:root{color-scheme:light dark}body{--paper:#fff;margin:0;background:var(--paper);color:#1b1f24}
+main{max-width:1120px;margin:0 auto;padding:28px 24px 60px}
+section+section{border-top:1px solid rgba(128,128,128,.28);margin-top:34px;padding-top:26px}
+@media (prefers-color-scheme:dark){body{--paper:#14171b;color:#e4e7eb}}
+"""
+# Sorts a table by the column clicked: by data-v where a cell has it, otherwise by its text.
+_SCRIPT = """
+document.querySelectorAll('.tessera th[data-sort]').forEach(th=>th.addEventListener('click',()=>{
+const body=th.closest('table').tBodies[0],i=th.cellIndex,up=th.dataset.sort!=='up';
+th.dataset.sort=up?'up':'down';const key=r=>{const c=r.cells[i];
+return c?(c.dataset.v!==undefined?Number(c.dataset.v):c.textContent):Infinity};
+[...body.rows].sort((a,b)=>{const x=key(a),y=key(b);const d=typeof x==='number'&&typeof y==='number'?x-y:
+String(x).localeCompare(String(y));return up?d:-d}).forEach(r=>body.appendChild(r))}));
+"""
+
+
+def card(report: EnergyReport) -> str:
+    """A report for a notebook: the key numbers, the components, the five dearest subgraphs."""
+    return f"<style>{_STYLE}</style><div class='tessera'>{_report(report, top=5)}</div>"
+
+
+def page(
+    shown: EnergyReport | Sequence[EnergyReport] | Sweep, *, opportunities: Sequence[Opportunity] | None = None
+) -> str:
+    """One HTML file of a report, of several, or of a sweep. It needs nothing but itself."""
+    if isinstance(shown, Sweep):
+        title, sections = shown.name, [_sweep(shown)]
+    else:
+        reports = [shown] if isinstance(shown, EnergyReport) else list(shown)
+        title = ", ".join(dict.fromkeys(report.name for report in reports)) or "nothing"
+        sections = [_report(report, top=20, opportunities=opportunities) for report in reports]
+    body = "".join(f"<section>{section}</section>" for section in sections)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)} - tessera predict</title><style>{_STYLE}{_PAGE_STYLE}</style></head>"
+        f'<body><main class="tessera">{body}</main><script>{_SCRIPT}</script></body></html>\n'
+    )
+
+
+# -- one report -----------------------------------------------------------------------------------------------------
+
+
+def _report(report: EnergyReport, *, top: int, opportunities: Sequence[Opportunity] | None = None) -> str:
+    of = report.prediction
+    where = f" on {shared.chip_name(of.device)}" if of else ""
+    parts = [
+        f"<h2>{escape(report.name + where)}</h2><div class='dim'>{escape(shared.setting(report))}</div>",
+        _tiles(report),
+    ]
+    parts.append(_component_bar(report))
+    if report.descriptors:
+        parts.append(_consumers(report, top))
+    elif report.by_domain:
+        parts.append(_domains(report))
+    if opportunities:
+        parts.append(f"<h3>Opportunities</h3><ul>{''.join(map(_opportunity, opportunities))}</ul>")
+    parts.append(_origins(report))
+    return "".join(parts)
+
+
+def _tile(value: str, label: str) -> str:
+    return f"<div class='tile'><b>{escape(value)}</b><small>{escape(label)}</small></div>"
+
+
+def _tiles(report: EnergyReport) -> str:
+    of, watts = report.prediction, report.average_power_w
+    tiles = [
+        _tile(time_text(report.total_latency_s, of.latency_error_s if of else None), "time"),
+        _tile(energy_text(report.total_energy_j, report.total.error_j), "energy, 90% interval"),
+    ]
+    if watts is not None:
+        peak = f", {format_power(report.peak_w, 3)} peak" if report.peak_w is not None else ""
+        tiles.append(_tile(format_power(watts, 3), f"average{peak}"))
+    tiles += [_tile(energy_text(joules, error), f"per {unit}") for unit, joules, error in report.per_work()]
+    if of is not None:
+        if of.peak_memory_bytes is not None:
+            used = shared.memory_text(of.peak_memory_bytes, of.memory_capacity_bytes)
+            value, _, rest = used.partition(" of ")
+            tiles.append(_tile(value, f"of {rest}" if rest else "memory"))
+        tiles.append(_tile(capital(of.bound), f"bounds it; {of.average_utilization:.0%} utilised"))
+    return f"<div class='tiles'>{''.join(tiles)}</div>"
+
+
+def _component_bar(report: EnergyReport) -> str:
+    parts = components(report)
+    if not parts:
+        return ""
+    keys = "".join(
+        f"<span><i class='{name.lower()}'></i>{name} ({share:.1%}): {escape(format_energy(joules, 3))}</span>"
+        for name, joules, share in parts
+    )
+    return f"{_bar(parts)}<p class='legend'>{keys}</p>"
+
+
+def _bar(parts: Sequence[tuple[str, float, float]], length_pct: float = 100.0) -> str:
+    pieces = "".join(
+        f"<i class='{name.lower()}' style='width:{length_pct * share:.2f}%' "
+        f"title='{name} {share:.1%}, {escape(format_energy(joules, 3))}'></i>"
+        for name, joules, share in parts
+    )
+    return f"<div class='bar'>{pieces}</div>"
+
+
+def _head(columns: Sequence[tuple[str, bool]], *, sort: bool = True) -> str:
+    """A heading row of (name, whether it holds numbers)."""
+    mark = " data-sort=''" if sort else ""
+    cells = "".join(f"<th{' class=n' if number else ''}{mark}>{escape(name)}</th>" for name, number in columns)
+    return f"<thead><tr>{cells}</tr></thead>"
+
+
+def _number(text: str, value: float | None) -> str:
+    return f"<td class='n' data-v='{value:.6g}'>{escape(text)}</td>" if value is not None else "<td class='n'>-</td>"
+
+
+def _consumers(report: EnergyReport, top: int) -> str:
+    found = consumers(report, top)
+    most = max((c.share for c in found), default=1.0) or 1.0
+    rows = []
+    for i, c in enumerate(found, 1):
+        name = c.name if c.count == 1 else f"{c.name} ×{c.count}"
+        numbers = (
+            _number(format_duration(c.latency_s, 3), c.latency_s),
+            _number(format_energy(c.energy_j, 3), c.energy_j),
+            _number(f"{c.share:.1%}", c.share),
+        )
+        rows.append(
+            f"<tr>{_number(str(i), i)}<td class='name'>{escape(name)}</td><td>{escape(c.kind)}</td>{''.join(numbers)}"
+            f"<td>{_bar(components(c), 100 * c.share / most)}</td></tr>"
+        )
+    columns = (("", True), ("subgraph", False), ("kind", False), ("time", True), ("energy", True), ("share", True))
+    head = _head((*columns, ("", False)))
+    return f"<h3>Top consumers</h3><div class='scroll'><table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _domains(report: EnergyReport) -> str:
+    """A measurement has no subgraphs: what it has are the places where power is drawn, and its regions."""
+    named = [*report.by_domain.items(), *((region.name, region.energy) for region in report.regions)]
+    rows = "".join(
+        f"<tr><td class='name'>{escape(name)}</td>{_number(energy_text(e.joules, e.error_j), e.joules)}"
+        f"<td>{escape(e.source)}</td></tr>"
+        for name, e in named
+    )
+    head = _head((("where", False), ("energy", True), ("source", False)))
+    return f"<h3>Where</h3><div class='scroll'><table>{head}<tbody>{rows}</tbody></table></div>"
+
+
+def _opportunity(o: Opportunity) -> str:
+    saves = f"saves {energy_text(o.saves_j, o.error_j)} per {o.unit} ({o.saves_share:.0%})"
+    rest = f"{o.action}; takes {format_duration(o.latency_s, 3)}"
+    return f"<li><b>{escape(capital(o.name))}</b>: {escape(saves)} <span class='dim'>- {escape(rest)}</span></li>"
+
+
+def _origins(report: EnergyReport) -> str:
+    of = report.prediction
+    rows = [("bound by", shared.BOUNDS.get(of.bound, of.bound))] if of else []
+    rows += [*shared.origin(report), *(("note", note) for note in report.notes)]
+    if not rows:
+        return ""
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    return f"<details><summary>Where the numbers come from</summary><dl>{cells}</dl></details>"
+
+
+# -- a sweep --------------------------------------------------------------------------------------------------------
+
+
+def _sweep(found: Sweep) -> str:
+    front = set(map(id, found.pareto()))
+    about = f"{found.mode}, {found.launch}; {len(found.feasible)} of {len(found.rows)} combinations are possible"
+    parts = [f"<h2>{escape(found.name)}</h2><div class='dim'>{escape(about)}</div>", _choice_tiles(found)]
+    dots = [_dot(row, id(row) in front) for row in found.feasible]
+    if dots:
+        parts.append(f"<h3>Latency against energy per sample</h3>{scatter(dots)}")
+    parts.append(_table(found, front))
+    impossible = shared.reasons([row for row in found.rows if not row.feasible])
+    if impossible:
+        cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(reason)}</dd>" for name, reason in impossible)
+        parts.append(f"<h3>Not possible</h3><dl>{cells}</dl>")
+    return "".join(parts)
+
+
+def _choice_tiles(found: Sweep) -> str:
+    tiles: list[str] = []
+    named: dict[int, tuple[SweepRow, list[str]]] = {}
+    for label, row in choices(found):
+        named.setdefault(id(row), (row, []))[1].append(label)
+    for row, labels in named.values():
+        rate = f"{row.throughput_per_s or 0:,.0f} samples/s"
+        joules = format_energy(row.energy_per_sample_j or 0.0, 3)
+        detail = f"{', '.join(labels)}: {joules} per sample, {format_duration(row.latency_s or 0.0, 3)}, {rate}"
+        tiles.append(_tile(row_name(row), detail))
+    return f"<div class='tiles wide'>{''.join(tiles)}</div>"
+
+
+def _dot(row: SweepRow, frontier: bool) -> Dot:
+    joules, latency = row.energy_per_sample_j or 0.0, row.latency_s or 0.0
+    error_j, error_s = row.energy_per_sample_error_j or 0.0, row.latency_error_s or 0.0
+    lines = [row_name(row), time_text(latency, error_s), f"{energy_text(joules, error_j)} per sample"]
+    lines += [f"{row.throughput_per_s or 0:,.0f} samples/s", format_power(row.average_power_w or 0.0, 3)]
+    short = " ".join(part for part in (row.precision or "", f"b{row.batch}" if row.batch else "") if part)
+    return Dot(
+        x=latency, y=joules, error_x=error_s, error_y=error_j, group=row.device, label=short or row.device,
+        title="\n".join(lines), frontier=frontier,
+    )  # fmt: skip
+
+
+def _table(found: Sweep, front: set[int]) -> str:
+    columns = (
+        ("", False), ("chip", False), ("precision", False), ("batch", True), ("latency", True), ("energy/sample", True),
+        ("samples/s", True), ("power", True), ("memory", True), ("bound by", False), ("compute, memory, static", False),
+    )  # fmt: skip
+    rows = "".join(_row(row, id(row) in front) for row in found.feasible)
+    note = (
+        "Highlighted rows are on the Pareto frontier; ± is the half-width of a 90% interval. Click a heading to sort."
+    )
+    return (
+        f"<h3>All combinations</h3><div class='scroll'><table>{_head(columns)}<tbody>{rows}</tbody></table></div>"
+        f"<p class='dim'>{escape(note)}</p>"
+    )
+
+
+def _row(row: SweepRow, frontier: bool) -> str:
+    joules, latency, rate = row.energy_per_sample_j, row.latency_s, row.throughput_per_s
+    cells = [f"<td>{'★' if frontier else ''}</td><td>{escape(row.device)}</td><td>{escape(row.precision or '-')}</td>"]
+    cells.append(_number(str(row.batch), row.batch))
+    cells.append(_number(time_text(latency or 0.0, row.latency_error_s), latency))
+    cells.append(_number(energy_text(joules or 0.0, row.energy_per_sample_error_j), joules))
+    cells.append(_number(f"{rate or 0:,.0f}", rate))
+    cells.append(_number(f"{row.average_power_w or 0:.0f} W", row.average_power_w))
+    cells.append(_number(format_bytes(row.peak_memory_bytes or 0, 3), row.peak_memory_bytes))
+    cells.append(f"<td>{escape(row.bound or '-')}</td><td>{_bar(components(row))}</td>")
+    return f"<tr{' class=front' if frontier else ''}>{''.join(cells)}</tr>"
