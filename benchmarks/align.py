@@ -1,0 +1,181 @@
+"""Lay the kernels a GPU really ran beside the operators capture says would run. Used by the fits and the checks.
+
+A recorded trace (record_models.py) is a list of kernels with the operator that launched each; a captured graph is a
+list of operators. Both are brought to the same short names and aligned as two texts are, so that every captured
+operator gets the kernels, and the microseconds, that were its own; what only one side has is told.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+SAME = {
+    "cudnn_convolution": "conv", "convolution": "conv", "_convolution": "conv", "_conv_depthwise2d": "conv",
+    "cudnn_convolution_transpose": "conv", "conv_depthwise3d": "conv", "slow_conv_dilated2d": "conv", "conv2d": "conv",
+    "convolution_overrideable": "conv", "cudnn_convolution_relu": "conv", "_slow_conv2d_forward": "conv",
+    "convolution_backward": "conv_backward", "cudnn_convolution_backward": "conv_backward",
+    "sdpa": "sdpa", "_flash_attention_forward": "sdpa", "_efficient_attention_forward": "sdpa",
+    "_scaled_dot_product_flash_attention": "sdpa", "_scaled_dot_product_efficient_attention": "sdpa",
+    "_scaled_dot_product_cudnn_attention": "sdpa", "_cudnn_attention_forward": "sdpa",
+    "_scaled_dot_product_fused_attention_overrideable": "sdpa",
+    "sdpa_backward": "sdpa_backward", "_flash_attention_backward": "sdpa_backward",
+    "_efficient_attention_backward": "sdpa_backward", "_scaled_dot_product_flash_attention_backward": "sdpa_backward",
+    "_scaled_dot_product_efficient_attention_backward": "sdpa_backward", "_cudnn_attention_backward": "sdpa_backward",
+    "_scaled_dot_product_cudnn_attention_backward": "sdpa_backward",
+    "clone": "copy", "copy": "copy", "_to_copy": "copy", "contiguous": "copy", "expand_copy": "copy",
+    "zero": "fill", "zeros": "fill", "ones": "fill", "full": "fill", "fill": "fill", "zeros_like": "fill",
+    "ones_like": "fill", "full_like": "fill", "new_zeros": "fill", "new_ones": "fill", "scalar_tensor": "fill",
+    "cudnn_batch_norm": "batch_norm", "native_batch_norm": "batch_norm", "_native_batch_norm_legit": "batch_norm",
+    "_native_batch_norm_legit_no_training": "batch_norm", "_batch_norm_impl_index": "batch_norm",
+    "cudnn_batch_norm_backward": "batch_norm_backward", "native_batch_norm_backward": "batch_norm_backward",
+    "_cudnn_rnn": "rnn", "rnn": "rnn", "_cudnn_rnn_backward": "rnn_backward", "rnn_backward": "rnn_backward",
+    "_adaptive_avg_pool2d": "mean", "adaptive_avg_pool2d": "mean", "mean": "mean", "stack": "cat",
+    "addmm": "mm", "mm": "mm", "linear": "mm", "_addmm_activation": "mm", "_fused_rms_norm": "rms_norm",
+    "bmm": "bmm", "baddbmm": "bmm", "_grouped_mm": "grouped_mm", "embedding": "gather", "index_select": "gather",
+    "gather": "gather", "arange": "arange", "_safe_softmax": "_softmax",
+}  # fmt: skip
+
+
+def short(name: str) -> str:
+    """The name both sides share: "aten::add_" and "aten.add" are "add"."""
+    plain = name.replace("::", ".").rpartition(".")[2]
+    if not plain.startswith("__"):
+        plain = plain.rstrip("_")
+    return SAME.get(plain, plain)
+
+
+# Operators that only call others: their kernels are told by the inner operator.
+COMPOSITE = {
+    "matmul", "reshape", "contiguous", "to", "flatten", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    "cross_entropy_loss", "nll_loss_nd", "type_as", "float", "einsum", "rms_norm", "conv_tbc", "_batch_norm_impl_index",
+    "where", "min", "max", "one_hot", "unflatten", "item", "is_nonzero", "chunk", "linalg_vector_norm",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+OUTER = {
+    "conv2d": "conv", "conv1d": "conv", "conv3d": "conv", "conv_transpose2d": "conv", "conv_transpose1d": "conv",
+    "layer_norm": "native_layer_norm", "group_norm": "native_group_norm", "embedding_backward": "embedding_dense_backward",
+    "dropout": "native_dropout", "max_pool2d": "max_pool2d_with_indices", "softmax": "_softmax", "lstm": "rnn", "gru": "rnn",
+    "log_softmax": "_log_softmax", "pad": "constant_pad_nd", "linear": "mm", "cudnn_batch_norm": "batch_norm",
+    "adaptive_avg_pool1d": "mean", "avg_pool2d": "avg_pool2d", "_index_put_impl": "index_put",
+}  # fmt: skip
+
+
+@dataclass
+class Kernel:
+    """One kernel of a trace with the token of the operator it belongs to."""
+
+    token: str
+    op: int
+    name: str
+    us: float
+    start_us: float
+    outer: str | None
+
+
+def kernels_of(trace: Row) -> list[Kernel]:
+    """The kernels of a trace in the GPU's order."""
+    found = []
+    for op, outer, name, us, start, _ in trace["kernels"]:
+        inner, around = trace["ops"][op][0], trace["names"][outer] if outer is not None else None
+        found.append(Kernel(token_of(inner, around), op, trace["names"][name], us, start, around))
+    return found
+
+
+def token_of(inner: str | None, outer: str | None) -> str:
+    """What both sides call the operator a kernel belongs to."""
+    out, own = short(outer) if outer else "", short(inner) if inner else "?"
+    if outer and "scaled_dot_product_attention" in outer and own not in ("sdpa",):
+        return own  # the unfused path: told by its parts
+    out = OUTER.get(out, out)
+    return own if not out or out in COMPOSITE else out
+
+
+@dataclass
+class Pair:
+    """A captured operator with the kernels that are its own."""
+
+    op: Any
+    kernels: list[Kernel]
+
+    @property
+    def us(self) -> float:
+        return sum(x.us for x in self.kernels)
+
+
+def _runs(tokens: list[str]) -> list[tuple[str, int, int]]:
+    runs: list[tuple[str, int, int]] = []
+    for i, token in enumerate(tokens):
+        if runs and runs[-1][0] == token:
+            runs[-1] = (token, runs[-1][1], i + 1)
+        else:
+            runs.append((token, i, i + 1))
+    return runs
+
+
+def align(graph: Any, trace: Row) -> tuple[list[Pair], list[Any], list[Kernel]]:
+    """(pairs, captured operators without kernels, kernels without an operator)."""
+    ops, ran = list(graph.kernels), kernels_of(trace)
+    left, right = _runs([OUTER.get(short(o.name), short(o.name)) for o in ops]), _runs([k.token for k in ran])
+    pairs: list[Pair] = []
+    lone_ops: list[Any] = []
+    lone: list[Kernel] = []
+    matcher = SequenceMatcher(None, [t for t, _, _ in left], [t for t, _, _ in right], autojunk=False)
+    for tag, a0, a1, b0, b1 in matcher.get_opcodes():
+        if tag != "equal":
+            for _, i, j in left[a0:a1]:
+                lone_ops += ops[i:j]
+            for _, i, j in right[b0:b1]:
+                lone += ran[i:j]
+            continue
+        for (_, i, j), (_, k, m) in zip(left[a0:a1], right[b0:b1], strict=True):
+            shares = _share(ran[k:m], j - i)
+            if shares is None:
+                lone_ops += ops[i:j]
+                lone += ran[k:m]
+            else:
+                pairs += [Pair(op, share) for op, share in zip(ops[i:j], shares, strict=True)]
+    return pairs, lone_ops, lone
+
+
+def _share(kernels: list[Kernel], among: int) -> list[list[Kernel]] | None:
+    """Kernels of a run of like operators, dealt out: evenly, else at changes of the operator's arguments."""
+    if among == 1:
+        return [kernels]
+    if len(kernels) % among == 0:
+        each = len(kernels) // among
+        return [kernels[i * each : (i + 1) * each] for i in range(among)]
+    groups: list[list[Kernel]] = []
+    for kernel in kernels:
+        fresh = not groups or groups[-1][-1].op != kernel.op or kernel.name == groups[-1][0].name
+        if fresh:
+            groups.append([kernel])
+        else:
+            groups[-1].append(kernel)
+    return groups if len(groups) == among else None
+
+
+def read(path: Path | str) -> Iterator[Row]:
+    """Rows of a .jsonl.gz."""
+    with gzip.open(path, "rt") as f:
+        for line in f:
+            yield json.loads(line)
+
+
+def load_cases(path: Path | str) -> dict[str, Any]:
+    """The cases of a file, by name."""
+    spec = importlib.util.spec_from_file_location("cases", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cases"] = module
+    spec.loader.exec_module(module)
+    return {case.name: case for case in module.CASES}
