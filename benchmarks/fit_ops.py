@@ -491,7 +491,7 @@ def fit_draw_families(all_swept: list[tuple[dict[str, Any], Any]]) -> dict[str, 
     p, model = PowerModel.from_device(H200), OpModel(H200)
     seen: dict[str, list[float]] = collections.defaultdict(list)
     for r, graph in all_swept:
-        if len(graph.kernels) != 1 or r["throttle"] or r["ms"] < 0.006:
+        if len(graph.kernels) != 1 or r["ms"] < 0.006:
             continue
         op = graph.kernels[0]
         if op.kind in ("gemm", "attention", "rnn"):
@@ -500,8 +500,12 @@ def fit_draw_families(all_swept: list[tuple[dict[str, Any], Any]]) -> dict[str, 
         k = model.time(op, residency.traffic(graph, graph.kernels, capacity)[0].hbm_bytes)
         t = r["ms"] * 1e-3
         flops_j = sum(p.j_per_flop.get(u, 0.0) * n for u, n in Work.of(k).flops.items())
-        rest = r["J"] - p.static_w * t - flops_j - p.hbm_j_per_byte * k.hbm_bytes - p.l2_j_per_byte * k.l2_bytes
-        value = float(np.clip(rest / (p.active_w * max(0.05, k.busy) * t), 0.2, 3.0))
+        clock = min(1.0, r["sm_mhz"] / 1980.0)  # under the power limit the SMs draw less, as power.py has it
+        square = p.voltage(clock) ** 2
+        rest = (
+            r["J"] - p.static_w * t - p.hbm_j_per_byte * k.hbm_bytes - square * (flops_j + p.l2_j_per_byte * k.l2_bytes)
+        )
+        value = float(np.clip(rest / (square * clock * p.active_w * max(0.05, k.busy) * t), 0.2, 3.0))
         name = families.power_family(op)
         while name:
             seen[name].append(value)

@@ -220,6 +220,40 @@ def test_a_callable_that_steps_itself_is_taken_as_it_is():
     assert model.weight.device.type == "cpu" and not optimizer.state
 
 
+def test_autocast_for_a_gpu_is_honoured_without_one():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    graph = capture(step, (torch.randn(8, 16), torch.randint(0, 4, (8,))))
+    products = [op for op in graph.kernels if op.kind == "gemm"]
+    assert {op.precision for op in products} == {"bf16"} and len(products) >= 5
+    norm = next(op for op in graph.kernels if op.name == "aten.native_layer_norm")
+    assert norm.inputs[0].dtype == "fp32"
+    casts = [op for op in graph.kernels if op.name == "aten._to_copy" and op.phase == "forward"]
+    assert len(casts) >= 5  # input, two weights, two biases, and back to fp32 for the norm and the loss
+    assert torch.autocast("cpu").__enter__ is not None  # the class is as it was
+
+
+def test_autocast_switched_off_inside_is_off():
+    weight = torch.randn(8, 8)
+
+    def fn(x):
+        with torch.autocast(device_type=x.device.type, dtype=torch.float16):
+            y = x @ weight
+            with torch.autocast("cuda", enabled=False):
+                return y, x @ weight
+
+    precisions = [op.precision for op in capture(fn, torch.randn(4, 8)).kernels if op.kind == "gemm"]
+    assert precisions == ["fp16", "fp32"]
+
+
 def test_closures_with_real_tensors():
     weight = torch.randn(16, 16)
     graph = capture(lambda x: x @ weight, torch.randn(4, 16))

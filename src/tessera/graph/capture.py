@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, CaptureError, TesseraError, did_you_mean
+from .autocast import followed
 from .fastpath import fast_paths
 from .intercept import Interceptor, patched
 from .ir import Graph
@@ -59,7 +60,9 @@ def capture(
         stack.enter_context(_scopes(recorder, modules))
         stack.enter_context(patched(recorder, replay))
         stack.enter_context(fast_paths(recorder))
-        stack.enter_context(Interceptor(recorder))
+        interceptor = Interceptor(recorder)
+        stack.enter_context(followed(interceptor.autocast))
+        stack.enter_context(interceptor)
         stack.enter_context(recorder)
         _run(model, module, mode, args, kwargs, recorder, optimizer, optimizers)
     return _graph(name or _title(model), recorder, mode if module is not None else "step", args, kwargs, modules)

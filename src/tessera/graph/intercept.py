@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DataDependent
+from .autocast import Autocast
 from .record import Recorder, _user_line
 
 _SDPA = F.scaled_dot_product_attention
@@ -209,6 +210,7 @@ class Interceptor(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self.autocast = Autocast()
         vf = torch._C._VariableFunctions
         self._answers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
@@ -236,6 +238,7 @@ class Interceptor(TorchFunctionMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if func is torch.Tensor.to and any(_is_cuda(a) for a in args[1:]):
             args = tuple(torch.device("meta") if _is_cuda(a) else a for a in args)
+        args, kwargs = self.autocast.apply(func, args, kwargs)
         answer = self._answers.get(func)
         return answer(*args, **kwargs) if answer is not None else func(*args, **kwargs)
 
