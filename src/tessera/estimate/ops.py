@@ -34,7 +34,7 @@ class OpModel:
         """Seconds at the boost clock, and what power needs to know. `hbm_bytes` None: decided by size."""
         found, data = self._time(op, hbm_bytes), fitted("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
-        level = float(data["level"].get(op.kind, 1.0)) if self.chip.calibrated else 1.0
+        level = float(data["level"].get(level_name(op), 1.0)) if self.chip.calibrated else 1.0
         return replace(found, seconds=found.seconds * level, clock_s=found.clock_s * level, draw=draw)
 
     def _time(self, op: Op, hbm_bytes: float | None) -> KernelTime:
@@ -98,6 +98,14 @@ def check_precision(device: Device, precision: str | None) -> None:
         why=f"the catalogue gives {device.name} peaks for {', '.join(has) or 'nothing'}",
         fix="choose one of those, or another chip: tessera hardware list",
     )
+
+
+def level_name(op: Op) -> str:
+    """Under which name the sums of whole models were put right; fp32 products of few rows have one of their own."""
+    p = op.params
+    if op.kind == "gemm" and op.precision == "fp32" and p.get("batch") == 1 and p["m"] <= 256:
+        return "gemm.fp32.few_rows"
+    return op.kind
 
 
 def _by_family(table: Mapping[str, float], family: str) -> float:
