@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
 import json
 import logging
 import math
@@ -304,7 +305,7 @@ def fit_stream(rows: list[Measured]) -> None:
     }  # fmt: skip
     write("h200_stream.json", {
         "provenance": f"{sum(len(p) for p in found.values())} kernels of {len(fold)} models traced on an H200 (benchmarks/fit_ops.py)",
-        "exponent": EXPONENT, "cache_bytes_per_cycle": CACHE_RATE, "next_kernel_s": 1.5e-6, "families": families_out,
+        "exponent": EXPONENT, "cache_bytes_per_cycle": CACHE_RATE, "families": families_out,
         "trees": ensemble,
     })  # fmt: skip
 
@@ -535,10 +536,10 @@ def _shares(found: Any, r: dict[str, Any], names: list[str]) -> list[float]:
 
 def fit_few_rows(rows: list[Measured]) -> None:
     """fp32 products of at most 256 rows: cuBLAS's choices there are erratic, and slower than the smooth fit in sum."""
-    from tessera.estimate.ops import OpModel, level_name
+    from tessera.estimate.ops import FEW_ROWS, OpModel, few_rows
 
-    model, name = OpModel(H200), "gemm.fp32.few_rows"
-    some = [r for r in rows if r.op.kind == "gemm" and level_name(r.op) == name and not r.case.startswith("swept")]
+    model, name = OpModel(H200), FEW_ROWS
+    some = [r for r in rows if few_rows(r.op) == 1.0 and not r.case.startswith("swept")]
     now = float(fitted("h200_models.json")["level"].get(name, 1.0))
     predicted = sum(model.time(r.op, r.hbm_bytes).seconds * 1e6 for r in some) / now
     LEVELS[name] = round(float(np.clip(sum(r.us for r in some) / predicted, 0.85, 1.3)), 3)
@@ -635,8 +636,10 @@ def write(name: str, data: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="stream,conv,models,host")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/tessera_dev_graphs.pkl"))
-    parser.add_argument("--swept", type=Path, default=Path("/tmp/tessera_swept_graphs.pkl"))
+    code = hashlib.sha256(b"".join(p.read_bytes() for p in sorted((HERE.parent / "src/tessera/graph").glob("*.py"))))
+    key = code.hexdigest()[:12]  # captures are kept for as long as the code that made them
+    parser.add_argument("--cache", type=Path, default=Path(f"/tmp/tessera_dev_graphs_{key}.pkl"))
+    parser.add_argument("--swept", type=Path, default=Path(f"/tmp/tessera_swept_graphs_{key}.pkl"))
     given = parser.parse_args()
     all_graphs = graphs("dev_cases.py", given.cache)
     rows = measured(all_graphs, DATA / "h200_dev_traces.jsonl.gz")

@@ -81,3 +81,9 @@ class ScriptSensor:
 
     def stop(self) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def no_calibration_of_this_machine(monkeypatch, tmp_path_factory):
+    """Tests must not see what a developer calibrated or catalogued on this machine."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))

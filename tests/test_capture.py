@@ -381,3 +381,69 @@ def test_kinds_of_unknown_operators():
     assert kind_of("aten._foreach_add_") == "foreach"
     assert kind_of("mylib.special") == "elementwise"
     assert kind_of("aten.squeeze_") == "view"
+
+
+def test_a_users_own_optimizer_is_left_alone():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    graph = capture(model, torch.randn(2, 3, 8, 8), mode="train", optimizer=optimizer)
+    assert any(op.kind == "foreach" for op in graph.kernels)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+
+
+def test_two_threads_capture_without_disturbing_each_other():
+    from concurrent.futures import ThreadPoolExecutor
+
+    original = F.scaled_dot_product_attention
+    with ThreadPoolExecutor(4) as pool:
+        graphs = list(pool.map(lambda _: capture(Net(), torch.randn(2, 3, 8, 8), mode="train"), range(8)))
+    assert len({len(g.ops) for g in graphs}) == 1
+    assert F.scaled_dot_product_attention is original
+
+
+def test_hooks_do_not_pile_up_on_a_meta_model():
+    with torch.device("meta"):
+        model = Net()
+    for _ in range(3):
+        capture(model, torch.empty(2, 3, 8, 8, device="meta"), mode="train")
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_what_a_forward_keeps_is_given_back():
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.seen = {}, []
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            self.kept["y"] = y
+            self.seen.append(y)
+            return y
+
+    model = Caches()
+    capture(model, torch.randn(2, 4))
+    assert model.kept == {} and model.seen == []
+
+
+def test_real_tensors_of_the_program_are_not_written():
+    counter = torch.zeros(3)
+
+    def fn(x):
+        counter.add_(1)
+        return x * 2
+
+    capture(fn, torch.randn(3))
+    assert counter.tolist() == [0, 0, 0]
+
+
+def test_any_failure_of_the_model_is_told_as_one():
+    def fn(x):
+        assert x.shape[0] == 3, "three, please"
+        return x
+
+    with pytest.raises(CaptureError, match="three, please"):
+        capture(fn, torch.randn(2))

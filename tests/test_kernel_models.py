@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tessera.errors import ArgumentError
+from tessera.errors import ArgumentError, PredictionError
 from tessera.estimate.attention import attention_time, pairs_seen
 from tessera.estimate.gemm import gemm_time
 from tessera.estimate.kernel_time import ELEMENT_BYTES, KernelTime, chip
@@ -255,7 +255,7 @@ def test_a_device_without_bandwidth_says_so() -> None:
     device = dataclasses.replace(
         H200, id="unheard-of", memory=dataclasses.replace(H200.memory, bandwidth_bytes_per_s=None)
     )
-    with pytest.raises(ArgumentError, match="bandwidth") as caught:
+    with pytest.raises(PredictionError, match="bandwidth") as caught:
         gemm_time(device, 8, 8, 8)
     assert caught.value.fix
 

@@ -127,7 +127,7 @@ def test_energy_grows_with_work(batch, width, device, mode):
         for n in (batch, 8 * batch)
     )
     assert 0 < small.total_energy_j <= large.total_energy_j
-    assert small.total_latency_s <= large.total_latency_s * 1.02
+    assert small.total_latency_s <= large.total_latency_s * 1.1  # small products are not quite monotone, on GPUs too
     for report in (small, large):
         assert min(report.compute_energy_j, report.memory_energy_j, report.static_energy_j) >= 0
         assert report.average_power_w <= lookup(device).tdp_w.value * (1 + 1e-9)
@@ -176,7 +176,7 @@ def test_an_operating_point_draws_less():
 
 
 def test_a_chip_nothing_is_known_of_is_refused():
-    with pytest.raises(ArgumentError, match="bandwidth"):
+    with pytest.raises(PredictionError, match="bandwidth"):
         tessera.predict(net(), torch.randn(1, 64), on="generic-cpu")
 
 
@@ -238,3 +238,41 @@ def test_models_stay_where_they_are():
     model = net()
     tessera.predict(model, torch.randn(2, 64), mode="train")
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+
+
+def test_a_captured_graph_takes_a_precision_but_no_batch():
+    from tessera.graph.capture import capture
+
+    model, x = nn.Linear(4096, 4096), torch.empty(4096, 4096, device="meta")
+    graph = capture(model, x)
+    seconds = {p: tessera.predict(graph, precision=p, launch="graph").total_latency_s for p in ("fp32", "bf16", "fp8")}
+    direct = {p: tessera.predict(model, x, precision=p, launch="graph").total_latency_s for p in seconds}
+    assert seconds == pytest.approx(direct, rel=0.02)
+    with pytest.raises(ArgumentError, match="its batch"):
+        tessera.predict(graph, batch=7)
+
+
+def test_no_elements_cost_a_launch():
+    report = tessera.predict(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)), torch.empty(0, 3, 8, 8)
+    )
+    assert 0 < report.total_energy_j < 1
+
+
+def test_a_board_limited_far_below_its_own_power():
+    import dataclasses
+
+    h200 = lookup("h200")
+    low = dataclasses.replace(h200, tdp_w=dataclasses.replace(h200.tdp_w, value=100.0))
+    report = tessera.predict(nn.Linear(4096, 4096), torch.empty(4096, 4096, device="meta"), on=low, launch="graph")
+    assert report.total_latency_s > 0 and 0 < report.average_power_w <= 100
+
+
+def test_a_file_that_changes_what_h200_means_is_not_the_fitted_one():
+    import dataclasses
+
+    h200 = lookup("h200")
+    slow = dataclasses.replace(h200.memory.bandwidth_bytes_per_s, value=2.4e12)
+    changed = dataclasses.replace(h200, memory=dataclasses.replace(h200.memory, bandwidth_bytes_per_s=slow))
+    fitted, other = (tessera.predict(net(), torch.randn(8, 64), on=d).prediction.provenance for d in (h200, changed))
+    assert "fitted on an H200" in fitted["power"] and "fitted on an H200" not in other["power"]

@@ -56,7 +56,7 @@ def account(
         average_utilization=min(1.0, average),
         wasted_energy_j=float((solved.static_j * (1.0 - share)).sum()),
         flops=float(graph.flops),
-        hbm_bytes=sum(t.hbm_bytes for t in found.moved),
+        hbm_bytes=sum(k.hbm_bytes for k in found.kernels),
         peak_memory_bytes=found.memory.peak_bytes,
         memory_bytes=dict(found.memory.by_category),
         memory_capacity_bytes=int(device.memory.capacity_bytes.value) if device.memory.capacity_bytes else None,
@@ -111,7 +111,7 @@ def _descriptors(found: Estimate, device: Device) -> Sequence[EnergyDescriptor]:
                 utilization=float(busy[i]),
                 kind=op.kind,
                 flops=float(op.flops),
-                hbm_bytes=found.moved[i].hbm_bytes,
+                hbm_bytes=kernel.hbm_bytes,
                 provenance=kernel.provenance,
             )
         )
@@ -124,7 +124,7 @@ def _utilization(found: Estimate, device: Device) -> Array:
     rate = bandwidth.value if bandwidth else math.inf
     reached = []
     for op, kernel, seconds in zip(found.ops, found.kernels, found.solved.device_s, strict=True):
-        peak = device.peak(op.precision) if op.flops else None
+        peak = device.peak(kernel.unit.partition(".")[2]) if op.flops else None
         roof = max(op.flops / peak.value if peak else 0.0, kernel.hbm_bytes / rate)
         reached.append(min(1.0, roof / seconds) if seconds > 0 else 0.0)
     return np.array(reached)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -268,8 +267,3 @@ def features(conv: Conv, found: Floor) -> Array:
 @functools.cache
 def _trees() -> Trees:
     return trees(fitted(DATA)["trees"])
-
-
-def constants() -> Mapping[str, Any]:
-    """The fitted file, for those who want to see it."""
-    return fitted(DATA)

@@ -25,7 +25,7 @@ from .kernel_time import KernelTime, chip
 from .ops import OpModel
 from .overlay import Overlay, Scale, Watts
 from .power import PowerModel
-from .predict import Estimate, Launch, estimate
+from .predict import Estimate, Launch, estimate, host_of
 from .timeline import Array, Iteration
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Outcome:
 
 def case_of(device: Device, graph: Graph, launch: Launch) -> Case:
     """A captured program as the catalogue alone predicts it: no calibration is ever laid over this."""
-    model, host = OpModel(device), HostModel.default()
+    model, host = OpModel(device), host_of(device)
     found = estimate(graph, device, model, launch=launch, host=host)
     burst = estimate(graph, device, model, launch=launch, host=host, burst=True)
     own_s = np.array([max(k.seconds, k.clock_s) for k in burst.kernels])
@@ -97,7 +97,7 @@ def after(case: Case, overlay: Overlay | None) -> Outcome:
     """An iteration with a calibration laid over it."""
     power = laid.power(PowerModel.from_device(case.device), overlay)
     if case.launch == "eager":
-        solved = _eager(case, overlay, laid.host(HostModel.default(), overlay)).solved
+        solved = _eager(case, overlay, laid.host(host_of(case.device), overlay)).solved
         joules = power.static_w * solved.seconds + _dynamic_j(case, overlay)
         return Outcome(seconds=solved.seconds, joules=joules, clock=solved.clock)
     pairs = zip(case.found.kernels, case.work, strict=True)
@@ -126,7 +126,7 @@ def _eager(case: Case, overlay: Overlay | None, host: HostModel) -> Estimate:
 
 def _dynamic_j(case: Case, overlay: Overlay | None) -> float:
     """Dynamic joules of an eager iteration: they do not depend on how long the device waits."""
-    solved = _eager(case, overlay, HostModel.default()).solved
+    solved = _eager(case, overlay, host_of(case.device)).solved
     factors = [laid.energy_factor(*work, overlay) for work in case.work]
     return float(((solved.compute_j + solved.memory_j) * factors).sum())
 
@@ -273,7 +273,7 @@ def _host_scale(nets: Sequence[Measured], found: Overlay, notes: list[str]) -> S
 
 def host_factor(case: Case, sample: Sample, found: Overlay) -> float | None:
     """The factor on all the host's times at which the iteration takes what it took; None where the device decides."""
-    default = HostModel.default()
+    default = host_of(case.device)
 
     def seconds(log: float) -> float:
         host = default.scaled(math.exp(log), "trial", default.relative_error)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ..device import Device, Figure, Unit
-from ..errors import ArgumentError
+from ..errors import ArgumentError, PredictionError
 
 ELEMENT_BYTES = {
     "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "int8": 1.0,
@@ -39,6 +39,9 @@ _CACHE_S = 62914560 / 4.8e12
 
 CALIBRATED = "h200"
 """The device whose constants are fitted; others are reached from it by ratios."""
+
+
+_FITTED_ON = (132, 1.98e9, 4.8e12, 62914560)  # SMs, clock, bandwidth, cache of hardware/catalog/h200.toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +149,10 @@ def _boil_down(device: Device) -> Chip:
 
     bandwidth = device.memory.bandwidth_bytes_per_s
     if bandwidth is None:
-        raise ArgumentError(
+        raise PredictionError(
             f"the memory bandwidth of {device.id} is not known",
             why="no kernel time can be predicted without it",
-            fix="give memory.bandwidth_bytes_per_s in a device file of your own, or run `tessera calibrate`",
+            fix="give memory.bandwidth_bytes_per_s in a device file of your own",
         )
     cache = device.caches.l3_bytes if device.kind == "cpu" else device.caches.l2_bytes
     peaks = [(n, f.value, k) for k, table in (("vector", device.vector), ("matrix", device.matrix))
@@ -159,7 +162,7 @@ def _boil_down(device: Device) -> Chip:
         kind=device.kind,
         architecture=device.architecture or "",
         nvidia=device.vendor.lower() == "nvidia" and device.kind != "cpu",
-        calibrated=device.id.partition("@")[0] == CALIBRATED,
+        calibrated=_is_the_fitted_one(device),
         units=_units(device, figure(device.units, "units", 132.0)),
         clock_hz=figure(device.clocks.boost_hz, "clocks.boost_hz", 1.98e9),
         bandwidth=bandwidth.value,
@@ -168,6 +171,14 @@ def _boil_down(device: Device) -> Chip:
         peaks=tuple(peaks),
         assumed=tuple(assumed),
     )
+
+
+def _is_the_fitted_one(device: Device) -> bool:
+    """Whether a device is the H200 the constants were fitted on: a user's file may change what that name means."""
+    if device.id != CALIBRATED:
+        return False
+    figures = (device.units, device.clocks.boost_hz, device.memory.bandwidth_bytes_per_s, device.caches.l2_bytes)
+    return tuple(f.value if f else None for f in figures) == _FITTED_ON
 
 
 def _boost_over_quoted(device: Device) -> float:

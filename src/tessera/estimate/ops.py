@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from ..device import Device
 from ..errors import PredictionError
 from ..graph.ir import DTYPE_BYTES, Op
+from ..graph.kinds import MATRIX_KINDS
 from .attention import attention_time
 from .conv import conv_time
 from .families import power_family, stream_of
@@ -15,7 +17,7 @@ from .gemm import gemm_time
 from .kernel_time import KernelTime, chip
 from .residual import fitted
 from .rnn import rnn_time
-from .stream import stream_time
+from .stream import Stream, stream_time
 
 QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
@@ -32,9 +34,11 @@ class OpModel:
 
     def time(self, op: Op, hbm_bytes: float | None = None) -> KernelTime:
         """Seconds at the boost clock, and what power needs to know. `hbm_bytes` None: decided by size."""
+        if any(0 in t.shape for t in op.outputs) or (op.kind in MATRIX_KINDS and op.flops == 0):
+            return self._nothing(op)
         found, data = self._time(op, hbm_bytes), fitted("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
-        level = float(data["level"].get(level_name(op), 1.0)) if self.chip.calibrated else 1.0
+        level = level_of(data["level"], op) if self.chip.calibrated else 1.0
         return replace(found, seconds=found.seconds * level, clock_s=found.clock_s * level, draw=draw)
 
     def _time(self, op: Op, hbm_bytes: float | None) -> KernelTime:
@@ -47,6 +51,10 @@ class OpModel:
         if op.kind == "rnn":
             return rnn_time(self.device, op, self._precision(op), hbm_bytes)
         return stream_time(self.chip, stream_of(op, self._crossing(op, hbm_bytes)), self._vector(op))
+
+    def _nothing(self, op: Op) -> KernelTime:
+        """An operator on no elements: a launch, and that is all."""
+        return stream_time(self.chip, Stream("elementwise", 1.0, 1.0, 0.0, 1.0), self._vector(op))
 
     def precision_of(self, op: Op) -> str:
         """The format an operator runs in, the what-if considered."""
@@ -100,12 +108,19 @@ def check_precision(device: Device, precision: str | None) -> None:
     )
 
 
-def level_name(op: Op) -> str:
-    """Under which name the sums of whole models were put right; fp32 products of few rows have one of their own."""
-    p = op.params
-    if op.kind == "gemm" and op.precision == "fp32" and p.get("batch") == 1 and p["m"] <= 256:
-        return "gemm.fp32.few_rows"
-    return op.kind
+FEW_ROWS = "gemm.fp32.few_rows"
+
+
+def few_rows(op: Op) -> float:
+    """How much an operator is an fp32 product of few rows: 1 up to 256 rows, 0 from 1024 on."""
+    if op.kind != "gemm" or op.precision != "fp32" or op.params.get("batch") != 1:
+        return 0.0
+    return min(1.0, max(0.0, (10.0 - math.log2(max(1, op.params["m"]))) / 2.0))
+
+
+def level_of(levels: Mapping[str, float], op: Op) -> float:
+    """The factor that put the sums of whole models right; fp32 products of few rows have one of their own."""
+    return float(levels.get(op.kind, 1.0)) * (1.0 + few_rows(op) * (float(levels.get(FEW_ROWS, 1.0)) - 1.0))
 
 
 def _by_family(table: Mapping[str, float], family: str) -> float:

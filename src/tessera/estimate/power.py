@@ -217,7 +217,9 @@ def _model(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str) -> Po
     limit_w = tdp_w * data["limit_fraction"]
     if of.calibrated:
         same = ("static_w", "active_w", "hbm_j_per_byte", "l2_j_per_byte", "j_per_flop", "relative_error")
-        return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **{k: data[k] for k in same}, **law)
+        known = {k: data[k] for k in same}
+        known["static_w"] = min(known["static_w"], 0.5 * limit_w)  # a limit set far below the board's own
+        return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **known, **law)
     share = tdp_w / _H200_TDP_W
     # A board with its clocks up draws more than its bare idle, in the H200's proportion; half the limit at the most.
     static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from .families import launches
 from .host import HostModel, host_times
 from .kernel_time import KernelTime
 from .memory import MemoryEstimator, MemoryReport
-from .ops import OpModel
+from .ops import QUANTISED, OpModel
 from .overlay import Overlay, find
 from .power import PowerModel
 from .residency import CACHE_SHARE, Traffic, traffic
@@ -70,10 +70,16 @@ def predict(
     device = lookup(on) if isinstance(on, str) else on
     check_launch(launch)
     model_of = OpModel(device, precision=precision)
-    graph = (
-        model if isinstance(model, Graph) else _captured(model, inputs, mode, precision, optimizer, batch, launch, name)
-    )
+    if isinstance(model, Graph):
+        graph = _as_asked(model, inputs, precision, batch)
+    else:
+        graph = _captured(model, inputs, mode, precision, optimizer, batch, launch, name)
     measured = find(device.id) if calibration == "auto" else calibration
+    if measured is not None and measured.device != device.id:
+        raise ArgumentError(
+            f"the calibration is of {measured.device}, the prediction for {device.id}",
+            fix="calibration='auto' takes the one of each chip, where there is one",
+        )
     found = estimate(graph, device, model_of, launch=launch, burst=burst, host=host, calibration=measured)
     if check_memory:
         _check_memory(graph, device, found.memory)
@@ -84,10 +90,28 @@ def predict(
             "batch": batch, "burst": burst, "host": host, "calibration": calibration,
             "check_memory": check_memory, "name": name,
         }  # fmt: skip
+        if "on" in changes and "calibration" not in changes:
+            changes["calibration"] = "auto" if calibration is not None else None
         same = isinstance(model, Graph) or not _CAPTURED_BY & set(changes)
         return predict(graph if same else model, () if same else inputs, **{**given, **changes})
 
     return account(graph, device, found, precision=precision, launch=launch, burst=burst, again=again)
+
+
+def _as_asked(graph: Graph, inputs: Any, precision: str | None, batch: int | None) -> Graph:
+    """A captured graph for a what-if precision; what only a capture can change is refused."""
+    if (batch is not None and batch != graph.samples) or (inputs is not None and len(inputs) > 0):
+        raise ArgumentError(
+            "a captured graph has its inputs and its batch",
+            fix="predict the model itself, or capture it again: tessera.graph.capture.capture(..., batch=)",
+        )
+    if precision is None:
+        return graph
+    from .precision import STORED, recast
+
+    # Quantised products keep bf16 between them: what the products themselves run in is the operator model's business.
+    stored = STORED[precision] if precision in QUANTISED else precision
+    return replace(graph, ops=tuple(recast(op, stored) for op in graph.ops))
 
 
 def check_launch(launch: str) -> None:
@@ -155,11 +179,12 @@ def estimate(
     kernels = tuple(model.time(op, found.hbm_bytes) for op, found in zip(ops, moved, strict=True))
     if calibration is not None:
         kernels = tuple(overlay.apply(k, *how, calibration) for k, how in zip(kernels, runs, strict=True))
-    gaps = [GAP_S[launch] * launches(op) for op in ops]
-    if launch == "graph" and gaps:
+    cpu = device.kind == "cpu"  # runs its operators itself: nothing is launched
+    gaps = [0.0 if cpu else GAP_S[launch] * launches(op) for op in ops]
+    if launch == "graph" and gaps and not cpu:
         gaps[0] += REPLAY_S
     power = overlay.power(PowerModel.from_device(device), calibration)
-    eager = launch == "eager" and device.kind != "cpu"
+    eager = launch == "eager" and not cpu
     hosts = (host or overlay.host(host_of(device), calibration)) if eager else None
     host_s = _host_by_kernel(graph, hosts) if hosts is not None else None
     iteration = Iteration(kernels, gaps, power)

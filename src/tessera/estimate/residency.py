@@ -91,11 +91,9 @@ class _Addresses:
         self._block: dict[int, int] = {}
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._next = 0
-        deaths: defaultdict[int, list[int]] = defaultdict(list)
-        for storage in graph.storages.values():
-            if storage.death is not None and storage.birth >= 0:
-                deaths[storage.death].append(storage.id)
-        self._deaths = deaths
+        mortal = [s for s in graph.storages.values() if s.death is not None and s.birth >= 0]
+        self._deaths = sorted(mortal, key=lambda s: s.death or 0)
+        self._dead = 0
 
     def of(self, storage: int) -> int:
         """The block a storage lives in."""
@@ -109,9 +107,15 @@ class _Addresses:
             self._block[storage] = block
         return block
 
+    def begin(self) -> None:
+        """A new iteration: all that dies in it is alive again."""
+        self._dead = 0
+
     def before(self, index: int) -> None:
-        """Free what died before this operator."""
-        for storage in self._deaths.get(index, ()):
+        """Free what died before this operator, at a view or a kernel."""
+        while self._dead < len(self._deaths) and (self._deaths[self._dead].death or 0) <= index:
+            storage = self._deaths[self._dead].id
+            self._dead += 1
             block = self._block.pop(storage, None)
             if block is not None:
                 self._free[self._rounded(storage)].append(block)
@@ -129,6 +133,7 @@ def traffic(graph: Graph, ops: Sequence[Op], capacity_bytes: float) -> list[Traf
     result: list[Traffic] = []
     for _ in range(2):
         result = []
+        addresses.begin()
         for op in ops:
             addresses.before(op.index)
             result.append(_one(op, cache, addresses))

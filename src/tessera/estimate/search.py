@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..device import PRECISIONS, Device
-from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, did_you_mean
+from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
 from ..hardware import lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
@@ -334,7 +334,7 @@ def _filled(row: SweepRow, graph: Graph, chip: Device, launch: Any, burst: bool)
         report = predict(
             graph, on=chip, precision=row.precision, launch=launch, burst=burst, check_memory=False, name=graph.name
         )
-    except PredictionError as e:
+    except TesseraError as e:
         return dataclasses.replace(row, reason=e.what)
     return _from_report(row, report)
 

@@ -95,8 +95,8 @@ class Iteration:
         seconds = float(device.sum() + wait.sum())
         # Memory traffic alone may exceed the limit at the lowest clock: then it waits, evenly.
         if not burst and total > 0 and self.power.static_w + total / max(seconds, 1e-12) > limit * (1 + 1e-9):
-            factor = total / (limit - self.power.static_w) / max(seconds, 1e-12)
-            device = device * factor
+            needed = total / (limit - self.power.static_w)
+            device = device + (needed - seconds) * device / max(float(device.sum()), 1e-12)
         static = self.power.static_w * (device + wait)
         return Solved(device, wait, static, compute, memory, clock, least)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from .record import Recorder, paused
 from .stage import CAST, Stage, reachable
 
 Mode = Literal["infer", "train"]
+# While a program is captured, names of torch and the model's tensors are replaced: one capture at a time.
+_ONE_AT_A_TIME = threading.RLock()
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -45,18 +48,20 @@ def capture(
     args, kwargs = _arguments(stage, recorder, inputs, batch)
     module = model if isinstance(model, torch.nn.Module) else None
     modules, optimizers = ([module], []) if module is not None else reachable(model)
+    if module is not None and isinstance(optimizer, torch.optim.Optimizer):
+        optimizers = [optimizer]  # the user's own: it must step the twins, not the model
     if module is None and mode == "train":
         raise ArgumentError(
             "mode='train' needs a model",
             why=f"{_title(model)} is a plain callable: where its loss is cannot be known",
             fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
         )
-    with contextlib.ExitStack() as stack:
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(stage.modules(modules))
         stack.enter_context(stage.optimizers(optimizers))
         stack.enter_context(_training_flags(module, mode))
         for m in modules:
-            _adopt(recorder, m)
+            stack.callback(_adopt(recorder, m))
         stack.enter_context(_scopes(recorder, modules))
         stack.enter_context(patched(recorder, replay))
         stack.enter_context(fast_paths(recorder))
@@ -142,13 +147,21 @@ def _training_flags(module: torch.nn.Module | None, mode: Mode) -> Iterator[None
         yield
 
 
-def _adopt(recorder: Recorder, module: torch.nn.Module) -> None:
+def _adopt(recorder: Recorder, module: torch.nn.Module) -> Callable[[], None]:
+    """Note what a model holds, and its gradients when they come; the result takes the hooks away again."""
+    hooks = []
     for name, parameter in module.named_parameters():
         recorder.adopt(parameter, "weights", name)
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients"))
+            hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients")))
     for name, buffer in module.named_buffers():
         recorder.adopt(buffer, "weights", name)
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
 
 
 @contextlib.contextmanager
@@ -160,12 +173,17 @@ def _scopes(recorder: Recorder, modules: list[torch.nn.Module]) -> Iterator[None
             names.setdefault(id(module), name)
     stack: list[str] = []
 
+    here = threading.get_ident()
+
     def enter(module: torch.nn.Module, _args: Any) -> None:
+        if threading.get_ident() != here:
+            return  # global hooks see every thread's modules
         recorder.modules += 1
         stack.append(names.get(id(module), stack[-1] if stack else ""))
 
     def leave(_module: torch.nn.Module, _args: Any, _out: Any) -> None:
-        stack.pop()
+        if threading.get_ident() == here and stack:
+            stack.pop()
 
     recorder.scope = lambda: stack[-1] if stack else ""
     hooks = (
@@ -200,7 +218,7 @@ def _run(
             model(*args, **kwargs)
     except TesseraError:
         raise
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, IndexError, KeyError) as e:
+    except Exception as e:
         raise CaptureError(
             f"{_title(model)} cannot be captured: {type(e).__name__}: {_first_line(e)}",
             why=f"raised {_raised_at(e)} while running on meta tensors (shapes without values)",

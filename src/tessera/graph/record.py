@@ -24,7 +24,7 @@ from ..errors import CaptureError, DataDependent
 from . import costing
 from .ir import DTYPE_BYTES, Category, Op, Phase, Storage, TensorSpec
 from .kinds import kind_of
-from .known import Known
+from .known import MAX_KNOWN_INTS, Known
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -93,6 +93,7 @@ class Recorder(TorchDispatchMode):
         self._scopes: dict[int, tuple[str, str | None]] = {}
         self._sync = False
         self._density: dict[int, float] = {}
+        self._own: set[int] = set()  # storages on the CPU that the program made while it was captured
 
     @property
     def waits(self) -> bool:
@@ -164,8 +165,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         signature = _signature(func)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if tensors and all(t.device.type == "cpu" for t in tensors) and not self._moves_off_cpu(kwargs):
-            return func(*args, **kwargs)  # the host's own small arithmetic: done for real, no kernel of the device
+        if tensors and self._on_the_host(signature, args, kwargs, tensors):
+            # The host's own small arithmetic: done for real, no kernel of the device.
+            made = func(*args, **kwargs)
+            self._own.update(
+                t.untyped_storage()._cdata for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)
+            )
+            return made
         if signature.short == "_local_scalar_dense":
             return self._scalar(tensors[0])
         if signature.short in ("nonzero", "masked_select", "unique2", "_unique2"):
@@ -187,6 +193,13 @@ class Recorder(TorchDispatchMode):
         if self.active and not signature.silent:
             self._write(signature, args, kwargs, outs)
         return out
+
+    def _on_the_host(self, signature: _Signature, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
+        """Whether an operator is small arithmetic of the program on the CPU, and writes into nothing of the user's."""
+        if any(t.device.type != "cpu" or t.numel() > MAX_KNOWN_INTS for t in tensors) or self._moves_off_cpu(kwargs):
+            return False
+        written = self._written(signature, args, kwargs) if signature.writes_named else ()
+        return all(t.untyped_storage()._cdata in self._own for t in written)
 
     @staticmethod
     def _moves_off_cpu(kwargs: dict[str, Any]) -> bool:

@@ -20,6 +20,10 @@ CAST: dict[str, torch.dtype] = {
 """What a model's floats are cast to for a what-if; fp8 and int8 keep bf16 between the quantised products."""
 
 
+# Attributes a forward may fill in place: a cache in a dict, a list of hidden states.
+_CONTAINERS = (dict, list, set)
+
+
 class Stage:
     """Makes meta twins, each real tensor exactly one, cast to a what-if precision."""
 
@@ -60,7 +64,9 @@ class Stage:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            kept.append((module, dict(module.__dict__), dict(module._parameters), dict(module._buffers)))
+            attributes = {k: copy.copy(v) if type(v) in _CONTAINERS else v for k, v in module.__dict__.items()}
+            attributes["_modules"] = dict(module._modules)
+            kept.append((module, attributes, dict(module._parameters), dict(module._buffers)))
         try:
             for module, _, parameters, buffers in kept:
                 for own, store in ((parameters, module._parameters), (buffers, module._buffers)):
@@ -68,8 +74,13 @@ class Stage:
             yield
         finally:
             for module, attributes, parameters, buffers in kept:
+                now, children = dict(module.__dict__), attributes.pop("_modules")
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
+                for name in ("_parameters", "_buffers", "_modules"):  # torch holds on to these very dicts
+                    module.__dict__[name] = now[name]
+                module._modules.clear()
+                module._modules.update(children)
                 module._parameters.clear()
                 module._parameters.update(parameters)
                 module._buffers.clear()

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import ArgumentError
 from ..estimate.search import Sweep, SweepRow
 from ..hardware import lookup
 from ..schema import DiffRow, EnergyDescriptor, EnergyDiff, EnergyReport, Opportunity
@@ -104,9 +105,12 @@ def time_text(seconds: float, error_s: float | None = None) -> str:
 
 
 def chip_name(device: str) -> str:
-    """A chip's full name by its id, with the power mode if one was chosen."""
+    """A chip's full name by its id, with the power mode if one was chosen; the id where the catalogue lacks it."""
     point = device.partition("@")[2]
-    return lookup(device).name + (f" at {point}" if point else "")
+    try:
+        return lookup(device).name + (f" at {point}" if point else "")
+    except ArgumentError:
+        return device
 
 
 def setting(report: EnergyReport) -> str:
