@@ -34,6 +34,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/scope_cost.py
 	$(BIN)/python benchmarks/fit_response.py
 	$(BIN)/python benchmarks/replay_accuracy.py
+	$(BIN)/python benchmarks/flops.py
+	$(BIN)/python benchmarks/predict_time.py
 	$(BIN)/python benchmarks/page.py
 
 clean:

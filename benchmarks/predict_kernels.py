@@ -24,6 +24,8 @@ import torch.nn.functional as F  # noqa: N812
 import tessera
 from tessera.graph.capture import capture
 
+from predict_models import roofline_ms
+
 HERE = Path(__file__).parent
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -135,15 +137,6 @@ def call_of(r: dict[str, Any], everything: bool) -> Callable[[], Any] | None:
     return rows_of(r) if "rows" in r else simple(r)
 
 
-def roofline_s(graph: Any) -> float:
-    device = tessera.hardware.lookup("h200")
-    bound = 0.0
-    for op in graph.kernels:
-        peak = device.peak(op.precision) if op.flops else None
-        bound += max(op.flops / peak.value if peak else 0.0, (op.bytes_in + op.bytes_out) / 4.8e12)
-    return bound
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared")
@@ -164,7 +157,7 @@ def main() -> None:
                 "latency": p.total_latency_s * 1e3 / r["ms"] - 1, "energy": p.total_energy_j / r["J"] - 1,
                 "inside": abs(p.total_latency_s * 1e3 - r["ms"]) <= p.prediction.latency_error_s * 1e3,
                 "inside_energy": abs(p.total_energy_j - r["J"]) <= p.total.error_j,
-                "roofline": roofline_s(graph) * 1e3 / r["ms"] - 1,
+                "roofline": roofline_ms(graph) / r["ms"] - 1,
             })  # fmt: skip
     every = [x for rows in found.values() for x in rows]
     for case, rows in sorted(found.items()):

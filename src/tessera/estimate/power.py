@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,20 @@ from .kernel_time import Chip, KernelTime, chip
 from .residual import fitted
 
 _LOWEST_CLOCK = 0.1  # 210 of 1980 MHz: the lowest clock an H200 takes; nothing measured falls under 0.6
+
+
+def highest_clock(watts: Callable[[float], float], limit_w: float) -> float:
+    """The highest clock, relative to boost, that keeps the average power within the limit (or the lowest there is)."""
+    if watts(1.0) <= limit_w:
+        return 1.0
+    low, high = _LOWEST_CLOCK, 1.0
+    for _ in range(24):
+        middle = 0.5 * (low + high)
+        if watts(middle) > limit_w:
+            high = middle
+        else:
+            low = middle
+    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +148,7 @@ class PowerModel:
 
     def estimate(self, work: Work, *, switching: float = 1.0) -> PowerEstimate:
         """Seconds and joules of the work under the limit; `switching` scales the dynamic energy of its data."""
-        clock = 1.0
-        if self._watts(work, 1.0, switching) > self.limit_w:
-            clock = self._clock_at_limit(work, switching)
+        clock = highest_clock(lambda f: self._watts(work, f, switching), self.limit_w)
         seconds, static_j, compute_j, memory_j = self._parts(work, clock, switching)
         if static_j + compute_j + memory_j > self.limit_w * seconds:
             # Only what ignores the clock can still be over the limit (memory alone): it waits.
@@ -146,16 +158,6 @@ class PowerModel:
             seconds=seconds, clock=clock, static_j=static_j, compute_j=compute_j, memory_j=memory_j,
             limit_w=self.limit_w, relative_error=self.relative_error,
         )  # fmt: skip
-
-    def _clock_at_limit(self, work: Work, switching: float) -> float:
-        low, high = _LOWEST_CLOCK, 1.0
-        for _ in range(24):
-            middle = 0.5 * (low + high)
-            if self._watts(work, middle, switching) > self.limit_w:
-                high = middle
-            else:
-                low = middle
-        return low
 
     def _watts(self, work: Work, clock: float, switching: float) -> float:
         seconds, *parts = self._parts(work, clock, switching)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kernel_time import KernelTime
-from .power import PowerModel, Work
+from .power import PowerModel, Work, highest_clock
 
 Array = NDArray[np.float64]
 
@@ -86,7 +86,7 @@ class Iteration:
         `synced` says before which kernels the host waits for the device, `drained` that it does so at the end.
         """
         least = float(host_s.sum()) if host_s is not None else 0.0
-        clock = 1.0 if burst else self._clock(least, switching)
+        clock = 1.0 if burst else highest_clock(lambda f: self.watts(f, least, switching), self.power.limit_w)
         device = self.device_s(clock)
         compute, memory = self.dynamic_j(clock, switching)
         wait = _waits(device, host_s, synced, drained)
@@ -99,18 +99,6 @@ class Iteration:
             device = device + (needed - seconds) * device / max(float(device.sum()), 1e-12)
         static = self.power.static_w * (device + wait)
         return Solved(device, wait, static, compute, memory, clock, least)
-
-    def _clock(self, least: float, switching: float) -> float:
-        if self.watts(1.0, least, switching) <= self.power.limit_w:
-            return 1.0
-        low, high = 0.1, 1.0
-        for _ in range(30):
-            middle = 0.5 * (low + high)
-            if self.watts(middle, least, switching) > self.power.limit_w:
-                high = middle
-            else:
-                low = middle
-        return low
 
 
 def _array(values: Any) -> Array:
