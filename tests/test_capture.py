@@ -447,3 +447,96 @@ def test_any_failure_of_the_model_is_told_as_one():
 
     with pytest.raises(CaptureError, match="three, please"):
         capture(fn, torch.randn(2))
+
+
+def test_autocast_reaches_into_torchs_own_attention():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def fn(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return layer(x)
+
+    precisions = {
+        op.precision for op in capture(fn, torch.randn(2, 16, 32)).kernels if op.kind in ("gemm", "attention")
+    }
+    assert precisions == {"bf16"}
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_in_the_same_region(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+    def step(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = checkpoint(model, x, use_reentrant=reentrant).sum()
+        y.backward()
+
+    graph = capture(step, torch.randn(4, 16, requires_grad=True))
+    products = [op for op in graph.kernels if op.kind == "gemm"]
+    assert len(products) >= 7 and {op.precision for op in products} == {"bf16"}
+
+
+def test_packed_sequences():
+    from torch.nn.utils.rnn import pack_padded_sequence
+
+    lstm = nn.LSTM(8, 16, batch_first=True)
+
+    def fn(x):
+        return lstm(pack_padded_sequence(x, [5, 3, 2], batch_first=True, enforce_sorted=False))[0].data
+
+    graph = capture(fn, torch.randn(3, 5, 8))
+    assert kinds(graph).count("rnn") == 1
+    assert any(t.shape == (10, 16) for op in graph.ops if op.kind == "rnn" for t in op.outputs)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}, {"capturable": True}])
+def test_optimizers_as_they_are_used_on_gpus(options):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), **({} if "capturable" in options else options))
+    graph = capture(model, torch.randn(2, 8), mode="train", optimizer=optimizer)
+    assert any(op.phase == "optimizer" for op in graph.kernels)
+
+
+def test_literals_are_known_wherever_they_live():
+    def fn(x):
+        return x[: int(torch.tensor([3, 4], device=x.device)[1].item())]
+
+    assert capture(fn, torch.randn(8)).ops[-1].outputs[0].shape == (4,)
+
+
+def test_random_numbers_of_the_program_are_left_alone():
+    before = torch.get_rng_state()
+    capture(lambda x: x + torch.randn(4), torch.randn(4).clone())
+    capture(nn.Dropout(0.5), torch.ones(4), mode="infer")
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.randn(4)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_few_rows_touch_few_experts():
+    from tessera.graph.flops import touched_groups
+
+    assert touched_groups(8, 1) == pytest.approx(1)
+    assert 1.8 < touched_groups(8, 2) < 2
+    assert touched_groups(8, 1000) == pytest.approx(8)
+
+
+def test_a_real_model_in_another_thread_is_not_disturbed():
+    import threading
+
+    q = torch.randn(1, 2, 8, 4)
+    seen: list[str] = []
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            worker = threading.Thread(target=lambda: seen.append(F.scaled_dot_product_attention(q, q, q).device.type))
+            worker.start()
+            worker.join()
+            return x + 1
+
+    capture(Waits(), torch.randn(2))
+    assert seen == ["cpu"]

@@ -276,3 +276,42 @@ def test_a_file_that_changes_what_h200_means_is_not_the_fitted_one():
     changed = dataclasses.replace(h200, memory=dataclasses.replace(h200.memory, bandwidth_bytes_per_s=slow))
     fitted, other = (tessera.predict(net(), torch.randn(8, 64), on=d).prediction.provenance for d in (h200, changed))
     assert "fitted on an H200" in fitted["power"] and "fitted on an H200" not in other["power"]
+
+
+def test_a_report_travels_to_another_process():
+    import pickle
+
+    report = pickle.loads(pickle.dumps(tessera.predict(net(), torch.randn(8, 64))))
+    assert report.total_energy_j > 0 and report.opportunities() == []
+
+
+def test_quantised_weights_take_half_the_memory():
+    model, x = nn.Linear(8192, 8192, dtype=torch.bfloat16, device="meta"), torch.empty(1, 8192, device="meta")
+    full, half = (
+        tessera.predict(model, x.bfloat16(), precision=p).prediction.memory_bytes["weights"] for p in (None, "fp8")
+    )
+    assert half == pytest.approx(full / 2, rel=0.01)
+
+
+def test_a_row_written_into_a_cache_costs_the_row():
+    cache = torch.empty(1, 32, 4096, 128, dtype=torch.bfloat16, device="meta")
+    row = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    index = torch.tensor([5])
+    report = tessera.predict(lambda: cache.index_copy_(2, index, row), launch="graph")
+    assert report.prediction.hbm_bytes < 1e6 and report.total_latency_s < 30e-6
+
+
+@pytest.mark.parametrize(("arguments", "message"), [({"on": ["h200"]}, "no chip"), ({"batch": 2.5}, "whole number")])
+def test_wrong_types_are_told(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        tessera.predict(net(), torch.randn(2, 64), **arguments)
+
+
+def test_precision_may_be_a_torch_dtype():
+    assert tessera.predict(net(), torch.randn(2, 64), precision=torch.bfloat16).prediction.precision == "bf16"
+
+
+def test_the_peak_is_never_below_the_average():
+    for device in ("mi300x", "b200", "h200-nvl"):
+        report = tessera.predict(net(), torch.randn(1, 64), on=device, launch="graph")
+        assert report.peak_power_w >= report.average_power_w

@@ -6,11 +6,12 @@ of a 90% interval. What is missing is None (or a `Gap`, or an unavailable `Capab
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .device import Caches as Caches
 from .device import Clocks as Clocks
@@ -234,6 +235,15 @@ class Prediction:
     provenance: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     again: Callable[..., EnergyReport] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `again` holds the model: a report that travels to another process keeps its figures, not that.
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "again"}
+        return _prediction, (values,)
+
+
+def _prediction(values: dict[str, Any]) -> Prediction:
+    return Prediction(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,7 +166,8 @@ def _peak(found: Estimate) -> float | None:
     if not len(seconds) or seconds.sum() <= 0:
         return None
     long = seconds >= min(20e-6, float(seconds.max()))
-    return float(np.max(np.divide(joules, seconds, out=np.zeros_like(joules), where=seconds > 0)[long]))
+    highest = float(np.max(np.divide(joules, seconds, out=np.zeros_like(joules), where=seconds > 0)[long]))
+    return max(highest, float(joules.sum() / seconds.sum()))
 
 
 def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:

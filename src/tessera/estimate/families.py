@@ -115,8 +115,11 @@ def _family(op: Op, short: str) -> tuple[str, float, float]:
         chunks = float(sum(-(-t.numel // CHUNK) for t in op.outputs))
         return f"foreach.{short.removeprefix('_foreach_')}", float(sum(t.numel for t in op.outputs)), chunks
     if op.kind in ("gather", "scatter"):
-        moved = max((t.numel for t in (op.outputs if op.kind == "gather" else op.inputs)), default=1)
-        return f"{op.kind}.{short}", float(moved), moved / 1024
+        written = op.inputs[1:] if len(op.inputs) > 1 and "backward" not in short else op.inputs
+        moved = max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1)
+        # Writing rows where an index says is one kernel, as reading them is; only adding to them sorts the index first.
+        plain = op.kind == "scatter" and short in ("index_copy", "index_fill", "scatter")
+        return f"{'gather' if plain else op.kind}.{short}", float(moved), moved / 1024
     layout = "dense" if dense(op) else "strided"
     return f"{op.kind}.{layout}.{short}", n, n / 1024
 

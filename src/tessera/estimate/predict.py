@@ -67,7 +67,10 @@ def predict(
     clock the power limit leaves; `burst=True` is the first moments, at the boost clock. `calibration="auto"` uses what
     `tessera calibrate` measured on this machine for the chip, where it was run; None does not.
     """
-    device = lookup(on) if isinstance(on, str) else on
+    device = _device(on)
+    precision = getattr(precision, "value", precision) if precision is None else _precision_name(precision)
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int)):
+        raise ArgumentError(f"batch={batch!r}", fix="batch is a whole number of samples")
     check_launch(launch)
     model_of = OpModel(device, precision=precision)
     if isinstance(model, Graph):
@@ -112,6 +115,23 @@ def _as_asked(graph: Graph, inputs: Any, precision: str | None, batch: int | Non
     # Quantised products keep bf16 between them: what the products themselves run in is the operator model's business.
     stored = STORED[precision] if precision in QUANTISED else precision
     return replace(graph, ops=tuple(recast(op, stored) for op in graph.ops))
+
+
+def _device(on: Any) -> Device:
+    if isinstance(on, str):
+        return lookup(on)
+    if isinstance(on, Device):
+        return on
+    raise ArgumentError(
+        f"on={on!r} is no chip",
+        fix="the name of one ('h200'), or a Device; several: tessera.estimate.sweep(devices=...)",
+    )
+
+
+def _precision_name(precision: Any) -> str:
+    """Our name of a number format: a string, a `Precision`, or a torch dtype."""
+    text = str(getattr(precision, "value", precision)).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
 
 
 def check_launch(launch: str) -> None:
@@ -193,7 +213,21 @@ def estimate(
     solved = iteration.solve(host_s, synced=synced, drained=graph.ends_synchronised, burst=burst)
     return Estimate(
         ops=ops, kernels=kernels, moved=tuple(moved), solved=solved, power=power, host=hosts,
-        memory=MemoryEstimator(device).estimate(graph),
+        memory=_quantised(graph, MemoryEstimator(device).estimate(graph), model.precision),
+    )  # fmt: skip
+
+
+def _quantised(graph: Graph, memory: MemoryReport, precision: str | None) -> MemoryReport:
+    """Memory with the weights of the quantised products stored in one byte each."""
+    if precision not in QUANTISED:
+        return memory
+    weights = {s.id: s.nbytes for s in graph.storages.values() if s.category == "weights"}
+    used = {t.storage for op in graph.ops if op.kind in ("gemm", "conv", "rnn") for t in op.inputs if len(t.shape) > 1}
+    saved = sum(weights[i] // 2 for i in used if i in weights)
+    by_category = {**memory.by_category, "weights": memory.by_category.get("weights", 0) - saved}
+    return replace(
+        memory, peak_bytes=memory.peak_bytes - saved, static_bytes=memory.static_bytes - saved, by_category=by_category,
+        timeline=tuple(n - saved for n in memory.timeline),
     )  # fmt: skip
 
 

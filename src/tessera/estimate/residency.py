@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..graph.flops import touched_groups
 from ..graph.ir import Graph, Op, TensorSpec
 
 # Share of the last-level cache that holds what was there before: the rest is lost to its two halves and to hashing.
@@ -148,6 +149,16 @@ def _one(op: Op, cache: Cache, addresses: _Addresses) -> Traffic:
     if op.kind == "gather" and op.inputs and op.outputs:  # a look-up reads the rows it returns, not the table
         table = op.inputs[0].storage
         reads[table] = min(reads[table], sum(writes.values()))
+    if op.name == "aten._grouped_mm" and len(op.inputs) > 1 and len(op.inputs[1].shape) == 3:
+        # Only the experts that get rows are read.
+        rows, experts = op.inputs[0].shape[0], op.inputs[1].shape[0]
+        weights = op.inputs[1].storage
+        reads[weights] = reads[weights] * touched_groups(experts, rows) / max(1, experts)
+    if op.kind == "scatter" and len(op.inputs) > 1 and op.outputs and op.outputs[0].storage == op.inputs[0].storage:
+        # Rows are written into something that is there already: the rest of it is not touched.
+        target, rows_bytes = op.inputs[0].storage, 2.0 * sum(t.nbytes for t in op.inputs[1:])
+        reads[target] = min(reads[target], rows_bytes)
+        writes[target] = min(writes[target], rows_bytes)
     if "nll_loss" in op.name:  # one number a row
         reads = {storage: min(nbytes, 64.0 * 1024) for storage, nbytes in reads.items()}
     for storage, nbytes in reads.items():

@@ -40,6 +40,11 @@ class Autocast:
         self._regions: list[torch.dtype | None] = []
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The narrow format of the region the program is in, or None."""
+        return self._regions[-1] if self._regions else None
+
     def enter(self, dtype: torch.dtype | None) -> None:
         """A region begins; None is one with enabled=False."""
         self._regions.append(dtype)
@@ -52,7 +57,7 @@ class Autocast:
 
     def apply(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as autocast would pass them."""
-        narrow = self._regions[-1] if self._regions else None
+        narrow = self.dtype
         if narrow is None:
             return args, kwargs
         wanted = narrow if func in _NARROW else torch.float32 if func in _WIDE else None
@@ -72,7 +77,7 @@ class Autocast:
 
 
 @contextlib.contextmanager
-def followed(regions: Autocast) -> Iterator[None]:
+def followed(regions: Autocast, assumptions: dict[str, None]) -> Iterator[None]:
     """`torch.autocast` for a GPU (or a meta tensor's device) tells `regions` instead of switching itself off."""
     cls = torch.amp.autocast_mode.autocast
     init, enter, leave = cls.__init__, cls.__enter__, cls.__exit__
@@ -85,17 +90,35 @@ def followed(regions: Autocast) -> Iterator[None]:
         self.tessera_region = (self.fast_dtype if enabled else None,) if device == "cuda" else ()
 
     def begin(self: Any) -> Any:
-        for dtype in getattr(self, "tessera_region", ()):
-            regions.enter(dtype)
-        return enter(self)
+        if not hasattr(self, "tessera_region"):  # made before the capture: without CUDA it has switched itself off
+            self.tessera_region = (self.fast_dtype,) if self.device == "cuda" else ()
+            if self.tessera_region:
+                assumptions["an autocast region made before the capture is taken to be enabled"] = None
+        if not self.tessera_region:
+            return enter(self)
+        regions.enter(self.tessera_region[0])  # torch's own switch is left alone
+        return self
 
     def end(self: Any, *exc: Any) -> Any:
-        for _ in getattr(self, "tessera_region", ()):
-            regions.leave()
-        return leave(self, *exc)
+        if not getattr(self, "tessera_region", ()):
+            return leave(self, *exc)
+        regions.leave()
+        return False
 
+    # Activation checkpointing asks which region it is in, to enter it again when it recomputes.
+    asked = (torch.amp.is_autocast_available, torch.is_autocast_enabled, torch.get_autocast_dtype)
+
+    def gpu(device: Any) -> bool:
+        return str(device).partition(":")[0] in ("meta", "cuda")
+
+    torch.amp.is_autocast_available = lambda device: gpu(device) or asked[0](device)
+    torch.is_autocast_enabled = lambda *a: regions.dtype is not None if not a or gpu(a[0]) else asked[1](*a)
+    torch.get_autocast_dtype = lambda device: (regions.dtype or torch.float16) if gpu(device) else asked[2](device)
     cls.__init__, cls.__enter__, cls.__exit__ = make, begin, end
     try:
+        if asked[1]("cuda"):
+            regions.enter(asked[2]("cuda"))  # the capture itself is inside a region
         yield
     finally:
         cls.__init__, cls.__enter__, cls.__exit__ = init, enter, leave
+        torch.amp.is_autocast_available, torch.is_autocast_enabled, torch.get_autocast_dtype = asked

@@ -7,6 +7,7 @@ the three projections into one product. These are the same layers written with t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from .autocast import Autocast
 from .record import Recorder
 
 
-def _packed(mha: nn.MultiheadAttention, x: torch.Tensor) -> bool:
+def _packed(mha: nn.MultiheadAttention, x: torch.Tensor, autocast: Autocast) -> bool:
     """Whether self-attention of x takes the fast path (the conditions of `nn.MultiheadAttention.forward`)."""
     return bool(
         not mha.training
@@ -31,6 +33,7 @@ def _packed(mha: nn.MultiheadAttention, x: torch.Tensor) -> bool:
         and mha.bias_v is None
         and not mha.add_zero_attn
         and not torch.is_grad_enabled()
+        and autocast.dtype is None
     )
 
 
@@ -56,21 +59,30 @@ def _feed_forward(recorder: Recorder, layer: nn.TransformerEncoderLayer, x: torc
 
 
 @contextlib.contextmanager
-def fast_paths(recorder: Recorder) -> Iterator[None]:
+def fast_paths(recorder: Recorder, autocast: Autocast) -> Iterator[None]:
     """Replace the forwards of torch's transformer layers where a GPU would take their fast path."""
     attention, encoder = nn.MultiheadAttention.forward, nn.TransformerEncoderLayer.forward
 
+    here = threading.get_ident()
+
     def mha_forward(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return attention(self, query, key, value, *args, **kwargs)
         weights = args[1] if len(args) > 1 else kwargs.get("need_weights", True)
         masks = kwargs.get("attn_mask") is None and kwargs.get("key_padding_mask") is None and not args
-        if query is key and key is value and not weights and masks and _packed(self, query):
+        if query is key and key is value and not weights and masks and _packed(self, query, autocast):
             return _attend(self, query), None
         return attention(self, query, key, value, *args, **kwargs)
 
     def encoder_forward(self: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return encoder(self, src, *args, **kwargs)
         plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
         if not (
-            plain and _packed(self.self_attn, src) and self.activation_relu_or_gelu and self.norm1.eps == self.norm2.eps
+            plain
+            and _packed(self.self_attn, src, autocast)
+            and self.activation_relu_or_gelu
+            and self.norm1.eps == self.norm2.eps
         ):
             return encoder(self, src, *args, **kwargs)
         recorder.functions += 1

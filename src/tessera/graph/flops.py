@@ -29,10 +29,15 @@ def gemm_sizes(short: str, inputs: Sequence[TensorSpec]) -> dict[str, int]:
     return {"batch": 1, "m": prod(a[:-1]), "n": b[-1], "k": a[-1]}
 
 
+def touched_groups(groups: int, rows: int) -> float:
+    """How many of `groups` experts get any of `rows` rows, when each row goes to any of them alike."""
+    return groups * (1.0 - (1.0 - 1.0 / max(1, groups)) ** rows)
+
+
 def _grouped(a: Sequence[int], b: Sequence[int]) -> dict[str, int]:
     """A grouped product: rows sorted by expert. Rows are taken to be spread evenly over the groups."""
     if len(a) == 2 and len(b) == 3:
-        groups = b[0]
+        groups = max(1, round(touched_groups(b[0], a[0])))
         return {"batch": groups, "m": max(1, a[0] // groups), "n": b[2], "k": a[1], "rows": a[0]}
     if len(a) == 3 and len(b) == 3:
         return {"batch": a[0], "m": a[1], "n": b[2], "k": a[2]}

@@ -8,6 +8,7 @@ written for a GPU captures on a laptop.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,9 @@ class _Attention(torch.autograd.Function):
 
 def _fusible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, gqa: bool) -> bool:
     """Whether a fused kernel takes these operands; otherwise torch runs products and a softmax (seen on an H200)."""
+    cuda = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+        return False  # the program has switched the fused kernels off
     if mask is not None and mask.shape[-1] > 1 and mask.stride(-1) != 1:
         return False
     if query.dim() == key.dim() == 4 and (
@@ -165,6 +169,7 @@ class _Grouped(torch.autograd.Function):
         lead = a.shape[:-1] if a.dim() == 2 or b.dim() == 3 else (b.shape[0], a.shape[0])
         out = torch.empty((*lead, b.shape[-1]), dtype=dtype or a.dtype, device="meta")
         recorder.emit("aten._grouped_mm", "gemm", [a, b], [out], {})
+        recorder.assumptions["tokens are spread evenly over the experts"] = None
         ctx.recorder = recorder
         ctx.save_for_backward(a, b)
         return out
@@ -218,6 +223,16 @@ class Interceptor(TorchFunctionMode):
             torch.dropout: self._dropout,
             F.rms_norm: self._rms_norm,
             torch.rms_norm: self._rms_norm,
+            F.multi_head_attention_forward: lambda *a, **k: self._inside(
+                F, lambda: F.multi_head_attention_forward(*a, **k)
+            ),
+            torch.autograd.grad: lambda *a, **k: self._inside(torch.autograd, lambda: torch.autograd.grad(*a, **k)),
+            torch.autograd.backward: lambda *a, **k: self._inside(
+                torch.autograd, lambda: torch.autograd.backward(*a, **k)
+            ),
+            torch.Tensor.backward: self._backward,
+            torch.tensor: lambda *a, **k: self._literal(torch.tensor, *a, **k),
+            torch.as_tensor: lambda *a, **k: self._literal(torch.as_tensor, *a, **k),
             torch._grouped_mm: self._grouped,
             torch.nn.functional.grouped_mm: self._grouped,
             torch.Tensor.__setitem__: self._set,
@@ -241,6 +256,32 @@ class Interceptor(TorchFunctionMode):
         args, kwargs = self.autocast.apply(func, args, kwargs)
         answer = self._answers.get(func)
         return answer(*args, **kwargs) if answer is not None else func(*args, **kwargs)
+
+    def _inside(self, module: Any, call: Callable[[], Any]) -> Any:
+        """A function of torch that runs Python of its own: what it calls is answered and cast like everything else."""
+        ask = module.has_torch_function
+        module.has_torch_function = lambda *_: False  # it would hand itself to this mode again
+        try:
+            with self:
+                return call()
+        finally:
+            module.has_torch_function = ask
+
+    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward runs Python too: checkpoints recompute, custom functions differentiate."""
+        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given["grad_tensors"] = given.pop("gradient", None)
+        self._inside(torch.autograd, lambda: torch.autograd.backward(tensor, **given))
+
+    def _literal(self, make: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tensor made of numbers in the program: its values are known wherever it lives."""
+        if isinstance(data, torch.Tensor) or torch.device(kwargs.get("device") or "cpu").type != "meta":
+            return make(data, *args, **kwargs)
+        value = make(data, *args, **{**kwargs, "device": "cpu"})
+        meta = make(data, *args, **kwargs)
+        self._recorder.known.note(meta, value)
+        return meta
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         return attention(self._recorder, *args, **kwargs)
@@ -300,25 +341,42 @@ def patched(recorder: Recorder, replay: bool) -> Iterator[None]:
 
     capturing = torch.cuda.is_current_stream_capturing
     if replay:
-        torch.cuda.is_current_stream_capturing = lambda: True
 
+        def yes() -> bool:
+            recorder.assumptions[
+                "the program asks whether a CUDA graph is captured, and is told so (masks are built)"
+            ] = None
+            return True
+
+        torch.cuda.is_current_stream_capturing = yes
+
+    names = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices",
+             "_get_capturable_supported_devices")  # fmt: skip
+    supported = {name: getattr(optim, name) for name in names if hasattr(optim, name)}
+    for name, ask in supported.items():
+        setattr(optim, name, lambda *a, ask=ask, **k: [*ask(*a, **k), "meta"])
+    synchronize = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda *_: recorder.wait()
     before_sdpa = F.scaled_dot_product_attention
     before_dropout = F.dropout
-    devices = getattr(optim, "_get_foreach_kernels_supported_devices", None)
+
+    here = threading.get_ident()
 
     def sdpa(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:  # another thread's real model
+            return before_sdpa(*args, **kwargs)
         return attention(recorder, *args, **kwargs)
 
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if threading.get_ident() != here:
+            return before_dropout(input, p, training, inplace)
         return Interceptor._dropout(input, p, training, inplace)
 
     F.scaled_dot_product_attention, F.dropout = sdpa, dropout
-    if devices is not None:
-        optim._get_foreach_kernels_supported_devices = lambda: [*devices(), "meta"]
     try:
         yield
     finally:
         F.scaled_dot_product_attention, F.dropout = before_sdpa, before_dropout
-        torch.cuda.is_current_stream_capturing = capturing
-        if devices is not None:
-            optim._get_foreach_kernels_supported_devices = devices
+        torch.cuda.is_current_stream_capturing, torch.cuda.synchronize = capturing, synchronize
+        for name, ask in supported.items():
+            setattr(optim, name, ask)

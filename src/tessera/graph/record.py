@@ -174,6 +174,8 @@ class Recorder(TorchDispatchMode):
             return made
         if signature.short == "_local_scalar_dense":
             return self._scalar(tensors[0])
+        if signature.short in ("_pack_padded_sequence", "_pack_padded_sequence_backward"):
+            return self._pack(signature.short, args)
         if signature.short in ("nonzero", "masked_select", "unique2", "_unique2"):
             return self._counted(signature.short, tensors)
         args, kwargs = self._on_meta(args, kwargs)
@@ -359,6 +361,21 @@ class Recorder(TorchDispatchMode):
                 self.known.note(out, torch.nonzero(value))
             return out
         raise self._cannot(f"aten.{short}", None)
+
+    def _pack(self, short: str, args: Any) -> Any:
+        """Sequences laid end to end, step by step: lengths and batch sizes stay on the CPU, as torch wants them."""
+        if short.endswith("backward"):
+            out = torch.empty(args[1], dtype=args[0].dtype, device="meta")
+            self.emit("aten._pack_padded_sequence_backward", "copy", [args[0]], [out], {})
+            return out
+        x, lengths = args[:2]
+        known = self.known.value(lengths)
+        if known is None:
+            raise self._cannot("aten._pack_padded_sequence", None)
+        sizes = torch.tensor([int((known > step).sum()) for step in range(int(known.max()))])
+        data = torch.empty((int(known.sum()), *x.shape[2:]), dtype=x.dtype, device="meta")
+        self.emit("aten._pack_padded_sequence", "copy", [x], [data], {})
+        return data, sizes
 
     def _cannot(self, name: str, error: Exception | None) -> CaptureError:
         return DataDependent(
