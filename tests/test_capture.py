@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -540,3 +542,63 @@ def test_a_real_model_in_another_thread_is_not_disturbed():
 
     capture(Waits(), torch.randn(2))
     assert seen == ["cpu"]
+
+
+def test_nested_caches_and_counters_are_put_back():
+    class Trainer:
+        def __init__(self):
+            self.model = nn.Linear(4, 2)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+            self.steps, self.losses, self.caches = 0, [], {"x": {}}
+
+        def step(self, x):
+            loss = self.model(x).sum()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.steps += 1
+            self.losses.append(loss)
+            self.caches["x"]["last"] = loss
+
+    trainer = Trainer()
+    capture(trainer.step, torch.randn(3, 4))
+    assert trainer.steps == 0 and trainer.losses == [] and trainer.caches == {"x": {}}
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1 and trainer.schedule.last_epoch == 0
+
+
+def test_leaf_tensors_of_a_closure_train():
+    weight = torch.randn(8, 8, requires_grad=True)
+    graph = capture(lambda x: (x @ weight).sum().backward(), torch.randn(4, 8))
+    assert sum(op.kind == "gemm" for op in graph.kernels) == 2
+    assert weight.grad is None
+
+
+def test_exported_and_scripted_programs():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
+    assert names(capture(torch.export.export(model, (x,)), x)) == ["addmm", "relu"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and still around
+        scripted = torch.jit.trace(model, x)
+    with pytest.raises(CaptureError, match="scripted"):
+        capture(scripted, x)
+
+
+def test_a_loop_over_experts_spreads_its_tokens():
+    experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+    router = nn.Linear(16, 4)
+
+    def fn(x):
+        chosen = router(x).topk(2, dim=-1).indices
+        mask = F.one_hot(chosen, num_classes=4).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for i in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            _, rows = torch.where(mask[i[0]])
+            out.index_add_(0, rows, experts[0](x[rows]))
+        return out
+
+    graph = capture(fn, torch.randn(32, 16))
+    products = [op for op in graph.kernels if op.kind == "gemm"]
+    assert len(products) == 5 and {op.params["m"] for op in products[1:]} == {16}
+    assert any("evenly" in a for a in graph.assumptions)

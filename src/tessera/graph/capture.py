@@ -15,6 +15,7 @@ from .autocast import followed
 from .fastpath import fast_paths
 from .intercept import Interceptor, patched
 from .ir import Graph
+from .keep import kept, leaves
 from .record import Recorder, paused
 from .stage import CAST, Stage, reachable
 
@@ -42,6 +43,7 @@ def capture(
     module runs as it is. `precision` casts parameters and floating inputs; `batch` rescales the first dimension;
     `replay` says that the program will be recorded into a CUDA graph, which some programs ask.
     """
+    model = _eager_form(model)
     _check(mode, precision, optimizer, batch)
     stage = Stage(precision)
     recorder = Recorder(*_tf32(precision))
@@ -57,8 +59,10 @@ def capture(
             fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
         )
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        stack.enter_context(kept(modules, model))
         stack.enter_context(stage.modules(modules))
         stack.enter_context(stage.optimizers(optimizers))
+        stack.enter_context(leaves(model, stage.twin))
         stack.enter_context(_training_flags(module, mode))
         for m in modules:
             stack.callback(_adopt(recorder, m))
@@ -72,6 +76,19 @@ def capture(
         stack.enter_context(recorder)
         _run(model, module, mode, args, kwargs, recorder, optimizer, optimizers)
     return _graph(name or _title(model), recorder, mode if module is not None else "step", args, kwargs, modules)
+
+
+def _eager_form(model: Any) -> Any:
+    """The program as Python: what an exported program wraps; a scripted one has none."""
+    if isinstance(model, torch.export.ExportedProgram):
+        return model.module()
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            "a scripted module cannot be captured",
+            why="TorchScript runs its own interpreter, which dispatch modes do not see into",
+            fix="pass the nn.Module it was made of",
+        )
+    return model
 
 
 def _check(mode: str, precision: str | None, optimizer: Any, batch: int | None) -> None:
@@ -143,7 +160,8 @@ def batch_of(inputs: Any) -> int | None:
 def _training_flags(module: torch.nn.Module | None, mode: Mode) -> Iterator[None]:
     """eval() or train() for the capture; the stage puts the flags back with the other attributes."""
     if module is not None:
-        module.train(mode == "train")
+        with contextlib.suppress(NotImplementedError):  # an exported program has no train(): its mode is fixed
+            module.train(mode == "train")
     with torch.set_grad_enabled(mode == "train" if module is not None else torch.is_grad_enabled()):
         yield
 

@@ -233,6 +233,7 @@ class Interceptor(TorchFunctionMode):
             torch.Tensor.backward: self._backward,
             torch.tensor: lambda *a, **k: self._literal(torch.tensor, *a, **k),
             torch.as_tensor: lambda *a, **k: self._literal(torch.as_tensor, *a, **k),
+            F.one_hot: self._one_hot,
             torch._grouped_mm: self._grouped,
             torch.nn.functional.grouped_mm: self._grouped,
             torch.Tensor.__setitem__: self._set,
@@ -273,6 +274,12 @@ class Interceptor(TorchFunctionMode):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given["grad_tensors"] = given.pop("gradient", None)
         self._inside(torch.autograd, lambda: torch.autograd.backward(tensor, **given))
+
+    def _one_hot(self, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        out: torch.Tensor = F.one_hot(tensor, num_classes)
+        if out.device.type == "meta":
+            self._recorder.one_hot(out, int(out.shape[-1]))
+        return out
 
     def _literal(self, make: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         """A tensor made of numbers in the program: its values are known wherever it lives."""

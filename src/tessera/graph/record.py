@@ -190,8 +190,7 @@ class Recorder(TorchDispatchMode):
             for t in self._written(signature, args, kwargs):
                 self.known.spoil(t)
         self.known.follow(func, args, kwargs, outs)
-        if signature.short in ("one_hot", "scatter"):
-            self._spread(outs, args)
+        self._follow_density(signature, tensors, outs)
         if self.active and not signature.silent:
             self._write(signature, args, kwargs, outs)
         return out
@@ -336,10 +335,16 @@ class Recorder(TorchDispatchMode):
                 return op.name.rpartition(".")[2]
         return ""
 
-    def _spread(self, outs: list[torch.Tensor], args: Any) -> None:
+    def one_hot(self, tensor: torch.Tensor, classes: int) -> None:
         """A one-hot tensor of C classes is 1/C full: what a loop over experts will find."""
-        if outs and outs[0].shape:
-            self._density[self._storage(outs[0])] = 1.0 / outs[0].shape[-1]
+        self._density[self._storage(tensor)] = 1.0 / max(1, classes)
+
+    def _follow_density(self, signature: _Signature, tensors: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+        """Rows taken from a one-hot tensor, or a copy of it, are as full as it is."""
+        if self._density and tensors and outs and signature.short in ("index", "clone", "_to_copy", "index_select"):
+            density = self._density.get(self._storage(tensors[0]))
+            if density is not None:
+                self._density[self._storage(outs[0])] = density
 
     def _counted(self, short: str, tensors: list[torch.Tensor]) -> Any:
         """Operators whose output size depends on values: known values decide, else the density of a one-hot mask."""
@@ -350,6 +355,8 @@ class Recorder(TorchDispatchMode):
                 count = int(torch.count_nonzero(value))
             else:
                 density = self._density.get(self._storage(tensor))
+                if density is None and tensor.dim() == 1 and self._made_by(tensor) in ("gt", "ne", "greater"):
+                    density, value = 1.0, torch.ones(tensor.shape)  # "which experts were hit": all of them
                 if density is None:
                     raise self._cannot("aten.nonzero", None)
                 count = max(1, round(density * tensor.numel()))

@@ -20,10 +20,6 @@ CAST: dict[str, torch.dtype] = {
 """What a model's floats are cast to for a what-if; fp8 and int8 keep bf16 between the quantised products."""
 
 
-# Attributes a forward may fill in place: a cache in a dict, a list of hidden states.
-_CONTAINERS = (dict, list, set)
-
-
 class Stage:
     """Makes meta twins, each real tensor exactly one, cast to a what-if precision."""
 
@@ -64,7 +60,7 @@ class Stage:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            attributes = {k: copy.copy(v) if type(v) in _CONTAINERS else v for k, v in module.__dict__.items()}
+            attributes = dict(module.__dict__)
             attributes["_modules"] = dict(module._modules)
             kept.append((module, attributes, dict(module._parameters), dict(module._buffers)))
         try:
@@ -90,6 +86,7 @@ class Stage:
     def optimizers(self, found: list[torch.optim.Optimizer]) -> Iterator[None]:
         """Optimizers that step the twins instead of the parameters they were made for."""
         kept = [(o, [list(g["params"]) for g in o.param_groups], o.state) for o in found]
+        settings = [(group, dict(group)) for o in found for group in o.param_groups]  # a scheduler changes the rate
         try:
             for optimizer, groups, _ in kept:
                 for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -101,6 +98,8 @@ class Stage:
                 for group, params in zip(optimizer.param_groups, groups, strict=True):
                     group["params"] = params
                 optimizer.state = state
+            for group, before in settings:
+                group.update({k: v for k, v in before.items() if k != "params"})
 
     def inputs(self, given: Any) -> Any:
         """A copy of the inputs, however nested, with meta twins in place of their tensors."""
