@@ -20,7 +20,7 @@ from .families import launches
 from .host import HostModel, host_times
 from .kernel_time import KernelTime
 from .memory import MemoryEstimator, MemoryReport
-from .ops import QUANTISED, OpModel
+from .ops import QUANTISED, WHAT_IFS, OpModel
 from .overlay import Overlay, find
 from .power import PowerModel
 from .residency import CACHE_SHARE, Traffic, traffic
@@ -68,7 +68,7 @@ def predict(
     `tessera calibrate` measured on this machine for the chip, where it was run; None does not.
     """
     device = _device(on)
-    precision = getattr(precision, "value", precision) if precision is None else _precision_name(precision)
+    precision = None if precision is None else _precision_name(precision)
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int)):
         raise ArgumentError(f"batch={batch!r}", fix="batch is a whole number of samples")
     check_launch(launch)
@@ -131,7 +131,12 @@ def _device(on: Any) -> Device:
 def _precision_name(precision: Any) -> str:
     """Our name of a number format: a string, a `Precision`, or a torch dtype."""
     text = str(getattr(precision, "value", precision)).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
+    name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
+    if name not in WHAT_IFS:
+        raise ArgumentError(
+            f"no what-if precision {name!r}{did_you_mean(name, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}"
+        )
+    return name
 
 
 def check_launch(launch: str) -> None:

@@ -12,10 +12,12 @@ from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError,
 from ..hardware import lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
+from .ops import WHAT_IFS
 
 if TYPE_CHECKING:
     from ..graph.ir import Graph
-    from .predict import Launch
+    from .ops import WHAT_IFS
+from .predict import Launch
 
 Mode = Literal["infer", "train"]
 Progress = Callable[[int, int, str], None]
@@ -188,7 +190,7 @@ def sweep(
     model: Callable[..., Any],
     inputs: Any = (),
     *,
-    devices: Sequence[str | Device],
+    devices: Sequence[str | Device] | str | Device,
     precisions: Sequence[str | None] = (None,),
     batches: Sequence[int | None] = (None,),
     mode: Mode = "infer",
@@ -205,7 +207,8 @@ def sweep(
     it) is a row with its reason. `accuracy` gives the model's accuracy by precision, measured by you: the Pareto
     frontier and `best_precision` then weigh it. A wrong name is an error before anything is captured.
     """
-    chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in devices)}
+    named = [devices] if isinstance(devices, (str, Device)) else devices
+    chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in named)}
     points = _points(chips, precisions, batches, accuracy)
     found: dict[tuple[str, str | None, int | None], SweepRow] = {}
     failures: list[CaptureError] = []
@@ -279,10 +282,8 @@ def _points(
         if isinstance(given, str) or not given:
             raise ArgumentError(f"{what}={given!r}", fix=f"a list of at least one of the {what}")
     for p in precisions:
-        if p is not None and p not in PRECISIONS:
-            raise ArgumentError(
-                f"no precision {p!r}{did_you_mean(p, PRECISIONS)}", fix=f"one of {', '.join(PRECISIONS)}"
-            )
+        if p is not None and p not in WHAT_IFS:
+            raise ArgumentError(f"no precision {p!r}{did_you_mean(p, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}")
     _check_accuracy(accuracy, precisions)
     chosen = dict.fromkeys(precisions)
     return [(b, p, chip) for b in dict.fromkeys(batches) for p in chosen for chip in chips.values()]
