@@ -172,7 +172,7 @@ def single(all_swept: list[tuple[dict[str, Any], Any]]) -> list[Measured]:
 
 
 # ---------------------------------------------------------------- data-moving families
-LOW, HIGH = np.log([0.5e-6, 0.3, 0.02, 0.01]), np.log([60e-6, 1.0, 3.0, 40.0])
+LOW, HIGH = np.log([0.5e-6, 0.6, 0.02, 0.01]), np.log([60e-6, 1.0, 3.0, 40.0])
 START = np.log([1.2e-6, 0.85, 1.0, 6.0])
 PULL = np.array([1.0, 5.0, 1.0, 1.0])  # few kernels in models come from device memory: its share is held on to
 NAMES = ("start_s", "bandwidth", "cache", "elements_per_cycle")
