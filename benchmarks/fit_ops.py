@@ -90,7 +90,7 @@ def graphs(cases: str, cache: Path) -> dict[Any, Any]:
 
 def measured(all_graphs: dict[Any, Any], traces: Path) -> list[Measured]:
     """Every captured operator of every traced case with its microseconds."""
-    rows = []
+    rows, all_us = [], 0.0
     capacity = CACHE_SHARE * 62914560
     for trace in align.read(traces):
         if "kernels" not in trace:
@@ -100,7 +100,11 @@ def measured(all_graphs: dict[Any, Any], traces: Path) -> list[Measured]:
             op.index: t for op, t in zip(graph.kernels, residency.traffic(graph, graph.kernels, capacity), strict=True)
         }
         pairs, _, _ = align.align(graph, trace)
+        all_us += trace["gpu_us"]
         rows += [Measured(trace["name"], p.op, p.us, len(p.kernels), moved[p.op.index].hbm_bytes) for p in pairs]
+    print(
+        f"{len(rows)} captured operators paired with kernels: {sum(r.us for r in rows) / all_us:.1%} of the GPU's time"
+    )
     return rows
 
 
@@ -619,7 +623,8 @@ def fit_host(all_graphs: dict[Any, Any]) -> None:
     us = dict(zip(HOST, c * factor, strict=True))
     out: dict[str, Any] = {k: float(f"{v * 1e-6:.4g}") for k, v in us.items() if k not in EXTRA}
     out["extra_s"] = {k: float(f"{us[k] * 1e-6:.4g}") for k in EXTRA}
-    # Beside the scatter of one recording, the level itself moves from hour to hour: by a factor of 1.3 between ours.
+    # Beside the scatter within a recording, hosts differ between recordings: BERT-base, batch 1, took 8.6 ms in the
+    # public one and 4.4 ms in ours. Half of that distance, 30%, is added.
     out["relative_error"] = round(float(np.hypot(np.quantile(np.abs(np.exp(spread) / factor - 1), 0.9), 0.3)), 2)
     out["provenance"] = (
         f"{len(rows)} host-bound eager iterations on an Intel Xeon beside an H200, torch 2.11 (benchmarks/fit_ops.py)"
@@ -643,7 +648,6 @@ def main() -> None:
     given = parser.parse_args()
     all_graphs = graphs("dev_cases.py", given.cache)
     rows = measured(all_graphs, DATA / "h200_dev_traces.jsonl.gz")
-    print(f"{len(rows)} operators with kernels")
     all_swept = swept(given.swept)
     rows += single(all_swept)
     for name in given.only.split(","):

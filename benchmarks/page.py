@@ -136,6 +136,18 @@ def shortfalls(a: dict[str, Any]) -> list[str]:
     ]
 
 
+def into_readme(blocks: dict[str, list[str]]) -> None:
+    """Put the tables between their marks in the README."""
+    readme = HERE.parent / "README.md"
+    content = readme.read_text()
+    for name, block in blocks.items():
+        start, end = f"<!-- {name} from benchmarks/page.py -->", "<!-- end -->"
+        first = content.index(start)
+        last = content.index(end, first) + len(end)
+        content = content[:first] + "\n".join([start, *block, end]) + content[last:]
+    readme.write_text(content)
+
+
 def main() -> None:
     a, o, m, i = (load(n) for n in ("h200_accuracy", "h200_overhead", "memory_24h", "import_time"))
     machine = a["machine"]
@@ -191,14 +203,7 @@ def main() -> None:
         "",
     ]
     (HERE / "README.md").write_text("\n".join(text))
-    readme = HERE.parent / "README.md"
-    content = readme.read_text()
-    for name, block in (("table", table), ("predicting", predicted)):
-        start, end = f"<!-- {name} from benchmarks/page.py -->", "<!-- end -->"
-        first = content.index(start)
-        last = content.index(end, first) + len(end)
-        content = content[:first] + "\n".join([start, *block, end]) + content[last:]
-    readme.write_text(content)
+    into_readme({"table": table, "predicting": predicted})
 
 
 if __name__ == "__main__":

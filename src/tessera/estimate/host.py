@@ -2,8 +2,9 @@
 
 An eager program is as slow as the slower of two clocks: the device's, and the host's, which runs ahead as far as it
 can. Constants are those of the host beside the H200 (an Intel Xeon, 16 vCPU, torch 2.11), fitted on whole models
-(`benchmarks/fit_ops.py`). The same model on the same machine was launched up to twice as fast half an hour later, so
-what is bound by the host is predicted with a wide interval; `tessera calibrate` measures the host at hand.
+(`benchmarks/fit_ops.py`). Hosts of the same kind differ from day to day: BERT-base took 8.6 ms in one recording and
+4.4 ms in another (`benchmarks/README.md`), so what is bound by the host is predicted with a wide interval;
+`tessera calibrate` measures the host at hand.
 """
 
 from __future__ import annotations

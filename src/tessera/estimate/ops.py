@@ -19,8 +19,6 @@ from .residual import fitted
 from .rnn import rnn_time
 from .stream import Stream, stream_time
 
-WHAT_IFS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
-"""Formats a model can be asked to run in; narrower ones have kernels nobody measured here."""
 QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
 

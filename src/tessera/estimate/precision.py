@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, did_you_mean
-from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
+from ..graph.ir import DTYPE_BYTES, WHAT_IFS, Op, TensorSpec
 from ..graph.kinds import MATRIX_KINDS
 from .ops import check_precision
 
@@ -28,10 +28,7 @@ class Precision(enum.StrEnum):
     INT4 = "int4"
 
 
-STORED: Mapping[str, str] = {
-    "fp64": "fp64", "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "fp6": "bf16",
-    "fp4": "bf16", "int8": "bf16", "int4": "bf16",
-}  # fmt: skip
+STORED: Mapping[str, str] = {**WHAT_IFS, "fp6": "bf16", "fp4": "bf16", "int4": "bf16"}
 """What tensors are kept in: between quantised products everything stays in 16 bits."""
 
 _FLOATS = frozenset({"fp64", "fp32", "tf32", "bf16", "fp16"})

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, did_you_mean
-from ..graph.ir import Graph, Op
+from ..graph.ir import WHAT_IFS, Graph, Op
 from ..hardware import lookup
 from ..schema import EnergyReport
 from ..units import format_bytes
@@ -20,7 +20,7 @@ from .families import launches
 from .host import HostModel, host_times
 from .kernel_time import KernelTime
 from .memory import MemoryEstimator, MemoryReport
-from .ops import QUANTISED, WHAT_IFS, OpModel
+from .ops import QUANTISED, OpModel
 from .overlay import Overlay, find
 from .power import PowerModel
 from .residency import CACHE_SHARE, Traffic, traffic
@@ -110,10 +110,10 @@ def _as_asked(graph: Graph, inputs: Any, precision: str | None, batch: int | Non
         )
     if precision is None:
         return graph
-    from .precision import STORED, recast
+    from .precision import recast
 
     # Quantised products keep bf16 between them: what the products themselves run in is the operator model's business.
-    stored = STORED[precision] if precision in QUANTISED else precision
+    stored = WHAT_IFS[precision] if precision in QUANTISED else precision
     return replace(graph, ops=tuple(recast(op, stored) for op in graph.ops))
 
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
+from ..graph.ir import WHAT_IFS
 from ..hardware import lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
-from .ops import WHAT_IFS
 
 if TYPE_CHECKING:
     from ..graph.ir import Graph
-    from .ops import WHAT_IFS
-from .predict import Launch
+    from .predict import Launch
 
 Mode = Literal["infer", "train"]
 Progress = Callable[[int, int, str], None]

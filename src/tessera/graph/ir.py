@@ -21,6 +21,12 @@ DTYPE_BYTES: Mapping[str, float] = {
 """Bytes of one element, by our names of the number formats."""
 
 
+WHAT_IFS: Mapping[str, str] = {
+    "fp64": "fp64", "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "int8": "bf16",
+}  # fmt: skip
+"""Formats a model can be asked to run in, and what its tensors are then kept in: bf16 between quantised products."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor as an operator sees it: where it lives, its shape, strides and number format.

@@ -12,12 +12,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
+from .ir import WHAT_IFS
 
-CAST: dict[str, torch.dtype] = {
-    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "fp8": torch.bfloat16, "int8": torch.bfloat16,
-}  # fmt: skip
-"""What a model's floats are cast to for a what-if; fp8 and int8 keep bf16 between the quantised products."""
+_TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CAST: dict[str, torch.dtype] = {name: _TORCH[kept] for name, kept in WHAT_IFS.items()}
+"""What a model's floats are cast to for a what-if."""
 
 
 class Stage:
