@@ -142,7 +142,8 @@ class CudaBench:
 
         name = self._board.name if self._board is not None else self._torch.cuda.get_device_name(self._index)
         driver = self._board.driver if self._board is not None else None
-        return Machine(board=name, driver=driver, torch=self._torch.__version__, host_cpu=host_cpu().name)
+        # A TorchVersion is a str that msgspec does not take for one.
+        return Machine(board=name, driver=driver, torch=str(self._torch.__version__), host_cpu=host_cpu().name)
 
     def busy(self) -> str | None:
         if self._board is None:

@@ -6,8 +6,9 @@
                                                         │
     predict ◄── apply, charge, power, host ◄── find() ──┘
 
-Every factor is measured over predicted, so 1 is "as predicted" and 1.2 "takes a fifth longer here". What was not
-measured stays None with its reason; what no group covers stays as it was predicted.
+Every factor is measured over predicted, so 1 is "as predicted" and 1.2 "takes a fifth longer here"; how far it is
+drawn towards 1 depends on how well the chip was known before (factors.py). What was not measured stays None with its
+reason; what no group covers stays as it was predicted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ GROUPS = (
 )  # fmt: skip
 """What calibration measures a factor for."""
 
+LIMIT = "limit"
+"""The group of the one product that is there to reach the power limit: no factor comes from it."""
+
 # Kinds nobody measures here, and the group they move with: the same units and the same memory do them. They take its
 # factor and keep their own interval.
 _LIKE = {
@@ -47,33 +51,34 @@ _LIKE = {
     "scatter": "copy", "fill": "copy", "random": "elementwise", "foreach": "elementwise",
 }  # fmt: skip
 
-# From so many points on a spread speaks for itself; of fewer it may only narrow what is known of the kernel.
+# From so many groups on their energies' intervals stand for the whole power model's.
 _ENOUGH = 4
 # A board's static power may not eat its limit; a boosted reading of an idle board must not break the solver.
 _STATIC_SHARE = 0.8
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured over predicted: the geometric mean of `points` ratios, and the 90% half-width one ratio lies within.
+    """Measured over predicted, of `points` ratios: their geometric `mean`, and the `factor` that is used.
 
-    `spread` is relative, and None for a single point.
+    `spread` is the relative 90% half-width one ratio lies within once the factor is applied; None where the interval
+    stays the one that was predicted: of a single point, or of a chip whose own rests on more than these points.
     """
 
     factor: float
     spread: float | None
     points: int
+    mean: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ValueError(f"a factor is a positive number, not {self.factor!r}")
+        for value in (self.factor, self.mean):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"a factor is a positive number, not {value!r}")
         if self.spread is not None and not (math.isfinite(self.spread) and self.spread > 0):
             raise ValueError(f"a spread is a positive half-width, not {self.spread!r}")
 
     def error(self, before: float) -> float:
-        """The relative error of what was scaled: its own where one point says nothing of the spread."""
-        if self.spread is None:
-            return before
-        return self.spread if self.points >= _ENOUGH else min(before, self.spread)
+        """The relative error of what was scaled: its own where the points do not replace it."""
+        return before if self.spread is None else self.spread
 
 
 class Watts(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,10 +253,10 @@ def power(model: PowerModel, overlay: Overlay | None) -> PowerModel:
         return model
     limit_w = overlay.limit_w.value or model.limit_w
     static_w = min(overlay.static_w.value or model.static_w, _STATIC_SHARE * limit_w)
-    spreads = [s.spread for s in overlay.energy_scale.values() if s.spread is not None]
     error = model.relative_error
-    if len(spreads) >= _ENOUGH:
-        error = math.sqrt(sum(s * s for s in spreads) / len(spreads))
+    if len(overlay.energy_scale) >= _ENOUGH and any(s.spread is not None for s in overlay.energy_scale.values()):
+        errors = [s.error(model.relative_error) for s in overlay.energy_scale.values()]
+        error = math.sqrt(sum(e * e for e in errors) / len(errors))
     if (limit_w, static_w, error) == (model.limit_w, model.static_w, model.relative_error):
         return model
     return replace(

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..device import Device
 from .kernel_time import chip
+from .overlay import LIMIT
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
@@ -76,7 +77,7 @@ def half_of(device: Device) -> str:
 
 def limit_point(device: Device) -> Point:
     """The product that draws most: large, in 16 bits."""
-    return _product(half_of(device), 8192, 8192, 8192, "limit")
+    return _product(half_of(device), 8192, 8192, 8192, LIMIT)
 
 
 def repeated(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
@@ -173,14 +174,38 @@ def _sizes(cache_bytes: float, *shares: float) -> list[int]:
 
 
 def _copies(cache_bytes: float, half: str) -> list[Point]:
-    return [
+    # One size within the cache and one beyond: more of them say the same again, and would outvote the rearrangements.
+    plain = [
         Point(
             name=f"copy {size / _MIB:.3g} MiB {half}",
             group="copy",
             make=_of(torch.clone, half, (size // DTYPES[half].itemsize,)),
         )
-        for size in _sizes(cache_bytes, 1 / 24, 1 / 8, 3, 6, 12)
+        for size in _sizes(cache_bytes, 1 / 8, 6)
     ]
+    return [*plain, *_rearrangements(half)]
+
+
+def _rearrangements(half: str) -> list[Point]:
+    """What models copy for: to another order, another format, or side by side. A plain copy is a memcpy, these not."""
+
+    def transposed(x: torch.Tensor) -> torch.Tensor:
+        return x.t().contiguous()
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous()
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float32 if x.dtype != torch.float32 else torch.float64)
+
+    def beside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, y), -1)
+
+    cases = (
+        ("transpose 4096x4096", transposed, ((4096, 4096),)), ("heads 32x512x12x64", heads, ((32, 512, 12, 64),)),
+        ("cast 8192x4096", cast, ((8192, 4096),)), ("cat 2 of 8192x2048", beside, ((8192, 2048),) * 2),
+    )  # fmt: skip
+    return [Point(name=f"{name} {half}", group="copy", make=_of(fn, half, *shapes)) for name, fn, shapes in cases]
 
 
 def _elementwise(cache_bytes: float, half: str) -> list[Point]:
@@ -224,9 +249,13 @@ def _reductions(half: str) -> list[Point]:
     def row_mean(x: torch.Tensor) -> torch.Tensor:
         return x.mean(-1)
 
+    def column_sum(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0)
+
     cases = (
         ("sum", row_sum, 65536, 1024, half), ("amax", row_max, 16384, 4096, half),
         ("mean", row_mean, 32768, 2048, "fp32"), ("mean", row_mean, 8192, 1024, half),
+        ("column sum", column_sum, 16384, 2048, half),
     )  # fmt: skip
     return [
         Point(name=f"{name} {rows}x{width} {p}", group="reduce", make=_of(fn, p, (rows, width)))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..estimate.calibrate import Calibration, Row
-from ..estimate.overlay import Overlay, Scale, Watts
+from ..estimate.overlay import LIMIT, Overlay, Scale, Watts
 from ..units import format_duration
 
 
@@ -24,11 +24,15 @@ def print_calibration(found: Calibration, path: Path | None, console: Console) -
     )
     console.print()
     console.print(_factors(overlay))
+    console.print(Text("measured / predicted: the mean of the points, and what of it is used", style="dim"))
+    console.print(Text("±: the 90% interval that leaves; -: it stays as it was predicted", style="dim"))
     console.print()
     console.print(_watts(overlay))
     console.print()
     console.print(_points(found.rows))
-    console.print(Text("measured / predicted; time and energy before calibration, time after", style="dim"))
+    console.print(
+        Text("measured / predicted, of each kernel alone; time and energy before calibration, time after", style="dim")
+    )
     for note in overlay.notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
     console.print()
@@ -45,7 +49,7 @@ def typical(ratios: Sequence[float]) -> float:
 
 
 def _headline(found: Calibration) -> str:
-    kernels = [row for row in found.rows if row.launch == "graph"]
+    kernels = [row for row in found.rows if row.launch == "graph" and row.group != LIMIT]
     before, after = (typical([getattr(row, name) for row in kernels]) for name in ("ratio", "ratio_after"))
     host = found.overlay.host_scale
     launches = f"; the host launches in {host.factor:.2f} x the time predicted" if host is not None else ""
@@ -57,21 +61,22 @@ def _headline(found: Calibration) -> str:
 
 def _factors(overlay: Overlay) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("group", "time", "±", "energy", "±", "points"):
+    for name in ("group", "points", "time", "used", "±", "energy", "used", "±"):
         table.add_column(name, justify="left" if name == "group" else "right")
     for group in sorted({*overlay.time_scale, *overlay.energy_scale}):
         time = overlay.time_scale.get(group)
         points = str(time.points) if time is not None else "-"
-        table.add_row(group, *_scale(time), *_scale(overlay.energy_scale.get(group)), points)
+        table.add_row(group, points, *_scale(time), *_scale(overlay.energy_scale.get(group)))
     if overlay.host_scale is not None:
-        table.add_row("host", *_scale(overlay.host_scale), "-", "-", str(overlay.host_scale.points))
+        table.add_row("host", str(overlay.host_scale.points), *_scale(overlay.host_scale), *_scale(None))
     return table
 
 
-def _scale(scale: Scale | None) -> tuple[str, str]:
+def _scale(scale: Scale | None) -> tuple[str, str, str]:
     if scale is None:
-        return "-", "-"
-    return f"{scale.factor:.3f}", "-" if scale.spread is None else f"{scale.spread:.0%}"
+        return "-", "-", "-"
+    mean = "-" if scale.mean is None else f"{scale.mean:.3f}"
+    return mean, f"{scale.factor:.3f}", "-" if scale.spread is None else f"{scale.spread:.0%}"
 
 
 def _watts(overlay: Overlay) -> Table:
