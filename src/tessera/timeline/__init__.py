@@ -1,0 +1,15 @@
+"""What ran when: records as columns, and the readers that make them.
+
+::
+
+    Kineto JSON ──► kineto.read ──┐
+    run file ───► profile.runfile ┴──► Timeline ──► link (operators, regions, steps) ──► attribute, analyze, export
+"""
+
+from __future__ import annotations
+
+from .columns import Builder as Builder
+from .columns import Launch as Launch
+from .columns import Timeline as Timeline
+
+__all__ = ["Builder", "Launch", "Timeline"]

@@ -1,0 +1,195 @@
+"""`Timeline`: a million records as columns. Rows are in the order they were added; `by_time` sorts them.
+
+Columns instead of objects: a training step has thousands of events, a run millions. `records()` makes a `Record` of a
+row when somebody looks at it. What is the same for many rows (names, shapes, launch configurations) is kept once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..record import CODE, KINDS, ON_DEVICE, Kind, Record
+
+if TYPE_CHECKING:
+    from ..trace import PowerTrace
+    from .link import Links
+
+Ints = NDArray[np.int64]
+NONE = -1
+"""What stands in an integer column where there is nothing."""
+
+
+class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What device rows of one launch configuration share. Interned: `Timeline.launches[row.launch]`."""
+
+    grid: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
+    registers: int | None = None
+    shared_bytes: int | None = None
+    memcpy_dir: str | None = None
+    pinned: bool | None = None
+    collective_type: str | None = None
+    collective_bytes: int | None = None
+    group: str | None = None
+    group_size: int | None = None
+    dtype: str | None = None
+
+
+INTEGERS = (
+    "kind",  # code of the kind, tessera.record.CODE
+    "name",  # -> names
+    "start_ns", "end_ns",  # epoch
+    "device",  # -1: the host
+    "stream",  # of device rows
+    "thread",  # of host rows
+    "correlation",  # ties a device row to the runtime call that launched it
+    "external",  # ties device and runtime rows to the operator that made them (Kineto's External id)
+    "parent",  # -> row: the operator a device/runtime row comes from, or the one an operator is inside; -1
+    "sequence",  # autograd's sequence number of an operator; ties backward to forward
+    "forward_thread",  # of a backward operator: the thread its forward ran on
+    "bytes",  # of copies, memsets and collectives
+    "shapes",  # -> names: input shapes and dtypes of an operator
+    "launch",  # -> launches
+    "unit",  # -> names, of counters
+    "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
+)  # fmt: skip
+FLOATS = ("value",)  # of counters; NaN elsewhere
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Records as columns. `notes` says what a reader should know (a truncated file, a clock that was stepped).
+
+    `counters` has per-kernel hardware counters by kernel key, where a replay gave them; `energy_j` and
+    `energy_error_j` are filled by attribution (NaN on rows that spend nothing of their own).
+    """
+
+    columns: dict[str, NDArray[Any]]
+    names: list[str]
+    launches: list[Launch]
+    rank: int | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    energy_j: NDArray[np.float64] | None = None
+    energy_error_j: NDArray[np.float64] | None = None
+    extra: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields of single rows that are no column (hardware counters, overlap): row -> {Record field: value}."""
+    links: Links | None = field(default=None, repr=False, compare=False)
+    """What `tessera.timeline.link.link` found, kept for the next one who asks; `linked` makes it when needed."""
+
+    def __len__(self) -> int:
+        return len(self.columns["kind"])
+
+    def __getitem__(self, column: str) -> NDArray[Any]:
+        return self.columns[column]
+
+    def rows(self, *kinds: Kind) -> Ints:
+        """The row numbers of some kinds."""
+        codes = [CODE[k] for k in kinds]
+        return np.flatnonzero(np.isin(self.columns["kind"], codes))
+
+    @property
+    def device_rows(self) -> Ints:
+        """Rows of everything that ran on an accelerator."""
+        return self.rows(*ON_DEVICE)
+
+    def name(self, row: int) -> str:
+        """The name of a row."""
+        return self.names[int(self.columns["name"][row])]
+
+    def kind(self, row: int) -> Kind:
+        """The kind of a row."""
+        return KINDS[int(self.columns["kind"][row])]
+
+    def text(self, column: str, row: int) -> str | None:
+        """The text an integer column points to; None where it points nowhere."""
+        index = int(self.columns[column][row])
+        return None if index == NONE else self.names[index]
+
+    @property
+    def linked(self) -> Links:
+        """Operators, regions, modules and steps of the rows."""
+        from .link import link
+
+        return link(self) if self.links is None else self.links
+
+    def records(self, rows: Sequence[int] | Ints | None = None) -> Iterator[Record]:
+        """`Record`s of some rows (all, in time order, by default)."""
+        from .view import records
+
+        return records(self, rows)
+
+    @property
+    def start_ns(self) -> int:
+        """Start of the first row; 0 when empty."""
+        return int(self.columns["start_ns"].min()) if len(self) else 0
+
+    @property
+    def end_ns(self) -> int:
+        """End of the last row; 0 when empty."""
+        return int(self.columns["end_ns"].max()) if len(self) else 0
+
+    def correlate(self, power: PowerTrace, **options: Any) -> Any:
+        """Spikes of a power trace tied to kernels and collectives: see `tessera.analyze.correlate`."""
+        from ..analyze.correlate import correlate
+
+        return correlate(self, power, **options)
+
+
+class Builder:
+    """Collects rows one by one and makes a `Timeline`. Names and launches are interned."""
+
+    def __init__(self) -> None:
+        self._ints = {c: array("q") for c in INTEGERS}
+        self._floats = {c: array("d") for c in FLOATS}
+        self._names: dict[str, int] = {}
+        self._launches: dict[Launch, int] = {}
+        self.notes: list[str] = []
+        self.meta: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._ints["kind"])
+
+    def intern(self, text: str) -> int:
+        """The number of a text."""
+        return self._names.setdefault(text, len(self._names))
+
+    def intern_launch(self, launch: Launch) -> int:
+        """The number of a launch configuration."""
+        return self._launches.setdefault(launch, len(self._launches))
+
+    def add(
+        self, kind: Kind, name: str, start_ns: int, end_ns: int, *, value: float = float("nan"), **integers: int
+    ) -> int:
+        """Append a row; integer columns not given are `NONE`. Returns its number."""
+        row = len(self)
+        given = {"kind": CODE[kind], "name": self.intern(name), "start_ns": start_ns, "end_ns": end_ns, **integers}
+        for column, values in self._ints.items():
+            values.append(given.get(column, NONE))
+        self._floats["value"].append(value)
+        return row
+
+    def extend(self, columns: Mapping[str, Any], count: int) -> None:
+        """Append many rows at once from arrays (missing integer columns are `NONE`)."""
+        for column, values in self._ints.items():
+            given = columns.get(column)
+            data = np.full(count, NONE, np.int64) if given is None else np.ascontiguousarray(given, np.int64)
+            values.frombytes(data.tobytes())
+        data = np.ascontiguousarray(columns.get("value", np.full(count, np.nan)), np.float64)
+        self._floats["value"].frombytes(data.tobytes())
+
+    def build(self) -> Timeline:
+        """The timeline so far."""
+        columns: dict[str, NDArray[Any]] = {c: np.array(v, dtype=np.int64) for c, v in self._ints.items()}
+        columns |= {c: np.array(v, dtype=np.float64) for c, v in self._floats.items()}
+        return Timeline(
+            columns=columns, names=list(self._names), launches=list(self._launches), meta=dict(self.meta),
+            notes=list(self.notes),
+        )  # fmt: skip

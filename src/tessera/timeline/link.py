@@ -1,0 +1,237 @@
+"""Who launched what: device rows tied to operators, regions, modules, steps, and backward work to its forward.
+
+::
+
+    kernel ──correlation──► runtime call ──thread, time──► region, module, step
+       └──────External id──► operator ──parent──► outermost operator
+                                └─ under XBackward0 ──Sequence number──► forward operator ──► its region, module
+
+Everything is numpy over columns, but for the scan that nests operators (a stack per thread, 0.4 us a row).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..record import CODE, ON_DEVICE
+from .columns import NONE, Ints, Timeline
+from .nesting import Nesting, climb, latest
+
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_STEP_OF_THE_USER = re.compile(r"(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*(\d+)", re.IGNORECASE)
+_FOREVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the program; `row` is its region's, `NONE` where two marks made it."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    row: int = NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Arrays by row of the timeline; each holds row numbers (`NONE`: none) unless it says otherwise.
+
+    `op`: the innermost operator a device or runtime row comes from; of an operator itself. `top_op`: the outermost one
+    around that. `launch`: the runtime call of a device row. `launch_ns`, `launch_thread`: when and on which thread the
+    host launched it (of host rows: their own). `parent`: of device and runtime rows the operator, of operators,
+    regions and modules the next outer one of the same sort. `forward_op`: for what runs under a backward operator,
+    the outermost forward operator that made that node of autograd's graph. `region`: the innermost region open at
+    the launch. `forward_region`: the region of the forward operator. `module`: the innermost module at the launch, or
+    at the forward operator's. `step`: place in `steps` of the one it was launched in.
+    """
+
+    op: Ints
+    top_op: Ints
+    parent: Ints
+    launch: Ints
+    launch_ns: Ints
+    launch_thread: Ints
+    forward_op: Ints
+    region: Ints
+    forward_region: Ints
+    module: Ints
+    step: Ints
+    steps: tuple[Step, ...]
+
+    def path(self, row: int) -> list[int]:
+        """A row and everything it is inside, outermost first: `path(links.region[row])`, `path(links.module[row])`."""
+        rows: list[int] = []
+        while row != NONE:
+            rows.append(int(row))
+            row = int(self.parent[row])
+        return rows[::-1]
+
+
+def link(timeline: Timeline) -> Links:
+    """Tie the rows of a timeline together; fills its column "parent" and keeps the result as `timeline.links`."""
+    count, kind = len(timeline), timeline["kind"]
+    start, thread = timeline["start_ns"], timeline["thread"]
+    python = np.isin(timeline["name"], [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())])
+    ops = np.flatnonzero((kind == CODE["op"]) & ~python)
+    calls = timeline.rows("runtime", "graph_launch")
+    device = timeline.rows(*ON_DEVICE)
+    nested_ops = _nest(timeline, ops)
+    parent = np.full(count, NONE, np.int64)
+    parent[ops] = nested_ops.parent
+
+    launch = np.full(count, NONE, np.int64)
+    launch[device] = _by_key(timeline, "correlation", calls, device, start[device])
+    launched = device[launch[device] != NONE]
+    launch_ns, launch_thread = start.copy(), thread.copy()
+    launch_ns[launched] = start[launch[launched]]
+    launch_thread[launched] = thread[launch[launched]]
+
+    op = np.full(count, NONE, np.int64)
+    op[ops] = ops
+    op[calls] = _by_key(timeline, "external", ops, calls, start[calls])
+    lone = calls[op[calls] == NONE]
+    op[lone] = nested_ops.at(thread[lone], start[lone])
+    op[device] = _by_key(timeline, "external", ops, device, launch_ns[device])
+    lone = launched[op[launched] == NONE]
+    op[lone] = op[launch[lone]]
+    # Without the runtime call the operator's start is the nearest host time; without both, the device's own.
+    loose = device[(launch[device] == NONE) & (op[device] != NONE)]
+    launch_ns[loose] = start[op[loose]]
+    launch_thread[loose] = thread[op[loose]]
+    parent[calls], parent[device] = op[calls], op[device]
+
+    itself = np.arange(count)
+    root = climb(np.where(parent[itself] == NONE, itself, np.where(kind == CODE["op"], parent, itself)))
+    top_op = np.where(op == NONE, NONE, root[op])
+    forward_op = _forward(timeline, ops, op, parent)
+    origin = _origin(forward_op)
+
+    spanning = np.flatnonzero((kind != CODE["mark"]) & (kind != CODE["counter"]) & (kind != CODE["region"]))
+    region = _regions(timeline, parent, launch_thread, launch_ns, spanning)
+    module = _modules(timeline, parent, launch_thread, launch_ns, spanning)
+    module = np.where((module == NONE) & (origin != NONE), module[origin], module)
+    steps = _steps(timeline)
+    edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
+    numbers = np.arange(len(steps))
+    in_step = Nesting(numbers, np.zeros_like(numbers), edges[:, 0], edges[:, 1])
+    timeline.columns["parent"] = parent
+    timeline.links = Links(
+        op=op, top_op=top_op, parent=parent, launch=launch, launch_ns=launch_ns, launch_thread=launch_thread,
+        forward_op=forward_op, region=region, forward_region=np.where(origin == NONE, NONE, region[origin]),
+        module=module, step=in_step.at(np.zeros(count, np.int64), launch_ns), steps=tuple(steps),
+    )  # fmt: skip
+    return timeline.links
+
+
+def _nest(timeline: Timeline, rows: Ints) -> Nesting:
+    return Nesting(rows, timeline["thread"][rows], timeline["start_ns"][rows], timeline["end_ns"][rows])
+
+
+def _by_key(timeline: Timeline, column: str, entries: Ints, rows: Ints, times: Ints) -> Ints:
+    """The entry with a row's number in a column. Numbers used twice (merged traces): the latest before `times`."""
+    keys, starts = timeline[column], timeline["start_ns"]
+    entries = entries[keys[entries] != NONE]
+    found = latest([keys[entries]], starts[entries], [keys[rows]], times)
+    lost = np.flatnonzero(found == NONE)  # a device's clock may be a little early
+    found[lost] = latest([keys[entries]], starts[entries], [keys[rows[lost]]], np.full(len(lost), _FOREVER))
+    return np.where(found == NONE, NONE, entries[found]) if len(entries) else found
+
+
+def _forward(timeline: Timeline, ops: Ints, op: Ints, parent: Ints) -> Ints:
+    """The forward operator of each row that runs under a backward one.
+
+    Autograd counts up when a node is made, and an operator carries the count at its own start: so of the forward
+    operators with a node's number the last made it, and those around it with the same number began it.
+    """
+    sequence, made_on, start = timeline["sequence"], timeline["forward_thread"], timeline["start_ns"]
+    itself = np.arange(len(timeline))
+    backward = (made_on > 0) & (sequence >= 0)
+    forward = ops[(sequence[ops] >= 0) & (made_on[ops] <= 0)]
+    nodes = ops[backward[ops]]
+    out = np.full(len(timeline), NONE, np.int64)
+    if not len(forward) or not len(nodes):
+        return out
+    threads = _threads_of(timeline, made_on[nodes])
+    found = latest(
+        [sequence[forward], timeline["thread"][forward]], start[forward], [sequence[nodes], threads], start[nodes],
+        strict=True,
+    )  # fmt: skip
+    lost = np.flatnonzero((found == NONE) & (threads == NONE))
+    found[lost] = latest([sequence[forward]], start[forward], [sequence[nodes[lost]]], start[nodes[lost]], strict=True)
+    same = (parent != NONE) & (sequence[parent] == sequence) & (made_on[parent] <= 0)
+    began = climb(np.where(same, parent, itself))
+    of_node = np.full(len(timeline), NONE, np.int64)
+    of_node[nodes] = np.where(found == NONE, NONE, began[forward[found]])
+    under = climb(np.where(backward[itself] | (parent == NONE), itself, parent))
+    have = op != NONE
+    out[have] = of_node[under[op[have]]]
+    return out
+
+
+def _threads_of(timeline: Timeline, numbers: Ints) -> Ints:
+    """The threads that autograd's thread numbers mean; `NONE` where the trace does not tell."""
+    known = {int(k): int(v) for k, v in timeline.meta.get("forward_threads", {}).items()}
+    distinct, inverse = np.unique(numbers, return_inverse=True)
+    return np.array([known.get(int(n), NONE) for n in distinct], np.int64)[inverse]
+
+
+def _origin(forward_op: Ints) -> Ints:
+    """The forward operator of the forward operator, and so on: recomputed work belongs to what was first called."""
+    itself = np.arange(len(forward_op))
+    last = climb(np.where(forward_op == NONE, itself, forward_op))
+    return np.where(forward_op == NONE, NONE, last)
+
+
+def _regions(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
+    """The innermost region of each row, on its thread or else on any; regions get their parents on the way."""
+    regions = timeline.rows("region")
+    nested = _nest(timeline, regions)
+    parent[regions] = nested.parent
+    out = np.full(len(timeline), NONE, np.int64)
+    out[rows] = nested.at(threads[rows], times[rows])
+    # Autograd's threads have no regions of their own: they work for whoever opened the last one.
+    lone, nowhere = rows[out[rows] == NONE], np.zeros_like(regions)
+    anywhere = Nesting(regions, nowhere, timeline["start_ns"][regions], timeline["end_ns"][regions])
+    out[lone] = anywhere.at(np.zeros_like(lone), times[lone])
+    out[regions] = parent[regions]
+    return out
+
+
+def _modules(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
+    """The innermost module of each row; modules and frames get their parents on the way."""
+    named = timeline["name"]
+    modules = np.flatnonzero(np.isin(named, timeline.meta.get("modules", ())))
+    frames = np.flatnonzero(np.isin(named, timeline.meta.get("frames", ())))
+    out = np.full(len(timeline), NONE, np.int64)
+    if len(frames):
+        both = _nest(timeline, np.sort(np.concatenate((modules, frames))))
+        parent[both.rows] = both.parent
+    if len(modules):
+        nested = _nest(timeline, modules)
+        parent[modules] = nested.parent
+        out[rows] = nested.at(threads[rows], times[rows])
+    return out
+
+
+def _steps(timeline: Timeline) -> list[Step]:
+    """The profiler's steps; without them regions the user named so; and what lies between start/X and end/X marks."""
+    start, end = timeline["start_ns"], timeline["end_ns"]
+    regions = timeline.rows("region").tolist()
+    steps: list[Step] = []
+    for pattern in (_STEP, _STEP_OF_THE_USER):
+        hits = [r for r in regions if pattern.fullmatch(timeline.name(r))]
+        if hits:
+            steps = [Step(timeline.name(r), int(start[r]), int(end[r]), r) for r in hits]
+            break
+    begun: dict[str, list[int]] = {}
+    marks = timeline.rows("mark")
+    for row in marks[np.argsort(start[marks], kind="stable")].tolist():
+        edge, _, name = timeline.name(row).partition("/")
+        if edge == "start":
+            begun.setdefault(name, []).append(int(start[row]))
+        elif edge == "end" and begun.get(name):
+            steps.append(Step(name, begun[name].pop(), int(start[row])))
+    return sorted(steps, key=lambda s: (s.start_ns, -s.end_ns))

@@ -1,0 +1,118 @@
+"""Which interval is inside which, and which is innermost at a moment: exact, on integer nanoseconds.
+
+An interval holds its start and not its end, so one that lasts no time holds nothing. Of several open ones the innermost
+is the one opened last; where intervals overlap without one holding the other that is still what is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from .columns import NONE, Ints
+
+
+class Nesting:
+    """Intervals of rows, by thread. `parent` is aligned with `rows`: the row each is inside, or `NONE`."""
+
+    def __init__(self, rows: Ints, threads: Ints, starts: Ints, ends: Ints) -> None:
+        order = np.lexsort((rows, -ends, starts, threads))
+        self.rows = rows
+        self.parent = np.full(len(rows), NONE, np.int64)
+        self._threads, first = np.unique(threads[order], return_index=True)
+        self._times: list[Ints] = []
+        self._tops: list[Ints] = []
+        edges = [*first.tolist(), len(rows)]
+        for begin, end in pairwise(edges):
+            part = order[begin:end]
+            parents, times, tops = _scan(rows[part].tolist(), starts[part].tolist(), ends[part].tolist())
+            self.parent[part] = parents
+            self._times.append(times)
+            self._tops.append(tops)
+
+    def at(self, threads: Ints, times: Ints) -> Ints:
+        """The innermost row open on each thread at each time, or `NONE`."""
+        found = np.full(len(times), NONE, np.int64)
+        for thread, changes, tops in zip(self._threads, self._times, self._tops, strict=True):
+            asked = np.flatnonzero(threads == thread)
+            if asked.size:
+                index = np.searchsorted(changes, times[asked], side="right") - 1
+                found[asked] = np.where(index >= 0, tops[index], NONE)
+        return found
+
+    def stretches(self) -> tuple[Ints, Ints, Ints]:
+        """Row, start and end of every stretch in which a row is the innermost of its thread: its self time."""
+        rows, starts, ends = [], [], []
+        for times, tops in zip(self._times, self._tops, strict=True):
+            real = (np.diff(times) > 0) & (tops[:-1] != NONE)
+            rows.append(tops[:-1][real])
+            starts.append(times[:-1][real])
+            ends.append(times[1:][real])
+        none = np.zeros(0, np.int64)
+        return tuple(np.concatenate([none, *part]) for part in (rows, starts, ends))  # type: ignore[return-value]
+
+
+def _scan(rows: list[int], starts: list[int], ends: list[int]) -> tuple[Ints, Ints, Ints]:
+    """Parents of one thread's rows, and when the innermost one changes to which."""
+    parents: list[int] = []
+    times: list[int] = []
+    tops: list[int] = []
+    open_rows: list[int] = [NONE]
+    open_ends: list[int] = [2**63 - 1]  # stays below everything, so that the stack is never empty
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        while (closing := open_ends[-1]) <= start:
+            # One that closed earlier below it (they overlapped) must not come up again.
+            while open_ends[-1] <= closing:
+                open_ends.pop()
+                open_rows.pop()
+            times.append(closing)
+            tops.append(open_rows[-1])
+        parents.append(open_rows[-1])
+        open_rows.append(row)
+        open_ends.append(end)
+        times.append(start)
+        tops.append(row)
+    while len(open_ends) > 1:
+        closing = open_ends[-1]
+        while open_ends[-1] <= closing:
+            open_ends.pop()
+            open_rows.pop()
+        times.append(closing)
+        tops.append(open_rows[-1])
+    return np.array(parents, np.int64), np.array(times, np.int64), np.array(tops, np.int64)
+
+
+def climb(up: Ints) -> Ints:
+    """Where following `up` ends (a row that points to itself), for every row: doubling, so a few passes do."""
+    while True:
+        further = up[up]
+        if np.array_equal(further, up):
+            return up
+        up = further
+
+
+def latest(
+    keys: Sequence[Ints], times: Ints, asked_keys: Sequence[Ints], asked_times: Ints, *, strict: bool = False
+) -> Ints:
+    """For each question the entry with the same keys and the latest time not after it (before it, when strict).
+
+    Returns places in the entries, `NONE` where there is none. Of entries at the same time the last one is taken.
+    """
+    count, asked = len(times), len(asked_times)
+    if not count or not asked:
+        return np.full(asked, NONE, np.int64)
+    place = np.arange(count + asked)
+    is_question = place >= count
+    first = ~is_question if strict else is_question  # at equal times, which of the two comes later
+    both = [np.concatenate(pair) for pair in zip(keys, asked_keys, strict=True)]
+    order = np.lexsort((place, first, np.concatenate((times, asked_times)), *both[::-1]))
+    running = np.maximum.accumulate(np.where(is_question[order], -1, np.arange(count + asked)))
+    before = np.full(count + asked, NONE, np.int64)
+    before[order] = np.where(running >= 0, order[running], NONE)
+    found = before[count:]
+    same = found >= 0
+    for key, question in zip(keys, asked_keys, strict=True):
+        same &= key[found] == question
+    return np.where(same, found, NONE)

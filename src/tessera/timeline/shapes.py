@@ -1,0 +1,49 @@
+"""Input shapes of an operator as one short text, '[8,1024,768]bf16 [768,2304]bf16', and back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+DTYPES = {
+    "float": "f32", "double": "f64", "c10::Half": "f16", "c10::BFloat16": "bf16", "long int": "i64", "long": "i64",
+    "int": "i32", "short": "i16", "short int": "i16", "signed char": "i8", "unsigned char": "u8", "bool": "bool",
+    "c10::Float8_e4m3fn": "f8e4m3", "c10::Float8_e5m2": "f8e5m2", "c10::Float8_e4m3fnuz": "f8e4m3fnuz",
+    "c10::Float8_e5m2fnuz": "f8e5m2fnuz", "c10::complex<float>": "c64", "c10::complex<double>": "c128",
+}  # fmt: skip
+_NO_TENSOR = {"", "Scalar", "ScalarList", "Device", "Layout", "GenericList", "String"}
+_SHAPE = re.compile(r"\[([\d,]*)\](\w*)")
+
+
+def compact(dims: bytes, types: bytes) -> str:
+    """Kineto's "Input Dims" and "Input type" as one text: the tensors in order, lists of them in parentheses."""
+    try:
+        shapes, kinds = msgspec.json.decode(dims), msgspec.json.decode(types) if types else []
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    if not isinstance(shapes, list) or not isinstance(kinds, list):
+        return ""
+    parts = []
+    for index, shape in enumerate(shapes):
+        kind = kinds[index] if index < len(kinds) else None
+        # Without types an empty shape may be a scalar as well as a tensor of no dimensions: it says nothing.
+        if not isinstance(shape, list) or kind in _NO_TENSOR or (kind is None and not shape):
+            continue
+        parts.append(_one(shape, str(kind or "")))
+    return " ".join(parts)
+
+
+def _one(shape: list[Any], kind: str) -> str:
+    if shape and isinstance(shape[0], list):
+        return "(" + " ".join(_one(s, "") for s in shape) + ")"
+    if kind == "TensorList":
+        return "()"
+    dtype = DTYPES.get(kind) or re.sub(r"\W+", "_", kind.removeprefix("c10::"))
+    return f"[{','.join(map(str, shape))}]{dtype}"
+
+
+def parse(text: str) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype ('' where unknown) of each tensor of a compact text; lists are flattened."""
+    return [(tuple(int(d) for d in dims.split(",") if d), dtype) for dims, dtype in _SHAPE.findall(text)]

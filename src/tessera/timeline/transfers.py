@@ -1,0 +1,62 @@
+"""What names and arguments of copies and collectives say about them."""
+
+from __future__ import annotations
+
+import re
+
+from .columns import Launch
+from .events import Args
+
+DTYPE_BYTES = {
+    "double": 8, "float64": 8, "long": 8, "int64": 8, "uint64": 8, "complexfloat": 8, "complexdouble": 16,
+    "float": 4, "float32": 4, "int": 4, "int32": 4, "uint32": 4, "half": 2, "float16": 2, "bfloat16": 2, "short": 2,
+    "int16": 2, "byte": 1, "char": 1, "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+_DIRECTION = re.compile(r"\b([HDPAM])(?:to|2)([HDPAM])\b", re.IGNORECASE)
+_DIRECTION_IN_WORDS = re.compile(r"Copy(Host|Device)To(Host|Device)")
+_COLLECTIVES = (
+    ("allreduce", "all_reduce"), ("allgather", "all_gather"), ("reducescatter", "reduce_scatter"),
+    ("alltoall", "all_to_all"), ("broadcast", "broadcast"), ("sendrecv", "send_recv"), ("send", "send"),
+    ("recv", "recv"), ("barrier", "barrier"), ("reduce", "reduce"), ("gather", "gather"), ("scatter", "scatter"),
+)  # fmt: skip
+
+
+def is_collective(name: str) -> bool:
+    """Whether a kernel is one of NCCL's or RCCL's (ncclKernel_..., ncclDevKernel_..., ncclSymDevKernel_...)."""
+    return name.removeprefix("void ").startswith(("nccl", "mscclKernel", "rccl"))
+
+
+def collective_type(text: str) -> str | None:
+    """all_reduce, all_gather, ... from c10d's name ('_allgather_base') or a kernel's; None where neither says."""
+    plain = re.sub(r"[^a-z]", "", text.lower())
+    return next((kind for word, kind in _COLLECTIVES if word in plain), None)
+
+
+def collective_bytes(args: Args) -> int | None:
+    """Size of the message as nccl-tests counts it: the larger of input and output."""
+    size = DTYPE_BYTES.get((args.dtype or "").lower().removeprefix("torch."))
+    elements = max(args.elements_in, args.elements_out)
+    return elements * size if size is not None and 0 < elements < 2**50 else None
+
+
+def collective(name: str, args: Args, said: Args | None) -> Launch:
+    """A collective's launch; `said` are the arguments of the operator that launched it, where its own say nothing."""
+    source = args if args.collective or said is None else said
+    return Launch(
+        grid=args.grid, block=args.block, registers=args.registers, shared_bytes=args.shared,
+        collective_type=collective_type(source.collective or "") or collective_type(name.partition("(")[0]),
+        collective_bytes=collective_bytes(source), group=source.group, group_size=source.group_size,
+        dtype=source.dtype,
+    )  # fmt: skip
+
+
+def copy(name: str) -> Launch:
+    """Direction and pinning from a copy's name, such as 'Memcpy HtoD (Pageable -> Device)'."""
+    direction = None
+    if match := _DIRECTION.search(name):
+        direction = f"{match[1].upper()}to{match[2].upper()}".replace("M", "H")
+    elif match := _DIRECTION_IN_WORDS.search(name):
+        direction = f"{match[1][0]}to{match[2][0]}"
+    pinned = False if "Pageable" in name else True if "Pinned" in name else None
+    return Launch(memcpy_dir=direction, pinned=pinned)

@@ -1,0 +1,112 @@
+"""Rows of a timeline as `Record`s: what the columns and links know, and None for what nobody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isnan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..record import CODE, KINDS, ON_DEVICE, Record
+from .columns import NONE, Ints, Launch, Timeline
+from .intervals import covered_ns, union
+from .link import Links
+from .rows import MODULE
+
+_BLOCK = 4096  # rows turned into lists at once: reading single numbers out of numpy arrays is slow
+_DEVICE = frozenset(CODE[kind] for kind in ON_DEVICE)
+_FROM_LINKS = ("op", "region", "module", "parent")
+
+
+def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Iterator[Record]:
+    """`Record`s of some rows (all, in time order, by default)."""
+    if rows is None:
+        chosen: Ints = np.lexsort((-timeline["end_ns"], timeline["start_ns"]))
+    else:
+        chosen = np.asarray(rows, np.int64)
+    links = timeline.linked
+    overlap = collective_overlap_pct(timeline, chosen)
+    modules: dict[int, str] = {}
+    for begin in range(0, len(chosen), _BLOCK):
+        block = chosen[begin : begin + _BLOCK]
+        columns = {name: values[block].tolist() for name, values in timeline.columns.items()}
+        columns |= {name: getattr(links, name)[block].tolist() for name in _FROM_LINKS}
+        columns["energy_j"] = _joules(timeline.energy_j, block)
+        columns["energy_error_j"] = _joules(timeline.energy_error_j, block)
+        for i, row in enumerate(block.tolist()):
+            one = {name: values[i] for name, values in columns.items()}
+            fields = _fields(timeline, one, links, modules)
+            if row in overlap:
+                fields["collective_overlap_pct"] = overlap[row]
+            yield Record(**(fields | dict(timeline.extra.get(row, {}))))
+
+
+def module_name(timeline: Timeline, row: int, links: Links) -> str:
+    """The modules around a row, outermost first: 'GPT2_0/Block_3/Linear_12'."""
+    return "/".join(timeline.name(r).removeprefix(MODULE) for r in links.path(row))
+
+
+def collective_overlap_pct(timeline: Timeline, rows: Ints) -> dict[int, float]:
+    """How much of each collective's time a compute kernel ran beside it on the same device, 0 to 100."""
+    asked = rows[timeline["kind"][rows] == CODE["collective"]]
+    asked = asked[timeline["end_ns"][asked] > timeline["start_ns"][asked]]
+    start, end, device = (timeline[c] for c in ("start_ns", "end_ns", "device"))
+    kernels = timeline.rows("kernel") if len(asked) else asked
+    found: dict[int, float] = {}
+    for number in np.unique(device[asked]).tolist():
+        mine, busy = asked[device[asked] == number], kernels[device[kernels] == number]
+        beside = covered_ns(union(start[busy], end[busy]), start[mine], end[mine])
+        found |= dict(zip(mine.tolist(), (100.0 * beside / (end[mine] - start[mine])).tolist(), strict=True))
+    return found
+
+
+def _joules(values: NDArray[np.float64] | None, rows: Ints) -> list[float | None]:
+    if values is None:
+        return [None] * len(rows)
+    return [None if isnan(joules) else joules for joules in values[rows].tolist()]
+
+
+def _fields(timeline: Timeline, one: dict[str, Any], links: Links, modules: dict[int, str]) -> dict[str, Any]:
+    """The fields of one record."""
+    names, code = timeline.names, one["kind"]
+    on_device = code in _DEVICE
+    lasts_ns = one["end_ns"] - one["start_ns"]
+    operator = one["parent"] if code == CODE["op"] else one["op"]  # an operator's own is the one around it
+
+    def named(row: int) -> str | None:
+        return None if row == NONE else timeline.name(row)
+
+    module = one["module"]
+    if module != NONE and module not in modules:
+        modules[module] = module_name(timeline, module, links)
+    shapes = one["shapes"] if not on_device or operator == NONE else int(timeline["shapes"][operator])
+    value, joules = one["value"], one["energy_j"]
+    fields: dict[str, Any] = {
+        "kind": KINDS[code], "name": names[one["name"]], "start_ns": one["start_ns"], "end_ns": one["end_ns"],
+        "kernel_name": names[one["name"]] if on_device else None, "device": _known(one["device"]),
+        "stream_id": _known(one["stream"]), "thread_id": _known(one["thread"]), "rank": timeline.rank,
+        "op": named(operator), "region": named(one["region"]), "module": modules.get(module),
+        "shapes": None if shapes == NONE else names[shapes], "bytes": _known(one["bytes"]),
+        "value": None if isnan(value) else value, "unit": None if one["unit"] == NONE else names[one["unit"]],
+        "energy_j": joules, "energy_error_j": one["energy_error_j"],
+        "power_w": None if joules is None or lasts_ns <= 0 else joules / lasts_ns * 1e9,
+    }  # fmt: skip
+    if one["launch"] != NONE:
+        fields |= _launched(timeline.launches[one["launch"]])
+    if code == CODE["memcpy"] and lasts_ns > 0 and one["bytes"] != NONE:
+        fields["memcpy_gbps"] = one["bytes"] / lasts_ns
+    return fields
+
+
+def _launched(launch: Launch) -> dict[str, Any]:
+    return {
+        "grid": launch.grid, "block": launch.block, "registers": launch.registers,
+        "shared_bytes": launch.shared_bytes, "memcpy_dir": launch.memcpy_dir, "pinned": launch.pinned,
+        "collective_type": launch.collective_type, "collective_bytes": launch.collective_bytes,
+    }  # fmt: skip
+
+
+def _known(number: int) -> int | None:
+    return None if number == NONE else number
