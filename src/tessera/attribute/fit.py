@@ -1,0 +1,170 @@
+"""Watts by class from power samples: least squares with a prior, bounded below, with the covariance of the answer.
+
+    sample_i = sum over classes of watts_k * exposure_ik + noise,      exposure = response * (class k runs)
+
+Nothing here knows of kernels: classes are columns. The noise is that of the recording itself (its residuals and their
+autocorrelation), so a load that hunts around its power limit gets the wider intervals it deserves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .response import Response
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The noise a sample has at least: watts, share of its level, and seconds of jitter of its stamp times the slope of the
+# power. Only their proportions matter (the residuals set the scale); from the residuals of recorded mixtures, flat
+# against steep stretches (benchmarks/attribution.py --fit).
+_NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
+# Consecutive samples see overlapping stretches of the same load: no recording's residuals were less alike than this.
+_ALIKE = 0.2
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Watts by class and their covariance (W^2); `noise_w` is the scale of the residuals, `samples` how many were used.
+
+    `told` is for each class the share of its prior variance that the samples removed: 0 where they said nothing.
+    """
+
+    watts: Floats
+    covariance: Floats
+    told: Floats
+    noise_w: float
+    samples: int
+
+
+def exposure(
+    times_ns: Ints, start_ns: Ints, end_ns: Ints, seconds: Floats, cls: Ints, classes: int, response: Response
+) -> Floats:
+    """How much of each sample (rows) is each class (columns), the sensor's response applied. Exact at the edges.
+
+    `seconds` is what each interval counts for (its share of a shared device, times its relative power).
+    """
+    edges, weights = response.lags()
+    asked = times_ns[:, None] - np.round(edges * 1e9).astype(np.int64)[None, :]
+    origin = int(asked.min()) if asked.size else 0
+    where = (asked - origin).astype(np.float64)
+    rate = weights / np.diff(edges)
+    found = np.zeros((len(times_ns), classes))
+    order = np.argsort(cls, kind="stable")
+    bounds = np.searchsorted(cls[order], np.arange(classes + 1))
+    for k in range(classes):
+        mine = order[bounds[k] : bounds[k + 1]]
+        if len(mine) == 0:
+            continue
+        x = np.empty(2 * len(mine))
+        x[0::2], x[1::2] = start_ns[mine] - origin, end_ns[mine] - origin
+        done = np.cumsum(seconds[mine])
+        y = np.empty_like(x)
+        y[1::2], y[0::2] = done, done - seconds[mine]
+        if np.any(np.diff(x) < 0):  # copies of itself at once, on two streams: their edges interleave
+            x, y = _merged(x, seconds[mine])
+        sums = np.interp(where, x, y, left=0.0, right=float(done[-1]))
+        found[:, k] = (sums[:, :-1] - sums[:, 1:]) @ rate
+    return found
+
+
+def _merged(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """The running sum of intervals that overlap: each adds its seconds evenly from its start to its end."""
+    rate = seconds / np.maximum(x[1::2] - x[0::2], 1.0)
+    order = np.argsort(x, kind="stable")
+    steps = np.empty_like(x)
+    steps[0::2], steps[1::2] = rate, -rate
+    slope = np.cumsum(steps[order])
+    at = x[order]
+    return at, np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(at))])
+
+
+def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_w: Floats, least_w: float) -> Fit:
+    """Watts by class. `slope` is the expected change of the power at each sample (W/s), for the jitter of its stamp."""
+    precision = np.diag(1.0 / sd_w**2)
+    scale, watts = 1.0, prior_w
+    weight = np.ones(len(samples_w))
+    for _ in range(_ROUNDS):
+        level = design @ watts
+        sigma = np.sqrt(_NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + (_JITTER_S * slope) ** 2)
+        weight = 1.0 / (scale * sigma) ** 2
+        watts = _bounded(design, samples_w, weight, precision, prior_w, least_w)
+        scale = _scale((samples_w - design @ watts) / sigma, design, weight, precision)
+    hessian = design.T @ (design * weight[:, None]) + precision
+    covariance: Floats = np.linalg.inv(hessian).astype(np.float64)
+    told = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
+    noise_w = float(np.sqrt(np.mean((samples_w - design @ watts) ** 2))) if len(samples_w) else 0.0
+    return Fit(watts=watts, covariance=covariance, told=told, noise_w=noise_w, samples=len(samples_w))
+
+
+def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats) -> float:
+    """By how much the residuals exceed the assumed noise: what was fitted, and what neighbours share, allowed for."""
+    n = len(residuals)
+    if n < 3:
+        return 1.0
+    data = design.T @ (design * weight[:, None])
+    fitted = float(np.trace(np.linalg.solve(data + precision, data)))  # degrees of freedom the samples paid for
+    variance = float(np.sum(residuals**2)) / max(n - fitted, 0.2 * n)
+    alike = float(np.sum(residuals[1:] * residuals[:-1]) / max(np.sum(residuals**2), 1e-12))
+    alike = min(max(alike, _ALIKE), 0.9)
+    return float(np.sqrt(max(variance, 0.25) * (1.0 + alike) / (1.0 - alike)))
+
+
+def _bounded(
+    design: Floats, samples_w: Floats, weight: Floats, precision: Floats, prior_w: Floats, least_w: float
+) -> Floats:
+    """Least squares with a prior and a lower bound: a class pulled below it is held there, one by one."""
+    hessian = design.T @ (design * weight[:, None]) + precision
+    right = design.T @ (weight * samples_w) + precision @ prior_w
+    held = np.zeros(len(prior_w), bool)
+    watts: Floats = np.linalg.solve(hessian, right).astype(np.float64)
+    while np.any((watts < least_w) & ~held):
+        held[np.argmin(np.where(held, np.inf, watts))] = True
+        free = ~held
+        watts = np.full(len(prior_w), least_w)
+        if free.any():
+            rest = right[free] - hessian[np.ix_(free, held)] @ watts[held]
+            watts[free] = np.linalg.solve(hessian[np.ix_(free, free)], rest)
+    return watts
+
+
+def conserved(watts: Floats, covariance: Floats, seconds: Floats, joules: float) -> tuple[Floats, Floats]:
+    """The smallest change, in terms of what is uncertain, that makes the parts sum to the measured joules."""
+    if not np.any(seconds > 0):
+        return watts, covariance
+    direction = covariance @ seconds
+    total = float(seconds @ direction)
+    if total <= 0:
+        return watts * (joules / float(seconds @ watts)), covariance
+    moved = watts + direction * ((joules - float(seconds @ watts)) / total)
+    if np.any(moved < 0):  # a fall this deep is no correction of the parts: all of them are off alike
+        moved = watts * (joules / float(seconds @ watts))
+    return moved, covariance - np.outer(direction, direction) / total
+
+
+def groups(design: Floats, alike: float = 0.98) -> Ints:
+    """Numbers of classes whose exposures rise and fall together in the samples; -1 where a class stands alone."""
+    n = design.shape[1]
+    centred = design - design.mean(axis=0)
+    size = np.sqrt(np.sum(centred**2, axis=0))
+    unit = centred / np.where(size > 0, size, 1.0)
+    same = (unit.T @ unit > alike) & (size > 0)[:, None] & (size > 0)[None, :]
+    number = np.full(n, -1, np.int64)
+    found = 0
+    for k in range(n):
+        if number[k] >= 0 or same[k].sum() < 2:
+            continue
+        waiting, members = [k], set()
+        while waiting:
+            i = waiting.pop()
+            if i in members:
+                continue
+            members.add(i)
+            waiting += [int(j) for j in np.flatnonzero(same[i]) if int(j) not in members]
+        number[list(members)] = found
+        found += 1
+    return number

@@ -1,0 +1,27 @@
+"""The host's activity: each moment belongs to the innermost operator that runs, on each thread."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..record import CODE
+from ..timeline import Timeline
+from ..timeline.columns import NONE
+from ..timeline.link import Links
+from ..timeline.nesting import Nesting
+from .activity import Activity, shares
+
+
+def host_activity(timeline: Timeline, links: Links) -> Activity:
+    """Self time of the host's operators as intervals; classes are operators of one name and one set of shapes."""
+    ops = np.flatnonzero((timeline["kind"] == CODE["op"]) & (links.op != NONE))
+    nested = Nesting(ops, timeline["thread"][ops], timeline["start_ns"][ops], timeline["end_ns"][ops])
+    rows, start, end = nested.stretches()
+    order = np.argsort(start, kind="stable")
+    rows, start, end = rows[order], start[order], end[order]
+    key = np.column_stack([timeline["name"][rows], timeline["shapes"][rows]])
+    _, first, cls = np.unique(key, axis=0, return_index=True, return_inverse=True)
+    return Activity(
+        rows=rows, start_ns=start, end_ns=end, share_s=shares(start, end), weight=np.ones(len(rows)),
+        cls=cls.reshape(-1), names=[timeline.name(int(rows[i])) for i in first], first=rows[first],
+    )  # fmt: skip

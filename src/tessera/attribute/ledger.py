@@ -1,0 +1,334 @@
+"""From solved classes to lines: what kernels, operators, regions, modules and steps spent, with their intervals.
+
+A line's joules are a sum of class watts times seconds, so its variance follows from the classes' covariance: two
+kernels that the samples cannot tell apart are each uncertain, and the region that holds both is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..integral import Z90
+from ..record import CODE
+from ..timeline import Timeline
+from ..timeline.columns import NONE
+from ..timeline.link import Links
+from ..trace import worst_basis
+from .activity import summed
+from .solve import Share
+from .table import EnergyRow, EnergyTable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NO_OP = "(no operator)"
+
+
+@dataclass(slots=True)
+class _Line:
+    """One line while it is summed up: weighted seconds by class on each device."""
+
+    kind: str
+    calls: int = 0
+    time_s: float = 0.0
+    wall_s: float = 0.0
+    seconds: dict[int, Floats] = field(default_factory=dict)
+    later_j: float = 0.0
+    groups: set[int] = field(default_factory=set)
+
+
+def table(
+    timeline: Timeline, links: Links, parts: Sequence[Share], begin_ns: int, end_ns: int, notes: Sequence[str]
+) -> EnergyTable:
+    """The table of all devices; fills `timeline.energy_j` and `energy_error_j`."""
+    _fill(timeline, parts)
+    total_j = float(sum(p.joules for p in parts))
+    ledger = _Ledger(timeline, links, parts, total_j)
+    on_host = all(p.device == NONE for p in parts)
+    idle = [_idle(p) for p in parts]
+    idle_s = sum(i[2] for i in idle)
+    return EnergyTable(
+        total_j=total_j,
+        total_error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
+        idle_j=float(sum(i[0] for i in idle)),
+        idle_error_j=float(np.sqrt(sum(i[1] ** 2 for i in idle))),
+        seconds=(end_ns - begin_ns) * 1e-9,
+        busy_s=float(sum(p.activity.busy_s for p in parts)),
+        kernels=() if on_host else ledger.kernels(),
+        ops=ledger.ops(),
+        regions=ledger.regions(),
+        modules=ledger.modules(),
+        steps=ledger.steps(),
+        groups=() if on_host else ledger.grouped(),
+        source="+".join(dict.fromkeys(p.domain.source for p in parts)),
+        basis=worst_basis(p.domain.basis for p in parts),
+        coverage=min(p.coverage for p in parts),
+        idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
+        notes=[*notes, *_said(parts)],
+    )
+
+
+def _fill(timeline: Timeline, parts: Sequence[Share]) -> None:
+    """Joules of every row, with the half-width its class has."""
+    joules = np.full(len(timeline), np.nan)
+    error = np.full(len(timeline), np.nan)
+    for p in parts:
+        rows = p.activity.rows
+        sd_w = np.sqrt(np.maximum(np.diagonal(p.covariance), 0.0))
+        joules[rows], error[rows] = 0.0, 0.0
+        np.add.at(joules, rows, p.row_j)
+        np.add.at(error, rows, Z90 * p.seconds * sd_w[p.activity.cls])
+    timeline.energy_j, timeline.energy_error_j = joules, error
+
+
+def _idle(part: Share) -> tuple[float, float, float]:
+    """Joules, half-width and seconds in which nothing ran."""
+    gap_s = (part.gap_end_ns - part.gap_start_ns) * 1e-9
+    seconds = summed(part.gap_cls, gap_s, len(part.watts))
+    return float(seconds @ part.watts), _half(seconds, part.covariance), float(gap_s.sum())
+
+
+def _half(seconds: Floats, covariance: Floats) -> float:
+    variance = max(float(seconds @ covariance @ seconds), 0.0)
+    return Z90 * math.sqrt(variance)
+
+
+def _said(parts: Sequence[Share]) -> list[str]:
+    found = []
+    for p in parts:
+        busy = summed(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
+        told = p.fit.told[: p.activity.classes]
+        joules = busy * p.watts[: p.activity.classes]
+        if joules.sum() > 0 and float(joules @ told) < 0.5 * float(joules.sum()):
+            found.append(
+                f"{p.domain.name}: {p.fit.samples} samples say little of single kernels (the sum is measured, most of "
+                "the split is the energy model's): record more steps for tighter intervals"
+            )
+    return found
+
+
+class _Ledger:
+    """Sums rows into lines by whatever they belong to."""
+
+    def __init__(self, timeline: Timeline, links: Links, parts: Sequence[Share], total_j: float) -> None:
+        self._timeline = timeline
+        self._links = links
+        self._parts = parts
+        self._total_j = total_j
+
+    def kernels(self) -> list[EnergyRow]:
+        """By kind and name."""
+        keys = self._timeline["kind"] * len(self._timeline.names) + self._timeline["name"]
+        return self._lines(keys, self._kernel_line, groups=True)
+
+    def _kernel_line(self, key: int) -> tuple[str, str]:
+        kind, name = divmod(key, len(self._timeline.names))
+        from ..record import KINDS
+
+        return self._timeline.names[name], KINDS[kind]
+
+    def ops(self) -> list[EnergyRow]:
+        """By the innermost operator's name."""
+        op = self._links.op
+        keys = np.where(op == NONE, NONE, self._timeline["name"][op])
+        calls = self._op_calls()
+        return self._lines(keys, lambda k: (NO_OP if k == NONE else self._timeline.names[k], "op"), calls=calls)
+
+    def _op_calls(self) -> dict[int, int]:
+        """How often operators that launched something were called (a call may launch several kernels)."""
+        used = np.unique(np.concatenate([self._links.op[p.activity.rows] for p in self._parts]))
+        used = used[used != NONE]
+        names, counts = np.unique(self._timeline["name"][used], return_counts=True)
+        return dict(zip(names.tolist(), counts.tolist(), strict=True))
+
+    def regions(self) -> list[EnergyRow]:
+        """By name, each with everything inside it; kernels count for all regions around their launch."""
+        return self._nested(self._links.region, "region", self._links.forward_region)
+
+    def modules(self) -> list[EnergyRow]:
+        """By name, each with everything inside it."""
+        return self._nested(self._links.module, "module", None)
+
+    def steps(self) -> list[EnergyRow]:
+        """Each with its kernels and the idle stretches before them, so that steps sum to what they took in all."""
+        lines: dict[int, _Line] = {}
+        for p in self._parts:
+            step = self._links.step[p.activity.rows]
+            self._add(lines, p, step, p.activity.rows, "step")
+            self._add_gaps(lines, p, step)
+        steps = self._links.steps
+        found = []
+        for index, line in sorted(lines.items()):
+            if index != NONE:
+                line.calls, line.wall_s = 1, (steps[index].end_ns - steps[index].start_ns) * 1e-9
+                found.append(self._row(steps[index].name, line, wall=True))
+        return found
+
+    def grouped(self) -> list[EnergyRow]:
+        """One line for each group of kernels that the samples cannot tell apart: their sum, which is known."""
+        found = []
+        number = 0
+        for p in self._parts:
+            for group in range(int(p.group.max(initial=-1)) + 1):
+                members = np.flatnonzero(p.group == group)
+                inside = np.isin(p.activity.cls, members)
+                line = _Line("group", calls=int(inside.sum()), time_s=float(p.activity.share_s[inside].sum()))
+                line.seconds[p.device] = summed(p.activity.cls[inside], p.seconds[inside], len(p.watts))
+                name = " + ".join(dict.fromkeys(p.activity.names[m] for m in members))
+                found.append(self._row(name, line, group=number + group))
+            number += int(p.group.max(initial=-1)) + 1
+        return found
+
+    # -- summing ------------------------------------------------------------------------------------------------
+
+    def _lines(
+        self, keys: Ints, named: Callable[[int], tuple[str, str]], *, groups: bool = False,
+        calls: dict[int, int] | None = None,
+    ) -> list[EnergyRow]:  # fmt: skip
+        lines: dict[int, _Line] = {}
+        number = 0
+        for p in self._parts:
+            self._add(lines, p, keys[p.activity.rows], p.activity.rows, "")
+            if groups:
+                self._note_groups(lines, p, keys, number)
+                number += int(p.group.max(initial=-1)) + 1
+        found = []
+        for key, line in lines.items():
+            name, line.kind = named(key)
+            line.calls = calls.get(key, line.calls) if calls else line.calls
+            found.append(self._row(name, line, group=min(line.groups) if line.groups else None))
+        return _dearest(found)
+
+    def _note_groups(self, lines: dict[int, _Line], part: Share, keys: Ints, number: int) -> None:
+        for cls, group in enumerate(part.group.tolist()):
+            if group >= 0:
+                key = int(keys[part.activity.first[cls]])
+                if key in lines:
+                    lines[key].groups.add(number + group)
+
+    def _add(self, lines: dict[int, _Line], part: Share, keys: Ints, rows: Ints, kind: str) -> None:
+        """Add every row of a device to the line of its key."""
+        if len(keys) == 0:
+            return
+        found, where = np.unique(keys, return_inverse=True)
+        classes = len(part.watts)
+        flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(found) * classes)
+        by_key = flat.reshape(len(found), classes)
+        time_s = summed(where, part.activity.share_s, len(found))
+        counts = _distinct(where, rows, len(found))
+        for i, key in enumerate(found.tolist()):
+            line = lines.setdefault(key, _Line(kind))
+            line.calls += int(counts[i])
+            line.time_s += float(time_s[i])
+            line.seconds[part.device] = line.seconds.get(part.device, 0.0) + by_key[i]
+
+    def _add_gaps(self, lines: dict[int, _Line], part: Share, keys: Ints) -> None:
+        """Give each idle stretch to the key of the row after it."""
+        after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
+        gap = np.flatnonzero(after < len(keys))
+        self._give(lines, part, gap, keys[after[gap]])
+
+    def _give(self, lines: dict[int, _Line], part: Share, gap: Ints, keys: Ints) -> None:
+        seconds = (part.gap_end_ns[gap] - part.gap_start_ns[gap]) * 1e-9
+        for key in np.unique(keys).tolist():
+            mine = keys == key
+            own = summed(part.gap_cls[gap[mine]], seconds[mine], len(part.watts))
+            if key in lines:
+                lines[key].seconds[part.device] = lines[key].seconds.get(part.device, 0.0) + own
+
+    def _nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
+        """Lines by name over all levels of nesting: level by level, each row of a device counts for its ancestors."""
+        names = self._timeline["name"]
+        lines: dict[int, _Line] = {}
+        parent = self._links.parent
+        for p in self._parts:
+            level = innermost[p.activity.rows].copy()
+            seen = np.full(len(level), NONE, np.int64)  # a region inside one of its own name counts once
+            while np.any(level != NONE):
+                keys = np.where(level == NONE, NONE, names[level])
+                keys = np.where(keys == seen, NONE, keys)
+                self._add(lines, p, keys, p.activity.rows, kind)
+                if kind == "region":
+                    self._add_gaps_within(lines, p, level, keys)
+                seen = np.where(keys != NONE, keys, seen)
+                level = np.where(level == NONE, NONE, parent[level])
+        lines.pop(NONE, None)
+        self._count_calls(lines, innermost, kind)
+        if forward is not None:
+            self._add_later(lines, innermost, forward)
+        found = [
+            self._row(self._timeline.names[k], line, wall=kind == "region", later=forward is not None)
+            for k, line in lines.items()
+        ]
+        return _dearest(found)
+
+    def _add_gaps_within(self, lines: dict[int, _Line], part: Share, level: Ints, keys: Ints) -> None:
+        """Idle stretches between two kernels of one pass through a region are the region's."""
+        passes = np.where(keys == NONE, NONE, level)
+        after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
+        ok = (after < len(passes)) & (after > 0)
+        gap, row = np.flatnonzero(ok), after[ok]
+        same = (passes[row] == passes[row - 1]) & (passes[row] != NONE)
+        self._give(lines, part, gap[same], keys[row[same]])
+
+    def _count_calls(self, lines: dict[int, _Line], innermost: Ints, kind: str) -> None:
+        """Calls of a region are its passes, and their wall time is its own."""
+        timeline = self._timeline
+        if kind == "region":
+            rows = timeline.rows("region")
+        else:
+            rows = np.flatnonzero(
+                (timeline["kind"] == CODE["op"]) & np.isin(timeline["name"], list(timeline.meta.get("modules", ())))
+            )
+        for row in rows.tolist():
+            line = lines.get(int(timeline["name"][row]))
+            if line is not None:
+                if line.wall_s == 0.0:
+                    line.calls = 0
+                line.calls += 1
+                line.wall_s += max((int(timeline["end_ns"][row]) - int(timeline["start_ns"][row])) * 1e-9, 1e-12)
+
+    def _add_later(self, lines: dict[int, _Line], innermost: Ints, forward: Ints) -> None:
+        """What autograd spent elsewhere on behalf of a region's forward operators."""
+        names = self._timeline["name"]
+        for p in self._parts:
+            rows = p.activity.rows
+            apart = np.flatnonzero((forward[rows] != NONE) & (forward[rows] != innermost[rows]))
+            pairs, where = np.unique(
+                np.column_stack([forward[rows[apart]], innermost[rows[apart]]]), axis=0, return_inverse=True
+            )
+            joules = summed(where.reshape(-1), p.row_j[apart], len(pairs))
+            for (ahead, here), spent in zip(pairs.tolist(), joules.tolist(), strict=True):
+                # A region around both (the step) has these joules already.
+                around = {int(names[r]) for r in self._links.path(here)}
+                for key in {int(names[r]) for r in self._links.path(ahead)} - around:
+                    lines.setdefault(key, _Line("region")).later_j += spent
+
+    def _row(
+        self, name: str, line: _Line, *, group: int | None = None, wall: bool = False, later: bool = False
+    ) -> EnergyRow:
+        joules, variance = 0.0, 0.0
+        for p in self._parts:
+            seconds = line.seconds.get(p.device)
+            if seconds is not None:
+                joules += float(seconds @ p.watts)
+                variance += _half(seconds, p.covariance) ** 2
+        return EnergyRow(
+            name=name, kind=line.kind, calls=line.calls, time_s=line.time_s, energy_j=joules,
+            energy_error_j=variance**0.5, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
+            with_backward_j=joules + line.later_j if later else None, wall_s=line.wall_s if wall else None,
+        )  # fmt: skip
+
+
+def _distinct(where: Ints, rows: Ints, count: int) -> Ints:
+    """How many different rows each key has: an operator's self time comes in several stretches."""
+    pairs = np.unique(np.column_stack([where, rows]), axis=0)
+    return np.bincount(pairs[:, 0], minlength=count).astype(np.int64)
+
+
+def _dearest(rows: list[EnergyRow]) -> list[EnergyRow]:
+    return sorted(rows, key=lambda r: r.energy_j, reverse=True)

@@ -1,0 +1,313 @@
+"""`attribute(timeline, power)`: the joules of a run, given to what ran, and conserved.
+
+::
+
+    Timeline ──► activity (classes, shares) ──► exposure ──┐
+    PowerTrace ──► samples, response ──────────────────────┼──► fit ──► conserved ──► ledger (rows) ──► EnergyTable
+    shapes, chip ──► prior ────────────────────────────────┘
+
+Each device is solved on its own. Idle stretches are classes too: the short ones between kernels (clocks up, SMs
+waiting) and the long ones apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MeasurementError
+from ..integral import Z90
+from ..schema import Domain
+from ..timeline import Timeline
+from ..timeline.columns import NONE
+from ..timeline.link import Links, link
+from ..trace import Column, PowerTrace, column_energy
+from .activity import Activity, activity, gaps, summed
+from .fit import Fit, conserved, exposure, groups, solve
+from .host import host_activity
+from .prior import Board, Prior, board_of, prior
+from .response import Response, response_of
+from .table import EnergyTable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
+_SHORT_GAP_NS = 2_000_000
+_IDLE_SD_W = 40.0
+# More samples than this (2 min of the ring) no longer sharpen the watts of a class: its power drifts by more.
+_MOST_SAMPLES = 6000
+# The power of one class is not one number: temperature, operands and what ran before move it. Standard deviation, as a
+# share, that makes the 90% intervals hold on recorded mixtures beside what the loads took alone at the same speed
+# (benchmarks/attribution.py; the set named `final` was not looked at for this).
+_DRIFT = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one device's joules were solved to: intervals (those of `activity`, then its gaps) with watts by class."""
+
+    device: int
+    domain: Domain
+    activity: Activity
+    gap_start_ns: Ints
+    gap_end_ns: Ints
+    gap_cls: Ints
+    watts: Floats
+    covariance: Floats
+    group: Ints
+    joules: float
+    error_j: float
+    coverage: float
+    fit: Fit
+
+    @property
+    def seconds(self) -> Floats:
+        """What each row counts for: its share of the device, times its relative power."""
+        return self.activity.share_s * self.activity.weight
+
+    @property
+    def row_j(self) -> Floats:
+        """Joules of each row of the activity."""
+        return self.seconds * self.watts[self.activity.cls]
+
+    @property
+    def gap_j(self) -> Floats:
+        """Joules of each gap."""
+        return (self.gap_end_ns - self.gap_start_ns) * 1e-9 * self.watts[self.gap_cls]
+
+
+def attribute(
+    timeline: Timeline, power: PowerTrace, *, start_ns: int | None = None, end_ns: int | None = None,
+    board: str | None = None,
+) -> EnergyTable:  # fmt: skip
+    """Assign the joules of a run to kernels, operators, regions, modules and steps; fills `timeline.energy_j`.
+
+    `start_ns` and `end_ns` (epoch) bound what is accounted for: by default where the timeline and the samples overlap.
+    """
+    from .ledger import table
+
+    links = link(timeline)
+    begin, end = _window(timeline, power, start_ns, end_ns)
+    notes = list(timeline.notes)
+    parts = []
+    for device, column, found in _pairs(timeline, links, power, notes):
+        moved = dataclasses.replace(column, times_ns=column.times_ns + power.epoch_offset_ns)
+        part = _solve(timeline, links, device, moved, found, begin, end, board)
+        if part is None:
+            notes.append(f"{column.domain.name}: no sample lies within the trace, so its joules are not known")
+        else:
+            parts.append(part)
+    if not parts:
+        raise MeasurementError(
+            "no joules can be attributed", why="no power sample lies within the trace",
+            fix="record power beside the trace: tessera run, or --power with a log of the same time",
+        )  # fmt: skip
+    return table(timeline, links, parts, begin, end, notes)
+
+
+def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns: int | None) -> tuple[int, int]:
+    """The epoch window: as asked, or where both the timeline and the power have something."""
+    offset = power.epoch_offset_ns
+    begin = max(timeline.start_ns, power.start_ns + offset) if start_ns is None else start_ns
+    end = min(timeline.end_ns, power.end_ns + offset) if end_ns is None else end_ns
+    if end <= begin:
+        raise MeasurementError(
+            "the power log and the trace do not overlap in time",
+            why=f"the trace is {_span(timeline.start_ns, timeline.end_ns)}, the power "
+            f"{_span(power.start_ns + offset, power.end_ns + offset)} (seconds of the epoch)",
+            fix="use a power log of the same run; if the clocks of two machines differ, shift one of them",
+        )
+    return begin, end
+
+
+def _span(start_ns: int, end_ns: int) -> str:
+    return f"{start_ns / 1e9:.3f} to {end_ns / 1e9:.3f}"
+
+
+def _pairs(timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]) -> list[tuple[int, Column, Activity]]:
+    """Each device with its power and what ran on it; the host's, where nothing ran on a device."""
+    counted = {name: c for name, c in power.columns.items() if c.domain.counted}
+    if not counted:
+        raise MeasurementError("there are no power samples", fix='record power too: activities=["gpu", "power"]')
+    rows = timeline.device_rows
+    if len(rows) == 0:
+        return _host_pairs(timeline, links, counted, notes)
+    boards = {n: c for n, c in counted.items() if n.startswith("gpu")} or counted
+    found = []
+    for device in np.unique(timeline["device"][rows]).tolist():
+        mine = rows[timeline["device"][rows] == device]
+        column = boards.get(f"gpu{device}") or (next(iter(boards.values())) if len(boards) == 1 else None)
+        if column is None:
+            notes.append(f"device {device} ran {len(mine)} kernels, but no power of gpu{device} was recorded")
+        else:
+            found.append((int(device), column, activity(timeline, mine, links.op)))
+    others = [n for n in counted if n not in {c.domain.name for _, c, _ in found}]
+    if others:
+        notes.append(f"{', '.join(others)}: recorded, but no kernel ran there; its joules are not in this table")
+    return found
+
+
+def _host_pairs(
+    timeline: Timeline, links: Links, counted: dict[str, Column], notes: list[str]
+) -> list[tuple[int, Column, Activity]]:
+    notes.append("nothing ran on a GPU: the joules of the host are given to its operators")
+    name, column = next(iter(counted.items()))
+    if len(counted) > 1:
+        notes.append(f"of {', '.join(counted)} only {name} is given to operators")
+    return [(NONE, column, host_activity(timeline, links))]
+
+
+def _solve(
+    timeline: Timeline, links: Links, device: int, column: Column, found: Activity, begin: int, end: int,
+    board_name: str | None,
+) -> Share | None:  # fmt: skip
+    known = ~np.isnan(column.watts)
+    times_ns, watts = column.times_ns[known], column.watts[known]
+    if len(times_ns) == 0:
+        return None
+    energy = column_energy(column, begin, end)
+    if math.isnan(energy.joules) or energy.joules <= 0:
+        return None
+    spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
+    response = response_of(column.domain, spacing_s)
+    found = _clipped(found, begin, end)
+    board = board_of(board_name or column.domain.label or _named(timeline, device), watts)
+    problem = _Problem.of(timeline, links, found, begin, end, board, response, times_ns, watts)
+    result = problem.solved(response)
+    covariance = result.covariance + problem.shift(result, response) + np.diag((_DRIFT * result.watts) ** 2)
+    seconds = problem.totals()
+    level, covariance = conserved(result.watts, covariance, seconds, energy.joules)
+    # What the sensor's level is off by, every class is off by alike: no sample can tell.
+    covariance = covariance + np.outer(level, level) * (max(energy.error_j / energy.joules, 0.0) / Z90) ** 2
+    return Share(
+        device=device, domain=column.domain, activity=found, gap_start_ns=problem.gap_start_ns,
+        gap_end_ns=problem.gap_end_ns, gap_cls=problem.gap_cls, watts=level, covariance=covariance,
+        group=groups(problem.design)[: found.classes], joules=energy.joules, error_j=energy.error_j,
+        coverage=energy.coverage, fit=result,
+    )  # fmt: skip
+
+
+def _named(timeline: Timeline, device: int) -> str | None:
+    properties = timeline.meta.get("deviceProperties")
+    if not isinstance(properties, list):
+        return None
+    names = {int(p.get("id", i)): p.get("name") for i, p in enumerate(properties) if isinstance(p, dict)}
+    return names.get(device)
+
+
+def _clipped(found: Activity, begin: int, end: int) -> Activity:
+    """What lies within the window; rows that reach over its edges are cut there."""
+    inside = (found.end_ns > begin) & (found.start_ns < end)
+    start, stop = np.maximum(found.start_ns[inside], begin), np.minimum(found.end_ns[inside], end)
+    whole = (found.end_ns[inside] - found.start_ns[inside]).astype(np.float64)
+    part = np.where(whole > 0, (stop - start) / np.maximum(whole, 1.0), 0.0)
+    return dataclasses.replace(
+        found, rows=found.rows[inside], start_ns=start, end_ns=stop, share_s=found.share_s[inside] * part,
+        weight=found.weight[inside], cls=found.cls[inside],
+    )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class _Problem:
+    """The least squares of one device: samples, classes (two of them idle), prior."""
+
+    found: Activity
+    gap_start_ns: Ints
+    gap_end_ns: Ints
+    gap_cls: Ints
+    times_ns: Ints
+    samples_w: Floats
+    expected: Prior
+    board: Board
+    design: Floats
+
+    @classmethod
+    def of(
+        cls, timeline: Timeline, links: Links, found: Activity, begin: int, end: int, board: Board, response: Response,
+        times_ns: Ints, watts: Floats,
+    ) -> _Problem:  # fmt: skip
+        gap_start, gap_end = gaps(found, begin, end)
+        idle = found.classes + ((gap_end - gap_start) >= _SHORT_GAP_NS)
+        use = _usable(times_ns, begin, end, response)
+        typical = _typical(found)
+        expected = prior(timeline, found.first, typical, links.op, board)
+        problem = cls(
+            found=found, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=idle.astype(np.int64),
+            times_ns=times_ns[use], samples_w=watts[use], expected=expected, board=board, design=np.zeros((0, 0)),
+        )  # fmt: skip
+        problem.design = problem.exposed(response)
+        return problem
+
+    @property
+    def classes(self) -> int:
+        return self.found.classes + 2
+
+    def _intervals(self) -> tuple[Ints, Ints, Floats, Ints]:
+        gap_s = (self.gap_end_ns - self.gap_start_ns) * 1e-9
+        return (
+            np.concatenate([self.found.start_ns, self.gap_start_ns]),
+            np.concatenate([self.found.end_ns, self.gap_end_ns]),
+            np.concatenate([self.found.share_s * self.found.weight, gap_s]),
+            np.concatenate([self.found.cls, self.gap_cls]),
+        )
+
+    def exposed(self, response: Response) -> Floats:
+        start, end, seconds, cls = self._intervals()
+        return exposure(self.times_ns, start, end, seconds, cls, self.classes, response)
+
+    def totals(self) -> Floats:
+        """Weighted seconds of each class in the window."""
+        _, _, seconds, cls = self._intervals()
+        return summed(cls, seconds, self.classes)
+
+    def _prior(self) -> tuple[Floats, Floats]:
+        """Expected watts, with the level all of them share taken from the samples: data and clocks move them alike."""
+        static_w = self.board.static_w
+        watts = np.concatenate([self.expected.watts, [static_w, static_w]])
+        sd = np.concatenate([self.expected.sd_w, [_IDLE_SD_W, _IDLE_SD_W]])
+        busy = self.design[:, : self.found.classes]
+        if len(self.samples_w) and busy.size:
+            above = busy @ (self.expected.watts - static_w)
+            seen = self.samples_w - static_w * self.design.sum(axis=1)
+            level = float(above @ seen / max(above @ above, 1e-9))
+            level = min(max(level, 0.3), 2.0)
+            watts[: self.found.classes] = static_w + level * (self.expected.watts - static_w)
+            sd[: self.found.classes] *= max(level, 0.5)
+        return watts, sd
+
+    def solved(self, response: Response, design: Floats | None = None) -> Fit:
+        design = self.design if design is None else design
+        watts, sd = self._prior()
+        step_s = 1e-3
+        slope = (design @ watts - self.exposed(response.later(step_s)) @ watts) / step_s
+        return solve(design, self.samples_w, slope, watts, sd, 0.5 * self.board.static_w)
+
+    def shift(self, result: Fit, response: Response) -> Floats:
+        """The covariance that not knowing the sensor's delay exactly adds."""
+        if len(self.samples_w) < 3:
+            return np.zeros((self.classes, self.classes))
+        moved = response.later(response.delay_error_s)
+        change = (self.solved(moved, self.exposed(moved)).watts - result.watts) / Z90
+        return np.outer(change, change)
+
+
+def _usable(times_ns: Ints, begin: int, end: int, response: Response) -> Ints:
+    """The samples whose whole memory lies in the window (all that end in it, where those are too few), thinned."""
+    memory_ns = round(response.memory_s * 1e9)
+    inside = np.flatnonzero((times_ns - memory_ns >= begin) & (times_ns <= end))
+    if len(inside) < 3:
+        inside = np.flatnonzero((times_ns > begin) & (times_ns <= end))
+    if len(inside) > _MOST_SAMPLES:
+        inside = inside[np.linspace(0, len(inside) - 1, _MOST_SAMPLES).astype(np.int64)]
+    return inside
+
+
+def _typical(found: Activity) -> Floats:
+    """Mean duration of each class."""
+    seconds = summed(found.cls, (found.end_ns - found.start_ns) * 1e-9, found.classes)
+    return seconds / np.maximum(np.bincount(found.cls, minlength=found.classes), 1)

@@ -1,0 +1,113 @@
+"""`EnergyTable`: what a session's joules were spent on, by kernel, operator, region, module and step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArgumentError, MissingExtra
+from ..schema import Basis
+
+VIEWS = ("kernels", "ops", "regions", "modules", "steps", "groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyRow:
+    """One line: calls, seconds on the device, and joules with the half-width of their 90% interval.
+
+    Joules are the board's while the kernels ran, its static power included. `group` numbers the kernels that the
+    samples cannot tell apart: of those only the sum (`EnergyTable.groups`) is known well. Regions contain the idle
+    joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
+    called inside; steps contain the idle joules before their kernels, so that they sum to the whole.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    time_s: float
+    energy_j: float
+    energy_error_j: float
+    share: float
+    group: int | None = None
+    with_backward_j: float | None = None
+    wall_s: float | None = None
+
+    @property
+    def power_w(self) -> float | None:
+        """Mean watts while it ran; None when it took no time on the device."""
+        return self.energy_j / self.time_s if self.time_s > 0 else None
+
+    @property
+    def j_per_call(self) -> float:
+        """Joules of one call."""
+        return self.energy_j / self.calls if self.calls else self.energy_j
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyTable:
+    """The joules of a run, conserved: kernels and idle sum to `total_j` (the measured joules).
+
+    `basis` is that of the power samples; `coverage` the share of the time they saw.
+    """
+
+    total_j: float
+    total_error_j: float
+    idle_j: float
+    idle_error_j: float
+    seconds: float
+    busy_s: float
+    kernels: Sequence[EnergyRow]
+    ops: Sequence[EnergyRow] = ()
+    regions: Sequence[EnergyRow] = ()
+    modules: Sequence[EnergyRow] = ()
+    steps: Sequence[EnergyRow] = ()
+    groups: Sequence[EnergyRow] = ()
+    source: str = ""
+    basis: Basis = "measured"
+    coverage: float = 1.0
+    idle_w: float | None = None
+    notes: Sequence[str] = ()
+
+    def rows(self, by: str = "kernels") -> Sequence[EnergyRow]:
+        """The rows of one view: kernels, ops, regions, modules or steps."""
+        if by not in VIEWS:
+            raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
+        found: Sequence[EnergyRow] = getattr(self, by)
+        return found
+
+    def top(self, count: int = 10, by: str = "kernels") -> list[EnergyRow]:
+        """The dearest rows of a view."""
+        return sorted(self.rows(by), key=lambda r: r.energy_j, reverse=True)[:count]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: `total_j`, `idle_j`, and the rows of every view."""
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
+        return {**head, "notes": list(self.notes), **{v: [_row(r) for r in self.rows(v)] for v in VIEWS}}
+
+    def to_frame(self, by: str = "kernels") -> Any:
+        """A pandas DataFrame of one view."""
+        try:
+            import pandas as pd
+        except ImportError as exc:
+            raise MissingExtra("pandas", "frame", "EnergyTable.to_frame") from exc
+        return pd.DataFrame([_row(r) for r in self.rows(by)])
+
+    def __str__(self) -> str:
+        from ..report.energy import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from ..report.energy import html
+
+        return html(self)
+
+
+def _row(row: EnergyRow) -> dict[str, Any]:
+    """A row as the command prints it; a kernel's name is its `kernel_name`."""
+    data = dataclasses.asdict(row)
+    name = data.pop("name")
+    key = "kernel_name" if row.kind in ("kernel", "memcpy", "memset", "collective") else "name"
+    return {key: name, **data, "power_w": row.power_w, "j_per_call": row.j_per_call}
