@@ -1,0 +1,214 @@
+"""What the counters of every vendor share: the table row, units, one kernel's counters, and kernel names.
+
+The normalised schema is `tessera.record.Record`. An adapter (nvidia, amd, intel) is a table from a raw metric name to a
+field of it; what has no field but is worth keeping (seconds, bytes) is a figure. Percentages are 0 to 100.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...record import Record
+
+FIELDS = frozenset(Record.__struct_fields__)
+"""The fields of the schema; a table row whose field is not among them gives a figure."""
+PERCENT = frozenset(f for f in FIELDS if f.endswith("_pct")) | {"sm_occupancy", "l2_hit_rate"}
+OVERSHOOT_PCT = 2.0
+"""A percentage a little over 100 is two passes that disagree and is cut to 100; one further out is not believed."""
+
+
+def same(value: float) -> float:
+    """The raw value is what the field means."""
+    return value
+
+
+def giga(value: float) -> float:
+    """Per second to 1e9 per second (GB/s are decimal everywhere)."""
+    return value * 1e-9
+
+
+def complement_pct(value: float) -> float:
+    """Percent that do, to percent that do not."""
+    return 100.0 - value
+
+
+class Metric(NamedTuple):
+    """One row of an adapter's table: what a raw metric becomes."""
+
+    field: str
+    """A field of `Record`, or the name of a figure."""
+    convert: Callable[[float], float]
+    """From the raw value in SI units (bytes, seconds, percent, counts)."""
+    unit: str
+    """Of the field."""
+    source: str
+    """Where the vendor says what the raw metric is."""
+
+
+class Normalised(NamedTuple):
+    """What a table made of one kernel's raw metrics."""
+
+    values: dict[str, Any]
+    figures: dict[str, float]
+    missing: dict[str, str]
+    """Field -> why it stayed None."""
+
+
+class KernelCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counters of one launch of one kernel, or the mean of several.
+
+    `values` are fields of `Record`; `figures` have their unit in their name: seconds, dram_read_bytes, flops.
+    """
+
+    name: str
+    """Demangled, as Kineto writes it, where the profiler gave the mangled name."""
+    grid: tuple[int, ...] | None = None
+    """Blocks in x, y, z; a single number where the profiler gives only the total (AMD)."""
+    block: tuple[int, ...] | None = None
+    values: dict[str, Any] = {}
+    figures: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    source: str = "ncu"
+    device: int | None = None
+    launches: int = 1
+
+
+def apply(table: Mapping[str, Metric], raw: Mapping[str, float], largest: Iterable[str] = ()) -> Normalised:
+    """What a table makes of raw metrics in SI units.
+
+    Rows of one field are alternatives in order of preference (chips differ in names), except for the fields in
+    `largest`, which take the largest: of several pipes, the busiest.
+    """
+    found: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    busiest = frozenset(largest)
+    for name, metric in table.items():
+        value = raw.get(name)
+        if value is None or not math.isfinite(value) or (metric.field in found and metric.field not in busiest):
+            continue
+        value = metric.convert(value)
+        if metric.field in PERCENT:
+            if not -OVERSHOOT_PCT <= value <= 100.0 + OVERSHOOT_PCT:
+                missing[metric.field] = f"{name} gave {value:.4g} %"
+                continue
+            value = min(100.0, max(0.0, value))
+        found[metric.field] = max(value, found[metric.field]) if metric.field in found else value
+    for field in {m.field for m in table.values()} & FIELDS - found.keys() - missing.keys():
+        names = [n for n, m in table.items() if m.field == field]
+        missing[field] = f"the profiler gave no {' or '.join(names[:2])}"
+    values = {f: v for f, v in found.items() if f in FIELDS}
+    figures = {f: v for f, v in found.items() if f not in FIELDS}
+    return Normalised(values, figures, {f: why for f, why in missing.items() if f not in values})
+
+
+def put(result: Normalised, field: str, value: Any) -> None:
+    """Set a field that was worked out from several raw metrics."""
+    result.values[field] = value
+    result.missing.pop(field, None)
+
+
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_SECONDS = {"s": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIME = re.compile(r"([mun]?)s(?:econd|ec)?s?$")
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
+
+
+def unit_factor(unit: str) -> float:
+    """What a value in a unit such as "Gbyte/s" or "usecond" is multiplied by for SI; 1 for what is no quantity."""
+    top, _, bottom = unit.strip().partition("/")
+    return _factor(top) / (_factor(bottom) if bottom else 1.0)
+
+
+def _factor(unit: str) -> float:
+    unit = unit.strip()
+    time = _TIME.match(unit)
+    if time:
+        return _SECONDS[time[1] or "s"]
+    scaled = re.match(r"([KMGTP]?)(?:byte|bytes|B|hz|Hz)$", unit)
+    return _PREFIXES[scaled[1]] if scaled else 1.0
+
+
+def number(text: str) -> float | None:
+    """A number as profilers print it ("1,234.5", "12.3 (1; 2)"); None for "n/a", "nan" or nothing."""
+    match = _NUMBER.match(text.strip())
+    if match is None:
+        return None
+    return float(match[0].replace(",", ""))
+
+
+def dimensions(text: str) -> tuple[int, ...] | None:
+    """A launch size as profilers print it, "(128, 1, 1)"; None where there is none."""
+    return tuple(int(n) for n in re.findall(r"\d+", text)) or None
+
+
+@lru_cache(maxsize=1)
+def _demangler() -> Callable[[bytes], bytes | None] | None:
+    """The C++ runtime's own demangler, which Kineto uses too: the names come out equal to the letter."""
+    try:
+        cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+        function, free = cxx["__cxa_demangle"], libc["free"]
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    function.restype = ctypes.c_void_p
+    free.argtypes, free.restype = [ctypes.c_void_p], None
+
+    def demangle(name: bytes) -> bytes | None:
+        status = ctypes.c_int()
+        text = function(name, None, None, ctypes.byref(status))
+        if not text:
+            return None
+        try:
+            return ctypes.string_at(text)
+        finally:
+            free(text)
+
+    return demangle
+
+
+@lru_cache(maxsize=16384)
+def demangled(name: str) -> str:
+    """A C++ name as people write it; other names as they are."""
+    tool = _demangler() if name.startswith("_Z") else None
+    text = tool(name.encode()) if tool else None
+    return text.decode() if text else name
+
+
+_REWRITES = tuple(
+    (re.compile(pattern), by)
+    for pattern, by in (
+        (r"^(?:static )?void ", ""),
+        (r"\(anonymous namespace\)|<unnamed>|_GLOBAL__N__\w+", "{anonymous}"),
+        (r"\[lambda(\([^\]]*\)) \(instance (\d+)\)\]", r"{lambda\1#\2}"),
+        (r"\(\s*[A-Za-z_][\w: ]*\s*\)(?=-?\d)", ""),  # (int)4: NVIDIA's demangler writes the type of a constant
+        (r"\btrue\b", "1"),
+        (r"\bfalse\b", "0"),
+        (r"\b(\d+)(?:ull|ul|ll|u|l)\b", r"\1"),  # 4ul: the C++ runtime's writes a suffix instead
+        (r"\bconst\b", ""),  # before the type or behind it
+        (r"\s+", ""),
+    )
+)
+_PARAMETERS = re.compile(r"\([^()]*\)")
+
+
+@lru_cache(maxsize=16384)
+def canonical(name: str) -> str:
+    """A kernel's name without what demanglers write differently: spaces, casts, suffixes, parameter lists.
+
+    NVIDIA's: `void f<(int)4, (bool)1>(T2, const float *)`; the C++ runtime's: `void f<4, true>(int, float const*)`.
+    """
+    text = demangled(name)
+    for pattern, by in _REWRITES:
+        text = pattern.sub(by, text)
+    while True:
+        shorter = _PARAMETERS.sub("", text)
+        if shorter == text:
+            return text
+        text = shorter

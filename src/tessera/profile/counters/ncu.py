@@ -1,0 +1,283 @@
+"""Run a command again under Nsight Compute and read its counters, kernel by kernel.
+
+Replay never runs in the pass that measures energy: ncu runs each kernel several times, restores memory between the
+passes and flushes the caches, all of which costs joules. `TESSERA_REPLAY=1` tells a session inside the command to
+record nothing. Clocks stay as they are (`--clock-control none`): we change nothing on a GPU others may use. ncu's own
+default before 2026.1, `base`, locks the base clock while it profiles: repeated runs then agree better, percentages of
+peak stay about the same, and everything per second of the SMs and L2 falls with the clock, as no real run has it.
+Caches are flushed before each pass (`--cache-control all`, ncu's default), so a small kernel that finds its data in L2
+in the real run shows more DRAM reads here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from ...errors import ArgumentError, MeasurementError, SensorPermission, SensorUnavailable
+from . import nvidia
+from .names import KernelCounters, demangled, dimensions, number, unit_factor
+
+REPLAY_ENV = "TESSERA_REPLAY"
+NOT_REPLAYED = r"nccl|nvshmem"
+"""Kernels that wait for other GPUs: run alone and again, they would wait forever (ncu's manual, "Multi-process")."""
+PERMISSION_LINK = "https://developer.nvidia.com/ERR_NVGPUCTRPERM"
+POLL_S, GRACE_S, QUERY_S = 0.25, 20.0, 60.0
+_USUAL = "unmodified GPU clocks"  # a warning ncu always gives with --clock-control none
+
+_BASE_NAME = re.compile(r'^"?([a-z0-9]+__\w+)"?(?:[,\s]|$)', re.MULTILINE)
+_ERROR = re.compile(r"^==ERROR== (.*)$", re.MULTILINE)
+_WARNING = re.compile(r"^==WARNING== (.*)$", re.MULTILINE)
+
+Progress = Callable[[float], None]
+"""Called now and then with the seconds so far. How many launches are done ncu does not say before the end."""
+
+
+class Replay(list[KernelCounters]):
+    """The launches that were replayed, with what a reader should know about them in `notes`."""
+
+    notes: list[str]
+    passes: int
+    seconds: float
+
+    def __init__(self, kernels: Iterable[KernelCounters] = (), notes: Iterable[str] = ()) -> None:
+        super().__init__(kernels)
+        self.notes = list(notes)
+        self.passes, self.seconds = 0, 0.0
+
+
+def replaying() -> bool:
+    """Whether this process runs under a replay, where nothing is to be recorded."""
+    return os.environ.get(REPLAY_ENV) == "1"
+
+
+def find_ncu() -> str:
+    """The path of ncu: on PATH, in CUDA's folders, or of its own package (the newest)."""
+    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    found = shutil.which("ncu") or next((p for h in homes if (p := shutil.which("ncu", path=f"{h}/bin"))), None)
+    if found:
+        return found
+    for root, pattern in (("/usr/local", "cuda*/bin/ncu"), ("/opt/nvidia/nsight-compute", "*/ncu")):
+        there = sorted(Path(root).glob(pattern), key=_version)
+        if there:
+            return str(there[-1])
+    raise SensorUnavailable(
+        "hardware counters of single kernels need Nsight Compute, and there is no ncu",
+        why="not on PATH, nor in CUDA_HOME/bin, /usr/local/cuda*/bin or /opt/nvidia/nsight-compute",
+        fix="install it (apt install nsight-compute, or from developer.nvidia.com/nsight-compute) and put ncu on PATH",
+    )
+
+
+def _version(path: Path) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", str(path))]
+
+
+@lru_cache(maxsize=4)
+def chip_metrics(ncu: str) -> frozenset[str]:
+    """Base names of the metrics this GPU has; empty where ncu cannot say."""
+    try:
+        done = subprocess.run(
+            [ncu, "--query-metrics"], capture_output=True, text=True, timeout=QUERY_S, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    return frozenset(_BASE_NAME.findall(done.stdout))
+
+
+def command(
+    ncu: str, metrics: Sequence[str], log: Path, *, kernels: int | None = 2, launches: int | None = None, skip: int = 0,
+    match: str | None = None, nvtx: str | None = None, clock_control: str = "none", cache_control: str = "all",
+) -> list[str]:  # fmt: skip
+    """The command line before the command itself; see `replay`."""
+    name = f"regex:^(?!.*({NOT_REPLAYED}))" + (f".*({match})" if match else "")
+    options = {
+        "--csv": None, "--page": "raw", "--print-units": "base", "--print-kernel-base": "mangled",
+        "--log-file": str(log), "--metrics": ",".join(metrics), "--target-processes": "all", "--replay-mode": "kernel",
+        "--clock-control": clock_control, "--cache-control": cache_control,
+        # By the mangled name each instance of a template is a kernel of its own. (By the "function" they are one; by
+        # the "demangled" name ncu 2025.3.1 gave some kernels one launch more than asked for.)
+        "--kernel-name-base": "mangled", "--kernel-name": name, "--rename-kernels": "no",
+        "--disable-extra-suffixes": None,
+    }  # fmt: skip
+    if launches is not None:
+        options["--launch-count"] = str(launches)
+    elif kernels is not None:
+        options |= {"--filter-mode": "per-launch-config", "--launch-count": str(kernels)}
+    if skip:
+        options["--launch-skip"] = str(skip)
+    if nvtx is not None:
+        options |= {"--nvtx": None, "--nvtx-include": nvtx}
+    return [ncu, *(part for pair in options.items() for part in pair if part is not None)]
+
+
+def replay(
+    argv: Sequence[str], *, kernels: int | None = 2, launches: int | None = None, skip: int = 0,
+    match: str | None = None, nvtx: str | None = None, flops: bool = False, clock_control: str = "none",
+    cache_control: str = "all", env: Mapping[str, str] | None = None, timeout_s: float | None = None,
+    progress: Progress | None = None, keep: Path | None = None, ncu: str | None = None,
+) -> Replay:  # fmt: skip
+    """Run a command again under ncu, and return the counters of the launches it replayed.
+
+    A training script launches the same few kernels a million times, so by default each kernel of each launch size is
+    replayed `kernels` times at most (None: every launch), after `skip` of its launches. `launches` instead takes that
+    many launches in all, whatever they are. `match` is a regular expression for mangled kernel names (a function's own
+    name is part of it); `nvtx` an expression of ncu's for the NVTX range launches must lie in, "step 3/" say. `flops`
+    counts floating point operations too, which needs more passes. The command runs to its end, or for `timeout_s`; what
+    was replayed by then is returned where ncu still prints it, and `notes` says so. `keep` is a file for ncu's output.
+    """
+    if not argv:
+        raise ArgumentError("there is no command to replay", fix="replay([sys.executable, 'train.py'])")
+    tool = ncu or find_ncu()
+    wanted = nvidia.metrics(flops)
+    known = chip_metrics(tool)
+    metrics = nvidia.available(wanted, known) if known else wanted
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder:
+        log, output = Path(folder, "ncu.log"), Path(folder, "output.txt")
+        line = command(
+            tool, metrics, log, kernels=kernels, launches=launches, skip=skip, match=match, nvtx=nvtx,
+            clock_control=clock_control, cache_control=cache_control,
+        )  # fmt: skip
+        environment = {**(os.environ if env is None else env), REPLAY_ENV: "1"}
+        code = _run([*line, *argv], environment, output, timeout_s, progress)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        said = output.read_text(encoding="utf-8", errors="replace")
+    if keep is not None:
+        keep.write_text(text, encoding="utf-8")
+    found = Replay(parse(text))
+    found.seconds = time.monotonic() - started
+    found.passes = round(sum(raw.get("profiler__replayer_passes", 0.0) for _, raw in _rows(text)))
+    _check(text, said, code, argv, found, timeout_s)
+    if not known:
+        found.notes.append("ncu did not say which metrics this chip has; all were asked for")
+    return found
+
+
+def _run(
+    line: list[str], env: Mapping[str, str], output: Path, timeout_s: float | None, progress: Progress | None
+) -> int | None:
+    """The exit status, or None where the time ran out. The command's own output is kept for an error message only."""
+    started = time.monotonic()
+    with output.open("wb") as out:
+        child = subprocess.Popen(
+            line, env=dict(env), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(POLL_S)
+                seconds = time.monotonic() - started
+                if progress is not None:
+                    progress(seconds)
+                if timeout_s is not None and seconds > timeout_s:
+                    return None
+        finally:
+            _stop(child)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End ncu and what it started, first so that it can still print what it has."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signum)  # its own group: start_new_session
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+
+
+def _check(text: str, said: str, code: int | None, argv: Sequence[str], found: Replay, timeout_s: float | None) -> None:
+    """Raise what went wrong, or note it where there are counters all the same."""
+    both = text + said
+    errors = _ERROR.findall(both)
+    if "ERR_NVGPUCTRPERM" in both:
+        raise SensorPermission(
+            "this user may not read the GPU's performance counters",
+            why=next((e for e in errors if "ERR_NVGPUCTRPERM" in e), "ERR_NVGPUCTRPERM"),
+            fix=f"run as root, or let everybody: see {PERMISSION_LINK} (Linux: options nvidia "
+            "NVreg_RestrictProfilingToAdminUsers=0 in /etc/modprobe.d, then reload the driver; a container needs "
+            "--cap-add SYS_ADMIN)",
+        )
+    if "driver resource was unavailable" in both:
+        raise SensorUnavailable(
+            "another tool holds the GPU's performance counters", why=next(iter(errors), None),
+            fix="stop it while this runs: dcgmi profile --pause, then --resume; only one profiler can read them",
+        )  # fmt: skip
+    tail = "\n".join(said.strip().splitlines()[-8:])
+    if code is None:
+        what = f"the replay was stopped after {timeout_s:g} s"
+        if not found:
+            fix = "give it longer (timeout_s), fewer kernels (kernels=1, match=...) or a run of fewer steps"
+            raise MeasurementError(what, why="ncu had printed nothing by then", fix=fix)
+        found.notes.append(f"{what}: kernels that come later in the run have no counters")
+    elif code != 0:
+        raise MeasurementError(
+            f"the command failed under ncu with exit status {code}: {' '.join(argv)}",
+            why="; ".join(errors[:3]) or tail or None,
+            fix=f"run it with {REPLAY_ENV}=1 and without ncu first; its last lines were:\n{tail}" if tail else None,
+        )
+    elif not found:
+        raise MeasurementError(
+            "ncu replayed no kernel", why="; ".join([*errors, *_WARNING.findall(both)][:3]) or "it named none",
+            fix="does the command use the GPU? Do match=, nvtx= and skip= leave anything?",
+        )  # fmt: skip
+    found.notes.extend(f"ncu: {w}" for w in dict.fromkeys(_WARNING.findall(text)) if _USUAL not in w)
+
+
+def parse(text: str) -> list[KernelCounters]:
+    """The launches in ncu's CSV output, `--page raw` or `details`; lines around the table are passed over."""
+    return [_launch(row, raw) for row, raw in _rows(text)]
+
+
+def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
+    """Each launch: its attributes, and its metrics in SI units."""
+    header: list[str] = []
+    units: list[str] = []
+    long: dict[tuple[str, str], tuple[dict[str, str], dict[str, float]]] = {}
+    table = (line for line in text.splitlines() if line.startswith('"'))
+    for cells in csv.reader(table):
+        if cells[0] == "ID":
+            header, units = cells, [""] * len(cells)
+        elif not header or len(cells) != len(header):
+            continue
+        elif not cells[0]:
+            units = cells
+        elif cells[0].isdigit():
+            row = dict(zip(header, cells, strict=True))
+            if "Metric Name" in row:  # details: a row for each metric
+                _, found = long.setdefault((row["Process ID"], row["ID"]), (row, {}))
+                _put(found, row["Metric Name"], row["Metric Value"], row["Metric Unit"])
+                continue
+            raw: dict[str, float] = {}
+            for name, cell, unit in zip(header, cells, units, strict=True):
+                if "__" in name:
+                    _put(raw, name, cell, unit)
+            yield row, raw
+    yield from long.values()
+
+
+def _put(raw: dict[str, float], name: str, text: str, unit: str) -> None:
+    value = number(text)
+    if value is not None:
+        raw[name] = value * unit_factor(unit)
+
+
+def _launch(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
+    result = nvidia.normalise(raw)
+    device = number(row.get("Device", ""))
+    return KernelCounters(
+        name=demangled(row["Kernel Name"]), grid=dimensions(row.get("Grid Size", "")),
+        block=dimensions(row.get("Block Size", "")), values=result.values, figures=result.figures,
+        missing=result.missing, device=None if device is None else round(device),
+    )  # fmt: skip
