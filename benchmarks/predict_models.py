@@ -2,7 +2,8 @@
 
     python benchmarks/predict_models.py public [--shared ../shared]     models_public.jsonl: the first check
     python benchmarks/predict_models.py dev                             the models whose kernels were fitted on
-    python benchmarks/predict_models.py heldout                         never looked at while building; run at the end
+    python benchmarks/predict_models.py heldout                         looked at once, after the fits; repaired since
+    python benchmarks/predict_models.py heldout2                        a second set, recorded after those repairs
 
 Prints every case, the mean absolute errors of latency and energy in all and by what bounds the case (graph replay, or a
 GPU that is busy 80% of the time by the recording's own trace: device-bound, otherwise host-bound; the public set has no
@@ -176,7 +177,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=["public", "dev", "heldout"])
+    parser.add_argument("which", choices=["public", "dev", "heldout", "heldout2"])
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared")
     parser.add_argument("--quiet", action="store_true", help="only the summary")
     given = parser.parse_args()
