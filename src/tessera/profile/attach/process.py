@@ -1,0 +1,249 @@
+"""What /proc knows of a process: whose it is, what it runs, what CPU and memory it uses.
+
+Nothing here needs more rights than being the process's own user.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import select
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import ArgumentError, MeasurementError
+
+PROC = Path("/proc")
+SOCKET_VARIABLE = "KINETO_IPC_SOCKET_DIR"
+TRACE_VARIABLE = "KINETO_ONDEMAND_TRACE_DIR"
+_TORCH = ("libtorch_cpu.", "libtorch.", "libkineto.")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_UTIME, _STARTED = 11, 19  # places in /proc/PID/stat, counted from the state
+_MAX_DEPTH = 32  # ancestors looked at; more are a loop in what /proc says
+
+
+class NoProcess(MeasurementError):
+    """There is no such process, or it ended."""
+
+
+class NotYours(MeasurementError):
+    """The process is another user's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The process to look at. `environ` is the one it was started with (empty where it may not be read)."""
+
+    pid: int
+    uid: int
+    user: str
+    command: str
+    environ: Mapping[str, str]
+    torch: bool
+    started: str
+    pid_fd: int | None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs; another process that got its PID since is not it."""
+        if self.pid_fd is not None:
+            return not select.select([self.pid_fd], [], [], 0)[0]
+        fields = _stat(self.pid)
+        return bool(fields) and fields[_STARTED] == self.started and fields[0] not in "ZX"
+
+    @property
+    def socket_dir(self) -> str | None:
+        """Where it looks for its daemon; None: in the abstract namespace."""
+        return self.environ.get(SOCKET_VARIABLE) or None
+
+    def close(self) -> None:
+        """Let go of the process."""
+        if self.pid_fd is not None:
+            os.close(self.pid_fd)
+
+
+def find(pid: int) -> Target:
+    """The process of a PID, if it is alive and the caller's own (root may take any)."""
+    if pid <= 0:
+        raise ArgumentError(f"{pid} is no PID", fix="give the number that `ps` or `nvidia-smi` shows")
+    leader = status(pid).get("Tgid", str(pid))
+    if leader != str(pid):
+        raise ArgumentError(f"{pid} is a thread of process {leader}", fix=f"give --pid {leader}")
+    try:
+        pid_fd = _pid_fd(pid)
+    except ProcessLookupError:
+        raise NoProcess(
+            f"there is no process {pid}", fix="see `ps -u $USER -o pid,args` for the PIDs there are"
+        ) from None
+    try:
+        return _look(pid, pid_fd)
+    except BaseException:
+        if pid_fd is not None:
+            os.close(pid_fd)
+        raise
+
+
+def _pid_fd(pid: int) -> int | None:
+    """A handle that stays with the process; None on a kernel without them (before 5.3, gVisor)."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):
+        if not status(pid):
+            raise ProcessLookupError(pid) from None
+        return None
+
+
+def _look(pid: int, pid_fd: int | None) -> Target:
+    said, fields = status(pid), _stat(pid)
+    if not said or not fields or fields[0] in "ZX":
+        raise NoProcess(f"process {pid} has ended", fix="give the PID of one that runs")
+    real, effective = (int(u) for u in said["Uid"].split()[:2])
+    mine = os.geteuid()
+    if mine not in (0, real) or mine not in (0, effective):
+        raise NotYours(
+            f"process {pid} belongs to {_user(real)}, not to you",
+            why="a trace shows what a program works on: only its own user, or root, may take one",
+            fix=f"sudo -u {_user(real)} tessera-prof --pid {pid}",
+        )
+    return Target(
+        pid=pid, uid=real, user=_user(real), command=_command(pid, said), environ=_environ(pid),
+        torch=maps_torch(pid), started=fields[_STARTED], pid_fd=pid_fd,
+    )  # fmt: skip
+
+
+def descends(pid: int, from_pid: int) -> bool:
+    """Whether a process is another one, or a descendant of it."""
+    for _ in range(_MAX_DEPTH):
+        if pid == from_pid:
+            return True
+        parent = status(pid).get("PPid", "0")
+        if parent in ("0", "1"):
+            return False
+        pid = int(parent)
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, nearest first."""
+    children: dict[int, list[int]] = {}
+    for other in pids():
+        parent = status(other).get("PPid")
+        if parent is not None:
+            children.setdefault(int(parent), []).append(other)
+    found, ahead = [], [pid]
+    while ahead:
+        below = children.pop(ahead.pop(0), [])
+        found += below
+        ahead += below
+    return found
+
+
+def same_mounts(pid: int) -> bool:
+    """Whether a path means the same file here and in a process."""
+    return same(pid, "ns/mnt") and same(pid, "root")
+
+
+class CpuReader:
+    """CPU time of all the threads of a process: from its own clock, or in steps of 10 ms from /proc/PID/stat."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._clock = (~pid << 3) | 2  # what clock_getcpuclockid(3) returns
+        try:
+            time.clock_gettime(self._clock)
+            self.read = self._from_clock
+        except OSError:  # gVisor has no clocks of other processes
+            self.read = self._from_stat
+
+    def _from_clock(self) -> float:
+        return time.clock_gettime(self._clock)
+
+    def _from_stat(self) -> float:
+        fields = _stat(self._pid)
+        return (int(fields[_UTIME]) + int(fields[_UTIME + 1])) / _TICKS_PER_S
+
+
+class MemoryReader:
+    """The resident memory of a process, again and again from one open file."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = (PROC / str(pid) / "statm").open("rb", buffering=0)
+
+    def read(self) -> int:
+        """Bytes in RAM."""
+        self._file.seek(0)
+        return int(self._file.read(256).split()[1]) * _PAGE
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def status(pid: int) -> dict[str, str]:
+    """/proc/PID/status by name; empty for a process that is gone."""
+    try:
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return {}
+    return {k: v.strip() for k, _, v in (line.partition(":") for line in text.splitlines())}
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on; empty for a process that is gone. The name before it may have any character."""
+    try:
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def pids() -> Iterator[int]:
+    """The processes that /proc shows us."""
+    return (int(p.name) for p in PROC.iterdir() if p.name.isdigit())
+
+
+def _command(pid: int, status: Mapping[str, str]) -> str:
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    text = shlex.join(w.decode(errors="replace") for w in words[:-1])
+    return " ".join("".join(c if c.isprintable() else " " for c in text or status.get("Name", "?")).split())
+
+
+def _environ(pid: int) -> dict[str, str]:
+    try:
+        data = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if b"=" in entry)
+    return {os.fsdecode(k): os.fsdecode(v) for k, _, v in pairs}
+
+
+def maps_torch(pid: int) -> bool:
+    """Whether PyTorch is loaded in a process."""
+    try:
+        text = (PROC / str(pid) / "maps").read_text(errors="replace")
+    except OSError:
+        return False
+    return any(name in text for name in _TORCH)
+
+
+def same(pid: int, what: str) -> bool:
+    """Whether a process shares something with us; what cannot be compared is taken as shared."""
+    try:
+        return (PROC / str(pid) / what).readlink() == (PROC / "self" / what).readlink()
+    except OSError:
+        return True
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

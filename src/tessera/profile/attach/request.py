@@ -1,0 +1,135 @@
+"""What a process is told to record, and the private folder in which it leaves the trace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ...errors import ArgumentError, MeasurementError
+from .process import PROC, TRACE_VARIABLE, Target, same_mounts
+
+# A libkineto of June 2026 or later writes on-demand traces nowhere but here (or in KINETO_ONDEMAND_TRACE_DIR).
+TRACE_ROOT = "/tmp"
+FILE = "trace.json"
+# libkineto looks at a request once a second and begins it if the start lies within the next second. A start less than
+# a second ahead may have passed when it looks, and then the request is lost until the process asks again, 5 s later.
+# What is over a second is for the jitter of its thread; more of it where the processors are overbooked.
+START_AHEAD_S = 1.25
+START_AHEAD_BUSY_S = 1.8
+_NOT_IN_A_CONFIG = ("=", "#", "\n", "..")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class What:
+    """How much to record: `steps` of the optimizer where the process has one, else `seconds`. 0 steps: by time only.
+
+    `warmup_s` runs the GPU's tracing for so long before a recording by time begins.
+    """
+
+    steps: int = 3
+    seconds: float = 0.25
+    warmup_s: int = 0
+    shapes: bool = True
+    stacks: bool = False
+    memory: bool = False
+
+
+def config(what: What, file: str, *, attempt: int = 1, now_s: float | None = None) -> str:
+    """The configuration libkineto reads, a key=value a line.
+
+    Both kinds of request are in it: a process that counts no optimizer steps takes the one by time (since September
+    2025; an older one refuses, so a second attempt asks by time alone, and leaves the start to libkineto).
+    """
+    lines = {
+        "ACTIVITIES_LOG_FILE": file,
+        "ACTIVITIES_DURATION_MSECS": str(max(round(what.seconds * 1e3), 1)),
+        "ACTIVITIES_WARMUP_PERIOD_SECS": str(what.warmup_s),
+        "PROFILE_REPORT_INPUT_SHAPES": _flag(what.shapes),
+        "PROFILE_PROFILE_MEMORY": _flag(what.memory),
+        "PROFILE_WITH_STACK": _flag(what.stacks),
+    }
+    if attempt == 1:
+        busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+        ahead_s = what.warmup_s + (START_AHEAD_BUSY_S if busy else START_AHEAD_S)
+        lines["PROFILE_START_TIME"] = str(round(((time.time() if now_s is None else now_s) + ahead_s) * 1e3))
+        if what.steps > 0:
+            lines |= {
+                "PROFILE_START_ITERATION": "0",
+                "ACTIVITIES_ITERATIONS": str(what.steps),
+                "ACTIVITIES_WARMUP_ITERATIONS": "0",
+            }
+    return "".join(f"{key}={value}\n" for key, value in lines.items())
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+class Folder:
+    """A folder (0700) of the process's user, where the process writes its trace; removed at the end."""
+
+    def __init__(self, target: Target) -> None:
+        self._uid = target.uid
+        root = target.environ.get(TRACE_VARIABLE) or TRACE_ROOT
+        if not root.startswith("/") or any(part in root for part in _NOT_IN_A_CONFIG):
+            raise ArgumentError(
+                f"{TRACE_VARIABLE}={root} of process {target.pid} cannot be used", fix="an absolute path without = or #"
+            )
+        # In another mount namespace (a container) the process's own /tmp is reached through /proc.
+        outside = Path(root) if same_mounts(target.pid) else PROC / str(target.pid) / "root" / root.lstrip("/")
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix="tessera-prof-", dir=outside))
+            if target.uid != os.geteuid():
+                os.chown(self.path, target.uid, -1)
+        except OSError as exc:
+            raise MeasurementError(f"cannot make a folder in {outside} for the trace", why=str(exc)) from exc
+        self.file = f"{root.rstrip('/')}/{self.path.name}/{FILE}"
+        """The trace's path as the process knows it; libkineto puts its PID before the ".json"."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the process has begun to record: libkineto opens its file then."""
+        try:
+            return any(self.path.iterdir())
+        except OSError:
+            return False
+
+    def take(self) -> bytes | None:
+        """The trace, once it is complete. libkineto renames a finished file; an old one writes it in place."""
+        try:
+            names = [p for p in self.path.iterdir() if p.name.endswith(".json")]
+        except OSError:
+            return None
+        for name in names:
+            data = self._read(name)
+            if data is not None:
+                return data
+        return None
+
+    def _read(self, file: Path) -> bytes | None:
+        """A plain file of the process's user and nothing else: root must not be led to read somebody's link."""
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as f:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != self._uid or found.st_nlink != 1:
+                return None
+            f.seek(max(found.st_size - 64, 0))
+            if not f.read().rstrip().endswith(b"}"):
+                return None
+            f.seek(0)
+            return f.read()

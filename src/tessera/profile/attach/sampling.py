@@ -1,0 +1,140 @@
+"""Samples one process on a thread: CPU and memory at each beat, its use of the GPUs ten times a second.
+
+Device telemetry is the monitor's; it is collected here as it comes, since the monitor keeps the newest only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import Self
+
+from ...monitor.sampler import Sampler
+from ...schema import Telemetry
+from .gpu import ProcessUse, Use
+from .process import CpuReader, MemoryReader, Target
+from .tracks import Section, Track, track
+
+_TELEMETRY_S = 0.1
+# An hour at 10 ms. Beyond it every second sample is dropped and the beat doubled, so that memory stays bounded.
+MAX_SAMPLES = 400_000
+
+
+class ProcessSampler:
+    """Use it as a `with` block. It ends by itself when the process does; `tracks` has what it saw."""
+
+    def __init__(self, target: Target, interval_s: float, sampler: Sampler, use: ProcessUse | None = None) -> None:
+        self._target = target
+        self._interval_s = interval_s
+        self._sampler = sampler
+        self._use = use
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tessera-process", daemon=True)
+        self._times_ns, self._cpu_s, self._rss = array("q"), array("d"), array("q")
+        self._uses: list[tuple[int, Use]] = []
+        self.telemetry: dict[str, list[Telemetry]] = {}
+        self.ended_ns: int | None = None
+        """When the process was seen to have ended."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+        if self._use is not None:
+            self._use.close()
+
+    @property
+    def interval_s(self) -> float:
+        """Time between two samples (longer than asked after an hour)."""
+        return self._interval_s
+
+    def _run(self) -> None:
+        try:
+            memory, cpu = MemoryReader(self._target.pid), CpuReader(self._target.pid)
+        except OSError:
+            self.ended_ns = time.monotonic_ns()
+            return
+        with contextlib.closing(memory):
+            due = time.monotonic()
+            slow_due = due
+            while not self._stop.wait(max(due - time.monotonic(), 0.0)):
+                try:
+                    self._sample(memory, cpu)
+                except (OSError, IndexError, ValueError):  # the process is gone: its files fail or are empty
+                    self.ended_ns = time.monotonic_ns()
+                    break
+                now = time.monotonic()
+                if now >= slow_due:
+                    slow_due = now + _TELEMETRY_S
+                    self._slow()
+                due = max(due + self._interval_s, now)
+        self._collect()
+
+    def _sample(self, memory: MemoryReader, cpu: CpuReader) -> None:
+        rss = memory.read()
+        if rss == 0 or not self._target.alive:  # a zombie has no memory
+            raise ProcessLookupError
+        cpu_s, now_ns = cpu.read(), time.monotonic_ns()
+        self._times_ns.append(now_ns)
+        self._cpu_s.append(cpu_s)
+        self._rss.append(rss)
+        if len(self._times_ns) >= MAX_SAMPLES:
+            self._times_ns, self._cpu_s, self._rss = self._times_ns[::2], self._cpu_s[::2], self._rss[::2]
+            self._interval_s *= 2
+
+    def _slow(self) -> None:
+        self._collect()
+        if self._use is not None and len(self._uses) < MAX_SAMPLES:
+            now_ns = time.monotonic_ns()
+            self._uses += [(now_ns, use) for use in self._use.read()]
+
+    def _collect(self) -> None:
+        for domain, kept in list(self._sampler.telemetry.items()):
+            ours = self.telemetry.setdefault(domain, [])
+            after_ns = ours[-1].time_ns if ours else -1
+            if len(ours) < MAX_SAMPLES:
+                ours += [t for t in list(kept) if t.time_ns > after_ns]
+
+    def device_telemetry(self, start_ns: int, end_ns: int) -> Mapping[str, Sequence[Telemetry]]:
+        """What the devices said between two times."""
+        return {d: [t for t in said if start_ns <= t.time_ns <= end_ns] for d, said in self.telemetry.items()}
+
+    def tracks(self, sections: Collection[Section]) -> list[Track]:
+        """CPU always (100% is one core), the rest by section."""
+        found = [track("process.cpu", "%", "process", "always", self._cpu_points(), self._cpu_mean())]
+        if "mem" in sections:
+            points = [(t, float(v)) for t, v in zip(self._times_ns, self._rss, strict=True)]
+            found.append(track("process.rss", "B", "process", "mem", points))
+        for gpu in sorted({u.gpu for _, u in self._uses}):
+            here = [(t, u) for t, u in self._uses if u.gpu == gpu]
+            if "gpu" in sections:
+                sm = [(t, u.sm_pct) for t, u in here if u.sm_pct is not None]
+                found.append(track(f"process.{gpu}.sm_utilization", "%", "process", "gpu", sm))
+            if "mem" in sections:
+                held = [(t, float(u.memory_bytes)) for t, u in here if u.memory_bytes is not None]
+                found.append(track(f"process.{gpu}.memory", "B", "process", "mem", held))
+                busy = [(t, u.memory_pct) for t, u in here if u.memory_pct is not None]
+                found.append(track(f"process.{gpu}.memory_utilization", "%", "process", "mem", busy))
+        return [t for t in found if t is not None]
+
+    def _cpu_mean(self) -> float | None:
+        if len(self._times_ns) < 2:
+            return None
+        return 100.0 * (self._cpu_s[-1] - self._cpu_s[0]) / ((self._times_ns[-1] - self._times_ns[0]) * 1e-9)
+
+    def _cpu_points(self) -> list[tuple[int, float]]:
+        """Percent of a core between two samples, at the second."""
+        points = []
+        for i in range(1, len(self._times_ns)):
+            wall_s = (self._times_ns[i] - self._times_ns[i - 1]) * 1e-9
+            share = 100.0 * (self._cpu_s[i] - self._cpu_s[i - 1]) / wall_s if wall_s > 0 else math.nan
+            if math.isfinite(share):
+                points.append((self._times_ns[i], share))
+        return points

@@ -1,0 +1,267 @@
+"""`attach`: look at a running process for a while, and have it trace itself where it waits for that.
+
+monitor (power, telemetry) ─┐
+ProcessSampler (/proc, NVML)├─► tracks ──► Attached: metrics, trace, notes
+TraceDaemon ◄─► libkineto ──┘   Kineto's file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import ArgumentError, RecordingError, SensorError, TesseraError
+from ...monitor import LiveTrace, Monitor, power_trace
+from ...schema import Energy
+from ...sensors.base import Sensor
+from ...sensors.discover import Found, discover
+from .daemon import TraceDaemon
+from .export import write_summary, write_trace
+from .gpu import open_use
+from .kineto import Kineto, kineto
+from .process import NoProcess, Target, descendants, find
+from .request import Folder, What
+from .sampling import ProcessSampler
+from .tracefile import TraceFigures, figures
+from .tracks import SECTIONS, Metric, Section, Track, device_tracks
+
+DEFAULT_S = 5.0
+"""How long to look where there is no trace to wait for."""
+LEAST_S = 1.0
+TIMEOUT_S = 30.0
+TELEMETRY_S = 0.1  # GPM's shortest window
+_BEAT_S = 0.05
+_MIN_SAMPLE_S = 1e-3
+
+Wait = Callable[[float], bool]
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to look at. `duration_s` None: until the trace is there, else `DEFAULT_S`."""
+
+    sample_s: float = 0.01
+    duration_s: float | None = None
+    sections: Collection[Section] = SECTIONS
+    what: What = field(default_factory=What)
+    trace: bool = True
+    timeout_s: float = TIMEOUT_S
+    sensors: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sample_s >= _MIN_SAMPLE_S:
+            raise ArgumentError(
+                f"a sample every {self.sample_s * 1e3:g} ms is too often",
+                why="reading a process more than a thousand times a second would slow it",
+                fix="give 1 ms or more; power has a new value every 20 ms at best",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """What was seen. `kineto` is the process's own trace as it wrote it; None where there is none (`kineto_state`)."""
+
+    target: Target
+    seconds: float
+    sample_s: float
+    tracks: Sequence[Track]
+    power: LiveTrace
+    kineto_state: Kineto
+    kineto: bytes | None = None
+    figures: TraceFigures | None = None
+    trace_s: float | None = None
+    """Seconds from the beginning until the trace was complete."""
+    traced_pid: int | None = None
+    ended: bool = False
+    stopped: bool = False
+    notes: Sequence[str] = ()
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The summary's rows."""
+        return [t.metric() for t in self.tracks]
+
+    @property
+    def energy(self) -> Mapping[str, Energy]:
+        """Joules of each counted domain while we looked: of the whole device."""
+        return {d.name: self.power.energy(d.name) for d in self.power.domains if d.counted}
+
+    def export(self, path: Path) -> None:
+        """Write the trace with the counters in it; gzipped where the name ends in .gz."""
+        write_trace(path, self.kineto, self.tracks, self.power.epoch_offset_ns)
+
+    def summary(self, path: Path) -> None:
+        """Write the metrics as CSV."""
+        write_summary(path, self.metrics)
+
+
+def attach(
+    pid: int, options: Options | None = None, *, wait: Wait = _sleep, tell: Callable[[str], None] = lambda _text: None
+) -> Attached:
+    """Look at a process. `wait` sleeps and says whether to stop early; `tell` hears what is being waited for."""
+    begun = time.monotonic()
+    target = find(pid)
+    try:
+        return _Session(target, options or Options(), wait, tell, begun).run()
+    finally:
+        target.close()
+
+
+class _Session:
+    """One `attach`: what it has learnt so far."""
+
+    def __init__(self, target: Target, options: Options, wait: Wait, tell: Callable[[str], None], begun: float) -> None:
+        self._target, self._options, self._wait, self._tell, self._begun = target, options, wait, tell, begun
+        self._notes: list[str] = []
+        self._kineto = kineto(target)
+        self._data: bytes | None = None
+        self._trace_s: float | None = None
+        self._stopped = False
+        self._daemon: TraceDaemon | None = None
+
+    def run(self) -> Attached:
+        target, options = self._target, self._options
+        found = _sensors(target, options)
+        monitor = Monitor(found.sensors, found.missing).start()
+        try:
+            pids = [target.pid] if target.torch else [target.pid, *descendants(target.pid)]
+            use = open_use(pids)
+            with (
+                power_trace(interval_ms=options.sample_s * 1e3, monitor=monitor) as power,
+                ProcessSampler(target, options.sample_s, monitor.sampler, use) as sampler,
+            ):
+                self._look(sampler)
+            # Only for what adds up: HBM power is a one-second average, and the trace need not wait for it.
+            monitor.sampler.wait_for(power.end_ns, names=monitor.sampler.counted())
+        finally:
+            monitor.stop()
+        if use is not None:
+            self._notes += _use_notes(use.found, use.others, use.missing)
+        return self._result(power, sampler)
+
+    def _look(self, sampler: ProcessSampler) -> None:
+        """Until the time is over and the trace is there, given up, or the process is gone."""
+        with contextlib.ExitStack() as stack:
+            folder = self._listen(stack)
+            looked = time.monotonic()
+            while sampler.ended_ns is None:
+                if self._wait(_BEAT_S):
+                    self._stopped = True
+                    return
+                if folder is not None and self._data is None and folder.begun:
+                    self._take(folder)
+                now = time.monotonic()
+                waiting = folder is not None and self._data is None and now - self._begun < self._options.timeout_s
+                if now - looked >= self._least_s(tracing=folder is not None) and not waiting:
+                    return
+                self._tell(self._daemon.state if waiting and self._daemon is not None else "sampling")
+            if folder is not None and self._data is None:
+                self._take(folder)  # it may have written it just before it ended
+
+    def _least_s(self, *, tracing: bool) -> float:
+        if self._options.duration_s is not None:
+            return self._options.duration_s
+        return LEAST_S if tracing else DEFAULT_S
+
+    def _listen(self, stack: contextlib.ExitStack) -> Folder | None:
+        if not self._kineto.possible or not self._options.trace:
+            return None
+        try:
+            folder = stack.enter_context(Folder(self._target))
+            self._daemon = stack.enter_context(TraceDaemon(self._target, folder, self._options.what))
+        except TesseraError as exc:
+            self._kineto = Kineto(state="unreachable", reason=f"{exc.what}: {exc.why}", fix=exc.fix or "")
+            return None
+        return folder
+
+    def _take(self, folder: Folder) -> None:
+        self._data = folder.take()
+        if self._data is not None:
+            self._trace_s = time.monotonic() - self._begun
+
+    def _result(self, power: LiveTrace, sampler: ProcessSampler) -> Attached:
+        ended = sampler.ended_ns is not None
+        tracks = sampler.tracks(self._options.sections)
+        if not tracks and ended:
+            raise NoProcess(f"process {self._target.pid} ended before it could be looked at")
+        telemetry = sampler.device_telemetry(power.start_ns, power.end_ns)
+        tracks += device_tracks(power, telemetry, self._options.sections)
+        counted = None
+        if self._data is not None:
+            try:
+                counted = figures(self._data)
+                self._notes += _lost_kernels(counted)
+            except RecordingError as exc:
+                self._notes.append(f"{exc.what}: {exc.why}; it is exported as it is")
+        elif self._daemon is not None:
+            self._kineto = self._why_not(self._daemon, ended)
+        return Attached(
+            target=self._target, seconds=power.seconds, sample_s=sampler.interval_s, tracks=tracks, power=power,
+            kineto_state=self._kineto, kineto=self._data, figures=counted, trace_s=self._trace_s,
+            traced_pid=self._daemon.answered_pid if self._daemon else None, ended=ended, stopped=self._stopped,
+            notes=self._notes,
+        )  # fmt: skip
+
+    def _why_not(self, daemon: TraceDaemon, ended: bool) -> Kineto:
+        """Why a process that could have been traced was not."""
+        state, again = self._kineto.state, f"tessera-prof --pid {self._target.pid}"
+        if ended:
+            return Kineto(state=state, reason="it ended before its trace was written")
+        if self._stopped:
+            return Kineto(state=state, reason="stopped before the trace was written", fix=again)
+        if daemon.asked_s is None:
+            reason = self._kineto.reason or f"it did not ask for one in {self._options.timeout_s:g} s"
+            return Kineto(state=state, reason=reason, fix=self._kineto.fix or f"{again} --timeout 60s")
+        if daemon.sent_s is None:
+            return Kineto(state=state, reason="another profiler is active in it", fix="try again when that has ended")
+        return Kineto(
+            state=state,
+            reason="it took the order and wrote no trace: no optimizer step came, or it cannot write in /tmp",
+            fix=f"{again} --steps 0 (by time), or --timeout 120s for slow steps",
+        )
+
+
+def _sensors(target: Target, options: Options) -> Found:
+    """The sensors of this machine, with the GPUs that the process may see, asked as often as GPM answers."""
+    found = discover(list(options.sensors) or None)
+    return Found([_finer(s, target, options) for s in found.sensors], found.missing)
+
+
+def _finer(sensor: Sensor, target: Target, options: Options) -> Sensor:
+    if sensor.name != "nvml":
+        return sensor
+    from ...sensors.nvml import NvmlSensor
+
+    finer = NvmlSensor(environ=target.environ, telemetry_s=max(options.sample_s, TELEMETRY_S))
+    try:
+        finer.start()
+    except SensorError:  # the process hides all GPUs from itself: show those we see
+        finer.stop()
+        return sensor
+    sensor.stop()
+    return finer
+
+
+def _lost_kernels(found: TraceFigures) -> list[str]:
+    """Half of them is more than what was still under way at the edges of the recording."""
+    if found.kernels >= found.launches / 2:
+        return []
+    return [
+        f"the trace has {found.launches} launches and {found.kernels} kernels: PyTorch's profiler lost the others; "
+        "try --warmup-s 1, a longer --trace-ms, or --steps"
+    ]
+
+
+def _use_notes(found: bool, others: bool, missing: Mapping[str, str]) -> list[str]:
+    notes = [f"NVML gives no {what}: {why}" for what, why in missing.items()]
+    if others and not found:
+        notes.append("NVML lists other processes, not this one (in a container it lists the host's PIDs)")
+    return notes

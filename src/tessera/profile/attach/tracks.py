@@ -1,0 +1,148 @@
+"""`Track`: one figure over time, of the process or of a whole device.
+
+The summary and the exported counters are both made of tracks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema import Basis, Domain, Hold, Telemetry
+from ...trace import Column, PowerTrace
+
+Scope = Literal["process", "device"]
+Section = Literal["always", "gpu", "mem", "tc", "collectives"]
+SECTIONS: tuple[Section, ...] = ("gpu", "mem", "tc", "collectives")
+MIB = 2.0**20
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row of the summary. A `device` figure is of everything that runs there, not of the process alone."""
+
+    metric: str
+    unit: str
+    scope: Scope
+    mean: float
+    min: float
+    max: float
+    samples: int
+    basis: Basis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """Values at monotonic times. `mean` is given where the plain mean of the values would not be it."""
+
+    name: str
+    unit: str
+    scope: Scope
+    section: Section
+    times_ns: Ints
+    values: Floats
+    basis: Basis = "measured"
+    mean: float | None = None
+
+    def metric(self) -> Metric:
+        """Its row of the summary."""
+        mean = float(self.values.mean()) if self.mean is None else self.mean
+        low, high = float(self.values.min()), float(self.values.max())
+        return Metric(
+            metric=self.name, unit=self.unit, scope=self.scope, mean=mean, min=low, max=high,
+            samples=len(self.values), basis=self.basis,
+        )  # fmt: skip
+
+
+def track(
+    name: str, unit: str, scope: Scope, section: Section, points: Sequence[tuple[int, float]], mean: float | None = None
+) -> Track | None:
+    """A track of (time, value) pairs; None where there are none."""
+    if not points:
+        return None
+    times, values = zip(*points, strict=True)
+    return Track(
+        name=name, unit=unit, scope=scope, section=section, mean=mean,
+        times_ns=np.asarray(times, np.int64), values=np.asarray(values, np.float64),
+    )  # fmt: skip
+
+
+Ask = Callable[[Telemetry], float | None]
+
+
+def _activity(unit: str) -> Ask:
+    return lambda t: t.activity_pct.get(unit)
+
+
+def _link(name: str) -> Ask:
+    """GPM gives links in MiB/s."""
+    return lambda t: None if name not in t.activity_pct else t.activity_pct[name] * MIB
+
+
+def _clock(name: str) -> Ask:
+    return lambda t: None if name not in t.clocks_mhz else t.clocks_mhz[name] * 1e6
+
+
+_OF_DEVICE: tuple[tuple[str, str, Section, Ask], ...] = (
+    ("utilization", "%", "gpu", lambda t: t.utilization_pct),
+    ("sm_activity", "%", "gpu", lambda t: t.sm_activity_pct),
+    ("sm_occupancy", "%", "gpu", _activity("occupancy")),
+    ("sm_clock", "Hz", "gpu", _clock("sm")),
+    ("temperature", "°C", "gpu", lambda t: t.temperature_c),
+    ("power_limit", "W", "gpu", lambda t: t.power_limit_w),
+    ("memory_used", "B", "mem", lambda t: t.memory_used_bytes),
+    ("memory_utilization", "%", "mem", lambda t: t.memory_utilization_pct),
+    ("dram_activity", "%", "mem", _activity("dram")),
+    ("memory_clock", "Hz", "mem", _clock("memory")),
+    ("memory_temperature", "°C", "mem", lambda t: t.memory_temperature_c),
+    ("tensor_activity", "%", "tc", _activity("tensor")),
+    ("fp64_activity", "%", "tc", _activity("fp64")),
+    ("fp32_activity", "%", "tc", _activity("fp32")),
+    ("fp16_activity", "%", "tc", _activity("fp16")),
+    ("nvlink_rx", "B/s", "collectives", _link("nvlink_rx")),
+    ("nvlink_tx", "B/s", "collectives", _link("nvlink_tx")),
+    ("pcie_rx", "B/s", "collectives", _link("pcie_rx")),
+    ("pcie_tx", "B/s", "collectives", _link("pcie_tx")),
+)
+
+
+def device_tracks(
+    trace: PowerTrace, telemetry: Mapping[str, Sequence[Telemetry]], sections: Collection[Section]
+) -> list[Track]:
+    """Power of every domain, and what its device says of itself. Power is always in it."""
+    found: list[Track | None] = []
+    for name, column in trace.columns.items():
+        memory = name.endswith(".memory")
+        if not memory or "mem" in sections:
+            found.append(_power(trace, name, column, "mem" if memory else "always"))
+    for domain, said in telemetry.items():
+        for what, unit, section, ask in _OF_DEVICE:
+            if section in sections:
+                points = [(t.time_ns, float(v)) for t in said if (v := ask(t)) is not None]
+                found.append(track(f"{domain}.{what}", unit, "device", section, points))
+    return [t for t in found if t is not None]
+
+
+def _power(trace: PowerTrace, name: str, column: Column, section: Section) -> Track | None:
+    """The samples of the trace, moved back by the sensor's lag so that they lie under the work that drew them."""
+    domain: Domain = column.domain
+    times = column.times_ns - round(domain.lag_s * 1e9)
+    inside = ~np.isnan(column.watts) & (times >= trace.start_ns) & (times <= trace.end_ns)
+    if domain.hold is Hold.MEAN and len(times):
+        # The mean of an interval belongs to its beginning: a counter track holds a value until the next.
+        begins = np.concatenate([times[:1], times[:-1]])
+        inside = ~np.isnan(column.watts) & (times > trace.start_ns) & (begins < trace.end_ns)
+        times = np.maximum(begins, trace.start_ns)
+    if not inside.any():
+        return None
+    return Track(
+        name=f"{name}.power", unit="W", scope="device", section=section, times_ns=times[inside],
+        values=column.watts[inside], basis=domain.basis, mean=trace.energy(name).watts,
+    )  # fmt: skip

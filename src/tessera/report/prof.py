@@ -1,0 +1,187 @@
+"""The answer of `tessera-prof`: one screen, or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..profile.attach import Attached, Metric, TraceFigures
+from ..units import format_bytes, format_duration, format_frequency, format_power
+
+MAX_ROWS = 11
+_COMMAND_CELLS = 36
+_SHORT_TRACE_S = 0.1
+# The rows one looks for first; the others follow in the order they were measured, as far as the screen goes.
+_FIRST = (
+    "cpu", "rss", "memory", "sm_utilization", "power", "sm_clock", "utilization", "sm_activity", "tensor_activity",
+    "dram_activity", "memory_used", "temperature", "nvlink_rx", "nvlink_tx", "pcie_rx", "pcie_tx",
+)  # fmt: skip
+
+
+def answer(attached: Attached, *, files: Mapping[str, Path], next_command: str) -> RenderableType:
+    """Who it is, its figures and the devices', its trace or how to get one, what to type next."""
+    lines: list[RenderableType] = [_headline(attached), _figures(attached.metrics)]
+    notes = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    notes.add_column(style="dim", no_wrap=True)
+    notes.add_column(overflow="fold")
+    for name, text in _notes(attached, files):
+        notes.add_row(name, text)
+    notes.add_row("next", Text(next_command, style="cyan"))
+    return Group(*lines, notes)
+
+
+def _headline(a: Attached) -> Text:
+    command = a.target.command
+    if len(command) > _COMMAND_CELLS:
+        command = command[: _COMMAND_CELLS - 1] + "…"
+    line = Text(f"{a.target.pid}  {command}", style="bold")
+    line.append(f"   {format_duration(a.seconds, 3)}, every {format_duration(a.sample_s, 3)}", style="dim")
+    if a.power.basis != "measured":
+        line.append(f"   power {a.power.basis.upper()}", style="yellow")
+    return line
+
+
+def _figures(metrics: Sequence[Metric]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("mean", "min", "max"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    table.add_column("whose", header_style="dim", style="dim", no_wrap=True)
+    shown = _chosen(metrics)
+    for m in shown:
+        whose = "process" if m.scope == "process" else "whole device"
+        if m.basis != "measured":
+            whose += f", {m.basis}"
+        table.add_row(m.metric.removeprefix("process."), *(_value(v, m.unit) for v in (m.mean, m.min, m.max)), whose)
+    if len(shown) < len(metrics):
+        table.add_row(Text(f"and {len(metrics) - len(shown)} more: --summary perf.csv", style="dim"))
+    return table
+
+
+def _chosen(metrics: Sequence[Metric]) -> list[Metric]:
+    """The process's rows, then the devices', the most telling first."""
+
+    def rank(m: Metric) -> tuple[bool, int]:
+        what = m.metric.rpartition(".")[2]
+        return m.scope == "device", _FIRST.index(what) if what in _FIRST else len(_FIRST)
+
+    return sorted(metrics, key=rank)[:MAX_ROWS]
+
+
+def _value(value: float, unit: str) -> str:
+    match unit:
+        case "B":
+            return format_bytes(value, 3)
+        case "B/s":
+            return f"{format_bytes(value, 3)}/s"
+        case "Hz":
+            return format_frequency(value, 4)
+        case "W":
+            return format_power(value, 3)
+        case "%":
+            return f"{value:.0f} %" if value >= 10 else f"{value:.1f} %"
+        case _:
+            return f"{value:.4g} {unit}"
+
+
+def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
+    rows: list[tuple[str, Text]] = []
+    if a.figures is not None:
+        rows.append(("trace", _trace_line(a, a.figures)))
+        heaviest = ", ".join(f"{_short(h.name)} {format_duration(h.seconds, 2)}" for h in a.figures.heaviest[:3])
+        if heaviest:
+            rows.append(("heaviest", Text(heaviest)))
+        rows += [("more", Text(hint)) for hint in _longer(a.figures)]
+    elif a.kineto is None and a.kineto_state.reason:
+        rows.append(("no trace", Text(a.kineto_state.reason, style="yellow")))
+        if a.kineto_state.fix:
+            rows.append(("do", Text(a.kineto_state.fix, style="bold")))
+    if a.traced_pid not in (None, a.target.pid):
+        rows.append(("traced", Text(f"its descendant {a.traced_pid}: the process itself runs no PyTorch")))
+    if a.ended:
+        rows.append(("ended", Text("the process ended: these are the figures until then", style="yellow")))
+    if a.stopped:
+        rows.append(("stopped", Text("by Ctrl-C: these are the figures until then", style="yellow")))
+    rows += [("note", Text(note, style="dim")) for note in a.notes[:3]]
+    if files:
+        rows.append(("written", Text(", ".join(f"{path} ({what})" for what, path in files.items()))))
+    return rows
+
+
+def _trace_line(a: Attached, f: TraceFigures) -> Text:
+    if f.kernels:
+        body = f"{f.kernels} kernels ({f.kernels_with_shapes} with shapes) in {format_duration(f.kernel_s, 3)}"
+    else:
+        body = f"{f.ops} operators ({f.ops_with_shapes} with shapes), no kernels"
+    parts = [f"{f.events} events over {format_duration(f.seconds, 3)}", body]
+    if f.steps:
+        parts.append(f"{f.steps} optimizer steps")
+    if f.collectives:
+        parts.append(f"{f.collectives} collectives {format_duration(f.collective_s, 3)}")
+    if a.trace_s is not None:
+        parts.append(f"complete after {a.trace_s:.1f} s")
+    return Text(", ".join(parts))
+
+
+def _longer(f: TraceFigures) -> list[str]:
+    """Fast steps make a trace shorter than a power sensor can follow: how many would make half a second."""
+    if not f.steps or not 0 < f.seconds < _SHORT_TRACE_S:
+        return []
+    steps = max(round(0.5 * f.steps / f.seconds), f.steps + 1)
+    return [f"--steps {steps} would cover half a second, which power samples can follow"]
+
+
+def _short(name: str, cells: int = 44) -> str:
+    return name if len(name) <= cells else name[: cells - 1] + "…"
+
+
+def next_command(attached: Attached, files: Mapping[str, Path]) -> str:
+    """What to type after this: attribute the trace, get one, or keep the figures."""
+    pid, trace = str(attached.target.pid), files.get("trace")
+    if attached.kineto is not None and trace is not None:
+        power = files.get("power")
+        words = ["tessera", "attribute", str(trace), *(["--power", str(power)] if power else [])]
+    elif attached.ended or not attached.kineto_state.possible:
+        words = ["tessera", "watch"]
+    else:
+        words = ["tessera-prof", "--pid", pid, "--export", str(trace or "trace.json")]
+    return shlex.join(words)
+
+
+def to_json(attached: Attached, files: Mapping[str, Path]) -> str:
+    """Everything but the samples."""
+    a = attached
+    kineto: dict[str, Any] = {
+        "state": a.kineto_state.state,
+        "traced": a.kineto is not None,
+        "reason": a.kineto_state.reason or None,
+        "fix": a.kineto_state.fix or None,
+        "seconds_to_trace": a.trace_s,
+        "pid": a.traced_pid,
+        "figures": None if a.figures is None else dataclasses.asdict(a.figures),
+    }
+    return msgspec.json.encode(
+        {
+            "pid": a.target.pid,
+            "command": a.target.command,
+            "user": a.target.user,
+            "seconds": a.seconds,
+            "sample_ms": a.sample_s * 1e3,
+            "basis": a.power.basis,
+            "metrics": a.metrics,
+            "energy": a.energy,
+            "kineto": kineto,
+            "files": {what: str(path) for what, path in files.items()},
+            "ended": a.ended,
+            "stopped": a.stopped,
+            "notes": [*a.notes, *a.power.notes],
+        }
+    ).decode()

@@ -1,0 +1,813 @@
+"""`tessera-prof`: against a fake libkineto that speaks the protocol, and against a real PyTorch process."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tessera.errors import ArgumentError, MeasurementError, RecordingError
+from tessera.profile.attach import NoProcess, NotYours, Options, TraceFigures, What, attach, process
+from tessera.profile.attach import kineto as kineto_module
+from tessera.profile.attach.daemon import TraceDaemon
+from tessera.profile.attach.export import counters, split, write_summary, write_trace
+from tessera.profile.attach.gpu import ProcessUse
+from tessera.profile.attach.ipc import (
+    BadMessage,
+    Datagram,
+    Endpoint,
+    SocketTaken,
+    address,
+    decode,
+    decode_request,
+    encode,
+    encode_context,
+    encode_request,
+)
+from tessera.profile.attach.kineto import kineto
+from tessera.profile.attach.process import Target, find
+from tessera.profile.attach.request import Folder, config
+from tessera.profile.attach.tracefile import figures
+from tessera.profile.attach.tracks import Track
+
+LOOP = """
+import sys, time, torch
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if "optimizer" in sys.argv else None
+x = torch.randn(16, 32)
+print("ready", flush=True)
+while True:
+    loss = model(x).sum()
+    if optimizer is not None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(0.005)
+"""
+
+
+# -- helpers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def me() -> Iterator[Target]:
+    target = find(os.getpid())
+    yield target
+    target.close()
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose name is short enough for a socket."""
+    with contextlib.ExitStack() as stack:
+        import tempfile
+
+        yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="t-", dir="/tmp")))
+
+
+def within(seconds: float, condition: Callable[[], object]) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def in_folder(target: Target, folder: Path, **changes: object) -> Target:
+    """The target as if it had been started with KINETO_IPC_SOCKET_DIR."""
+    from dataclasses import replace
+
+    environ = {**target.environ, "KINETO_IPC_SOCKET_DIR": str(folder)}
+    return replace(target, environ=environ, **changes)  # type: ignore[arg-type]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
+class FakeLibkineto:
+    """Asks as libkineto does, from this process: through its own bound socket, in the daemon's folder."""
+
+    def __init__(self, folder: Path, name: str = "dynoconfigclient-test") -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(address(name, str(folder)))
+        self.daemon = address("dynolog", str(folder))
+
+    def __enter__(self) -> FakeLibkineto:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def ask(self, kind: int = 3, message: str = "req", wait_s: float = 10.0) -> str:
+        """The configuration that comes back."""
+        body = encode_request(kind, 0, (os.getpid(), os.getppid()))
+        if message == "ctxt":
+            body = encode_context(0, os.getpid(), 0)
+        self.socket.sendto(encode(message, body), self.daemon)
+        self.socket.settimeout(wait_s)
+        data, sender = self.socket.recvfrom(1 << 16)
+        assert sender == self.daemon, "libkineto ends its process when an answer comes from elsewhere"
+        size, kind_name = struct.unpack_from("@Q32s", data)
+        assert size == len(data) - 40
+        assert kind_name.rstrip(b"\0").decode() == message
+        return data[40:].decode()
+
+    def is_not_answered(self, kind: int = 3) -> bool:
+        try:
+            self.ask(kind, wait_s=0.2)
+        except TimeoutError:
+            return True
+        return False
+
+
+# -- the protocol -------------------------------------------------------------------------------------------
+
+
+def test_messages_have_libkinetos_layout():
+    data = encode("req", encode_request(3, 7, (11, 12)))
+    assert data[:8] == struct.pack("@Q", 24)
+    assert data[8:40] == b"req" + bytes(29)
+    assert struct.unpack("@iiq2i", data[40:]) == (3, 2, 7, 11, 12)
+    kind, body = decode(data)
+    request = decode_request(body)
+    assert (kind, request.job, request.pids, request.free) == ("req", 7, (11, 12), True)
+    assert not decode_request(encode_request(0, 0, (1,))).free
+    assert not decode_request(encode_request(1, 0, (1,))).free, "events only: the activity profiler is busy"
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 39, encode("req", b"abc")[:-1], encode("req", b"abc") + b"d"])
+def test_a_datagram_of_the_wrong_size_is_refused(data):
+    with pytest.raises(BadMessage):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", bytes(15), struct.pack("@iiq", 3, 5, 0), struct.pack("@iiq", 3, -1, 0), struct.pack("@iiq", 3, 2**30, 0)],
+)
+def test_a_request_that_lies_about_its_length_is_refused(body):
+    with pytest.raises(BadMessage):
+        decode_request(body)
+
+
+def test_the_abstract_name_counts_the_nul_behind_it():
+    assert address("dynolog", None) == "\0dynolog\0"
+    assert address("dynolog", "/run/x/") == "/run/x//dynolog", "libkineto compares the folder's text"
+    with pytest.raises(ArgumentError, match="too long"):
+        address("dynolog", "/" + "x" * 120)
+
+
+def test_an_abstract_endpoint_answers_and_knows_the_sender():
+    name = f"tessera-test-{os.getpid()}"
+    with Endpoint(name) as daemon, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+        client.bind(f"\0{name}-client\0")
+        client.settimeout(2)
+        client.sendto(encode("req", b"hello"), f"\0{name}\0")
+        message = daemon.receive(2.0)
+        assert message is not None
+        assert (message.kind, message.body, message.pid, message.uid) == ("req", b"hello", os.getpid(), os.getuid())
+        assert daemon.answer(message, b"world")
+        data, sender = client.recvfrom(100)
+        assert decode(data) == ("req", b"world")
+        assert sender == f"\0{name}\0".encode()
+        with pytest.raises(SocketTaken):
+            Endpoint(name)
+
+
+def test_what_has_no_sender_or_no_header_is_dropped():
+    name = f"tessera-test-{os.getpid()}"
+    with Endpoint(name) as daemon, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+        client.sendto(encode("req", b""), f"\0{name}\0")  # unbound: there is nowhere to answer to
+        assert daemon.receive(0.5) is None
+        client.bind(f"\0{name}-client\0")
+        client.sendto(b"short", f"\0{name}\0")
+        assert daemon.receive(0.5) is None
+        assert daemon.receive(0.01) is None
+
+
+def test_a_file_socket_is_the_owners_only_and_goes_at_the_end(short):
+    with Endpoint(folder=str(short)) as daemon:
+        path = short / "dynolog"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(SocketTaken):
+            Endpoint(folder=str(short))
+        assert path.exists(), "a living daemon's file is left alone"
+    daemon.close()
+    assert not path.exists()
+
+
+def test_a_dead_daemons_file_is_cleared_but_nothing_else_is(short):
+    dead = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    dead.bind(str(short / "dynolog"))
+    dead.close()
+    Endpoint(folder=str(short)).close()
+    (short / "dynolog").write_text("mine")
+    with pytest.raises(MeasurementError, match="no socket"):
+        Endpoint(folder=str(short))
+    assert (short / "dynolog").read_text() == "mine"
+
+
+# -- the daemon ---------------------------------------------------------------------------------------------
+
+
+def test_the_order_has_both_kinds_of_request():
+    text = config(What(), "/tmp/x/trace.json", now_s=1000.0)
+    lines = dict(line.split("=") for line in text.splitlines())
+    assert lines["ACTIVITIES_LOG_FILE"] == "/tmp/x/trace.json"
+    assert lines["PROFILE_START_ITERATION"] == "0"
+    assert lines["ACTIVITIES_ITERATIONS"] == "3"
+    assert lines["ACTIVITIES_DURATION_MSECS"] == "250"
+    assert lines["PROFILE_REPORT_INPUT_SHAPES"] == "true"
+    assert 1_001_000 < int(lines["PROFILE_START_TIME"]) < 1_002_000
+    assert "ITERATION" not in config(What(steps=0), "/tmp/t.json")
+    second = config(What(), "/tmp/t.json", attempt=2)
+    assert "ITERATION" not in second
+    assert "START_TIME" not in second, "libkineto's own start is late, but never too early"
+
+
+def test_a_process_that_asks_is_told_what_to_record_once(me, short):
+    target = in_folder(me, short)
+    with Folder(target) as folder, FakeLibkineto(short) as client, TraceDaemon(target, folder, What()) as daemon:
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        assert client.ask(message="ctxt") == "\1\0\0\0"
+        assert client.is_not_answered(kind=1), "its profiler is busy"
+        assert within(5, lambda: daemon.busy)
+        assert "another profiler" in daemon.state
+        told = client.ask()
+        assert f"ACTIVITIES_LOG_FILE={folder.file}\n" in told
+        assert within(5, lambda: daemon.answered_pid == os.getpid())
+        assert client.is_not_answered(), "the request after one that was taken for failed must stay unanswered"
+        assert daemon.attempts == 1
+
+
+def test_an_order_that_was_refused_is_given_again_by_time(me, short, monkeypatch):
+    monkeypatch.setattr("tessera.profile.attach.daemon.SETTLE_S", 0.0)
+    target = in_folder(me, short)
+    with Folder(target) as folder, FakeLibkineto(short) as client, TraceDaemon(target, folder, What()) as daemon:
+        assert "ITERATION" in client.ask()
+        assert "ITERATION" not in client.ask()
+        (folder.path / "trace_1.json.tmp").write_text("{")
+        assert client.is_not_answered(), "it records: nothing more to say"
+        assert daemon.attempts == 2
+        assert daemon.state == "the process records"
+
+
+def test_other_processes_and_other_users_get_no_answer(me, short):
+    target = in_folder(me, short)
+    answers: list[Datagram] = []
+    with Folder(target) as folder:
+        daemon = TraceDaemon(target, folder, What())
+        daemon._endpoint.answer = lambda to, body: answers.append(to) or True  # type: ignore[method-assign]
+        body = encode_request(3, 0, (os.getpid(),))
+        ours = Datagram(kind="req", body=body, pid=me.pid, uid=me.uid, sender="/x")
+        from dataclasses import replace
+
+        daemon.handle(replace(ours, uid=me.uid + 1))
+        assert daemon.strangers == {me.uid + 1}
+        daemon.handle(replace(ours, pid=1))
+        daemon.handle(replace(ours, body=b"short"))
+        daemon.handle(replace(ours, kind="what"))
+        assert answers == []
+        daemon.handle(ours)
+        assert answers == [ours]
+        daemon._endpoint.close()
+
+
+def test_a_launchers_child_is_answered_for_it(me, short):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert process.descends(child.pid, me.pid)
+        assert child.pid in process.descendants(me.pid)
+        assert not process.descends(me.pid, child.pid)
+        with Folder(me) as folder:
+            launcher = TraceDaemon(in_folder(me, short, torch=False), folder, What())
+            assert launcher._wanted(child.pid)
+            launcher._endpoint.close()
+            itself = TraceDaemon(in_folder(me, short, torch=True), folder, What())
+            assert not itself._wanted(child.pid)
+            itself._endpoint.close()
+    finally:
+        child.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_another_users_datagram_is_refused_by_the_kernels_word(me):
+    """It says it is us, in the message; SCM_CREDENTIALS says who it is. The abstract namespace has no permissions."""
+    name = f"tessera-test-{os.getpid()}"
+    ask = f"""
+import socket
+s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+s.bind("\\0{name}-stranger\\0")
+s.sendto({encode("req", encode_request(3, 0, (os.getpid(),)))!r}, "\\0{name}\\0")
+"""
+    with Folder(me) as folder, Endpoint(name) as endpoint:
+        python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
+        child = subprocess.run(
+            [python, "-c", ask], user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        if child.returncode:
+            pytest.skip(f"another user cannot run Python here: {child.stderr[-200:]}")
+        message = endpoint.receive(2.0)
+        assert message is not None
+        assert message.uid == 65534
+        daemon = TraceDaemon.__new__(TraceDaemon)
+        daemon._target, daemon._folder, daemon.strangers = me, folder, set()
+        daemon.handle(message)
+        assert daemon.strangers == {65534}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_another_users_process_is_refused():
+    os.seteuid(65534)
+    try:
+        with pytest.raises(NotYours, match="belongs to root, not to you"):
+            find(1)
+    finally:
+        os.seteuid(0)
+
+
+def test_not_yours_names_the_way(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+    with pytest.raises(NotYours) as error:
+        find(os.getpid())
+    assert "sudo -u" in (error.value.fix or "")
+
+
+# -- the folder ---------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_taken_when_it_is_complete(me):
+    with Folder(me) as folder:
+        assert not folder.begun
+        assert folder.take() is None
+        part = folder.path / "trace_1.json.tmp"
+        part.write_text('{"traceEvents": [')
+        assert folder.begun
+        assert folder.take() is None
+        whole = folder.path / "trace_1.json"
+        whole.write_text('{"traceEvents": [')
+        assert folder.take() is None, "an old libkineto writes in place"
+        whole.write_text('{"traceEvents": []}\n')
+        assert folder.take() == b'{"traceEvents": []}\n'
+    assert not folder.path.exists()
+
+
+def test_root_is_not_led_to_another_file(me, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    with Folder(me) as folder:
+        (folder.path / "a.json").symlink_to(secret)
+        os.link(secret, folder.path / "b.json")
+        os.mkfifo(folder.path / "c.json")
+        assert folder.take() is None
+
+
+def test_the_process_may_name_its_own_folder_for_traces(me, tmp_path):
+    from dataclasses import replace
+
+    own = replace(me, environ={"KINETO_ONDEMAND_TRACE_DIR": f"{tmp_path}/"})
+    with Folder(own) as folder:
+        assert folder.path.parent == tmp_path
+        assert folder.file == f"{folder.path}/trace.json"
+    with pytest.raises(ArgumentError):
+        Folder(replace(me, environ={"KINETO_ONDEMAND_TRACE_DIR": "/tmp/a=b"}))
+    with Folder(me) as folder:
+        assert folder.path.parent == Path("/tmp"), "a new libkineto writes nowhere else"
+
+
+# -- the process --------------------------------------------------------------------------------------------
+
+
+def test_wrong_pids():
+    with pytest.raises(ArgumentError, match="no PID"):
+        find(0)
+    with pytest.raises(NoProcess, match="no process"):
+        find(2**22 + 1)
+    child = subprocess.Popen(["true"])
+    assert within(5, lambda: process.status(child.pid).get("State", "").startswith("Z"))
+    with pytest.raises(NoProcess, match="has ended"):
+        find(child.pid)
+    child.wait()
+    ids: list[int] = []
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (ids.append(threading.get_native_id()), done.wait()))
+    thread.start()
+    assert within(5, lambda: ids)
+    with pytest.raises(ArgumentError, match=f"is a thread of process {os.getpid()}"):
+        find(ids[0])
+    done.set()
+    thread.join()
+
+
+def test_a_process_without_pidfds_is_followed_by_its_start_time(monkeypatch):
+    def refused(_pid: int) -> int:
+        raise OSError(38, "not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    child = subprocess.Popen(["sleep", "30"])
+    target = find(child.pid)
+    assert target.pid_fd is None
+    assert target.alive
+    child.kill()
+    child.wait()
+    assert not target.alive
+    with pytest.raises(NoProcess):
+        find(child.pid)
+
+
+def test_cpu_time_is_the_same_from_both_sources(me, monkeypatch):
+    fine = process.CpuReader(me.pid)
+    assert fine.read() == pytest.approx(time.process_time(), abs=0.05)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: (_ for _ in ()).throw(OSError(22, "no")))
+    coarse = process.CpuReader(me.pid)
+    assert coarse.read() == pytest.approx(time.process_time(), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("torch", "variable", "endpoint", "state"),
+    [
+        (True, True, True, "ready"),
+        (True, False, True, "ready"),
+        (True, True, False, "starting"),
+        (True, False, False, "off"),
+        (False, False, False, "not torch"),
+    ],
+)
+def test_what_can_be_traced_and_what_to_do_otherwise(me, monkeypatch, torch, variable, endpoint, state):
+    from dataclasses import replace
+
+    monkeypatch.setattr(kineto_module, "has_endpoint", lambda _pid: endpoint)
+    monkeypatch.setattr(kineto_module, "descendants", lambda _pid: [])
+    target = replace(me, torch=torch, environ={"KINETO_USE_DAEMON": "1"} if variable else {}, command="python a.py")
+    found = kineto(target)
+    assert found.state == state
+    assert found.possible == (state in ("ready", "starting"))
+    if state == "off":
+        assert found.fix == "KINETO_USE_DAEMON=1 python a.py"
+    if state == "not torch":
+        assert "KINETO_USE_DAEMON=1" in found.fix
+
+
+def test_the_owner_of_a_socket_is_found():
+    name = f"tessera-test-{os.getpid()}"
+    with Endpoint(name):
+        assert f"(PID {os.getpid()})" in (kineto_module.owner_of(f"\0{name}\0") or "")
+    assert kineto_module.owner_of(f"\0{name}\0") is None
+
+
+def test_a_libkineto_endpoint_is_seen(short):
+    assert not kineto_module.has_endpoint(os.getpid())
+    with FakeLibkineto(short):
+        assert kineto_module.has_endpoint(os.getpid())
+
+
+# -- NVML's word on a process ----------------------------------------------------------------------------------
+
+
+class FakeProcessNvml:
+    """As much of NVML as is asked about processes."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotFound(NVMLError):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    NVMLError_FunctionNotFound = NVMLError_NoPermission = NVMLError_InvalidArgument = NVMLError_NotSupported
+
+    def __init__(self, running, samples):
+        self.running, self.samples, self.open = running, samples, 0
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        return len(self.running)
+
+    def nvmlDeviceGetHandleByIndex(self, i):
+        return i
+
+    def nvmlDeviceGetComputeRunningProcesses(self, i):
+        return [types.SimpleNamespace(pid=p, usedGpuMemory=m) for p, m in self.running[i].items()]
+
+    def nvmlDeviceGetProcessUtilization(self, i, seen_us):
+        found = [s for s in self.samples[i] if s.timeStamp > seen_us]
+        if not found:
+            raise self.NVMLError_NotFound
+        return found
+
+
+def sample(pid, at_us, sm, mem=0):
+    return types.SimpleNamespace(pid=pid, timeStamp=at_us, smUtil=sm, memUtil=mem)
+
+
+def test_a_processs_use_of_each_gpu():
+    later_us = int(time.time() * 1e6) + 10_000_000
+    nvml = FakeProcessNvml([{7: 1000, 8: 50}, {8: 5}], [[sample(7, later_us, 60, 20), sample(8, later_us, 9)], []])
+    use = ProcessUse(nvml, [7])
+    (here,) = use.read()
+    assert (here.gpu, here.memory_bytes, here.sm_pct, here.memory_pct) == ("gpu0", 1000, 60.0, 20.0)
+    (again,) = use.read()
+    assert again.sm_pct is None, "no new sample is not 0 %"
+    assert use.others
+    assert use.found
+    use.close()
+    assert nvml.open == 0
+
+
+def test_what_nvml_does_not_support_is_said_once():
+    nvml = FakeProcessNvml([{}], [[]])
+    calls = []
+
+    def refused(*_: object) -> None:
+        calls.append(1)
+        raise FakeProcessNvml.NVMLError_NotSupported("Not Supported")
+
+    nvml.nvmlDeviceGetProcessUtilization = refused  # type: ignore[method-assign]
+    use = ProcessUse(nvml, [7])
+    assert use.read() == use.read() == []
+    assert use.missing == {"utilisation per process": "Not Supported"}
+    assert len(calls) == 1
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+KINETO = b"""{
+  "schemaVersion": 1,
+  "displayTimeUnit": "ms", "baseTimeNanoseconds": 1000000000,
+  "traceEvents": [
+  {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 10.5, "dur": 40,
+   "args": {"External id": 5, "Input Dims": [[2, 3], [3, 4]]}},
+  {"ph": "X", "cat": "cpu_op", "name": "aten::empty", "pid": 1, "ts": 11, "dur": 1, "args": {"Input Dims": []}},
+  {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 20, "dur": 3},
+  {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 60, "dur": 100, "args": {"External id": 5}},
+  {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce", "pid": 0, "tid": 7, "ts": 160, "dur": 50,
+   "args": {"External id": 6, "Collective name": "allreduce"}},
+  {"ph": "X", "cat": "user_annotation", "name": "Optimizer.step#SGD.step", "pid": 1, "tid": 1, "ts": 0, "dur": 5},
+  {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Traces", "tid": "x", "ts": 0, "dur": 9999999},
+  {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 210}
+  ], "traceName": "x" }"""
+
+
+def power_track(name="gpu0.power", basis="measured"):
+    times = np.array([500_000_000, 520_000_000], np.int64)
+    return Track(
+        name=name,
+        unit="W",
+        scope="device",
+        section="always",
+        times_ns=times,
+        values=np.array([100.0, 300.0]),
+        basis=basis,
+    )
+
+
+def test_figures_of_a_trace():
+    found = figures(KINETO)
+    assert (found.ops, found.ops_with_shapes, found.kernels, found.kernels_with_shapes) == (2, 1, 2, 1)
+    assert (found.collectives, found.steps, found.launches, found.events) == (1, 1, 1, 7)
+    assert found.collective_s == pytest.approx(50e-6)
+    assert found.seconds == pytest.approx(210e-6)
+    assert [h.name for h in found.heaviest] == ["gemm", "ncclDevKernel_AllReduce"]
+    with pytest.raises(RecordingError):
+        figures(KINETO[:-20])
+
+
+def test_a_trace_that_lost_its_kernels_says_so():
+    from tessera.profile.attach.session import _lost_kernels
+
+    assert _lost_kernels(figures(KINETO)) == []
+    assert _lost_kernels(TraceFigures(base_ns=0)) == []
+    (note,) = _lost_kernels(TraceFigures(base_ns=0, launches=5000, kernels=3))
+    assert "5000 launches and 3 kernels" in note
+
+
+def test_counters_lie_on_kinetos_time_line(tmp_path):
+    path = tmp_path / "trace.json"
+    # monotonic 0.5 s is epoch 1.0001 s, i.e. 100 us after Kineto's base
+    write_trace(path, KINETO, [power_track()], epoch_offset_ns=500_100_000)
+    trace = json.loads(path.read_text())
+    counted = [e for e in trace["traceEvents"] if e["ph"] == "C"]
+    assert [e["ts"] for e in counted] == [100.0, 20_100.0]
+    assert counted[0]["args"] == {"W": 100.0}
+    assert counted[0]["name"] == "gpu0.power (W)"
+    assert counted[0]["pid"] == "tessera: device"
+    plain = json.loads(KINETO)
+    kept = [e for e in trace["traceEvents"] if e["ph"] != "C" and not str(e.get("pid")).startswith("tessera")]
+    assert kept == plain["traceEvents"], "the process's own events stay as they are"
+    assert [p for p in tmp_path.iterdir() if p != path] == []
+
+
+def test_a_trace_is_compressed_by_its_name(tmp_path):
+    path = tmp_path / "trace.json.gz"
+    write_trace(path, KINETO, [], epoch_offset_ns=0)
+    assert json.loads(gzip.decompress(path.read_bytes())) == json.loads(KINETO)
+
+
+def test_without_a_kineto_trace_the_file_has_the_counters(tmp_path):
+    path = tmp_path / "trace.json"
+    write_trace(path, None, [power_track(basis="modelled")], epoch_offset_ns=7_000_000_000)
+    trace = json.loads(path.read_text())
+    counted = [e for e in trace["traceEvents"] if e["ph"] == "C"]
+    epoch_us = [trace["baseTimeNanoseconds"] / 1e3 + e["ts"] for e in counted]
+    assert epoch_us == [7_500_000.0, 7_520_000.0]
+    assert "modelled" in counted[0]["name"]
+    write_trace(path, None, [], epoch_offset_ns=0)
+    assert json.loads(path.read_text())["traceEvents"] == []
+
+
+def test_an_empty_trace_and_one_without_a_list():
+    base_ns, head, tail = split(b'{"baseTimeNanoseconds": 5, "traceEvents": []}')
+    assert (base_ns, head[-1:], tail) == (5, b"[", b"]}")
+    assert list(counters([], 0)) == []
+    with pytest.raises(RecordingError):
+        split(b"{}")
+
+
+def test_the_summary_says_whose_each_figure_is(tmp_path):
+    path = tmp_path / "perf.csv"
+    write_summary(path, [power_track().metric()])
+    (row,) = read_rows(path)
+    assert row == {
+        "metric": "gpu0.power", "unit": "W", "scope": "device", "mean": "200", "min": "100", "max": "300",
+        "samples": "2", "basis": "measured",
+    }  # fmt: skip
+
+
+# -- the whole, on this machine ---------------------------------------------------------------------------------
+
+
+def prof(*args: str, timeout: float = 60, **more) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tessera.cli.prof", *args], check=False, capture_output=True, text=True,
+        timeout=timeout, env={**os.environ, "COLUMNS": "110", "TESSERA_SENSORS": "modelled"}, **more,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(*words: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("KINETO")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOOP, *words], env={**plain, **env, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "ready\n"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_real_process_with_an_optimizer_is_traced(short, tmp_path):
+    """PyTorch's own libkineto, asking every second: by a configuration file, and in a folder so as to fail at once."""
+    fast = short / "kineto.conf"
+    fast.write_text("ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=1\n")
+    with running(
+        "optimizer", KINETO_USE_DAEMON="1", KINETO_CONFIG=str(fast), KINETO_IPC_SOCKET_DIR=str(short)
+    ) as child:
+        trace, perf = tmp_path / "trace.json", tmp_path / "perf.csv"
+        out = prof("--pid", str(child.pid), "--export", str(trace), "--summary", str(perf), "--json")
+        assert out.returncode == 0, out.stderr + out.stdout
+        assert child.poll() is None, "the process goes on"
+    answer = json.loads(out.stdout)
+    kineto = answer["kineto"]
+    assert kineto["traced"]
+    assert kineto["pid"] == child.pid
+    assert kineto["figures"]["steps"] == 3
+    assert kineto["figures"]["ops_with_shapes"] > 20
+    assert kineto["seconds_to_trace"] < 5
+    events = json.loads(trace.read_text())["traceEvents"]
+    dims = [e["args"]["Input Dims"] for e in events if e.get("name") == "aten::addmm"]
+    assert dims[0][:3] == [[64], [16, 32], [32, 64]]
+    power = [e["ts"] for e in events if e["ph"] == "C" and e["name"].startswith("cpu0.power")]
+    ops = [e["ts"] for e in events if e.get("cat") == "cpu_op"]
+    assert min(power) < min(ops) < max(ops) < max(power), "power and operators are on one time line"
+    rows = {r["metric"]: r for r in read_rows(perf)}
+    assert float(rows["process.cpu"]["mean"]) > 5
+    assert rows["process.rss"]["scope"] == "process"
+    assert rows["cpu0.power"]["scope"] == "device"
+    assert rows["cpu0.power"]["basis"] == "modelled"
+    assert (tmp_path / "trace.power.csv").read_text().startswith("epoch_us,domain,watts")
+    assert not list(Path("/tmp").glob(f"tessera-prof-*/trace_{child.pid}.json"))
+
+
+@pytest.mark.slow
+def test_a_real_process_without_steps_on_the_abstract_socket(tmp_path):
+    with running(KINETO_USE_DAEMON="1") as child:
+        out = prof("--pid", str(child.pid), "--export", str(tmp_path / "trace.json.gz"), "--json")
+    answer = json.loads(out.stdout)
+    if "belongs to" in (answer["kineto"]["reason"] or ""):
+        pytest.skip(answer["kineto"]["reason"])
+    assert out.returncode == 0, out.stdout
+    assert answer["kineto"]["figures"]["seconds"] == pytest.approx(0.25, abs=0.12)
+    assert answer["kineto"]["figures"]["ops_with_shapes"] > 20
+
+
+def test_a_process_without_the_variable_is_sampled_and_told_how(tmp_path):
+    with running() as child:
+        out = prof("--pid", str(child.pid), "--export", str(tmp_path / "t.json"), "--duration", "500ms", "--mem")
+    assert out.returncode == 0, out.stderr
+    assert "KINETO_USE_DAEMON=1 " + sys.executable in out.stdout.replace("\n", "")
+    assert "rss" in out.stdout
+    assert "whole device" in out.stdout
+    assert "utilization" not in out.stdout, "--mem alone was asked"
+    assert len(out.stdout.splitlines()) <= 24
+    assert any(e["ph"] == "C" for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"])
+
+
+def test_a_process_that_ends_meanwhile(tmp_path):
+    child = subprocess.Popen(["sleep", "0.8"])
+    reaper = threading.Thread(target=child.wait)
+    reaper.start()
+    out = prof("--pid", str(child.pid), "--duration", "20s", "--json")
+    reaper.join()
+    answer = json.loads(out.stdout)
+    assert out.returncode == 0
+    assert answer["ended"]
+    assert answer["seconds"] < 3
+
+
+def test_ctrl_c_ends_it_with_what_there_is():
+    child = subprocess.Popen(["sleep", "30"])
+    looking = subprocess.Popen(
+        [sys.executable, "-m", "tessera.cli.prof", "--pid", str(child.pid), "--duration", "30s"],
+        env={**os.environ, "TESSERA_SENSORS": "modelled"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(1.5)
+    looking.send_signal(signal.SIGINT)
+    out, err = looking.communicate(timeout=10)
+    child.kill()
+    child.wait()
+    assert looking.returncode == 0, err
+    assert "stopped" in out
+    assert "Traceback" not in err
+
+
+def test_an_owned_socket_is_named(short, tmp_path):
+    with running(KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(short)) as child, Endpoint(folder=str(short)):
+        out = prof("--pid", str(child.pid), "--export", str(tmp_path / "t.json"), "--duration", "300ms", "--json")
+    assert out.returncode == 1
+    answer = json.loads(out.stdout)
+    assert f"(PID {os.getpid()})" in answer["kineto"]["reason"]
+    assert "dyno gputrace" in answer["kineto"]["fix"]
+    assert answer["metrics"], "the sampling part is still given"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("--pid", "4194999"), 1, "there is no process"),
+        (("--pid", "-1"), 1, "no PID"),
+        (("--pid", "x"), 2, "not a valid integer"),
+        ((), 2, "Missing option '--pid'"),
+        (("--pid", "1", "--sample-ms", "0"), 1, "too often"),
+        (("--pid", "1", "--export", "/nowhere/t.json"), 1, "cannot write /nowhere/t.json"),
+        (("--pid", "1", "--export", "a.json", "--summary", "a.json"), 1, "name one file"),
+        (("--pid", "1", "--duration", "5 parsecs"), 1, "unknown unit"),
+    ],
+)
+def test_wrong_options(args, code, said, monkeypatch, capsys):
+    from tessera.cli.prof import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == code
+    assert said in capsys.readouterr().err
+
+
+def test_the_api_looks_at_this_process():
+    seen = attach(os.getpid(), Options(duration_s=0.3, trace=False, sensors=["modelled"], sections=["mem"]))
+    names = {m.metric: m for m in seen.metrics}
+    assert names["process.rss"].mean > 1e6
+    assert names["process.cpu"].samples >= 10
+    assert names["cpu0.power"].min <= names["cpu0.power"].mean <= names["cpu0.power"].max
+    assert seen.kineto is None
