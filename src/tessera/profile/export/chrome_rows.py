@@ -1,0 +1,237 @@
+"""Rows of a run as the text of Chrome trace events. Kineto's names of arguments are kept, so that its readers work."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...record import CODE, KINDS
+from ...timeline.columns import NONE, Launch
+from ...timeline.shapes import DTYPES
+from ...timeline.transfers import DTYPE_BYTES
+from ..runfile import Chunk
+from ..runfile_format import NAME_LISTS
+from .base import class_power
+from .overlap import Overlap
+
+if TYPE_CHECKING:
+    from ...attribute.table import EnergyTable
+    from ..runfile import RunFile
+
+CATEGORY = {
+    "kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "collective": "collective",
+    "runtime": "cuda_runtime", "graph_launch": "cuda_runtime", "op": "cpu_op", "region": "user_annotation",
+}  # fmt: skip
+DEVICE_CODES = [CODE[k] for k in ("kernel", "memcpy", "memset", "collective")]
+LAUNCHERS = [CODE[k] for k in ("runtime", "graph_launch")]
+COMMS = "record_param_comms"
+NAMED_TRACKS = 1 << 31  # above any thread number of a kernel, and within the 32 bits that Perfetto keeps
+_RANK_BITS = 48  # a merged run keeps the ranks' thread numbers apart by this
+_RANK_PIDS = 100  # more than the GPUs of a machine
+_LIST = re.compile(r"\(([^()]*)\)|\[([\d,]*)\](\w*)")
+_KINETO_DTYPE: dict[str, str] = {}
+for _kineto, _short in DTYPES.items():
+    _KINETO_DTYPE.setdefault(_short, _kineto)
+
+
+class RowWriter:
+    """Makes events of chunks. What many rows share (names, launches, shapes) is turned into JSON once."""
+
+    def __init__(self, run: RunFile, table: EnergyTable | None, base_ns: int, host_pid: int, overlap: Overlap) -> None:
+        self._base_ns = base_ns
+        self._pid = host_pid
+        self._overlap = overlap
+        self._own_joules = run.has_energy
+        self.columns = (
+            "kind", "name", "start_ns", "end_ns", "device", "stream", "thread", "correlation", "external", "sequence",
+            "forward_thread", "bytes", "shapes", "launch", "unit", "value", "rank", *(("energy_j", "energy_error_j") if
+            self._own_joules else ()),
+        )  # fmt: skip
+        self._texts = run.names
+        self._names = [json.dumps(n) for n in self._texts]
+        self._run_launches = run.launches
+        self._launches = [_launch_args(launch) for launch in self._run_launches]
+        python = {name for part in run.timelines for key in NAME_LISTS for name in part["meta"].get(key, ())}
+        self._categories = dict.fromkeys(python, "python_function")  # modules and frames of the Python tracer
+        self._shapes: dict[int, str] = {}
+        number = {n: i for i, n in enumerate(self._texts)}
+        self._watts = {
+            (CODE[kind], number[name]): watts for (kind, name), watts in class_power(table).items() if name in number
+        }
+        regions = (*table.regions, *table.steps) if table is not None else ()
+        self._regions = {number[r.name]: _region_args(r) for r in regions if r.name in number}
+        self._linked = np.zeros(0, np.int64)
+
+    def link(self, launched: NDArray[np.int64], ran: NDArray[np.int64]) -> None:
+        """Draw an arrow for the correlations that both a runtime call and a device row have."""
+        self._linked = np.intersect1d(launched, ran)
+
+    def events(self, chunk: Chunk) -> Iterator[str]:
+        """The events of a chunk, each a JSON object."""
+        kind, start, end = chunk["kind"], chunk["start_ns"], chunk["end_ns"]
+        at = device_pid(chunk["rank"], chunk["device"])
+        percent = _fields("overlap_pct", self._overlap.pct(kind, start, end, at), 4)
+        joules, errors = self._joules(chunk)
+        energy, error = _fields("energy_j", joules, 6), _fields("energy_error_j", errors, 3)
+        linked = np.isin(chunk["correlation"], self._linked) & np.isin(kind, [*DEVICE_CODES, *LAUNCHERS])
+        since, lasts = start - self._base_ns, np.maximum(end - start, 0)
+        ids = zip(chunk["external"].tolist(), chunk["correlation"].tolist(), strict=True)
+        times = zip((since // 1000).tolist(), (since % 1000).tolist(), lasts.tolist(), strict=True)
+        sizes, launches = chunk["bytes"].tolist(), chunk["launch"].tolist()
+        devices, streams, threads, ranks = (chunk[c].tolist() for c in ("device", "stream", "thread", "rank"))
+        places = np.where(chunk["device"] == NONE, host_pid(self._pid, chunk["rank"]), at).tolist()
+        rows = zip(kind.tolist(), chunk["name"].tolist(), times, ids, linked.tolist(), strict=True)
+        for i, (code, name, (us, ns, lasts_ns), (external, correlation), arrow) in enumerate(rows):
+            text, ts = self._names[name], f"{us}.{ns:03d}"
+            if code > CODE["region"]:
+                yield self._instant(chunk, i, text, ts, places[i], track(threads[i]))
+                continue
+            args = "" if external == NONE else f',"External id":{external}'
+            if correlation != NONE:
+                args += f',"correlation":{correlation}'
+            if code <= CODE["collective"]:
+                pid, tid = (0 if devices[i] == NONE else places[i]), max(streams[i], 0)
+                args += f',"device":{max(devices[i], 0)},"stream":{tid}'
+                if launches[i] != NONE:
+                    args += self._launches[launches[i]]
+                if sizes[i] != NONE:
+                    args += _moved(sizes[i], lasts_ns)
+                args += percent[i] + energy[i] + error[i]
+            else:
+                pid, tid = host_pid(self._pid, ranks[i]), track(threads[i])
+                args += self._host_args(chunk, i, code, name)
+            if ranks[i] != NONE:
+                args += f',"rank":{ranks[i]}'
+            if i in chunk.extra:
+                args += _inside(chunk.extra[i])
+            category = self._categories.get(name, "cpu_op") if code == CODE["op"] else CATEGORY[KINDS[code]]
+            yield (
+                f'{{"ph":"X","cat":"{category}","name":{text},"pid":{pid},"tid":{tid},"ts":{ts},'
+                f'"dur":{lasts_ns // 1000}.{lasts_ns % 1000:03d},"args":{{{args[1:]}}}}}'
+            )
+            if arrow:
+                phase = '"ph":"f","bp":"e"' if code <= CODE["collective"] else '"ph":"s"'
+                yield f'{{{phase},"cat":"ac2g","name":"ac2g","id":{correlation},"pid":{pid},"tid":{tid},"ts":{ts}}}'
+
+    def _joules(self, chunk: Chunk) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        if self._own_joules:
+            return chunk["energy_j"], chunk["energy_error_j"]
+        joules, errors = np.full(len(chunk), np.nan), np.full(len(chunk), np.nan)
+        seconds = (chunk["end_ns"] - chunk["start_ns"]) * 1e-9
+        for (kind, name), (watts, error_w) in self._watts.items():
+            these = (chunk["kind"] == kind) & (chunk["name"] == name)
+            joules[these], errors[these] = watts * seconds[these], error_w * seconds[these]
+        return joules, errors
+
+    def _instant(self, chunk: Chunk, i: int, name: str, ts: str, pid: int, tid: int) -> str:
+        if chunk["kind"][i] == CODE["mark"]:
+            return f'{{"ph":"i","s":"t","name":{name},"pid":{pid},"tid":{tid},"ts":{ts}}}'
+        value, unit = float(chunk["value"][i]), int(chunk["unit"][i])
+        key = self._names[unit] if unit != NONE else '"value"'
+        shown = repr(value) if np.isfinite(value) else "null"
+        return f'{{"ph":"C","name":{name},"pid":{pid},"tid":0,"ts":{ts},"args":{{{key}:{shown}}}}}'
+
+    def _host_args(self, chunk: Chunk, i: int, code: int, name: int) -> str:
+        if code == CODE["region"]:
+            return self._regions.get(name, "")
+        if code != CODE["op"]:
+            return ""
+        args = ""
+        for key, column in (("Sequence number", "sequence"), ("Fwd thread id", "forward_thread")):
+            if (value := int(chunk[column][i])) != NONE:
+                args += f',"{key}":{value}'
+        if (shapes := int(chunk["shapes"][i])) != NONE:
+            if shapes not in self._shapes:
+                self._shapes[shapes] = shape_args(self._texts[shapes])
+            args += self._shapes[shapes]
+        if self._texts[name] == COMMS:
+            launch = int(chunk["launch"][i])
+            args += comms_args(Launch() if launch == NONE else self._run_launches[launch])
+        return args
+
+
+def track(thread: int) -> int:
+    """A thread's number as a track: those without one share track 0, those with a name only come after all others."""
+    return thread % (1 << _RANK_BITS) if thread >= 0 else 0 if thread == NONE else NAMED_TRACKS - thread
+
+
+def device_pid(rank: NDArray[Any], device: NDArray[Any]) -> NDArray[Any]:
+    """A device's process number: its own, as Kineto has it; of a merged run one for each rank's."""
+    pid: NDArray[Any] = np.maximum(device, 0) + np.where(rank == NONE, 0, (rank + 1) * _RANK_PIDS)
+    return pid
+
+
+def host_pid(pid: int, rank: Any) -> Any:
+    """The process number of a rank's host rows; `rank` is `NONE` where there is only one."""
+    return pid + rank - NONE
+
+
+def _fields(key: str, values: NDArray[np.float64], digits: int) -> list[str]:
+    """Each value as an argument; nothing where it is not known."""
+    known = np.isfinite(values).tolist()
+    return [f',"{key}":{v:.{digits}g}' if k else "" for v, k in zip(values.tolist(), known, strict=True)]
+
+
+def _moved(size: int, lasts_ns: int) -> str:
+    rate = f',"memory bandwidth (GB/s)":{size / lasts_ns:.6g}' if lasts_ns else ""
+    return f',"bytes":{size}{rate}'
+
+
+def _launch_args(launch: Launch) -> str:
+    """A launch as Kineto names its parts, without the braces."""
+    fields: dict[str, Any] = {
+        "grid": launch.grid, "block": launch.block, "registers per thread": launch.registers,
+        "shared memory": launch.shared_bytes, "memcpy_dir": launch.memcpy_dir, "pinned": launch.pinned,
+        "collective_bytes": launch.collective_bytes, **_collective(launch),
+    }  # fmt: skip
+    return _inside({k: v for k, v in fields.items() if v is not None})
+
+
+def _collective(launch: Launch) -> dict[str, Any]:
+    size = DTYPE_BYTES.get((launch.dtype or "").lower())
+    count = launch.collective_bytes // size if launch.collective_bytes is not None and size else None
+    # The message is the larger of input and output; which of the two depends on the collective.
+    side = "In msg nelems" if launch.collective_type == "reduce_scatter" else "Out msg nelems"
+    return {
+        "Collective name": launch.collective_type, "dtype": launch.dtype, side: count,
+        "Process Group Name": launch.group, "Group size": launch.group_size,
+    }  # fmt: skip
+
+
+def comms_args(launch: Launch) -> str:
+    """What torch's own trace validator wants of a `record_param_comms`: every field, and which nobody recorded."""
+    empty = {"Collective name": "", "dtype": "", "In msg nelems": 0, "Out msg nelems": 0, "Group size": 0}
+    known = {k: v for k, v in _collective(launch).items() if v is not None}
+    return _inside({**empty, **known, "not recorded": [k for k in empty if k not in known]})
+
+
+def _region_args(row: Any) -> str:
+    """A region's joules: its own where it was passed once, the mean of its passes otherwise."""
+    key = "energy_j" if row.calls == 1 else "energy_j_mean_of_calls"
+    fields: Mapping[str, Any] = {key: row.j_per_call, "calls": row.calls, "energy_j_of_all_calls": row.energy_j}
+    return _inside({k: v for k, v in fields.items() if math.isfinite(v)})
+
+
+def shape_args(text: str) -> str:
+    """'[8,768]bf16 ([2] [3])' as Kineto's "Input Dims" and "Input type"."""
+    dims: list[Any] = []
+    types: list[str] = []
+    for group, shape, dtype in _LIST.findall(text):
+        if shape or dtype or not group:
+            dims.append([int(d) for d in shape.split(",") if d])
+            types.append(_KINETO_DTYPE.get(dtype, dtype))
+        else:
+            dims.append([[int(d) for d in s.split(",") if d] for s in re.findall(r"\[([\d,]*)\]", group)])
+            types.append("TensorList")
+    return _inside({"Input Dims": dims, "Input type": types})
+
+
+def _inside(fields: Mapping[str, Any]) -> str:
+    """Arguments after others: a comma and the JSON without its braces."""
+    return f",{json.dumps(fields, separators=(',', ':'), default=list)[1:-1]}" if fields else ""

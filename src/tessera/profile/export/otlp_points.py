@@ -1,0 +1,191 @@
+"""The metrics of a run as plain series of points, by OpenTelemetry's names: what to send, before any SDK."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...integral import accumulate
+from ...record import CODE
+from ...schema import Domain, Hold, Telemetry
+from ...timeline.columns import NONE
+
+if TYPE_CHECKING:
+    from ...attribute.table import EnergyTable
+    from ..runfile import RunFile
+
+Point = tuple[int, float]
+_TOP_KERNELS = 200
+_COMPONENTS = {
+    "memory": "mem|hbm|dram", "gpu": r"gpu\d+$", "cpu": r"cpu\d*$|core|uncore", "power_supply": "psu|pdu|outlet|supply",
+    "host": r"(?:node|system|host)\d*$|psys",
+}  # fmt: skip
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.\-/]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of one thing: (epoch ns, value) points. `sums` makes it a counter that began at `start_ns`."""
+
+    name: str
+    unit: str
+    description: str
+    attributes: Mapping[str, Any]
+    points: Sequence[Point]
+    start_ns: int = 0
+    sums: bool = False
+    monotonic: bool = False
+
+    def cut(self, count: int) -> tuple[Series, Series]:
+        """The first points, and the others."""
+        first, rest = self.points[:count], self.points[count:]
+        return dataclasses.replace(self, points=first), dataclasses.replace(self, points=rest)
+
+
+def series(run: RunFile, table: EnergyTable | None, period_s: float) -> Iterator[Series]:
+    """Every metric of a run that has points."""
+    for name, domain in run.domains.items():
+        yield from _power(run, name, domain, period_s)
+    yield from _telemetry(run)
+    yield from _counters(run)
+    if table is not None:
+        yield from _kernels(run, table)
+
+
+def component(domain: str) -> str:
+    """What a domain is, in OpenTelemetry's words for `hw.type`, or "host" for a whole machine."""
+    for part in reversed(domain.lower().split(".")):  # "node7.gpu0.memory": the last part that says anything
+        for kind, pattern in _COMPONENTS.items():
+            if re.match(pattern, part):
+                return kind
+    return "enclosure"
+
+
+def hardware(domain: str, label: str = "") -> dict[str, Any]:
+    """The attributes that say which component a domain is. A host has metrics of its own and needs no type."""
+    kind, parent = component(domain), domain.rpartition(".")[0]
+    given = {"hw.type": "enclosure" if kind == "host" else kind, "hw.name": label, "hw.parent": parent}
+    return {"hw.id": domain, **{k: v for k, v in given.items() if v}}
+
+
+def _power(run: RunFile, name: str, domain: Domain, period_s: float) -> Iterator[Series]:
+    times, watts = run.samples(name)
+    if len(times) < 2:
+        return
+    lag_ns = round(domain.lag_s * 1e9)
+    sums = accumulate(times, watts, mean=domain.hold is Hold.MEAN)
+    if period_s > 0:
+        step = max(round(period_s * 1e9), 1)
+        grid = np.append(np.arange(times[0], times[-1], step), times[-1])
+    else:
+        grid = times
+    joules = np.interp(grid - times[0], times - times[0], sums.joules)
+    seen_s = np.interp(grid - times[0], times - times[0], sums.covered_s)
+    at = (grid - lag_ns).tolist()
+    # The energy of a whole machine has a name of its own, so that nobody adds it to that of its parts.
+    prefix = "hw.host." if component(name) == "host" else "hw."
+    attributes = {
+        **hardware(name, domain.label), "tessera.source": domain.source, "tessera.basis": domain.basis,
+        "tessera.counted": domain.counted,
+    }  # fmt: skip
+    energy = list(zip(at, joules.tolist(), strict=True))
+    text = "Energy consumed by the component."
+    yield Series(f"{prefix}energy", "J", text, attributes, energy, start_ns=at[0], sums=True, monotonic=True)
+    seconds = np.diff(seen_s)
+    known = seconds > 0  # nothing is said of a stretch nobody saw
+    mean_w = np.diff(joules)[known] / seconds[known]
+    power = list(zip((grid[1:][known] - lag_ns).tolist(), mean_w.tolist(), strict=True))
+    text = "Power consumed by the component, mean since the point before."
+    yield Series(f"{prefix}power", "W", text, attributes, power)
+
+
+def _telemetry(run: RunFile) -> Iterator[Series]:
+    rows: dict[str, list[Telemetry]] = {}
+    for row in run.telemetry():
+        rows.setdefault(row.domain, []).append(row)
+    domains = run.domains
+    for domain, found in rows.items():
+        label = domains[domain].label if domain in domains else ""
+        yield from _of_domain(hardware(domain, label), found)
+
+
+def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[Series]:
+    sensor = {"hw.id": f"{who['hw.id']}.temperature", "hw.type": "temperature", "hw.parent": who["hw.id"]}
+    location = {"hw.sensor_location": "memory"}
+    plain: list[tuple[str, str, str, Mapping[str, Any], list[tuple[int, float | None]]]] = [
+        ("hw.temperature", "Cel", "Temperature.", sensor, [(r.time_ns, r.temperature_c) for r in rows]),
+        ("hw.temperature", "Cel", "Temperature.", {**sensor, "hw.id": f"{who['hw.id']}.memory.temperature", **location},
+         [(r.time_ns, r.memory_temperature_c) for r in rows]),
+        ("hw.voltage", "V", "Voltage.", {**who, "hw.type": "voltage"}, [(r.time_ns, r.voltage_v) for r in rows]),
+        ("tessera.power.limit", "W", "Power limit in force.", who, [(r.time_ns, r.power_limit_w) for r in rows]),
+    ]  # fmt: skip
+    if who["hw.type"] == "gpu":
+        task = {**who, "hw.gpu.task": "general"}
+        plain += [
+            ("hw.gpu.utilization", "1", "Fraction of time spent in a specific task.", task,
+             [(r.time_ns, _part(r.utilization_pct)) for r in rows]),
+            ("hw.gpu.memory.utilization", "1", "Fraction of GPU memory used.", who,
+             [(r.time_ns, _used(r)) for r in rows]),
+        ]  # fmt: skip
+        for name, text, field in (
+            ("hw.gpu.memory.usage", "GPU memory used.", "memory_used_bytes"),
+            ("hw.gpu.memory.limit", "Size of the GPU memory.", "memory_total_bytes"),
+        ):
+            points = _known([(r.time_ns, getattr(r, field)) for r in rows])
+            if points:  # UpDownCounters in the conventions: sums that may fall
+                yield Series(name, "By", text, who, points, start_ns=points[0][0], sums=True)
+    for clock in dict.fromkeys(c for r in rows for c in r.clocks_mhz):
+        hz = [(r.time_ns, r.clocks_mhz[clock] * 1e6) for r in rows if clock in r.clocks_mhz]
+        name = "hw.cpu.speed" if who["hw.type"] == "cpu" else "tessera.gpu.clock"
+        plain.append((name, "Hz", "Clock frequency.", {**who, "tessera.clock": clock}, [*hz]))
+    for name, unit, text, attributes, points_or_none in plain:
+        if points := _known(points_or_none):
+            yield Series(name, unit, text, attributes, points)
+
+
+def _part(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100.0
+
+
+def _used(row: Telemetry) -> float | None:
+    if row.memory_used_bytes is None or not row.memory_total_bytes:
+        return None
+    return row.memory_used_bytes / row.memory_total_bytes
+
+
+def _known(points: Sequence[tuple[int, float | None]]) -> list[Point]:
+    return [(t, v) for t, v in points if v is not None and math.isfinite(v)]
+
+
+def _counters(run: RunFile) -> Iterator[Series]:
+    """What the user counted, by its name."""
+    names = run.names
+    found: dict[tuple[int, int], list[Point]] = {}
+    for chunk in run.chunks(("kind", "name", "unit", "start_ns", "value")):
+        these = np.flatnonzero((chunk["kind"] == CODE["counter"]) & np.isfinite(chunk["value"]))
+        columns = (chunk[c][these].tolist() for c in ("name", "unit", "start_ns", "value"))
+        for name, unit, start_ns, value in zip(*columns, strict=True):
+            found.setdefault((name, unit), []).append((start_ns, value))
+    for (name, unit), points in found.items():
+        text = names[name]
+        plain = _NO_NAME.sub("_", text).strip("_") or "counter"
+        about = {"tessera.counter": text}
+        shown = "" if unit == NONE else names[unit]
+        yield Series(f"tessera.counter.{plain}"[:255], shown, text, about, sorted(points))
+
+
+def _kernels(run: RunFile, table: EnergyTable) -> Iterator[Series]:
+    start_ns, end_ns = run.span_ns
+    about = {"tessera.basis": table.basis}
+    for row in table.top(_TOP_KERNELS):
+        if math.isfinite(row.energy_j):
+            who = {"tessera.kind": row.kind, "tessera.name": row.name, **about}
+            text = "Joules attributed to a kernel class, of the dearest."
+            one = [(end_ns, row.energy_j)]
+            yield Series("tessera.kernel.energy", "J", text, who, one, start_ns=start_ns, sums=True, monotonic=True)

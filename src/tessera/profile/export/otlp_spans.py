@@ -1,0 +1,86 @@
+"""Regions and steps of a run as spans: nested as they lay in each other, with the joules drawn meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...record import CODE
+from ...schema import Energy
+from ...timeline.columns import NONE
+from .base import Windows
+
+if TYPE_CHECKING:
+    from ...attribute.table import EnergyTable
+    from ..runfile import RunFile
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One span; `parent` is the place of the one it lies in."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    parent: int | None
+    attributes: Mapping[str, Any]
+
+
+def spans(run: RunFile, table: EnergyTable | None, limit: int) -> tuple[list[Span], int]:
+    """The run itself and its regions, outer before inner; the longest where there are too many, and how many not."""
+    parts = [_regions(chunk) for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", "thread"))]
+    rows = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
+    left_out = max(len(rows) - limit, 0)
+    if left_out:
+        keep = np.argsort(rows[:, 1] - rows[:, 2], kind="stable")[:limit]
+        rows = rows[keep]
+    rows = rows[np.lexsort((-rows[:, 2], rows[:, 1]))]
+    windows, names = Windows(run.power()), run.names
+    attributed = {r.name: r for r in (*table.regions, *table.steps)} if table is not None else {}
+    start_ns, end_ns = run.span_ns
+    if len(rows):
+        start_ns, end_ns = min(start_ns, int(rows[0, 1])), max(end_ns, int(rows[:, 2].max()))
+    about: dict[str, Any] = _joules(windows, start_ns, end_ns)
+    if table is not None:
+        about |= _finite({"tessera.energy_j": table.total_j, "tessera.energy_error_j": table.total_error_j})
+        about |= _finite({"tessera.idle_j": table.idle_j}) | {"tessera.basis": table.basis}
+    made = [Span(str(run.get("name") or run.path.stem), start_ns, end_ns, None, about)]
+    open_spans: dict[int, list[tuple[int, int]]] = {}
+    for name, start, end, thread in rows.tolist():
+        stack = open_spans.setdefault(thread, [])
+        while stack and stack[-1][0] < end:
+            stack.pop()
+        attributes = _joules(windows, start, end)
+        if thread != NONE:
+            attributes["thread.id"] = thread
+        if (row := attributed.get(names[name])) is not None:
+            attributes |= _finite({"tessera.attributed_j_per_call": row.j_per_call}) | {"tessera.calls": row.calls}
+        made.append(Span(names[name], start, end, stack[-1][1] if stack else 0, attributes))
+        stack.append((end, len(made) - 1))
+    return made, left_out
+
+
+def _regions(chunk: Any) -> Any:
+    these = np.flatnonzero((chunk["kind"] == CODE["region"]) & (chunk["end_ns"] >= chunk["start_ns"]))
+    return np.stack([chunk[c][these] for c in ("name", "start_ns", "end_ns", "thread")], axis=1)
+
+
+def _joules(windows: Windows, start_ns: int, end_ns: int) -> dict[str, Any]:
+    """What the counted domains drew between two times; nothing where nobody measured."""
+    if not windows:
+        return {}
+    energy: Energy = windows.energy(start_ns, end_ns)
+    figures = {
+        "tessera.energy_j": energy.joules, "tessera.energy_error_j": energy.error_j,
+        "tessera.power_w": energy.watts, "tessera.coverage": energy.coverage,
+    }  # fmt: skip
+    known = _finite(figures)
+    return known | {"tessera.basis": energy.basis} if "tessera.energy_j" in known else {}
+
+
+def _finite(figures: Mapping[str, float | None]) -> dict[str, Any]:
+    return {k: v for k, v in figures.items() if v is not None and math.isfinite(v)}

@@ -1,0 +1,136 @@
+"""Records as a Parquet table: one row per record, fields as in `tessera.record.Record`, null where nobody measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MissingExtra
+from ...record import CODE, KINDS
+from ...timeline.columns import FLOATS, INTEGERS, NONE, Launch
+from .base import class_power, written
+
+if TYPE_CHECKING:
+    from ...attribute.table import EnergyTable
+    from ..runfile import Chunk, RunFile
+
+_RENAMED = {"stream": "stream_id", "thread": "thread_id", "external": "external_id", "parent": "parent_row"}
+_ENERGY = ("energy_j", "energy_error_j")
+
+
+@dataclass(frozen=True, slots=True)
+class Parquet:
+    """`profile.parquet("run.parquet")`: for pandas, polars, DuckDB, Spark. Times are int64 nanoseconds (epoch).
+
+    `row` numbers the rows, and `parent_row` points to them. The run's meta is in the schema's metadata, as JSON under
+    "tessera".
+    """
+
+    path: str | Path
+
+    def write(self, run: RunFile, table: EnergyTable | None = None) -> Path:
+        """Write the table chunk by chunk."""
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as exc:
+            raise MissingExtra("pyarrow", "parquet", "profile.parquet") from exc
+        target = Path(self.path)
+        maker = _Maker(pa, run, table)
+        with written(target) as part, pq.ParquetWriter(part, maker.schema, compression="zstd") as out:
+            for chunk in run.chunks(maker.columns):
+                out.write_table(pa.table(maker.arrays(chunk), schema=maker.schema))
+        return target
+
+
+class _Maker:
+    """Chunks as Arrow arrays. Texts and launches are dictionaries: each is stored once."""
+
+    def __init__(self, pa: Any, run: RunFile, table: EnergyTable | None) -> None:
+        self._pa = pa
+        self._own_joules = run.has_energy
+        self.columns = (*INTEGERS, *FLOATS, *(_ENERGY if self._own_joules else ()))
+        self._names = pa.array(run.names, pa.string())
+        number = {n: i for i, n in enumerate(run.names)}
+        self._watts = {(kind, number[n]): w for (kind, n), w in class_power(table).items() if n in number}
+        self._launches = self._launch_columns(run.launches)
+        self._extra = self._extra_types(run)
+        text = pa.dictionary(pa.int32(), pa.string())
+        types = {"kind": text, "name": text, "shapes": text, "unit": text, "value": pa.float64()}
+        integers = {_RENAMED.get(c, c): types.get(c, pa.int64()) for c in INTEGERS if c != "launch"}
+        fields = {
+            "row": pa.int64(), **integers, "value": pa.float64(), **dict.fromkeys(_ENERGY, pa.float64()),
+            **{name: column.type for name, column in self._launches.items()}, **self._extra,
+        }  # fmt: skip
+        about = {"run": run.path.name, "meta": run.meta, "notes": run.notes}
+        self.schema = pa.schema(fields.items(), metadata={"tessera": json.dumps(about, default=str)})
+
+    def arrays(self, chunk: Chunk) -> dict[str, Any]:
+        """The columns of a chunk."""
+        pa, count = self._pa, len(chunk)
+        out: dict[str, Any] = {"row": chunk.first_row + np.arange(count)}
+        for column in INTEGERS:
+            values = chunk[column]
+            empty = values == NONE
+            if column == "kind":
+                out[column] = pa.DictionaryArray.from_arrays(values.astype(np.int32), pa.array(KINDS))
+            elif column in ("name", "shapes", "unit"):
+                indices = pa.array(np.where(empty, 0, values).astype(np.int32), mask=empty)
+                out[column] = pa.DictionaryArray.from_arrays(indices, self._names)
+            elif column != "launch":
+                out[_RENAMED.get(column, column)] = pa.array(values, mask=empty)
+        joules = {c: chunk[c] for c in _ENERGY} if self._own_joules else self._joules(chunk)
+        for name, values in (("value", chunk["value"]), *joules.items()):
+            out[name] = pa.array(values, mask=np.isnan(values))
+        launch = chunk["launch"]
+        at = pa.array(np.where(launch == NONE, 0, launch), mask=launch == NONE)
+        for name, values in self._launches.items():
+            out[name] = values.take(at) if len(values) else pa.nulls(count, values.type)
+        for name, kind in self._extra.items():
+            cells: list[Any] = [None] * count
+            for row, fields in chunk.extra.items():
+                cells[row] = fields.get(name)
+            out[name] = pa.array(cells, kind)
+        return out
+
+    def _joules(self, chunk: Chunk) -> dict[str, NDArray[np.float64]]:
+        """Joules from the power of each kernel class, where single rows have none of their own."""
+        out = {c: np.full(len(chunk), np.nan) for c in _ENERGY}
+        seconds = (chunk["end_ns"] - chunk["start_ns"]) * 1e-9
+        for (kind, name), watts in self._watts.items():
+            these = (chunk["kind"] == CODE[kind]) & (chunk["name"] == name)
+            for column, w in zip(_ENERGY, watts, strict=True):
+                out[column][these] = w * seconds[these]
+        return out
+
+    def _launch_columns(self, launches: list[Launch]) -> dict[str, Any]:
+        pa = self._pa
+        kinds = {"grid": pa.list_(pa.int32()), "block": pa.list_(pa.int32()), "pinned": pa.bool_()}
+        whole = ("registers", "shared_bytes", "collective_bytes", "group_size")
+        return {
+            f: pa.array(
+                [getattr(launch, f) for launch in launches],
+                kinds.get(f, pa.int64() if f in whole else pa.string()),
+            )
+            for f in Launch.__struct_fields__
+        }
+
+    def _extra_types(self, run: RunFile) -> Mapping[str, Any]:
+        """The fields that single rows have beside the columns, and whether they are numbers."""
+        pa = self._pa
+        found: dict[str, Any] = {}
+        for chunk in run.chunks(("kind",)):
+            for fields in chunk.extra.values():
+                for name, value in fields.items():
+                    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                    kind = pa.float64() if number else pa.bool_() if isinstance(value, bool) else pa.string()
+                    if value is not None and found.setdefault(name, kind) != kind:
+                        found[name] = pa.string()
+        taken = {*INTEGERS, *FLOATS, *_ENERGY, *Launch.__struct_fields__}
+        return {name: kind for name, kind in sorted(found.items()) if name not in taken}

@@ -1,0 +1,183 @@
+"""A run as one small table: a line per kernel class, copy, collective, runtime call, operator, region, module, step."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...record import CODE, KINDS, ON_DEVICE
+from .base import written
+
+if TYPE_CHECKING:
+    from ...attribute.table import EnergyRow, EnergyTable
+    from ..runfile import RunFile
+
+COLUMNS = (
+    "name", "kind", "calls", "total_s", "mean_us", "min_us", "max_us", "share_time_pct", "energy_j", "energy_error_j",
+    "power_w", "j_per_call",
+)  # fmt: skip
+_VIEW = {**dict.fromkeys(ON_DEVICE, "kernels"), "op": "ops", "region": "regions"}
+_KEPT = [CODE[k] for k in KINDS if k not in ("mark", "counter")]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the summary; None (an empty cell) where nobody knows."""
+
+    name: str
+    kind: str
+    calls: int
+    total_s: float | None
+    mean_us: float | None = None
+    min_us: float | None = None
+    max_us: float | None = None
+    share_time_pct: float | None = None
+    energy_j: float | None = None
+    energy_error_j: float | None = None
+    power_w: float | None = None
+    j_per_call: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`profile.summary("summary.csv")`.
+
+    `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, region,
+    module or step its share of the run's wall time (nested and parallel ones overlap). `total_s` of modules and steps,
+    which only attribution knows, is wall time where it says so, else time on the device; `power_w` likewise. The joules
+    of kernels, copies, collectives and "idle" sum to the joules of the run.
+    """
+
+    path: str | Path
+
+    def write(self, run: RunFile, table: EnergyTable | None = None) -> Path:
+        """Write the CSV, longest first within each kind."""
+        target = Path(self.path)
+        with written(target) as part, part.open("w", newline="", encoding="utf-8") as f:
+            out = csv.writer(f)
+            out.writerow(COLUMNS)
+            for line in lines(run, table):
+                out.writerow([_cell(getattr(line, c)) for c in COLUMNS])
+        return target
+
+
+def lines(run: RunFile, table: EnergyTable | None = None) -> Iterator[Line]:
+    """The lines of the summary."""
+    groups = _Groups.of(run)
+    names = run.names
+    seconds = (run.span_ns[1] - run.span_ns[0]) * 1e-9
+    device_s = sum(total for (kind, _), (_, total, *_) in groups.items() if KINDS[kind] in ON_DEVICE) * 1e-9
+    energies = _energies(table)
+    for (code, number), (calls, total, low, high, *own) in groups.items():
+        kind, name, total_s = KINDS[code], names[number], total * 1e-9
+        row = energies.get((_VIEW.get(kind, ""), kind, name)) or energies.get((_VIEW.get(kind, ""), "", name))
+        joules, error = own if row is None else (row.energy_j, row.energy_error_j)
+        # Joules are spent on the device: an operator's watts are over its time there, not the host's.
+        over_s = total_s if row is None else _span_s(row)
+        whole_s = device_s if kind in ON_DEVICE else seconds
+        yield Line(
+            name, kind, calls, total_s, total / calls / 1e3, low / 1e3, high / 1e3,
+            100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
+            joules / over_s if over_s > 0 else None, joules / calls,
+        )  # fmt: skip
+    if table is not None:
+        yield from _only_attributed(table, seconds)
+
+
+def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[Line]:
+    for kind, rows in (("module", table.modules), ("step", table.steps)):
+        for r in rows:
+            total_s = _span_s(r)
+            mean_us = total_s / r.calls * 1e6 if r.calls else None
+            share = 100.0 * total_s / seconds if seconds > 0 else None
+            power_w = r.energy_j / total_s if total_s > 0 else None
+            yield Line(
+                r.name, kind, r.calls, total_s, mean_us, None, None, share, r.energy_j, r.energy_error_j, power_w,
+                r.j_per_call,
+            )  # fmt: skip
+    idle_s = table.seconds - table.busy_s
+    yield Line(
+        "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / table.seconds if table.seconds > 0 else None,
+        energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
+    )  # fmt: skip
+
+
+def _span_s(row: EnergyRow) -> float:
+    """The time over which a row's joules were spent: those of regions and steps contain idle ones."""
+    return row.time_s if row.wall_s is None else row.wall_s
+
+
+def _energies(table: EnergyTable | None) -> dict[tuple[str, str, str], EnergyRow]:
+    """Attributed rows by (view, kind, name), and by (view, "", name) for those whose kind we call otherwise."""
+    found: dict[tuple[str, str, str], EnergyRow] = {}
+    for view in ("kernels", "ops", "regions") if table is not None else ():
+        for row in table.rows(view) if table is not None else ():
+            found[view, row.kind, row.name] = row
+            if view != "kernels":
+                found[view, "", row.name] = row
+    return found
+
+
+class _Groups:
+    """Sums over rows of one kind and name, chunk by chunk: calls, total, shortest, longest (ns), joules, their error.
+
+    The errors of rows of one class have the same causes, so they are added as they are, not in quadrature.
+    """
+
+    def __init__(self, names: int) -> None:
+        size = len(KINDS) * max(names, 1)
+        self._names = max(names, 1)
+        self.calls, self.total = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self.low, self.high = np.full(size, np.iinfo(np.int64).max), np.zeros(size, np.int64)
+        self.joules, self.error = np.zeros(size), np.zeros(size)
+        self.known = np.zeros(size, np.int64)
+
+    @classmethod
+    def of(cls, run: RunFile) -> dict[tuple[int, int], tuple[int, int, int, int, float, float]]:
+        """(kind code, name number) -> sums; longest first within each kind."""
+        energy = ("energy_j", "energy_error_j") if run.has_energy else ()
+        self = cls(len(run.names))
+        for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", *energy)):
+            kept = np.isin(chunk["kind"], _KEPT)
+            lasts = np.maximum(chunk["end_ns"] - chunk["start_ns"], 0)[kept]
+            group = (chunk["kind"] * self._names + chunk["name"])[kept]
+            self._add(group, lasts, *((chunk[c][kept] for c in energy) if energy else (None, None)))
+        used = np.flatnonzero(self.calls)
+        used = used[np.lexsort((-self.total[used], used // self._names))]
+        unknown = self.known == 0
+        self.joules[unknown] = self.error[unknown] = np.nan
+        columns = (self.calls, self.total, self.low, self.high, self.joules, self.error)
+        rows: list[Any] = list(zip(*(c[used].tolist() for c in columns), strict=True))
+        return {divmod(g, self._names): row for g, row in zip(used.tolist(), rows, strict=True)}
+
+    def _add(
+        self, group: NDArray[Any], lasts: NDArray[Any], joules: NDArray[Any] | None, error: NDArray[Any] | None
+    ) -> None:
+        if not group.size:
+            return
+        order = np.argsort(group, kind="stable")
+        group, lasts = group[order], lasts[order]
+        starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
+        number = group[starts]
+        self.calls[number] += np.diff(np.r_[starts, len(group)])
+        self.total[number] += np.add.reduceat(lasts, starts)
+        self.low[number] = np.minimum(self.low[number], np.minimum.reduceat(lasts, starts))
+        self.high[number] = np.maximum(self.high[number], np.maximum.reduceat(lasts, starts))
+        if joules is not None and error is not None:
+            self.known[number] += np.add.reduceat((~np.isnan(joules[order])).astype(np.int64), starts)
+            self.joules[number] += np.add.reduceat(np.nan_to_num(joules[order]), starts)
+            self.error[number] += np.add.reduceat(np.nan_to_num(error[order]), starts)
+
+
+def _cell(value: object) -> object:
+    """A cell: nine digits are more than anything here is known to."""
+    if isinstance(value, float):
+        return f"{value:.9g}" if math.isfinite(value) else ""
+    return "" if value is None else value

@@ -1,0 +1,116 @@
+"""TensorBoard: power, joules per step and counters as scalars, and the trace where torch's profiler plugin looks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import ArgumentError
+from ...record import CODE
+from .base import Windows
+from .chrome import Chrome
+
+if TYPE_CHECKING:
+    from ...attribute.table import EnergyTable
+    from ..runfile import RunFile
+
+Scalar = tuple[str, int, int, float]  # tag, step, epoch ns, value
+_STEP = re.compile(r"(?:ProfilerStep#|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*)(\d*)", re.IGNORECASE)
+_MAX_POINTS = 20_000  # TensorBoard draws a thousand of a scalar; more only makes the file large
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBoard:
+    """`profile.tensorboard("runs/tb")`: `tensorboard --logdir runs/tb`.
+
+    Steps of power, clocks and temperature are milliseconds since the run began; those of joules are the program's.
+    Without the package tensorboard only the trace is written, and what `write` returns says so.
+    """
+
+    directory: str | Path
+
+    def write(self, run: RunFile, table: EnergyTable | None = None, directory: str | Path | None = None) -> str:
+        """Write both into the directory, and say what was written."""
+        target = Path(self.directory if directory is None else directory)
+        host = re.sub(r"[^\w\-]", "_", run.about.get("host", "host"))  # a dot would end the plugin's worker name
+        worker = f"{host}_{run.about.get('pid', 0)}"
+        trace = Chrome(target / f"{worker}.{run.span_ns[0] // 1_000_000}.pt.trace.json.gz").write(run, table)
+        if importlib.util.find_spec("tensorboard") is None:
+            return (
+                f"{trace} (no scalars: they need the package 'tensorboard': pip install 'tessera-energy[tensorboard]')"
+            )
+        count = _write_scalars(target, scalars(run, table))
+        return f"{trace} and {count} scalars in {target}"
+
+
+def _write_scalars(directory: Path, values: Iterator[Scalar]) -> int:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    try:
+        writer = EventFileWriter(str(directory))
+    except OSError as exc:
+        raise ArgumentError(
+            f"cannot write into {directory}", why=str(exc.strerror), fix="give a directory you may write to"
+        ) from exc
+    count = 0
+    try:
+        for tag, step, epoch_ns, value in values:
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            writer.add_event(Event(wall_time=epoch_ns * 1e-9, step=step, summary=summary))
+            count += 1
+    finally:
+        writer.close()
+    return count
+
+
+def scalars(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
+    """Everything that TensorBoard draws as a line."""
+    start_ns = run.span_ns[0]
+    for name, domain in run.domains.items():
+        times, watts = run.samples(name)
+        known = np.flatnonzero(~np.isnan(watts))
+        known = known[:: len(known) // _MAX_POINTS + 1]
+        lag_ns = round(domain.lag_s * 1e9)
+        for t, w in zip((times[known] - lag_ns).tolist(), watts[known].tolist(), strict=True):
+            yield f"power_w/{name}", (t - start_ns) // 1_000_000, t, w
+    for row in run.telemetry():
+        at = ((row.time_ns - start_ns) // 1_000_000, row.time_ns)
+        if row.temperature_c is not None:
+            yield f"temperature_c/{row.domain}", *at, row.temperature_c
+        for clock, mhz in row.clocks_mhz.items():
+            yield f"clock_mhz/{row.domain}.{clock}", *at, mhz
+    yield from _rows(run, table)
+
+
+def _rows(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
+    """Counters in the order they came, and the joules of steps: attributed ones, else what was drawn meanwhile."""
+    names: list[str] = run.names
+    windows = Windows(run.power())
+    joules = {r.name: r.energy_j for r in table.steps} if table is not None else {}
+    counts: dict[str, int] = {}
+    for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", "value")):
+        these = np.flatnonzero(np.isin(chunk["kind"], [CODE["region"], CODE["counter"]]))
+        columns: Any = zip(*(chunk[c][these].tolist() for c in chunk.columns), strict=True)
+        for kind, number, start_ns, end_ns, value in columns:
+            name = names[number]
+            if kind == CODE["counter"]:
+                step = counts[name] = counts.get(name, -1) + 1
+                if np.isfinite(value):
+                    yield f"counter/{name}", step, start_ns, value
+            elif (match := _STEP.fullmatch(name)) is not None:
+                place = counts["step\0"] = counts.get("step\0", -1) + 1
+                drawn = joules.get(name)
+                if drawn is None and windows:
+                    drawn = windows.energy(start_ns, end_ns).joules
+                step = int(match[1]) if match[1] else place
+                if drawn is not None and np.isfinite(drawn):
+                    yield "energy_j/step", step, end_ns, drawn
+                yield "seconds/step", step, end_ns, (end_ns - start_ns) * 1e-9

@@ -1,0 +1,269 @@
+"""How a run lies in its file: the tables, and columns of many rows packed into one blob.
+
+A million kernels as a million SQL rows would take a minute to write; as blobs of 65 536 rows they take a second or
+two, and a reader that wants two columns unpacks two. What a blob holds stands beside it as JSON, so that the file can
+be read without us: `select columns from chunks`, then base + little-endian integers, zlib where it says so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sqlite3
+import tempfile
+import urllib.parse
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import RecordingError
+from ..timeline.columns import INTEGERS, NONE
+
+RUN_VERSION = 1
+"""Version of the tables; readers refuse a newer one and say so."""
+APPLICATION_ID = 0x54455353  # "TESS", SQLite's mark of whose file it is
+CHUNK_ROWS = 65_536
+OPEN_ROWS = 1_024
+"""Live rows come a few at a time: a chunk of them is written again and again until it has so many."""
+TEXTS = ("name", "shapes", "unit")
+"""The columns that point to `names`."""
+NAME_LISTS = ("modules", "frames")
+"""Parts of a timeline's meta that are numbers of names, and so change with them."""
+BY_NUMBER = ("threads", "forward_threads")
+"""Parts of a timeline's meta whose keys are numbers, which JSON makes text of."""
+SIDE_FILES = ("-wal", "-shm", "-journal")
+"""What SQLite keeps beside a file that is open, and what a killed writer leaves."""
+
+DESCRIPTION = (
+    "A run recorded by Tessera: kernels, operators, regions, marks and counters (chunks), power samples, telemetry and"
+    " Python stacks. Times are nanoseconds of the wall clock (epoch). Read it with tessera.profile.runfile.RunFile."
+)
+TABLES = {
+    "about": "(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
+    "facts": "(key TEXT PRIMARY KEY, value TEXT /* JSON */) WITHOUT ROWID",
+    "names": "(id INTEGER PRIMARY KEY, text TEXT)",
+    "launches": "(id INTEGER PRIMARY KEY, value TEXT /* JSON */)",
+    "chunks": "(first_row INTEGER PRIMARY KEY, rows INTEGER, columns TEXT /* JSON: what lies where */, data BLOB)",
+    "extra": "(row INTEGER PRIMARY KEY, value TEXT /* JSON: fields of single rows */)",
+    "energy": "(first_row INTEGER PRIMARY KEY, rows INTEGER, columns TEXT /* JSON */, data BLOB)",
+    "domains": "(id INTEGER PRIMARY KEY, name TEXT UNIQUE, value TEXT /* JSON */)",
+    "samples": "(domain INTEGER, count INTEGER, epoch_ns BLOB /* int64 */, watts BLOB /* float64 */)",
+    "anchors": "(domain INTEGER, count INTEGER, epoch_ns BLOB /* int64 */, joules BLOB /* float64 */)",
+    "gaps": "(domain TEXT, start_ns INTEGER, end_ns INTEGER, reason TEXT)",
+    "telemetry": "(domain TEXT, epoch_ns INTEGER, value TEXT /* JSON */)",
+    "stacks": "(epoch_ns INTEGER, thread, stack INTEGER /* -> names */, count INTEGER)",
+}
+INDEXES = ("samples (domain)", "anchors (domain)")
+
+_WIDTHS = (np.uint8, np.uint16, np.uint32)
+_SMALL = 256  # bytes: below this zlib's own overhead eats what it saves
+
+
+class Packed(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One column of a chunk: `base` alone where all rows are the same, else base + integers of `dtype` at `offset`."""
+
+    name: str
+    base: int | float | None
+    dtype: str = ""
+    offset: int = 0
+    size: int = 0
+    zipped: bool = False
+
+
+def enc_hook(value: Any) -> Any:
+    """Numbers and arrays of numpy and arrays, and paths, as JSON knows them."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, (set, frozenset, Path)):
+        return sorted(value) if not isinstance(value, Path) else str(value)
+    raise NotImplementedError(f"JSON has no {type(value).__name__}")
+
+
+def version() -> str:
+    """Of this Tessera, as it was installed (asking the package itself would import its top from its middle)."""
+    try:
+        return importlib.metadata.version("tessera-energy")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def to_json(value: Any) -> str:
+    """JSON text of plain data; NaN and infinities become null."""
+    return msgspec.json.encode(value, enc_hook=enc_hook).decode()
+
+
+def pack(columns: Mapping[str, NDArray[Any]]) -> tuple[str, bytes]:
+    """Columns of one chunk as (JSON of where each lies, blob). Columns that are nothing but `NONE`/NaN are left out.
+
+    `end_ns` is kept as the duration: four bytes instead of eight.
+    """
+    heads: list[Packed] = []
+    parts: list[bytes] = []
+    offset = 0
+    for name, values in columns.items():
+        column = values - columns["start_ns"] if name == "end_ns" else values
+        head, data = _pack_floats(name, column) if column.dtype.kind == "f" else _pack_integers(name, column)
+        if head is None:
+            continue
+        if len(data) >= _SMALL:
+            small = zlib.compress(data, 1)
+            if len(small) < 0.9 * len(data):
+                data, head.zipped = small, True
+        head.offset, head.size = (offset, len(data)) if data else (0, 0)
+        offset += len(data)
+        heads.append(head)
+        parts.append(data)
+    return msgspec.json.encode(heads).decode(), b"".join(parts)
+
+
+def _pack_integers(name: str, values: NDArray[Any]) -> tuple[Packed | None, bytes]:
+    low, high = int(values.min()), int(values.max())
+    if low == high:
+        return (None, b"") if low == NONE else (Packed(name, low), b"")
+    width: Any = next((w for w in _WIDTHS if high - low <= np.iinfo(w).max), None)
+    if width is None:  # beyond 32 bits the difference itself might overflow: keep the values as they are
+        return Packed(name, 0, "<i8"), np.ascontiguousarray(values, "<i8").tobytes()
+    dtype = np.dtype(width).newbyteorder("<")
+    return Packed(name, low, dtype.str), (values - low).astype(dtype).tobytes()
+
+
+def _pack_floats(name: str, values: NDArray[Any]) -> tuple[Packed | None, bytes]:
+    if np.isnan(values).all():
+        return None, b""
+    return Packed(name, None, "<f8"), np.ascontiguousarray(values, "<f8").tobytes()
+
+
+def unpack(heads: str, data: bytes, rows: int, wanted: Collection[str]) -> dict[str, NDArray[Any]]:
+    """The wanted columns of one chunk; those that were left out are `NONE` (integers) or NaN."""
+    packed = {h.name: h for h in msgspec.json.decode(heads, type=list[Packed])}
+    need = set(wanted) | ({"start_ns"} if "end_ns" in wanted else set())
+    out = {name: _unpack(packed.get(name), data, rows, name in INTEGERS) for name in need}
+    if "end_ns" in out:
+        out["end_ns"] = out["end_ns"] + out["start_ns"]
+    return {name: out[name] for name in wanted}
+
+
+def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArray[Any]:
+    if head is None:
+        return np.full(rows, NONE, np.int64) if integer else np.full(rows, np.nan)
+    if not head.dtype:
+        return np.full(rows, head.base, np.int64 if integer else np.float64)
+    raw = data[head.offset : head.offset + head.size]
+    values: NDArray[Any] = np.frombuffer(zlib.decompress(raw) if head.zipped else raw, head.dtype)
+    if len(values) != rows:
+        raise ValueError(f"column {head.name!r} has {len(values)} rows, not {rows}")
+    return values.astype(np.float64) if head.dtype == "<f8" else values.astype(np.int64) + int(head.base or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows of the timeline as they lie in the file: what a streaming exporter works on."""
+
+    first_row: int
+    columns: Mapping[str, NDArray[Any]]
+    extra: Mapping[int, Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def __getitem__(self, column: str) -> NDArray[Any]:
+        return self.columns[column]
+
+
+def bad_file(path: Path, why: str, fix: str = "give a .tessera file that Tessera wrote") -> RecordingError:
+    """The error for a file that is not ours or is broken."""
+    return RecordingError(f"cannot read {path} as a run", why=why, fix=fix)
+
+
+def open_read_only(path: Path) -> tuple[sqlite3.Connection, tempfile.TemporaryDirectory[str] | None]:
+    """Open a run, and check that it is one that we can read.
+
+    Where SQLite would have to write (to recover what a killed writer left, in a directory that nobody may write to),
+    a copy is opened; it is gone when the directory that comes with it is cleaned up.
+    """
+    if not path.is_file():
+        raise RecordingError(f"there is no run file {path}", fix="give a run's .tessera file")
+    try:
+        return _connect(path, path, "ro"), None
+    except sqlite3.OperationalError as exc:
+        if "locked" in str(exc):
+            raise bad_file(path, str(exc), "try again when its writer is done") from exc
+    except sqlite3.DatabaseError as exc:
+        raise bad_file(path, str(exc)) from exc
+    copy = tempfile.TemporaryDirectory(prefix="tessera-")
+    try:
+        target = Path(copy.name) / "run.tessera"
+        for side in ("", "-wal", "-journal"):  # the -shm is an index of the -wal, made anew
+            if (source := Path(f"{path}{side}")).exists():
+                shutil.copyfile(source, f"{target}{side}")
+        return _connect(target, path, "rw"), copy
+    except (OSError, sqlite3.Error) as exc:
+        copy.cleanup()
+        raise bad_file(path, str(exc)) from exc
+
+
+def _connect(at: Path, path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"file:{urllib.parse.quote(str(at.absolute()))}?mode={mode}"
+    db = sqlite3.connect(uri, uri=True, timeout=5.0, check_same_thread=False, isolation_level=None)
+    try:
+        _check(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    mark, version = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("application_id", "user_version"))
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    if not tables and mark == 0:
+        raise bad_file(path, "it is empty: nothing was written to it")
+    if mark != APPLICATION_ID:
+        raise bad_file(path, "it is a database of another program")
+    if version > RUN_VERSION:
+        why = f"it has version {version}, and this Tessera reads up to version {RUN_VERSION}"
+        raise bad_file(path, why, "pip install -U tessera-energy")
+    if not tables >= {"about", "facts", "chunks"}:
+        raise bad_file(path, "its tables are missing")
+
+
+def as_ints(values: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """A contiguous little-endian int64 array, copied: the caller may reuse its buffer."""
+    return np.array(values, dtype="<i8")
+
+
+def as_floats(values: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+    """A contiguous little-endian float64 array, copied."""
+    return np.array(values, dtype="<f8")
+
+
+def merged_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The meta of several timelines as that of one."""
+    out: dict[str, Any] = {}
+    for meta in metas:
+        for key, value in meta.items():
+            if key in NAME_LISTS:
+                out[key] = sorted({*out.get(key, ()), *value})
+            elif key in BY_NUMBER and isinstance(value, dict):
+                out[key] = {**out.get(key, {}), **{int(k): v for k, v in value.items()}}
+            else:
+                out[key] = value
+    return out
+
+
+def renumbered(
+    parent: NDArray[Any], firsts: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
+) -> NDArray[Any]:
+    """Row numbers of the file as positions in the arrays; `NONE` for a row that was lost."""
+    at = np.clip(np.searchsorted(firsts, parent, side="right") - 1, 0, None)
+    inside = parent - firsts[at]
+    known = (parent != NONE) & (inside >= 0) & (inside < counts[at])
+    return np.where(known, starts[at] + inside, NONE)

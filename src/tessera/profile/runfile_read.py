@@ -1,0 +1,298 @@
+"""`RunFile`: reads what `RunWriter` wrote, also after the writer was killed and from a directory nobody may write."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError
+from ..schema import Domain, Gap, Telemetry
+from ..timeline.columns import FLOATS, INTEGERS, Launch, Timeline
+from ..trace import Column, PowerTrace
+from .runfile_format import Chunk, bad_file, merged_meta, open_read_only, renumbered, unpack
+
+ENERGY = ("energy_j", "energy_error_j")
+
+
+class Stack(NamedTuple):
+    """A sampled Python stack: outermost;...;innermost, and how many samples had it."""
+
+    epoch_ns: int
+    thread: int | str
+    stack: str
+    samples: int
+
+
+class RunFile:
+    """A recorded run. All times are nanoseconds of the wall clock (epoch).
+
+    `crashed` is True when the writer never closed the file: it was killed, or still writes. `notes` says so, with
+    what else a reader should know.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._db, self._copy = open_read_only(self.path)
+        self.about: dict[str, str] = dict(self._all("SELECT key, value FROM about"))
+        self.crashed = "closed_epoch_ns" not in self.about
+        self._given_j: dict[str, NDArray[np.float64]] | None = None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
+            self._copy = None
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_db"):
+            self.close()  # so that a reader nobody closed leaves neither a ResourceWarning nor a temporary copy
+
+    def __repr__(self) -> str:
+        return f"<RunFile {self.path}: {self.rows} rows, {', '.join(self.domains) or 'no power'}>"
+
+    # Facts ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A fact kept by `RunWriter.set`, or of the run's meta; the default where there is none."""
+        found = self._all("SELECT value FROM facts WHERE key = ?", key)
+        return msgspec.json.decode(found[0][0]) if found else self.meta.get(key, default)
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        """What the session said of itself when it began."""
+        found = self._all("SELECT value FROM facts WHERE key = 'meta'")
+        meta: dict[str, Any] = msgspec.json.decode(found[0][0]) if found else {}
+        return meta
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything kept by `RunWriter.set`."""
+        rows = self._all("SELECT key, value FROM facts WHERE key NOT IN ('meta', 'timelines')")
+        return {key: msgspec.json.decode(text) for key, text in rows}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of this file."""
+        notes = []
+        if self.crashed:
+            notes.append(
+                "the file was never closed: its program was killed, or is still running; what was committed up to"
+                " half a second before the end is here"
+            )
+        return notes + [note for part in self.timelines for note in part["notes"]]
+
+    @property
+    def timelines(self) -> list[dict[str, Any]]:
+        """Where each timeline that was added lies: first_row, rows, rank, meta, notes."""
+        found = self._all("SELECT value FROM facts WHERE key = 'timelines'")
+        parts: list[dict[str, Any]] = msgspec.json.decode(found[0][0]) if found else []
+        return parts
+
+    # Rows -------------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """How many rows the timeline has."""
+        return int(self._all("SELECT coalesce(sum(rows), 0) FROM chunks")[0][0])
+
+    @property
+    def names(self) -> list[str]:
+        """The texts that the columns `name`, `shapes` and `unit` point to."""
+        return [text for (text,) in self._all("SELECT text FROM names ORDER BY id")]
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The launch configurations that the column `launch` points to."""
+        rows = self._all("SELECT value FROM launches ORDER BY id")
+        return [self._decode(text, Launch) for (text,) in rows]
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """The rows piece by piece, in a memory that does not grow with the run; `columns` picks some.
+
+        `energy_j` and `energy_error_j` may be asked for too: NaN where nothing was attributed. `first_row` and
+        `parent` are numbers of the file, which has holes where a writer was killed; `timeline()` has none.
+        """
+        wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
+        plain = [c for c in wanted if c not in ENERGY]
+        joules = [c for c in wanted if c in ENERGY]
+        # One query each: a cursor held open would keep a live writer from checkpointing.
+        at = 0
+        for (first,) in self._all("SELECT first_row FROM chunks ORDER BY first_row"):
+            ((rows, heads, data),) = self._all("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
+            try:
+                found = unpack(heads, data, rows, plain)
+            except (ValueError, TypeError, zlib.error, msgspec.DecodeError) as exc:
+                raise bad_file(self.path, f"rows {first} to {first + rows - 1} are damaged: {exc}") from exc
+            if self._given_j is not None:
+                found |= {c: self._given_j[c][at : at + rows] for c in joules}
+            elif joules:
+                found |= self._energy(first, rows, joules)
+            at += rows
+            extra = self._all("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
+            yield Chunk(first, found, {row - first: msgspec.json.decode(text) for row, text in extra})
+
+    def _energy(self, first: int, rows: int, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
+        out = {c: np.full(rows, np.nan) for c in columns}
+        found = self._all(
+            "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?",
+            first + rows, first,
+        )  # fmt: skip
+        for start, count, heads, data in found:
+            low, high = max(start, first), min(start + count, first + rows)
+            for name, values in unpack(heads, data, count, columns).items():
+                out[name][low - first : high - first] = values[low - start : high - start]
+        return out
+
+    def use_energy(self, energy_j: NDArray[np.float64], energy_error_j: NDArray[np.float64] | None = None) -> None:
+        """Joules of the rows of `timeline()`, from attribution: what is read from here on has them, the file not."""
+        if len(energy_j) != self.rows:
+            raise ArgumentError(f"{len(energy_j)} joules for {self.rows} rows", fix="give those of run.timeline()")
+        error = np.full(len(energy_j), np.nan) if energy_error_j is None else energy_error_j
+        self._given_j = {"energy_j": energy_j, "energy_error_j": error}
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether joules of single rows are known."""
+        return self._given_j is not None or bool(self._all("SELECT 1 FROM energy LIMIT 1"))
+
+    def timeline(self) -> Timeline:
+        """All rows as one `Timeline`, in the order they were added."""
+        kept = (*INTEGERS, *FLOATS, *(ENERGY if self.has_energy else ()))
+        chunks = list(self.chunks(kept))
+        columns = {c: np.concatenate([k[c] for k in chunks]) if chunks else _empty(c) for c in kept}
+        firsts = np.array([c.first_row for c in chunks], np.int64)
+        counts = np.array([len(c) for c in chunks], np.int64)
+        starts = np.cumsum(counts) - counts
+        if not np.array_equal(firsts, starts):  # a killed writer left a hole, which here is none
+            columns["parent"] = renumbered(columns["parent"], firsts, counts, starts)
+        joules = [columns.pop(c, None) for c in ENERGY]
+        parts = self.timelines
+        return Timeline(
+            columns=columns,
+            names=self.names,
+            launches=self.launches,
+            rank=self.get("rank", next((p["rank"] for p in parts if p["rank"] is not None), None)),
+            meta={**merged_meta([p["meta"] for p in parts]), **self.meta},
+            notes=self.notes,
+            energy_j=joules[0],
+            energy_error_j=joules[1],
+            extra={
+                int(at) + row: fields for at, c in zip(starts, chunks, strict=True) for row, fields in c.extra.items()
+            },
+        )
+
+    # Power ------------------------------------------------------------------------------------------------------
+
+    @property
+    def domains(self) -> dict[str, Domain]:
+        """The power domains that were recorded."""
+        rows = self._all("SELECT name, value FROM domains WHERE value != '' ORDER BY id")
+        return {name: self._decode(text, Domain) for name, text in rows}
+
+    def samples(self, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Epoch nanoseconds and watts of one domain, in order; empty where there are none."""
+        return self._pairs("samples", "watts", domain)
+
+    def anchors(self, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Epoch nanoseconds and joules of the ticks of a domain's energy counter."""
+        return self._pairs("anchors", "joules", domain)
+
+    def _pairs(self, table: str, column: str, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        rows = self._all(
+            f"SELECT epoch_ns, {column} FROM {table} JOIN domains ON domain = id WHERE name = ? ORDER BY {table}.rowid",
+            domain,
+        )
+        try:
+            times = np.frombuffer(b"".join(t for t, _ in rows), "<i8").astype(np.int64)
+            values = np.frombuffer(b"".join(v for _, v in rows), "<f8").astype(np.float64)
+        except ValueError as exc:
+            raise bad_file(self.path, f"the {table} of {domain} are damaged: {exc}") from exc
+        if len(times) > 1 and not (np.diff(times) > 0).all():
+            # A sample that was handed over twice is one sample.
+            times, first = np.unique(times, return_index=True)
+            values = values[first]
+        return times, values
+
+    def power(self) -> PowerTrace:
+        """The power samples as a trace in epoch time.
+
+        It runs from the facts `start_ns` to `end_ns` where they were set, else over the rows and samples there are.
+        """
+        columns = {name: Column.of(domain, *self.samples(name)) for name, domain in self.domains.items()}
+        columns = {name: c for name, c in columns.items() if len(c.times_ns)}
+        start_ns, end_ns = self.span_ns
+        gaps = [
+            Gap(domain=d, start_ns=start, end_ns=end, reason=reason)
+            for d, start, end, reason in self._all(
+                "SELECT domain, start_ns, end_ns, reason FROM gaps ORDER BY start_ns"
+            )
+        ]
+        asked_ms = self.get("asked_ms")
+        return PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, epoch_offset_ns=0, gaps=gaps, asked_ms=asked_ms)
+
+    @cached_property
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end of the run: as its session said, else of the rows and samples; (0, 0) when empty."""
+        start, end = self.get("start_ns"), self.get("end_ns")
+        if start is None or end is None:
+            lows, highs = [], []
+            for times, _ in (self.samples(d) for d in self.domains):
+                lows += times[:1].tolist()
+                highs += times[-1:].tolist()
+            for chunk in self.chunks(("start_ns", "end_ns")):
+                lows.append(int(chunk["start_ns"].min()))
+                highs.append(int(chunk["end_ns"].max()))
+            start = min(lows, default=0) if start is None else start
+            end = max(highs, default=start) if end is None else end
+        return int(start), int(end)
+
+    def telemetry(self, domain: str | None = None) -> list[Telemetry]:
+        """Clocks, temperatures and the like, of one domain or all, in time order; `time_ns` is epoch."""
+        where, args = ("WHERE domain = ?", (domain,)) if domain is not None else ("", ())
+        rows = self._all(f"SELECT epoch_ns, domain, value FROM telemetry {where} ORDER BY epoch_ns, rowid", *args)
+        # One decode per row, into the dataclass itself: times and domain join the JSON text in front.
+        return [
+            self._decode(f'{{"time_ns":{t},"domain":{msgspec.json.encode(d).decode()}{"," if v != "{}" else ""}{v[1:]}',
+                         Telemetry)
+            for t, d, v in rows
+        ]  # fmt: skip
+
+    def stacks(self) -> list[Stack]:
+        """Sampled Python stacks, in time order."""
+        rows = self._all(
+            "SELECT epoch_ns, thread, text, count FROM stacks JOIN names ON stack = id ORDER BY epoch_ns, stacks.rowid"
+        )
+        return [Stack(*row) for row in rows]
+
+    # SQLite -----------------------------------------------------------------------------------------------------
+
+    def _all(self, sql: str, *args: Any) -> list[Any]:
+        try:
+            return self._db.execute(sql, args).fetchall()
+        except sqlite3.Error as exc:
+            raise bad_file(self.path, str(exc)) from exc
+
+    def _decode(self, text: str, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as exc:
+            raise bad_file(self.path, f"a {kind.__name__} is damaged: {exc}") from exc
+
+
+def _empty(column: str) -> NDArray[Any]:
+    return np.zeros(0, np.int64 if column in INTEGERS else np.float64)

@@ -1,0 +1,249 @@
+"""`Store`: the run file as the writer's thread sees it. Every method talks to SQLite; none of them is thread-safe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, RecordingError
+from ..record import CODE
+from ..timeline.columns import FLOATS, INTEGERS, NONE, Launch, Timeline
+from .runfile_format import (
+    APPLICATION_ID,
+    CHUNK_ROWS,
+    DESCRIPTION,
+    INDEXES,
+    NAME_LISTS,
+    OPEN_ROWS,
+    RUN_VERSION,
+    SIDE_FILES,
+    TABLES,
+    TEXTS,
+    open_read_only,
+    pack,
+    to_json,
+    version,
+)
+
+Mode = Literal["new", "replace", "append"]
+Row = tuple[Any, ...]
+
+
+class Store:
+    """An open run file, with what was interned in it and the number of the next row."""
+
+    def __init__(self, path: Path, mode: Mode, meta: Mapping[str, Any]) -> None:
+        self.path = path
+        self._names: dict[str, int] = {}
+        self._launches: dict[Launch, int] = {}
+        self._domains: dict[str, tuple[int, str]] = {}
+        self._next_row = 0
+        self._open_rows: tuple[int, list[Row]] = (0, [])  # the last chunk of live rows and the number of its first
+        self.db = self._open(mode)
+        try:
+            self._begin(meta)
+        except BaseException:
+            self.db.close()
+            raise
+
+    def _open(self, mode: Mode) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        exists = self.path.exists()
+        if exists and mode == "new":
+            raise RecordingError(
+                f"{self.path} is there already", why="a run is never overwritten unasked", fix="give another name"
+            )
+        if mode == "replace":
+            for side in ("", *SIDE_FILES):  # a stale -wal would be replayed into the new file
+                Path(f"{self.path}{side}").unlink(missing_ok=True)
+        if mode == "append" and exists:
+            db, _ = open_read_only(self.path)  # refuses what is not ours, and a newer version
+            db.close()
+        # Autocommit mode: we say BEGIN and COMMIT ourselves.
+        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        # Where the file system cannot share memory (some network mounts) SQLite stays with a rollback journal, which
+        # is as safe and a little slower.
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        # A checkpoint waits for the disk: seldom, so that the half second can be kept.
+        db.execute("PRAGMA wal_autocheckpoint=16384")
+        return db
+
+    def _begin(self, meta: Mapping[str, Any]) -> None:
+        if self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            self._resume()
+            return
+        about = {
+            "description": DESCRIPTION,
+            "schema_version": RUN_VERSION,
+            "tessera": version(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "opened_epoch_ns": time.time_ns(),
+        }
+        self.db.execute("BEGIN")
+        self.db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        self.db.execute(f"PRAGMA user_version={RUN_VERSION}")
+        for table, columns in TABLES.items():
+            self.db.execute(f"CREATE TABLE {table} {columns}")
+        for number, columns in enumerate(INDEXES):
+            self.db.execute(f"CREATE INDEX by_{number} ON {columns}")
+        self.db.executemany("INSERT INTO about VALUES (?, ?)", [(k, str(v)) for k, v in about.items()])
+        self.db.execute("INSERT INTO facts VALUES ('meta', ?)", (to_json(dict(meta)),))
+        self.db.execute("COMMIT")
+
+    def _resume(self) -> None:
+        """Go on with a file: what was interned and how many rows there are."""
+        db = self.db
+        self._names = {text: i for i, text in db.execute("SELECT id, text FROM names")}
+        launches = db.execute("SELECT id, value FROM launches")
+        self._launches = {msgspec.json.decode(text, type=Launch): i for i, text in launches}
+        self._domains = {name: (i, text) for i, name, text in db.execute("SELECT id, name, value FROM domains")}
+        self._next_row = db.execute("SELECT coalesce(max(first_row + rows), 0) FROM chunks").fetchone()[0]
+
+    def finish(self, clean: bool) -> None:
+        """Close the file, and mark it as closed cleanly where it was; no side files stay."""
+        try:
+            if clean:
+                self.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
+            # Leaves WAL mode, which deletes the side files. Refused while somebody has the file open: then it is whole
+            # all the same, beside an empty -wal.
+            self.db.execute("PRAGMA busy_timeout=500")
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self.db.execute("PRAGMA journal_mode=DELETE")
+        except sqlite3.OperationalError as exc:
+            if "locked" not in str(exc):
+                raise
+        finally:
+            self.db.close()
+
+    def execute(self, sql: str, row: Row = ()) -> None:
+        """One statement."""
+        self.db.execute(sql, row)
+
+    def many(self, sql: str, rows: Iterable[Row]) -> None:
+        """One statement for each row."""
+        self.db.executemany(sql, rows)
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Rows as `RunWriter.add_row` took them; with those before, while these are few and nothing lies between."""
+        first, before = self._open_rows
+        if not before or first + len(before) != self._next_row:
+            first, before = self._next_row, []
+        self._live_chunk(first, [*before, *rows])
+        self._reserve(len(rows))
+        self._open_rows = (first, [*before, *rows] if len(before) + len(rows) < OPEN_ROWS else [])
+
+    def _live_chunk(self, first: int, rows: Sequence[Row]) -> None:
+        kinds, names, starts, ends, values, integers = zip(*rows, strict=True)
+        columns: dict[str, NDArray[Any]] = {
+            "kind": np.array([CODE[k] for k in kinds], np.int64),
+            "name": np.array([self.intern(n) for n in names], np.int64),
+            "start_ns": np.array(starts, np.int64),
+            "end_ns": np.array(ends, np.int64),
+            "value": np.array(values, np.float64),
+        }
+        given = set().union(*integers) - {"parent"}
+        if unknown := given - set(INTEGERS):
+            raise ArgumentError(f"there is no column {min(unknown)!r}", fix=f"one of: {', '.join(INTEGERS)}")
+        for column in sorted(given):
+            cells = [i.get(column, NONE) for i in integers]
+            if column in TEXTS:
+                cells = [(self.intern(c) if c else NONE) if isinstance(c, str) else c for c in cells]
+            columns[column] = np.array(cells, np.int64)
+        self._chunk(first, columns, len(rows))
+
+    def timeline(self, timeline: Timeline, pause: Callable[[], None]) -> None:
+        """A whole timeline; `pause` is called after each chunk, and may write rows and commit."""
+        count = len(timeline)
+        ids = np.array([self.intern(n) for n in timeline.names] + [NONE], np.int64)  # [-1] is NONE again
+        launches = np.array([self._intern_launch(launch) for launch in timeline.launches] + [NONE], np.int64)
+        base = self._reserve(count)  # in one piece, though live rows are written meanwhile: parents are row numbers
+        self._note(timeline, base, count, ids)
+        given = [c for c in (*INTEGERS, *FLOATS) if c in timeline.columns]
+        for i in range(0, count, CHUNK_ROWS):
+            columns = {c: timeline.columns[c][i : i + CHUNK_ROWS] for c in given}
+            for column in (c for c in TEXTS if c in columns):
+                columns[column] = ids[columns[column]]
+            if "launch" in columns:
+                columns["launch"] = launches[columns["launch"]]
+            if "parent" in columns:
+                columns["parent"] = np.where(columns["parent"] == NONE, NONE, columns["parent"] + base)
+            self._chunk(base + i, columns, len(columns["kind"]))
+            pause()
+        if timeline.energy_j is not None:
+            error = timeline.energy_error_j if timeline.energy_error_j is not None else np.full(count, np.nan)
+            self.energy(base, {"energy_j": timeline.energy_j, "energy_error_j": error})
+        extra = [(base + int(row), to_json(fields)) for row, fields in timeline.extra.items()]
+        self.many("INSERT OR REPLACE INTO extra VALUES (?, ?)", extra)
+
+    def energy(self, first_row: int, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Joules of rows, in place of what these rows had."""
+        count = len(columns["energy_j"])
+        self.execute("DELETE FROM energy WHERE first_row >= ? AND first_row < ?", (first_row, first_row + count))
+        for i in range(0, count, CHUNK_ROWS):
+            part = {name: values[i : i + CHUNK_ROWS] for name, values in columns.items()}
+            row = (first_row + i, len(part["energy_j"]), *pack(part))
+            self.execute("INSERT INTO energy VALUES (?, ?, ?, ?)", row)
+
+    def pairs(
+        self, table: str, domain: str, about: str | None, times: NDArray[np.int64], values: NDArray[np.float64]
+    ) -> None:
+        """Samples or anchors of a domain."""
+        row = (self._domain(domain, about), len(times), times.tobytes(), values.tobytes())
+        self.execute(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", row)
+
+    def intern(self, text: str) -> int:
+        """The number of a text in this file."""
+        number = self._names.get(text)
+        if number is None:
+            number = len(self._names)
+            try:
+                self.execute("INSERT INTO names VALUES (?, ?)", (number, text))
+            except UnicodeEncodeError:  # half a surrogate pair, from a file name that is no text
+                self.execute("INSERT INTO names VALUES (?, ?)", (number, text.encode(errors="replace").decode()))
+            self._names[text] = number
+        return number
+
+    def _intern_launch(self, launch: Launch) -> int:
+        number = self._launches.get(launch)
+        if number is None:
+            number = self._launches[launch] = len(self._launches)
+            self.execute("INSERT INTO launches VALUES (?, ?)", (number, to_json(launch)))
+        return number
+
+    def _domain(self, name: str, about: str | None) -> int:
+        known = self._domains.get(name)
+        number = len(self._domains) if known is None else known[0]
+        text = about if about is not None else known[1] if known else ""
+        if known is None or known[1] != text:  # a domain may learn its true resolution while it runs
+            self.execute("INSERT OR REPLACE INTO domains VALUES (?, ?, ?)", (number, name, text))
+            self._domains[name] = (number, text)
+        return number
+
+    def _reserve(self, count: int) -> int:
+        """The numbers of the next rows."""
+        self._next_row += count
+        return self._next_row - count
+
+    def _chunk(self, first_row: int, columns: Mapping[str, NDArray[Any]], rows: int) -> None:
+        self.execute("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", (first_row, rows, *pack(columns)))
+
+    def _note(self, timeline: Timeline, base: int, count: int, ids: NDArray[np.int64]) -> None:
+        old = self.db.execute("SELECT value FROM facts WHERE key = 'timelines'").fetchone()
+        parts = msgspec.json.decode(old[0]) if old else []
+        meta, notes = dict(timeline.meta), timeline.notes
+        for key in NAME_LISTS:
+            if key in meta:
+                meta[key] = ids[np.asarray(meta[key], np.int64)].tolist()
+        parts.append({"first_row": base, "rows": count, "rank": timeline.rank, "meta": meta, "notes": notes})
+        self.execute("INSERT OR REPLACE INTO facts VALUES ('timelines', ?)", (to_json(parts),))

@@ -1,0 +1,276 @@
+"""`RunWriter`: everything a session records, on disk as it happens.
+
+::
+
+    user's threads ──► deque (rows) ─┐                       every 0.25 s
+    sampler, Kineto ─► deque (jobs) ─┴─► one writer thread ──► one transaction ──► runs/NAME.tessera (+ -wal)
+
+A killed process loses what was not yet committed: a quarter of a second, more when the disk stalls. A transaction is
+whole or absent, so the file is always readable. Commits do not wait for the disk (SQLite's synchronous=NORMAL), so a
+machine that loses its power may lose more, but not the file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, RecordingError
+from ..record import Kind
+from ..schema import Domain, Gap, Telemetry
+from ..timeline.columns import Timeline
+from .runfile_format import CHUNK_ROWS, as_floats, as_ints, to_json
+from .runfile_store import Mode, Row, Store
+
+COMMIT_S = 0.25
+"""How often the thread writes: half of what is promised, since a busy interpreter wakes it late."""
+_NAN = float("nan")
+_OPEN: set[RunWriter] = set()  # those that nobody closes are closed at exit
+_INHERITED: list[object] = []  # connections of the parent, which a forked child must never close
+
+Ints = Sequence[int] | NDArray[Any]
+Floats = Sequence[float] | NDArray[Any]
+
+
+class RunWriter:
+    """Writes a run file from any thread. Nothing that is recorded waits for the disk.
+
+    `mode` says what to do with a file that is there already: "new" refuses, "replace" deletes it, "append" goes on
+    (e.g. to add the joules of each row after the run). A disk that fills up does not stop the user's program: what
+    cannot be written is dropped, and `flush` and `close` raise `RecordingError`.
+    """
+
+    def __init__(self, path: str | Path, *, meta: Mapping[str, Any] | None = None, mode: Mode = "new") -> None:
+        self.path = Path(path)
+        self.error: Exception | None = None
+        self.refused: list[str] = []
+        self._rows: deque[Row] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._lock = threading.RLock()  # held by whoever talks to the database
+        self._stop = threading.Event()
+        self._closed = False
+        self._committed_s = time.monotonic()
+        try:
+            self._store = Store(self.path, mode, meta or {})
+        except (OSError, sqlite3.Error) as exc:
+            raise RecordingError(
+                f"cannot write the run file {self.path}", why=str(exc), fix="give a directory you may write to"
+            ) from exc
+        _OPEN.add(self)
+        threading.Thread(target=self._run, name="tessera-runfile", daemon=True).start()
+
+    def add_row(
+        self, kind: Kind, name: str, start_ns: int, end_ns: int, *, value: float = _NAN, **integers: int | str
+    ) -> None:
+        """A region, mark or counter as it happens (epoch ns). Integer columns as in `timeline.columns.INTEGERS`.
+
+        `unit` and `shapes` are given as text. `parent` is not kept: rows have their numbers once they are written.
+        """
+        self._rows.append((kind, name, start_ns, end_ns, value, integers))
+
+    def add_timeline(self, timeline: Timeline) -> None:
+        """Many rows at once, with their names, launches, notes and (where attributed) joules.
+
+        Written on the writer's thread: do not change the arrays afterwards (other arrays may take their place).
+        """
+        now = dataclasses.replace(timeline, columns=dict(timeline.columns), links=None)
+        self._jobs.append(partial(self._store.timeline, now, self._commit_when_due))
+
+    def add_samples(self, domain: Domain, epoch_ns: Ints, watts: Floats) -> None:
+        """Power samples of one domain; NaN watts: nothing is known since the sample before."""
+        self._add_pairs("samples", domain.name, to_json(domain), epoch_ns, watts)
+
+    def add_anchors(self, domain: str, epoch_ns: Ints, joules: Floats) -> None:
+        """Ticks of a domain's energy counter."""
+        self._add_pairs("anchors", domain, None, epoch_ns, joules)
+
+    def _add_pairs(self, table: str, domain: str, about: str | None, epoch_ns: Ints, values: Floats) -> None:
+        times, floats = as_ints(epoch_ns), as_floats(values)
+        if times.shape != floats.shape or times.ndim != 1:
+            raise ArgumentError(f"{times.size} times but {floats.size} values of {domain}", fix="give one per sample")
+        if len(times):
+            self._jobs.append(partial(self._store.pairs, table, domain, about, times, floats))
+
+    def add_gaps(self, gaps: Iterable[Gap], epoch_offset_ns: int) -> None:
+        """Stretches without data. Their times are monotonic, and stored as epoch."""
+        off = epoch_offset_ns
+        rows = [(g.domain, g.start_ns + off, None if g.end_ns is None else g.end_ns + off, g.reason) for g in gaps]
+        self._jobs.append(partial(self._store.many, "INSERT INTO gaps VALUES (?, ?, ?, ?)", rows))
+
+    def add_telemetry(self, rows: Sequence[Telemetry], epoch_offset_ns: int) -> None:
+        """Clocks, temperatures and the like. `Telemetry.time_ns` is monotonic, and stored as epoch."""
+        made = [_telemetry(r, epoch_offset_ns) for r in rows]
+        self._jobs.append(partial(self._store.many, "INSERT INTO telemetry VALUES (?, ?, ?)", made))
+
+    def add_stacks(self, stacks: Iterable[tuple[int, int | str, str, int]]) -> None:
+        """Sampled Python stacks: (epoch_ns, thread, folded stack "a;b;c", how many samples)."""
+        rows, store = list(stacks), self._store
+
+        def write() -> None:
+            made = [(t, thread, store.intern(stack), count) for t, thread, stack, count in rows]
+            store.many("INSERT INTO stacks VALUES (?, ?, ?, ?)", made)
+
+        self._jobs.append(write)
+
+    def add_energy(self, first_row: int, energy_j: Floats, energy_error_j: Floats) -> None:
+        """Joules of rows that are in the file already, from attribution; NaN on rows that spend nothing."""
+        columns = {"energy_j": as_floats(energy_j), "energy_error_j": as_floats(energy_error_j)}
+        self._jobs.append(partial(self._store.energy, first_row, columns))
+
+    def set(self, key: str, value: Any) -> None:
+        """Keep a fact: anything JSON has. A later value replaces an earlier one."""
+        try:
+            text = to_json(value)
+        except (TypeError, ValueError, NotImplementedError) as exc:
+            raise ArgumentError(f"the fact {key!r} cannot be kept", why=str(exc), fix="give plain JSON data") from exc
+        self._jobs.append(partial(self._store.execute, "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, text)))
+
+    def flush(self) -> None:
+        """Everything recorded so far is committed when this returns."""
+        with self._lock:
+            self._drain()
+        self._raise()
+
+    def close(self) -> None:
+        """Write the rest, mark the file as closed cleanly and leave no side files. Twice is no error."""
+        self._stop.set()
+        with self._lock:
+            if self._closed:
+                return
+            self._drain()
+            self._closed = True
+            self._rows, self._jobs = deque(maxlen=0), deque(maxlen=0)  # what comes later is nobody's
+            _OPEN.discard(self)
+            try:
+                self._store.finish(clean=self.error is None)
+            except sqlite3.Error as exc:
+                self.error = self.error or exc
+        self._raise()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise RecordingError(
+                f"part of the run could not be written to {self.path}",
+                why=str(self.error),
+                fix="free space on the disk or write elsewhere; what was committed before can be read",
+            ) from self.error
+        if self.refused:
+            count, first = len(self.refused), self.refused[0]
+            self.refused = []
+            raise RecordingError(
+                f"{count} of the things recorded in {self.path} could not be kept",
+                why=f"the first: {first}",
+                fix="give the kinds and columns of tessera.record; all else was written",
+            )
+
+    def _run(self) -> None:
+        while not self._stop.wait(COMMIT_S):
+            if self._rows or self._jobs:
+                with self._lock:
+                    self._drain()
+
+    # Everything below runs with the lock held, on the writer's thread or in flush and close.
+
+    def _drain(self) -> None:
+        """Write all that is queued in one transaction (more, where a long job commits on its way)."""
+        if self._closed:
+            return
+        if self.error is not None:
+            self._rows.clear()
+            self._jobs.clear()
+            return
+        try:
+            self._store.execute("BEGIN")
+            self._write_rows()
+            for _ in range(len(self._jobs)):
+                self._guarded(self._jobs.popleft())
+                self._commit_when_due()
+            self._commit()
+        except sqlite3.Error as exc:  # a full disk: the user's program goes on, and hears of it when it closes
+            self.error = exc
+            if self._store.db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._store.db.rollback()
+
+    def _guarded(self, job: Callable[[], None]) -> bool:
+        """Something that cannot be kept is refused alone: the rest of the run must not be lost with it."""
+        try:
+            job()
+        except (sqlite3.OperationalError, sqlite3.DatabaseError) as exc:
+            if not isinstance(exc, (sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)):
+                raise
+            self.refused.append(f"{type(exc).__name__}: {exc}")
+            return False
+        except Exception as exc:  # noqa: BLE001 - bad data may fail in any way, and the thread must live on
+            self.refused.append(f"{type(exc).__name__}: {exc}")
+            return False
+        return True
+
+    def _write_rows(self) -> None:
+        """The live rows so far."""
+        while count := min(len(self._rows), CHUNK_ROWS):
+            rows = [self._rows.popleft() for _ in range(count)]
+            # One bad row must not take its neighbours with it: only then are they written one by one.
+            if not self._guarded(partial(self._store.rows, rows)):
+                self.refused.pop()
+                for row in rows:
+                    self._guarded(partial(self._store.rows, [row]))
+
+    def _commit(self) -> None:
+        self._store.execute("COMMIT")
+        self._committed_s = time.monotonic()
+
+    def _commit_when_due(self) -> None:
+        """Within a long job: live rows are not to wait for a million kernels."""
+        if time.monotonic() - self._committed_s >= COMMIT_S:
+            self._write_rows()
+            self._commit()
+            self._store.execute("BEGIN")
+
+    def _forget(self) -> None:
+        """In a forked child (a DataLoader's worker): the file is the parent's alone."""
+        _INHERITED.append(self._store)
+        self._closed = True
+        self._lock = threading.RLock()  # the parent's thread may have held it when we forked
+        self._rows, self._jobs = deque(maxlen=0), deque(maxlen=0)
+
+
+def _telemetry(row: Telemetry, epoch_offset_ns: int) -> Row:
+    fields = {f: getattr(row, f) for f in row.__dataclass_fields__ if f not in ("time_ns", "domain")}
+    kept = {f: v for f, v in fields.items() if v is not None and v != {}}
+    return row.domain, row.time_ns + epoch_offset_ns, to_json(kept)
+
+
+def _close_all() -> None:
+    """At exit: what was recorded and never closed."""
+    for writer in list(_OPEN):
+        with contextlib.suppress(RecordingError):  # nobody is left to hear it
+            writer.close()
+
+
+def _forget_all() -> None:
+    for writer in list(_OPEN):
+        writer._forget()
+    _OPEN.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)
