@@ -1,0 +1,286 @@
+r"""Where a power trace spikes, and whether that falls on something more often than chance would have it.
+
+A trace is taken as straight pieces of watts over wall-clock time, moved back by the sensor's lag. What the sensor
+shows at one moment may have happened up to `reach_s` earlier or later (its blur, or half the spacing of its samples):
+
+::
+
+    watts      ______/‾‾‾‾‾\______          foot: where the rise begins     start, end: above the threshold
+                    ^ ^     ^
+                 foot start end              window: [start - reach, end + reach]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, MeasurementError
+from ..integral import Floats, Ints
+from ..timeline.intervals import Spans, covered_ns, union
+from ..trace import PowerTrace, _between, _shared_grid
+
+# A flat load's samples scatter by the sensor's noise: of 100,000 samples the highest lies 4.3 standard deviations up.
+NOISE_SIGMAS = 5.0
+# Below this excess over the mean nothing is worth being called a spike, however quiet the sensor.
+MIN_EXCESS = 0.05
+# Noise of a sensor that does not state its own: that of the one sensor we have fitted (the H200's ring).
+ASSUMED_NOISE = 0.012
+# A dip of less than this many standard deviations below the threshold does not end a spike.
+DIP_SIGMAS = 2.0
+MAX_BINS = 1 << 20
+MIN_BINS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Watts over wall-clock time: piece i runs straight from `begin_w[i]` to `end_w[i]`; NaN where nothing is known."""
+
+    edges_ns: Ints
+    begin_w: Floats
+    end_w: Floats
+    domain: str
+    reach_s: float
+    resolution_s: float
+    noise: float
+
+    @property
+    def start_ns(self) -> int:
+        """Start of the first piece."""
+        return int(self.edges_ns[0])
+
+    @property
+    def end_ns(self) -> int:
+        """End of the last piece."""
+        return int(self.edges_ns[-1])
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Which pieces are known."""
+        return ~np.isnan(self.end_w)
+
+    @property
+    def seen(self) -> Spans:
+        """When the power is known."""
+        at = np.flatnonzero(self.known)
+        return union(self.edges_ns[at], self.edges_ns[at + 1])
+
+    @property
+    def seconds(self) -> Floats:
+        """Lengths of the pieces, 0 where nothing is known."""
+        return np.where(self.known, np.diff(self.edges_ns) * 1e-9, 0.0)
+
+    @property
+    def mean_w(self) -> float:
+        """Mean power over what is known."""
+        seconds = self.seconds
+        return float(np.nansum(0.5 * (self.begin_w + self.end_w) * seconds) / np.sum(seconds))
+
+    @property
+    def crest_factor(self) -> float | None:
+        """Peak over root mean square, as `PowerTrace.crest_factor`, of this stretch alone."""
+        seconds, b, e = self.seconds, self.begin_w, self.end_w
+        rms = math.sqrt(float(np.nansum((b * b + b * e + e * e) / 3.0 * seconds) / np.sum(seconds)))
+        return float(np.nanmax(np.maximum(b, e))) / rms if rms > 0 else None
+
+    def percentile(self, q: float) -> float:
+        """Power not exceeded q% of the time."""
+        keep, seconds = self.known, self.seconds
+        watts = np.concatenate([self.begin_w[keep], self.end_w[keep]])
+        weights = np.concatenate([seconds[keep], seconds[keep]])
+        order = np.argsort(watts)
+        share = np.cumsum(weights[order])
+        return float(np.interp(q / 100.0, (share - 0.5 * weights[order]) / share[-1], watts[order]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spike:
+    """A stretch above the threshold (wall clock, ns). `rise_w_per_s` is the steepest rise the sensor showed into it.
+
+    The sensor's blur flattens a rise, so the true one is at least as steep. What the spike is tied to is filled in by
+    `correlate`; `throttle` is None where no telemetry looked.
+    """
+
+    number: int
+    start_ns: int
+    end_ns: int
+    foot_ns: int
+    peak_ns: int
+    peak_w: float
+    rise_w_per_s: float | None
+    kernels: tuple[Any, ...] = ()
+    boundaries: tuple[Any, ...] = ()
+    throttle: tuple[str, ...] | None = None
+    clock_before_mhz: float | None = None
+    clock_after_mhz: float | None = None
+    temperature_c: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the power was above the threshold."""
+        return (self.end_ns - self.start_ns) * 1e-9
+
+
+def curve_of(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) -> Curve:
+    """A domain of a trace (the counted ones together when None) between two times of the wall clock."""
+    moved = power._moved(domain)
+    grid = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
+    edges = grid + power.epoch_offset_ns
+    if len(edges) < 2 or edges[-1] <= start_ns or edges[0] >= end_ns:
+        raise MeasurementError(
+            "the power trace and the timeline share no time",
+            why=f"power {_range(edges)}, timeline {_range([start_ns, end_ns])} (seconds of the wall clock)",
+            fix="record both in one session; a trace read from a file needs the epoch_offset_ns it was taken with",
+        )
+    ends = [_between(t, c, grid) for t, c in moved]
+    begin, end = np.sum([e[0] for e in ends], axis=0), np.sum([e[1] for e in ends], axis=0)
+    cut = np.clip(edges, start_ns, end_ns)
+    left, right = ((cut[s] - edges[:-1]) / np.diff(edges) for s in (slice(None, -1), slice(1, None)))
+    keep = np.diff(cut) > 0
+    domains = [c.domain for _, c in moved]
+    curve = Curve(
+        edges_ns=np.append(cut[:-1][keep], cut[1:][keep][-1]),
+        begin_w=(begin * (1.0 - left) + end * left)[keep],
+        end_w=(begin * (1.0 - right) + end * right)[keep],
+        domain="+".join(d.name for d in domains),
+        reach_s=max(max(d.blur_s, 0.5 * d.resolution_s) for d in domains),
+        resolution_s=max(d.resolution_s for d in domains),
+        noise=max(d.sample_noise or ASSUMED_NOISE for d in domains),
+    )
+    if not np.any(curve.known):
+        raise MeasurementError(
+            f"no power of {curve.domain} is known while the timeline ran",
+            why="; ".join(dict.fromkeys(g.reason for g in power.gaps)) or None,
+            fix="see `tessera doctor` for the sensor",
+        )
+    return curve
+
+
+def _range(times_ns: Ints | list[int]) -> str:
+    return f"{times_ns[0] * 1e-9:.3f} to {times_ns[-1] * 1e-9:.3f}" if len(times_ns) else "empty"
+
+
+def threshold_of(curve: Curve, percentile: float) -> float:
+    """The percentile, but never within what noise alone does to a flat load."""
+    if not 0.0 < percentile < 100.0:
+        raise ArgumentError(f"percentile={percentile!r} is not between 0 and 100", fix="e.g. percentile=95")
+    return max(curve.percentile(percentile), curve.mean_w * (1.0 + max(MIN_EXCESS, NOISE_SIGMAS * curve.noise)))
+
+
+def find(curve: Curve, threshold_w: float, rise_w_per_s: float | None = None) -> list[Spike]:
+    """The stretches above a threshold, in time order; only those that rise at least as fast as asked."""
+    starts, ends = _above(curve, threshold_w)
+    low, _ = _above(curve, threshold_w * (1.0 - DIP_SIGMAS * curve.noise))
+    if len(starts) == 0:
+        return []
+    same = np.searchsorted(low, starts, side="right")  # stretches with no real dip between them are one spike
+    first = np.flatnonzero(np.diff(same, prepend=-1))
+    last = np.append(first[1:], len(starts)) - 1
+    rates = _rates(curve)
+    found = [_spike(curve, rates, int(s), int(e)) for s, e in zip(starts[first], ends[last], strict=True)]
+    kept = [s for s in found if rise_w_per_s is None or (s.rise_w_per_s or 0.0) >= rise_w_per_s]
+    return [dataclasses.replace(s, number=i) for i, s in enumerate(kept, start=1)]
+
+
+def _above(curve: Curve, level_w: float) -> Spans:
+    """The stretches above a level, to the nanosecond of the straight pieces."""
+    b, e = curve.begin_w, curve.end_w
+    (i,) = np.nonzero(np.fmax(b, e) > level_w)
+    b, e, t0 = b[i], e[i], curve.edges_ns[:-1][i]
+    length = np.diff(curve.edges_ns)[i]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossing = (level_w - b) / (e - b)
+    starts = t0 + np.rint(length * np.where(b > level_w, 0.0, crossing)).astype(np.int64)
+    ends = t0 + np.rint(length * np.where(e > level_w, 1.0, crossing)).astype(np.int64)
+    ends = np.maximum(ends, starts + 1)
+    return union(starts, ends)
+
+
+def _rates(curve: Curve) -> Floats:
+    """Rise in W/s of each piece; where pieces are flat (means), of the step to it between their middles."""
+    length = np.diff(curve.edges_ns) * 1e-9
+    step = np.zeros(len(length))
+    step[1:] = (curve.begin_w[1:] - curve.end_w[:-1]) / (0.5 * (length[1:] + length[:-1]))
+    return np.asarray((curve.end_w - curve.begin_w) / length + step)
+
+
+def _spike(curve: Curve, rates: Floats, start_ns: int, end_ns: int) -> Spike:
+    edges = curve.edges_ns
+    i = int(np.searchsorted(edges, start_ns, side="right")) - 1
+    j = max(int(np.searchsorted(edges, end_ns, side="left")), i + 1)
+    # The corners of the pieces that lie in the stretch: a straight piece is highest at one of its ends.
+    corners = np.concatenate([edges[i:j], edges[i + 1 : j + 1]])
+    watts = np.concatenate([curve.begin_w[i:j], curve.end_w[i:j]])
+    at = int(np.nanargmax(np.where((corners >= start_ns) & (corners <= end_ns), watts, -np.inf)))
+    peak_ns, peak_w = int(corners[at]), float(watts[at])
+    foot = i
+    length = np.diff(edges) * 1e-9
+    while foot > 0 and rates[foot - 1] * length[foot - 1] > 2.0 * curve.noise * curve.end_w[foot - 1]:
+        foot -= 1
+    peak_piece = max(int(np.searchsorted(edges, peak_ns, side="left")), i + 1)
+    rises = rates[foot:peak_piece]
+    rise = float(np.nanmax(rises)) if start_ns > curve.start_ns and not np.all(np.isnan(rises)) else None
+    return Spike(
+        number=0, start_ns=start_ns, end_ns=end_ns, foot_ns=min(int(edges[foot]), start_ns), peak_ns=peak_ns,
+        peak_w=peak_w, rise_w_per_s=rise,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Chance:
+    """What chance would do: the spikes, all together, are shifted around the trace, and the overlap is counted anew.
+
+    Spikes keep their lengths and rhythm, which a test with independent placements would not: a training loop is
+    periodic, and one phase that fits by luck fits in every step. Overlaps are given for all shifts (none first), in
+    standard deviations from their mean; `p_values` says how many shifts do as well as what was seen.
+    """
+
+    curve: Curve
+    _edges: Ints = field(init=False)
+    _known: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.curve
+        span_ns = c.end_ns - c.start_ns
+        count = int(np.clip(span_ns / (0.25e9 * c.reach_s), MIN_BINS, MAX_BINS))
+        self._edges = c.start_ns + np.rint(np.linspace(0.0, span_ns, count + 1)).astype(np.int64)
+        self._known = covered_ns(c.seen, self._edges[:-1], self._edges[1:]) >= np.diff(self._edges)
+
+    def overlap(self, above: Spans, target: Spans) -> Floats:
+        """How well stretches overlap a set, within the sensor's reach, at every shift."""
+        middles, reach_ns = (self._edges[:-1] + self._edges[1:]) // 2, round(self.curve.reach_s * 1e9)
+        near = covered_ns(target, middles - reach_ns, middles + reach_ns)
+        return self._shifts(covered_ns(above, self._edges[:-1], self._edges[1:]), near)
+
+    def hits(self, times_ns: Ints, target: Spans) -> Floats:
+        """How often moments fall into a set, at every shift."""
+        return self._shifts(
+            np.histogram(times_ns, self._edges)[0], covered_ns(target, self._edges[:-1], self._edges[1:])
+        )
+
+    def _shifts(self, mask: Ints, target: Ints) -> Floats:
+        mask, target = mask[self._known], target[self._known]
+        if len(mask) == 0:
+            return np.zeros(1)
+        # All circular shifts at once.
+        sums = np.fft.irfft(np.fft.rfft(target) * np.conj(np.fft.rfft(mask)), n=len(mask))
+        spread, scale = float(np.std(sums)), float(np.max(np.abs(sums)))
+        # What overlaps the same wherever it is put (all the time, or never) tells nothing.
+        return np.asarray((sums - np.mean(sums)) / spread) if spread > 1e-9 * scale else np.zeros(len(mask))
+
+
+def p_values(family: Sequence[Floats]) -> list[float]:
+    """For each of several things tried: the share of shifts at which any of them fits as well as it does unshifted.
+
+    Of many kernels one fits by luck; kernels that always run together count as one (Westfall and Young's max-T).
+    """
+    if not family:
+        return []
+    best = np.max(family, axis=0)
+    return [float(np.mean(best >= scores[0] - 1e-6)) if np.any(scores) else 1.0 for scores in family]

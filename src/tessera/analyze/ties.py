@@ -1,0 +1,274 @@
+"""What ran when the power spiked: kernels by their share of the spikes' windows, boundaries at the spikes' rise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..record import CODE, KINDS
+from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.intervals import Spans, covered_ns, difference, intersection, union
+from .checklist import CROWD
+from .spikes import Chance, Curve, Spike, p_values
+
+_Shares = tuple[Spans, float, float]
+Aligned = Literal["aligned", "not aligned", "cannot tell"]
+
+SIGNIFICANT = 0.05
+# Fewer spikes fit anything.
+MIN_SPIKES = 3
+# A thing a quarter more common in spikes than outside is worth naming; less is not, however sure.
+MIN_LIFT = 1.25
+# Boundaries whose surroundings, as far as the sensor reaches, cover more of the time than this are everywhere.
+CROWDED = 0.5
+TOP_KERNELS = 12
+PER_SPIKE = 4
+EDGE_KINDS = ("start after idle", "phase", "step", "region")
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """A kernel, copy or collective in a spike's window: the share of the window it ran in, and its lift over all.
+
+    `lift` is how many times more of the time it runs in spikes than outside; None when it runs in spikes only.
+    """
+
+    name: str
+    kind: str
+    overlap_s: float
+    share: float
+    lift: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A change of what ran, near a spike's rise: `offset_s` after (or, negative, before) the spike's start."""
+
+    kind: str
+    name: str
+    time_ns: int
+    offset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """Whether the spikes fall on something.
+
+    For what runs, `in_spikes` and `outside` are shares of the time. For boundaries they are the share of spikes that
+    rise at one, and the share that would by chance. `p_value` is by shifting the spikes around the trace (for a
+    kernel: the chance that any of those tried fits as well); None without spikes. `kind` is that of the rows,
+    "activity" for the device being busy at all or with the backward pass, or the kind of boundary.
+    """
+
+    name: str
+    kind: str
+    in_spikes: float
+    outside: float
+    p_value: float | None
+    verdict: Aligned
+    reason: str = ""
+
+    @property
+    def lift(self) -> float | None:
+        """How many times more common in spikes than outside; None when it is in spikes only."""
+        return self.in_spikes / self.outside if self.outside > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What the timeline knows of links: shares of the time in and outside spikes with a copy or a collective."""
+
+    in_spikes: float
+    outside: float
+    collectives: int
+    copies: int
+
+
+class Work:
+    """What ran on a device, in and outside the windows of its spikes."""
+
+    def __init__(self, timeline: Timeline, rows: Ints, curve: Curve, spikes: Sequence[Spike]) -> None:
+        rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
+        self.timeline, self.rows, self.curve, self.spikes = timeline, rows, curve, spikes
+        self._starts, self._ends = timeline["start_ns"][rows], timeline["end_ns"][rows]
+        self._reached = np.maximum.accumulate(self._ends)
+        self._names, self._kinds = timeline["name"][rows], timeline["kind"][rows]
+        self._reach_ns = round(curve.reach_s * 1e9)
+        above = np.array([(s.start_ns, s.end_ns) for s in spikes], dtype=np.int64).reshape(-1, 2)
+        self._above = union(above[:, 0], above[:, 1])
+        self._windows = intersection(union(above[:, 0] - self._reach_ns, above[:, 1] + self._reach_ns), curve.seen)
+        self._calm = difference(curve.seen, self._windows)
+        self._by_name: dict[int, _Shares] = {}
+
+    def _shares(self, pick: NDArray[np.bool_]) -> _Shares:
+        """When some of the rows ran, and their shares of the time in the windows and outside."""
+        ran = union(self._starts[pick], self._ends[pick])
+        inside, outside = (
+            float(covered_ns(ran, *spans).sum()) / max(spans.total_ns, 1) for spans in (self._windows, self._calm)
+        )
+        return ran, inside, outside
+
+    def _name_shares(self, name: int) -> _Shares:
+        if name not in self._by_name:
+            self._by_name[name] = self._shares(self._names == name)
+        return self._by_name[name]
+
+    def alignments(self) -> list[Alignment]:
+        """Kinds of work as a whole, then the kernels that run most in the spikes."""
+        chance = Chance(self.curve)
+        groups = [("collectives", "collective", self._kinds == CODE["collective"])]
+        groups += [("copies", "memcpy", self._kinds == CODE["memcpy"])]
+        groups += [("device busy", "activity", np.ones(len(self.rows), dtype=bool))]
+        groups += [("backward pass", "activity", backward(self.timeline, self.rows)[0])]
+        tried = [(name, kind, self._shares(pick)) for name, kind, pick in groups if np.any(pick)]
+        found = [self._judged([one], chance)[0] for one in tried]
+        totals = np.bincount(self._names, weights=covered_ns(self._windows, self._starts, self._ends), minlength=1)
+        top = [
+            int(i)
+            for i in np.argsort(-totals, kind="stable")[:TOP_KERNELS]
+            if totals[i] > 0.01 * self._windows.total_ns
+        ]
+        kinds = [KINDS[int(self._kinds[np.argmax(self._names == i)])] for i in top]
+        singles = [(self.timeline.names[i], k, self._name_shares(i)) for i, k in zip(top, kinds, strict=True)]
+        return found + self._judged(singles, chance)
+
+    def _judged(self, family: Sequence[tuple[str, str, _Shares]], chance: Chance) -> list[Alignment]:
+        scores = [chance.overlap(self._above, ran) for _, _, (ran, _, _) in family]
+        return [
+            judged(name, kind, inside, outside, p, len(self.spikes))
+            for (name, kind, (_, inside, outside)), p in zip(family, p_values(scores), strict=True)
+        ]
+
+    def tied(self, spike: Spike, edges: Sequence[Boundary]) -> Spike:
+        """A spike with what ran in its window, longest first, and the boundaries (in time order) at its rise."""
+        begin, end = spike.start_ns - self._reach_ns, spike.end_ns + self._reach_ns
+        pick = slice(int(np.searchsorted(self._reached, begin, side="right")), int(np.searchsorted(self._starts, end)))
+        lengths = np.minimum(self._ends[pick], end) - np.maximum(self._starts[pick], begin)
+        totals = np.bincount(self._names[pick], weights=np.maximum(lengths, 0), minlength=1)
+        overlaps = []
+        for i in np.argsort(-totals, kind="stable")[:PER_SPIKE]:
+            if totals[i] <= 0:
+                continue
+            ran, inside, outside = self._name_shares(int(i))
+            overlap_s = int(covered_ns(ran, np.array([begin]), np.array([end]))[0]) * 1e-9
+            kind = KINDS[int(self._kinds[pick][np.argmax(self._names[pick] == i)])]
+            share, lift = overlap_s / ((end - begin) * 1e-9), inside / outside if outside > 0 else None
+            found = Overlap(name=self.timeline.names[i], kind=kind, overlap_s=overlap_s, share=share, lift=lift)
+            overlaps.append(found)
+        times = np.array([b.time_ns for b in edges], dtype=np.int64)
+        first, last = np.searchsorted(times, [spike.foot_ns - self._reach_ns, spike.start_ns + self._reach_ns])
+        near = [dataclasses.replace(b, offset_s=(b.time_ns - spike.start_ns) * 1e-9) for b in edges[first:last]]
+        near = sorted(near, key=lambda b: abs(b.offset_s))[:PER_SPIKE]
+        return dataclasses.replace(spike, kernels=tuple(overlaps), boundaries=tuple(near))
+
+    def traffic(self) -> Traffic:
+        """Copies between host and device or peers, and collectives: what uses a link as far as a timeline shows."""
+        collective = self._kinds == CODE["collective"]
+        copy = self._kinds == CODE["memcpy"]
+        launches = self.timeline["launch"][self.rows]
+        inside_one = np.array([launch.memcpy_dir in ("DtoD", "d2d") for launch in self.timeline.launches] + [False])
+        copy &= ~inside_one[launches]
+        _, inside, outside = self._shares(collective | copy)
+        return Traffic(in_spikes=inside, outside=outside, collectives=int(np.sum(collective)), copies=int(np.sum(copy)))
+
+
+def judged(name: str, kind: str, inside: float, outside: float, p: float, spikes: int) -> Alignment:
+    """A verdict from shares and chance."""
+    verdict: Aligned = "cannot tell"
+    reason = ""
+    if spikes < MIN_SPIKES:
+        reason = "no spike" if spikes == 0 else "only 1 spike" if spikes == 1 else f"only {spikes} spikes"
+    elif kind in EDGE_KINDS and outside > CROWDED:
+        reason = CROWD
+    elif p <= SIGNIFICANT and inside >= MIN_LIFT * outside:
+        verdict = "aligned"
+    elif inside <= outside:
+        verdict, reason = "not aligned", "no more common in spikes than outside"
+    elif p <= SIGNIFICANT:
+        verdict, reason = "not aligned", "hardly more common in spikes than outside"
+    else:
+        reason = f"{p:.0%} of shifts of the spikes fit as well"
+    return Alignment(
+        name=name, kind=kind, in_spikes=inside, outside=outside, p_value=p if spikes else None, verdict=verdict,
+        reason=reason,
+    )  # fmt: skip
+
+
+def boundaries(timeline: Timeline, rows: Ints, curve: Curve) -> list[Boundary]:
+    """Where what a device does changes, in time order: work after idling, forward to backward, regions and steps."""
+    rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
+    found = [*_after_idle(timeline, rows, curve.reach_s), *_phases(timeline, rows), *_regions(timeline, rows)]
+    inside = [b for b in found if curve.start_ns <= b.time_ns <= curve.end_ns]
+    return sorted(inside, key=lambda b: b.time_ns)
+
+
+def edge_alignments(curve: Curve, spikes: Sequence[Spike], edges: Sequence[Boundary]) -> list[Alignment]:
+    """Whether the spikes rise at boundaries of a kind, more often than chance would have it."""
+    found = []
+    chance = Chance(curve)
+    rise_ns = np.array([s.start_ns - s.foot_ns for s in spikes] or [0], dtype=np.int64)
+    middles = np.array([(s.start_ns + s.foot_ns) // 2 for s in spikes], dtype=np.int64)
+    half_ns = round(curve.reach_s * 1e9) + int(np.quantile(rise_ns, 0.8)) // 2
+    for kind in EDGE_KINDS:
+        times = np.array([b.time_ns for b in edges if b.kind == kind], dtype=np.int64)
+        if len(times) == 0:
+            continue
+        near = union(times - half_ns, times + half_ns)
+        hit = float(np.mean(covered_ns(near, middles, middles + 1))) if spikes else 0.0
+        p = p_values([chance.hits(middles, near)])[0]
+        expected = intersection(near, curve.seen).total_ns / curve.seen.total_ns
+        found.append(judged(f"{kind} ({len(times)} times)", kind, hit, expected, p, len(spikes)))
+    return found
+
+
+def _after_idle(timeline: Timeline, rows: Ints, reach_s: float) -> list[Boundary]:
+    """Where work begins after an idle stretch that the sensor could notice at all."""
+    starts, reached = timeline["start_ns"][rows], np.maximum.accumulate(timeline["end_ns"][rows])
+    idle_ns = starts[1:] - reached[:-1]
+    at = np.append(0, np.flatnonzero(idle_ns >= 0.5e9 * reach_s) + 1)
+    return [Boundary(kind="start after idle", name=timeline.name(int(rows[i])), time_ns=int(starts[i])) for i in at]
+
+
+def backward(timeline: Timeline, rows: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which rows come from autograd's backward pass, and of which that can be told (their operator is known)."""
+    at = timeline.linked.op[rows]
+    known = at != NONE
+    parent, made_on = timeline["parent"], timeline["forward_thread"]
+    named = np.array([n.startswith(_BACKWARD) for n in timeline.names] or [False])
+    found = np.zeros(len(rows), dtype=bool)
+    while np.any(at != NONE):
+        op = np.maximum(at, 0)
+        found |= (at != NONE) & (named[timeline["name"][op]] | (made_on[op] > 0))
+        at = np.where(at == NONE, NONE, parent[op])
+    return found, known
+
+
+def _phases(timeline: Timeline, rows: Ints) -> list[Boundary]:
+    """Where the device goes from work of the forward pass to that of autograd, and back."""
+    is_backward, known = backward(timeline, rows)
+    at = np.flatnonzero(known)
+    changes = at[1:][is_backward[at][1:] != is_backward[at][:-1]]
+    starts = timeline["start_ns"][rows]
+    names = {True: "backward", False: "forward"}
+    return [Boundary(kind="phase", name=names[bool(is_backward[i])], time_ns=int(starts[i])) for i in changes]
+
+
+def _regions(timeline: Timeline, rows: Ints) -> list[Boundary]:
+    """Where the device goes from the work of one step or region to that of another: launches lie in regions."""
+    links = timeline.linked
+    step, region, starts = links.step[rows], links.region[rows], timeline["start_ns"][rows]
+    found = []
+    for i in np.flatnonzero((step[1:] != step[:-1]) | (region[1:] != region[:-1])) + 1:
+        new = step[i] != step[i - 1]
+        if new and step[i] != NONE:
+            name = links.steps[int(step[i])].name
+        else:
+            name = timeline.name(int(region[i])) if region[i] != NONE else "outside any region"
+        found.append(Boundary(kind="step" if new else "region", name=name, time_ns=int(starts[i])))
+    return found

@@ -1,0 +1,206 @@
+"""How far a rank's wall clock is from rank 0's: a ping-pong over torch.distributed, on the CPU.
+
+::
+
+    rank r   t1 ────────────► ◄──────────── t4        rank 0's clock less ours: (t2 - t1 + t3 - t4) / 2,
+    rank 0          t2 ─ t3                           wrong by at most half of the way there and back
+
+Each round bounds the offset from both sides; the bounds of all rounds together leave the offset. The quick rounds
+decide, so a slow one (a busy host, a full network) does no harm. Ranks that share a host share its clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MeasurementError
+
+ROUNDS = 48
+# Beyond this, rows of two ranks can no longer be ordered by their stamps: a collective takes less.
+UNSYNCHRONISED_NS = 1_000_000
+# Clocks steered by NTP or PTP agree to better than this over minutes; a free-running quartz is 1-50 ppm off.
+GROWING_PPM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One exchange: rank 0's clock less ours at `at_ns` of ours, certain within `error_ns`."""
+
+    rank: int
+    offset_ns: float
+    error_ns: float
+    at_ns: int
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offset:
+    """What to add to a rank's times to have those of the reference rank.
+
+    `offset_ns` holds at `at_ns` and grows by `drift_ppm`; `error_ns` is the half-width of a 90% interval anywhere in
+    the run, None when nothing tied the clocks together. `source` is "exchange", "collectives", "host" or "none".
+    """
+
+    rank: int
+    offset_ns: float = 0.0
+    drift_ppm: float = 0.0
+    error_ns: float | None = None
+    at_ns: int = 0
+    source: str = "none"
+    matched: int = 0
+    notes: tuple[str, ...] = ()
+
+    def apply(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Times of this rank on the reference rank's clock."""
+        grown = (times_ns - self.at_ns) * (self.drift_ppm * 1e-6)
+        moved: NDArray[np.int64] = times_ns + np.rint(self.offset_ns + grown).astype(np.int64)
+        return moved
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, as it is kept in a run file under "clock"."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Offset:
+        """What `to_json` gave; fields of a later version are left out."""
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "notes": tuple(known.get("notes", ()))})
+
+
+def exchange(
+    group: Any = None, *, rounds: int = ROUNDS, clock_ns: Callable[[], int] = time.time_ns, by_host: bool = True
+) -> Reading:
+    """Compare clocks with rank 0. Every rank of the job calls this, at the start and at the end of a session.
+
+    `group` is a gloo group of all ranks; without one, one is made where the job itself does not run on gloo (on the
+    GPU's stream a ping-pong would wait for kernels). With `by_host` only one rank of each other host exchanges.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeasurementError(
+            "there are no other ranks to compare clocks with",
+            why="torch.distributed is not initialised",
+            fix="call it after torch.distributed.init_process_group",
+        )
+    made = None
+    if group is None and "gloo" not in dist.get_backend():
+        group = made = dist.new_group(backend="gloo")
+    try:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        hosts: list[str] = [""] * size
+        dist.all_gather_object(hosts, host_id(), group=group)
+        leaders = [r for r in range(size) if r == 0 or not by_host or hosts.index(hosts[r]) == r]
+        reading = Reading(rank=rank, offset_ns=0.0, error_ns=0.0, at_ns=clock_ns(), host=hosts[rank])
+        tensor = torch.zeros(2, dtype=torch.int64)
+        for other in leaders[1:]:
+            if rank == 0:
+                _answer(dist, tensor, other, group, rounds, clock_ns)
+            elif rank == other:
+                reading = _ask(dist, tensor, group, rounds, clock_ns, rank, hosts[rank])
+        readings: list[Any] = [None] * size
+        dist.all_gather_object(readings, reading, group=group)
+    finally:
+        if made is not None:
+            dist.destroy_process_group(made)
+    if rank in leaders:
+        return reading
+    shared = readings[hosts.index(hosts[rank])]
+    return Reading(
+        rank=rank, offset_ns=shared.offset_ns, error_ns=shared.error_ns, at_ns=shared.at_ns, host=hosts[rank]
+    )
+
+
+def _answer(dist: Any, tensor: Any, other: int, group: Any, rounds: int, clock_ns: Callable[[], int]) -> None:
+    for _ in range(rounds + 1):
+        dist.recv(tensor, src=other, group=group)
+        tensor[0] = clock_ns()
+        tensor[1] = clock_ns()
+        dist.send(tensor, dst=other, group=group)
+
+
+def _ask(dist: Any, tensor: Any, group: Any, rounds: int, clock_ns: Callable[[], int], rank: int, host: str) -> Reading:
+    stamps = []
+    for i in range(rounds + 1):
+        sent = clock_ns()
+        dist.send(tensor, dst=0, group=group)
+        dist.recv(tensor, src=0, group=group)
+        back = clock_ns()
+        if i:  # the first one opens the connection
+            stamps.append((sent, int(tensor[0]), int(tensor[1]), back))
+    return read(rank, stamps, host)
+
+
+def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "") -> Reading:
+    """An offset from rounds of (sent, received, answered, back): the first and last by our clock, the others rank 0's.
+
+    Rank 0's clock less ours is at most `received - sent`, and at least `answered - back`.
+    """
+    t = np.array(list(stamps), dtype=np.int64)
+    base = int(t[0, 1] - t[0, 0])  # offsets may be years: what is left fits a float exactly
+    high = (t[:, 1] - t[:, 0] - base).astype(np.float64)
+    low = (t[:, 2] - t[:, 3] - base).astype(np.float64)
+    least, most = float(np.max(low)), float(np.min(high))
+    if least > most:  # a clock was stepped or slewed meanwhile: the quickest round is right at its time
+        best = int(np.argmin(high - low))
+        least, most = float(low[best]), float(high[best])
+        spread = float(np.max(low) - np.min(high)) / 2.0
+        return _reading(rank, base + (least + most) / 2.0, (most - least) / 2.0 + spread, t, host)
+    return _reading(rank, base + (least + most) / 2.0, (most - least) / 2.0, t, host)
+
+
+def _reading(rank: int, offset_ns: float, error_ns: float, t: NDArray[np.int64], host: str) -> Reading:
+    return Reading(rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=int((t[0, 0] + t[-1, 3]) // 2), host=host)
+
+
+def settle(start: Reading, end: Reading | None = None) -> Offset:
+    """Offset and drift from the exchanges at a session's start and end (the start alone gives no drift)."""
+    if end is None or end.at_ns <= start.at_ns:
+        return _noted(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
+    span_ns = end.at_ns - start.at_ns
+    grown_ns, unsure_ns = end.offset_ns - start.offset_ns, start.error_ns + end.error_ns
+    if abs(grown_ns) <= unsure_ns:  # no more than the exchanges' own uncertainty: one offset for the whole run
+        middle = (start.offset_ns + end.offset_ns) / 2.0
+        error = max(start.error_ns, end.error_ns) + abs(grown_ns) / 2.0
+        return _noted(start.rank, middle, 0.0, error, start.at_ns, 0.0)
+    error = max(start.error_ns, end.error_ns)
+    return _noted(start.rank, start.offset_ns, grown_ns / span_ns * 1e6, error, start.at_ns, unsure_ns / span_ns * 1e6)
+
+
+def _noted(
+    rank: int, offset_ns: float, drift_ppm: float, error_ns: float, at_ns: int, drift_error_ppm: float
+) -> Offset:
+    return Offset(
+        rank=rank, offset_ns=offset_ns, drift_ppm=drift_ppm, error_ns=error_ns, at_ns=at_ns, source="exchange",
+        notes=notes(rank, offset_ns, drift_ppm, drift_error_ppm),
+    )  # fmt: skip
+
+
+def notes(rank: int, offset_ns: float, drift_ppm: float, drift_error_ppm: float) -> tuple[str, ...]:
+    """What to say of a host whose clock is not synchronised."""
+    found = []
+    fix = "synchronise the hosts (chrony, ntpd or PTP); the merged times are corrected"
+    if abs(offset_ns) > UNSYNCHRONISED_NS:
+        side = "behind" if offset_ns > 0 else "ahead of"
+        found.append(f"rank {rank}'s host clock is {abs(offset_ns) * 1e-6:.3g} ms {side} rank 0's: {fix}")
+    if abs(drift_ppm) > max(GROWING_PPM, drift_error_ppm):
+        found.append(f"rank {rank}'s host clock drifts by {drift_ppm:+.3g} ppm against rank 0's: {fix}")
+    return tuple(found)
+
+
+def host_id() -> str:
+    """What ranks on one host share, containers included: the boot of the kernel whose clock they read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        import socket
+
+        return socket.gethostname()

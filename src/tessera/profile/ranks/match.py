@@ -1,0 +1,259 @@
+"""Clocks of ranks from what they did together: the k-th collective of a group ends at nearly one time on all of them.
+
+::
+
+    rank 0   ──[ wait ][ move ]──[..]──      starts differ by how late each rank is (skew), ends do not:
+    rank 1   ────────[ move ]────[..]──      so ends give the clocks, and then starts give the straggler
+
+Recordings may begin at different steps: the sequences of a group are laid against each other first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ArgumentError
+from ...timeline.columns import NONE, Ints, Timeline
+from .clocks import Offset, notes
+
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""Collectives that nobody leaves before all have given their part; the root of a broadcast may."""
+ONE_TO_ONE = ("send", "recv", "send_recv")
+# Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
+# GPUs was at hand to measure it.
+END_BIAS_NS = 5_000.0
+Z90 = 1.645
+MIN_MATCHED = 3
+# Laid against each other, sequences must share at least this much of the shorter.
+MIN_SHARED = 0.5
+_PROBE = 64
+_CLOSELY = 4096
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The collectives of one group on one rank, in the order they ran. `what` numbers type and bytes."""
+
+    rows: Ints
+    what: Ints
+    together: NDArray[np.bool_]
+    starts: Ints
+    ends: Ints
+
+
+Key = tuple[object, ...]
+
+
+def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
+    """The collectives of a rank by process group. `numbers` is shared by all ranks: the same thing, the same number."""
+    rows = timeline.rows("collective")
+    rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
+    members = _members(timeline)
+    kinds: list[tuple[Key, int, bool]] = []
+    for launch in timeline.launches:
+        group: Key = (members.get(launch.group or "") or launch.group, launch.group_size)
+        # An uneven all-to-all moves other bytes on every rank.
+        size = None if launch.collective_type == "all_to_all" else launch.collective_bytes
+        what = numbers.setdefault((launch.collective_type, size), len(numbers))
+        kinds.append((group, what, launch.collective_type in TOGETHER))
+    kinds.append(((None, None), NONE, False))  # of rows without a launch
+    which = timeline["launch"][rows]
+    skip = {i for i, launch in enumerate(timeline.launches) if launch.collective_type in ONE_TO_ONE}
+    found = {}
+    for group in dict.fromkeys(kinds[i][0] for i in np.unique(which)):
+        mine = np.array([k[0] == group and i not in skip for i, k in enumerate(kinds)])[which]
+        picked, launches = rows[mine], which[mine]
+        found[group] = Line(
+            rows=picked,
+            what=np.array([k[1] for k in kinds], dtype=np.int64)[launches],
+            together=np.array([k[2] for k in kinds], dtype=bool)[launches],
+            starts=timeline["start_ns"][picked],
+            ends=timeline["end_ns"][picked],
+        )
+    return {group: line for group, line in found.items() if len(line.rows)}
+
+
+def _members(timeline: Timeline) -> dict[str, tuple[int, ...]]:
+    """The ranks of each process group: two groups may have one name on different ranks."""
+    info = timeline.meta.get("distributedInfo")
+    config = info.get("pg_config") if isinstance(info, dict) else None
+    found = {}
+    for group in config if isinstance(config, list) else ():
+        name, ranks = group.get("pg_name"), group.get("ranks")
+        if isinstance(name, str) and isinstance(ranks, list) and ranks:
+            found[name] = tuple(ranks)
+    return found
+
+
+def line_up(a: Line, b: Line, times: Ints | None = None) -> tuple[int, int] | None:
+    """How far b's k-th collective is behind a's: it is a's k + shift. And how many shifts fit as well; None: none does.
+
+    The time between two collectives is the same on both ranks, whatever their clocks say. `times` are a's ends where
+    they have been corrected.
+    """
+    ends = a.ends if times is None else times
+    enough = max(1, math.ceil(MIN_SHARED * min(len(a.what), len(b.what))))
+    if len(a.what) == len(b.what) and np.array_equal(a.what, b.what) and _spread(ends - b.ends) <= 2.0 * END_BIAS_NS:
+        return 0, 1  # as many, in one order, at the same times: nothing to look for
+
+    def shared(shift: int, most: int | None = None) -> tuple[slice, slice]:
+        i, j = max(shift, 0), max(-shift, 0)
+        count = min(len(a.what) - i, len(b.what) - j, most or len(a.what))
+        return slice(i, i + count), slice(j, j + count)
+
+    def apart(shift: int, most: int) -> Ints:
+        here, there = shared(shift, most)
+        return ends[here] - b.ends[there]
+
+    possible = range(enough - len(b.what), len(a.what) - enough + 1)
+    same = [s for s in possible if _same(a, b, *shared(s, _PROBE)) and _same(a, b, *shared(s))]
+    # A few hundred collectives rule out most; only what is left is looked at closely.
+    rough = {s: _spread(apart(s, 4 * _PROBE)) for s in same}
+    limit = 4.0 * min(rough.values(), default=0.0) + 4.0 * END_BIAS_NS
+    left = {s: apart(s, _CLOSELY) for s in same if rough[s] <= limit}
+    fits = [(_spread(y), abs(float(np.median(y))), s) for s, y in left.items()]
+    if not fits:
+        return None
+    best = min(spread for spread, _, _ in fits)
+    # As good as the best within what ends scatter anyway; of those none at all where both have as many, else the one
+    # with the nearest clocks.
+    alike = [f for f in fits if f[0] <= 2.0 * best + END_BIAS_NS]
+    if len(a.what) == len(b.what) and any(f[2] == 0 for f in alike):
+        return 0, 1
+    return min(alike, key=lambda f: f[1])[2], len(alike)
+
+
+def _same(a: Line, b: Line, here: slice, there: slice) -> bool:
+    return np.array_equal(a.what[here], b.what[there])
+
+
+def _spread(apart: Ints) -> float:
+    """How much the ends of matched collectives scatter around a straight drift.
+
+    Laid wrongly, by m steps, what lies between is the time of m steps, and no two of those last equally long.
+    """
+    y = (apart[:_CLOSELY] - apart[0]).astype(np.float64)
+    third = len(y) // 3
+    slope = (float(np.median(y[-third:])) - float(np.median(y[:third]))) / (len(y) - third) if third > 1 else 0.0
+    y -= slope * np.arange(len(y))
+    return float(np.median(np.abs(y - np.median(y))))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """offset = `offset_ns` + `drift` * (time - `at_ns`), with the half-width of a 90% interval anywhere in the run."""
+
+    offset_ns: float
+    drift: float
+    drift_error: float
+    error_ns: float
+    at_ns: int
+
+
+def fit(times_ns: Ints, reference_ns: Ints) -> Fit:
+    """Offset and drift that bring times to a reference: a line through them that outliers do not move."""
+    apart = reference_ns - times_ns
+    base, at = int(np.median(apart)), int(np.median(times_ns))
+    y, x = (apart - base).astype(np.float64), (times_ns - at).astype(np.float64)
+    few = len(y) < MIN_MATCHED
+    slope = 0.0 if few else _theil_sen(x, y)
+    residual = y - slope * x
+    residual -= np.median(residual)
+    scale = 1.4826 * float(np.median(np.abs(residual)))
+    good = np.abs(residual) <= max(4.0 * scale, 1000.0)
+    x, y = x[good], y[good]
+    mean_x, count = float(np.mean(x)), len(y)
+    spread_x = float(np.sum((x - mean_x) ** 2))
+    half_ns = float(np.max(np.abs(x - mean_x)))
+    if few or count < MIN_MATCHED or spread_x <= 0.0:
+        error = END_BIAS_NS + float(np.max(np.abs(y - np.mean(y))))
+        return Fit(base + float(np.mean(y)), 0.0, math.inf, error, at)
+    slope = float(np.sum((x - mean_x) * (y - np.mean(y))) / spread_x)
+    residual = y - np.mean(y) - slope * (x - mean_x)
+    sigma = math.sqrt(float(np.sum(residual**2)) / max(count - 2, 1))
+    slope_error = Z90 * sigma / math.sqrt(spread_x)
+    if abs(slope) <= 1.5 * slope_error:  # not told from none: a line through noise would lead away outside the span
+        slope = 0.0
+    error = math.hypot(END_BIAS_NS, Z90 * sigma / math.sqrt(count), slope_error * half_ns)
+    return Fit(base + float(np.mean(y)), slope, slope_error, error, at + round(mean_x))
+
+
+def _theil_sen(x: Floats, y: Floats) -> float:
+    """The median slope between pairs, of at most 256 points spread over the run."""
+    pick = np.unique(np.linspace(0, len(x) - 1, min(len(x), 256)).astype(np.int64))
+    dx, dy = np.subtract.outer(x[pick], x[pick]), np.subtract.outer(y[pick], y[pick])
+    upper = np.triu(dx != 0, 1)
+    return float(np.median(dy[upper] / dx[upper])) if np.any(upper) else 0.0
+
+
+def align(timelines: Sequence[Timeline]) -> list[Offset]:
+    """What brings each timeline to the clock of the first, by matching collectives; in the order given.
+
+    A rank that shares no group with the first is reached over one that does. Where nothing ties a rank to the
+    others its offset is 0 with `error_ns` None, and a note says so.
+    """
+    if not timelines:
+        raise ArgumentError("there is no timeline to align", fix="give the timelines of two or more ranks")
+    numbers: dict[Key, int] = {}
+    mine = [lines(t, numbers) for t in timelines]
+    ranks = rank_numbers(timelines)
+    found: dict[int, Offset] = {0: Offset(rank=ranks[0], error_ns=0.0, source="reference")}
+    while True:
+        # The pair that shares most is the best tied: over it the next rank is reached.
+        pairs = [(_shared(mine[i], mine[j]), i, j) for i in found for j in range(len(timelines)) if j not in found]
+        count, i, j = max(pairs, default=(0, 0, 0), key=lambda p: (p[0], -p[2], -p[1]))
+        if count == 0:
+            break
+        found[j] = _tied(mine[i], mine[j], found[i], ranks[j])
+    alone = "shares no collective with the others: its clock is taken as it is"
+    return [found.get(i, Offset(rank=ranks[i], notes=(f"rank {ranks[i]} {alone}",))) for i in range(len(timelines))]
+
+
+def rank_numbers(timelines: Sequence[Timeline]) -> list[int]:
+    """The rank of each timeline; the place in the list for those that do not say."""
+    return [i if t.rank is None else t.rank for i, t in enumerate(timelines)]
+
+
+def _shared(a: dict[Key, Line], b: dict[Key, Line]) -> int:
+    return sum(min(int(a[g].together.sum()), int(b[g].together.sum())) for g in a.keys() & b.keys())
+
+
+def _tied(a: dict[Key, Line], b: dict[Key, Line], known: Offset, rank: int) -> Offset:
+    """The offset of a rank against one whose offset is known."""
+    theirs: list[Ints] = []
+    ours: list[Ints] = []
+    ways = 1
+    for group in a.keys() & b.keys():
+        one, two = a[group], b[group]
+        ends = known.apply(one.ends)
+        if (lined := line_up(one, two, ends)) is None:
+            continue
+        shift, fits = lined
+        i, j = max(shift, 0), max(-shift, 0)
+        count = min(len(one.rows) - i, len(two.rows) - j)
+        use = one.together[i : i + count]
+        theirs.append(ends[i : i + count][use])
+        ours.append(two.ends[j : j + count][use])
+        ways = max(ways, fits)
+    if not ours or not sum(map(len, ours)):
+        note = f"rank {rank} ran other collectives than the rest: its clock is taken as it is"
+        return Offset(rank=rank, notes=(note,))
+    times, reference = np.concatenate(ours), np.concatenate(theirs)
+    line = fit(times, reference)
+    said = notes(rank, line.offset_ns, line.drift * 1e6, line.drift_error * 1e6)
+    if ways > 1:
+        said += (
+            f"rank {rank}: its collectives repeat so evenly that they fit in {ways} ways; the one with the nearest"
+            " clocks was taken",
+        )
+    return Offset(
+        rank=rank, offset_ns=line.offset_ns, drift_ppm=line.drift * 1e6, at_ns=line.at_ns, source="collectives",
+        error_ns=math.hypot(line.error_ns, known.error_ns or 0.0), matched=len(times), notes=said,
+    )  # fmt: skip

@@ -1,0 +1,386 @@
+"""Several ranks on one clock: exchanges, matched collectives, merged files. Two real processes where it matters."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.cli.merge import command
+from tessera.errors import ArgumentError, MeasurementError, RecordingError
+from tessera.profile.ranks import Offset, Reading, align, exchange, merge, settle
+from tessera.profile.ranks.clocks import read
+from tessera.profile.ranks.match import END_BIAS_NS, fit, line_up, lines
+from tessera.profile.ranks.merge import STRIDE, only
+from tessera.profile.runfile import RunFile, RunWriter
+from tessera.schema import Domain, Telemetry
+from tessera.timeline import Builder, Launch, Timeline
+
+T0 = 1_790_000_000_000_000_000
+MS = 1_000_000
+
+
+# -- Exchanges ------------------------------------------------------------------------------------------------------
+
+
+def ping(offset_ns: int, delays_us: Sequence[tuple[float, float]]) -> list[tuple[int, int, int, int]]:
+    """Rounds with known ways there and back; rank 0's clock is `offset_ns` ahead of ours."""
+    out, now = [], T0
+    for there, back in delays_us:
+        received = now + round(there * 1e3) + offset_ns
+        out.append((now, received, received + 500, now + round((there + back) * 1e3) + 500))
+        now += 1 * MS
+    return out
+
+
+DELAY = st.floats(1.0, 5000.0)
+
+
+@given(st.integers(-(10**17), 10**17), st.lists(st.tuples(DELAY, DELAY), min_size=1, max_size=40))
+def test_the_true_offset_is_always_within_the_error(offset_ns: int, delays: list[tuple[float, float]]) -> None:
+    found = read(1, ping(offset_ns, delays))
+    assert abs(found.offset_ns - offset_ns) <= found.error_ns + 1 + abs(offset_ns) * 2e-16
+    quickest = min(a + b for a, b in delays) * 1e3
+    assert found.error_ns <= quickest / 2 + 1
+
+
+def test_a_step_of_the_clock_during_the_exchange_widens_the_error() -> None:
+    rounds = ping(0, [(20.0, 20.0)] * 10) + ping(3 * MS, [(20.0, 20.0)] * 10)
+    found = read(1, rounds)
+    assert found.error_ns >= 1 * MS
+
+
+def reading(offset_ns: float, at_ns: int, error_ns: float = 2000.0) -> Reading:
+    return Reading(rank=3, offset_ns=offset_ns, error_ns=error_ns, at_ns=at_ns)
+
+
+def test_two_exchanges_give_offset_and_drift() -> None:
+    hour = 3600 * 10**9
+    offset = settle(reading(50_000.0, T0), reading(50_000.0 + 7.2e7, T0 + hour))
+    assert offset.drift_ppm == pytest.approx(20.0)
+    assert offset.apply(np.array([T0, T0 + hour]))[1] == T0 + hour + 50_000 + 72_000_000
+    assert any("drifts by +20 ppm" in n for n in offset.notes)
+    steady = settle(reading(1000.0, T0), reading(2500.0, T0 + hour))
+    assert steady.drift_ppm == 0.0 and steady.error_ns == pytest.approx(2750.0) and not steady.notes
+    alone = settle(reading(2.5e6, T0))
+    assert "2.5 ms behind" in alone.notes[0]
+    assert Offset.from_json(json.loads(json.dumps(offset.to_json())) | {"later": 1}) == offset
+
+
+def test_without_other_ranks_an_exchange_says_what_to_do() -> None:
+    with pytest.raises(MeasurementError) as caught:
+        exchange()
+    assert "init_process_group" in str(caught.value)
+
+
+def _worker(rank: int, size: int, port: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+
+    def clock() -> int:  # rank 1's clock is 70 ms ahead
+        return time.time_ns() + 70 * MS * rank
+
+    start = exchange(clock_ns=clock, by_host=False)
+    builder = Builder()
+    launch = builder.intern_launch(
+        Launch(collective_type="all_reduce", collective_bytes=64, group="0", group_size=size)
+    )
+    tensor = torch.ones(16)
+    for step in range(20):
+        time.sleep(0.004 if rank == step % 2 else 0.001)
+        begun = clock()
+        dist.all_reduce(tensor)
+        dist.barrier()  # gloo's ranks leave an all_reduce when their own part is done: a barrier makes the ends meet
+        builder.add("collective", "allreduce", begun, clock(), device=0, stream=1, launch=launch)
+    end = exchange(clock_ns=clock, by_host=False)
+    shared = exchange()
+    with RunWriter(Path(folder) / f"run-rank{rank}.tessera") as run:
+        run.add_timeline(builder.build())
+        run.set("rank", rank)
+        run.set("clock", settle(start, end).to_json())
+        run.set("shared", [shared.offset_ns, shared.error_ns])
+    dist.destroy_process_group()
+
+
+def test_two_processes_find_each_others_clocks(tmp_path: Path) -> None:
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_worker, args=(2, port, str(tmp_path)), nprocs=2, join=True)
+    clock = Offset.from_json(RunFile(tmp_path / "run-rank1.tessera").get("clock"))
+    # The error is a bound, however busy this machine is.
+    assert clock.source == "exchange" and clock.error_ns is not None
+    assert abs(clock.offset_ns + 70 * MS) <= clock.error_ns < 20 * MS
+    assert any("ahead of" in n for n in clock.notes)
+    assert RunFile(tmp_path / "run-rank1.tessera").get("shared") == [0.0, 0.0]  # one host has one clock
+    merged = merge(tmp_path)
+    assert [s.rank for s in merged.sources] == [0, 1]
+    assert merged.offsets[1].offset_ns == pytest.approx(-70 * MS, abs=20 * MS)
+    assert merged.collectives["count"] == 20
+    ends = [merged.timeline["end_ns"][list(m.rows)] for m in merged.meetings]
+    assert np.median([abs(int(e[0] - e[1])) for e in ends]) < 20 * MS  # 70 before
+
+
+# -- Matching -------------------------------------------------------------------------------------------------------
+
+
+def rank_timeline(
+    rank: int, *, offset_ns: int = 0, drift_ppm: float = 0.0, noise_us: float = 3.0, steps: int = 60, seed: int = 1,
+    skip: int = 0, late_us: float = 0.0, outliers: int = 0, group: str = "0", even: bool = False,
+) -> Timeline:  # fmt: skip
+    """Training steps of one rank by its own clock, `offset_ns` behind the truth and slow by `drift_ppm`."""
+    shared, own = np.random.default_rng(seed), np.random.default_rng(1000 + 7 * rank + seed)
+    b = Builder()
+    now = T0
+    odd = set(own.choice(steps, outliers, replace=False).tolist()) if outliers else set()
+
+    def local(t: float) -> int:
+        return round(t - offset_ns - (t - T0) * drift_ppm * 1e-6 - 0.0)
+
+    for step in range(steps):
+        now += 50 * MS if even else int(shared.uniform(40, 60) * MS)
+        for i, size in enumerate((1 << 20, 1 << 22, 1 << 20)):
+            end = now + (i + 1) * 4 * MS
+            jitter = own.normal(0.0, noise_us * 1e3) + (20 * MS if step in odd and i == 1 else 0)
+            launch = b.intern_launch(
+                Launch(collective_type="all_reduce", collective_bytes=size, group=group, group_size=2)
+            )
+            if step >= skip:
+                start = end - 2 * MS + (late_us * 1e3)
+                b.add("kernel", "gemm", local(end - 3 * MS), local(end - 1 * MS), device=0, stream=7, correlation=3)
+                row = {"device": 0, "stream": 20, "launch": launch, "bytes": size, "correlation": 4}
+                b.add("collective", "ncclAllReduce", local(start), local(end + jitter), **row)
+    t = b.build()
+    t.rank = rank
+    return t
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(-(10**15), 10**15), st.floats(-80.0, 80.0), st.floats(0.5, 30.0), st.integers(0, 6), st.integers(0, 99)
+)
+def test_an_injected_offset_and_drift_are_recovered(
+    offset_ns: int, drift_ppm: float, noise_us: float, outliers: int, seed: int
+) -> None:
+    truth = rank_timeline(0, noise_us=noise_us, seed=seed)
+    other = rank_timeline(1, offset_ns=offset_ns, drift_ppm=drift_ppm, noise_us=noise_us, outliers=outliers, seed=seed)
+    found = align([truth, other])[1]
+    times = other["end_ns"][other.rows("collective")]
+    right = truth["end_ns"][truth.rows("collective")]
+    apart = found.apply(times[::30]) - right[::30]
+    assert found.error_ns is not None and found.source == "collectives" and found.matched == 180
+    # Twice the 90% half-width: one example in a thousand may lie beyond.
+    assert np.median(np.abs(apart)) <= 2.0 * found.error_ns + 2e3 * noise_us
+    # Drift and slope differ in whose second they count: a second-order difference.
+    assert found.drift_ppm == pytest.approx(drift_ppm, abs=2.0 * noise_us)
+    assert found.error_ns < END_BIAS_NS + 2e3 * noise_us
+
+
+def test_intervals_of_the_fit_hold_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(3)
+    times = T0 + np.sort(rng.integers(0, 30 * 10**9, 200))
+    inside = 0
+    for _ in range(200):
+        noise = rng.normal(0.0, 50_000.0, 200)
+        line = fit(times, times + 1_000_000 + np.rint(noise).astype(np.int64))
+        inside += abs(line.offset_ns + line.drift * (times[0] - line.at_ns) - 1e6) <= line.error_ns
+    assert inside >= 0.85 * 200
+
+
+def test_a_clock_that_is_off_is_said() -> None:
+    offsets = align([rank_timeline(0), rank_timeline(1, offset_ns=4 * MS), rank_timeline(2, drift_ppm=30.0)])
+    assert offsets[0].source == "reference" and offsets[0].offset_ns == 0.0
+    assert "rank 1's host clock is 4 ms behind" in offsets[1].notes[0]
+    assert "rank 2's host clock drifts by +30" in offsets[2].notes[0]
+    assert not align([rank_timeline(0), rank_timeline(1, offset_ns=200_000)])[1].notes
+
+
+def test_recordings_that_begin_at_different_steps_are_laid_against_each_other() -> None:
+    a, b = rank_timeline(0), rank_timeline(1, offset_ns=-3 * MS, skip=7)
+    numbers: dict = {}
+    (one,), (two,) = (list(lines(t, numbers).values()) for t in (a, b))
+    assert line_up(one, two) == (21, 1)
+    assert line_up(two, one) == (-21, 1)
+    assert align([a, b])[1].offset_ns == pytest.approx(-3 * MS, abs=20_000)
+
+
+def test_even_steps_are_ambiguous_and_it_is_said() -> None:
+    found = align([rank_timeline(0, even=True, steps=20), rank_timeline(1, even=True, steps=20, skip=2)])[1]
+    assert found.offset_ns == pytest.approx(0.0, abs=20_000)
+    assert any("ways" in n for n in found.notes)
+
+
+def test_ranks_without_anything_in_common_are_left_alone() -> None:
+    found = align([rank_timeline(0, group="a"), rank_timeline(1, group="b", offset_ns=MS)])[1]
+    assert found.error_ns is None and found.offset_ns == 0.0 and "shares no collective" in found.notes[0]
+    with pytest.raises(ArgumentError):
+        align([])
+
+
+def test_a_rank_is_reached_over_another() -> None:
+    middle, far = rank_timeline(1, offset_ns=2 * MS), rank_timeline(2, offset_ns=5 * MS, group="b", seed=4)
+    more = rank_timeline(1, offset_ns=2 * MS, group="b", seed=4)
+    both = Builder()
+    for t in (middle, more):
+        for row in t.rows("collective"):
+            launch = both.intern_launch(t.launches[int(t["launch"][row])])
+            both.add("collective", "c", int(t["start_ns"][row]), int(t["end_ns"][row]), device=0, launch=launch)
+    bridge = both.build()
+    bridge.rank = 1
+    found = align([rank_timeline(0), far, bridge])
+    assert [o.rank for o in found] == [0, 2, 1]
+    assert found[1].offset_ns == pytest.approx(5 * MS, abs=30_000)
+    assert found[1].error_ns > found[2].error_ns
+
+
+def test_groups_with_one_name_and_other_members_are_not_mixed() -> None:
+    a, b = rank_timeline(0), rank_timeline(2, offset_ns=5 * MS)
+    a.meta["distributedInfo"] = {"pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
+    b.meta["distributedInfo"] = {"pg_config": [{"pg_name": "0", "ranks": [2, 3]}]}
+    assert align([a, b])[1].source == "none"
+
+
+# -- Merging --------------------------------------------------------------------------------------------------------
+
+
+def write_run(path: Path, timeline: Timeline, **facts: object) -> Path:
+    with RunWriter(path) as run:
+        run.add_timeline(timeline)
+        for key, value in facts.items():
+            run.set(key, value)
+        domain = Domain(name="gpu0", source="test", resolution_s=0.02)
+        times = np.arange(T0, T0 + 10**9, 20 * MS)
+        run.add_samples(domain, times, np.full(len(times), 300.0))
+        run.add_telemetry([Telemetry(time_ns=T0, domain="gpu0", temperature_c=40.0)], 0)
+        run.add_stacks([(T0, 17, "main;step", 2)])
+    return path
+
+
+def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(3):
+        t = rank_timeline(rank, offset_ns=rank * 3 * MS, late_us=500.0 if rank == 2 else 0.0)
+        t.columns["parent"][1:] = 0
+        t.columns["thread"][:] = 9
+        t.extra = {1: {"tc_util_pct": 40.0}}
+        t.energy_j = np.full(len(t), 0.5) if rank == 1 else None
+        ranks.append(write_run(tmp_path / f"r{rank}.tessera", t, rank=rank))
+    merged = merge(ranks[::-1])
+    t, n = merged.timeline, len(merged.timeline) // 3
+    assert np.array_equal(t["rank"], np.repeat([0, 1, 2], n))
+    assert t["parent"][n] == -1 and t["parent"][n + 1] == n
+    assert set(t["thread"]) == {9, 9 + STRIDE, 9 + 2 * STRIDE}
+    assert t.extra[n + 1]["tc_util_pct"] == 40.0
+    assert np.isnan(t.energy_j[0]) and t.energy_j[n] == 0.5
+    # Rank 2 starts 0.5 ms late every time; the others wait for it.
+    assert len(merged.meetings) == 180
+    meeting = merged.meetings[5]
+    assert meeting.ranks == (0, 1, 2) and meeting.straggler == 2 and meeting.kind == "all_reduce"
+    assert meeting.skew_s == pytest.approx(0.5e-3, abs=5e-5)
+    assert meeting.wait_s == pytest.approx(1e-3, abs=1e-4)
+    assert merged.collectives["stragglers"] == {2: {"times": 180, "wait_s": pytest.approx(0.18, rel=0.1)}}
+    # A collective runs from -2 to 0 ms, its rank's gemm from -3 to -1, and bytes move from -1.5 on: 0.5 of 1.5 ms.
+    assert t.extra[meeting.rows[0]]["collective_overlap_pct"] == pytest.approx(100 / 3, abs=3)
+    one = only(t, 1)
+    assert len(one) == n and one.rank == 1 and one["parent"][1] == 0
+    assert merged.rank(1).extra[1]["tc_util_pct"] == 40.0
+    with pytest.raises(ArgumentError, match="no rank 7"):
+        only(t, 7)
+
+
+def test_a_merged_run_is_a_run(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"rank{r}.tessera", rank_timeline(r, offset_ns=r * 3 * MS), rank=r) for r in range(2)]
+    with merge(paths).write(tmp_path / "merged.tessera") as run:
+        t = run.timeline()
+        assert set(t["rank"]) == {0, 1} and len(t) == 720
+        assert run.get("collectives")["count"] == 180
+        assert [r["rank"] for r in run.get("ranks")] == [0, 1]
+        # Both ranks ran on this host and saw the same board: it is there once.
+        assert list(run.domains) == ["gpu0"]
+        assert run.power().energy_j == pytest.approx(300.0, rel=0.05)
+        assert len(run.telemetry()) == 1 and len(run.stacks()) == 2
+    with pytest.raises(RecordingError):
+        merge(paths).write(tmp_path / "merged.tessera")
+    merge(paths).write(tmp_path / "merged.tessera", replace=True).close()
+    with pytest.raises(ArgumentError, match="one of the files"):
+        merge(paths).write(paths[0], replace=True)
+
+
+def kineto_file(path: Path, timeline: Timeline, rank: int) -> Path:
+    """A Kineto trace with the rows of a timeline."""
+    events = []
+    for row in range(len(timeline)):
+        launch = timeline.launches[int(timeline["launch"][row])] if timeline["launch"][row] >= 0 else None
+        start, end = int(timeline["start_ns"][row]) - T0, int(timeline["end_ns"][row]) - T0
+        args = {"device": 0, "stream": int(timeline["stream"][row]), "correlation": row + 1}
+        if launch:
+            args |= {"Collective name": "allreduce", "In msg nelems": launch.collective_bytes // 2, "dtype": "BFloat16"}
+            args |= {"Process Group Name": "0", "Group size": 2}
+        events.append(
+            {"ph": "X", "cat": "kernel", "name": timeline.name(row), "pid": 0, "tid": 7, "ts": start / 1e3,
+             "dur": (end - start) / 1e3, "args": args}
+        )  # fmt: skip
+    head = {"schemaVersion": 1, "baseTimeNanoseconds": T0, "distributedInfo": {"rank": rank, "world_size": 2}}
+    path.write_text(json.dumps({**head, "traceEvents": events}))
+    return path
+
+
+def test_the_command_merges_a_folder_of_kineto_traces(tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank in range(2):
+        kineto_file(
+            folder / f"host_{rank}.json", rank_timeline(rank, offset_ns=rank * 2 * MS, late_us=80.0 * rank), rank
+        )
+    out = tmp_path / "merged.tessera"
+    result = CliRunner().invoke(command, [str(folder), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "2 ranks, 720 rows" in result.output and "180 collectives" in result.output
+    assert "rank 1 is last" in result.output and "2 ms behind" in result.output
+    result = CliRunner().invoke(command, [str(folder), "-o", str(out), "--force", "--json"])
+    data = json.loads(result.output)
+    assert data["ranks"][1]["offset_ns"] == pytest.approx(2 * MS, abs=20_000)
+    assert data["collectives"]["stragglers"]["1"]["times"] > 170
+    assert set(RunFile(out).timeline()["rank"]) == {0, 1}
+
+
+def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="nothing to merge"):
+        merge(tmp_path)
+    one = write_run(tmp_path / "a.tessera", rank_timeline(0), rank=0)
+    with pytest.raises(ArgumentError, match="1 file to merge"):
+        merge(one)
+    two = write_run(tmp_path / "b.tessera", rank_timeline(0), rank=0)
+    with pytest.raises(ArgumentError, match="both of rank 0"):
+        merge([one, two])
+
+
+def test_the_surer_clock_is_taken_and_a_contradiction_said(tmp_path: Path) -> None:
+    def run(name: str, rank: int, offset_ns: float, error_ns: float, group: str) -> Path:
+        t = rank_timeline(rank, offset_ns=rank * 3 * MS, group=group)
+        clock = Offset(rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=T0, source="exchange").to_json()
+        return write_run(tmp_path / name, t, rank=rank, clock=clock)
+
+    zero = run("0.tessera", 0, 0.0, 0.0, "g")
+    agree = merge([zero, run("1.tessera", 1, 3.0 * MS, 40_000.0, "g")])
+    assert agree.offsets[1].source == "collectives" and not any("differ by" in n for n in agree.notes)
+    wrong = merge([zero, run("2.tessera", 1, 9.0 * MS, 1000.0, "g")])
+    assert wrong.offsets[1].source == "exchange" and any("differ by" in n for n in wrong.notes)
+    apart = merge([zero, run("3.tessera", 1, 3.0 * MS, 40_000.0, "other")])
+    assert apart.offsets[1].source == "exchange" and apart.offsets[1].offset_ns == 3.0 * MS
+    assert apart.collectives == {"count": 0}
+    assert math.isclose(apart.offsets[1].error_ns or 0.0, 40_000.0)
