@@ -1,0 +1,51 @@
+"""A step run a few times under a session: what `graph.profile` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, MeasurementError
+from ..profile.session import session
+from .tiles import GraphProfile, operators
+
+
+def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: str | None) -> GraphProfile:
+    """Run and look; see `tessera.graph.profile`."""
+    if steps < 1 or warmup < 0:
+        raise ArgumentError(f"steps={steps}, warmup={warmup} are no numbers of steps", fix="steps=5, warmup=2")
+    for _ in range(warmup):
+        step_fn()
+    _wait()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(path) if path is not None else Path(folder, "steps.tessera")
+        with session(record_shapes=True, path=target) as sess:
+            for _ in range(steps):
+                step_fn()
+                sess.step()
+            _wait()
+        timeline, notes, table = sess.timeline(), [], None
+        try:
+            table = sess.energy()
+        except MeasurementError as exc:
+            notes.append(f"no joules: {exc.what}")
+    found = operators(timeline, steps=steps)
+    step_s = sum(s.wall_s or 0.0 for s in table.steps) / len(table.steps) if table and table.steps else 0.0
+    if table is None or not table.steps:
+        return dataclasses.replace(found, notes=notes)
+    return dataclasses.replace(
+        found, step_s=step_s, step_j=sum(s.energy_j for s in table.steps) / len(table.steps),
+        step_error_j=sum(s.energy_error_j**2 for s in table.steps) ** 0.5 / len(table.steps), basis=table.basis,
+        notes=notes,
+    )  # fmt: skip
+
+
+def _wait() -> None:
+    """Until the device has done what was launched, so that no step runs into the next one's account."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()

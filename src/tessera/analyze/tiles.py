@@ -1,0 +1,236 @@
+"""Operators as a kernel author sees them: the tile a kernel works in, how many, how long each takes, what was fused.
+
+::
+
+    MatMul[256x128x64]   latency=170 us   occupancy=19%   tiles=264 in 2 waves, 85 us each   0.155 J
+    FusedOp[FlashAttn]   latency=185 us   tiles=2048      softmax and two products in one kernel
+    AllReduce[dp]        latency=15 us    bandwidth=1.6 TB/s
+
+Tiles are thread blocks (CTAs); the shape is the one in the kernel's name. Occupancy is the most the launch allows
+(registers, shared memory, threads): what is achieved needs counters (`tessera run --counters`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..record import ON_DEVICE
+from ..timeline import Launch, Timeline
+from ..timeline.columns import NONE
+from ..timeline.link import Links, link
+from .names import category, short
+
+# Of one SM since Volta (CUDA programming guide, compute capabilities 7.0 to 10.0): registers, threads, blocks; shared
+# memory by what the device properties say, else Hopper's.
+_REGISTERS, _WARP, _BLOCKS = 65536, 32, 32
+_THREADS, _SHARED_BYTES = 2048, 233_472
+# The tile in the names of nvjet, cutlass, xmma, cuDNN's attention and Triton's templates.
+_TILE = re.compile(r"(?<![\dx])(\d{2,3})x(\d{2,3})(?:[x_](\d{2,3}))?(?![\d])")
+_FUSED = re.compile(r"triton_\w+?_fused_(.+?)_\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpProfile:
+    """One kind of call: its kernel, mean latency, tiles, and joules where power was recorded. None: see `why`."""
+
+    label: str
+    name: str
+    op: str | None
+    calls: int
+    latency_s: float
+    total_s: float
+    occupancy_pct: float | None = None
+    tiles: int | None = None
+    waves: int | None = None
+    tile_latency_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    dram_gbps: float | None = None
+    fused: tuple[str, ...] = ()
+    energy_j: float | None = None
+    energy_error_j: float | None = None
+    shapes: str | None = None
+
+    @property
+    def why(self) -> dict[str, str]:
+        """What would provide the figures that are missing."""
+        needs = {
+            "occupancy_pct": "needs a GPU kernel", "tiles": "needs a GPU kernel", "energy_j": "needs power samples",
+            "dram_gbps": "needs ncu: tessera run --counters",
+            "bandwidth_bytes_per_s": "only copies and collectives say their bytes",
+        }  # fmt: skip
+        return {field: text for field, text in needs.items() if getattr(self, field) is None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphProfile:
+    """What `graph.profile(step_fn)` found, longest first; `rewrites` is what was fused into what."""
+
+    rows: Sequence[OpProfile]
+    rewrites: Sequence[str]
+    steps: int
+    step_s: float
+    step_j: float | None = None
+    step_error_j: float | None = None
+    basis: str = "measured"
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        import dataclasses
+
+        return {**dataclasses.asdict(self), "rows": [dataclasses.asdict(r) for r in self.rows]}
+
+    def __str__(self) -> str:
+        from ..report.tiles import text
+
+        return text(self)
+
+
+def operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> GraphProfile:
+    """The operators of a timeline (attributed before, where joules are wanted), by kernel, launch and operator."""
+    links = link(timeline)
+    rows = timeline.device_rows
+    on_device = len(rows) > 0
+    if not on_device:
+        rows = np.flatnonzero(links.parent == NONE)
+        rows = rows[np.isin(rows, timeline.rows("op"))]
+    op = links.op[rows]
+    key = np.column_stack(
+        [timeline["name"][rows], timeline["launch"][rows], np.where(op == NONE, NONE, timeline["shapes"][op])]
+    )
+    _, where = np.unique(key, axis=0, return_inverse=True)
+    where = where.reshape(-1)
+    found = [_one(timeline, links, rows[where == k]) for k in range(int(where.max(initial=-1)) + 1)]
+    found.sort(key=lambda r: r.total_s, reverse=True)
+    return GraphProfile(rows=found, rewrites=_rewrites(found), steps=steps, step_s=step_s)
+
+
+def _one(timeline: Timeline, links: Links, rows: np.ndarray[Any, np.dtype[np.int64]]) -> OpProfile:
+    first = int(rows[0])
+    launch = timeline.launches[int(timeline["launch"][first])] if timeline["launch"][first] != NONE else Launch()
+    name, kind = timeline.name(first), timeline.kind(first)
+    op = int(links.op[first])
+    op_name = timeline.name(op) if op != NONE else None
+    total_s = float(np.sum(timeline["end_ns"][rows] - timeline["start_ns"][rows])) * 1e-9
+    latency_s = total_s / len(rows)
+    tiles = math.prod(launch.grid) if launch.grid else None
+    occupancy, per_sm = occupancy_pct(launch)
+    sms = _sms(timeline, int(timeline["device"][first]))
+    waves = math.ceil(tiles / (sms * per_sm)) if tiles and per_sm and sms else None
+    moved = int(timeline["bytes"][first])
+    return OpProfile(
+        label=label(name, kind, op_name, launch), name=name, op=op_name, calls=len(rows),
+        latency_s=latency_s, total_s=total_s,
+        occupancy_pct=occupancy if kind in ON_DEVICE else None, tiles=tiles, waves=waves,
+        tile_latency_s=latency_s / waves if waves else None,
+        bandwidth_bytes_per_s=moved / latency_s if moved > 0 and latency_s > 0 else None,
+        dram_gbps=_dram_gbps(timeline, first), fused=fused(name, op_name) if kind == "kernel" else (),
+        energy_j=_sum(timeline.energy_j, rows), energy_error_j=_sum(timeline.energy_error_j, rows),
+        shapes=timeline.text("shapes", op) if op != NONE else None,
+    )  # fmt: skip
+
+
+def _sum(values: Any, rows: Any) -> float | None:
+    """Joules of some rows; their errors are one class's and add up. None where nothing was attributed."""
+    if values is None or np.all(np.isnan(values[rows])):
+        return None
+    return float(np.nansum(values[rows]))
+
+
+def _dram_gbps(timeline: Timeline, row: int) -> float | None:
+    extra = timeline.extra.get(row) if timeline.extra else None
+    if not extra or extra.get("dram_read_gbps") is None:
+        return None
+    return float(extra["dram_read_gbps"]) + float(extra.get("dram_write_gbps") or 0.0)
+
+
+def _sms(timeline: Timeline, device: int) -> int | None:
+    for index, properties in enumerate(timeline.meta.get("deviceProperties") or ()):
+        if isinstance(properties, dict) and int(properties.get("id", index)) == device:
+            return int(properties.get("numSms", 0)) or None
+    return None
+
+
+def occupancy_pct(launch: Launch) -> tuple[float | None, int | None]:
+    """The most warps a launch can have on an SM, in percent, and how many of its blocks fit there."""
+    if not launch.block:
+        return None, None
+    threads = math.prod(launch.block)
+    warps = math.ceil(threads / _WARP)
+    limits = [_BLOCKS, _THREADS // max(warps * _WARP, 1)]
+    if launch.registers:
+        # Registers are given to warps in units of 256.
+        per_warp = math.ceil(launch.registers * _WARP / 256) * 256
+        limits.append(_REGISTERS // per_warp // warps)
+    if launch.shared_bytes:
+        limits.append(_SHARED_BYTES // (launch.shared_bytes + 1024))  # the driver keeps 1 KiB a block
+    blocks = max(min(limits), 1)
+    return min(100.0, 100.0 * blocks * warps / (_THREADS // _WARP)), blocks
+
+
+_LABELS = (
+    ("FusedOp[FlashAttn]", re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)),
+    ("Conv", re.compile(r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad", re.IGNORECASE)),
+    ("MatMul", re.compile(r"gemm|nvjet|matmul|cutlass|gemv|splitk|::mm$|::bmm$|::addmm$|::linear$", re.IGNORECASE)),
+)
+
+
+def label(name: str, kind: str, op: str | None, launch: Launch) -> str:
+    """MatMul[128x128x64], AllReduce[dp], FusedOp[FlashAttn], Softmax ...: what it is, and its tile."""
+    if kind == "collective":
+        what = (launch.collective_type or re.sub(r"nccl(DevKernel)?_?|_.*|\(.*", "", name) or "collective").strip("_")
+        return f"{_camel(what)}[{launch.group or 'world'}]"
+    if kind in ("memcpy", "memset"):
+        return f"Memcpy[{launch.memcpy_dir}]" if kind == "memcpy" and launch.memcpy_dir else kind.capitalize()
+    if _FUSED.search(name):
+        return f"FusedOp[{'+'.join(fused(name, op))}]"
+    for text, pattern in _LABELS:
+        if pattern.search(name) or (op and pattern.search(op)):
+            tile = tile_of(name)
+            return text if "[" in text else f"{text}[{tile}]" if tile else text
+    return _camel(_plain(op)) if op else short(name, kind)
+
+
+def _plain(op: str) -> str:
+    """aten::_softmax as softmax, autograd::engine::evaluate_function: MmBackward0 as MmBackward0."""
+    return op.rpartition("::")[2].removeprefix("evaluate_function: ").strip("_")
+
+
+def tile_of(name: str) -> str | None:
+    """The tile in a kernel's name, BMxBNxBK; None where it says none."""
+    found = _TILE.search(name.replace("tilesize", " "))
+    if found is None:
+        return None
+    return "x".join(part for part in found.groups() if part)
+
+
+def fused(name: str, op: str | None) -> tuple[str, ...]:
+    """What one kernel does that a program writes as several operators."""
+    found = _FUSED.search(name)
+    if found:
+        words = [w for w in re.split(r"_(?=[a-z])", found.group(1)) if w]
+        return tuple(dict.fromkeys(words))
+    if category(name) == "attention":
+        return ("matmul", "softmax", "matmul")
+    if re.search(r"gelu|relu|silu", name, re.IGNORECASE) and re.search(r"gemm|nvjet|cutlass", name, re.IGNORECASE):
+        return ("matmul", "bias", "activation")
+    if "bias" in name or (op or "").endswith("::addmm"):
+        return ("matmul", "bias")
+    if "multi_tensor_apply" in name:
+        return ("one update", "many tensors")
+    return ()
+
+
+def _rewrites(rows: Sequence[OpProfile]) -> list[str]:
+    """Which rewrites happened, once each."""
+    return list(dict.fromkeys(f"{r.label}: {' + '.join(r.fused)} in one kernel" for r in rows if r.fused))
+
+
+def _camel(words: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in re.split(r"[_\s]+", words) if part)

@@ -1,0 +1,44 @@
+"""`tessera attribute`: joules by kernel, operator and region of a trace and a power log recorded by anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ..attribute.table import VIEWS
+
+
+@click.command("attribute")
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--power", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Power log of the same time: epoch_us, domain, watts (power_trace().to_csv), or nvidia-smi's CSV.",
+)  # fmt: skip
+@click.option("--by", type=click.Choice(VIEWS), default=None, help="What to list: kernels unless said.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many rows.")
+@click.option("--json", "as_json", is_flag=True, help="Print all rows of all views as JSON.")
+def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -> None:
+    """Assign the joules of a power log to the kernels of a Kineto trace, with error bars.
+
+    \b
+    Examples:
+      tessera attribute trace.json.gz --power power.csv
+      tessera attribute trace.json.gz --power smi.csv --by ops --json
+    """
+    from ..profile.load import load
+
+    table = load(trace, power).energy()
+    if as_json:
+        click.echo(json.dumps(table.to_json(), allow_nan=False, default=float))
+        return
+    from rich.console import Console
+
+    from ..report.energy import renderable
+
+    console = Console(highlight=False)
+    console.print(renderable(table, by=by, top=top, width=console.width))
+    others = [v for v in VIEWS if table.rows(v) and v != (by or "kernels")]
+    if others:
+        console.print(f"next  tessera attribute {trace} --power {power} --by {others[0]}", style="dim", soft_wrap=True)

@@ -1,0 +1,163 @@
+"""Power logs recorded by anything: our own CSV, and nvidia-smi's. What the sensor behind them does is inferred.
+
+A log says watts and times, not how its sensor lags and smears: that decides which kernels a sample belongs to. The
+NVML ring is known by its 20 ms; nvidia-smi's `power.draw` is a 1 s average, `power.draw.instant` refreshes at 10 Hz,
+and both repeat a value until the next one: repeats are not samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import RecordingError
+from ..schema import Basis, Domain, Hold
+from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
+from ..sensors.modelled import MODEL_ERROR
+from ..trace import Column, PowerTrace, csv_basis, read_csv
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_RING_SPACING_S = (0.012, 0.030)
+# nvidia-smi's `power.draw` on GPUs since Ampere: a 1 s average, refreshed at 10 Hz (docs/measuring.md).
+_AVERAGE_S, _REFRESH_S = 1.0, 0.1
+# Longer without a sample is a hole: the logger stood still. NVML's own ring has spacings of up to 46 ms.
+_HOLE_S, _HOLE_SPACINGS = 0.25, 6.0
+_STAMPS = ("%Y/%m/%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S.%f", "%Y/%m/%d %H:%M:%S")
+_WATTS = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(m?W)?\s*$")
+
+
+def read_power(path: str | Path) -> PowerTrace:
+    """A power log as a trace in epoch time: columns epoch_us, domain, watts, or those of nvidia-smi's CSV log."""
+    source = Path(path)
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as f:
+            head = [c.strip() for c in next(csv.reader(f), [])]
+    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+        raise RecordingError(f"cannot read {source}", why=str(exc), fix="give a CSV power log") from exc
+    columns = _nvidia_smi(source, head) if "timestamp" in head else _own(source)
+    if not columns:
+        raise RecordingError(f"{source} holds no power sample", fix="record it while the program runs")
+    times = np.concatenate([c.times_ns for c in columns.values()])
+    return PowerTrace(columns, start_ns=int(times.min()), end_ns=int(times.max()))
+
+
+def _own(source: Path) -> dict[str, Column]:
+    samples = read_csv(source)  # first: it says what a file that is no power log lacks
+    basis = csv_basis(source)
+    return {n: _column(_domain(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
+
+
+def _column(domain: Domain, times_ns: Ints, watts: Floats) -> Column:
+    """Samples with their holes marked: where nothing was logged for long, nothing is known."""
+    hole_ns = max(_HOLE_S, _HOLE_SPACINGS * domain.resolution_s) * 1e9
+    after = np.flatnonzero(np.diff(times_ns) > hole_ns) + 1
+    # NaN says that nothing is known since the sample before it.
+    times_ns = np.insert(times_ns, after, times_ns[after] - 1)
+    return Column.of(domain, times_ns, np.insert(watts, after, np.nan))
+
+
+def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
+    """A domain as its name and spacing tell it."""
+    spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
+    said = basis or "measured"
+    counted = "." not in name
+    low, high = _RING_SPACING_S
+    if name.startswith("gpu") and low <= spacing_s <= high and said == "measured":
+        return Domain(
+            name=name, source="nvml-samples", resolution_s=RING_RESOLUTION_S, lag_s=RING_LAG_S, blur_s=RING_BLUR_S,
+            sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted,
+            note="taken as NVML's ring: 20 ms apart",
+        )  # fmt: skip
+    if name.startswith(("cpu", "dram", "package")):  # differences of an energy counter
+        return Domain(
+            name=name, source="csv", resolution_s=spacing_s, hold=Hold.MEAN, counted=counted, basis=said,
+            gain_error=MODEL_ERROR if said == "modelled" else 0.0,
+        )  # fmt: skip
+    return Domain(
+        name=name, source="csv", resolution_s=spacing_s, lag_s=0.5 * spacing_s, blur_s=spacing_s / math.sqrt(12),
+        counted=counted, basis=said, gain_error=MODEL_ERROR if said == "modelled" else 0.02,
+        note="a sensor that is not known: each sample is taken as the mean since the one before",
+    )  # fmt: skip
+
+
+# -- nvidia-smi ----------------------------------------------------------------------------------------------------
+
+
+def _nvidia_smi(source: Path, head: list[str]) -> dict[str, Column]:
+    """`nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv -lms 20`, with or without units."""
+    power = next((c for c in head if c.startswith("power.draw")), None)
+    if power is None:
+        raise RecordingError(
+            f"{source} has a timestamp but no power.draw", why=f"its columns are {', '.join(head)}",
+            fix="nvidia-smi --query-gpu=timestamp,index,power.draw.instant --format=csv -lms 20 > power.csv",
+        )  # fmt: skip
+    rows: dict[str, list[tuple[int, float]]] = {}
+    labels: dict[str, str] = {}
+    with source.open(newline="", encoding="utf-8-sig") as f:
+        for line, row in enumerate(csv.DictReader(f, fieldnames=head, skipinitialspace=True), start=1):
+            if line == 1 or row.get("timestamp") in (None, "", "timestamp"):
+                continue
+            name = f"gpu{(row.get('index') or '0').strip()}"
+            watts = _watts(row.get(power), source, line)
+            if watts is not None:
+                rows.setdefault(name, []).append((_stamp_ns(row["timestamp"], source, line), watts))
+                labels.setdefault(name, (row.get("name") or "").strip())
+    return {n: _smi_column(n, pairs, power, labels[n]) for n, pairs in rows.items()}
+
+
+def _smi_column(name: str, pairs: list[tuple[int, float]], power: str, label: str) -> Column:
+    pairs.sort()
+    times, watts = np.array([t for t, _ in pairs]), np.array([w for _, w in pairs])
+    fresh = _fresh(times, watts)
+    instant = power.startswith("power.draw.instant")
+    averaged_s = 0.0 if instant else _AVERAGE_S
+    domain = Domain(
+        name=name, source=f"nvidia-smi {power.split(' ', maxsplit=1)[0]}", label=label, resolution_s=_REFRESH_S,
+        lag_s=0.5 * (averaged_s + _REFRESH_S), blur_s=max(averaged_s, _REFRESH_S) / math.sqrt(12), gain_error=0.05,
+        note="refreshed at 10 Hz" if instant else "a 1 s average, refreshed at 10 Hz: single kernels hardly show",
+    )  # fmt: skip
+    return _column(domain, times[fresh], watts[fresh])
+
+
+def _fresh(times_ns: Ints, watts: Floats) -> NDArray[np.bool_]:
+    """Which readings are new: a value is shown again until the next refresh, and one that stays is refreshed too."""
+    kept = np.zeros(len(watts), bool)
+    last_ns, last_w = -(1 << 62), math.nan
+    for i, (t, w) in enumerate(zip(times_ns.tolist(), watts.tolist(), strict=True)):
+        if w != last_w or t - last_ns >= 1.4 * _REFRESH_S * 1e9:
+            kept[i], last_ns, last_w = True, t, w
+    return kept
+
+
+def _watts(text: str | None, source: Path, line: int) -> float | None:
+    if text is None or text.strip().strip("[]").lower() in ("", "n/a", "not supported", "unknown error"):
+        return None
+    found = _WATTS.match(text)
+    if found is None:
+        raise RecordingError(f"{source}, line {line}: {text!r} is no power")
+    return float(found.group(1)) * (1e-3 if found.group(2) == "mW" else 1.0)
+
+
+def _stamp_ns(text: str, source: Path, line: int) -> int:
+    """nvidia-smi writes local time without saying so."""
+    for pattern in _STAMPS:
+        try:
+            moment = datetime.strptime(text.strip(), pattern).astimezone()
+        except ValueError:
+            continue
+        return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
+    raise RecordingError(f"{source}, line {line}: {text!r} is no time", fix="nvidia-smi writes 2026/11/15 09:30:00.123")
+
+
+def domains_of(trace: PowerTrace) -> Mapping[str, str]:
+    """What each domain of a log was taken as, for people."""
+    return {n: c.domain.note for n, c in trace.columns.items() if c.domain.note}

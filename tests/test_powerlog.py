@@ -1,0 +1,153 @@
+"""Power logs of other tools, and `tessera attribute` on them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tessera.cli.main import cli
+from tessera.errors import MeasurementError, RecordingError
+from tessera.profile.load import load
+from tessera.profile.powerlog import read_power
+
+BASE_NS = 1_790_000_000_000_000_000
+
+
+def write_own(path: Path, watts: list[float], every_ms: float = 20.0, domain: str = "gpu0") -> Path:
+    lines = ["epoch_us,domain,watts"]
+    lines += [f"{BASE_NS // 1000 + round(i * every_ms * 1000)},{domain},{w}" for i, w in enumerate(watts)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_trace(path: Path, kernels: int = 200) -> Path:
+    events = []
+    for i in range(kernels):
+        start_us = 100_000 + i * 10_000
+        events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": start_us - 20.5,
+                       "dur": 10.25, "args": {"External id": i + 1}})  # fmt: skip
+        events.append({"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": start_us, "dur": 8000.125,
+                       "args": {"External id": i + 1, "device": 0, "stream": 7, "correlation": i + 1}})  # fmt: skip
+    data = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, "traceEvents": events,
+            "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}  # fmt: skip
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    else:
+        path.write_text(json.dumps(data))
+    return path
+
+
+def test_a_log_at_20_ms_is_taken_as_the_ring(tmp_path):
+    trace = read_power(write_own(tmp_path / "p.csv", [500.0] * 100))
+    column = trace.columns["gpu0"]
+    assert column.domain.source == "nvml-samples"
+    assert column.domain.lag_s > 0
+    assert trace.energy_j == pytest.approx(500 * 0.02 * 99, rel=0.02)
+
+
+def test_other_spacings_and_domains_are_not(tmp_path):
+    slow = read_power(write_own(tmp_path / "p.csv", [500.0] * 30, every_ms=100)).columns["gpu0"].domain
+    assert slow.source == "csv"
+    assert "mean since the one before" in slow.note
+    cpu = read_power(write_own(tmp_path / "c.csv", [50.0] * 30, domain="cpu0")).columns["cpu0"].domain
+    assert cpu.hold.value == "mean"
+
+
+def test_a_hole_is_unknown_not_bridged(tmp_path):
+    path = write_own(tmp_path / "p.csv", [500.0] * 50)
+    with path.open("a") as f:
+        for i in range(50):
+            f.write(f"{BASE_NS // 1000 + 5_000_000 + i * 20_000},gpu0,100\n")
+    trace = read_power(path)
+    energy = trace.energy()
+    assert energy.coverage < 0.5
+    assert energy.joules == pytest.approx(500 * 0.98 + 100 * 0.98, rel=0.05)
+
+
+def smi(path: Path, field: str, rows: list[tuple[float, int, str]], units: bool = True) -> Path:
+    lines = [f"timestamp, index, name, {field}{' [W]' if units else ''}"]
+    for seconds, index, text in rows:
+        stamp = datetime.fromtimestamp(BASE_NS / 1e9 + seconds).strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
+        lines.append(f"{stamp}, {index}, NVIDIA H200, {text}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_nvidia_smi_logs(tmp_path):
+    rows = [(i * 0.02, g, f"{300 + 100 * g + i // 5:.2f} W") for i in range(200) for g in (0, 1)]
+    trace = read_power(smi(tmp_path / "smi.csv", "power.draw.instant", rows))
+    assert list(trace.columns) == ["gpu0", "gpu1"]
+    column = trace.columns["gpu0"]
+    assert column.domain.label == "NVIDIA H200"
+    assert len(column.watts) == 40  # each value was shown five times
+    assert abs(int(column.times_ns[0]) - BASE_NS) < 2_000_000
+    average = read_power(smi(tmp_path / "avg.csv", "power.draw", rows)).columns["gpu0"].domain
+    assert average.lag_s > 0.5
+    assert "1 s average" in average.note
+
+
+def test_a_value_that_stays_is_refreshed_and_na_is_left_out(tmp_path):
+    rows = [(i * 0.02, 0, "300.00 W") for i in range(100)] + [(2.0 + i * 0.02, 0, "[N/A]") for i in range(5)]
+    column = read_power(smi(tmp_path / "smi.csv", "power.draw.instant", rows)).columns["gpu0"]
+    assert 12 <= len(column.watts) <= 15
+    assert not np.isnan(column.watts).any()
+    plain = read_power(
+        smi(tmp_path / "nounits.csv", "power.draw", [(i * 0.1, 0, "300") for i in range(5)], units=False)
+    )
+    assert plain.columns["gpu0"].watts[0] == 300
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("timestamp, index, temperature.gpu\n2026/01/01 00:00:00.000, 0, 33\n", "no power.draw"),
+        ("timestamp, power.draw [W]\nyesterday, 33 W\n", "is no time"),
+        ("timestamp, power.draw [W]\n2026/01/01 00:00:00.000, warm\n", "is no power"),
+        ("timestamp, power.draw [W]\n", "no power sample"),
+        ("a,b\n1,2\n", "not a power log"),
+    ],
+)
+def test_bad_logs_say_what_is_wrong(tmp_path, text, match):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(RecordingError, match=match):
+        read_power(path)
+
+
+def test_load_answers_like_a_session(tmp_path):
+    trace = write_trace(tmp_path / "t.json.gz")
+    power = write_own(tmp_path / "p.csv", [400.0] * 110)
+    found = load(trace, power=power)
+    table = found.energy()
+    assert table.kernels[0].name == "gemm"
+    assert table.kernels[0].calls == 200
+    assert table.ops[0].name == "aten::mm"
+    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.total_j)
+    kernels = [r for r in found.records() if r.kind == "kernel"]
+    assert kernels[0].energy_j == pytest.approx(table.kernels[0].j_per_call, rel=0.2)
+    assert kernels[0].end_ns - kernels[0].start_ns == 8_000_125
+    with pytest.raises(MeasurementError, match="no power was recorded"):
+        load(trace).energy()
+
+
+def test_the_command(tmp_path):
+    trace = write_trace(tmp_path / "t.json")
+    power = write_own(tmp_path / "p.csv", [400.0] * 110)
+    run = CliRunner().invoke(cli, ["attribute", str(trace), "--power", str(power), "--json"])
+    assert run.exit_code == 0, run.output
+    data = json.loads(run.output)
+    assert data["kernels"][0]["kernel_name"] == "gemm"
+    assert data["kernels"][0]["kind"] == "kernel"
+    assert data["idle_j"] > 0
+    text = CliRunner().invoke(cli, ["attribute", str(trace), "--power", str(power), "--by", "ops"])
+    assert text.exit_code == 0
+    assert "aten::mm" in text.output
+    assert "next" in text.output
+    missing = CliRunner().invoke(cli, ["attribute", str(trace)])
+    assert missing.exit_code == 2

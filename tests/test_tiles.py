@@ -1,0 +1,77 @@
+"""`graph.profile(step_fn)`: operators as a kernel author sees them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tessera import graph
+from tessera.analyze.tiles import fused, label, occupancy_pct, operators, tile_of
+from tessera.errors import ArgumentError
+from tessera.timeline import Builder, Launch
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "256x128x64"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize128x64x8_stage3_warpsize2x2x1", "128x64"),
+        ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>", "128x128"),
+        ("cunn_SoftMaxForward", None),
+    ],
+)
+def test_tiles_are_read_off_names(name, tile):
+    assert tile_of(name) == tile
+
+
+def test_labels():
+    none = Launch()
+    assert label("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "kernel", "aten::mm", none) == "MatMul[256x128x64]"
+    assert label("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "kernel", None, none) == "FusedOp[FlashAttn]"
+    reduce = Launch(collective_type="allreduce", group="dp")
+    assert label("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "collective", None, reduce) == "Allreduce[dp]"
+    assert label("triton_poi_fused_add_gelu_0", "kernel", None, none) == "FusedOp[add+gelu]"
+    assert label("k", "kernel", "aten::_log_softmax", none) == "LogSoftmax"
+    assert label("k", "op", "autograd::engine::evaluate_function: MulBackward0", none) == "MulBackward0"
+    assert label("Memcpy HtoD", "memcpy", None, Launch(memcpy_dir="HtoD")) == "Memcpy[HtoD]"
+    assert fused("nvjet_bias_NNT", "aten::addmm") == ("matmul", "bias")
+
+
+def test_occupancy_is_what_the_launch_allows():
+    # 384 threads of 168 registers: 12 warps of 5376, one block fits 65536 registers: 12 of 64 warps.
+    assert occupancy_pct(Launch(block=(384, 1, 1), registers=168)) == (pytest.approx(18.75), 1)
+    assert occupancy_pct(Launch(block=(128,), registers=16)) == (100.0, 16)
+    assert occupancy_pct(Launch(block=(128,), registers=16, shared_bytes=100_000)) == (pytest.approx(12.5), 2)
+    assert occupancy_pct(Launch()) == (None, None)
+
+
+def test_waves_and_time_per_tile():
+    build = Builder()
+    build.meta["deviceProperties"] = [{"id": 0, "numSms": 132}]
+    launch = build.intern_launch(Launch(grid=(2, 132, 1), block=(384, 1, 1), registers=168))
+    for i in range(3):
+        build.add("kernel", "nvjet_256x128_64", i * 300_000, i * 300_000 + 200_000, device=0, stream=7, launch=launch)
+    build.add("memcpy", "Memcpy DtoD", 10**6, 10**6 + 100_000, device=0, stream=7, bytes=10**8)
+    found = operators(build.build())
+    gemm, copy = found.rows
+    assert (gemm.tiles, gemm.waves, gemm.calls) == (264, 2, 3)
+    assert gemm.tile_latency_s == pytest.approx(1e-4)
+    assert copy.bandwidth_bytes_per_s == pytest.approx(1e12)
+    assert gemm.why["energy_j"] == "needs power samples"
+    text = str(found)
+    assert "MatMul[256x128x64]" in text
+    assert "bandwidth=1 TB/s" in text
+    assert json.loads(json.dumps(found.to_json()))["rows"][0]["tiles"] == 264
+
+
+def test_a_step_on_the_cpu():
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+    found = graph.profile(lambda: layer(x).relu().sum().backward(), steps=3, warmup=1)
+    assert found.steps == 3
+    assert any(r.op == "aten::linear" and r.calls == 3 for r in found.rows)
+    assert found.step_s > 0
+    assert "a step:" in str(found)
+    with pytest.raises(ArgumentError):
+        graph.profile(lambda: None, steps=0)
