@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python 3.11+ and make:
-#   make run    makes .venv, installs, measures the example training script
+#   make run    makes .venv, installs, profiles the example training script
 #   make test   lint, types, import contracts, all tests
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
-	$(BIN)/tessera measure --steps 60 -- $(BIN)/python examples/train.py
+	$(BIN)/tessera run examples/train.py
 
 test: lint types contracts tests
 

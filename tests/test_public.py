@@ -13,8 +13,8 @@ import tessera.monitor
 from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
-    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "errors", "estimate",
-    "graph", "hardware", "monitor", "predict", "schema", "sensors", "units",
+    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "analyze", "errors",
+    "estimate", "graph", "hardware", "monitor", "predict", "profile", "schema", "sensors", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
@@ -22,6 +22,18 @@ MONITOR = {
 }  # fmt: skip
 FLAGS = {
     "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
+    "run": {
+        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--counters", "--out", "--html",
+        "--json", "target", "arguments",
+    },
+    "report": {"run", "--html", "--by", "--top", "--json", "--open"},
+    "export": {"run", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},
+    "attribute": {"trace", "--power", "--by", "--top", "--json"},
+    "merge": {"paths", "-o", "--force", "--json"},
+    "analyze": {
+        "kind", "trace", "--arch", "--by", "--group-by", "--min-bytes", "--power", "--sort", "--threshold", "--top", "--json",
+    },
+    "diff": {"a", "b", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",

@@ -517,7 +517,8 @@ def brute_open(rows: list[tuple[int, int, int, int]], thread: int | None, at: in
 
 def brute_parent(rows: list[tuple[int, int, int, int]], row: int) -> int:
     _, thread, start, end = next(x for x in rows if x[0] == row)
-    hits = [(s, -e, r) for r, t, s, e in rows if t == thread and (s, -e, r) < (start, -end, row) and e > start]
+    before = [(s, -e, r) for r, t, s, e in rows if t == thread and (s, -e, r) < (start, -end, row) and e > start]
+    hits = [x for x in before if 2 * (-x[1] - start) >= end - start]  # it holds at least half
     return max(hits)[2] if hits else NONE
 
 

@@ -2,13 +2,17 @@
 
 ::
 
-    from tessera import monitor, EnergyBenchmark
+    from tessera import monitor, profile, EnergyBenchmark
 
     with monitor.energy_scope("training_epoch") as energy:
         run_training()
     print(energy.joules, "±", energy.error_j, "J at", energy.watts, "W")
 
     report = tessera.predict(model, inputs, on="h200")      # before it runs: joules, seconds, bytes
+
+    with profile.session() as sess:                         # while it runs: joules by kernel, operator, region
+        step()
+    print(sess.energy())
 
 Names are loaded when first used: importing tessera imports neither torch nor numpy.
 """
@@ -19,11 +23,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import analyze as analyze
     from . import errors as errors
     from . import estimate as estimate
     from . import graph as graph
     from . import hardware as hardware
     from . import monitor as monitor
+    from . import profile as profile
     from . import schema as schema
     from . import sensors as sensors
     from . import units as units
@@ -44,7 +50,7 @@ _LAZY = {
     "TesseraError": ".errors",
     "predict": ".estimate.predict",
 }
-_MODULES = ("errors", "estimate", "graph", "hardware", "monitor", "schema", "sensors", "units")
+_MODULES = ("analyze", "errors", "estimate", "graph", "hardware", "monitor", "profile", "schema", "sensors", "units")
 
 __all__ = [
     "Energy",
@@ -53,12 +59,14 @@ __all__ = [
     "PowerTrace",
     "TesseraError",
     "__version__",
+    "analyze",
     "errors",
     "estimate",
     "graph",
     "hardware",
     "monitor",
     "predict",
+    "profile",
     "schema",
     "sensors",
     "units",

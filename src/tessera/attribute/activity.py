@@ -65,16 +65,27 @@ def activity(timeline: Timeline, rows: Ints, ops: Ints) -> Activity:
     size = np.where(
         timeline["bytes"][order] > 0, np.log2(np.maximum(timeline["bytes"][order], 1)).astype(np.int64), NONE
     )
-    key = np.column_stack(
-        [timeline["kind"][order], timeline["name"][order], timeline["launch"][order], op_name, shapes, size]
+    first, cls = distinct(
+        timeline["kind"][order], timeline["name"][order], timeline["launch"][order], op_name, shapes, size
     )
-    _, first, cls = np.unique(key, axis=0, return_index=True, return_inverse=True)
-    cls = cls.reshape(-1)
     seconds = (end - start) * 1e-9
     return Activity(
         rows=order, start_ns=start, end_ns=end, share_s=shares(start, end), weight=_weights(seconds, cls, len(first)),
         cls=cls, names=[timeline.name(int(order[i])) for i in first], first=order[first],
     )  # fmt: skip
+
+
+def distinct(*columns: Ints) -> tuple[Ints, Ints]:
+    """The first place of every combination of values, and for each place the number of its combination.
+
+    One column at a time: sorting rows of several columns at once takes five times as long.
+    """
+    number = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        _, values = np.unique(column, return_inverse=True)
+        _, number = np.unique(number * (int(values.max(initial=0)) + 1) + values, return_inverse=True)
+    _, first, cls = np.unique(number, return_index=True, return_inverse=True)
+    return first, cls
 
 
 def shares(start_ns: Ints, end_ns: Ints) -> Floats:

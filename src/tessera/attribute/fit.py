@@ -149,6 +149,8 @@ def conserved(watts: Floats, covariance: Floats, seconds: Floats, joules: float)
 def groups(design: Floats, alike: float = 0.98) -> Ints:
     """Numbers of classes whose exposures rise and fall together in the samples; -1 where a class stands alone."""
     n = design.shape[1]
+    if len(design) < 3:  # anything moves together in two samples
+        return np.full(n, -1, np.int64)
     centred = design - design.mean(axis=0)
     size = np.sqrt(np.sum(centred**2, axis=0))
     unit = centred / np.where(size > 0, size, 1.0)

@@ -9,7 +9,7 @@ from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
 from ..timeline.nesting import Nesting
-from .activity import Activity, shares
+from .activity import Activity, distinct, shares
 
 
 def host_activity(timeline: Timeline, links: Links) -> Activity:
@@ -19,9 +19,8 @@ def host_activity(timeline: Timeline, links: Links) -> Activity:
     rows, start, end = nested.stretches()
     order = np.argsort(start, kind="stable")
     rows, start, end = rows[order], start[order], end[order]
-    key = np.column_stack([timeline["name"][rows], timeline["shapes"][rows]])
-    _, first, cls = np.unique(key, axis=0, return_index=True, return_inverse=True)
+    first, cls = distinct(timeline["name"][rows], timeline["shapes"][rows])
     return Activity(
         rows=rows, start_ns=start, end_ns=end, share_s=shares(start, end), weight=np.ones(len(rows)),
-        cls=cls.reshape(-1), names=[timeline.name(int(rows[i])) for i in first], first=rows[first],
+        cls=cls, names=[timeline.name(int(rows[i])) for i in first], first=rows[first],
     )  # fmt: skip

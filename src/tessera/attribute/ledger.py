@@ -19,7 +19,7 @@ from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
 from ..trace import worst_basis
-from .activity import summed
+from .activity import distinct, summed
 from .solve import Share
 from .table import EnergyRow, EnergyTable
 
@@ -154,7 +154,7 @@ class _Ledger:
         return self._nested(self._links.module, "module", None)
 
     def steps(self) -> list[EnergyRow]:
-        """Each with its kernels and the idle stretches before them, so that steps sum to what they took in all."""
+        """Each with its kernels and the idle stretches beside them, so that steps sum to what they took in all."""
         lines: dict[int, _Line] = {}
         for p in self._parts:
             step = self._links.step[p.activity.rows]
@@ -219,25 +219,37 @@ class _Ledger:
         flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(found) * classes)
         by_key = flat.reshape(len(found), classes)
         time_s = summed(where, part.activity.share_s, len(found))
-        counts = _distinct(where, rows, len(found))
+        on_device = part.device != NONE  # there every row is one interval
+        counts = np.bincount(where, minlength=len(found)) if on_device else _distinct(where, rows, len(found))
         for i, key in enumerate(found.tolist()):
             line = lines.setdefault(key, _Line(kind))
             line.calls += int(counts[i])
             line.time_s += float(time_s[i])
             line.seconds[part.device] = line.seconds.get(part.device, 0.0) + by_key[i]
 
-    def _add_gaps(self, lines: dict[int, _Line], part: Share, keys: Ints) -> None:
-        """Give each idle stretch to the key of the row after it."""
-        after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
-        gap = np.flatnonzero(after < len(keys))
-        self._give(lines, part, gap, keys[after[gap]])
+    def _add_gaps(self, lines: dict[int, _Line], part: Share, step: Ints) -> None:
+        """Give each idle stretch to the step whose kernel comes next; what lies before its begin to the step before.
 
-    def _give(self, lines: dict[int, _Line], part: Share, gap: Ints, keys: Ints) -> None:
-        seconds = (part.gap_end_ns[gap] - part.gap_start_ns[gap]) * 1e-9
-        for key in np.unique(keys).tolist():
-            mine = keys == key
-            own = summed(part.gap_cls[gap[mine]], seconds[mine], len(part.watts))
+        What lies in no step at all (before the first, after the last) is nobody's.
+        """
+        begin = np.array([s.start_ns for s in self._links.steps] or [0], np.int64)
+        end = np.array([s.end_ns for s in self._links.steps] or [0], np.int64)
+        after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
+        padded = np.concatenate([step, [NONE]])
+        coming, gone = padded[after], padded[after - 1]
+        gap_start, gap_end = part.gap_start_ns, part.gap_end_ns
+        cut = np.where(coming == NONE, gap_end, np.clip(begin[coming], gap_start, gap_end))
+        self._give(lines, part, coming, cut, gap_end)
+        self._give(lines, part, gone, gap_start, np.where(gone == NONE, gap_start, np.minimum(cut, end[gone])))
+
+    def _give(self, lines: dict[int, _Line], part: Share, keys: Ints, start_ns: Ints, end_ns: Ints) -> None:
+        """Add one idle stretch of every gap to the line of its key."""
+        seconds = np.maximum(end_ns - start_ns, 0) * 1e-9
+        real = (seconds > 0) & (keys != NONE)
+        for key in np.unique(keys[real]).tolist():
+            mine = real & (keys == key)
             if key in lines:
+                own = summed(part.gap_cls[mine], seconds[mine], len(part.watts))
                 lines[key].seconds[part.device] = lines[key].seconds.get(part.device, 0.0) + own
 
     def _nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
@@ -271,9 +283,9 @@ class _Ledger:
         passes = np.where(keys == NONE, NONE, level)
         after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
         ok = (after < len(passes)) & (after > 0)
-        gap, row = np.flatnonzero(ok), after[ok]
-        same = (passes[row] == passes[row - 1]) & (passes[row] != NONE)
-        self._give(lines, part, gap[same], keys[row[same]])
+        row = np.where(ok, after, 1)
+        same = ok & (passes[row] == passes[row - 1]) & (passes[row] != NONE)
+        self._give(lines, part, np.where(same, keys[row], NONE), part.gap_start_ns, part.gap_end_ns)
 
     def _count_calls(self, lines: dict[int, _Line], innermost: Ints, kind: str) -> None:
         """Calls of a region are its passes, and their wall time is its own."""
@@ -326,8 +338,8 @@ class _Ledger:
 
 def _distinct(where: Ints, rows: Ints, count: int) -> Ints:
     """How many different rows each key has: an operator's self time comes in several stretches."""
-    pairs = np.unique(np.column_stack([where, rows]), axis=0)
-    return np.bincount(pairs[:, 0], minlength=count).astype(np.int64)
+    first, _ = distinct(where, rows)
+    return np.bincount(where[first], minlength=count).astype(np.int64)
 
 
 def _dearest(rows: list[EnergyRow]) -> list[EnergyRow]:

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from ..device import Device
 from ..errors import TesseraError
 from ..estimate.power import PowerModel
-from ..graph.kinds import KINDS, MATRIX_KINDS
 from ..timeline import Timeline
 from ..timeline.columns import NONE
-from ..timeline.shapes import parse
+from .work import work_of
 
 Floats = NDArray[np.float64]
 
@@ -132,26 +131,6 @@ def _known_w(timeline: Timeline, row: int, seconds: float, op: int, board: Board
 
 
 def matrix_flops(op: str, shapes: str) -> tuple[float, str]:
-    """FLOPs and dtype of a product or an attention by its operator's name and shapes; 0 where they do not say."""
-    name = op.rpartition("::")[2]
-    tensors = [t for t in parse(shapes) if len(t[0]) >= 2]
-    if KINDS.get(name) not in MATRIX_KINDS and "attention" not in name:
-        return 0.0, ""
-    if "attention" in name and len(tensors) >= 3:
-        return _attention_flops(name, tensors)
-    if KINDS.get(name) == "gemm" and len(tensors) >= 2:
-        (a, dtype), (b, _) = tensors[-2:]
-        if len(a) == len(b) and a[-1] == b[-2]:
-            return 2.0 * math.prod(a) * b[-1], dtype
-        if name == "linear" and a[-1] == b[-1]:
-            return 2.0 * math.prod(a) * b[0], dtype
-    return 0.0, ""
-
-
-def _attention_flops(name: str, tensors: list[tuple[tuple[int, ...], str]]) -> tuple[float, str]:
-    backward = "backward" in name
-    (q, dtype), (k, _), (v, _) = tensors[1:4] if backward and len(tensors) >= 4 else tensors[:3]
-    if len(q) != 4 or len(k) != 4 or len(v) != 4:
-        return 0.0, ""
-    products = 2.0 * math.prod(q) * k[-2] + 2.0 * math.prod(q[:-1]) * k[-2] * v[-1]
-    return products * (2.5 if backward else 1.0), dtype
+    """FLOPs and dtype of a product, a convolution or an attention; 0 where name and shapes do not say."""
+    found = work_of(op, shapes)
+    return (found.flops, found.dtype) if found and found.matrix and found.flops else (0.0, "")

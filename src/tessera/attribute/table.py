@@ -20,7 +20,7 @@ class EnergyRow:
     Joules are the board's while the kernels ran, its static power included. `group` numbers the kernels that the
     samples cannot tell apart: of those only the sum (`EnergyTable.groups`) is known well. Regions contain the idle
     joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
-    called inside; steps contain the idle joules before their kernels, so that they sum to the whole.
+    called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took.
     """
 
     name: str

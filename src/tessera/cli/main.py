@@ -15,6 +15,13 @@ from ..errors import TesseraError, did_you_mean
 # Name -> (module, one line of help). The line stands here so that --help need not import the module.
 COMMANDS = {
     "measure": ("measure", "Run any command and say what it cost: joules, watts, seconds."),
+    "run": ("run", "Profile a script unchanged: joules by operator and kernel, one screen, an HTML page."),
+    "report": ("report", "Show a recorded run again, and write its page."),
+    "export": ("export", "Write a recorded run as Chrome/Perfetto JSON, CSV, OTLP or Parquet."),
+    "attribute": ("attribute", "Assign the joules of a power log to the kernels of a trace."),
+    "merge": ("merge", "Merge the runs of several ranks into one, on one clock."),
+    "analyze": ("analyze", "Explain a trace: breakdown, roofline, stalls, collectives, power, advice ..."),
+    "diff": ("diff", "What changed between two runs, and whether it is more than noise."),
     "predict": ("predict", "Predict latency, energy and memory of a model on a chip, before it runs there."),
     "calibrate": ("calibrate", "Measure the GPU and host at hand, so that predictions are those of this machine."),
     "doctor": ("doctor", "Show every sensor of this machine, what is missing, and the fix."),

@@ -114,7 +114,7 @@ def _show(run: CommandRun, trace: Path | None, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from ..analyze.advise import advise
+    from ..analyze.measured import advise
     from ..report.text import answer, command_line
 
     out = Console(stderr=True, highlight=False)

@@ -118,13 +118,13 @@ def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
         error = CommandNotRun(f"cannot run {argv[0]!r}", why=str(exc), fix="is it executable?")
         error.exit_code = EXIT_NOT_EXECUTABLE
         raise error from exc
-    with _signals_to(child):
+    with signals_to(child):
         code = child.wait()
     return EXIT_SIGNAL - code if code < 0 else code
 
 
 @contextmanager
-def _signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """Pass SIGTERM on; leave SIGINT to the child (the terminal sends it to both); restore handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,9 @@
 """Which interval is inside which, and which is innermost at a moment: exact, on integer nanoseconds.
 
 An interval holds its start and not its end, so one that lasts no time holds nothing. Of several open ones the innermost
-is the one opened last; where intervals overlap without one holding the other that is still what is meant.
+is the one opened last; where intervals overlap without one holding the other that is still what is meant. One is inside
+another that holds at least half of it: a step that a hook begins just before the optimizer's region ends is not inside
+that region, and the region, which ends just after the step does, still is inside the step.
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ def _scan(rows: list[int], starts: list[int], ends: list[int]) -> tuple[Ints, In
                 open_rows.pop()
             times.append(closing)
             tops.append(open_rows[-1])
-        parents.append(open_rows[-1])
+        inside = len(open_rows) - 1
+        while open_ends[inside] <= start or 2 * (open_ends[inside] - start) < end - start:
+            inside -= 1
+        parents.append(open_rows[inside])
         open_rows.append(row)
         open_ends.append(end)
         times.append(start)

@@ -1,10 +1,15 @@
-"""TensorBoard: power, joules per step and counters as scalars, and the trace where torch's profiler plugin looks."""
+"""TensorBoard: power, joules per step and counters as scalars, the trace for torch's profiler plugin, the run for ours.
+
+Ours is `tessera.tensorboard`: it shows the run file itself, which is copied into the directory.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +18,8 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ...record import CODE
-from .base import Windows
+from ..runfile_format import open_read_only
+from .base import Windows, written
 from .chrome import Chrome
 
 if TYPE_CHECKING:
@@ -30,16 +36,17 @@ class TensorBoard:
     """`profile.tensorboard("runs/tb")`: `tensorboard --logdir runs/tb`.
 
     Steps of power, clocks and temperature are milliseconds since the run began; those of joules are the program's.
-    Without the package tensorboard only the trace is written, and what `write` returns says so.
+    Without the package tensorboard no scalars are written, and what `write` returns says so.
     """
 
     directory: str | Path
 
     def write(self, run: RunFile, table: EnergyTable | None = None, directory: str | Path | None = None) -> str:
-        """Write both into the directory, and say what was written."""
+        """Write them into the directory, and say what was written."""
         target = Path(self.directory if directory is None else directory)
         host = re.sub(r"[^\w\-]", "_", run.about.get("host", "host"))  # a dot would end the plugin's worker name
         worker = f"{host}_{run.about.get('pid', 0)}"
+        _copy_run(run, target)
         trace = Chrome(target / f"{worker}.{run.span_ns[0] // 1_000_000}.pt.trace.json.gz").write(run, table)
         if importlib.util.find_spec("tensorboard") is None:
             return (
@@ -47,6 +54,30 @@ class TensorBoard:
             )
         count = _write_scalars(target, scalars(run, table))
         return f"{trace} and {count} scalars in {target}"
+
+
+def _copy_run(run: RunFile, directory: Path) -> None:
+    """The run file into plugins/tessera, as TensorBoard wants it of a plugin; not where it lies below already.
+
+    A copy and not a link: log directories are moved and synchronised. SQLite makes it, since the run may still be
+    written to.
+    """
+    if run.path.resolve().is_relative_to(directory.resolve()):
+        return
+    name = f"{run.path.stem}.{run.span_ns[0] // 1_000_000}.tessera"
+    source, kept = open_read_only(run.path)
+    try:
+        with written(directory / "plugins" / "tessera" / name) as part, closing(sqlite3.connect(part)) as copy:
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
+    except sqlite3.Error as exc:
+        raise ArgumentError(
+            f"cannot copy the run into {directory}", why=str(exc), fix="give a directory you may write to, with room"
+        ) from exc
+    finally:
+        source.close()
+        if kept is not None:
+            kept.cleanup()
 
 
 def _write_scalars(directory: Path, values: Iterator[Scalar]) -> int:

@@ -1,0 +1,138 @@
+"""Slowdown of GPT-2-small training by sampling mode, torch.profiler and our timeline mode, on the GPU at hand.
+
+    PYTHONPATH=src:.carry/site python benchmarks/device/overhead_profile.py RESULTS.json [--quick]
+
+Blocks of steps go plain, sampling, torch, timeline, timeline, torch, sampling, plain, and again: drift of clocks and
+temperature falls on all alike, and each unit of eight gives one slowdown of each. "torch" is torch.profiler with
+record_shapes on CPU and CUDA, "timeline" our session with the same options and power beside it. Step times are of the
+steps alone; what starting and stopping takes is given apart. "plain" has no thread of ours at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics as st
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from tessera import monitor, profile
+
+T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}  # Student's t
+ORDER = ("plain", "sampling", "torch", "timeline")
+Step = Callable[[], None]
+
+
+def make_step() -> Step:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config()).to("cuda", torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, 50257, (8, 1024), device="cuda")
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def timed(step: Step, steps: int) -> float:
+    """Milliseconds per step."""
+    torch.cuda.synchronize()
+    t0 = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - t0) / steps * 1e3
+
+
+def block(how: str, step: Step, steps: int, folder: Path) -> dict[str, float]:
+    """Milliseconds per step, and the seconds of starting and of ending (for ours: exported, read and written)."""
+    t0 = time.perf_counter()
+    if how == "plain":
+        return {"ms": timed(step, steps), "start_s": 0.0, "end_s": 0.0}
+    if how == "torch":
+        prof = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+        prof.start()
+        t1 = time.perf_counter()
+        ms = timed(step, steps)
+        t2 = time.perf_counter()
+        prof.stop()
+        return {"ms": ms, "start_s": t1 - t0, "end_s": time.perf_counter() - t2}
+    mode = "sampling" if how == "sampling" else "timeline"
+    sess = profile.session(mode=mode, record_shapes=True, path=folder / f"{time.time_ns()}.tessera")
+    sess.start()
+    t1 = time.perf_counter()
+    ms = timed(step, steps)
+    t2 = time.perf_counter()
+    sess.stop()
+    t3 = time.perf_counter()
+    monitor.use(None)  # no thread of ours beside the next block
+    with sess.run() as run:
+        found = {
+            "ms": ms,
+            "start_s": t1 - t0,
+            "end_s": t3 - t2,
+            "rows": float(run.rows),
+            "joules": run.power().energy_j,
+        }
+    sess.path.unlink()
+    return found
+
+
+def slowdown(units: list[dict[str, list[float]]], how: str) -> dict[str, float]:
+    """Percent over plain, unit by unit, with the half-width of the 90% interval of the mean."""
+    each = [100 * (st.mean(u[how]) / st.mean(u["plain"]) - 1) for u in units]
+    error = T90.get(len(each) - 1, 1.645) * st.stdev(each) / len(each) ** 0.5 if len(each) > 1 else float("nan")
+    ms = [m for u in units for m in u[how]]
+    return {"step_ms": st.median(ms), "slowdown_pct": st.mean(each), "slowdown_error_pct": error}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="about 100 s")
+    args = parser.parse_args()
+    units_count, long, short = (3, 40, 10) if args.quick else (6, 100, 20)
+    started = time.perf_counter()
+    step = make_step()
+    for _ in range(15):
+        step()
+    units: list[dict[str, list[float]]] = []
+    ends: dict[str, list[dict[str, float]]] = {how: [] for how in ORDER}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for how in ORDER:  # each once: libraries are loaded, files made
+            block(how, step, 3, folder)
+        for _ in range(units_count):
+            unit: dict[str, list[float]] = {how: [] for how in ORDER}
+            for how in (*ORDER, *reversed(ORDER)):
+                found = block(how, step, long if how in ("plain", "sampling") else short, folder)
+                unit[how].append(found["ms"])
+                ends[how].append(found)
+            units.append(unit)
+            print("  " + "  ".join(f"{h} {st.mean(unit[h]):.2f} ms" for h in ORDER), flush=True)
+    rows: dict[str, object] = {
+        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "model": "GPT-2 small, 8x1024, bf16, AdamW", "units": units_count, "steps": [long, short],
+        "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    for how in ORDER:
+        rows[how] = slowdown(units, how) | {
+            key: st.median(e[key] for e in ends[how]) for key in ends[how][0] if key != "ms"
+        }
+        print(f"  {how:9s} {json.dumps(rows[how])}")
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""`tessera report RUN`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import TesseraError
+
+if TYPE_CHECKING:
+    from ..analyze.answer import Answer
+    from ..analyze.correlate import Correlation
+    from ..attribute.table import EnergyTable
+    from ..profile.runfile import RunFile
+    from ..timeline.columns import Timeline
+
+VIEWS = ("ops", "kernels", "regions", "modules", "steps")
+
+
+@click.command("report")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the page here; else beside RUN.")
+@click.option("--by", type=click.Choice(VIEWS), help="Show one table only.")
+@click.option("--top", type=click.IntRange(1), help="How many rows of each table to print.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON; writes a page only with --html.")
+@click.option("--open", "open_page", is_flag=True, help="Open the page in the browser.")
+def command(run: Path, html: Path | None, by: str | None, top: int | None, as_json: bool, open_page: bool) -> int:
+    """What a recorded run cost, where its joules went, and one thing to do about it.
+
+    \b
+    Examples:
+      tessera report runs/train.tessera
+      tessera report runs/train.tessera --by kernels --top 30
+      tessera report runs/train.tessera --json | jq .answer
+
+    Prints one screen and writes one HTML page that needs no network: runs/train.html. A run that was killed can be
+    read up to half a second before its end.
+    """
+    from ..analyze.answer import answer
+    from ..analyze.untraced import table_of
+    from ..profile.recorded import timeline_of
+    from ..profile.runfile import RunFile
+
+    with RunFile(run) as file:
+        timeline = timeline_of(file)
+        table = table_of(file, timeline)
+        said = answer(file, table, timeline)
+        page = html or (None if as_json else run.with_suffix(".html"))
+        written = write_page(page, file, table, timeline, said) if page else None
+        if as_json:
+            _print_json(file, table, said)
+        else:
+            print_answer(file, table, said, written, by, top)
+    if open_page and written:
+        import webbrowser
+
+        webbrowser.open(written.absolute().as_uri())
+    return 0 if written or not page else 1
+
+
+def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline, said: Answer) -> Path | None:
+    """The path written; None, with a message, where it could not be: the screen is worth having all the same."""
+    from ..report.run_html import page as rendered
+
+    text = rendered(run, table, _correlation(run, timeline), timeline=timeline, found=said)
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        click.echo(f"error: the page could not be written to {page}: {exc.strerror}", err=True)
+        return None
+    return page
+
+
+def _correlation(run: RunFile, timeline: Timeline) -> Correlation | None:
+    """Spikes and their checklist, where there are kernels and power to tie together."""
+    from ..analyze.correlate import correlate
+
+    if not len(timeline.device_rows) or not run.domains:
+        return None
+    try:
+        return correlate(timeline, run.power(), telemetry=run.telemetry())
+    except TesseraError:  # the page says nothing of spikes then; the answer does not depend on it
+        return None
+
+
+def _print_json(run: RunFile, table: EnergyTable, said: Answer) -> None:
+    import msgspec
+
+    data = {"run": str(run.path), "crashed": run.crashed, **table.to_json(), "answer": said.to_json()}
+    click.echo(msgspec.json.encode(data).decode())
+
+
+def print_answer(
+    run: RunFile, table: EnergyTable, said: Answer, page: Path | None, by: str | None = None, top: int | None = None,
+    *, stderr: bool = False,
+) -> None:  # fmt: skip
+    """One screen; on standard error beside a program's own output."""
+    from rich.console import Console
+
+    from ..report.run import text
+
+    out = Console(highlight=False, stderr=stderr)
+    shown = text(run, table, html=page, width=out.width, by=by, top=top, found=said)
+    out.print(shown, crop=False)  # the next command stays in one piece

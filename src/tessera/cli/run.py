@@ -1,0 +1,200 @@
+"""`tessera run SCRIPT`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import ArgumentError, TesseraError
+
+if TYPE_CHECKING:
+    from ..attribute.table import EnergyTable
+    from ..profile.launch import Plan
+    from ..profile.runfile import RunFile
+
+STDERR = 2
+EXIT_SIGNAL = 128
+# GPT-2's training makes 240 000 events a second, and each costs 10 us and 1 KB until it is in the file: five seconds
+# are a hundred steps, 12 s of reading and a gigabyte.
+LIMIT_S = 5.0
+
+
+def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """`10:20`: steps 10 to 19."""
+    if value is None:
+        return None
+    first, colon, end = value.partition(":")
+    try:
+        found = (int(first or 0), int(end)) if colon else (0, int(first))
+    except ValueError:
+        found = (0, 0)
+    if not 0 <= found[0] < found[1]:
+        raise click.BadParameter(f"{value!r} are no steps: give first:end, such as 10:20", ctx, param)
+    return found
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
+@click.option(
+    "--mode",
+    type=click.Choice(["timeline", "sampling", "summary"]),
+    default="timeline",
+    show_default=True,
+    help="Every kernel; or power, clocks and stacks only; or totals by name, for days.",
+)
+@click.option(
+    "--steps", metavar="FIRST:END", callback=_steps, help="Trace these steps only; power is recorded throughout."
+)
+@click.option("--limit", "limit_s", type=float, default=LIMIT_S, show_default=True,
+              help="Trace this many seconds from the first step on; 0: to the end.")  # fmt: skip
+@click.option("--flush", "flush_s", type=float, help="Bring the trace to the file this often (s), against crashes.")
+@click.option("--shapes/--no-shapes", default=True, show_default=True, help="Record the shapes of operators.")
+@click.option("--stack", is_flag=True, help="Trace Python functions too: slow.")
+@click.option("--modules", is_flag=True, help="Record which nn.Module launched what.")
+@click.option("--counters", is_flag=True, help="Run it again under ncu for hardware counters (NVIDIA).")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="The run file. [default: runs/NAME.tessera]"
+)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained page too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the joules as JSON, on standard output.")
+@click.argument("target", metavar="SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    module: bool, mode: str, steps: tuple[int, int] | None, limit_s: float, flush_s: float | None, shapes: bool,
+    stack: bool, modules: bool, counters: bool, out: Path | None, html: Path | None, as_json: bool, target: str,
+    arguments: tuple[str, ...],
+) -> int:  # fmt: skip
+    """Run a Python script unchanged, and say which kernels, operators and steps its joules went to.
+
+    \b
+    Examples:
+      tessera run train.py --epochs 1
+      tessera run --steps 10:20 --html report.html train.py
+      tessera run -m package.train
+      torchrun --nproc-per-node 8 --no-python tessera run train.py
+
+    Steps are those of the script's optimizer, or the calls of its model. Its output goes where it always goes, its exit
+    code is passed on, and Ctrl-C still reports. Everything is written to one file as it happens. Under torchrun each
+    rank writes its own, and rank 0 prints.
+    """
+    from ..profile.launch import Plan
+    from ..profile.options import MODES
+
+    if not module and not Path(target).exists():
+        raise ArgumentError(f"there is no script {target!r}", fix="give a Python file, or -m and the name of a module")
+    for path in (out, html):
+        if path is not None:
+            _check_writable(path)
+    chosen = next(m for m in MODES if m == mode)
+    plan = Plan(
+        target=target, module=module, argv=list(arguments), path=str(_path(out, target, module)), mode=chosen,
+        command=["python", *(["-m"] if module else []), target, *arguments], shapes=shapes, stack=stack,
+        modules=modules, steps=steps, flush_s=flush_s or None,
+        limit_s=None if steps or chosen == "summary" else limit_s or None,
+    )  # fmt: skip
+    code = _run(plan, quiet=as_json)
+    if os.environ.get("RANK", "0") != "0":
+        return code
+    if not Path(plan.path).exists():
+        return code or 1  # it said why
+    try:
+        _answer(plan, code, counters, html, as_json)
+    except TesseraError as exc:
+        click.echo(f"error: {exc}", err=True)
+        return code or 1
+    return code
+
+
+def _path(out: Path | None, target: str, module: bool) -> Path:
+    from ..profile.session import default_path, with_rank
+
+    if out is not None:
+        path = with_rank(out)
+        if path.exists():
+            raise ArgumentError(
+                f"{path} is there already", why="a run is never overwritten unasked", fix="give --out another name"
+            )
+        return path
+    return default_path(target.replace(".", "-") if module else Path(target).stem or "run")
+
+
+def _check_writable(path: Path) -> None:
+    """Before the script runs, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as exc:
+        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix="give a path you may write") from exc
+
+
+def _run(plan: Plan, quiet: bool) -> int:
+    """Run the plan in a child of this interpreter; its exit code, as a shell would say it."""
+    import msgspec
+
+    from ..monitor.command import signals_to
+
+    argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode()]
+    child = subprocess.Popen(argv, stdout=STDERR if quiet else None)
+    with signals_to(child):
+        code = child.wait()
+    return EXIT_SIGNAL - code if code < 0 else code
+
+
+def _answer(plan: Plan, code: int, counters: bool, html: Path | None, as_json: bool) -> None:
+    from ..analyze.answer import answer
+    from ..analyze.untraced import table_of
+    from ..profile.recorded import timeline_of
+    from ..profile.runfile import RunFile
+    from .report import print_answer, write_page
+
+    if counters:
+        _counters(plan)
+    with RunFile(plan.path) as run:
+        _progress(f"reading {run.rows:,} events")
+        timeline = timeline_of(run)
+        _progress("attributing joules")
+        table = table_of(run, timeline)
+        found = answer(run, table, timeline)
+        page = html or (None if as_json else Path(plan.path).with_suffix(".html"))
+        written = write_page(page, run, table, timeline, found) if page else None
+        _progress("")
+        if as_json:
+            _json(run, table, code)
+        else:
+            print_answer(run, table, found, written, stderr=True)
+
+
+def _counters(plan: Plan) -> None:
+    """The counters of a second run under ncu, kept in the file: whoever reads it merges them by kernel."""
+    from ..profile.counters import replay
+    from ..profile.runfile import RunWriter
+
+    argv = [sys.executable, *(["-m"] if plan.module else []), plan.target, *plan.argv]
+    found = replay(argv, progress=lambda s: _progress(f"replaying under ncu, {s:.0f} s"))
+    with RunWriter(plan.path, mode="append") as writer:
+        writer.set("counters", list(found))
+
+
+def _json(run: RunFile, table: EnergyTable, code: int) -> None:
+    import msgspec
+
+    sys.stdout.flush()
+    said = {"returncode": code, "path": str(run.path), "mode": run.get("mode"), **table.to_json()}
+    summary = run.get("summary")
+    if summary:
+        said["summary"] = summary
+    click.echo(msgspec.json.encode(said).decode())
+
+
+def _progress(text: str, width: int = 60) -> None:
+    """One line on a terminal, overwritten by the next; nothing elsewhere."""
+    if sys.stderr.isatty():
+        click.echo("\r" + f"tessera: {text}".ljust(width) if text else "\r" + " " * width + "\r", nl=False, err=True)

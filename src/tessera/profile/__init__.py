@@ -1,0 +1,75 @@
+"""Records what a program runs and what it draws: sessions, regions, marks, counters, and the run file.
+
+::
+
+    from tessera import profile
+
+    with profile.session(activities=["gpu", "memcpy", "collective", "power"]) as sess:
+        for batch in data:
+            with profile.region("forward"):
+                loss = model(batch)
+            ...
+            sess.step()
+    print(sess.energy())                     # joules by kernel, operator, region, module, step
+    sess.path                                # runs/session.tessera: `tessera report` shows it again
+
+Modules: `session`, `recording` and `assemble` hold it together; `tracing`, `kineto_collector` and `torch_hooks` trace;
+`power_feed` and `sampling` sample; `summary_mode` adds up; `runfile` keeps; `export` writes other tools' forms;
+`launch` runs a script unchanged (`tessera run`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .recording import Session as Session
+from .region import counter as counter
+from .region import mark as mark
+from .region import region as region
+from .schedule import Schedule as Schedule
+from .schedule import schedule as schedule
+from .session import session as session
+
+if TYPE_CHECKING:
+    from .export import Chrome as chrome  # noqa: N813  (used like functions: exporters=[profile.chrome(path)])
+    from .export import Otlp as otlp  # noqa: N813
+    from .export import Parquet as parquet  # noqa: N813
+    from .export import Summary as summary  # noqa: N813
+    from .export import TensorBoard as tensorboard  # noqa: N813
+    from .runfile import RunFile as RunFile
+
+_EXPORTERS = {
+    "chrome": "Chrome",
+    "otlp": "Otlp",
+    "parquet": "Parquet",
+    "summary": "Summary",
+    "tensorboard": "TensorBoard",
+}
+
+__all__ = [
+    "RunFile",
+    "Schedule",
+    "Session",
+    "chrome",
+    "counter",
+    "mark",
+    "otlp",
+    "parquet",
+    "region",
+    "schedule",
+    "session",
+    "summary",
+    "tensorboard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTERS:
+        from . import export
+
+        return getattr(export, _EXPORTERS[name])
+    if name == "RunFile":
+        from .runfile import RunFile
+
+        return RunFile
+    raise AttributeError(f"module 'tessera.profile' has no attribute {name!r}")

@@ -1,0 +1,128 @@
+"""Puts a session together: the run file, the power, the stacks and the tracing that its options ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from .options import ON_DEVICE
+from .recording import wait_for_device
+
+if TYPE_CHECKING:
+    from ..monitor import Monitor
+    from .recording import Session
+    from .runfile import RunWriter
+
+
+def assemble(session: Session) -> None:
+    """Start all parts of a session; what was started is stopped again where one of them cannot be."""
+    options = session.options
+    wait_for_device()  # what was launched before is not the session's
+    with contextlib.ExitStack() as undo:
+        writer = _writer(session)
+        undo.callback(_discard, writer)
+        if "power" in options.chosen:
+            _power(session, writer, undo)
+        if options.mode == "summary":
+            from .summary_mode import Summary
+
+            session._summary = Summary()
+        if options.traces:
+            _tracing(session, undo)
+        elif any(a in options.chosen for a in ON_DEVICE):
+            session.notes.append("sampling mode traces nothing: devices are seen by their power and telemetry only")
+        if "stack" in options.chosen:
+            from .sampling import StackSampler
+
+            session._stacks = StackSampler(options.interval_ms * 1e-3)
+        from .nvtx import ranges
+
+        session.push, session.pop = ranges()
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "compiler"):
+            session.compiling = torch.compiler.is_compiling
+        undo.pop_all()
+    # Only now: what starting took is nobody's.
+    session._writer, session._step_ns = writer, time.time_ns()
+    writer.set("start_ns", session._step_ns)
+    if session._scope is not None:
+        session._scope.__enter__()
+
+
+def _writer(session: Session) -> RunWriter:
+    from .runfile import RunWriter
+
+    options = session.options
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    meta: dict[str, Any] = {
+        "mode": options.mode,
+        "activities": list(options.chosen),
+        "argv": list(sys.argv),
+        "cwd": os.getcwd(),  # noqa: PTH109  (a path that is gone must not end in a traceback)
+        "python": platform.python_version(),
+        "asked_ms": options.sample_interval_ms,
+        "rank": int(rank) if rank and rank.isdigit() else None,
+        "world_size": int(world) if world and world.isdigit() else None,
+        **session._facts,
+    }
+    return RunWriter(session.path, meta={k: v for k, v in meta.items() if v is not None})
+
+
+def _discard(writer: RunWriter) -> None:
+    """A session that could not be started leaves no file."""
+    writer.close()
+    writer.path.unlink(missing_ok=True)
+
+
+def _power(session: Session, writer: RunWriter, undo: contextlib.ExitStack) -> None:
+    from ..monitor import EnergyScope, default
+    from .power_feed import PowerFeed
+
+    monitor: Monitor = session._monitor or default()
+    session._monitor = monitor
+    options = session.options
+    session._scope = EnergyScope(str(session.path.stem), monitor=monitor)
+    session._feed = PowerFeed(writer, monitor.sampler, thin=options.mode == "summary")
+    session._feed.pull()
+    asked_ms = options.sample_interval_ms
+    for domain in monitor.sampler.domains:
+        true_ms = domain.resolution_s * 1e3
+        if domain.counted and asked_ms is not None and asked_ms < 0.75 * true_ms:
+            session.notes.append(
+                f"{domain.name}: asked for {asked_ms:g} ms, but {domain.source} has a new value "
+                f"every {true_ms:.3g} ms; those are recorded"
+            )
+
+
+def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
+    from .kineto_collector import KinetoCollector, torch_installed
+    from .torch_hooks import ModuleRanges
+    from .tracing import Tracing
+
+    if not torch_installed():
+        session.notes.append("torch is not installed: there are no operators or kernels to trace")
+        return
+    options = session.options
+    collector = KinetoCollector(options)
+    session._tracing = Tracing(
+        collector,
+        session.deliver,
+        schedule=session._schedule,
+        paced=options.mode == "summary",
+        flush_s=options.flush_s,
+        limit_s=options.limit_s,
+        lead=not session._begin_tracing,
+    )
+    if options.with_modules:
+        session._modules = ModuleRanges(lambda: collector.recording)
+    if session._begin_tracing:
+        try:
+            session.begin_tracing()
+        except BaseException:
+            session._tracing = session._modules = None
+            raise
+        undo.callback(session._tracing.end)

@@ -1,0 +1,26 @@
+"""The joules of a recorded run: attribution, over the stretch of it that was traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..attribute.table import EnergyTable
+    from ..timeline.columns import Timeline
+    from .runfile import RunFile
+
+
+def energy(run: RunFile, timeline: Timeline | None = None) -> EnergyTable:
+    """What a run's joules were spent on.
+
+    A timeline of which only some steps were traced is accounted for from the first window to the last: outside them
+    nobody knows what ran. `timeline` saves reading it again.
+    """
+    from ..attribute.solve import attribute
+
+    rows = run.timeline() if timeline is None else timeline
+    power = run.power()
+    windows = run.get("windows") or []
+    if windows and run.get("mode") != "summary":
+        return attribute(rows, power, start_ns=windows[0][0], end_ns=windows[-1][1])
+    return attribute(rows, power, start_ns=power.start_ns, end_ns=power.end_ns)

@@ -1,0 +1,173 @@
+"""Kineto, through torch.profiler: started, stopped, written to a file and read back as a `Timeline`.
+
+torch's own `events()` and `key_averages()` are never called: they make a Python object of every event (16 s for
+139 000). `export_chrome_trace` writes the same from C++ in a fraction of a second, and our reader makes columns of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import MeasurementError
+from ..record import CODE
+from ..timeline.columns import NONE, Timeline
+from .options import ON_DEVICE, Options
+
+_LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": ("collective",)}
+
+
+def torch_installed() -> bool:
+    """Whether there is a torch to trace."""
+    return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+
+
+class Finished:
+    """One window that has ended: Kineto holds its events until `timeline` has read them."""
+
+    def __init__(self, prof: Any, options: Options) -> None:
+        self._prof = prof
+        self._options = options
+
+    def timeline(self) -> Timeline:
+        """Export, read and forget. Exporting holds the interpreter's lock, 2 to 3 us an event."""
+        from ..timeline import kineto
+
+        prof, self._prof = self._prof, None
+        with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
+            path = Path(folder) / "trace.json"
+            prof.export_chrome_trace(str(path))
+            del prof
+            found = kineto.read(path)
+        return chosen(found, self._options)
+
+
+class KinetoCollector:
+    """Starts and stops Kineto. Only the thread that started it may stop it: Kineto keeps its state by thread."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._prof: Any = None
+        self._prepared: Any = None
+        self.thread: int | None = None
+        self.starting = False
+        """While a profiler that starts is ours."""
+        self.notes: list[str] = []
+
+    @property
+    def recording(self) -> bool:
+        """Whether events are being recorded now."""
+        return self._prof is not None
+
+    def prepare(self) -> None:
+        """Warm up: load and enable the vendor's library now, so that the first recorded step does not pay for it."""
+        if self._prepared is not None:
+            return
+        # Kineto announces each start and stop on standard error; 99 is above all its levels.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        import torch
+
+        options = self._options
+        if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+            raise _busy("another profiler is running")  # starting ours would end in a segmentation fault (2.13)
+        prof = torch.profiler.profile(
+            activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack
+        )
+        self.starting = True
+        try:
+            prof.prepare_trace()
+        except RuntimeError as exc:
+            raise _busy(str(exc)) from exc
+        finally:
+            self.starting = False
+        self._prepared = prof
+        self._touch_device()
+
+    def _activities(self) -> list[Any]:
+        import torch
+
+        kinds = torch.profiler.ProfilerActivity
+        wanted = [kinds.CPU]
+        if not any(a in self._options.chosen for a in ON_DEVICE):
+            return wanted
+        supported = torch.profiler.supported_activities()
+        if torch.cuda.is_available() and kinds.CUDA in supported:  # ROCm too
+            wanted.append(kinds.CUDA)
+        elif hasattr(torch, "xpu") and torch.xpu.is_available() and kinds.XPU in supported:
+            wanted.append(kinds.XPU)
+        elif not self.notes:
+            self.notes.append("torch sees no accelerator here: operators of the CPU are all there is to trace")
+        return wanted
+
+    def _touch_device(self) -> None:
+        """One tiny kernel whose events are thrown away: CUPTI makes its buffers at the first one."""
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
+
+    def start(self) -> None:
+        """Record from now on."""
+        self.prepare()
+        try:
+            self._prepared.start_trace()
+        except RuntimeError as exc:
+            self._prepared = None
+            raise _busy(str(exc)) from exc
+        self._prof, self._prepared = self._prepared, None
+        self.thread = threading.get_ident()
+
+    def stop(self) -> Finished:
+        """Record no more. Waits for the device, whose last kernels belong to the window."""
+        if self.thread != threading.get_ident():
+            raise MeasurementError(
+                "the trace can only be ended by the thread that began it",
+                why="Kineto keeps its state by thread",
+                fix="enter and leave the session on one thread",
+            )
+        prof, self._prof = self._prof, None
+        prof.stop_trace()
+        return Finished(prof, self._options)
+
+    def cancel(self) -> None:
+        """End a warm-up that nothing followed."""
+        prof, self._prepared = self._prepared, None
+        if prof is not None:  # Kineto has no other way back
+            prof.start_trace()
+            prof.stop_trace()
+
+
+def _busy(why: str) -> MeasurementError:
+    return MeasurementError(
+        "the trace could not be started",
+        why=f"torch.profiler: {why.splitlines()[0]}",
+        fix='one profiler at a time: end the other torch.profiler, or use mode="sampling", which needs none',
+    )
+
+
+def chosen(timeline: Timeline, options: Options) -> Timeline:
+    """The timeline without the device rows nobody asked for. Their joules then count as the board's idle ones."""
+    unwanted = [CODE[k] for a in ON_DEVICE if a not in options.chosen for k in _LEFT_OUT[a]]
+    if not unwanted:
+        return timeline
+    keep = ~np.isin(timeline["kind"], unwanted)
+    if keep.all():
+        return timeline
+    # Row numbers change with the rows that go: one more cell at the end, so that NONE stays NONE.
+    number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
+    columns = {name: values[keep] for name, values in timeline.columns.items()}
+    columns["parent"] = number[columns["parent"]]
+    left_out = [a for a in ON_DEVICE if a not in options.chosen]
+    return Timeline(
+        columns=columns, names=timeline.names, launches=timeline.launches, rank=timeline.rank, meta=timeline.meta,
+        notes=[*timeline.notes, f"not recorded, as asked: {', '.join(left_out)}; their joules count as idle"],
+        extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
+    )  # fmt: skip

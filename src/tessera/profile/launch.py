@@ -1,0 +1,243 @@
+"""Runs a script or module unchanged, with a session around it: the child process of `tessera run`.
+
+    python -m tessera.profile.launch PLAN_JSON
+
+The script finds `__main__`, `sys.argv` and `sys.path` as Python would have made them, also in what it pickles and
+spawns. Its exit code, its traceback and the signal that ended it are its own. torch is not imported before the script
+does, nor CUDA touched: a script may still set CUDA_VISIBLE_DEVICES or OMP_NUM_THREADS first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import msgspec
+
+from ..errors import ArgumentError, TesseraError
+from .options import Mode, Options
+from .recording import Session
+from .schedule import between
+from .script_steps import ScriptSteps
+
+MISSING = 2
+"""Python's exit code for a script that is not there."""
+
+
+class Plan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What `tessera run` asks for."""
+
+    target: str
+    module: bool = False
+    argv: list[str] = []
+    path: str
+    command: list[str] = []
+    mode: Mode = "timeline"
+    shapes: bool = True
+    stack: bool = False
+    modules: bool = False
+    steps: tuple[int, int] | None = None
+    flush_s: float | None = None
+    limit_s: float | None = None
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception: `finally` blocks run, and the session writes what it has."""
+
+
+def main() -> None:
+    """Run the plan given as the first argument."""
+    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    code, program = load(plan)
+    try:
+        session = _session(plan)
+        session.start()
+    except TesseraError as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        sys.exit(1)
+    steps = ScriptSteps(session, by_modules=plan.steps is not None)
+    steps.install()
+    sys.modules["__main__"] = program
+    outcome: BaseException | None = None
+    try:
+        with _terminable():
+            exec(code, program.__dict__)
+            _join_threads()
+    except BaseException as exc:  # noqa: BLE001  (whatever ends the script, what was recorded is written)
+        outcome = exc
+        _show(outcome)
+    _finish(session, steps, exit_code(outcome))
+    _leave(outcome)
+
+
+def _session(plan: Plan) -> Session:
+    options = Options(
+        mode=plan.mode, record_shapes=plan.shapes, with_stack=plan.stack, with_modules=plan.modules,
+        flush_s=plan.flush_s, limit_s=plan.limit_s,
+    )  # fmt: skip
+    return Session(
+        options,
+        path=Path(plan.path),
+        schedule=between(*plan.steps) if plan.steps else None,
+        facts={"command": plan.command, "steps": plan.steps},
+        begin_tracing=False,
+    )
+
+
+# -- the script as Python would have run it --------------------------------------------------------------------------
+
+
+def load(plan: Plan) -> tuple[CodeType, ModuleType]:
+    """The compiled program and its `__main__`; sets `sys.argv` and `sys.path[0]`. Exits as Python does on errors."""
+    sys.argv = [plan.target, *plan.argv]
+    program = ModuleType("__main__")
+    try:
+        return (_module if plan.module else _script)(plan.target, program), program
+    except ArgumentError as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        sys.exit(MISSING)
+    except SyntaxError as exc:
+        exc.__traceback__ = None  # ours; the error has the script's own line
+        sys.excepthook(type(exc), exc, None)
+        sys.exit(1)
+
+
+def _script(target: str, program: ModuleType) -> CodeType:
+    path = Path(target)
+    if path.is_dir():  # like `python folder`
+        _put_first(str(path.resolve()))
+        path = path / "__main__.py"
+    else:
+        _put_first(str(path.resolve().parent))
+    try:
+        with io.open_code(str(path)) as file:
+            source = file.read()
+    except OSError as exc:
+        raise ArgumentError(f"cannot open {target!r}", why=exc.strerror, fix="give a Python script") from exc
+    name = str(path) if path != Path(target) else target
+    program.__dict__.update(
+        __file__=name, __builtins__=__builtins__, __cached__=None, __loader__=SourceFileLoader("__main__", name)
+    )
+    return compile(source, name, "exec", dont_inherit=True)
+
+
+def _module(target: str, program: ModuleType) -> CodeType:
+    _put_first(os.getcwd())  # noqa: PTH109  (as Python does: a string, whatever it holds)
+    try:
+        spec = importlib.util.find_spec(target)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{target}.__main__")
+    except (ImportError, ValueError, AttributeError) as exc:
+        raise ArgumentError(f"cannot run the module {target!r}", why=str(exc), fix="give an importable name") from exc
+    loader: Any = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        raise ArgumentError(f"no module named {target!r} can be run", fix="a module, or a package with __main__.py")
+    program.__dict__.update(
+        __file__=spec.origin, __builtins__=__builtins__, __cached__=spec.cached, __loader__=loader,
+        __package__=spec.parent, __spec__=spec,
+    )  # fmt: skip
+    sys.argv[0] = spec.origin or target
+    return code  # type: ignore[no-any-return]
+
+
+def _put_first(folder: str) -> None:
+    """Where the script's own imports come from; `python -m` left the working directory there."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _join_threads() -> None:
+    """Python waits for threads that are no daemons before it exits; the session is to last as long."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+# -- endings ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the script like an exception, unless it has its own idea of it."""
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        raise Terminated(128 + signum)
+
+    def die() -> None:
+        if signal.getsignal(signal.SIGTERM) is terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+        os.register_at_fork(after_in_child=die)  # a pool ends its workers so, and waits for them
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the file is being written
+
+
+def exit_code(outcome: BaseException | None) -> int:
+    """What the shell will see."""
+    if outcome is None:
+        return 0
+    if isinstance(outcome, SystemExit):
+        return outcome.code if isinstance(outcome.code, int) else int(outcome.code is not None)
+    return 128 + signal.SIGINT if isinstance(outcome, KeyboardInterrupt) else 1
+
+
+def _show(outcome: BaseException) -> None:
+    """The script's traceback, without us in it, at once: writing may take a while."""
+    if isinstance(outcome, SystemExit):
+        return
+    trace = outcome.__traceback__.tb_next if outcome.__traceback__ is not None else None
+    sys.excepthook(type(outcome), outcome.with_traceback(trace), trace)
+
+
+def _finish(session: Session, steps: ScriptSteps, code: int) -> None:
+    """End the session. A second Ctrl-C leaves it: what was written by then stays."""
+    terminal = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    line = "tessera: reading the trace (Ctrl-C leaves it)"
+    if terminal:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    try:
+        steps.remove()
+        session.set("returncode", code)
+        session.stop()
+    except KeyboardInterrupt:
+        pass
+    except Exception as exc:  # noqa: BLE001  (the script's exit code is not ours to change)
+        sys.stderr.write(f"\ntessera: the run could not be written whole: {exc}\n")
+    finally:
+        if terminal:
+            sys.stderr.write("\r" + " " * len(line) + "\r")
+
+
+def _leave(outcome: BaseException | None) -> None:
+    """End as the script did: by its exit code, or by the signal."""
+    if isinstance(outcome, (KeyboardInterrupt, Terminated)):
+        number = signal.SIGTERM if isinstance(outcome, Terminated) else signal.SIGINT
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    if isinstance(outcome, SystemExit):
+        raise outcome
+    sys.exit(exit_code(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What a session is asked for, checked when it is made: a wrong word is answered with the nearest right one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..errors import ArgumentError, did_you_mean
+
+Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack"]
+Mode = Literal["timeline", "sampling", "summary"]
+ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+MODES: tuple[Mode, ...] = get_args(Mode)
+ON_DEVICE: tuple[Activity, ...] = ("gpu", "memcpy", "collective")
+DEFAULT: dict[Mode, tuple[Activity, ...]] = {
+    "timeline": ("cpu", "gpu", "memcpy", "collective", "power"),
+    "summary": ("cpu", "gpu", "memcpy", "collective", "power"),
+    "sampling": ("power", "stack"),
+}
+
+DEFAULT_INTERVAL_MS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a session records. `activities` None: what the mode needs.
+
+    Operators ("cpu") are recorded along with anything on a device: they are what its kernels are tied to.
+    `sample_interval_ms` is the period of the Python stacks (10 by default), and the resolution asked of the power
+    samples, which are as fine as the sensor really is. `flush_s` brings the trace to the file that often (it costs:
+    see `tracing`), and `limit_s` ends tracing that long after the first step (the start, where there are none); power
+    goes on.
+    """
+
+    mode: Mode = "timeline"
+    activities: tuple[Activity, ...] | None = None
+    record_shapes: bool = True
+    with_stack: bool = False
+    with_modules: bool = False
+    sample_interval_ms: float | None = None
+    flush_s: float | None = None
+    limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _known(self.mode, MODES, "mode")
+        for activity in self.activities or ():
+            _known(activity, ACTIVITIES, "activity")
+        if not self.interval_ms > 0:
+            raise ArgumentError(
+                f"sample_interval_ms={self.sample_interval_ms!r} is not a time",
+                why="an interval is a positive number of milliseconds",
+                fix="leave it out for 10 ms",
+            )
+        if self.interval_ms < 1:
+            warnings.warn(
+                f"sample_interval_ms={self.interval_ms:g}: stacks more than a thousand times a second slow the "
+                "program down, and no board has power that often",
+                stacklevel=4,  # whoever called profile.session
+            )
+        for name in ("flush_s", "limit_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ArgumentError(f"{name}={value!r} is not a time", fix="a positive number of seconds, or None")
+
+    @property
+    def interval_ms(self) -> float:
+        """The period of the stacks: 10 ms where nothing was asked."""
+        return DEFAULT_INTERVAL_MS if self.sample_interval_ms is None else self.sample_interval_ms
+
+    @property
+    def chosen(self) -> tuple[Activity, ...]:
+        """The activities, those of the mode where none were given."""
+        return DEFAULT[self.mode] if self.activities is None else self.activities
+
+    @property
+    def traces(self) -> bool:
+        """Whether operators or kernels are traced one by one."""
+        return self.mode != "sampling" and any(a in self.chosen for a in ("cpu", *ON_DEVICE))
+
+
+def _known(word: Any, words: Sequence[str], what: str) -> None:
+    if word not in words:
+        near = did_you_mean(word, words) if isinstance(word, str) else ""
+        raise ArgumentError(f"there is no {what} {word!r}{near}", fix=f"one of: {', '.join(words)}")
+
+
+def check_keywords(unknown: dict[str, Any], known: Sequence[str]) -> None:
+    """Refuse keywords that do not exist."""
+    for name in unknown:
+        raise ArgumentError(
+            f"a session has no option {name!r}{did_you_mean(name, known)}", fix=f"one of: {', '.join(known)}"
+        )

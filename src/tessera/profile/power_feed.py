@@ -1,0 +1,118 @@
+"""The sampler's power, counters and telemetry into the run file, as they come, in epoch time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..schema import Hold
+
+if TYPE_CHECKING:
+    from ..monitor.sampler import Sampler
+    from ..monitor.series import Series
+    from .runfile import RunWriter
+
+BEFORE_NS = 1_000_000_000
+"""How much of the time before the session is kept: the board's idle power beside it."""
+# Sensors this fine are read again for each pull (the ring of NVML, at 0.5 ms a read); slower ones when they are due.
+PROMPT_S = 0.05
+BEHIND_NS = 100_000_000
+THIN_NS = 1_000_000_000
+THIN_TELEMETRY_NS = 10_000_000_000
+
+
+class PowerFeed:
+    """Hands new samples of every domain to a run file, each once. `thin` makes means of a second of them."""
+
+    def __init__(
+        self, writer: RunWriter, sampler: Sampler, *, thin: bool = False, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._writer = writer
+        self._sampler = sampler
+        self._clock = clock
+        self._thin = thin
+        self._start_ns = self._clock()
+        self._since_ns: dict[str, int] = {}
+        self._anchored_ns: dict[str, int] = {}
+        self._told_ns: dict[str, int] = {}
+        self._clock_steps = self._sampler.epoch.steps
+
+    @property
+    def clock_steps(self) -> int:
+        """How often the wall clock was set while we recorded."""
+        return self._sampler.epoch.steps - self._clock_steps
+
+    def pull(self) -> None:
+        """What is new since the last time."""
+        prompt = [d.name for d in self._sampler.domains if d.resolution_s <= PROMPT_S]
+        if prompt:
+            self._sampler.wait_for(self._clock() - BEHIND_NS, 0.05, prompt)
+        self.take()
+
+    def finish(self, end_ns: int) -> None:
+        """The rest, up to a (monotonic) time: waits until the sensors have caught up, as long as they can."""
+        self._sampler.wait_for(end_ns, 3.0, self._sampler.counted())
+        if self._thin:
+            self.take(end_ns)
+        else:
+            self.take()
+        gaps = [g for g in list(self._sampler.gaps) if g.start_ns < end_ns and (g.end_ns or end_ns) > self._start_ns]
+        self._writer.add_gaps(gaps, self._sampler.epoch.offset_ns)
+
+    def take(self, end_ns: int | None = None) -> None:
+        """What is there and new. `end_ns`: no more will come, so that the last mean ends there."""
+        offset_ns = self._sampler.epoch.offset_ns
+        with self._sampler.lock:
+            for name, series in list(self._sampler.series.items()):
+                if self._thin:
+                    self._means(name, series, offset_ns, end_ns)
+                else:
+                    self._samples(name, series, offset_ns)
+            for name, anchors in list(self._sampler.anchors.items()):
+                last = anchors.last_before(self._clock())
+                if last is not None and last.time_ns > self._anchored_ns.get(name, 0):
+                    self._anchored_ns[name] = last.time_ns
+                    self._writer.add_anchors(name, [last.time_ns + offset_ns], [last.joules])
+            told = {name: list(kept) for name, kept in self._sampler.telemetry.items()}
+        for name, kept in told.items():
+            since_ns = self._told_ns.get(name, self._start_ns - BEFORE_NS)
+            fresh = [t for t in kept if t.time_ns > since_ns]
+            if self._thin:
+                fresh = fresh[-1:] if fresh and fresh[-1].time_ns > since_ns + THIN_TELEMETRY_NS else []
+            if fresh:
+                self._told_ns[name] = fresh[-1].time_ns
+                self._writer.add_telemetry(fresh, offset_ns)
+
+    def _samples(self, name: str, series: Series, offset_ns: int) -> None:
+        lag_ns = round(series.domain.lag_s * 1e9)
+        since_ns = self._since_ns.get(name, self._start_ns - BEFORE_NS)
+        column = series.column(since_ns - lag_ns, self._clock())
+        fresh = column.times_ns > since_ns
+        if fresh.any():
+            times = column.times_ns[fresh]
+            self._since_ns[name] = int(times[-1])
+            self._writer.add_samples(series.domain, times + offset_ns, column.watts[fresh])
+
+    def _means(self, name: str, series: Series, offset_ns: int, end_ns: int | None) -> None:
+        """Means of a second: exact joules, from the running sums beside the samples."""
+        domain = dataclasses.replace(series.domain, resolution_s=THIN_NS * 1e-9, hold=Hold.MEAN, lag_s=0.0)
+        if name not in self._since_ns:
+            if series.last_ns is None:
+                return
+            self._since_ns[name] = self._start_ns
+            self._writer.add_samples(domain, [self._start_ns + offset_ns], [float("nan")])  # a mean needs a beginning
+        times, watts = [], []
+        while True:
+            since_ns = self._since_ns[name]
+            until_ns = since_ns + THIN_NS if end_ns is None else min(since_ns + THIN_NS, end_ns)
+            if until_ns <= since_ns or not (series.covers(until_ns) or end_ns is not None):
+                break
+            a, b = series.mark(since_ns), series.mark(until_ns)
+            seen_s = b.covered_s - a.covered_s
+            times.append(until_ns + offset_ns)
+            watts.append((b.joules - a.joules) / seen_s if seen_s > 0 else float("nan"))
+            self._since_ns[name] = until_ns
+        if times:
+            self._writer.add_samples(domain, times, watts)

@@ -1,0 +1,338 @@
+"""`Session`: records a stretch of a program into one run file, whatever happens to the program.
+
+::
+
+    program's threads ── region, mark, counter, step ──────────────────────────┐
+    Sampler (power, clocks) ──► PowerFeed ──┐                                  ├──► RunWriter ──► runs/NAME.tessera
+    StackSampler (Python stacks) ───────────┴─ one thread, 0.4 s ──────────────┤
+    Kineto ──► Tracing (windows) ──► timeline.kineto.read, or Summary ─────────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MeasurementError, TesseraError
+from .options import Options
+from .recorded import Recorded, timeline_of
+from .region import current, install
+from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from ..attribute.table import EnergyTable
+    from ..monitor import EnergyScope, Monitor
+    from ..timeline.columns import Timeline
+    from .export import Exporter
+    from .nvtx import Pop, Push
+    from .power_feed import PowerFeed
+    from .runfile import RunWriter
+    from .sampling import StackSampler
+    from .summary_mode import Summary
+    from .torch_hooks import ModuleRanges
+    from .tracing import Tracing
+
+PULL_S = 0.4
+"""How often power and stacks go to the run file, which commits every quarter second: half a second is promised."""
+SUMMARY_S = 10.0
+MAX_WINDOWS = 1000
+REPLAY = "TESSERA_REPLAY"
+"""Set while ncu runs a program again for its counters (`profile.counters`): nothing is to be recorded then."""
+_lock = threading.Lock()
+
+
+def _never() -> bool:
+    return False
+
+
+def wait_for_device() -> None:
+    """What was launched inside belongs to the session; what fails there has failed in the program too."""
+    from ..monitor.scope import synchronize
+
+    with contextlib.suppress(RuntimeError):
+        synchronize()
+
+
+class Session(Recorded):
+    """Records between entering and leaving. Made by `profile.session`.
+
+    Left by an exception it writes what it has and lets the exception go on; `stop` may be called twice.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        exporters: Sequence[Exporter] = (),
+        path: Path,
+        schedule: Schedule | None = None,
+        monitor: Monitor | None = None,
+        facts: dict[str, Any] | None = None,
+        begin_tracing: bool = True,
+    ) -> None:
+        self.options = options
+        self.path = path
+        self.notes: list[str] = []
+        self.push: Push | None = None
+        self.pop: Pop | None = None
+        self.compiling: Callable[[], bool] = _never
+        self.steps = 0
+        self._exporters = tuple(exporters)
+        self._schedule = schedule
+        self._monitor = monitor
+        self._facts = dict(facts or {})
+        self._begin_tracing = begin_tracing
+        self._pid = os.getpid()
+        self._writer: RunWriter | None = None
+        self._scope: EnergyScope | None = None
+        self._feed: PowerFeed | None = None
+        self._stacks: StackSampler | None = None
+        self._summary: Summary | None = None
+        self._tracing: Tracing | None = None
+        self._modules: ModuleRanges | None = None
+        self._windows: list[tuple[int, int]] = []
+        self._marks: dict[str, int] = {}
+        self._step_ns = 0
+        self._stopped = False
+        self._done = threading.Event()
+        self._ticker: threading.Thread | None = None
+        self._table: EnergyTable | None = None
+
+    # -- begin and end ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        except TesseraError as own:
+            if exc is None:
+                raise
+            exc.add_note(f"(and Tessera's session could not be ended well: {own.what})")
+
+    def start(self) -> Session:
+        """Begin to record; returns self."""
+        from .assemble import assemble
+
+        with _lock:
+            other = current()
+            if other is not None:
+                raise MeasurementError(
+                    "a session is already running" if other is not self else "this session is already running",
+                    why=f"it writes {other.path}, and a process has one Kineto and one set of regions",
+                    fix="end it first, or use profile.region(...) inside it to name a part of it",
+                )
+            if self._writer is not None:
+                raise MeasurementError("a session records once", fix="make another: with profile.session(...):")
+            if os.environ.get(REPLAY) == "1":
+                return self
+            assemble(self)
+            install(self)
+        self._ticker = threading.Thread(target=self._tick, name="tessera-session", daemon=True)
+        self._ticker.start()
+        if self._stacks is not None:
+            self._stacks.start()
+        return self
+
+    def begin_tracing(self) -> None:
+        """Start Kineto now, where the session was made to wait for it."""
+        if self._tracing is not None and not self._tracing.begun and not self._stopped:
+            self._tracing.begin(self.steps)
+            if self._modules is not None:
+                self._modules.install()
+
+    @property
+    def tracing(self) -> bool:
+        """Whether Kineto was started, if only to wait for its steps."""
+        return self._tracing is not None and self._tracing.begun
+
+    def first_step_begins(self, now_ns: int | None) -> None:
+        """What came before was preparation. None: nobody knows when the first step begins, and it gets no region."""
+        self._step_ns = now_ns or 0
+
+    @property
+    def sees_gpu(self) -> bool:
+        """Whether any sensor shows a GPU; asks no driver's runtime."""
+        domains = self._monitor.sampler.domains if self._monitor is not None else []
+        return any(d.name.startswith("gpu") for d in domains)
+
+    def set(self, key: str, value: Any) -> None:
+        """Keep a fact in the run file."""
+        if self._writer is not None:
+            self._writer.set(key, value)
+
+    def abandon(self) -> None:
+        """In a forked child: neither the threads nor the file nor Kineto are ours here."""
+        self._stopped, self._tracing, self._summary = True, None, None
+
+    def stop(self) -> None:
+        """Stop recording, write the rest and run the exporters. Twice is no error."""
+        writer = self._writer
+        if writer is None or self._stopped or os.getpid() != self._pid:
+            return
+        self._stopped = True
+        install(None)
+        wait_for_device()
+        end_ns, end_mono_ns = time.time_ns(), time.monotonic_ns()
+        if self._scope is not None:
+            self._scope.__exit__(None, None, None)
+        with contextlib.ExitStack() as rest:  # each, whatever the others do
+            rest.callback(writer.close)
+            rest.callback(self._write_facts, writer, end_ns)
+            if self._feed is not None:
+                rest.callback(self._feed.finish, end_mono_ns)
+            rest.callback(self._stop_ticker)
+            if self._tracing is not None:
+                rest.callback(self._tracing.end)
+            if self._modules is not None:
+                rest.callback(self._modules.remove)
+            if self._stacks is not None:  # first: ending the session is nothing the program does
+                rest.callback(self._stop_stacks, writer, self._stacks)
+        self._export()
+
+    def _stop_ticker(self) -> None:
+        self._done.set()
+        if self._ticker is not None:
+            self._ticker.join()
+
+    def _stop_stacks(self, writer: RunWriter, stacks: StackSampler) -> None:
+        stacks.stop()
+        writer.add_stacks(stacks.take())
+        writer.set("stack_interval_s", stacks.period_s)
+        if stacks.stretched:
+            self.notes.append(
+                f"stacks were sampled every {stacks.period_s * 1e3:.3g} ms, not every {stacks.interval_s * 1e3:g}: "
+                "more often would have slowed the program"
+            )
+
+    def _write_facts(self, writer: RunWriter, end_ns: int) -> None:
+        from ..timeline.columns import Builder
+
+        if self._feed is not None and self._feed.clock_steps:
+            self.notes.append("the wall clock was set during the run: times before and after it do not fit together")
+        if self._summary is not None:
+            writer.set("summary", self._summary.to_json())
+        if self._tracing is not None:
+            self.notes += self._tracing.notes
+            writer.set("tracing_s", self._tracing.spent_s)
+        writer.set("windows", self._windows)
+        writer.set("end_ns", end_ns)
+        writer.set("notes", self.notes)
+        said = Builder()  # a reader's notes come with its timelines
+        said.notes = list(self.notes)
+        writer.add_timeline(said.build())
+
+    def _export(self) -> None:
+        """Run every exporter; the first error is raised when all have run, since the run file is whole by then."""
+        errors: list[TesseraError] = []
+        if self._exporters:
+            with self.run() as run:
+                table: EnergyTable | None = None
+                try:
+                    timeline = timeline_of(run)
+                    table = self._account(run, timeline)
+                    assert timeline.energy_j is not None
+                    run.use_energy(timeline.energy_j, timeline.energy_error_j)
+                except TesseraError as exc:
+                    self.notes.append(f"exported without joules: {exc.what}")
+                for exporter in self._exporters:
+                    try:
+                        exporter.write(run, table)
+                    except TesseraError as exc:
+                        errors.append(exc)
+        if errors:
+            raise errors[0]
+
+    def _tick(self) -> None:
+        """A few times a second, on a thread: what has come goes to the file, and what is overdue is asked for."""
+        summary_s = time.monotonic()
+        writer = self._writer
+        assert writer is not None
+        while not self._done.wait(PULL_S):
+            if self._feed is not None:
+                self._feed.pull()
+            if self._stacks is not None:
+                writer.add_stacks(self._stacks.take())
+            if self._tracing is not None:
+                self._tracing.tick(time.time_ns())
+            if self._summary is not None and time.monotonic() - summary_s > SUMMARY_S:
+                summary_s = time.monotonic()
+                writer.set("summary", self._summary.to_json())
+
+    # -- what the program says of itself -----------------------------------------------------------------------------
+
+    def add_region(self, name: str, start_ns: int, end_ns: int, thread: int) -> None:
+        """A region that has ended (epoch nanoseconds, native thread number)."""
+        if self._summary is not None:
+            self._summary.add_row("region", name, end_ns - start_ns)
+        elif self._writer is not None:
+            self._writer.add_row("region", name, start_ns, end_ns, thread=thread)
+        if self._tracing is not None and end_ns >= self._tracing.due_ns:
+            self._tracing.boundary(end_ns)
+
+    def mark(self, name: str) -> None:
+        """A moment on the timeline. `mark("start/x")` and, later, `mark("end/x")` make a region x."""
+        now_ns, thread = time.time_ns(), threading.get_native_id()
+        if self._summary is not None:
+            self._summary.add_row("mark", name, 0)
+        elif self._writer is not None:
+            self._writer.add_row("mark", name, now_ns, now_ns, thread=thread)
+        edge, _, rest = name.partition("/")
+        if edge == "start" and rest:
+            self._marks[rest] = now_ns
+        elif edge == "end" and rest in self._marks:
+            self.add_region(rest, self._marks.pop(rest), now_ns, thread)
+        elif self._tracing is not None:
+            self._tracing.boundary(now_ns)
+
+    def counter(self, name: str, value: float, unit: str = "") -> None:
+        """A number on the timeline."""
+        now_ns = time.time_ns()
+        if self._summary is not None:
+            self._summary.add_counter(name, float(value), unit)
+        elif self._writer is not None:
+            self._writer.add_row("counter", name, now_ns, now_ns, value=float(value), unit=unit)
+
+    def step(self) -> None:
+        """A step of the program has ended: a region `step_N`, and the schedule goes on."""
+        self.end_step(time.time_ns())
+
+    def end_step(self, now_ns: int) -> None:
+        """A step ended at a time; it began where the one before ended."""
+        if self._stopped:
+            return
+        begun_ns = self._step_ns
+        name, self.steps, self._step_ns = f"step_{self.steps}", self.steps + 1, now_ns
+        if self._summary is not None:
+            self._summary.add_row("region", name, now_ns - begun_ns if begun_ns else 0)
+        elif self._writer is not None and begun_ns:
+            self._writer.add_row("region", name, begun_ns, now_ns, thread=threading.get_native_id())
+        if self._tracing is not None and self._tracing.begun:
+            self._tracing.step(self.steps)
+
+    def deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
+        """The rows of a window of the trace, on the thread that read them."""
+        assert self._writer is not None
+        if self._summary is not None:
+            self._summary.add_window(timeline, start_ns, end_ns)
+        else:
+            self._writer.add_timeline(timeline)
+            if self._modules is not None:
+                self._writer.add_timeline(self._modules.take())
+        self._windows.append((start_ns, end_ns))
+        self._writer.set("windows", self._windows)
+        if len(self._windows) > MAX_WINDOWS:  # a summary of days: where the first and the last were is enough
+            del self._windows[1:-1]
+
+    def __repr__(self) -> str:
+        state = "not started" if self._writer is None else "stopped" if self._stopped else "recording"
+        return f"<Session {self.path}, {self.options.mode}, {state}>"

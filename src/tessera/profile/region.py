@@ -1,0 +1,139 @@
+"""`region`, `mark`, `counter`: names on the timeline, and what costs next to nothing while nobody records.
+
+Outside a session a region is one look at a module's variable. Inside it is two clock readings, one queued row, and a
+range for whichever vendor's tool may listen (NVTX, rocTX, ITT).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from .recording import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_session: Session | None = None
+"""The session that records now. Here, so that a region outside one looks at nothing else."""
+
+
+class region:  # noqa: N801  (used like a function: `with profile.region("forward"):`)
+    """A named stretch of the program: a context manager, and a decorator that opens one per call.
+
+    >>> with profile.region("forward/attention"):
+    ...     y = attention(x)
+
+    Regions nest by time and thread. Outside a session it does nothing.
+    """
+
+    __slots__ = ("_open", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # A list once entered: the same object may be entered again inside itself, or on several threads at once.
+        self._open: list[tuple[int, int, Session]] | None = None
+
+    def __enter__(self) -> region:
+        session = _session
+        if session is not None:
+            self._begin(session)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._end(self._open)
+
+    def _begin(self, session: Session) -> None:
+        if session.compiling():
+            return  # what torch.compile makes of a function has no regions: put them around it
+        thread = threading.get_native_id()
+        if session.push is not None:
+            session.push(self.name)
+        if self._open is None:
+            self._open = []
+        self._open.append((thread, time.time_ns(), session))
+
+    def _end(self, entered: list[tuple[int, int, Session]]) -> None:
+        end_ns = time.time_ns()
+        thread = threading.get_native_id()
+        for i in range(len(entered) - 1, -1, -1):
+            if entered[i][0] == thread:
+                _, start_ns, session = entered.pop(i)
+                break
+        else:
+            return  # entered on this thread before the session began
+        if session.pop is not None:
+            session.pop()
+        session.add_region(self.name, start_ns, end_ns, thread)
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function or coroutine function: a region of this name around every call."""
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise ArgumentError(
+                f"profile.region cannot decorate the generator {fn.__name__!r}",
+                why="its body runs between its caller's steps, not in the call",
+                fix="open the region inside it: with profile.region(...):",
+            )
+        name = self.name
+        if inspect.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def around(*args: Any, **kwargs: Any) -> Any:
+                with region(name):
+                    return await fn(*args, **kwargs)
+
+            return around  # type: ignore[return-value]
+
+        @functools.wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _session is None:
+                return fn(*args, **kwargs)
+            with region(name):
+                return fn(*args, **kwargs)
+
+        return wrapped
+
+
+def mark(name: str) -> None:
+    """A moment on the timeline; `mark("start/x")` and `mark("end/x")` make a region x. Nothing outside a session."""
+    if _session is not None:
+        _session.mark(name)
+
+
+def counter(name: str, value: float, unit: str = "") -> None:
+    """A number on the timeline, such as tokens per second. Nothing outside a session."""
+    if _session is not None:
+        _session.counter(name, value, unit)
+
+
+def current() -> Session | None:
+    """The session that records now, if any."""
+    return _session
+
+
+def install(session: Session | None) -> None:
+    """Make a session the one that regions, marks and counters go to; None ends that."""
+    global _session  # noqa: PLW0603  (the one switch every region looks at)
+    _session = session
+
+
+def _after_fork() -> None:
+    """A forked child (a DataLoader's worker) has neither the threads nor the file of its parent's session."""
+    if _session is not None:
+        _session.abandon()
+    install(None)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,130 @@
+"""Python stacks of all threads, sampled from a thread of our own: what runs, without tracing anything.
+
+Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period stretched
+until it is at most `BUDGET` of the time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import PurePath
+from types import CodeType, FrameType
+
+# Of the half percent that sampling mode may cost; the file, the feed and the power sampler take the rest.
+BUDGET = 0.002
+LONGEST_S = 0.25
+DEEPEST = 128
+OWN = "tessera-"
+"""How the names of our own threads begin."""
+# Names are made once for each line of code; a program that makes code for ever must not make names for ever.
+MAX_NAMES = 100_000
+Key = tuple[int, tuple[CodeType | int, ...]]
+"""A thread, and the code objects of its stack with the place in each, innermost first."""
+Stacks = list[tuple[int, int | str, str, int]]
+"""Rows of (epoch_ns, thread, "outermost;...;innermost", samples)."""
+
+
+class StackSampler:
+    """Counts stacks by thread; `take` hands them over."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self.samples = 0
+        self._recent_s = 0.0
+        self._own: set[int | None] = set()
+        self._counts: dict[Key, int] = {}
+        self._waiting: dict[int, tuple[tuple[int, int], Key]] = {}
+        self._names: dict[tuple[CodeType, int], str] = {}
+        self._since_ns = time.time_ns()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin sampling on a thread."""
+        self._thread = threading.Thread(target=self._run, name="tessera-stacks", daemon=True)
+        self._thread.start()
+        self.take()
+
+    def stop(self) -> None:
+        """End sampling; twice is no error."""
+        self._stopping = True
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def stretched(self) -> bool:
+        """Whether stacks cost too much for the interval that was asked."""
+        return self.period_s > 1.5 * self.interval_s
+
+    @property
+    def period_s(self) -> float:
+        """The time between two samples that keeps to the budget."""
+        return min(max(self.interval_s, self._recent_s / BUDGET), max(self.interval_s, LONGEST_S))
+
+    def _run(self) -> None:
+        # The thread's own time, waking up included: waiting for the interpreter's lock costs nobody anything.
+        used_s = time.thread_time()
+        while not self._stopping:
+            time.sleep(self.period_s)  # an Event would take as much time again to wait for
+            if not self._stopping:
+                self.sample()
+            before_s, used_s = used_s, time.thread_time()
+            self._recent_s += 0.1 * (used_s - before_s - self._recent_s)
+
+    def sample(self) -> None:
+        """Count the stack of every thread but our own."""
+        mine, counts, main = self._own, self._counts, threading.main_thread().ident
+        for thread, top in sys._current_frames().items():
+            if thread in mine:
+                continue
+            # A thread that waits where it waited before. Not the main one: it comes to the same line by other ways.
+            place = (id(top), top.f_lasti)
+            known = self._waiting.get(thread)
+            if known is not None and known[0] == place and thread != main:
+                counts[known[1]] = counts.get(known[1], 0) + 1
+                continue
+            stack: list[CodeType | int] = []
+            frame: FrameType | None = top
+            while frame is not None and len(stack) < 2 * DEEPEST:
+                stack.append(frame.f_code)
+                stack.append(frame.f_lasti)  # not the line: finding that takes as long as the code is
+                frame = frame.f_back
+            key = (thread, tuple(stack))
+            self._waiting[thread] = (place, key)
+            counts[key] = counts.get(key, 0) + 1
+        self.samples += 1
+
+    def take(self) -> Stacks:
+        """What was counted since the last time."""
+        counts, self._counts = self._counts, {}
+        since_ns, self._since_ns = self._since_ns, time.time_ns()
+        threads = threading.enumerate()
+        self._own = {t.ident for t in threads if t.name.startswith(OWN)}
+        natives = {t.ident: t.native_id for t in threads}
+        self._waiting = {t: known for t, known in list(self._waiting.items()) if t in natives}
+        return [
+            (since_ns, natives.get(thread) or thread, self._folded(stack), count)
+            for (thread, stack), count in list(counts.items())
+        ]
+
+    def _folded(self, stack: tuple[CodeType | int, ...]) -> str:
+        if len(self._names) > MAX_NAMES:
+            self._names.clear()
+        names = self._names
+        parts = []
+        for code, at in zip(stack[::2], stack[1::2], strict=True):
+            key = (code, at)
+            name = names.get(key)  # type: ignore[arg-type]
+            if name is None:
+                name = names[key] = _name(code, at)  # type: ignore[arg-type, index]
+            parts.append(name)
+        return ";".join(reversed(parts))
+
+
+def _name(code: CodeType, at: int) -> str:
+    """`train.py:31 step`. A semicolon would end it."""
+    line = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
+    path = PurePath(code.co_filename)
+    return f"{path.parent.name}/{path.name}:{line} {code.co_qualname}".lstrip("/").replace(";", ",")

@@ -1,0 +1,64 @@
+"""`schedule`: which steps are traced, as torch.profiler's: skip, then cycles of wait, warm-up and active steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ArgumentError
+
+Action = Literal["wait", "warmup", "active", "last"]
+"""What happens in a step; "last" is the active step that ends a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Cycles of steps. `repeat` 0 goes on for ever; `skip_first` steps come before the first cycle."""
+
+    wait: int = 0
+    warmup: int = 0
+    active: int
+    repeat: int = 0
+    skip_first: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("wait", "warmup", "repeat", "skip_first"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"{name}={getattr(self, name)!r} is not a number of steps", fix="0 or more")
+        if self.active < 1:
+            raise ArgumentError(
+                f"active={self.active!r} would trace nothing", fix="at least one, as in schedule(wait=1, active=3)"
+            )
+
+    def action(self, step: int) -> Action:
+        """What happens in a step (the first is 0)."""
+        step -= self.skip_first
+        if step < 0:
+            return "wait"
+        cycle, at = divmod(step, self.wait + self.warmup + self.active)
+        if (self.repeat and cycle >= self.repeat) or at < self.wait:
+            return "wait"
+        if at < self.wait + self.warmup:
+            return "warmup"
+        return "last" if at == self.wait + self.warmup + self.active - 1 else "active"
+
+    def over(self, step: int) -> bool:
+        """Whether nothing will be traced from a step on."""
+        cycle = self.wait + self.warmup + self.active
+        return bool(self.repeat) and step - self.skip_first >= self.repeat * cycle
+
+
+def schedule(*, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0) -> Schedule:
+    """Which steps of a session are traced, counted by `sess.step()`; power is recorded in all of them.
+
+    >>> profile.session(schedule=profile.schedule(wait=98, warmup=1, active=1))     # one step in a hundred
+    """
+    return Schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
+
+
+def between(first: int, end: int) -> Schedule:
+    """The steps `first` to `end - 1`, once, with a step of warm-up before them where there is one."""
+    if not 0 <= first < end:
+        raise ArgumentError(f"steps {first}:{end} are none", fix="first:end with first < end, such as 10:20")
+    warmup = 1 if first else 0
+    return Schedule(skip_first=first - warmup, warmup=warmup, active=end - first, repeat=1)

@@ -1,0 +1,80 @@
+"""`profile.session(...)`: the options of a session, checked, and where its run file goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
+from .options import Activity, Mode, Options, check_keywords
+from .recording import Session
+from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from .export import Exporter
+
+
+def default_path(name: str = "session") -> Path:
+    """`runs/NAME.tessera`, or the first of NAME-2, NAME-3 ... that is free; `.rankN` in it where there are ranks."""
+    number = 1
+    while (path := with_rank(Path("runs", f"{name}.tessera" if number == 1 else f"{name}-{number}.tessera"))).exists():
+        number += 1
+    return path
+
+
+def with_rank(path: Path) -> Path:
+    """NAME.rankN.tessera for NAME.tessera, where a launcher says that this process is rank N of a job."""
+    rank = os.environ.get("RANK", "")
+    return path.with_suffix(f".rank{rank}{path.suffix}") if rank.isdigit() else path
+
+
+def session(
+    activities: Sequence[Activity] | None = None,
+    *,
+    mode: Mode = "timeline",
+    record_shapes: bool = True,
+    with_stack: bool = False,
+    with_modules: bool = False,
+    sample_interval_ms: float | None = None,
+    exporters: Sequence[Exporter] = (),
+    tensorboard_dir: str | Path | None = None,
+    path: str | Path | None = None,
+    schedule: Schedule | None = None,
+    flush_s: float | None = None,
+    limit_s: float | None = None,
+    **unknown: Any,
+) -> Session:
+    """Record a `with` block: kernels, copies, collectives, operators, regions, and the power beside them.
+
+    >>> with profile.session(activities=["gpu", "memcpy", "collective", "power"]) as sess:
+    ...     step()
+    >>> print(sess.energy())
+
+    `mode` "timeline" keeps every event, "sampling" traces nothing (power, clocks and Python stacks only), "summary"
+    adds up what each name took and forgets the events. See `Options` for the rest. The run file is `path`, or one in
+    `runs/`, and is written as the run happens.
+    """
+    if unknown:
+        known = (*Options.__dataclass_fields__, "exporters", "tensorboard_dir", "path", "schedule")
+        check_keywords(unknown, known)
+    if isinstance(activities, str):
+        raise ArgumentError(f"activities={activities!r} is one word", fix=f"a list: activities=[{activities!r}]")
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"schedule={schedule!r} is not one of ours",
+            fix="profile.schedule(wait=..., warmup=..., active=..., repeat=...)",
+        )
+    options = Options(
+        mode=mode, activities=None if activities is None else tuple(activities), record_shapes=record_shapes,
+        with_stack=with_stack, with_modules=with_modules, sample_interval_ms=sample_interval_ms, flush_s=flush_s,
+        limit_s=limit_s,
+    )  # fmt: skip
+    writers = list(exporters)
+    if tensorboard_dir is not None:
+        from .export import TensorBoard
+
+        writers.append(TensorBoard(tensorboard_dir))
+    target = with_rank(Path(path)) if path is not None else default_path()
+    return Session(options, exporters=writers, path=target, schedule=schedule)

@@ -1,0 +1,115 @@
+"""Summary mode: what each name took, kept in a memory that does not grow with the run.
+
+Every window of the trace is added up by (kind, name) and forgotten. Steps and other names that count themselves
+(`step_12`) are one name, and once there are `MAX_NAMES` the rest share one too.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..record import KINDS, ON_DEVICE, Kind
+from ..timeline.columns import Timeline
+
+MAX_NAMES = 8192
+OTHER = "(other names)"
+_COUNTED = re.compile(r"(?<![0-9])\d+$")
+_KINDS: tuple[Kind, ...] = (
+    "kernel", "memcpy", "memset", "collective", "runtime", "graph_launch", "op", "region", "mark",
+)  # fmt: skip
+
+
+_VIEW: dict[str, str] = {**dict.fromkeys(ON_DEVICE, "kernels"), "runtime": "runtime", "graph_launch": "runtime"}
+
+
+class Totals:
+    """Calls, total, least and most nanoseconds of one name; of a counter, of its values."""
+
+    __slots__ = ("calls", "maximum", "minimum", "total")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = 0.0
+        self.minimum = float("inf")
+        self.maximum = float("-inf")
+
+    def add(self, calls: int, total: float, minimum: float, maximum: float) -> None:
+        """Add what was seen of the name since."""
+        self.calls += calls
+        self.total += total
+        self.minimum = min(self.minimum, minimum)
+        self.maximum = max(self.maximum, maximum)
+
+
+class Summary:
+    """The totals of a run so far. May be added to from several threads."""
+
+    def __init__(self, max_names: int = MAX_NAMES) -> None:
+        self._max_names = max_names
+        self._lock = threading.Lock()
+        self._by_name: dict[tuple[str, str], Totals] = {}
+        self._counters: dict[tuple[str, str], Totals] = {}
+        self.windows = 0
+        self.traced_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name) + len(self._counters)
+
+    def add_window(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
+        """Add the rows of a window up, by kind and name."""
+        rows = timeline.rows(*_KINDS)
+        keys = (timeline["kind"][rows] << 32) | timeline["name"][rows]
+        order = np.argsort(keys, kind="stable")
+        keys, ns = keys[order], (timeline["end_ns"] - timeline["start_ns"])[rows][order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        with self._lock:
+            self.windows += 1
+            self.traced_ns += end_ns - start_ns
+            if len(first) == 0:
+                return
+            calls = np.diff(first, append=len(keys))
+            parts = (np.add.reduceat(ns, first), np.minimum.reduceat(ns, first), np.maximum.reduceat(ns, first))
+            for key, count, total, low, high in zip(keys[first], calls, *parts, strict=True):
+                kind, name = KINDS[int(key) >> 32], timeline.names[int(key) & 0xFFFFFFFF]
+                self._of(self._by_name, kind, name).add(int(count), int(total), int(low), int(high))
+
+    def add_row(self, kind: Kind, name: str, ns: int) -> None:
+        """One region or mark."""
+        with self._lock:
+            self._of(self._by_name, kind, name).add(1, ns, ns, ns)
+
+    def add_counter(self, name: str, value: float, unit: str) -> None:
+        """One value of a counter."""
+        with self._lock:
+            self._of(self._counters, name, unit, general=False).add(1, value, value, value)
+
+    def _of(self, table: dict[tuple[str, str], Totals], first: str, second: str, general: bool = True) -> Totals:
+        """The totals of a name. Names with a number at the end are one: `step_12` is `step_N`."""
+        name = _COUNTED.sub("N", second) if general and first in ("region", "mark") else second
+        found = table.get((first, name))
+        if found is None:
+            key = (first, name) if len(self) < self._max_names else (first if general else OTHER, OTHER)
+            found = table.setdefault(key, Totals())
+        return found
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Plain data, as it is kept in the run file: the rows of each view, most time first."""
+        with self._lock:
+            by_name = sorted(self._by_name.items(), key=lambda item: -item[1].total)
+            views: dict[str, list[dict[str, Any]]] = {}
+            for (kind, name), t in by_name:
+                views.setdefault(_VIEW.get(kind, kind + "s"), []).append(
+                    {"name": name, "kind": kind, "calls": t.calls, "time_s": t.total * 1e-9,
+                     "total_ns": int(t.total), "min_ns": int(t.minimum), "max_ns": int(t.maximum)}
+                )  # fmt: skip
+            counters = [
+                {"name": name, "unit": unit, "calls": t.calls, "mean": t.total / t.calls, "min": t.minimum,
+                 "max": t.maximum}
+                for (name, unit), t in self._counters.items()
+            ]  # fmt: skip
+        return {"windows": self.windows, "traced_s": self.traced_ns * 1e-9, **views, "counters": counters}

@@ -1,0 +1,289 @@
+"""What a session hangs on torch while it records, and takes off again: open ranges, steps, calls on the main thread."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..timeline.columns import Builder, Timeline
+from ..timeline.rows import MODULE
+
+
+class OpenRanges:
+    """The `record_function`s that are open on the thread that traces, so that a window can end them.
+
+    A window that ends inside one would leave torch with a pointer to memory that Kineto has freed: leaving the
+    `record_function` during the next window writes there (`onFunctionExit`, torch 2.13, seen with valgrind). Every
+    optimizer step and every DDP forward is inside one.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._class = torch.autograd.profiler.record_function
+        self._original = (self._class.__enter__, self._class.__exit__)
+        self._open: list[Any] = []
+        self._thread = threading.get_ident()
+
+    def install(self) -> None:
+        """Follow what is opened from now on; what is open already knows nothing of Kineto."""
+        enter, leave = self._original
+        opened = self._open
+
+        def __enter__(this: Any) -> Any:  # noqa: N807
+            found = enter(this)
+            if threading.get_ident() == self._thread:
+                opened.append(this)
+            return found
+
+        def __exit__(this: Any, *error: Any) -> Any:  # noqa: N807
+            if this in opened:
+                opened.remove(this)
+            return leave(this, *error)
+
+        self._class.__enter__, self._class.__exit__ = __enter__, __exit__
+
+    def cut(self) -> None:
+        """End all that are open: their rows end with the window."""
+        for each in reversed(self._open):
+            self._original[1](each, None, None, None)
+            each.run_callbacks_on_exit = False  # the program's own exit has nothing left to do
+        self._open.clear()
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        self._class.__enter__, self._class.__exit__ = self._original
+
+
+class OtherProfilers:
+    """Tells when the program starts a torch.profiler of its own: two at once end in a segmentation fault (2.13)."""
+
+    def __init__(self, torch: Any, call: Callable[[], None], ours: Callable[[], bool]) -> None:
+        self._class = torch.autograd.profiler.profile
+        self._original = self._class._prepare_trace
+        self._call = call
+        self._ours = ours
+
+    def install(self) -> None:
+        """Be called before any profiler but ours starts."""
+        original, ours, call = self._original, self._ours, self._call
+
+        def _prepare_trace(this: Any) -> Any:
+            if not ours():
+                call()
+            return original(this)
+
+        self._class._prepare_trace = _prepare_trace
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        self._class._prepare_trace = self._original
+
+
+# -- steps of a program that says nothing of them --------------------------------------------------------------------
+
+
+class OptimizerSteps:
+    """Calls something after every step of the program's optimizer: of the first one seen, while it lives."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._first: weakref.ref[Any] | None = None
+        self._handle: Any = None
+
+    def install(self) -> None:
+        """Hook into every optimizer there is and will be."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._handle = register_optimizer_step_post_hook(self._after)
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # Two optimizers that take turns (a GAN's) make one step of the program.
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is optimizer:
+            self._call()
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+class ModuleCalls:
+    """Calls something at the start and at the end of every outermost `nn.Module` call of this thread."""
+
+    def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
+        self._start = start
+        self._end = end
+        self._depth = 0
+        self._thread = threading.get_ident()
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Hook into every module there is and will be."""
+        from torch.nn.modules import module
+
+        self._handles = [
+            module.register_module_forward_pre_hook(self._before),
+            module.register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: Any, args: Any) -> None:
+        if not _compiling() and threading.get_ident() == self._thread:
+            self._depth += 1
+            if self._depth == 1:
+                self._start()
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        if not _compiling() and threading.get_ident() == self._thread and self._depth:
+            self._depth -= 1
+            if self._depth == 0:
+                self._end()
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _compiling() -> bool:
+    """Whether torch.compile is tracing this very code: hooks must leave no trace in what it makes."""
+    import torch
+
+    return bool(torch.compiler.is_compiling())
+
+
+class ModuleRanges:
+    """Notes every `nn.Module` call, named as in its parent: GPT2LMHeadModel, transformer, h.3, attn.
+
+    torch's own `with_modules` knows TorchScript's modules only, and the Python tracer, which knows all, slows the
+    program several times.
+    """
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self._wanted = wanted
+        self._rows: deque[tuple[str, int, int, int]] = deque()  # name, start, end, thread
+        self._paths: dict[int, str] = {}
+        self._local = threading.local()
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Hook into every module there is and will be."""
+        from torch.nn.modules import module
+
+        self._handles = [
+            module.register_module_forward_pre_hook(self._before),
+            module.register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: Any, args: Any) -> None:
+        if _compiling():
+            return
+        stack: list[tuple[int, str, str, int]] = self._local.__dict__.setdefault("stack", [])
+        path = self._paths.get(id(module))
+        if path is None or not stack:  # a root is looked at anew: an address may be another module's by now
+            if not stack:
+                self._paths.update((id(m), p) for p, m in module.named_modules())
+            path = self._paths.setdefault(id(module), "")
+        outer = stack[-1][1] if stack else ""
+        name = path.removeprefix(outer).lstrip(".") if path else ""
+        stack.append((id(module), path, name or type(module).__name__, time.time_ns()))
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        if _compiling():
+            return
+        stack = self._local.__dict__.get("stack")
+        if stack and stack[-1][0] == id(module):
+            _, _, name, start_ns = stack.pop()
+            if self._wanted():
+                self._rows.append((name, start_ns, time.time_ns(), threading.get_native_id()))
+
+    def take(self) -> Timeline:
+        """The calls since the last time, as operator rows that are marked as modules."""
+        made = Builder()
+        names = set()
+        for _ in range(len(self._rows)):
+            name, start_ns, end_ns, thread = self._rows.popleft()
+            text = f"{MODULE}{name}"
+            names.add(made.intern(text))
+            made.add("op", text, start_ns, end_ns, thread=thread)
+        made.meta["modules"] = sorted(names)
+        return made.build()
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+# -- the main thread, asked from another -----------------------------------------------------------------------------
+
+# Parts of torch that call Python from Python: no operator of theirs is under way while their Python code runs.
+_PLAIN = ("nn", "optim", "amp", "cuda", "utils/data", "utils/_contextlib.py", "serialization.py", "storage.py")
+_LATER_S = 0.01  # when a call that was interrupted has certainly returned to the interpreter
+_PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class MainThread:
+    """Runs something on the main thread between two of its bytecodes, when no operator of torch is under way.
+
+    Kineto can only be stopped by the thread that started it, and a program that marks neither steps nor regions gives
+    us no moment of its own. Module hooks would give one, but their coming and going makes torch.compile compile anew.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._asked = False
+        self._entry = _PENDING(self._run)  # kept: the interpreter holds only its address
+
+    def ask(self) -> None:
+        """Have it called soon; asking again before it happened changes nothing."""
+        if not self._asked:
+            self._asked = ctypes.pythonapi.Py_AddPendingCall(self._entry, None) == 0
+
+    def _run(self, _: Any) -> int:
+        self._asked = False
+        try:
+            if not inside_torch(sys._getframe(1)):
+                self._call()
+        except BaseException as exc:  # noqa: BLE001  (ctypes would print and swallow a Ctrl-C)
+            threading.Timer(_LATER_S, _raise_in, (threading.get_ident(), type(exc))).start()
+        return 0
+
+
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def model_runs(frame: FrameType | None) -> bool:
+    """Whether a stack is inside the call of an `nn.Module` that is not being compiled."""
+    torch: Any = sys.modules.get("torch")
+    call = torch.nn.Module._call_impl.__code__ if torch is not None and hasattr(torch, "nn") else None
+    found = False
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/convert_frame.py"):
+            return False
+        found = found or frame.f_code is call
+        frame = frame.f_back
+    return found
+
+
+def inside_torch(frame: FrameType | None) -> bool:
+    """Whether a stack has Python that torch's C++ called, or may have: then an operator is under way below it."""
+    root = str(Path(sys.modules["torch"].__file__ or "").parent) + "/" if "torch" in sys.modules else "\0"
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(root) and not name[len(root) :].startswith(_PLAIN):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,253 @@
+"""When Kineto runs: windows, opened and closed at the program's own boundaries.
+
+::
+
+    no schedule     |<------------------------ one window ------------------------>|
+    flush_s=5       |<-- window -->|<-- window -->|<-- window -->|                      each read meanwhile
+    schedule        ....warm|<- active ->|.........warm|<- active ->|
+    paced           |<- 3 steps ->|................................|<- 3 steps ->|      at most 1% of the time spent
+
+Closing a window costs the program's thread: measured on 2 cores of a Xeon, 7 us an event in Kineto's stop (a second
+for 150 000), and about 5 us an event more of the interpreter's lock while it is exported and read in the background.
+GPT-2's training makes 12 000 events a step. That is what `flush_s` costs, and why `paced` waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import TesseraError
+from ..monitor.scope import synchronize
+from ..timeline.columns import Timeline
+from .kineto_collector import Finished, KinetoCollector
+from .schedule import Schedule
+from .torch_hooks import MainThread, OpenRanges, OtherProfilers, model_runs
+
+_log = logging.getLogger("tessera")
+
+NEVER = 1 << 62
+PACED_STEPS = 3
+PACED_NS = 1_000_000_000
+# A window may cost this share of the program's time: opening, closing, exporting and reading it.
+PACED_BUDGET = 0.01
+# A boundary that the program should have come to by then, without and with steps: else its main thread is asked.
+OVERDUE_NS = (300_000_000, 10_000_000_000)
+# How long a trace with a limit may go on before a model is seen to run: importing, loading, moving weights.
+LEAD_NS = 30_000_000_000
+Deliver = Callable[[Timeline, int, int], None]
+"""Takes a window's rows, and its start and end in epoch nanoseconds. Called on a thread of its own."""
+
+
+class Tracing:
+    """Opens and closes windows of a collector. Everything but `tick` is called on the thread that began."""
+
+    def __init__(
+        self,
+        collector: KinetoCollector,
+        deliver: Deliver,
+        *,
+        schedule: Schedule | None = None,
+        paced: bool = False,
+        flush_s: float | None = None,
+        limit_s: float | None = None,
+        lead: bool = False,
+    ) -> None:
+        self.collector = collector
+        self.notes: list[str] = collector.notes
+        self.due_ns = NEVER
+        """When the window is to be opened or closed (epoch): whoever comes to a boundary later than that, does it."""
+        self.spent_s = 0.0
+        self._deliver = deliver
+        self._schedule = schedule
+        self._paced = paced and schedule is None
+        self._flush_ns = None if flush_s is None else round(flush_s * 1e9)
+        self._limit_ns = None if limit_s is None else round(limit_s * 1e9)
+        self._lead = lead
+        self._thread: int | None = None
+        self._hooks: list[OpenRanges | OtherProfilers] = []
+        self._ranges: OpenRanges | None = None
+        self._main = MainThread(self._asked)
+        self._readers: list[threading.Thread] = []
+        self._opened_ns = 0
+        self._until_ns = NEVER
+        self._cost_ns = 0
+        self._steps = 0  # in this window
+        self._stepped = False  # the program has steps: windows keep to them
+        self._over = False
+
+    # -- what the session calls ------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._thread is not None
+
+    def begin(self, step: int = 0) -> None:
+        """Start, as the schedule has it for a step."""
+        action = self._schedule.action(step) if self._schedule else "active"
+        if action == "warmup":
+            self.collector.prepare()
+        elif action != "wait":
+            self._open()
+        self._thread = threading.get_ident()
+        torch = sys.modules["torch"]
+        self._hooks = [
+            ranges := OpenRanges(torch),
+            OtherProfilers(torch, self._yield, lambda: self.collector.starting),
+        ]
+        self._ranges = ranges
+        for hook in self._hooks:
+            hook.install()
+        self._set_limit(max(self._limit_ns or 0, LEAD_NS) if self._lead else self._limit_ns or 0)
+
+    def work_begins(self) -> None:
+        """What is to be traced begins now: the time limit counts from here."""
+        if self.begun:
+            self._set_limit(self._limit_ns or 0)
+
+    def step(self, step: int) -> None:
+        """A step has ended and `step` begins."""
+        if self._over or self._thread != threading.get_ident():
+            return
+        if not self._stepped:
+            self._stepped = True
+            self.work_begins()  # the first step compiles and allocates
+        self._steps += 1
+        if self._schedule is not None:
+            self._follow(self._schedule, step)
+        elif self._paced and self.collector.recording and self._steps < PACED_STEPS:
+            return
+        else:
+            if self._paced and self.collector.recording:
+                self.due_ns = 0
+            self.boundary(time.time_ns(), of_step=True)
+
+    def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
+        """A moment at which a window may be opened or closed, where that is due."""
+        if now_ns < self.due_ns or self._over or self._thread != threading.get_ident() or _capturing():
+            return
+        if self._paced and self._stepped and not of_step:
+            return
+        if now_ns >= self._until_ns:
+            self.finish("the time limit for tracing was reached: from there on there is power, but no events")
+        elif not self.collector.recording:
+            self._guarded(self._open)
+        elif self._paced:
+            self._guarded(self._close)
+        elif any(r.is_alive() for r in self._readers):
+            # The window before is still being read: no pile of them.
+            self.due_ns = min(now_ns + (self._flush_ns or 0), self._until_ns)
+        else:
+            self._guarded(self._close)
+            self._guarded(self._open)
+
+    def tick(self, now_ns: int) -> None:
+        """From the session's own thread, a few times a second: nobody came to a boundary for long."""
+        main = threading.main_thread().ident
+        if self._lead and model_runs(sys._current_frames().get(main or 0)):
+            self._lead = False
+            self.work_begins()
+        if not self._over and self._thread == main and now_ns > self.due_ns + OVERDUE_NS[self._stepped]:
+            self._main.ask()
+
+    def finish(self, why: str | None = None) -> None:
+        """Trace no more. The program may go on, and so does all that is not tracing."""
+        if self._over:
+            return
+        self._over, self.due_ns = True, NEVER
+        if why:
+            self.notes.append(why)
+        self._guarded(self._close if self.collector.recording else self.collector.cancel)
+        for hook in self._hooks:
+            hook.remove()
+
+    def end(self) -> None:
+        """Trace no more, and wait until all windows have been read."""
+        if self.begun:
+            self.finish()
+        for reader in self._readers:
+            reader.join()
+
+    # -- windows ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, schedule: Schedule, step: int) -> None:
+        before, now = schedule.action(step - 1), schedule.action(step)
+        traced = now in ("active", "last")
+        if self.collector.recording and (before == "last" or not traced):
+            self._guarded(self._close)
+        if schedule.over(step):
+            self.finish()
+        elif traced and not self.collector.recording:
+            self._guarded(self._open)
+        elif now == "warmup":
+            self._guarded(self.collector.prepare)
+
+    def _open(self) -> None:
+        t0 = time.perf_counter_ns()
+        self.collector.start()
+        self._cost_ns = time.perf_counter_ns() - t0
+        self._opened_ns, self._steps = time.time_ns(), 0
+        length_ns = PACED_NS if self._paced else self._flush_ns
+        self.due_ns = min(NEVER if length_ns is None else self._opened_ns + length_ns, self._until_ns)
+
+    def _close(self) -> None:
+        t0 = time.perf_counter_ns()
+        if self._ranges is not None:
+            self._ranges.cut()
+        synchronize()  # Kineto would anyway; so the window ends when its last kernel does
+        now_ns = time.time_ns()
+        finished = self.collector.stop()
+        self._cost_ns += time.perf_counter_ns() - t0
+        self.due_ns = NEVER
+        reader = threading.Thread(
+            target=self._read, args=(finished, self._opened_ns, now_ns), name="tessera-trace", daemon=True
+        )
+        self._readers = [r for r in self._readers if r.is_alive()] + [reader]
+        reader.start()
+
+    def _read(self, finished: Finished, start_ns: int, end_ns: int) -> None:
+        t0 = time.perf_counter_ns()
+        try:
+            self._deliver(finished.timeline(), start_ns, end_ns)
+        except Exception as exc:  # noqa: BLE001  (one window less must not cost the run)
+            self.notes.append(f"a window of the trace could not be read: {type(exc).__name__}: {exc}")
+            _log.warning("a window of the trace could not be read", exc_info=exc)
+        self._cost_ns += time.perf_counter_ns() - t0
+        self.spent_s += self._cost_ns * 1e-9
+        if self._paced:
+            self.due_ns = time.time_ns() + max(round(self._cost_ns / PACED_BUDGET), PACED_NS)
+
+    def _set_limit(self, limit_ns: int) -> None:
+        if self._limit_ns is not None:
+            old, self._until_ns = self._until_ns, time.time_ns() + limit_ns
+            if self.due_ns in (old, NEVER) or self.due_ns > self._until_ns:
+                self.due_ns = self._until_ns
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """The program's own thread must not fail because of us: a trace that cannot go on ends, and says why."""
+        if self._over and call == self._open:
+            return
+        try:
+            call()
+        except (TesseraError, RuntimeError) as exc:
+            self._over, self.due_ns = True, NEVER
+            self.notes.append(f"tracing ended early: {exc}")
+
+    def _yield(self) -> None:
+        """There is one Kineto, and the program's own wishes go first."""
+        if self._thread == threading.get_ident():
+            self.finish("the program started a profiler of its own: our trace ends there")
+
+    def _asked(self) -> None:
+        self.boundary(time.time_ns(), of_step=True)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured: closing a window waits for the device, which would break the capture."""
+    torch: Any = sys.modules.get("torch")
+    return bool(torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,271 @@
+"""`tessera run`: an unchanged script in a child process, whatever way it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tessera.cli.run import command
+from tessera.profile import RunFile
+from tessera.profile.launch import Plan, exit_code
+from tessera.profile.script_steps import AfterImport
+from tessera.profile.torch_hooks import ModuleCalls, OptimizerSteps, model_runs
+
+CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"
+
+TRAIN = """
+    import torch
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(8):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="script.py"):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return name
+
+    return write
+
+
+def run(tmp_path, *arguments, env=None):
+    """The command line; (exit code, stdout, stderr)."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLI, "run", *arguments], cwd=tmp_path, env={**os.environ, **(env or {})},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def launch(tmp_path, target, *argv, module=False, **plan):
+    """The child alone, as a process."""
+    given = Plan(target=target, argv=list(argv), module=module, path="run.tessera", **plan)
+    import msgspec
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(given).decode()], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_script_finds_its_world_as_python_makes_it(tmp_path, script):
+    (tmp_path / "folder").mkdir()
+    name = script(
+        """
+        import multiprocessing, pickle, sys, threading, time
+        from beside import VALUE
+
+        class Thing:
+            pass
+
+        def double(x):
+            return 2 * x, __name__
+
+        if __name__ == "__main__":
+            assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+            assert sys.modules["__main__"].Thing is Thing and __spec__ is None and __package__ is None
+            print(sys.argv, __file__, VALUE, sys.path[0])
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [4]))
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                print(pool.map(double, [5]))
+            threading.Thread(target=lambda: (time.sleep(0.3), print("thread done"))).start()
+        """,
+        "folder/script.py",
+    )
+    script("VALUE = 7", "folder/beside.py")
+    child = launch(tmp_path, name, "--flag", "x")
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    assert out.splitlines() == [
+        f"['folder/script.py', '--flag', 'x'] folder/script.py 7 {tmp_path / 'folder'}",
+        "[(8, '__mp_main__')]",
+        "[(10, '__main__')]",
+        "thread done",
+    ]
+    with RunFile(tmp_path / "run.tessera") as found:
+        assert not found.crashed and found.get("returncode") == 0
+
+
+def test_a_module_runs_as_with_python_m(tmp_path, script):
+    (tmp_path / "package").mkdir()
+    script("", "package/__init__.py")
+    script("import sys; from . import other; print(__name__, __package__, __spec__.name, sys.argv[1:])",
+           "package/__main__.py")  # fmt: skip
+    script("", "package/other.py")
+    child = launch(tmp_path, "package", "a", module=True)
+    out, err = child.communicate(timeout=60)
+    assert out == "__main__ package package.__main__ ['a']\n", err
+    child = launch(tmp_path, "no.such.module", module=True)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 2 and "cannot run the module 'no.such.module'" in err
+
+
+def test_its_exit_code_and_traceback_are_its_own(tmp_path, script):
+    child = launch(tmp_path, script("import sys; sys.exit(3)"))
+    child.communicate(timeout=60)
+    assert child.returncode == 3
+    (tmp_path / "run.tessera").unlink()
+    child = launch(tmp_path, script("def f():\n    raise KeyError('mine')\nf()", "b.py"))
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1 and "KeyError: 'mine'" in err and "launch.py" not in err
+    child = launch(tmp_path, script("def f(:", "c.py"))
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1 and "SyntaxError" in err and "launch.py" not in err
+    with RunFile(tmp_path / "run.tessera") as found:
+        assert found.get("returncode") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_the_run_is_written(tmp_path, script, number, code):
+    name = script(
+        """
+        import time
+        from tessera import profile
+        with profile.region("waiting"):
+            print("ready", flush=True)
+            time.sleep(60)
+        """
+    )
+    child = launch(tmp_path, name)
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    child.send_signal(number)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == -number, err
+    with RunFile(tmp_path / "run.tessera") as found:
+        assert not found.crashed and found.get("returncode") == code
+        rows = found.timeline()
+        assert [rows.name(i) for i in range(len(rows))] == ["waiting"]
+
+
+def test_training_is_traced_by_its_optimizers_steps(tmp_path, script):
+    code, out, err = run(tmp_path, "--steps", "3:5", "--json", script(TRAIN))
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["returncode"] == 0 and said["path"] == "runs/script.tessera" and "trained" in err
+    with RunFile(tmp_path / "runs/script.tessera") as found:
+        rows = found.timeline()
+        assert found.get("command") == ["python", "script.py"]
+    steps = {rows.name(i): (rows["start_ns"][i], rows["end_ns"][i]) for i in rows.rows("region")}
+    mine = {n: t for n, t in steps.items() if n.startswith("step_")}
+    assert set(mine) == {f"step_{i}" for i in range(8)}
+    traced = {
+        n for i in rows.rows("op") if rows.name(i) == "aten::addmm"
+        for n, (start, end) in mine.items() if start <= rows["start_ns"][i] < end
+    }  # fmt: skip
+    assert traced == {"step_3", "step_4"}
+
+
+def test_a_script_that_leaves_at_once_is_still_reported(tmp_path, script):
+    name = script("import os, time; time.sleep(1.2); os._exit(5)")
+    code, _, err = run(tmp_path, "--out", "here.tessera", "--html", "page.html", name)
+    assert code == 5 and "never closed" in err and "tessera report here.tessera" in err, err
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_ranks_write_their_own_files_and_one_prints(tmp_path, script):
+    name = script("import time; time.sleep(0.6)")
+    code, out, err = run(tmp_path, name, env={"RANK": "1", "WORLD_SIZE": "2"})
+    assert code == 0 and out == "" and "tessera report" not in err
+    with RunFile(tmp_path / "runs/script.rank1.tessera") as found:
+        assert found.get("rank") == 1 and found.get("world_size") == 2
+
+
+def test_wrong_arguments_are_said_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").write_text("")
+    for steps in ("5:5", "a:b", "7:3", ""):
+        done = CliRunner().invoke(command, ["--steps", steps, "x.py"])
+        assert done.exit_code == 2 and "such as 10:20" in done.output
+    done = CliRunner().invoke(command, ["nothing.py"])
+    assert "there is no script 'nothing.py'" in str(done.exception)
+    done = CliRunner().invoke(command, ["--html", "x.py/page.html", "x.py"])
+    assert "cannot write" in str(done.exception) and not Path("runs").exists()
+
+
+def test_exit_codes():
+    assert [exit_code(e) for e in (None, SystemExit(), SystemExit(4), SystemExit("no"), KeyboardInterrupt(), OSError())
+            ] == [0, 0, 4, 1, 130, 1]  # fmt: skip
+
+
+# -- what a script does not say --------------------------------------------------------------------------------------
+
+
+def test_optimizers_that_take_turns_make_one_step():
+    import torch
+
+    seen = []
+    steps = OptimizerSteps(lambda: seen.append(1))
+    steps.install()
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    first, second = (torch.optim.SGD([p], lr=0.1) for p in parameters)
+    for _ in range(3):
+        first.step()
+        second.step()
+    assert len(seen) == 3
+    del first
+    second.step()
+    assert len(seen) == 4
+    steps.remove()
+    second.step()
+    assert len(seen) == 4
+
+
+def test_outermost_module_calls_are_counted_also_when_they_fail():
+    import torch
+
+    seen = []
+    calls = ModuleCalls(lambda: seen.append("start"), lambda: seen.append("end"))
+    calls.install()
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        model(torch.ones(1, 2))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        model(torch.ones(1, 2))
+    finally:
+        calls.remove()
+    model(torch.ones(1, 2))
+    assert seen == ["start", "end"] * 3
+
+
+def test_a_running_model_is_seen_on_the_stack():
+    import torch
+
+    found = []
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            found.append(model_runs(sys._getframe()))
+            return x
+
+    Model()(torch.ones(1))
+    assert found == [True] and not model_runs(sys._getframe())
+
+
+def test_a_module_is_announced_after_its_import(tmp_path, monkeypatch):
+    (tmp_path / "announced_module.py").write_text("VALUE = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    finder = AfterImport("announced_module", lambda m: seen.append(m.VALUE))
+    sys.meta_path.insert(0, finder)
+    import announced_module
+
+    assert seen == [3] and announced_module.VALUE == 3 and finder not in sys.meta_path
+    del sys.modules["announced_module"]
