@@ -6,13 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: run test lint types contracts tests bench clean
+.PHONY: run test lint types contracts browser tests bench clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
 	$(BIN)/tessera run examples/train.py
 
-test: lint types contracts tests
+test: lint types contracts browser tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -23,6 +23,17 @@ types: $(VENV)/.dev
 
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
+
+# The pages are tested in a real Chromium where there is one, or where it may be installed; else those tests are skipped.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing chromium for the browser tests"; \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 \
+	    || echo "chromium could not be installed: the browser tests are skipped"; \
+	else \
+	  echo "no chromium: the browser tests are skipped; sudo apt-get install chromium chromium-driver"; \
+	fi
 
 tests: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
@@ -36,6 +47,12 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/replay_accuracy.py
 	$(BIN)/python benchmarks/flops.py
 	$(BIN)/python benchmarks/predict_time.py
+	$(BIN)/python benchmarks/attribution.py --json benchmarks/results/attribution.json
+	$(BIN)/python benchmarks/region_cost.py
+	$(BIN)/python benchmarks/summary_24h.py
+	$(BIN)/python benchmarks/kill9.py
+	$(BIN)/python benchmarks/export_million.py
+	$(BIN)/python benchmarks/page_speed.py
 	$(BIN)/python benchmarks/page.py
 
 clean:

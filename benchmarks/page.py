@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import page_predict
+import page_profile
 
 HERE = Path(__file__).parent
 RUN = "PYTHONPATH=src:.carry/site python benchmarks/device"
@@ -155,6 +156,8 @@ def main() -> None:
     table += [f"| {w} | {g} | {r} | {p} |" for w, g, r, p in goals(a, o, m, i)]
     predicted = ["| what | goal | reached | beside it |", "|---|---|---|---|"]
     predicted += [f"| {w} | {g} | {r} | {p} |" for w, g, r, p in page_predict.goals()]
+    profiled = ["| what | goal | reached | beside it |", "|---|---|---|---|"]
+    profiled += [f"| {w} | {g} | {r} | {p} |" for w, g, r, p in page_profile.goals()]
     text = [
         "# Proof",
         "",
@@ -172,6 +175,12 @@ def main() -> None:
         *predicted,
         "",
         *page_predict.NOTES,
+        "",
+        "## Profiling",
+        "",
+        *profiled,
+        "",
+        *page_profile.NOTES,
         "",
         "## Errors and intervals, window by window",
         "",
@@ -199,11 +208,14 @@ def main() -> None:
         "- `python benchmarks/fit_kernels.py`, `python benchmarks/fit_ops.py`: the fits (scipy, lightgbm, the model zoos)",
         "- `python benchmarks/predict_models.py public|heldout`, `predict_kernels.py`, `kernel_accuracy.py`, `predict_time.py`,",
         "  `flops.py` (torchvision, transformers, timm)",
+        f"- `{RUN}/record_mixture.py FOLDER dev pairs final regions5 regions20 regions100` (on the GPU), then",
+        "  `python benchmarks/attribution.py [FOLDER/*.json.gz]`; `--fit` for the response and the speed exponent",
+        f"- `{RUN}/overhead_profile.py OUT.json`, `attach.py OUT.json`, `check_counters.py OUT.json` (on the GPU)",
         "- `make bench`: what needs no GPU",
         "",
     ]
     (HERE / "README.md").write_text("\n".join(text))
-    into_readme({"table": table, "predicting": predicted})
+    into_readme({"table": table, "predicting": predicted, "profiling": profiled})
 
 
 if __name__ == "__main__":

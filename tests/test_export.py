@@ -704,7 +704,8 @@ def test_what_is_not_installed_is_said(run, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else real(name, *a))
     said = TensorBoard(tmp_path / "tb").write(run, None)
     assert "no scalars" in said
-    assert len(list((tmp_path / "tb").iterdir())) == 1
+    assert len(list((tmp_path / "tb").glob("*.pt.trace.json.gz"))) == 1
+    assert not list((tmp_path / "tb").glob("events.*"))
 
 
 def test_exporters_are_values_and_load_nothing():

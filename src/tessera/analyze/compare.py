@@ -1,60 +1,298 @@
-"""Two reports side by side: a prediction and a run, two chips, before and after."""
+"""What can be compared, as one thing: a run, a trace, a table, a report or its JSON becomes a `Side`.
+
+::
+
+    .tessera, Kineto, session ──► EnergyTable ──┐
+    tessera report --json ──────► EnergyTable ──┼──► Side: joules, seconds, work, rows by view ──► change.diff
+    predict(), measure() ───────► EnergyReport ─┘
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from ..schema import DiffRow, EnergyDiff, EnergyReport
+import msgspec
+import numpy as np
+
+from ..attribute.table import VIEWS, EnergyRow, EnergyTable
+from ..errors import ArgumentError, RecordingError
+from ..record import KINDS
+from ..schema import SCHEMA_VERSION, Basis, EnergyDiff, EnergyReport
+from ..timeline.columns import NONE, Timeline
+from ..trace import PowerTrace
+from .source import Source, open_source
+
+_NAN = float("nan")
+_HEAD = 4096
+_FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
+
+
+_OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fields(kind)} | {
+    "answer", "crashed", "opportunities", "report", "returncode", "rows", "run", "summary",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row of one side: joules and seconds with 90% half-widths (NaN: unknown), calls, and its kind."""
+
+    energy_j: float
+    error_j: float
+    seconds: float
+    error_s: float
+    calls: float
+    kind: str = ""
+
+    def __add__(self, other: Cell) -> Cell:
+        return Cell(
+            self.energy_j + other.energy_j, math.hypot(self.error_j, other.error_j), self.seconds + other.seconds,
+            math.hypot(self.error_s, other.error_s), self.calls + other.calls, self.kind,
+        )  # fmt: skip
+
+    def scaled(self, factor: float) -> Cell:
+        """The same, of a part of the work."""
+        return Cell(
+            self.energy_j * factor, self.error_j * factor, self.seconds * factor, self.error_s * factor,
+            self.calls * factor, self.kind,
+        )  # fmt: skip
+
+
+ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded."""
+
+    name: str
+    basis: Basis
+    total: Cell
+    work: Mapping[str, float] = field(default_factory=dict)
+    steps: Sequence[EnergyRow] = ()
+    views: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
+    components: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def predicted(self) -> bool:
+        """A prediction, whose rows are subgraphs, not operators."""
+        return self.basis == "predicted"
 
 
 def compare(before: EnergyReport, after: EnergyReport) -> EnergyDiff:
-    """What changes in joules and seconds: in all, by component and by subgraph, and whether it is more than noise."""
-    error = math.hypot(before.total.error_j, after.total.error_j)
-    total = _row("total", before.total.joules, after.total.joules, before.total.seconds, after.total.seconds, error)
-    components = []
-    for name in ("compute", "memory", "static"):
-        a, b = getattr(before, f"{name}_energy_j"), getattr(after, f"{name}_energy_j")
-        if a is not None and b is not None:
-            share = (a + b) / max(before.total.joules + after.total.joules, 1e-30)
-            components.append(_row(name, a, b, 0.0, 0.0, error * math.sqrt(max(share, 0.0))))
-    return EnergyDiff(
-        before=_title(before),
-        after=_title(after),
-        total=total,
-        components=tuple(components),
-        subgraphs=tuple(_subgraphs(before, after)),
-        note="" if components else "one of the two is a measurement of the whole: components cannot be compared",
+    """What `EnergyReport.diff` gives: see `tessera.analyze.diff`, which takes runs and tables too."""
+    from .change import diff
+
+    return diff(before, after)
+
+
+def side_of(given: Any, power: Any = None, name: str = "table") -> Side:
+    """Whatever was given, as a `Side`; `power` is the log beside a trace that has none, `name` that of the nameless."""
+    if isinstance(given, Side):
+        return given
+    if isinstance(given, EnergyReport):
+        return _of_report(given)
+    if isinstance(given, EnergyTable):
+        return _of_table(given, name, {})
+    if isinstance(given, Mapping):
+        return _of_json(given, name)
+    if isinstance(given, (str, Path)) and _is_json(Path(given)):
+        return _of_json(_read_json(Path(given)), Path(given).name)
+    report = getattr(given, "report", None)  # an EnergyScope, a measured command; a session says more by its trace
+    if report is not None and not hasattr(given, "records"):
+        return _of_report(report() if callable(report) else report)
+    if isinstance(power, (str, Path)):
+        from ..profile.powerlog import read_power
+
+        power = read_power(power)
+    return _of_source(open_source(given, power=power), power)
+
+
+# -- reports --------------------------------------------------------------------------------------------------------
+
+
+def _of_report(report: EnergyReport) -> Side:
+    of, total = report.prediction, report.total
+    ops: dict[str, Cell] = {}
+    for d in report.descriptors:
+        cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind)
+        ops[d.subgraph_name] = ops[d.subgraph_name] + cell if d.subgraph_name in ops else cell
+    regions = {
+        r.name: Cell(r.energy.joules, r.energy.error_j, r.energy.seconds, _NAN, r.calls, "region")
+        for r in report.regions
+    }
+    parts = {"compute": report.compute_energy_j, "memory": report.memory_energy_j, "static": report.static_energy_j}
+    return Side(
+        name=f"{report.name} on {of.device}" if of else report.name,
+        basis="predicted" if of else report.basis,
+        total=Cell(total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1),
+        work={w.unit: w.amount for w in report.work},
+        views={"ops": ops, "regions": regions},
+        components={name: joules for name, joules in parts.items() if joules is not None},
     )
 
 
-def _title(report: EnergyReport) -> str:
-    return f"{report.name} on {report.prediction.device}" if report.prediction else report.name
+# -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, before_j: float, after_j: float, before_s: float, after_s: float, error_j: float) -> DiffRow:
-    return DiffRow(
-        name=name, before_j=before_j, after_j=after_j, before_s=before_s, after_s=after_s, error_j=error_j,
-        significant=abs(after_j - before_j) > error_j,
+def _of_table(table: EnergyTable, name: str, work: Mapping[str, float], notes: Sequence[str] = ()) -> Side:
+    steps = {s.name for s in table.steps}
+    views: dict[str, dict[str, Cell]] = {}
+    for view in ("ops", "kernels", "regions", "modules"):
+        rows: dict[str, Cell] = {}
+        for r in table.rows(view):
+            if view == "regions" and r.name in steps:  # they are numbered: none of them is in both
+                continue
+            seconds = r.wall_s if r.wall_s is not None else r.time_s
+            cell = Cell(r.energy_j, r.energy_error_j, seconds, _NAN, r.calls, r.kind)
+            rows[r.name] = rows[r.name] + cell if r.name in rows else cell
+        if rows and view in ("ops", "kernels") and table.kernels and not table.idle_j <= 0:  # NaN: time is known
+            idle_s = max(table.seconds - table.busy_s, 0.0)
+            rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle")
+        views[view] = rows
+    return Side(
+        name=name,
+        basis=table.basis,
+        total=Cell(table.total_j, table.total_error_j, table.seconds, _NAN, 1),
+        work={**({"step": float(len(table.steps))} if table.steps else {}), **work},
+        steps=table.steps,
+        views=views,
+        notes=[*notes, *(n for n in table.notes if n not in notes)],
+    )
+
+
+def _of_source(source: Source, power: Any) -> Side:
+    if isinstance(power, PowerTrace) and source.power is None:
+        source.power = power
+    table = source.energy()
+    work: dict[str, float] = {}
+    name = source.name
+    if source.run is not None:
+        from .answer import _amounts, name_of
+
+        work = {unit.removesuffix("s"): n for unit, n in _amounts(source.run.get("work")).items()}
+        name = f"{name_of(source.run)} ({source.name})" if source.name.endswith(".tessera") else name_of(source.run)
+    if table is None:
+        return _of_table(
+            timed(source.timeline), name, work, [*source.notes, f"{name} has no power: only time is known"]
+        )
+    return _of_table(table, name, work, source.notes)
+
+
+def timed(timeline: Timeline) -> EnergyTable:
+    """A table without joules, of a trace without power: calls and seconds by kernel, operator and step."""
+    rows, links = timeline.device_rows, timeline.linked
+    host = not len(rows)
+    if host:  # innermost operators, as attribution has them on a machine without GPU
+        rows = np.setdiff1d(timeline.rows("op"), np.unique(links.parent[links.parent != NONE]))
+    seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
+    ops = links.op[rows]
+    kernels = [] if host else _timed_rows(timeline, timeline["name"][rows], timeline["kind"][rows], seconds)
+    known = ops != NONE
+    by_op = timeline["name"][np.where(known, ops, 0)]
+    codes = np.full(len(rows), KINDS.index("op"))
+    steps = [
+        _timed_row(s.name, "step", 1, (s.end_ns - s.start_ns) * 1e-9, (s.end_ns - s.start_ns) * 1e-9)
+        for s in links.steps
+    ]
+    return EnergyTable(
+        total_j=_NAN, total_error_j=_NAN, idle_j=_NAN, idle_error_j=_NAN, busy_s=float(seconds.sum()),
+        seconds=(timeline.end_ns - timeline.start_ns) * 1e-9, kernels=kernels, steps=steps, coverage=0.0,
+        ops=_timed_rows(timeline, by_op[known], codes[known], seconds[known]),
     )  # fmt: skip
 
 
-def _subgraphs(before: EnergyReport, after: EnergyReport) -> list[DiffRow]:
-    """By name, those that changed most first; regions stand in where a report was measured."""
-    old, new = _by_name(before), _by_name(after)
-    rows = []
-    for name in dict.fromkeys((*old, *new)):
-        a, b = old.get(name, (0.0, 0.0, 0.0)), new.get(name, (0.0, 0.0, 0.0))
-        rows.append(_row(name, a[0], b[0], a[1], b[1], math.hypot(a[2], b[2])))
-    key: Callable[[DiffRow], float] = lambda row: -abs(row.change_j)  # noqa: E731
-    return sorted(rows, key=key)
+def _timed_rows(timeline: Timeline, names: Any, kinds: Any, seconds: Any) -> list[EnergyRow]:
+    used, first, inverse, counts = np.unique(names, return_index=True, return_inverse=True, return_counts=True)
+    total = np.bincount(inverse.reshape(-1), weights=seconds, minlength=len(used))
+    return [
+        _timed_row(timeline.names[int(n)], KINDS[int(kinds[f])], int(c), float(s))
+        for n, f, c, s in zip(used, first, counts, total, strict=True)
+    ]
 
 
-def _by_name(report: EnergyReport) -> dict[str, tuple[float, float, float]]:
-    found: dict[str, tuple[float, float, float]] = {}
-    for d in report.descriptors:
-        j, s, e = found.get(d.subgraph_name, (0.0, 0.0, 0.0))
-        found[d.subgraph_name] = (j + d.total_energy_j, s + d.latency_s, math.hypot(e, d.error_j))
-    for r in report.regions:
-        found[r.name] = (r.energy.joules, r.energy.seconds, r.energy.error_j)
-    return found
+def _timed_row(name: str, kind: str, calls: int, seconds: float, wall_s: float | None = None) -> EnergyRow:
+    return EnergyRow(
+        name=name, kind=kind, calls=calls, time_s=seconds, energy_j=_NAN, energy_error_j=_NAN, share=_NAN,
+        wall_s=wall_s,
+    )  # fmt: skip
+
+
+# -- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file is what one of our commands printed, by its first key: a Kineto trace is JSON too."""
+    if path.suffix not in (".json", ".gz") or not path.is_file():
+        return False
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as f:
+            first = _FIRST_KEY.match(f.read(_HEAD))
+    except OSError:
+        return False
+    return first is not None and first.group(1).decode() in _OURS
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = path.read_bytes()
+        data = msgspec.json.decode(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise RecordingError(
+            f"cannot read {path}", why=str(exc), fix="give what tessera predict, measure or report --json printed"
+        ) from exc
+    if not isinstance(data, dict):
+        raise RecordingError(f"{path} is no report", fix="give what tessera predict, measure or report --json printed")
+    return data
+
+
+def _of_json(data: Mapping[str, Any], name: str) -> Side:
+    """The JSON of predict and measure (`report`), of report and attribute (a table), or a bare report."""
+    try:
+        if "total_j" in data:
+            return _json_table(data, name)
+        found = data.get("report", data)
+        if isinstance(found, Mapping) and "total" in found:
+            if int(found.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
+                raise RecordingError(f"{name} was written by a newer Tessera", fix="update this one")
+            return _of_report(msgspec.convert(_unknown(found), EnergyReport))
+    except (msgspec.ValidationError, TypeError, ValueError, KeyError) as exc:
+        if isinstance(exc, ArgumentError):
+            raise
+        raise RecordingError(f"{name} is no report", why=str(exc), fix="record or predict it again") from exc
+    if "rows" in data:
+        why = "it is a sweep or an analysis of several things"
+    else:
+        why = f"it has {', '.join(list(data)[:5]) or 'nothing'}"
+    raise RecordingError(
+        f"{name} is neither a report nor a table", why=why,
+        fix="give what tessera predict (of one chip), measure or report printed with --json",
+    )  # fmt: skip
+
+
+def _json_table(data: Mapping[str, Any], name: str) -> Side:
+    fields = {f.name for f in dataclasses.fields(EnergyTable)}
+    plain = {k: v for k, v in _unknown(data).items() if k in fields}
+    for view in VIEWS:
+        plain[view] = [{**r, "name": r.get("kernel_name", r.get("name"))} for r in plain.get(view, ())]
+    table = msgspec.convert(plain, EnergyTable)
+    said = data.get("answer") or {}
+    work = {p["unit"]: p["amount"] for p in said.get("per_work", ()) if p["unit"] != "step"}
+    return _of_table(table, f"{said['name']} ({name})" if said.get("name") else name, work)
+
+
+def _unknown(value: Any, key: str = "") -> Any:
+    """Null joules and seconds are unknown ones: JSON has no NaN."""
+    if isinstance(value, Mapping):
+        return {k: _unknown(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_unknown(v) for v in value]
+    needed = key in ("joules", "error_j", "energy_j", "energy_error_j", "share") or key.startswith(("total_", "idle_j"))
+    return _NAN if value is None and (needed or key == "idle_error_j") else value

@@ -1,0 +1,312 @@
+"""The one-screen answer of a recorded run, as data: what it cost, where the joules went, what to do about it.
+
+Computed from the run file and its `EnergyTable`; `report.run` and `report.run_html` only lay it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..attribute.table import EnergyRow, EnergyTable
+from ..profile.runfile import RunFile
+from ..schema import Basis, Telemetry
+from ..timeline.columns import Timeline
+from ..trace import PowerTrace
+from .findings import Finding, findings
+from .names import CATEGORIES, category
+from .places import HostGap, devices, host_gaps
+from .shared import Shared, from_stacks, from_summary, weighed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerWork:
+    """Joules of one step, sample, token, and how many there were a second. `without` names a step that was left out."""
+
+    unit: str
+    amount: float
+    energy_j: float
+    error_j: float
+    rate_per_s: float
+    without: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpread:
+    """How the steps differ: the middle one and the extremes."""
+
+    count: int
+    first_j: float
+    median_j: float
+    least_j: float
+    least: str
+    most_j: float
+    most: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one sort of work spent of the whole run: matrix products, attention, copies, idle."""
+
+    name: str
+    energy_j: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a run cost. Joules are those of its `EnergyTable`; every error is the half-width of a 90% interval.
+
+    `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run, a CPU)
+    `shared_by` says how the joules were shared out instead, and those rows have no error. `cut` says why the file
+    ends early, where it does.
+    """
+
+    name: str
+    device: str
+    mode: str
+    basis: Basis
+    source: str
+    coverage: float
+    energy_j: float
+    error_j: float
+    seconds: float
+    power_w: float | None
+    power_error_w: float | None
+    peak_w: float | None
+    busy_s: float | None
+    busy_j: float | None
+    busy_error_j: float | None
+    idle_s: float | None
+    idle_j: float | None
+    idle_error_j: float | None
+    idle_share: float | None
+    parts: Sequence[Part] = ()
+    per_work: Sequence[PerWork] = ()
+    ops: Sequence[EnergyRow] = ()
+    kernels: Sequence[EnergyRow] = ()
+    regions: Sequence[EnergyRow] = ()
+    modules: Sequence[EnergyRow] = ()
+    steps: StepSpread | None = None
+    shared_by: str | None = None
+    findings: Sequence[Finding] = ()
+    gaps: Sequence[HostGap] = ()
+    cut: str | None = None
+    returncode: int | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def advice(self) -> str | None:
+        """The one thing to do."""
+        return self.findings[0].text if self.findings else None
+
+    def rows(self, by: str) -> Sequence[EnergyRow]:
+        """The rows of one view, dearest first."""
+        found: Sequence[EnergyRow] = getattr(self, by)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without the rows that the table has already."""
+        rows = ("ops", "kernels", "regions", "modules")
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
+        spent = {"ops": self.ops, "kernels": self.kernels} if self.shared_by else {}
+        return {**kept, "advice": self.advice, **spent}
+
+
+def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -> Answer:
+    """Everything the screen and the page say. `timeline` saves reading it again where the caller has it."""
+    lines = run.timeline() if timeline is None else timeline
+    power = run.power()
+    telemetry = by_domain(run.telemetry())
+    known = bool(table.kernels or table.ops)
+    gaps = host_gaps(lines, table, *window_of(run)) if table.kernels else []
+    shared = None if known else _shared(run, table, power)
+    spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
+    seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0
+    idle_s = max(table.seconds * max(len(devices(lines)), 1) - table.busy_s, 0.0)
+    steps = {s.name for s in table.steps}
+    error_j = table.total_error_j
+    busy_error_j = math.hypot(error_j, table.idle_error_j) if table.idle_error_j > 0 else error_j
+    return Answer(
+        name=name_of(run),
+        device=_device(run, power, lines),
+        mode=str(run.get("mode") or ("timeline" if known else "sampling")),
+        basis=table.basis,
+        source=table.source,
+        coverage=table.coverage,
+        energy_j=table.total_j,
+        error_j=error_j,
+        seconds=table.seconds,
+        power_w=table.total_j / seen_s if seen_s > 0 else None,
+        power_error_w=error_j / seen_s if seen_s > 0 else None,
+        peak_w=power.peak_w,
+        busy_s=table.busy_s if known else None,
+        busy_j=table.total_j - table.idle_j if known else None,
+        busy_error_j=busy_error_j if known else None,
+        idle_s=idle_s if known else None,
+        idle_j=table.idle_j if known else None,
+        idle_error_j=table.idle_error_j if known else None,
+        idle_share=table.idle_j / table.total_j if known and table.total_j > 0 else None,
+        parts=_parts(spent),
+        per_work=_per_work(run, table),
+        ops=_dearest(spent.ops),
+        kernels=_dearest(spent.kernels),
+        regions=_dearest([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
+        modules=_dearest(table.modules),
+        steps=_spread(table.steps),
+        shared_by=shared.by if shared else None,
+        findings=findings(spent, telemetry, gaps, timeline=lines, power=power if power.columns else None),
+        gaps=gaps,
+        cut=_cut(run),
+        returncode=run.get("returncode"),
+        notes=_notes(run, table, lines),
+    )
+
+
+def window_of(run: RunFile) -> tuple[int, int]:
+    """What was accounted for: from the first traced window to the last, as in `profile.energy`, else the whole run."""
+    windows = run.get("windows") or []
+    return (int(windows[0][0]), int(windows[-1][1])) if windows else run.span_ns
+
+
+def by_domain(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]]:
+    """Readings of every device on their own."""
+    out: dict[str, list[Telemetry]] = {}
+    for t in telemetry:
+        out.setdefault(t.domain, []).append(t)
+    return out
+
+
+def name_of(run: RunFile) -> str:
+    """The command as it was typed, else the file's name."""
+    command = run.get("command") or run.get("argv")
+    if isinstance(command, str) and command:
+        return command
+    if isinstance(command, Sequence) and command:
+        return shlex.join(str(part) for part in command)
+    return str(run.get("name") or run.path.stem)
+
+
+def _device(run: RunFile, power: PowerTrace, timeline: Timeline) -> str:
+    said = run.get("device")
+    if isinstance(said, str) and said:
+        return said
+    labels = [d.label for d in power.domains if d.counted and d.label]
+    found = labels or [str(d.get("name", "")) for d in timeline.meta.get("deviceProperties", ()) if isinstance(d, dict)]
+    counts = {label: found.count(label) for label in dict.fromkeys(found) if label}
+    return ", ".join(label if n == 1 else f"{n} x {label}" for label, n in counts.items())
+
+
+def _cut(run: RunFile) -> str | None:
+    return next(iter(run.notes), "the file was never closed") if run.crashed else None
+
+
+def _notes(run: RunFile, table: EnergyTable, timeline: Timeline) -> list[str]:
+    """What a reader should know, each once; what was merely left out of a trace comes last."""
+    notes = [*table.notes, *run.notes, *timeline.notes, *(run.get("notes") or ())]
+    if table.coverage < 0.98 and table.total_j >= 0:
+        notes.insert(0, f"the sensors saw only {table.coverage:.0%} of the run: see `tessera doctor`")
+    return sorted(dict.fromkeys(notes), key=lambda note: "left out" in note)
+
+
+def _dearest(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
+    return sorted(rows, key=lambda r: r.energy_j, reverse=True)
+
+
+def _parts(table: EnergyTable) -> list[Part]:
+    """By what kernels do, in a fixed order so that runs can be compared; idle last."""
+    spent: dict[str, float] = {}
+    for r in table.kernels or [r for r in table.ops if not math.isnan(r.energy_error_j)]:
+        name = category(r.name, r.kind)
+        spent[name] = spent.get(name, 0.0) + r.energy_j
+    if table.idle_j > 0:
+        spent["idle"] = table.idle_j
+    whole = table.total_j if table.total_j > 0 else 1.0
+    order = [name for name in (*CATEGORIES, "idle") if spent.get(name, 0.0) > 0]
+    return [Part(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
+
+
+def _per_work(run: RunFile, table: EnergyTable) -> list[PerWork]:
+    """By the work the user stated; steps are counted where none were."""
+    amounts = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
+    counted = bool(table.steps) and amounts.get("step", len(table.steps)) == len(table.steps)
+    whole = [
+        PerWork(
+            unit=unit, amount=n, energy_j=table.total_j / n, error_j=table.total_error_j / n,
+            rate_per_s=n / table.seconds if table.seconds > 0 else 0.0,
+        )
+        for unit, n in amounts.items() if not (counted and unit == "step")
+    ]  # fmt: skip
+    return [_per_step(table), *whole] if counted else whole
+
+
+def _per_step(table: EnergyTable) -> PerWork:
+    """The mean of the steps; without the first where it is far dearer (it compiles, and holds what came before)."""
+    steps = list(table.steps)
+    first = None
+    if len(steps) >= 3 and steps[0].energy_j > 1.5 * float(np.median([s.energy_j for s in steps])):
+        first, steps = steps[0], steps[1:]
+    seconds = sum(s.wall_s if s.wall_s is not None else s.time_s for s in steps)
+    return PerWork(
+        unit="step",
+        amount=float(len(steps)),
+        energy_j=math.fsum(s.energy_j for s in steps) / len(steps),
+        error_j=_sum_error(steps, table) / len(steps),
+        rate_per_s=len(steps) / seconds if seconds > 0 else 0.0,
+        without=first.name if first else None,
+    )
+
+
+def mean_w(row: EnergyRow) -> float | None:
+    """Mean watts of a row: of steps and regions, which hold idle time too, over their wall time."""
+    return row.energy_j / row.wall_s if row.wall_s else row.power_w
+
+
+def _sum_error(rows: Sequence[EnergyRow], table: EnergyTable) -> float:
+    """Of a sum of rows: their own noise in quadrature, but never better than the level of the sensor."""
+    level = table.total_error_j / table.total_j if table.total_j > 0 else 0.0
+    return max(math.hypot(*(r.energy_error_j for r in rows)), level * math.fsum(r.energy_j for r in rows))
+
+
+def _amounts(work: Any) -> dict[str, float]:
+    """Work as {"token": 8192.0}, or as the rows {"unit": ..., "amount": ...}."""
+    if isinstance(work, Mapping):
+        pairs = list(work.items())
+    elif isinstance(work, Sequence) and not isinstance(work, str):
+        pairs = [(w.get("unit"), w.get("amount")) for w in work if isinstance(w, Mapping)]
+    else:
+        return {}
+    return {str(unit): float(n) for unit, n in pairs if unit and isinstance(n, (int, float)) and n > 0}
+
+
+def _spread(steps: Sequence[EnergyRow]) -> StepSpread | None:
+    if len(steps) < 2:
+        return None
+    spent = np.array([s.energy_j for s in steps])
+    low, high = int(np.argmin(spent)), int(np.argmax(spent))
+    return StepSpread(
+        count=len(steps), first_j=steps[0].energy_j, median_j=float(np.median(spent)), least_j=float(spent[low]),
+        least=steps[low].name, most_j=float(spent[high]), most=steps[high].name,
+    )  # fmt: skip
+
+
+def _shared(run: RunFile, table: EnergyTable, power: PowerTrace) -> Shared | None:
+    """Joules shared out by time, where no kernel was seen: the best there is, and said to be no more."""
+    spent_j = table.total_j
+    if not spent_j > 0:
+        return None
+    return from_summary(run.get("summary"), spent_j, table.seconds) or from_stacks(
+        stacks_of(run, power, spent_j), spent_j
+    )
+
+
+def stacks_of(run: RunFile, power: PowerTrace, total_j: float) -> list[tuple[str, int, float]]:
+    """The sampled stacks of the main thread with their joules; [] where none were recorded."""
+    pid = str(run.about.get("pid", ""))
+    return weighed(run.stacks(), power, total_j, int(pid) if pid.isdigit() else 0)

@@ -1,0 +1,264 @@
+"""The critical path: the chain of work that the end of the recording waited for, walked backwards from its last event.
+
+::
+
+    host     ──[op][launch]─┐·············┌─[op]──[synchronise ······]        what is on the path: who held the next up
+    device   ───────────────└[kernel][ker]┘ · · · ·[kernel]──────────┘
+
+* A device row waits for the row before it on its stream and for its launch call: the later of the two is on the path.
+* A synchronising call waits for the last device row that ends during it (cudaStreamSynchronize: nearly always what it
+  was called for; streams of a call are not recorded). So does a copy that blocks.
+* A collective that several ranks recorded cannot move before its last rank starts: the path goes on there.
+* A thread that does nothing for a while was woken by another one of its process, if that one ended its last operator
+  within the pause and rests after it (autograd's thread and the one that called backward).
+* Which stream waits for which (CUDA events) is not in Kineto's traces: a row that starts later than its launch and its
+  stream explain is taken to have waited for the row of its device that ended last before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import Any
+
+import numpy as np
+
+from ..record import CODE
+from ..timeline import Timeline
+from ..timeline.columns import NONE
+from ..timeline.nesting import Nesting
+from .comms import meetings_of
+from .lanes import NO_DEVICE, is_sync, launches, places
+from .result import Column, Result
+from .source import Progress, open_source
+
+GAP_NS = 10_000
+"""A row that starts this much later than its stream and launch explain waited for another stream."""
+PAUSE_NS = 5_000
+"""A shorter pause of a thread is its own: Python between two operators."""
+SEGMENTS = 1000
+"""How many pieces of the path a result has."""
+BETWEEN = "(between operators)"
+GAP = "(gap)"
+ASSUMED = (
+    "events between streams are not in the trace: a late kernel is taken to have waited for the one that ended last "
+    "before it on its device; a synchronising call for the last kernel that ended during it"
+)
+
+
+Segment = tuple[int, int, str, str, str]
+"""Start and end in ns, where, kind, name."""
+
+
+def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = None) -> Result:
+    """What the recording waited for, by operator on the host and kernel on the device: seconds and share.
+
+    Parts are disjoint and sum to the length, which is the time from where the path begins to the last event's end.
+    `facts["segments"]` has the longest pieces of the path in time order: [start, end (s since the trace began), on,
+    name].
+
+    >>> analyze.critical_path("trace.json.gz").facts["host_pct"]
+    """
+    source = open_source(trace, power=power, progress=progress)
+    timeline = source.timeline
+    found = bool(places(timeline)) or bool(len(timeline.rows("op", "runtime")))
+    joined = {row: m for m in meetings_of(source) for row in m.rows} if found else {}
+    segments = Walk(timeline, joined).path() if found else []
+    base = timeline.start_ns
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for start, end, on, kind, name in segments:
+        line = sums.setdefault((on, kind, name), [0, 0])
+        line[0] += end - start
+        line[1] += 1
+    length_ns = sum(ns for ns, _ in sums.values())
+    rows: list[dict[str, Any]] = [
+        {
+            "on": on, "kind": kind, "name": name, "times": times, "seconds": ns / 1e9, "ns": ns,
+            "share_pct": 100.0 * ns / length_ns,
+        }
+        for (on, kind, name), (ns, times) in sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))
+    ]  # fmt: skip
+    parts = {w: sum(r["ns"] for r in rows if r["on"] == w) for w in ("host", "device", "gap")}
+    facts: dict[str, Any] = {
+        "length_s": length_ns / 1e9, "span_s": (timeline.end_ns - base) / 1e9,
+        **{f"{w}_s": ns / 1e9 for w, ns in parts.items()},
+        **{f"{w}_pct": 100.0 * ns / length_ns if length_ns else None for w, ns in parts.items()},
+        "segments": [[(a - base) / 1e9, (b - base) / 1e9, on, name] for a, b, on, _, name in _longest(segments)],
+    }  # fmt: skip
+    columns = (
+        Column(key="on", title="on"), Column(key="name", title="what"), Column(key="times", title="times"),
+        Column(key="seconds", title="on the path", unit="s"), Column(key="share_pct", title="share", unit="%"),
+    )  # fmt: skip
+    return Result(
+        kind="critical_path", title=f"Critical path of {source.name}", columns=columns, rows=rows, facts=facts,
+        notes=[*source.notes, *([ASSUMED] if places(timeline) else [])],
+        missing={} if found else {"path": NO_DEVICE},
+    )  # fmt: skip
+
+
+def _longest(segments: list[Segment]) -> list[Segment]:
+    least = sorted((b - a for a, b, *_ in segments), reverse=True)[:SEGMENTS][-1:] or [0]
+    return [s for s in segments if s[1] - s[0] >= least[0]][:SEGMENTS]
+
+
+class Walk:
+    """Walks back from the last event. `joined` has the meeting of each collective that several ranks recorded."""
+
+    def __init__(self, timeline: Timeline, joined: dict[int, Any]) -> None:
+        self._t = timeline
+        self._joined = joined
+        self._start = timeline["start_ns"].tolist()
+        self._end = timeline["end_ns"].tolist()
+        self._segments: list[Segment] = []
+        self._device_order()
+        self._host_order()
+
+    def _device_order(self) -> None:
+        """For each device row: its launch, what ran before it on its stream, and on its device."""
+        t, rows = self._t, self._t.device_rows
+        lasting = t["end_ns"] > t["start_ns"]  # an instant holds nobody up
+        self._launch = dict(zip(rows.tolist(), launches(t, rows).tolist(), strict=True))
+        self._before_on_stream: dict[int, int] = {}
+        self._ended: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for place in places(t):
+            own = place.rows[lasting[place.rows]]
+            own = own[np.lexsort((own, t["end_ns"][own], t["start_ns"][own]))]
+            last: dict[int, int] = {}
+            for row, stream in zip(own.tolist(), t["stream"][own].tolist(), strict=True):
+                self._before_on_stream[row] = last.get(stream, NONE)
+                last[stream] = row
+            by_end = own[np.argsort(t["end_ns"][own], kind="stable")]
+            self._ended[place.rank, place.device] = (t["end_ns"][by_end].tolist(), by_end.tolist())
+
+    def _host_order(self) -> None:
+        """For each thread: the stretches of its innermost rows, and its calls that wait for a device."""
+        t = self._t
+        frames = [*t.meta.get("modules", ()), *t.meta.get("frames", ())]
+        rows = t.rows("op", "runtime", "graph_launch")
+        rows = rows[~np.isin(t["name"][rows], frames)] if frames else rows
+        rows = rows[t["end_ns"][rows] > t["start_ns"][rows]]
+        stretch_rows, starts, ends = Nesting(
+            rows, t["thread"][rows], t["start_ns"][rows], t["end_ns"][rows]
+        ).stretches()
+        self._lanes: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        threads = t["thread"][stretch_rows]
+        for thread in np.unique(threads).tolist():
+            mine = np.flatnonzero(threads == thread)
+            mine = mine[np.argsort(starts[mine], kind="stable")]
+            self._lanes[thread] = (starts[mine].tolist(), ends[mine].tolist(), stretch_rows[mine].tolist())
+        waiting = np.array([is_sync(n) for n in t.names] or [False])
+        calls = rows[(t["kind"][rows] == CODE["runtime"])]
+        self._waits = set(calls[waiting[t["name"][calls]]].tolist())
+        self._rank_of = {thread: int(t["rank"][lane[2][0]]) for thread, lane in self._lanes.items()}
+
+    def path(self) -> list[Segment]:
+        """The segments in time order; those that touch and have one name are one."""
+        candidates = [c for c in (self._last_device(), self._last_host()) if c is not None]
+        if not candidates:
+            return []
+        at, row, thread = max(candidates)
+        place: tuple[int, int] | None = (row, thread)
+        for _ in range(4 * len(self._t) + 16):  # every turn goes back in time or to an earlier row: never so many
+            if place is None:
+                break
+            row, thread = place
+            at, place = self._on_device(row, at) if row != NONE else self._on_host(thread, at)
+        merged: list[Segment] = []
+        for s in reversed(self._segments):
+            if merged and merged[-1][1] == s[0] and merged[-1][2:] == s[2:]:
+                merged[-1] = (merged[-1][0], s[1], *s[2:])
+            elif s[1] > s[0]:
+                merged.append(s)
+        return merged
+
+    def _last_device(self) -> tuple[int, int, int] | None:
+        last = [(ends[-1], rows[-1], NONE) for ends, rows in self._ended.values() if rows]
+        return max(last, default=None)
+
+    def _last_host(self) -> tuple[int, int, int] | None:
+        last = [(ends[-1], NONE, thread) for thread, (_, ends, _) in self._lanes.items()]
+        return max(last, default=None)
+
+    def _add(self, start: int, end: int, on: str, kind: str, name: str) -> None:
+        if end > start:
+            self._segments.append((start, end, on, kind, name))
+
+    def _on_device(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
+        """A device row that is on the path until `at`, and who held it up."""
+        t, begin = self._t, self._start[row]
+        met = self._joined.get(row)
+        if met is not None and begin < met.ready_ns < at:
+            self._add(met.ready_ns, at, "device", t.kind(row), t.name(row))
+            last = max(met.rows, key=lambda r: (self._start[r], r))
+            return self._held_up(last, met.ready_ns)
+        self._add(begin, at, "device", t.kind(row), t.name(row))
+        return self._held_up(row, min(begin, at))
+
+    def _held_up(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
+        """Why a device row did not start before `at`: its stream, its launch, or else another stream."""
+        call, before = self._launch[row], self._before_on_stream.get(row, NONE)
+        ready: list[tuple[int, int, tuple[int, int]]] = []  # when, 1 for the stream (it wins a tie), where to go on
+        if before != NONE:
+            ready.append((min(self._end[before], at), 1, (before, NONE)))
+        if call != NONE and self._start[call] <= at:
+            ready.append((min(self._end[call], at), 0, (NONE, int(self._t["thread"][call]))))
+        latest = max(ready, default=None)
+        if latest is None or at - latest[0] > GAP_NS:
+            other = self._ended_before(row, at)
+            if other is not None and (latest is None or self._end[other] > latest[0]):
+                latest = (self._end[other], 2, (other, NONE))
+        if latest is None:
+            return at, None
+        self._add(latest[0], at, "gap", "gap", GAP if latest[1] else "(launch latency)")
+        return latest[0], latest[2]
+
+    def _ended_before(self, row: int, at: int) -> int | None:
+        """The row of the same device that ended last, not after `at` and not of this stream."""
+        t = self._t
+        ends, rows = self._ended[int(t["rank"][row]), int(t["device"][row])]
+        place = bisect_right(ends, at) - 1
+        if place < 0 or rows[place] == row or self._start[rows[place]] >= at:
+            return None
+        return rows[place]
+
+    def _on_host(self, thread: int, at: int) -> tuple[int, tuple[int, int] | None]:
+        """A thread until `at`: one stretch of it, or the pause before; and who held it up."""
+        t = self._t
+        starts, ends, rows = self._lanes.get(thread, ([], [], []))
+        place = bisect_left(starts, at) - 1
+        if place < 0:
+            return self._woken(thread, at, None)
+        if ends[place] < at:
+            return self._woken(thread, at, ends[place])
+        row = rows[place]
+        if row in self._waits and (done := self._ended_within(row, at)) is not None:
+            self._add(self._end[done], at, "host", t.kind(row), t.name(row))
+            return self._end[done], (done, NONE)
+        self._add(starts[place], at, "host", t.kind(row), t.name(row))
+        return starts[place], (NONE, thread)
+
+    def _ended_within(self, call: int, at: int) -> int | None:
+        """The last row of the call's rank that ended after the call began, and by `at`."""
+        rank, found = int(self._t["rank"][call]), None
+        for (owner, _), (ends, rows) in self._ended.items():
+            place = bisect_right(ends, at) - 1
+            if owner == rank and place >= 0 and ends[place] > self._start[call]:
+                row = rows[place]
+                found = row if found is None or self._end[row] > self._end[found] else found
+        return found
+
+    def _woken(self, thread: int, at: int, until: int | None) -> tuple[int, tuple[int, int] | None]:
+        """A pause of a thread that ends at `at`: whoever of its process was last busy in it, else itself."""
+        best: tuple[int, int] | None = None
+        for other, (starts, ends, _) in self._lanes.items():
+            if other == thread or self._rank_of[other] != self._rank_of.get(thread, NONE):
+                continue
+            place = bisect_left(starts, at) - 1  # the last stretch that began before
+            if place >= 0 and ends[place] <= at and ends[place] > (NONE if until is None else until):
+                best = max(best or (ends[place], other), (ends[place], other))
+        if best is not None and (until is None or at - until > PAUSE_NS):
+            self._add(best[0], at, "host", "op", BETWEEN)
+            return best[0], (NONE, best[1])
+        if until is None:
+            return at, None
+        self._add(until, at, "host", "op", BETWEEN)
+        return until, (NONE, thread)

@@ -1,0 +1,200 @@
+"""The nouns of advice: `Finding`, and `Case`, everything a rule may look at.
+
+A saving is computed, and says how: "prediction" runs the models of `tessera.estimate` on the recorded shapes,
+"roofline" compares with the chip's ceilings, "counters" with what ncu measured, "energy table" adds up joules that
+were spent for nothing, and "experience" is a share the same change saved elsewhere (`SAVES`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..attribute.table import EnergyRow, EnergyTable
+from ..attribute.work import OpWork
+from ..device import Device
+from ..errors import TesseraError
+from ..schema import Telemetry
+from ..timeline.columns import Ints, Timeline
+from ..trace import PowerTrace
+from ..units import format_duration, format_energy
+from .calls import Calls, calls_of
+from .ceilings import Ceilings, ceilings, device_of
+from .places import Floats, HostGap, row_joules
+
+By = Literal["prediction", "roofline", "counters", "energy table", "experience"]
+Confidence = Literal["high", "medium", "low"]
+
+# What of the joules behind a finding the change may save where nothing better is known, from measurements on an H200
+# (shared/h200): fp32 GEMMs 13.2 pJ/FLOP against TF32's 2.0; GPT-2 training eager 26.5 J, compiled 18.7 J a step, with
+# CUDA graphs 17.5 J; its products with a vocabulary of 50257 3.9 pJ/FLOP against 1.03 of aligned ones. The others are
+# guesses that only order the list.
+SAVES = {
+    "idle": 0.8, "launch": 0.8, "fp32": 0.85, "unaligned": 0.7, "copies": 0.7, "fuse": 0.5, "communication": 0.5,
+    "outliers": 0.9, "outside": 0.2, "power cap": 0.1, "thermal": 0.2, "one operator": 0.15,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing to do: `evidence` in numbers, `action` in words, the joules and their share of the run behind it.
+
+    `saves_j` and `saves_s` are what the change would save of this run (negative seconds: it costs time), `by` how that
+    was computed.
+    """
+
+    kind: str
+    evidence: str
+    action: str
+    energy_j: float
+    share: float
+    saves_j: float = 0.0
+    saves_s: float | None = None
+    by: By = "experience"
+    confidence: Confidence = "low"
+
+    @property
+    def text(self) -> str:
+        """Evidence, action and a computed saving in one sentence."""
+        saving = self.saving if self.by != "experience" else None
+        return f"{self.evidence}: {self.action}" + (f" ({saving})" if saving else "")
+
+    @property
+    def saving(self) -> str | None:
+        """What it would save, in words; None where that is not known or nothing."""
+        if not self.saves_j > 0:
+            return None
+        time = f" and {format_duration(self.saves_s, 2)}" if self.saves_s is not None and self.saves_s > 0 else ""
+        return f"about {format_energy(self.saves_j, 2)}{time} less, by {self.by}"
+
+
+@dataclass(kw_only=True)
+class Case:
+    """What is known of a run. Rules read it; what costs time to find out is found when first asked for."""
+
+    table: EnergyTable
+    telemetry: Mapping[str, Sequence[Telemetry]]
+    gaps: Sequence[HostGap] = ()
+    timeline: Timeline | None = None
+    power: PowerTrace | None = None
+    arch: str | Device | None = None
+
+    @functools.cached_property
+    def device(self) -> Device | None:
+        """The chip it ran on, where the recording names one of the catalogue."""
+        labels = [d.label for d in self.power.domains if d.label] if self.power is not None else []
+        return device_of(self.timeline, self.arch, labels[0] if labels else None) if self.timeline is not None else None
+
+    @functools.cached_property
+    def roofs(self) -> Ceilings | None:
+        """The ceilings of that chip."""
+        return ceilings(self.device) if self.device is not None else None
+
+    @functools.cached_property
+    def calls(self) -> Calls | None:
+        """The work of every call; None where nothing ran on a device, or no timeline is at hand."""
+        if self.timeline is None or not len(self.timeline.device_rows):
+            return None
+        return calls_of(self.timeline)
+
+    @functools.cached_property
+    def joules(self) -> Floats:
+        """Joules of every call."""
+        assert self.timeline is not None and self.calls is not None
+        return row_joules(self.timeline, self.calls.rows, self.table)
+
+    def named(self, matches: Callable[[str], Any]) -> NDArray[np.bool_]:
+        """Which calls have a kernel whose name matches."""
+        assert self.timeline is not None and self.calls is not None
+        hits = np.array([bool(matches(name)) for name in self.timeline.names], bool)
+        return np.asarray(hits[self.timeline["name"][self.calls.rows]], np.bool_)
+
+    def spent(self, matches: Callable[[EnergyRow], Any]) -> tuple[float, float]:
+        """Joules and seconds of the kernels of the table that match."""
+        rows = [r for r in self.table.kernels if matches(r)]
+        return sum(r.energy_j for r in rows), sum(r.time_s for r in rows)
+
+    def share(self, energy_j: float) -> float:
+        """Of the whole run."""
+        return energy_j / self.table.total_j
+
+    def amount(self, energy_j: float) -> str:
+        """Joules and their share, in words."""
+        return f"{format_energy(energy_j, 3)} ({self.share(energy_j):.0%})"
+
+    def finding(
+        self,
+        kind: str,
+        energy_j: float,
+        evidence: str,
+        action: str,
+        *,
+        saves: tuple[float, float | None] | None = None,
+        by: By = "experience",
+        confidence: Confidence = "low",
+    ) -> Finding:
+        """A finding of this run; without a computed saving, the share that `SAVES` has for its kind."""
+        if saves is None:
+            saves, by, confidence = (SAVES.get(kind, 0.0) * energy_j, None), "experience", "low"
+        return Finding(
+            kind=kind, evidence=evidence, action=action, energy_j=energy_j, share=self.share(energy_j),
+            saves_j=saves[0], saves_s=saves[1], by=by, confidence=confidence,
+        )  # fmt: skip
+
+
+def product_cost(
+    device: Device, sizes: Sequence[int], precision: str, layout: str = "nt"
+) -> tuple[float, float] | None:
+    """Predicted seconds and joules of a matrix product (batch, m, n, k) under the power limit; None where unknown."""
+    from ..estimate.gemm import gemm_time
+    from ..estimate.power import PowerModel, Work
+
+    batch, m, n, k = sizes
+    try:
+        kernel = gemm_time(device, m, n, k, batch, precision, layout=layout)
+        found = PowerModel.from_device(device).estimate(Work.of(kernel))
+    except TesseraError:
+        return None
+    return found.seconds, found.energy_j
+
+
+def changed_products(
+    case: Case,
+    chosen: NDArray[np.bool_],
+    change: Callable[[OpWork], tuple[str | None, Sequence[int], str | None]],
+    *,
+    work_factor: float = 1.0,
+    layouts: Sequence[str] = ("nt",),
+) -> tuple[float, float] | None:
+    """Joules and seconds that other sizes or another precision would save of the chosen calls.
+
+    What was measured is scaled by the ratio of two predictions, so that an error both share does not matter. `change`
+    gives a product's precision and its new sizes and precision; the new one does `work_factor` times the work. How
+    the operands lie is not recorded: of `layouts` it is the slowest. None where nothing is known.
+    """
+    calls = case.calls
+    if calls is None or case.device is None:
+        return None
+    saved_j = saved_s = 0.0
+    known = False
+    for number, work in enumerate(calls.works):
+        mine: Ints = np.flatnonzero(chosen & (calls.work == number))
+        if not len(mine) or work.sizes is None:
+            continue
+        precision, sizes, other = change(work)
+        if precision is None or other is None:
+            continue
+        costs = [(product_cost(case.device, work.sizes, precision, at), at) for at in layouts]
+        old, layout = max(((c, at) for c, at in costs if c is not None), default=(None, ""))
+        new = product_cost(case.device, sizes, other, layout) if old is not None else None
+        if old is None or new is None:
+            continue
+        known = True
+        saved_j += float(case.joules[mine].sum()) * max(0.0, 1.0 - new[1] / old[1] / work_factor)
+        saved_s += float(calls.seconds[mine].sum()) * max(0.0, 1.0 - new[0] / old[0] / work_factor)
+    return (saved_j, saved_s) if known else None

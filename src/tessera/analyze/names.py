@@ -1,0 +1,212 @@
+"""Kernel names as people can read them: C++ templates cut to what tells one kernel from the next.
+
+`void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<...> >(...)`
+becomes `vectorized_elementwise_kernel<8, CUDAFunctor_add<bf16>>`. Names that are no C++ (nvjet, cutlass, Triton,
+`Memcpy HtoD (Pageable -> Device)`) stay as they are; `fit` cuts from the middle, since their ends differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+_LAMBDA = re.compile(r"(?:::)?\{lambda[^{}]*#(\d+)\}")
+_LAMBDAS = re.compile(r"(?:(?:::)?\{lambda[^{}]*#\d+\}(?:::operator\(\)\([^()]*\)(?: const)?)?)+")
+_OPERATOR = re.compile(r"::operator\(\)(?:\([^()]*\))?(?: const)?")
+_TOKEN = re.compile(r"\s*(::|[<>,]|[^<>,:]+|:)")
+_NUMBER = re.compile(r"-?\d+(?:ul|ull|u|l)?$")
+_SUFFIX = re.compile(r"(?<=\d)(?:ull|ul|u|l)$")
+# What generated names (cuDNN's, xmma's) carry around the part that differs: a prefix, knobs, how they are launched.
+_GENERATED = re.compile(r"(?<=^cudnn_)generated_fort_native_|_knob_\d+|_cga\d+x\d+x\d+|_kernel\d+_\d+$|_execute_\w*$")
+
+TYPES = {
+    "BFloat16": "bf16", "__nv_bfloat16": "bf16", "bfloat16_t": "bf16", "Half": "f16", "__half": "f16", "half": "f16",
+    "half_t": "f16", "float": "f32", "double": "f64", "long": "i64", "long long": "i64", "int": "i32", "short": "i16",
+    "signed char": "i8", "char": "i8", "unsigned char": "u8", "unsigned int": "u32", "unsigned long": "u64",
+    "unsigned long long": "u64", "bool": "bool", "Float8_e4m3fn": "f8e4m3", "Float8_e5m2": "f8e5m2", "void": "void",
+}  # fmt: skip
+"""Number types as short as in PyTorch's own shorthand."""
+# Wrappers that every kernel of a kind has: what they wrap is the name.
+_WRAPPERS = frozenset(
+    {"gpu_kernel_impl_nocast", "gpu_kernel_impl", "func_wrapper_t", "ReduceOp", "Kernel", "Kernel2", "device_kernel"}
+)
+# Arguments that say how a kernel was compiled, not what it does.
+_SILENT = re.compile(
+    r"array|\w*OffsetCalculator|\w+WithCast|LoadWithoutCast|StoreWithoutCast|TensorList\w*|OpaqueType|\w*Policy\w*|"
+    r"identity_decomposer_t|true|false|policy_hub|NullType|\w*TileState|\w*_iterator|VSMemHelper"
+)
+
+
+# In this order: a flash-attention kernel is made of matrix products, a fused one is named after both.
+_CATEGORIES = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in (
+    ("communication", r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|nvshmem"),
+    ("attention", r"flash|sdpa|attention|fmha|dot_do_o"),
+    ("convolution", r"conv(?!ert)|winograd|implicit_gemm|wgrad|dgrad|fprop"),
+    ("matrix product", r"gemm|nvjet|cutlass|gemv|matmul|splitK|::mm|::bmm|::addmm|linear"),
+    ("normalisation, reduction", r"norm|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
+    ("elementwise", r"elementwise|_poi_|multi_tensor|dropout|cat|copy|fill|index|gather|scatter|adam|foreach|"
+     r"aten::_?(?:add|sub|mul|div|pow|neg|exp|sqrt|tanh|gelu|relu|silu|where|to|zero|clone|contiguous|lerp)"),
+))  # fmt: skip
+CATEGORIES = (*(name for name, _ in _CATEGORIES), "copies", "other")
+"""What kernels do, roughly: for colours and for the first look at where the joules went."""
+
+
+@lru_cache(maxsize=16384)
+def category(name: str, kind: str = "kernel") -> str:
+    """What a kernel does, by its name and kind."""
+    if kind == "collective":
+        return "communication"
+    if kind in ("memcpy", "memset") or name.startswith(("Memcpy", "Memset")):
+        return "copies"
+    shown = short_name(name) if kind == "kernel" and not name.startswith("aten::") else name
+    return next((found for found, pattern in _CATEGORIES if pattern.search(shown)), "other")
+
+
+@dataclass(slots=True)
+class _Node:
+    """A C++ name without its namespaces, and its template arguments."""
+
+    base: str
+    args: list[_Node] = field(default_factory=list)
+
+    @property
+    def number(self) -> bool:
+        return bool(_NUMBER.match(self.base))
+
+    @property
+    def plain(self) -> bool:
+        """A number type, a pointer to one, or nothing at all."""
+        bare = self.base.rstrip("*& ").removesuffix(" const")
+        return not bare or (bare in TYPES and not self.args) or self.base.endswith("*")
+
+    @property
+    def telling(self) -> bool:
+        return not (self.number or self.plain or _SILENT.fullmatch(self.base))
+
+
+@lru_cache(maxsize=16384)
+def short_name(name: str) -> str:
+    """A kernel's name without namespaces, parameters and the template arguments that say nothing."""
+    bare = name.strip().removeprefix("void ")
+    if not ("::" in bare or "<" in bare or bare != name.strip()):
+        return _GENERATED.sub("", name)
+    tokens = _tokens(bare)
+    try:
+        node, rest = _parse(tokens, 0)
+    except (IndexError, RecursionError):  # not C++ after all, or cut by whoever wrote the trace
+        return name
+    return _render(node, 0) if rest == len(tokens) and node.base.isidentifier() else name
+
+
+def op_name(name: str) -> str:
+    """An operator's name; what autograd writes before its own comes after it, where it does not hide the name."""
+    bare = name.removeprefix("autograd::engine::evaluate_function: ")
+    return name if bare == name else f"{bare} (engine)"
+
+
+def short(name: str, kind: str) -> str:
+    """The name of a row of a table, by its kind; of a group, those of its members."""
+    if kind == "group":
+        return " + ".join(short_name(member) for member in name.split(" + "))
+    return short_name(name) if kind == "kernel" else op_name(name)
+
+
+def fit(name: str, width: int) -> str:
+    """A name in so many characters: cut in the middle, since what differs stands at the ends."""
+    if len(name) <= width:
+        return name
+    if width <= 3:
+        return name[:width]
+    tail = (width - 1) * 3 // 5
+    return f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
+
+
+def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
+    """Short names of several kernels, none of them twice: those that would be the same are numbered."""
+    out: dict[str, str] = {}
+    taken: dict[str, int] = {}
+    for name in dict.fromkeys(names):
+        text = short(name, kind)
+        taken[text] = taken.get(text, 0) + 1
+        out[name] = text if taken[text] == 1 else f"{text} ({taken[text]})"
+    return out
+
+
+# -- the parser -----------------------------------------------------------------------------------------------------
+
+
+def _tokens(text: str) -> list[str]:
+    text = text.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    text = _LAMBDAS.sub(_last_lambda, text)
+    text = _without_parentheses(_OPERATOR.sub("", text))
+    return [t.strip() for t in _TOKEN.findall(text) if t.strip()]
+
+
+def _last_lambda(found: re.Match[str]) -> str:
+    """Of nested lambdas (one per dtype switch) the last is the kernel's: its number, unless it is the first."""
+    number = _LAMBDA.findall(found.group())[-1]
+    return "" if number == "1" else f"#{number}"
+
+
+def _without_parentheses(text: str) -> str:
+    out, depth = [], 0
+    for c in text:
+        if c == "(":
+            depth += 1
+        elif c == ")":
+            depth = max(0, depth - 1)
+        elif depth == 0:
+            out.append(c)
+    return "".join(out)
+
+
+def _parse(tokens: Sequence[str], at: int) -> tuple[_Node, int]:
+    """One name from a position on: components between "::", each with its arguments; the last one counts."""
+    node = _Node("")
+    while at < len(tokens):
+        token = tokens[at]
+        if token in (",", ">"):
+            break
+        if token == "<":
+            node.args, at = _arguments(tokens, at + 1)
+        elif token == "::":
+            at += 1
+        elif token.startswith("#") and node.base:  # the number of a lambda, after its function's arguments
+            node.base, at = node.base + token, at + 1
+        elif node.args and token in ("const", "*", "&", "const*", "const&", "*const"):
+            at += 1
+        else:
+            node, at = _Node(token), at + 1
+    return node, at
+
+
+def _arguments(tokens: Sequence[str], at: int) -> tuple[list[_Node], int]:
+    found = []
+    while tokens[at] != ">":
+        if tokens[at] == ",":
+            at += 1
+            continue
+        node, at = _parse(tokens, at)
+        found.append(node)
+    return found, at + 1
+
+
+def _render(node: _Node, depth: int) -> str:
+    telling = [a for a in node.args if a.telling]
+    if node.base in _WRAPPERS and telling:
+        return _render(telling[0], depth)
+    base = TYPES.get(node.base, _SUFFIX.sub("", node.base) if node.number else node.base)
+    if depth > 1 or not node.args:
+        return base
+    if base.endswith("traits"):  # of a tile: its sizes are what differs
+        sizes = [_SUFFIX.sub("", a.base) for a in node.args if a.number]
+        return f"{base}<{', '.join(sizes[:3])}>" if sizes else base
+    shown = [_render(a, depth + 1) for a in telling[: 2 if depth == 0 else 1]]
+    if not shown:
+        types = [TYPES[a.base] for a in node.args if a.base in TYPES]
+        shown = types[:1]
+    if depth == 0 and node.args[0].number:
+        shown = [_SUFFIX.sub("", node.args[0].base), *shown]
+    return f"{base}<{', '.join(shown)}>" if shown else base

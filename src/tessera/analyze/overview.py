@@ -1,0 +1,324 @@
+"""A run small enough to draw: power and telemetry as a few thousand points, a million kernels as a few thousand bars.
+
+Nothing is dropped silently: kernels too short to see are one bar that says how many there are and which spends most of
+its time; one step is kept whole, so that a reader who zooms in finds every kernel of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..attribute.table import EnergyTable
+from ..record import ON_DEVICE
+from ..schema import Telemetry
+from ..timeline.columns import NONE, Ints, Timeline
+from ..trace import PowerTrace
+from .places import Floats, row_joules
+
+POINTS = 6000
+"""Points of one line: each of 3000 stretches keeps its lowest and highest, more than a screen has pixels."""
+BARS = 16_000
+"""Bars of all device lanes together that are drawn each on its own."""
+WHOLE = 8_000
+"""Kernels of the one step that is kept whole."""
+LANES = 10
+REGIONS = 3000
+"""Bars of one lane of regions that are drawn each on its own."""
+MARKS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A quantity over time. Times are nanoseconds since the overview's start; NaN breaks the line."""
+
+    name: str
+    unit: str
+    times_ns: Ints
+    values: Floats
+    basis: str = "measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Bars in one row. `count` is above 1 where several short ones are drawn as one, `name` then the longest's."""
+
+    label: str
+    kind: str
+    start_ns: Ints
+    end_ns: Ints
+    name: Ints
+    op: Ints
+    count: Ints
+    energy_j: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """What the page draws. Times are nanoseconds since `start_ns` (epoch)."""
+
+    start_ns: int
+    span_ns: int
+    power: Sequence[Line] = ()
+    telemetry: Sequence[Line] = ()
+    throttle: Sequence[tuple[str, int, int]] = ()
+    lanes: Sequence[Lane] = ()
+    marks: Sequence[tuple[str, int]] = ()
+    names: Sequence[str] = ()
+    shown: tuple[int, int] = (0, 1)
+    """What to look at first: where there are rows."""
+    rows: int = 0
+    merged: int = 0
+    one: tuple[int, int] | None = None
+    """A step in the middle of the run; where bars are merged, its kernels are not."""
+    idle_w: float | None = None
+    limit_w: float | None = None
+
+
+def overview(
+    timeline: Timeline, power: PowerTrace | None, telemetry: Mapping[str, Sequence[Telemetry]], table: EnergyTable
+) -> Overview:
+    """Reduce a run to what can be drawn. `Telemetry.time_ns` is monotonic, like the power trace's times."""
+    offset = power.epoch_offset_ns if power else 0
+    begins = [timeline.start_ns] if len(timeline) else []
+    ends = [timeline.end_ns] if len(timeline) else []
+    if power is not None and power.columns:
+        begins.append(power.start_ns + offset)
+        ends.append(power.end_ns + offset)
+    start = min(begins, default=0)
+    span = max(max(ends, default=0) - start, 1)
+    names: dict[str, int] = {}
+    one = _one(timeline)
+    whole = one if len(timeline.device_rows) > BARS else None
+    lanes = [*_region_lanes(timeline, start, span, names), *_device_lanes(timeline, start, span, names, table, whole)]
+    limits = [t.power_limit_w for rows in telemetry.values() for t in rows if t.power_limit_w is not None]
+    return Overview(
+        start_ns=start,
+        span_ns=span,
+        power=_power(power, start) if power else (),
+        telemetry=_telemetry(telemetry, offset - start),
+        throttle=_throttle(telemetry, offset - start),
+        lanes=lanes,
+        marks=_marks(timeline, start),
+        names=list(names),
+        shown=_shown(timeline, start, span),
+        rows=len(timeline.device_rows),
+        merged=sum(int(lane.count[lane.count > 1].sum()) for lane in lanes if lane.kind == "device"),
+        one=(one[0] - start, one[1] - start) if one else None,
+        idle_w=table.idle_w,
+        limit_w=max(limits, default=None),
+    )
+
+
+# -- lines ----------------------------------------------------------------------------------------------------------
+
+
+def thin(times_ns: Ints, values: Floats, points: int = POINTS) -> tuple[Ints, Floats]:
+    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost."""
+    if len(times_ns) <= points:
+        return times_ns, values
+    edges = np.linspace(0, len(times_ns), points // 2 + 1).astype(np.int64)[:-1]
+    low, high = np.fmin.reduceat(values, edges), np.fmax.reduceat(values, edges)
+    group = np.repeat(np.arange(len(edges)), np.diff(np.r_[edges, len(values)]))
+    keep = []
+    for wanted in (low, high):
+        hit = np.flatnonzero((values == wanted[group]) | np.isnan(wanted[group]))
+        keep.append(hit[np.unique(group[hit], return_index=True)[1]])
+    chosen = np.unique(np.concatenate(keep))
+    return times_ns[chosen], values[chosen]
+
+
+def _power(power: PowerTrace, start_ns: int) -> list[Line]:
+    out = []
+    for name, column in power.columns.items():
+        if not len(column.times_ns):
+            continue
+        moved = column.times_ns + (power.epoch_offset_ns - start_ns - round(column.domain.lag_s * 1e9))
+        times, watts = thin(moved, column.watts)
+        out.append(Line(name=name, unit="W", times_ns=times, values=watts, basis=column.domain.basis))
+    return out
+
+
+def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[Line]:
+    out = []
+    for domain, rows in telemetry.items():
+        tracks: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for t in rows:
+            found: list[tuple[str, str, float | None]] = [
+                *((f"{clock} clock", "MHz", mhz) for clock, mhz in t.clocks_mhz.items() if clock in ("sm", "memory")),
+                ("temperature", "°C", t.temperature_c),
+                ("memory temperature", "°C", t.memory_temperature_c),
+                ("utilisation", "%", t.utilization_pct),
+                ("SM activity", "%", t.sm_activity_pct),
+            ]
+            for name, unit, value in found:
+                if value is not None:
+                    tracks.setdefault((name, unit), []).append((t.time_ns + offset_ns, float(value)))
+        for (name, unit), pairs in tracks.items():
+            times, values = thin(
+                np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], np.float64), POINTS // 3
+            )
+            if name == "memory clock" and np.ptp(values) == 0:  # as nearly always; it would flatten the SM clock
+                continue
+            out.append(Line(name=f"{domain} {name}", unit=unit, times_ns=times, values=values))
+    return out
+
+
+def _throttle(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[tuple[str, int, int]]:
+    """Stretches in which a device said it was held back: from one reading that says so to the last that does."""
+    out: list[tuple[str, int, int]] = []
+    for domain, rows in telemetry.items():
+        began: dict[str, int] = {}
+        last = 0
+        for t in rows:
+            now = set(t.throttle or ())
+            last = t.time_ns + offset_ns
+            for reason in now - began.keys():
+                began[reason] = last
+            for reason in began.keys() - now:
+                out.append((f"{domain}: {reason}", began.pop(reason), last))
+        out += [(f"{domain}: {reason}", since, last) for reason, since in began.items()]
+    return sorted(out, key=lambda s: s[1] - s[2])[:2000]
+
+
+def _marks(timeline: Timeline, start_ns: int) -> list[tuple[str, int]]:
+    rows = timeline.rows("mark")
+    step = max(1, -(-len(rows) // MARKS))
+    return [(timeline.name(int(r)), int(timeline["start_ns"][r]) - start_ns) for r in rows[::step]]
+
+
+# -- lanes ----------------------------------------------------------------------------------------------------------
+
+
+def _one(timeline: Timeline) -> tuple[int, int] | None:
+    """The step in the middle of the run, or some kernels there where there are no steps; at most `WHOLE` kernels."""
+    starts = np.sort(timeline["start_ns"][timeline.device_rows])
+    if not len(starts):
+        return None
+    if steps := timeline.linked.steps:
+        middle = steps[len(steps) // 2]
+        begin, end = middle.start_ns, middle.end_ns
+    elif len(starts) > BARS:
+        begin, end = int(starts[(len(starts) - WHOLE) // 2]), int(starts[-1])
+    else:
+        return None
+    first = int(np.searchsorted(starts, begin))
+    last = first + WHOLE
+    return begin, min(end, int(starts[last])) if last < len(starts) else end
+
+
+def _shown(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[int, int]:
+    """The timeline with a margin, where the power trace is much longer; else everything."""
+    length = timeline.end_ns - timeline.start_ns if len(timeline.device_rows) else 0
+    if not 0 < length < 0.7 * span_ns:
+        return 0, span_ns
+    margin = round(0.08 * length)
+    begin, end = timeline.start_ns - start_ns - margin, timeline.end_ns - start_ns + margin
+    return max(begin, 0), min(end, span_ns)
+
+
+def _region_lanes(timeline: Timeline, start_ns: int, span_ns: int, names: dict[str, int]) -> list[Lane]:
+    """Steps in a lane of their own, other regions by how deep they are nested."""
+    links, rows = timeline.linked, timeline.rows("region")
+    steps = np.array([s.row for s in links.steps if s.row != NONE], np.int64)
+    lanes = [_region_lane(timeline, steps, "steps", "step", start_ns, span_ns, names)] if len(steps) else []
+    rows = np.setdiff1d(rows, steps)
+    depth = np.zeros(len(rows), np.int64)
+    outer = links.parent[rows]
+    while (outer != NONE).any():
+        depth += (outer != NONE) & ~np.isin(outer, steps)
+        outer = np.where(outer == NONE, NONE, links.parent[outer])
+    for level in range(min(4, int(depth.max(initial=-1)) + 1)):
+        mine = rows[depth == level]
+        label = "regions" if level == 0 else ""
+        lanes.append(_region_lane(timeline, mine, label, "region", start_ns, span_ns, names))
+    return lanes
+
+
+def _region_lane(
+    timeline: Timeline, rows: Ints, label: str, kind: str, start_ns: int, span_ns: int, names: dict[str, int]
+) -> Lane:
+    quantum = span_ns / REGIONS if len(rows) > REGIONS else 0.0
+    return _bars(timeline, rows, np.full(len(rows), np.nan), label, kind, start_ns, quantum, names, None)
+
+
+def _device_lanes(
+    timeline: Timeline, start_ns: int, span_ns: int, names: dict[str, int], table: EnergyTable,
+    whole: tuple[int, int] | None,
+) -> list[Lane]:  # fmt: skip
+    rows = timeline.rows(*ON_DEVICE)
+    if not len(rows):
+        return []
+    joules = row_joules(timeline, rows, table)
+    device, stream = timeline["device"][rows], timeline["stream"][rows]
+    streams, lane = np.unique(stream, return_inverse=True)
+    keys, lane, sizes = np.unique(device * len(streams) + lane, return_inverse=True, return_counts=True)
+    busiest = np.argsort(-sizes, kind="stable")[:LANES]
+    quantum = span_ns / BARS * len(busiest) if len(rows) > BARS else 0.0
+    several = len(np.unique(device)) > 1
+    out = []
+    for key in sorted(busiest.tolist()):
+        mine = np.flatnonzero(lane == key)
+        of, at = divmod(int(keys[key]), len(streams))
+        number = int(streams[at])
+        label = f"gpu{of} stream {number}" if several else f"stream {number}"
+        out.append(_bars(timeline, rows[mine], joules[mine], label, "device", start_ns, quantum, names, whole))
+    return out
+
+
+def _bars(
+    timeline: Timeline, rows: Ints, joules: Floats, label: str, kind: str, start_ns: int, quantum_ns: float,
+    names: dict[str, int], whole: tuple[int, int] | None,
+) -> Lane:  # fmt: skip
+    order = np.argsort(timeline["start_ns"][rows], kind="stable")
+    rows, joules = rows[order], joules[order]
+    starts, ends = timeline["start_ns"][rows], timeline["end_ns"][rows]
+    alone = ends - starts >= quantum_ns
+    if whole is not None:
+        alone |= (starts >= whole[0]) & (starts < whole[1])
+    bucket = ((starts - start_ns) // max(quantum_ns, 1.0)).astype(np.int64)
+    # A new bar where this one or the one before stands alone, or another stretch begins.
+    new = np.r_[True, alone[1:] | alone[:-1] | (bucket[1:] != bucket[:-1])]
+    group, first = np.cumsum(new) - 1, np.flatnonzero(new)
+    name, op = _interned(timeline, timeline["name"][rows], names), _ops(timeline, rows, names)
+    chosen = _longest(group, timeline["name"][rows], ends - starts)
+    count = np.diff(np.r_[first, len(rows)])
+    return Lane(
+        label=label,
+        kind=kind,
+        start_ns=starts[first] - start_ns,
+        end_ns=np.maximum.reduceat(ends, first) - start_ns,
+        name=name[chosen],
+        op=np.where(count == 1, op[chosen], NONE),
+        count=count,
+        energy_j=np.add.reduceat(joules, first),
+    )
+
+
+def _longest(group: Ints, name: Ints, lengths: Ints) -> Ints:
+    """Of each group a row of the name that takes most of its time."""
+    order = np.lexsort((name, group))
+    g, n = group[order], name[order]
+    first = np.flatnonzero(np.r_[True, (g[1:] != g[:-1]) | (n[1:] != n[:-1])])
+    total = np.add.reduceat(lengths[order], first)
+    best = np.lexsort((-total, g[first]))
+    winner = best[np.unique(g[first][best], return_index=True)[1]]
+    chosen: Ints = order[first[winner]]
+    return chosen
+
+
+def _interned(timeline: Timeline, column: NDArray[Any], names: dict[str, int]) -> Ints:
+    used, inverse = np.unique(column, return_inverse=True)
+    ids = [NONE if i == NONE else names.setdefault(timeline.names[i], len(names)) for i in used.tolist()]
+    return np.array(ids, np.int64)[np.asarray(inverse).reshape(-1)]
+
+
+def _ops(timeline: Timeline, rows: Ints, names: dict[str, int]) -> Ints:
+    """The operator each device row comes from."""
+    ops = timeline.linked.op[rows]
+    column = np.where(ops == NONE, NONE, timeline["name"][ops])
+    return _interned(timeline, column, names)

@@ -1,0 +1,191 @@
+"""`%%energy`: what a notebook's cell cost.
+
+::
+
+    %load_ext tessera.notebook
+
+    %%energy
+    model(batch)                    # 41.2 ± 0.6 J   352 W   117 ms
+
+    %%energy --profile --steps 10   # and which kernels and operators spent it
+    for _ in range(10): model(batch)
+
+    %energy model(batch)            # one line
+
+What the cell shows is shown as ever; the magic's own value is a `CellEnergy`, in `_` afterwards. IPython itself is not
+needed to import this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import ArgumentError, MeasurementError
+from .schema import Energy
+
+if TYPE_CHECKING:
+    from .attribute.table import EnergyTable
+
+_USAGE = "%%energy [--profile] [--steps N] [--samples N] [--tokens N] [--path RUN.tessera]"
+_UNITS = ("step", "sample", "token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellEnergy:
+    """What a cell cost. `table` has the joules by kernel and operator where it was profiled, `path` the run file."""
+
+    energy: Energy
+    table: EnergyTable | None = None
+    path: Path | None = None
+    work: dict[str, float] = field(default_factory=dict)
+    failed: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def joules(self) -> float:
+        """All joules of the cell."""
+        return self.energy.joules
+
+    def lines(self) -> list[str]:
+        """The headline, and what to know of it."""
+        from .report.energy import joules
+        from .report.text import with_error
+        from .units import format_duration
+
+        e = self.energy
+        seen_s = e.seconds * e.coverage
+        watts = with_error(e.joules / seen_s, e.error_j / seen_s, "W") if seen_s > 0 and e.joules >= 0 else "unknown W"
+        out = ["   ".join((joules(e.joules, e.error_j), watts, format_duration(e.seconds)))]
+        out += [f"{joules(e.joules / n, e.error_j / n)} per {unit}" for unit, n in self.work.items()]
+        if e.basis != "measured":
+            out.append(f"{e.basis.upper()}, not measured: `tessera doctor` says which sensor could be had")
+        if self.failed:
+            out.append("the cell failed: these are the joules until then")
+        out += self.notes
+        if self.path is not None:
+            out.append(f"tessera report {self.path} --open")
+        return out
+
+    def __repr__(self) -> str:
+        first, *rest = self.lines()
+        body = [str(self.table)] if self.table is not None else []
+        return "\n".join([f"{first}   {self.energy.source}, 90% intervals", *rest, *body])
+
+    def _repr_html_(self) -> str:
+        first, *rest = (escape(line) for line in self.lines())
+        source = escape(f"{self.energy.source}, 90% intervals")
+        more = "".join(f"<div style='opacity:.75'>{line}</div>" for line in rest)
+        body = self.table._repr_html_() if self.table is not None else ""
+        return (
+            "<div style='font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums'>"
+            f"<b>{first}</b> <span style='opacity:.75'>{source}</span>{more}{body}</div>"
+        )
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What `%load_ext tessera.notebook` calls."""
+
+    def energy(line: str, cell: str | None = None) -> CellEnergy:
+        """Measure a cell, or a line: joules, watts, seconds; --profile says which kernels spent them."""
+        return measure_cell(shell, line, cell)
+
+    shell.register_magic_function(energy, magic_kind="line_cell", magic_name="energy")
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """What `%unload_ext tessera.notebook` calls."""
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("energy", None)
+
+
+def measure_cell(shell: Any, line: str, cell: str | None) -> CellEnergy:
+    """Run a cell in a shell and measure it. Its errors are shown by the shell, and the joules until then by us."""
+    asked, rest = _asked(line, one_line=cell is None)
+    code = rest if cell is None else cell
+    if not code.strip():
+        raise ArgumentError("there is nothing to measure", fix=f"{_USAGE}, with code below it")
+    work = {unit: n for unit in _UNITS if (n := getattr(asked, f"{unit}s")) is not None}
+    return _profiled(shell, code, work, asked.path) if asked.profile else _measured(shell, code, work)
+
+
+def _measured(shell: Any, code: str, work: dict[str, float]) -> CellEnergy:
+    from .monitor import energy_scope
+
+    # Waiting for the device at both ends: what the cell before launched is not this one's, what this one launched is.
+    with energy_scope("cell", sync=True) as scope:
+        outcome = shell.run_cell(code)
+    return CellEnergy(energy=scope.energy, work=work, failed=_failed(outcome))
+
+
+def _profiled(shell: Any, code: str, work: dict[str, float], path: str | None) -> CellEnergy:
+    from .monitor.scope import synchronize
+    from .profile.session import default_path, session
+
+    target = Path(path) if path else default_path("cell")
+    with session(path=target) as recorded:
+        if work:
+            recorded.set("work", work)
+        outcome = shell.run_cell(code)
+        synchronize()
+    notes: tuple[str, ...] = ()
+    try:
+        table = recorded.energy()
+    except MeasurementError as exc:  # a cell too short for one sample, or no sensor
+        table, notes = None, (f"no joules by kernel: {exc.what}",)
+    energy = recorded.report().total if table is None else _of(table)
+    return CellEnergy(energy=energy, table=table, path=recorded.path, work=work, failed=_failed(outcome), notes=notes)
+
+
+def _of(table: EnergyTable) -> Energy:
+    return Energy(
+        joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, source=table.source,
+        coverage=table.coverage, basis=table.basis,
+    )  # fmt: skip
+
+
+def _failed(outcome: Any) -> bool:
+    """Whether the shell says that the cell raised."""
+    return not getattr(outcome, "success", True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"%%energy: {message}", fix=_USAGE)
+
+
+def _asked(line: str, *, one_line: bool) -> tuple[argparse.Namespace, str]:
+    """The options of a line, and the code after them where the line is all there is."""
+    parser = _Parser(prog="%%energy", add_help=False)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--path")
+    for unit in _UNITS:
+        parser.add_argument(f"--{unit}s", type=float)
+    if not one_line:
+        try:
+            words = shlex.split(line)
+        except ValueError as exc:
+            raise ArgumentError(f"%%energy: {exc}", fix=_USAGE) from exc
+        found = parser.parse_args(words)
+        return _checked(found), ""
+    options, code = [], line.strip()
+    while code.startswith("--"):  # code is not split: its quotes and spaces are its own
+        option, _, code = code.partition(" ")
+        options.append(option)
+        if option != "--profile" and "=" not in option:
+            value, _, code = code.lstrip().partition(" ")
+            options.append(value)
+        code = code.lstrip()
+    return _checked(parser.parse_args(options)), code
+
+
+def _checked(found: argparse.Namespace) -> argparse.Namespace:
+    for unit in _UNITS:
+        amount = getattr(found, f"{unit}s")
+        if amount is not None and not 0 < amount < float("inf"):
+            raise ArgumentError(f"%%energy: --{unit}s {amount:g} is no amount of work", fix=_USAGE)
+    return found

@@ -1,0 +1,247 @@
+"""What changed between two runs, on one screen: the totals, the rows that changed most, the verdict, what to type next.
+
+Also what both the screen and the page say of a `Difference`: its headline figures and the texts of its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..analyze.change import Change, Difference, Verdict
+from ..analyze.names import distinct, fit
+from ..units import format_duration, format_energy, format_power, parse_duration, parse_energy, parse_power
+from .energy import TITLES, WIDTH
+from .text import with_error
+
+TOP = 12
+_SHOW = {
+    "J": (format_energy, parse_energy),
+    "s": (format_duration, parse_duration),
+    "W": (format_power, parse_power),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One headline figure: before, after, and the change with its half-width (NaN: unknown)."""
+
+    name: str
+    unit: str
+    before: float
+    before_error: float
+    after: float
+    after_error: float
+    change_error: float
+
+    @property
+    def change(self) -> float:
+        """After less before."""
+        return self.after - self.before
+
+    @property
+    def share(self) -> float | None:
+        """The change as a share of what was before."""
+        return self.change / self.before if self.before > 0 and not math.isnan(self.change) else None
+
+    @property
+    def state(self) -> str:
+        """One of "more", "less", "noise", "unsure" (no interval) and "unknown"."""
+        if math.isnan(self.change):
+            return "unknown"
+        if math.isnan(self.change_error):
+            return "unsure"
+        return "noise" if abs(self.change) <= self.change_error else "more" if self.change > 0 else "less"
+
+
+STATES = {
+    "more": "more than noise",
+    "less": "more than noise",
+    "noise": "noise: within the 90% interval",
+    "unsure": "no interval: steps would give one",
+    "unknown": "not known of both",
+}
+"""What a figure's state means, in words."""
+
+
+def headline(found: Difference) -> list[Figure]:
+    """Energy, time and mean power."""
+    t, nan = found.total, math.nan
+    figures = [
+        Figure(
+            name="energy", unit="J", before=t.before_j, before_error=t.before_error_j, after=t.after_j,
+            after_error=t.after_error_j, change_error=t.error_j,
+        ),
+        Figure(
+            name="time", unit="s", before=t.before_s, before_error=nan, after=t.after_s, after_error=nan,
+            change_error=t.error_s,
+        ),
+    ]  # fmt: skip
+    if t.before_s > 0 and t.after_s > 0 and not math.isnan(t.change_j):
+        wide = math.hypot(t.before_error_j / t.before_s, t.after_error_j / t.after_s)
+        figures.append(
+            Figure(
+                name="power", unit="W", before=t.before_j / t.before_s, before_error=t.before_error_j / t.before_s,
+                after=t.after_j / t.after_s, after_error=t.after_error_j / t.after_s, change_error=wide,
+            )
+        )  # fmt: skip
+    return figures
+
+
+def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> str:
+    """A value with its half-width in one fitting prefix: "+1.20 ± 0.31 J"; "unknown" where it is not known."""
+    if math.isnan(value):
+        return "unknown"
+    show, parse = _SHOW[unit]
+    if unit == "s" and abs(value) >= 120:
+        return f"{'+' if signed and value > 0 else ''}{show(value, 3)}"
+    largest = max(abs(value), 0.0 if math.isnan(error) else error)
+    word = show(largest, 3).split()[-1]
+    scale = parse(f"1{word}")
+    known = None if math.isnan(error) or not error > 0 else error / scale
+    said = with_error(value / scale, known, word) if known else f"{value / scale:.3g} {word}"
+    zero = float(said.split()[0]) == 0.0
+    return said.removeprefix("-") if zero else f"+{said}" if signed and value > 0 else said
+
+
+def percent(share: float | None, *, state: str = "both") -> str:
+    """A signed share; "new" and "gone" where there is none."""
+    if state != "both":
+        return {"new": "new", "vanished": "gone"}[state]
+    if share is None:
+        return "-"
+    return f"{share:+.0%}" if abs(share) >= 0.1 else f"{share:+.1%}"
+
+
+def about(found: Difference) -> str:
+    """What the numbers are: "per step, 12 and 24 steps; measured, predicted"."""
+    if found.per == "run":
+        per = "whole runs"
+    else:
+        per = f"per {found.per}: {found.work[0]:,.6g} and {found.work[1]:,.6g} {found.per}s"
+    basis = found.basis[0] if found.basis[0] == found.basis[1] else f"{found.basis[0]} → {found.basis[1]}"
+    return f"{per}; {basis}; 90% intervals"
+
+
+def told_notes(found: Difference) -> list[str]:
+    """What a reader should know, with how much of the joules the rows of both sides reach, and what chance does."""
+    notes = sorted(found.notes, key=lambda note: "left out" in note)
+    low = min(found.matched)
+    if found.rows and low < 0.995:
+        a, b = found.matched
+        sort = "seconds" if math.isnan(found.total.change_j) else "joules"
+        notes.append(f"rows that both have hold {a:.0%} of the {sort} before and {b:.0%} of those after")
+    sure = sum(r.significant for r in found.rows)
+    if len(found.rows) >= 20 and sure:
+        notes.append(f"each row is judged at 90%: of {len(found.rows)} about {len(found.rows) // 10} differ by chance")
+    return notes
+
+
+def shown_names(found: Difference) -> dict[str, str]:
+    """Rows as people read them: kernels short, none twice."""
+    kind = {"kernels": "kernel", "ops": "op"}.get(found.by)
+    names = [r.name for r in found.rows]
+    return distinct(names, kind) if kind else {n: n for n in names}
+
+
+# -- the screen -----------------------------------------------------------------------------------------------------
+
+
+def text(found: Difference, *, top: int = TOP, width: int = WIDTH) -> str:
+    """The screen as plain text."""
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(renderable(found, top=top, width=width), crop=False)
+    return captured.get().rstrip()
+
+
+def renderable(
+    found: Difference,
+    *,
+    verdict: Verdict | None = None,
+    next_command: str | None = None,
+    top: int = TOP,
+    width: int = WIDTH,
+) -> RenderableType:
+    """The screen. `verdict` is the energy's unless another was asked for."""
+    half = max(12, (width - 6) // 2)
+    title = Text(f"{fit(found.before, half)}  →  {fit(found.after, half)}", style="bold")
+    parts: list[RenderableType] = [title, Text(about(found), style="dim"), Text(""), _figures(found)]
+    if found.rows:
+        parts += [Text(""), _rows(found, top, width)]
+        parts.append(Text("~ within its 90% interval: noise, or not known", style="dim"))
+    parts += [Text(f"note  {note}", style="yellow") for note in told_notes(found)[:4]]
+    parts += [Text(""), _verdict(verdict or found.verdict())]
+    if next_command:
+        line = Text("next     ", style="dim", no_wrap=True, overflow="ignore")
+        parts.append(line.append(next_command, style="not dim cyan"))
+    return Group(*parts)
+
+
+def _figures(found: Difference) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    for heading in ("before", "after", "change", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for f in headline(found):
+        style = _style(f.state)
+        table.add_row(
+            f.name, quantity(f.before, f.before_error, f.unit), quantity(f.after, f.after_error, f.unit),
+            Text(quantity(f.change, f.change_error, f.unit, signed=True), style=style),
+            Text(percent(f.share), style=style), Text(STATES[f.state], style="dim"),
+        )  # fmt: skip
+    return table
+
+
+def _style(state: str) -> str:
+    return {"more": "red", "less": "green"}.get(state, "dim")
+
+
+def _rows(found: Difference, top: int, width: int) -> Table:
+    timed = math.isnan(found.total.change_j)
+    shown, names = list(found.rows)[:top], shown_names(found)
+    cells = [_cells(r, timed=timed) for r in shown]
+    headings = ("before", "after", "change", "", *(() if timed else ("time",)))
+    wide = sum(max(len(c[i].plain) for c in cells) + 2 for i in range(len(headings)))
+    room = max(14, width - wide - 2)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    count = f" ({len(shown)} of {len(found.rows)})" if len(found.rows) > len(shown) else ""
+    table.add_column(f"{TITLES.get(found.by, found.by)}{count}", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row, line in zip(shown, cells, strict=True):
+        table.add_row(Text(fit(names[row.name], room)), *line, style="" if row_sure(row, timed=timed) else "dim")
+    return table
+
+
+def row_sure(row: Change, *, timed: bool) -> bool:
+    """Whether a row changed by more than noise: in joules, in seconds where there are none."""
+    return row.significant_s if timed else row.significant
+
+
+def _cells(row: Change, *, timed: bool) -> list[Text]:
+    sure = row_sure(row, timed=timed)
+    change = row.change_s if timed else row.change_j
+    style = ("red" if change > 0 else "green") if sure else "dim"
+    share = percent(row.share_s if timed else row.share_j, state=row.state) + ("" if sure else " ~")
+    if timed:
+        numbers = [quantity(v, math.nan, "s") for v in (row.before_s, row.after_s)]
+        moved = Text(quantity(row.change_s, row.error_s, "s", signed=True), style=style)
+        return [*(Text(n) for n in numbers), moved, Text(share, style=style)]
+    numbers = [format_energy(v, 3) if not math.isnan(v) else "-" for v in (row.before_j, row.after_j)]
+    moved = Text(quantity(row.change_j, row.error_j, "J", signed=True), style=style)
+    took = Text(percent(row.share_s, state=row.state), style="dim")
+    return [*(Text(n) for n in numbers), moved, Text(share, style=style), took]
+
+
+def _verdict(verdict: Verdict) -> Text:
+    style = (
+        "bold red" if verdict.failed else "bold green" if verdict.significant and (verdict.share or 0) < 0 else "bold"
+    )
+    head = "FAILED" if verdict.failed else "verdict"
+    return Text(f"{head:<7}  ", style="bold red" if verdict.failed else "dim").append(verdict.text, style=style)

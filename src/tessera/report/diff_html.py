@@ -1,0 +1,245 @@
+"""Two runs side by side as a page that needs no network, and as a card for notebooks: totals, paired bars, a table."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from ..analyze.change import Change, Difference, Verdict
+from ..analyze.names import fit
+from ..units import format_duration
+from .diff import STATES, Figure, about, headline, percent, quantity, row_sure, shown_names, told_notes
+from .energy import TITLES
+from .shell import document
+
+BARS = 14
+ROWS = 400
+# Beside what the page of a run has: paired bars, and what changed for the worse, the better or not at all.
+_STYLE = """
+.pairs { display: grid; grid-template-columns: minmax(120px, 320px) 1fr max-content; gap: 7px 14px;
+  align-items: center; }
+.pairs .name { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; text-align: right; }
+.pair { position: relative; display: block; height: 26px; border-left: 1px solid var(--line); }
+.pair i { position: absolute; left: 0; height: 11px; border-radius: 0 3px 3px 0; min-width: 1px; }
+.pair i.a { top: 1px; } .pair i.b { top: 14px; } .a { background: var(--idle); } .b { background: var(--c3); }
+.pair u { position: absolute; height: 1px; background: var(--ink); text-decoration: none; }
+.pair u.a, .pair u.b { background: var(--ink); opacity: .7; } .pair u.a { top: 6px; } .pair u.b { top: 19px; }
+.pair u::before, .pair u::after { content: ""; position: absolute; top: -3px; height: 7px; width: 1px;
+  background: var(--ink); }
+.pair u::before { left: 0; } .pair u::after { right: 0; }
+.more { color: var(--power); } .less { color: var(--good); } .noise, .unsure, .unknown { color: var(--dim); }
+.pair.noise { opacity: .5; } .pairs .name.noise, tr.noise td { color: var(--dim); }
+@media (max-width: 700px) { .pairs { grid-template-columns: 96px 1fr max-content; gap: 7px 8px; font-size: 12.5px; } }
+.tile.wide { min-width: 230px; } .tile .now { display: block; margin-top: 2px; font-size: 13.5px; color: var(--ink); }
+.tile .now.more { color: var(--power); } .tile .now.less { color: var(--good); }
+.tile .now.noise, .tile .now.unsure { color: var(--dim); }
+.do.bad { border-color: var(--power); } .do.bad b { color: var(--power); }
+.do.calm { border-color: var(--idle); } .do.calm b { color: var(--dim); }
+"""
+_CARD_STYLE = (
+    ".tessera-d{font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}"
+    ".tessera-d table{border-collapse:collapse;font-size:13px}.tessera-d p{margin:4px 0}"
+    ".tessera-d th,.tessera-d td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;"
+    "border-bottom:1px solid rgba(128,128,128,.28)}.tessera-d th:first-child,.tessera-d td:first-child{text-align:left}"
+    ".tessera-d .noise{opacity:.55}.tessera-d .more{color:#c2410c}.tessera-d .less{color:#1d7f55}"
+)
+
+
+def page(found: Difference, *, verdict: Verdict | None = None) -> str:
+    """One HTML file. It needs nothing but itself."""
+    said = verdict or found.verdict()
+    title = fit(f"{found.before} → {found.after}", 80)
+    parts = [_header(found), _said(said), _pairs(found), _table(found), _origin(found)]
+    # The script of a run's page sorts and filters; with no timeline on the page that is all it does.
+    return document(f"{title} - tessera diff", "".join(parts), style=_STYLE)
+
+
+def card(found: Difference, *, top: int = 10) -> str:
+    """For a notebook: the headline, and the rows that changed most."""
+    figures = "".join(
+        f"<p><b>{f.name}</b> {escape(quantity(f.before, f.before_error, f.unit))} → "
+        f"{escape(quantity(f.after, f.after_error, f.unit))}: <span class='{f.state}'>{escape(_moved(f))}</span> "
+        f"<span class='noise'>{STATES[f.state]}</span></p>"
+        for f in headline(found)
+    )
+    head = "".join(f"<th>{h}</th>" for h in (TITLES.get(found.by, found.by), "before", "after", "change", ""))
+    names, timed = shown_names(found), math.isnan(found.total.change_j)
+    rows = "".join(_card_row(r, names[r.name], timed=timed) for r in list(found.rows)[:top])
+    body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    notes = "".join(f"<p class='noise'>{escape(n)}</p>" for n in told_notes(found))
+    title = f"<p><b>{escape(found.before)} → {escape(found.after)}</b> {escape(about(found))}</p>"
+    verdict = f"<p><b>{escape(found.verdict().text)}</b></p>"
+    return f"<style>{_CARD_STYLE}</style><div class='tessera-d'>{title}{figures}{body}{notes}{verdict}</div>"
+
+
+def _card_row(row: Change, name: str, *, timed: bool) -> str:
+    unit = "s" if timed else "J"
+    before, after, change, error, share = _numbers(row, timed=timed)
+    cells = (quantity(before, math.nan, unit), quantity(after, math.nan, unit),
+             quantity(change, error, unit, signed=True), percent(share, state=row.state))  # fmt: skip
+    sort = "" if row_sure(row, timed=timed) else " class='noise'"
+    return f"<tr{sort}><td>{escape(fit(name, 70))}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
+
+
+def _numbers(row: Change, *, timed: bool) -> tuple[float, float, float, float, float | None]:
+    if timed:
+        return row.before_s, row.after_s, row.change_s, row.error_s, row.share_s
+    return row.before_j, row.after_j, row.change_j, row.error_j, row.share_j
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def _header(found: Difference) -> str:
+    tiles = "".join(_tile(f) for f in headline(found))
+    return (
+        f"<header><div class='top'><div><h1>{escape(found.before)} → {escape(found.after)}</h1>"
+        f"<div class='dim'>{escape(about(found))}</div></div>"
+        "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button></div>"
+        f"<div class='tiles'>{tiles}</div></header>"
+    )
+
+
+def _moved(f: Figure) -> str:
+    share = f" ({percent(f.share)})" if f.share is not None else ""
+    return f"{quantity(f.change, f.change_error, f.unit, signed=True)}{share}"
+
+
+def _tile(f: Figure) -> str:
+    before, after = quantity(f.before, f.before_error, f.unit), quantity(f.after, f.after_error, f.unit)
+    number, plus, rest = after.partition(" ± ")
+    shown = f"{escape(number)} <small>± {escape(rest)}</small>" if plus else escape(after)
+    return (
+        f"<div class='tile wide'><b>{shown}</b><span>{f.name}, before {escape(before)}</span>"
+        f"<span class='now {f.state}'>{escape(_moved(f))}</span><span>{STATES[f.state]}</span></div>"
+    )
+
+
+def _said(verdict: Verdict) -> str:
+    kind = " bad" if verdict.failed or (verdict.significant and (verdict.share or 0.0) > 0) else ""
+    kind = kind or ("" if verdict.significant else " calm")
+    head = "Failed" if verdict.failed else "Verdict"
+    text = verdict.text[:1].upper() + verdict.text[1:]
+    return f"<section class='do{kind}'><b>{head}</b><p>{escape(text)}.</p></section>"
+
+
+def _pairs(found: Difference) -> str:
+    timed = math.isnan(found.total.change_j)
+    rows = sorted(found.rows, key=lambda r: -max(_numbers(r, timed=timed)[:2]))[:BARS]
+    if not rows:
+        return ""
+    errors = [_errors(r, timed=timed) for r in rows]
+    most = max(max(b + e[0], a + e[1]) for (b, a, *_), e in zip((_numbers(r, timed=timed) for r in rows), errors,
+                                                               strict=True)) or 1.0  # fmt: skip
+    names = shown_names(found)
+    bars = "".join(_pair(r, names[r.name], e, most, timed=timed) for r, e in zip(rows, errors, strict=True))
+    what = "Time" if timed else "Energy"
+    per = "" if found.per == "run" else f" per {found.per}"
+    keys = (
+        f"<li><i class='a'></i>before: {escape(fit(found.before, 60))}</li>"
+        f"<li><i class='b'></i>after: {escape(fit(found.after, 60))}</li><li>faint: noise</li>"
+    )
+    return (
+        f"<section><h2>{what}{escape(per)} by {TITLES.get(found.by, found.by)}, largest first</h2>"
+        f"<div class='pairs' role='img' aria-label='{what} before and after; the table below has the same numbers'>"
+        f"{bars}</div><ul class='legend'>{keys}</ul></section>"
+    )
+
+
+def _errors(row: Change, *, timed: bool) -> tuple[float, float]:
+    if timed:
+        return 0.0, 0.0
+    return tuple(0.0 if math.isnan(e) else e for e in (row.before_error_j, row.after_error_j))  # type: ignore[return-value]
+
+
+def _pair(row: Change, name: str, errors: tuple[float, float], most: float, *, timed: bool) -> str:
+    before, after, change, error, share = _numbers(row, timed=timed)
+    sure = row_sure(row, timed=timed)
+    marks = []
+    for kind, value, wide in (("a", before, errors[0]), ("b", after, errors[1])):
+        marks.append(f"<i class='{kind}' style='width:{100 * max(value, 0.0) / most:.2f}%'></i>")
+        if wide > 0:
+            low, high = max(value - wide, 0.0), value + wide
+            marks.append(
+                f"<u class='{kind}' style='left:{100 * low / most:.2f}%;width:{100 * (high - low) / most:.2f}%'></u>"
+            )
+    state = "noise" if not sure else "more" if change > 0 else "less"
+    faint = "" if sure else " noise"
+    moved = f"{quantity(change, error, 's' if timed else 'J', signed=True)} ({percent(share, state=row.state)})"
+    return (
+        f"<span class='name{faint}' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 42))}</span>"
+        f"<span class='pair{faint}'>{''.join(marks)}</span><span class='{state}'>{escape(moved)}</span>"
+    )
+
+
+def _table(found: Difference) -> str:
+    if not found.rows:
+        return ""
+    timed, names = math.isnan(found.total.change_j), shown_names(found)
+    body = "".join(_row(r, names[r.name], timed=timed) for r in list(found.rows)[:ROWS])
+    unit = "time" if timed else "energy"
+    columns = [
+        (TITLES.get(found.by, found.by), False), ("before", True), ("after", True), (f"change of {unit}", True),
+        ("%", True), ("calls", True), ("time before", True), ("time after", True), ("time %", True),
+        ("noise?", False),
+    ]  # fmt: skip
+    head = "".join(
+        f"<th scope='col'{' class=n' if number else ''}><button type='button'>{escape(name)}</button></th>"
+        for name, number in columns
+    )
+    count = len(found.rows)
+    more = f"<p class='dim'>and {count - ROWS:,} more that changed less</p>" if count > ROWS else ""
+    return (
+        f"<section role='tabpanel'><h2>All {count:,} rows, those that changed most first</h2><div class='tools'>"
+        "<input type='search' placeholder='filter by name' aria-label='Filter rows'><span class='dim' role='status'>"
+        f"</span></div><div class='scroll'><table class='sort'><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        f"</table></div>{more}</section>"
+    )
+
+
+def _row(row: Change, name: str, *, timed: bool) -> str:
+    before, after, change, error, share = _numbers(row, timed=timed)
+    unit, sure = "s" if timed else "J", row_sure(row, timed=timed)
+    state = "noise" if not sure else "more" if change > 0 else "less"
+    calls = f"{row.before_calls:,.4g}" + (f" → {row.after_calls:,.4g}" if row.after_calls != row.before_calls else "")
+    sort = math.inf if row.state == "new" else share
+    said = {"new": "new", "vanished": "gone"}.get(row.state, "")
+    noise = "no" if sure else "not known" if math.isnan(error) else "yes"
+    cells = (
+        f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 90))}</td>",
+        _number(quantity(before, math.nan, unit), before), _number(quantity(after, math.nan, unit), after),
+        _number(quantity(change, error, unit, signed=True), change, state),
+        _number(percent(share, state=row.state), sort, state), _number(calls, row.after_calls),
+        _number(format_duration(row.before_s, 3), row.before_s), _number(format_duration(row.after_s, 3), row.after_s),
+        _number(percent(row.share_s, state=row.state), row.share_s),
+        f"<td>{', '.join(part for part in (said, noise) if part)}</td>",
+    )  # fmt: skip
+    return f"<tr{'' if sure else ' class=noise'}>{''.join(cells)}</tr>"
+
+
+def _number(text: str, value: float | None, kind: str = "") -> str:
+    data = "" if value is None or math.isnan(value) else f" data-v='{value:.6g}'".replace("inf", "Infinity")
+    return f"<td class='n {kind}'{data}>{escape(text)}</td>"
+
+
+def _origin(found: Difference) -> str:
+    w = found.whole
+    rows = [
+        ("before", f"{found.before} ({found.basis[0]})"), ("after", f"{found.after} ({found.basis[1]})"),
+        ("whole, before", f"{quantity(w.before_j, w.before_error_j, 'J')} in {format_duration(w.before_s)}"),
+        ("whole, after", f"{quantity(w.after_j, w.after_error_j, 'J')} in {format_duration(w.after_s)}"),
+    ]  # fmt: skip
+    rows += [
+        (c.name, f"{quantity(c.before_j, math.nan, 'J')} → {quantity(c.after_j, math.nan, 'J')}")
+        for c in found.components
+    ]
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in told_notes(found))
+    how = (
+        "A change is noise where it is smaller than the half-width of its 90% interval: that of both sides in "
+        "quadrature. Of steps it contains how they scatter; a row's time is taken to scatter as its steps do."
+    )
+    return (
+        f"<section><h2>How it was compared</h2><p>{how}</p>{f'<ul>{notes}</ul>' if notes else ''}"
+        f"<details open><summary>Whole runs</summary><dl>{cells}</dl></details></section>"
+    )

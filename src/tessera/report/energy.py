@@ -1,0 +1,197 @@
+"""An `EnergyTable` as people see it: in the terminal, in a notebook. `report.run` shows the same rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..analyze.answer import mean_w
+from ..analyze.names import distinct, fit
+from ..analyze.shared import FUNCTION
+from ..attribute.table import VIEWS, EnergyRow, EnergyTable
+from ..units import format_duration, format_energy, format_power
+from .text import energy_text, with_error
+
+WIDTH = 100
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TITLES = {
+    "kernels": "kernel", "ops": "operator", "regions": "region", "modules": "module", "steps": "step",
+    "groups": "group",
+}  # fmt: skip
+"""What a row of each view is."""
+
+
+def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> str:
+    """The table as plain text: the total, then the dearest rows of one view (the first that has any)."""
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(renderable(table, by=by, top=top, width=width))
+    return captured.get().rstrip()
+
+
+def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> RenderableType:
+    """The same for a terminal: what `tessera attribute` prints."""
+    view = by or next((v for v in ("kernels", "ops", "regions", "modules", "steps") if table.rows(v)), "kernels")
+    parts: list[RenderableType] = [headline(table)]
+    rows = table.top(top, view)
+    if rows:
+        parts += [spenders(rows, view, width=width, total=len(table.rows(view)), idle=idle_row(table, view))]
+        parts += legend(rows)
+    parts += [Text(f"note  {note}", style="yellow") for note in list(table.notes)[:3]]
+    return Group(*parts)
+
+
+def headline(table: EnergyTable) -> Text:
+    """Joules, watts, seconds, and where they come from."""
+    seen_s = table.seconds * table.coverage
+    watts = with_error(table.total_j / seen_s, table.total_error_j / seen_s, "W") if seen_s > 0 else "- W"
+    line = Text("   ".join((joules(table.total_j, table.total_error_j), watts, format_duration(table.seconds))))
+    line.stylize("bold")
+    source = f"   {table.source or 'power samples'}, 90% intervals"
+    return (
+        line.append(source, style="dim")
+        if table.basis == "measured"
+        else line.append(f"   {table.basis.upper()}, not measured", style="yellow")
+    )
+
+
+def joules(energy_j: float, error_j: float | None) -> str:
+    """Joules with their error; "unknown" where nothing was seen."""
+    if math.isnan(energy_j):
+        return "unknown J"
+    return energy_text(energy_j, None if error_j is None or math.isnan(error_j) else error_j)
+
+
+def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
+    """Idle as a row of its own: kernels and idle sum to the total. Steps and regions hold theirs already."""
+    if view in ("steps", "regions") or not table.idle_j > 0:
+        return None
+    return EnergyRow(
+        name="idle", kind="idle", calls=0, time_s=max(table.seconds - table.busy_s, 0.0), energy_j=table.idle_j,
+        energy_error_j=table.idle_error_j, share=table.idle_j / table.total_j if table.total_j > 0 else 0.0,
+    )  # fmt: skip
+
+
+def mark(group: int | None) -> str:
+    """The letter of a group of kernels that cannot be told apart."""
+    return "" if group is None else LETTERS[group % 26] + ("" if group < 26 else str(group // 26))
+
+
+def shown_names(rows: Sequence[EnergyRow], view: str) -> dict[str, str]:
+    """What the rows of a view are called: kernels and groups short, none of them twice."""
+    kind = {"kernels": "kernel", "groups": "group", "ops": "op"}.get(view)
+    return distinct((r.name for r in rows), kind) if kind else {r.name: r.name for r in rows}
+
+
+def spenders(
+    rows: Sequence[EnergyRow],
+    view: str,
+    *,
+    width: int = WIDTH,
+    total: int | None = None,
+    idle: EnergyRow | None = None,
+) -> Table:
+    """The dearest rows: joules, share, watts, joules a call, calls. Narrow terminals have fewer columns.
+
+    Rows without an error were shared out by time: they are marked with a "~" and have neither watts nor joules a call.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    more = f" ({len(rows)} of {total})" if total is not None and total > len(rows) else ""
+    grouped = any(r.group is not None for r in rows)
+    sampled = bool(rows) and rows[0].kind == FUNCTION
+    title = FUNCTION if sampled else TITLES.get(view, view)
+    table.add_column(f"{title}{more}", no_wrap=True, overflow="ellipsis")
+    if grouped:
+        table.add_column("", no_wrap=True)
+    wide = width >= 80 and not any(math.isnan(r.energy_error_j) for r in rows)
+    headings = ["energy", "share", *(("power", "per call") if wide else ()), "samples" if sampled else "calls"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    names = shown_names(rows, view)
+    shown = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else [])]]
+    # What the numbers leave: a name cut by rich would lose its end, which is what differs.
+    taken = [max(len(c[i]) for _, c in shown) for i in range(len(headings))]
+    numbers = sum(max(t, len(h)) + 2 for t, h in zip(taken, headings, strict=True))
+    room = max(12, width - numbers - 2 - (3 if grouped else 0))
+    for row, cells in shown:
+        name = "idle" if row.kind == "idle" else fit(names[row.name], room)
+        table.add_row(
+            Text(name), *([Text(mark(row.group), style="magenta")] if grouped else []), *cells,
+            style="dim" if row.kind == "idle" else "",
+        )  # fmt: skip
+    return table
+
+
+def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
+    if math.isnan(row.energy_error_j) and not math.isnan(row.energy_j):
+        spent = f"~{format_energy(row.energy_j, 3)}"  # shared out by time, not measured
+    else:
+        spent = joules(row.energy_j, row.energy_error_j)
+    share = "<0.1%" if 0 < row.share < 0.001 else f"{row.share:.1%}"
+    calls = f"{row.calls:,}" if row.calls else ""
+    if not wide:
+        return [spent, share, calls]
+    watts = mean_w(row)
+    power = format_power(watts, 3) if watts is not None else ""
+    return [spent, share, power, format_energy(row.j_per_call, 3) if row.calls else "", calls]
+
+
+def legend(rows: Sequence[EnergyRow]) -> list[RenderableType]:
+    """What the letters mean, where there are any."""
+    found = sorted({r.group for r in rows if r.group is not None})
+    if not found:
+        return []
+    letters = ", ".join(mark(g) for g in found[:6])
+    said = f"{letters}: kernels of one letter run together; only their sum is known well"
+    return [Text(said, style="dim")]
+
+
+# -- a notebook -----------------------------------------------------------------------------------------------------
+
+_STYLE = (
+    ".tessera-e{font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}"
+    ".tessera-e table{border-collapse:collapse;font-size:13px}.tessera-e summary{cursor:pointer}"
+    ".tessera-e th,.tessera-e td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;"
+    "border-bottom:1px solid rgba(128,128,128,.28)}"
+    ".tessera-e th:first-child,.tessera-e td:first-child{text-align:left;max-width:440px;overflow:hidden;"
+    "text-overflow:ellipsis}.tessera-e .idle{opacity:.65}.tessera-e p{margin:4px 0}"
+    ".tessera-e i{display:inline-block;height:9px;border-radius:2px;background:#2b8fc4;vertical-align:middle}"
+)
+
+
+def html(table: EnergyTable, *, top: int = 12) -> str:
+    """The table for a notebook: the total, and each view folded."""
+    total = f"{joules(table.total_j, table.total_error_j)} in {format_duration(table.seconds)}"
+    basis = table.source if table.basis == "measured" else f"{table.basis.upper()}, not measured"
+    parts = [f"<style>{_STYLE}</style><p><b>{escape(total)}</b> {escape(basis)}</p>"]
+    shown = [v for v in VIEWS if table.rows(v)]
+    for view in shown:
+        rows = table.top(top, view)
+        count = len(table.rows(view))
+        more = f"{len(rows)} of {count}" if count > len(rows) else str(count)
+        opened = " open" if view == shown[0] else ""
+        body = _html_rows(rows, view, table)
+        parts.append(f"<details{opened}><summary>{view}: {more}</summary>{body}</details>")
+    parts += [f"<p>{escape(note)}</p>" for note in table.notes]
+    return f"<div class='tessera-e'>{''.join(parts)}</div>"
+
+
+def _html_rows(rows: Sequence[EnergyRow], view: str, table: EnergyTable) -> str:
+    idle = idle_row(table, view)
+    names = shown_names(rows, view) | {"idle": "idle"}
+    longest = max((r.share for r in rows), default=0.0) or 1.0
+    head = "".join(f"<th>{h}</th>" for h in (TITLES[view], "energy", "share", "", "power", "per call", "calls"))
+    lines = []
+    for row in [*rows, *([idle] if idle else [])]:
+        spent, share, watts, each, calls = _cells(row, wide=True)
+        bar = f"<i style='width:{min(1.0, row.share / longest) * 80:.0f}px'></i>"
+        name = f"{names[row.name]} {mark(row.group)}".rstrip()
+        cells = "".join(f"<td>{c}</td>" for c in (escape(spent), share, bar, escape(watts), escape(each), calls))
+        kind = " class='idle'" if row.kind == "idle" else ""
+        lines.append(f"<tr{kind}><td title='{escape(row.name)}'>{escape(name)}</td>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

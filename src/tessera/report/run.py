@@ -1,0 +1,181 @@
+"""A recorded run on one screen: what it cost, where the joules went, one thing to do, what to type next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..analyze.answer import Answer, answer
+from ..analyze.names import fit
+from ..attribute.table import EnergyTable
+from ..profile.runfile import RunFile
+from ..timeline.columns import Timeline
+from ..units import format_duration, format_energy, format_power
+from .energy import WIDTH, idle_row, joules, legend, spenders
+from .text import with_error
+
+BAR = 30
+TOP = 5
+REGIONS = 3
+MODES = {
+    "timeline": "every kernel",
+    "sampling": "sampled, no kernels",
+    "summary": "summed up by name",
+}
+"""What a run's mode recorded, in words."""
+
+
+def text(
+    run: RunFile,
+    table: EnergyTable,
+    *,
+    html: Path | None = None,
+    width: int | None = None,
+    by: str | None = None,
+    top: int | None = None,
+    timeline: Timeline | None = None,
+    found: Answer | None = None,
+) -> RenderableType:
+    """The screen. `by` shows one view only, `top` how many rows of each; `found` saves computing the answer again."""
+    said = found or answer(run, table, timeline)
+    wide = width or WIDTH
+    parts: list[RenderableType] = [_title(said, wide), _headline(said, wide), *_warnings(said)]
+    parts.append(_facts(said))
+    if said.idle_share is not None:
+        parts.append(_split(said, wide))
+    parts += _tables(said, table, wide, by, top)
+    parts.append(_ending(said, html, wide))
+    return Group(*parts, *_following(run, said, html, by))
+
+
+def _title(said: Answer, width: int) -> Text:
+    where = f" on {said.device}" if said.device else ""
+    mode = mode_text(said)
+    room = max(20, width - len(where) - len(mode) - 4)
+    return Text(fit(said.name, room) + where, style="bold").append(f"   {mode}", style="dim")
+
+
+def mode_text(said: Answer) -> str:
+    """What was recorded, in words."""
+    if said.mode == "timeline" and not said.kernels:
+        return "every operator" if said.ops else "regions and power"
+    return MODES.get(said.mode, said.mode)
+
+
+def _headline(said: Answer, width: int) -> Text:
+    parts = [joules(said.energy_j, said.error_j)]
+    if said.power_w is not None:
+        parts.append(with_error(said.power_w, said.power_error_w, "W"))
+    parts.append(format_duration(said.seconds))
+    if said.peak_w is not None:
+        parts.append(f"peak {format_power(said.peak_w, 3)}")
+    source = f"   {said.source or 'no power'}{', 90% intervals' if width >= 90 else ''}"
+    return Text("   ".join(parts), style="bold").append(source, style="dim")
+
+
+def _warnings(said: Answer) -> list[RenderableType]:
+    lines = []
+    if said.basis != "measured":
+        lines.append(f"{said.basis.upper()}, not measured: `tessera doctor` says which sensor could be had")
+    if said.cut:
+        lines.append(f"CUT: {said.cut}")
+    if said.returncode:
+        lines.append(f"the program failed with exit code {said.returncode}: these are the joules until then")
+    return [Text(line, style="yellow") for line in lines]
+
+
+def _facts(said: Answer) -> Table:
+    table = _plain_table()
+    for per in said.per_work:
+        rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
+        spread = _spread(said, per.without) if per.unit == "step" else ""
+        spent = f"{joules(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
+        table.add_row(Text(f"per {per.unit}"), Text(spent))  # the unit is the user's word, and no markup
+    for region in said.regions[:REGIONS]:
+        each = joules(region.energy_j / max(region.calls, 1), region.energy_error_j / max(region.calls, 1))
+        back = region.with_backward_j
+        more = f", {format_energy(back, 3)} with backward" if back is not None and back > region.energy_j * 1.01 else ""
+        about = "~" if said.shared_by and math.isnan(region.energy_error_j) else ""
+        whole = f"{format_energy(region.energy_j, 3)} ({region.share:.0%}{more})"
+        table.add_row("region", Text(f"{region.name}: {region.calls:,} x {about}{each} = {about}{whole}"))
+    return table
+
+
+def _spread(said: Answer, without: str | None) -> str:
+    s = said.steps
+    if s is None:
+        return ""
+    if without:
+        return f"   without {without}, which took {format_energy(s.first_j, 3)}"
+    return f"   {format_energy(s.least_j, 3)} ({s.least}) to {format_energy(s.most_j, 3)} ({s.most})"
+
+
+def _split(said: Answer, width: int) -> Text:
+    """Busy and idle as one bar."""
+    share = said.idle_share or 0.0
+    room = min(BAR, max(10, width - 70))
+    idle = min(room - 1, max(1, round(share * room))) if share > 0 else 0
+    line = Text("busy ", style="dim")
+    line.append("█" * (room - idle), style="green").append("░" * idle, style="yellow").append(" idle   ", style="dim")
+    line.append(f"{joules(said.busy_j or 0.0, None)} in {format_duration(said.busy_s or 0.0, 3)} busy, ")
+    line.append(f"{joules(said.idle_j or 0.0, said.idle_error_j)} ({share:.0%}) idle")
+    return line
+
+
+def _tables(said: Answer, table: EnergyTable, width: int, by: str | None, top: int | None) -> list[RenderableType]:
+    shared = said.shared_by is not None
+    parts: list[RenderableType] = []
+    if by is not None:
+        rows = table.top(top or 20, by) if by == "steps" else list(said.rows(by)[: top or 20])
+        if not rows:
+            return [Text(f"no {by} were recorded", style="yellow")]
+        total, idle = len(table.rows(by)), idle_row(table, by)
+        return [Text(""), spenders(rows, by, width=width, total=total, idle=idle), *legend(rows)]
+    for view in ("ops", "kernels"):
+        found = said.rows(view)
+        if not found:
+            continue
+        rows = list(found[: top or (TOP if said.ops and said.kernels else 2 * TOP)])
+        parts += [Text(""), spenders(rows, view, width=width, total=len(found)), *legend(rows)]
+    if shared:
+        parts.append(Text(f"~ shared out by {said.shared_by}: a model, without an interval", style="yellow"))
+    return parts
+
+
+def _ending(said: Answer, html: Path | None, width: int) -> Table:
+    table = _plain_table()
+    table.add_row("", "")
+    telling = [note for note in said.notes if note != said.cut and "left out" not in note]
+    for note in telling[:1]:
+        table.add_row("note", Text(note, style="yellow"))
+    if said.advice:
+        table.add_row("do", Text(said.advice, style="bold"))
+    if html is not None:
+        table.add_row("report", Text(str(html), style="cyan"))
+    return table
+
+
+def _following(run: RunFile, said: Answer, html: Path | None, by: str | None) -> list[RenderableType]:
+    """The next command in one piece, however narrow the terminal: it is there to be copied."""
+    path = shlex.quote(str(run.path))
+    if html is None:
+        command = f"tessera report {path} --open"
+    elif (said.kernels or said.ops) and not said.shared_by:
+        other = "kernels" if said.kernels and by != "kernels" else "ops"
+        command = f"tessera report {path} --by {other} --top 30"
+    else:
+        command = f"tessera report {path} --json"
+    line = Text("next    ", style="dim", no_wrap=True, overflow="ignore")
+    return [line.append(command, style="not dim cyan")]
+
+
+def _plain_table() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table

@@ -1,0 +1,91 @@
+"""What the page of a run draws, as JSON: columns of numbers as base64, so that 40 000 bars are a megabyte."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..analyze.correlate import Correlation
+from ..analyze.names import CATEGORIES, category, fit, short
+from ..analyze.overview import Lane, Line, Overview
+from ..timeline.columns import NONE
+from ..units import format_duration, format_power
+
+LONGEST_NAME = 300
+SPIKES = 300
+_NOBODY = 0xFFFF  # an index that points nowhere
+
+
+def payload(view: Overview, correlation: Correlation | None = None) -> str:
+    """The JSON of a page, safe inside a <script> element whatever the names are."""
+    # Times as whole numbers of a unit that fits 31 bits: a nanosecond up to a second, and 4 ns in a run of 4 s.
+    unit_ns = max(1.0, view.span_ns / 2**30)
+    names = list(view.names)[:_NOBODY]
+    data: dict[str, Any] = {
+        "unit_ns": unit_ns,
+        "span_ns": view.span_ns,
+        "categories": CATEGORIES,
+        "names": [_name(name) for name in names],
+        "power": [_line(line, unit_ns) for line in view.power],
+        "telemetry": [_line(line, unit_ns) for line in view.telemetry],
+        "throttle": view.throttle,
+        "lanes": [_lane(lane, unit_ns) for lane in view.lanes],
+        "marks": [(fit(name, 40), at) for name, at in view.marks],
+        "idle_w": view.idle_w,
+        "limit_w": view.limit_w,
+        "one": view.one,
+        "shown": view.shown,
+        "spikes": _spikes(view, correlation),
+    }
+    return msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+
+
+def _name(name: str) -> tuple[str, str, int]:
+    """Short, full (where it says more) and category."""
+    kernel = short(name, "kernel") if not name.startswith("aten::") else name
+    full = "" if kernel == name else fit(name, LONGEST_NAME)
+    return fit(kernel, 120), full, CATEGORIES.index(category(name))
+
+
+def _line(line: Line, unit_ns: float) -> dict[str, Any]:
+    times = _packed(np.round(line.times_ns / unit_ns), "i4")
+    return {"name": line.name, "unit": line.unit, "basis": line.basis, "t": times, "v": _packed(line.values, "f4")}
+
+
+def _lane(lane: Lane, unit_ns: float) -> dict[str, Any]:
+    start, end = np.round(lane.start_ns / unit_ns), np.round(lane.end_ns / unit_ns)
+    return {
+        "label": lane.label,
+        "kind": lane.kind,
+        "longest": float((end - start).max(initial=0.0)),
+        "s": _packed(start, "i4"),
+        "d": _packed(end - start, "i4"),
+        "n": _packed(np.minimum(lane.name, _NOBODY - 1), "u2"),
+        "o": _packed(np.where((lane.op == NONE) | (lane.op >= _NOBODY), _NOBODY, lane.op), "u2"),
+        "c": _packed(lane.count, "i4"),
+        "e": _packed(lane.energy_j, "f4"),
+    }
+
+
+def _packed(values: NDArray[Any], kind: str) -> tuple[str, str]:
+    return kind, base64.b64encode(np.ascontiguousarray(values).astype(f"<{kind}").tobytes()).decode()
+
+
+def _spikes(view: Overview, correlation: Correlation | None) -> list[dict[str, Any]]:
+    if correlation is None:
+        return []
+    highest = sorted(correlation.spikes, key=lambda s: s.peak_w, reverse=True)[:SPIKES]
+    return [
+        {
+            "a": s.start_ns - view.start_ns,
+            "b": s.end_ns - view.start_ns,
+            "p": s.peak_ns - view.start_ns,
+            "t": f"spike {s.number}: {format_power(s.peak_w, 3)} for {format_duration(s.seconds, 3)}",
+            "k": [f"{fit(short(k.name, k.kind), 60)}: {k.share:.0%} of it" for k in s.kernels[:4]],
+        }
+        for s in sorted(highest, key=lambda s: s.start_ns)
+    ]

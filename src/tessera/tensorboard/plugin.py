@@ -1,0 +1,128 @@
+"""`TesseraPlugin`: the routes TensorBoard serves below /data/plugin/tessera/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from html import escape
+from importlib import resources
+from typing import Any
+
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from ..errors import TesseraError
+from ..report.shell import policy
+from .runs import Found, Runs, roots_of
+from .totals import compared
+
+MOST = 12
+"""Runs compared at once."""
+# TensorBoard shows a plugin in a frame of its own origin; nothing else may.
+_FRAME = "frame-ancestors 'self'"
+_PLAIN = f"default-src 'none'; style-src 'unsafe-inline'; {_FRAME}"
+
+App = Callable[..., Any]
+
+
+class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard has no types
+    """Energy of recorded runs: the page of each, and their totals side by side."""
+
+    plugin_name = "tessera"
+
+    def __init__(self, context: Any) -> None:
+        self._runs = Runs(roots_of(context.logdir, context.flags))
+
+    def get_plugin_apps(self) -> dict[str, App]:
+        """Every route; none takes a path."""
+        return {
+            "/index.js": _static("index.js", "text/javascript"),
+            "/index.css": _static("index.css", "text/css"),
+            "/runs": self._app(self._list),
+            "/page": self._app(self._page),
+            "/compare": self._app(self._compare),
+        }
+
+    def is_active(self) -> bool:
+        """Whether there is a run to show."""
+        return bool(self._runs.found())
+
+    def frontend_metadata(self) -> Any:
+        """A module that draws into TensorBoard's frame."""
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Energy")
+
+    def _app(self, answer: Callable[[Any], Any]) -> App:
+        def app(request: Any) -> Any:
+            if request.method not in ("GET", "HEAD"):
+                return _reply("only GET is answered", "text/plain", 405)
+            return answer(request)
+
+        served: App = wrappers.Request.application(app)
+        return served
+
+    def _list(self, request: Any) -> Any:
+        rows = [
+            {
+                "run": run.name,
+                "modified": datetime.fromtimestamp(run.modified_ns * 1e-9, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+                "mib": round(run.size / 2**20, 1),
+                "version": f"{run.modified_ns}-{run.size}",
+            }
+            for run in self._runs.found().values()
+        ]
+        return _json({"runs": rows, "looked_in": [str(root) for root in self._runs.roots.values()]})
+
+    def _page(self, request: Any) -> Any:
+        run = self._asked(request.args.get("run", ""))
+        if run is None:
+            return _sorry("There is no such run", "It may have been moved since the list was made: reload.", 404)
+        try:
+            return _reply(self._runs.page(run), "text/html", policy=f"{policy()}; {_FRAME}")
+        except TesseraError as exc:
+            return _sorry(f"{run.name} cannot be shown", str(exc), 422)
+
+    def _compare(self, request: Any) -> Any:
+        found, failed = [], []
+        for name in list(dict.fromkeys(request.args.getlist("run")))[:MOST]:
+            run = self._asked(name)
+            if run is None:
+                failed.append({"run": name, "error": "there is no such run"})
+                continue
+            try:
+                found.append((run.name, self._runs.answer(run)))
+            except TesseraError as exc:
+                failed.append({"run": name, "error": str(exc)})
+        return _json({**compared(found), "failed": failed})
+
+    def _asked(self, name: str) -> Found | None:
+        return self._runs.found().get(name)
+
+
+def _static(name: str, kind: str) -> App:
+    def app(request: Any) -> Any:
+        return _reply(resources.files(__package__).joinpath("static", name).read_text(encoding="utf-8"), kind)
+
+    served: App = wrappers.Request.application(app)
+    return served
+
+
+def _json(data: Any) -> Any:
+    return _reply(json.dumps(data, allow_nan=False), "application/json")
+
+
+def _sorry(what: str, why: str, code: int) -> Any:
+    body = (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(what)}</title><style>:root{{color-scheme:"
+        "light dark}body{font:14px/1.5 system-ui,sans-serif;margin:40px}</style>"
+        f"<h1 style='font-size:18px'>{escape(what)}</h1><p style='white-space:pre-wrap'>{escape(why)}</p></html>"
+    )
+    return _reply(body, "text/html", code)
+
+
+def _reply(text: str, kind: str, code: int = 200, *, policy: str = _PLAIN) -> Any:
+    """A response as TensorBoard wants it: a type nobody may guess at, a policy, and no stale copies."""
+    headers = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-cache"), ("Referrer-Policy", "same-origin")]
+    if kind == "text/html":
+        headers.append(("Content-Security-Policy", policy))
+    return wrappers.Response(text, status=code, content_type=f"{kind}; charset=utf-8", headers=headers)

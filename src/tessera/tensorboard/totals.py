@@ -1,0 +1,79 @@
+"""Runs side by side: the totals of each, and how the first differs from the others beyond their intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..analyze.answer import Answer
+from ..analyze.names import CATEGORIES
+from ..report.energy import joules
+from ..report.text import with_error
+from ..units import format_duration
+
+Value = tuple[str, float, float]  # as shown, value, half-width of its 90% interval (0 where there is none)
+
+
+def compared(runs: Sequence[tuple[str, Answer]]) -> dict[str, Any]:
+    """Rows of figures, one column a run; the first run is what the others are compared with."""
+    columns = [_values(said) for _, said in runs]
+    titles = list(dict.fromkeys(title for values in columns for title in values))
+    rows = []
+    for title in titles:
+        cells = [values.get(title) for values in columns]
+        rows.append({"title": title, "cells": [_cell(title, cell, cells[0], i) for i, cell in enumerate(cells)]})
+    return {
+        "runs": [
+            {
+                "run": name, "name": said.name, "device": said.device, "basis": said.basis, "source": said.source,
+                "parts": [[p.name, p.share, _colour(p.name)] for p in said.parts], "energy_j": _known(said.energy_j),
+                "notes": [said.cut] if said.cut else [],
+            }
+            for name, said in runs
+        ],
+        "rows": rows,
+    }  # fmt: skip
+
+
+def _values(said: Answer) -> dict[str, Value]:
+    out: dict[str, Value] = {"energy": (joules(said.energy_j, said.error_j), said.energy_j, said.error_j)}
+    if said.power_w is not None:
+        error = said.power_error_w or 0.0
+        out["mean power"] = (with_error(said.power_w, error, "W"), said.power_w, error)
+    if said.peak_w is not None:
+        out["peak power"] = (f"{said.peak_w:.0f} W", said.peak_w, 0.0)
+    out["time"] = (format_duration(said.seconds), said.seconds, 0.0)
+    for per in said.per_work:
+        out[f"per {per.unit}"] = (joules(per.energy_j, per.error_j), per.energy_j, per.error_j)
+    for per in said.per_work:
+        rate = per.rate_per_s
+        out[f"{per.unit}s/s"] = (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", rate, 0.0)
+    if said.idle_share is not None and said.idle_j is not None:
+        out["idle"] = (f"{joules(said.idle_j, said.idle_error_j)} ({said.idle_share:.0%})", said.idle_j,
+                       said.idle_error_j or 0.0)  # fmt: skip
+    return out
+
+
+def _cell(title: str, cell: Value | None, first: Value | None, place: int) -> dict[str, Any] | None:
+    if cell is None:
+        return None
+    text, value, error = cell
+    out: dict[str, Any] = {"text": text}
+    if place and first is not None and math.isfinite(value) and math.isfinite(first[1]) and first[1] > 0:
+        change = value / first[1] - 1
+        spread = math.hypot(*(e for e in (error, first[2]) if math.isfinite(e)), 0.0)
+        same = abs(value - first[1]) <= max(spread, 0.0005 * first[1])
+        out |= {"change": f"{change:+.1%}", "same": same, "better": (change > 0) == title.endswith("/s")}
+        if title == "peak power":  # neither is better
+            out["better"] = None
+    return out
+
+
+def _colour(part: str) -> int:
+    """The number of a category's colour, as on the page; -1 is idle's."""
+    return CATEGORIES.index(part) if part in CATEGORIES else -1
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

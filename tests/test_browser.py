@@ -1,0 +1,230 @@
+"""The page of a run in a real browser: that it draws, sorts, filters, zooms, prints, and asks nobody for anything.
+
+Skipped where there is no Chromium; TESSERA_BROWSER=require makes that a failure. Screenshots are in runs/screens.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.report.run_html import page
+
+from browser import SHOTS, Browser, chromium
+from synthetic_run import EVIL, make, results
+
+PLOTTED = "performance.getEntriesByName('tessera-first-plot').length"
+# Pixels of the canvas that have any colour, and how many colours there are.
+PIXELS = """
+const c = document.querySelector('#timeline'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+const seen = new Set(); let painted = 0, sum = 0;
+for (let i = 0; i < d.length; i += 4) if (d[i + 3]) {
+  painted++; seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
+  sum = (sum * 31 + d[i] + 7 * d[i + 1] + 13 * d[i + 2]) % 1e9;
+}
+return {share: painted / (d.length / 4), colours: seen.size, sum};
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    made = make(steps=12, data_ms=16.0, evil=True)
+    with made.write(folder / "train.tessera", work={"token": 12 * 8192}) as run:
+        (folder / "train.html").write_text(page(run, made.table, timeline=made.timeline, results=results(made)))
+    return folder / "train.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def window(browser: Browser, file: Path) -> Iterator[Browser]:
+    browser.scheme("light")
+    browser.open(file, PLOTTED)
+    yield browser
+    assert browser.console() == []
+
+
+def pixels(window: Browser) -> dict[str, Any]:
+    window.js("window.frame = 0; requestAnimationFrame(() => requestAnimationFrame(() => { window.frame = 1; }))")
+    window.wait("window.frame")
+    found: dict[str, Any] = window.js(PIXELS)
+    return found
+
+
+def shown(window: Browser, table: str = "#panel-ops") -> list[str]:
+    rows: list[str] = window.js(
+        "return [...document.querySelectorAll(arguments[0] + ' tbody tr')].filter(r => r.offsetParent)"
+        ".map(r => r.cells[0].textContent)",
+        table,
+    )
+    return rows
+
+
+def test_it_loads_and_asks_for_nothing(window: Browser, file: Path) -> None:
+    assert window.requests() == [file.absolute().as_uri()]
+    assert window.console() == []
+    assert window.js("return window.hacked") is None
+    assert EVIL in window.js("return document.body.textContent")
+
+
+def test_the_answer_is_painted_before_the_plot(window: Browser) -> None:
+    at = window.js(
+        "return [performance.getEntriesByName('first-contentful-paint')[0].startTime,"
+        " performance.getEntriesByName('tessera-first-plot')[0].startTime]"
+    )
+    assert at[0] < at[1]
+    assert window.js("return document.querySelector('.tile b').getBoundingClientRect().bottom < innerHeight")
+
+
+def test_the_plots_have_data(window: Browser) -> None:
+    found = pixels(window)
+    assert found["share"] > 0.05
+    assert found["colours"] > 20
+    boxes = window.js("return [...document.querySelectorAll('.roof circle')].map(c => c.getBoundingClientRect().width)")
+    assert len(boxes) >= 10
+    assert min(boxes) > 3
+    assert window.js("return document.querySelectorAll('.heat rect').length") >= 3
+    assert window.js("return document.querySelectorAll('#stalls .stack i').length") >= 6
+    assert window.shot("page_light").exists()
+    window.js("document.querySelector('#roofline').scrollIntoView()")
+    assert window.shot("page_analyses").stat().st_size > 20_000
+
+
+def test_tables_sort(window: Browser) -> None:
+    by = "document.querySelectorAll('#panel-ops th button')"
+    before = shown(window)
+    window.js(f"{by}[0].click()")
+    names = shown(window)
+    assert names == window.js("return [...arguments[0]].sort((a, b) => a.localeCompare(b))", before)
+    assert names != before
+    window.js(f"{by}[1].click()")
+    assert shown(window) == before  # by energy again
+    window.js(f"{by}[1].click()")
+    assert shown(window) == before[::-1]
+    assert window.js("return document.querySelectorAll('#panel-ops th')[1].ariaSort") == "ascending"
+
+
+def test_tables_filter(window: Browser) -> None:
+    field = window.driver.find_element("css selector", "#panel-ops input")
+    field.send_keys("attention BACK")
+    assert shown(window) == ["aten::_scaled_dot_product_cudnn_attention_backward"]
+    assert window.js("return document.querySelector('#panel-ops [role=status]').textContent").startswith("1 of")
+    field.clear()
+    field.send_keys("no such thing")
+    assert shown(window) == []
+
+
+def test_zoom_and_pan(window: Browser) -> None:
+    start = pixels(window)["sum"]
+    window.driver.find_element("id", "zoom-in").click()
+    near = pixels(window)["sum"]
+    assert near != start
+    window.driver.find_element("id", "zoom-one").click()
+    assert pixels(window)["sum"] not in (start, near)
+    window.driver.find_element("id", "zoom-all").click()
+    whole = pixels(window)["sum"]
+    window.driver.find_element("id", "zoom-in").click()
+    window.driver.find_element("id", "zoom-out").click()
+    assert pixels(window)["sum"] == whole
+
+
+def test_the_pointer_tells_what_ran(window: Browser) -> None:
+    window.driver.find_element("id", "zoom-one").click()
+    pixels(window)
+    window.js(
+        "const c = document.querySelector('#timeline'); c.scrollIntoView(); const b = c.getBoundingClientRect();"
+        "window.said = new Set(); for (let x = 100; x < b.width; x += 9) for (let y = 30; y < b.height; y += 8) {"
+        "c.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + x, clientY: b.top + y, bubbles: true}));"
+        "if (!document.querySelector('#tip').hidden) window.said.add(document.querySelector('#tip b').textContent); }"
+    )
+    said = " ".join(window.js("return [...window.said]"))
+    for expected in ("at ", "step_", "backward", "nvjet_sm90"):
+        assert expected in said
+
+
+def test_the_keyboard_does_it_all(window: Browser) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    window.js("document.querySelector('#timeline').focus()")
+    start = pixels(window)["sum"]
+    window.keys("+", "+")
+    near = pixels(window)["sum"]
+    assert near != start
+    window.keys(Keys.ARROW_RIGHT)
+    assert pixels(window)["sum"] not in (start, near)
+    window.keys("0")
+    window.js("document.querySelector('#tab-ops').focus()")
+    window.keys(Keys.ARROW_RIGHT)
+    assert window.js("return document.activeElement.id") == "tab-kernels"
+    assert window.js("return getComputedStyle(document.querySelector('#panel-kernels')).display") != "none"
+    assert shown(window) == []
+    window.js("document.querySelector('.roof').focus()")
+    window.keys(Keys.ARROW_RIGHT)
+    assert window.js("return document.querySelectorAll('.roof circle.on').length") == 1
+    assert not window.js("return document.querySelector('#tip').hidden")
+    window.keys(Keys.ENTER)
+    assert window.js("return document.activeElement.id") == "roof-0"
+    assert window.js("return document.querySelector('.rows').open")
+    reached = set()
+    window.js("document.querySelector('#theme').focus()")
+    for _ in range(8):
+        window.keys(Keys.TAB)
+        reached.add(window.js("return document.activeElement.id || document.activeElement.getAttribute('class')"))
+    assert {"zoom-in", "zoom-out", "zoom-all", "zoom-one", "timeline"} <= reached
+
+
+def test_a_point_leads_to_its_row(window: Browser) -> None:
+    point = window.driver.find_element("css selector", ".roof circle")
+    to = point.get_attribute("data-to")
+    window.js("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", point)
+    assert window.js("return document.querySelector('tr.hit').id") == to
+    assert window.js("return document.querySelector('tr.hit td').title") == point.get_attribute("data-n")
+
+
+def test_dark_mode(window: Browser) -> None:
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    assert window.js(paper) == "rgb(255, 255, 255)"
+    light = pixels(window)["sum"]
+    window.scheme("dark")
+    assert window.js(paper) == "rgb(20, 23, 27)"
+    assert pixels(window)["sum"] != light  # the canvas is drawn anew
+    window.shot("page_dark")
+    window.driver.find_element("id", "theme").click()
+    assert window.js(paper) == "rgb(255, 255, 255)"
+    assert pixels(window)["sum"] == light
+
+
+def test_it_prints(window: Browser) -> None:
+    window.scheme("dark")
+    printed = window.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": False, "preferCSSPageSize": True})
+    data = base64.b64decode(printed["data"])
+    (SHOTS / "page.pdf").write_bytes(data)
+    assert data.startswith(b"%PDF")
+    assert 2 <= data.count(b"/Type /Page\n") <= 12
+    assert window.js("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"  # as it was
+
+
+def test_a_narrow_screen_does_not_scroll_sideways(window: Browser) -> None:
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    window.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert window.js("return document.documentElement.scrollWidth") <= 390
+        window.shot("page_narrow")
+    finally:
+        window.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_tables_and_plots_have_names(window: Browser) -> None:
+    assert window.js("return [...document.querySelectorAll('table')].every(t => t.caption && t.caption.textContent)")
+    plots = "canvas, svg"
+    assert window.js(f"return [...document.querySelectorAll('{plots}')].every(p => p.getAttribute('aria-label'))")
+    assert window.js("return [...document.querySelectorAll('th')].every(t => t.scope)")

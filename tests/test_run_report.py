@@ -1,0 +1,651 @@
+"""A recorded run as people see it: on one screen, as one page, as JSON."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console, RenderableType
+
+from tessera.analyze import names
+from tessera.analyze.answer import answer
+from tessera.analyze.findings import findings
+from tessera.analyze.icicle import Node, icicle
+from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
+from tessera.analyze.places import LAUNCHING, HostGap, host_gaps
+from tessera.analyze.untraced import table_of
+from tessera.attribute.table import EnergyRow, EnergyTable
+from tessera.cli.report import command
+from tessera.profile.runfile import RunFile, RunWriter
+from tessera.report import energy as shown
+from tessera.report.run import text
+from tessera.report.run_html import page
+from tessera.schema import Domain
+from tessera.timeline.columns import Builder, Timeline
+
+import synthetic_run
+from synthetic_run import EVIL, START_NS, Made, make
+
+GPU = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02, label="NVIDIA H200")
+
+
+def text_of(rendered: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(rendered, crop=False)
+    return captured.get()
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    return make(steps=12, data_ms=16.0, evil=True)
+
+
+@pytest.fixture(scope="module")
+def run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> RunFile:
+    path = tmp_path_factory.mktemp("runs") / "train.tessera"
+    return made.write(path, work={"token": 12 * 8192})
+
+
+@pytest.fixture(scope="module")
+def html(run: RunFile, made: Made) -> str:
+    return page(run, made.table, timeline=made.timeline)
+
+
+class Strict(HTMLParser):
+    """Fails on tags that do not nest, and keeps what a page would fetch and what it shows as text."""
+
+    void = frozenset({"meta", "line", "rect", "path", "polyline", "br", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetches: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetches += [str(v) for k, v in attrs if k in ("src", "href", "srcset", "action")]
+        self.ids += [str(v) for k, v in attrs if k == "id"]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.void:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.text.append(data)
+
+
+def checked(html: str) -> Strict:
+    parser = Strict()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    assert parser.fetches == []
+    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttp|import\(", html)
+    assert len(parser.ids) == len(set(parser.ids))
+    return parser
+
+
+def data_of(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def array(packed: list[str]) -> Any:
+    return np.frombuffer(base64.b64decode(packed[1]), f"<{packed[0]}")
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (synthetic_run.ADD, "vectorized_elementwise_kernel<8, CUDAFunctor_add<bf16>>"),
+        (synthetic_run.MUL, "vectorized_elementwise_kernel<8, BinaryFunctor<MulFunctor>>"),
+        (synthetic_run.NORM, "vectorized_layer_norm_kernel<bf16>"),
+        (synthetic_run.GEMM, synthetic_run.GEMM),
+        (synthetic_run.FLASH, "cudnn_sdpa_sm90_flash_fprop_wgmma_f16_64x128x64_4x1x1"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
+        (
+            "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(cutlass_75::Params)",
+            "cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1",
+        ),
+        (
+            "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
+            "at::native::sum_functor<float, float, float>::operator()(at::TensorIterator&)::{lambda(float, float)#1}>, "
+            "unsigned int, float, 4, 4> >(at::native::ReduceOp<float>)",
+            "reduce_kernel<128, sum_functor<f32>>",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous namespace)::pow_impl<float>"
+            "(at::TensorIteratorBase&, float)::{lambda(float)#2}, std::array<char*, 2ul> >(int)",
+            "vectorized_elementwise_kernel<8, pow_impl#2<f32>>",
+        ),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+         "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        ("triton_poi_fused_add_mul_12", "triton_poi_fused_add_mul_12"),
+        ("void broken::name<unclosed", "void broken::name<unclosed"),
+        (EVIL, EVIL),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_kernel_names_are_short(name: str, short: str) -> None:
+    assert names.short_name(name) == short
+
+
+def test_names_that_would_be_the_same_are_numbered() -> None:
+    twice = [f"void k<at::native::F<float>, at::OffsetCalculator<{n}> >(int)" for n in (1, 2)]
+    assert list(names.distinct([*twice, twice[0]]).values()) == ["k<F<f32>>", "k<F<f32>> (2)"]
+
+
+def test_a_name_is_cut_in_the_middle() -> None:
+    assert names.fit("abcdefghij", 10) == "abcdefghij"
+    cut = names.fit("nvjet_sm90_tst_192x128_bias_NNT", 16)
+    assert len(cut) == 16
+    assert cut.startswith("nvjet")
+    assert cut.endswith("bias_NNT")
+    assert names.fit("abcdef", 2) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "category"),
+    [
+        (synthetic_run.FLASH, "kernel", "attention"), (synthetic_run.GEMM, "kernel", "matrix product"),
+        (synthetic_run.ADD, "kernel", "elementwise"), (synthetic_run.NORM, "kernel", "normalisation, reduction"),
+        ("Memcpy DtoD (Device -> Device)", "memcpy", "copies"), ("x", "collective", "communication"),
+        ("aten::mm", "op", "matrix product"), ("xyz", "kernel", "other"),
+    ],
+)  # fmt: skip
+def test_what_kernels_do(name: str, kind: str, category: str) -> None:
+    assert names.category(name, kind) == category
+
+
+# -- the answer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
+    said = answer(run, made.table, made.timeline)
+    assert said.energy_j == made.table.total_j
+    assert said.power_w == pytest.approx(made.table.total_j / made.table.seconds)
+    assert (said.busy_j or 0) + (said.idle_j or 0) == pytest.approx(said.energy_j)
+    assert sum(p.energy_j for p in said.parts) == pytest.approx(said.energy_j)
+    assert sum(p.share for p in said.parts) == pytest.approx(1.0)
+    assert sum(g.energy_j for g in said.gaps) == pytest.approx(made.table.idle_j)
+    step, token = said.per_work
+    assert (step.unit, step.amount) == ("step", 12)
+    assert step.energy_j == pytest.approx(np.mean([s.energy_j for s in made.table.steps]))
+    assert step.error_j >= step.energy_j * made.table.total_error_j / made.table.total_j * 0.999
+    assert token.energy_j == pytest.approx(made.table.total_j / (12 * 8192))
+    assert said.device == "NVIDIA H200"
+    assert said.name == "python train.py --model gpt2"
+    assert said.cut is None
+
+
+def test_gaps_say_what_the_host_did(made: Made) -> None:
+    found = host_gaps(made.timeline, made.table, START_NS, made.end_ns)
+    assert sum(g.seconds for g in found) == pytest.approx(made.table.seconds - made.table.busy_s)
+    by = {g.during: g for g in found}
+    assert by["in DataLoader.__next__"].count == 11  # before the first there is no kernel yet
+    assert {"before the first kernel", "after the last kernel", LAUNCHING} <= set(by)
+    assert by["in DataLoader.__next__"].each_s == pytest.approx(0.016, rel=0.25)
+
+
+def test_a_dear_first_step_is_left_out_of_the_mean(run: RunFile, made: Made) -> None:
+    steps = [dataclasses.replace(made.table.steps[0], energy_j=50.0), *made.table.steps[1:]]
+    said = answer(run, dataclasses.replace(made.table, steps=steps), made.timeline)
+    assert said.per_work[0].without == "step_0"
+    assert said.per_work[0].energy_j < 12
+    assert "without step_0, which took 50 J" in text_of(text(run, made.table, found=said))
+
+
+def row(name: str, joules: float, kind: str = "kernel", calls: int = 100) -> EnergyRow:
+    return EnergyRow(
+        name=name, kind=kind, calls=calls, time_s=joules / 400, energy_j=joules, energy_error_j=1.0, share=joules / 100
+    )
+
+
+def table(*kernels: EnergyRow, idle: float = 0.0, **more: Any) -> EnergyTable:
+    total = sum(k.energy_j for k in kernels) + idle
+    return EnergyTable(
+        total_j=total, total_error_j=1.0, idle_j=idle, idle_error_j=0.1, seconds=1.0, busy_s=0.8, kernels=kernels,
+        **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "says"),
+    [
+        (table(row("ampere_sgemm_128x64_tn", 60), row("x", 40)), "fp32", "60 J (60%)"),
+        (table(row("void Kernel2<cutlass_75_gemm_bf16_tn_align1>(p)", 60), row("x", 40)), "unaligned", "multiple"),
+        (table(row("Memcpy HtoD (Pageable -> Device)", 30, "memcpy"), row("x", 70)), "copies", "pin_memory"),
+        (table(row("Memcpy DtoD (Device -> Device)", 60, "memcpy"), row("x", 40)), "copies", "contiguous"),
+        (table(row("vectorized_elementwise_kernel", 70), row("x", 30)), "fuse", "torch.compile"),
+        (table(row("AllReduce", 80, "collective"), row("x", 20)), "communication", "overlap"),
+        (table(row("x", 90), row("y", 10)), "one operator", "90 J (90%)"),
+        (table(row("x", 60), idle=40.0), "idle", "keep the device fed"),
+    ],
+)
+def test_findings_name_the_cause_and_its_joules(found: EnergyTable, kind: str, says: str) -> None:
+    first = findings(found, {})[0]
+    assert first.kind == kind
+    assert says in first.text
+    assert first.share == pytest.approx(first.energy_j / 100)
+
+
+def test_many_late_launches_ask_for_a_graph() -> None:
+    gaps = [HostGap(during=LAUNCHING, count=9000, seconds=0.2, energy_j=40.0)]
+    found = findings(table(row("x", 30), row("y", 30), idle=40.0), {}, gaps)
+    assert found[0].kind == "launch"
+    assert "9,000 launches" in found[0].text
+    assert "CUDA graph" in found[0].text
+    assert "idle" not in [f.kind for f in found]
+
+
+def test_a_power_cap_and_dear_steps_are_found(made: Made) -> None:
+    capped = [dataclasses.replace(t, throttle=("power cap",)) for t in made.telemetry]
+    spent = [row(f"k{i}", 10) for i in range(10)]
+    assert [f.kind for f in findings(table(*spent), {"gpu0": capped})] == ["power cap"]
+    steps = [row(f"step_{i}", 50 if i == 0 else 5, "step", 1) for i in range(10)]
+    assert [f.kind for f in findings(table(*spent, steps=steps), {})] == ["outliers"]
+    assert findings(table(*spent), {}) == []
+    assert findings(dataclasses.replace(table(*spent), total_j=math.nan), {}) == []
+
+
+# -- the screen -----------------------------------------------------------------------------------------------------
+
+
+def test_everything_on_one_screen(run: RunFile, made: Made) -> None:
+    out = text_of(text(run, made.table, html=Path("train.html"), timeline=made.timeline))
+    assert "python train.py --model gpt2 on NVIDIA H200" in out
+    assert re.search(r"[\d.]+ ± [\d.]+ J   [\d.]+ ± [\d.]+ W   [\d.]+ ms   peak \d+ W   nvml-samples\+counter", out)
+    assert re.search(r"per step +[\d.]+ ± [\d.]+ J +[\d.]+ steps/s", out)
+    assert re.search(r"per token +[\d.]+ ± [\d.]+ mJ", out)
+    assert re.search(r"busy █+░+ idle +[\d.]+ J in .* busy, [\d.]+ ± [\d.]+ J \(\d+%\) idle", out)
+    assert re.search(r"region +backward: 12 x [\d.]+ ± [\d.]+ J", out)
+    assert re.search(r"aten::mm +[\d.]+ ± [\d.]+ J +\d+\.\d% +640 W +[\d.]+ mJ +288", out)
+    assert "nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_TNT" in out
+    assert re.search(r"do +the device idled for .* while in DataLoader.__next__", out)
+    assert "report  train.html" in out
+    assert f"tessera report {run.path} --by kernels --top 30" in out
+    assert len(out.splitlines()) <= 30
+    assert max(map(len, out.splitlines()[:-1])) <= 100
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_other_widths(run: RunFile, made: Made, width: int) -> None:
+    out = text_of(text(run, made.table, html=Path("t.html"), width=width, timeline=made.timeline), width)
+    lines = out.splitlines()
+    assert max(map(len, lines[:-1])) <= width
+    assert str(run.path) in lines[-1]  # to be copied: in one piece
+    assert ("per call" in out) == (width >= 80)
+    assert "aten::mm" in out
+
+
+def test_no_color_is_respected(run: RunFile, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(force_terminal=True, width=100)
+    with console.capture() as captured:
+        console.print(text(run, made.table, timeline=made.timeline))
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", captured.get())
+
+
+def test_one_view_and_its_groups(run: RunFile, made: Made) -> None:
+    out = text_of(text(run, made.table, by="kernels", top=9, timeline=made.timeline))
+    assert "operator" not in out
+    assert EVIL in out
+    assert re.search(r"^idle +[\d.]+ ± ", out, re.MULTILINE)
+    assert len(re.findall(r"> +a +[\d.]+ ± ", out)) == 2
+    assert "a: kernels of one letter" in out
+    steps = text_of(text(run, made.table, by="steps", timeline=made.timeline))
+    assert "step_11" in steps
+    assert not re.search(r"^idle ", steps, re.MULTILINE)  # theirs is in them
+    assert "no modules were recorded" in text_of(text(run, made.table, by="modules", timeline=made.timeline))
+
+
+def test_names_are_no_markup(made: Made, tmp_path: Path) -> None:
+    spent = dataclasses.replace(made.table, ops=[row("[red]op[/red]", 5.0, "op")])
+    with made.write(tmp_path / "x.tessera", work={"[bold]x": 3}) as run:
+        out = text_of(text(run, spent, timeline=made.timeline))
+    assert "[red]op[/red]" in out
+    assert "per [bold]x" in out
+
+
+def test_modelled_joules_and_failures_are_said(made: Made, tmp_path: Path) -> None:
+    modelled = dataclasses.replace(made.table, basis="modelled", coverage=0.5)
+    with made.write(tmp_path / "x.tessera", returncode=3) as run:
+        out = text_of(text(run, modelled, timeline=made.timeline))
+        assert "MODELLED, not measured" in out
+        assert "exit code 3" in out
+        assert "saw only 50% of the run" in out
+        assert "MODELLED" in page(run, modelled, timeline=made.timeline)
+
+
+# -- a table alone --------------------------------------------------------------------------------------------------
+
+
+def test_a_table_as_text_and_html(made: Made) -> None:
+    out = str(made.table)
+    assert re.search(r"[\d.]+ ± [\d.]+ J   [\d.]+ ± [\d.]+ W", out)
+    assert "\x1b" not in out
+    assert len(out.splitlines()) <= 16
+    assert "operator (3 of 10)" in shown.text(made.table, by="ops", top=3)
+    card = made.table._repr_html_()
+    parser = checked(card)
+    assert parser.tags.count("details") == 5
+    assert "CUDAFunctor_add<bf16>> + vectorized" in shown.text(made.table, by="groups", width=200)
+    assert EVIL in "".join(parser.text)
+    assert "MODELLED" in shown.html(dataclasses.replace(made.table, basis="modelled"))
+    nothing = dataclasses.replace(made.table, total_j=math.nan, kernels=(), ops=(), regions=(), steps=())
+    assert "unknown J" in str(nothing)
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_fetches_nothing(html: str, made: Made) -> None:
+    parser = checked(html)
+    said = "".join(parser.text)
+    for expected in (
+        "python train.py --model gpt2", "NVIDIA H200", "Do this first", "Power and what ran", "Where the joules went",
+        "What the device waited for", "How it was measured", "nvml-samples", "per step", "DataLoader.__next__",
+    ):  # fmt: skip
+        assert expected in said
+    assert parser.tags.count("canvas") == 1
+    assert parser.tags.count("table") == 6  # ops, kernels, regions, steps, gaps, how each figure is known
+    assert "Content-Security-Policy" in html
+    assert len(html) < 400_000
+    idle = re.search(r"<tr class=idle>.*?</tr>", html)
+    assert idle
+    assert "15." in idle[0] or "%" in idle[0]
+
+
+def test_names_from_programs_are_escaped(html: str) -> None:
+    assert "<script>alert" not in html
+    assert "<b>bold" not in html
+    parser = checked(html)
+    assert EVIL in "".join(parser.text)
+    assert any(EVIL in name for name, *_ in data_of(html)["names"])
+
+
+def test_the_tables_can_be_used_from_the_keyboard(html: str) -> None:
+    assert html.count("role='tab'") == html.count("role='tabpanel'") == 4
+    assert html.count("aria-selected='true'") == 1
+    assert len(re.findall(r"<th scope='col'", html)) == len(re.findall(r"<th ", html))
+    assert html.count("aria-sort='descending'") == 5
+    assert "tabindex='0' role='img' aria-label='Power over time" in html
+    assert "prefers-color-scheme: dark" in html
+    assert "@media print" in html
+
+
+def test_what_is_drawn_is_what_was_recorded(html: str, made: Made) -> None:
+    data = data_of(html)
+    lanes = {lane["label"]: lane for lane in data["lanes"]}
+    stream = lanes["stream 7"]
+    rows = made.timeline.device_rows
+    assert len(array(stream["s"])) == len(rows)
+    assert array(stream["e"]).sum() == pytest.approx(made.table.total_j - made.table.idle_j, rel=1e-4)
+    first = int(made.timeline["start_ns"][rows].min()) - START_NS
+    assert array(stream["s"])[0] * data["unit_ns"] == pytest.approx(first, abs=2 * data["unit_ns"])
+    assert len(array(lanes["steps"]["s"])) == 12
+    assert {line["name"] for line in data["telemetry"]} == {"gpu0 sm clock", "gpu0 temperature", "gpu0 utilisation"}
+    assert data["marks"][0][0] == "checkpoint saved"
+    assert data["limit_w"] == 700.0
+    assert array(data["power"][0]["v"]).max() == pytest.approx(made.watts.max(), rel=1e-5)
+
+
+def test_spikes_and_their_checklist(run: RunFile, made: Made) -> None:
+    from tessera.analyze.correlate import correlate
+
+    power = run.power()
+    found = correlate(made.timeline, power, threshold_w=float(np.percentile(made.watts, 80)), telemetry=run.telemetry())
+    rendered = page(run, made.table, found, timeline=made.timeline)
+    parser = checked(rendered)
+    said = "".join(parser.text)
+    assert len(data_of(rendered)["spikes"]) == len(found.spikes) > 0
+    assert all(a.question in said for a in found.checklist)
+
+
+def joules_of(node: Node) -> float:
+    return node.energy_j if not node.children else sum(map(joules_of, node.children))
+
+
+def test_the_tree_conserves_joules(made: Made) -> None:
+    tree = icicle(made.timeline, made.table)
+    assert tree.energy_j == pytest.approx(made.table.total_j)
+    assert joules_of(tree) == pytest.approx(made.table.total_j)
+    step = next(c for c in tree.children if c.name == "step")
+    assert {c.name for c in step.children} >= {"backward", "forward", "optimizer.step"}
+    forward = next(c for c in step.children if c.name == "forward")
+    block = next(c for c in forward.children if c.name == "block")
+    assert next(c for c in block.children if c.name == "aten::addmm").children[0].kind == "kernel"
+    assert tree.children[-1].kind == "idle"
+
+
+def many(count: int) -> Timeline:
+    """Kernels in a row on two streams, ten names, one region a thousand of them."""
+    b = Builder()
+    starts = START_NS + np.arange(count) * 50_000
+    ids = np.array([b.intern(f"void ns::kernel_{i}<float, {'x' * 300}>(int)") for i in range(10)])
+    lengths = np.random.default_rng(0).integers(2_000, 90_000, count)
+    kind = np.zeros(count, np.int64)
+    columns = {
+        "kind": kind, "name": ids[np.arange(count) % 10], "start_ns": starts, "end_ns": starts + lengths,
+        "device": kind, "stream": 7 + np.arange(count) % 2,
+    }  # fmt: skip
+    b.extend(columns, count)
+    for i in range(0, count, 1000):
+        b.add("region", f"step_{i // 1000}", int(starts[i]) - 5000, int(starts[i]) + 49_000_000, thread=1)
+    return b.build()
+
+
+@pytest.mark.parametrize("count", [200_000])
+def test_many_kernels_stay_a_small_page(count: int, tmp_path: Path) -> None:
+    timeline = many(count)
+    writer = RunWriter(tmp_path / "big.tessera", meta={"command": "big"})
+    times = np.arange(START_NS, timeline.end_ns, 1_000_000)
+    writer.add_samples(GPU, times, np.random.default_rng(1).uniform(300, 600, len(times)))
+    writer.close()
+    kernels = [row(n, 10.0, calls=count // 10) for n in timeline.names if n.startswith("void")]
+    spent = table(*kernels, idle=5.0)
+    with RunFile(tmp_path / "big.tessera") as run:
+        rendered = page(run, spent, timeline=timeline)
+    checked(rendered)
+    assert len(rendered) < 2_500_000
+    data = data_of(rendered)
+    lanes = [lane for lane in data["lanes"] if lane["kind"] == "device"]
+    assert sum(int(array(lane["c"]).sum()) for lane in lanes) == count
+    whole = sum(int((array(lane["c"]) == 1).sum()) for lane in lanes)
+    assert whole >= 900  # the step in the middle, kernel by kernel
+    assert max(len(array(line["t"])) for line in data["power"]) <= POINTS
+
+
+def test_merging_keeps_joules_and_bounds() -> None:
+    timeline = many(60_000)
+    timeline.energy_j = np.where(timeline["device"] >= 0, 0.001, np.nan)
+    view = overview(timeline, None, {}, table(row("x", 1.0)))
+    bars = [lane for lane in view.lanes if lane.kind == "device"]
+    assert sum(float(lane.energy_j.sum()) for lane in bars) == pytest.approx(60.0)
+    assert sum(len(lane.count) for lane in bars) <= 2 * BARS + WHOLE
+    assert all((lane.end_ns >= lane.start_ns).all() and (np.diff(lane.start_ns) >= 0).all() for lane in bars)
+    assert view.merged + sum(int((lane.count == 1).sum()) for lane in bars) == 60_000
+
+
+def test_a_thinned_line_keeps_its_peaks() -> None:
+    times, values = np.arange(100_000), np.sin(np.arange(100_000) / 500)
+    values[54_321] = 9.0
+    values[70_000:71_000] = np.nan
+    kept, thinned = thin(times, values)
+    assert len(kept) <= POINTS
+    assert np.nanmax(thinned) == 9.0
+    assert (np.diff(kept) > 0).all()
+    assert np.isnan(thinned).any()
+
+
+# -- other runs -----------------------------------------------------------------------------------------------------
+
+
+def record(path: Path, timeline: Timeline | None = None, **facts: Any) -> RunWriter:
+    writer = RunWriter(path, meta={"argv": ["train.py"]})
+    times = np.arange(START_NS, START_NS + 2_000_000_001, 20_000_000)
+    if facts.pop("power", True):
+        writer.add_samples(GPU, times, np.where(np.arange(len(times)) < 50, 100.0, 500.0))
+    if timeline is not None:
+        writer.add_timeline(timeline)
+    for key, value in {"start_ns": START_NS, "end_ns": START_NS + 2_000_000_000, **facts}.items():
+        writer.set(key, value)
+    return writer
+
+
+def both(run: RunFile) -> tuple[str, str, EnergyTable]:
+    timeline = run.timeline()
+    spent = table_of(run, timeline)
+    rendered = page(run, spent, timeline=timeline)
+    checked(rendered)
+    return text_of(text(run, spent, timeline=timeline)), rendered, spent
+
+
+def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
+    b = Builder()
+    b.add("region", "train", START_NS + 1_000_000_000, START_NS + 2_000_000_000, thread=1)
+    writer = record(tmp_path / "s.tessera", b.build(), mode="sampling")
+    half = START_NS + 500_000_000
+    pid = os.getpid()
+    writer.add_stacks([(half, pid, "main;load.py:3 load", 50), (half + 10**9, pid, "main;train.py:9 step", 50)])
+    writer.add_stacks([(half, 99, "wait.py:1 wait", 500)])
+    writer.close()
+    with RunFile(tmp_path / "s.tessera") as run:
+        out, rendered, spent = both(run)
+    assert spent.total_j == pytest.approx(600, rel=0.02)
+    assert "train: 1 x 500 J" in out
+    assert "sampled, no kernels" in out
+    assert re.search(r"train.py:9 step +~50\d J", out)  # five times the watts of loading
+    assert re.search(r"load.py:3 load +~10\d J", out)
+    assert "wait" not in out
+    assert "a model, without an interval" in out
+    assert "Nothing was attributed" in rendered
+    assert "data-n='main'" in rendered  # a tree of stacks
+    assert "Functions (2)" in rendered
+    assert re.search(r">train</td><td class='n' data-v='500'>500 J<", rendered)  # measured, and not shared out
+
+
+def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
+    kernels = [
+        {"name": synthetic_run.GEMM, "kind": "kernel", "calls": 100, "time_s": 0.6},
+        {"name": synthetic_run.ADD, "kind": "kernel", "calls": 900, "time_s": 0.2},
+    ]
+    regions = [{"name": "step_N", "kind": "region", "calls": 10, "time_s": 1.0}]
+    summary = {"windows": 3, "traced_s": 1.0, "kernels": kernels, "ops": [], "regions": regions, "counters": []}
+    record(tmp_path / "s.tessera", mode="summary", summary=summary).close()
+    with RunFile(tmp_path / "s.tessera") as run:
+        out, rendered, spent = both(run)
+        said = answer(run, spent)
+    assert re.search(r"nvjet_\S+ +~36\d J +60\.0%", out)
+    assert re.search(r"CUDAFunctor_add<bf16>> +~12\d J +20\.0%", out)
+    assert "step_N: 10 x ~" in out
+    assert said.kernels[0].energy_j == pytest.approx(0.6 * spent.total_j)
+    assert "Where the joules went" in rendered
+
+
+def test_a_host_alone(tmp_path: Path) -> None:
+    b = Builder()
+    for i in range(40):
+        at = START_NS + i * 50_000_000
+        b.add("op", "aten::linear", at, at + 40_000_000, thread=1)
+        b.add("op", "aten::addmm", at + 1_000_000, at + 39_000_000, thread=1)
+        b.add("op", "aten::relu", at + 41_000_000, at + 46_000_000, thread=1)
+    record(tmp_path / "c.tessera", b.build()).close()
+    with RunFile(tmp_path / "c.tessera") as run:
+        out, _, spent = both(run)
+    assert spent.kernels == ()
+    assert re.search(r"operator.*\n.*aten::addmm +[\d.]+ ± [\d.]+ J", out)
+    assert "~" not in out
+
+
+def test_a_run_without_power_says_so(tmp_path: Path) -> None:
+    b = Builder()
+    b.add("kernel", "k", START_NS, START_NS + 1_000_000, device=0, stream=7)
+    record(tmp_path / "n.tessera", b.build(), power=False).close()
+    with RunFile(tmp_path / "n.tessera") as run:
+        out, _, spent = both(run)
+    assert math.isnan(spent.total_j)
+    assert "unknown J" in out
+    assert "no power was recorded" in out
+
+
+def test_an_empty_run(tmp_path: Path) -> None:
+    RunWriter(tmp_path / "e.tessera").close()
+    with RunFile(tmp_path / "e.tessera") as run:
+        out, _, _ = both(run)
+    assert "e on" not in out
+    assert "unknown J" in out
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(command, list(args), catch_exceptions=False, standalone_mode=False)
+
+
+def test_the_command_prints_and_writes_the_page(made: Made, tmp_path: Path) -> None:
+    made.write(tmp_path / "train.tessera").close()
+    done = invoke(str(tmp_path / "train.tessera"))
+    assert done.return_value == 0
+    assert "aten::mm" in done.stdout
+    rendered = (tmp_path / "train.html").read_text()
+    checked(rendered)
+    assert "aten::mm" in rendered
+    other = tmp_path / "other.html"
+    assert invoke(str(tmp_path / "train.tessera"), "--html", str(other), "--by", "kernels", "--top", "2").exit_code == 0
+    assert other.exists()
+
+
+def test_json_has_the_table_and_the_answer(made: Made, tmp_path: Path) -> None:
+    made.write(tmp_path / "train.tessera", work={"token": 1000}).close()
+    done = invoke(str(tmp_path / "train.tessera"), "--json")
+    data = json.loads(done.stdout)
+    assert not (tmp_path / "train.html").exists()
+    assert data["crashed"] is False
+    assert {"total_j", "total_error_j", "idle_j", "seconds", "busy_s", "kernels", "ops", "regions"} <= set(data)
+    assert data["total_j"] == pytest.approx(sum(k["energy_j"] for k in data["kernels"]) + data["idle_j"], rel=1e-6)
+    assert {"kernel_name", "energy_j", "energy_error_j", "calls", "power_w"} <= set(data["kernels"][0])
+    said = data["answer"]
+    assert {"energy_j", "error_j", "power_w", "per_work", "findings", "advice", "gaps", "parts"} <= set(said)
+    assert {p["unit"] for p in said["per_work"]} == {"step", "token"}
+    assert said["findings"][0]["evidence"] in said["advice"]
+
+
+def test_a_run_that_was_cut_opens(made: Made, tmp_path: Path) -> None:
+    run = made.write(tmp_path / "cut.tessera", close=False)
+    run.close()
+    done = invoke(str(tmp_path / "cut.tessera"))
+    assert done.return_value == 0
+    assert "CUT: the file was never closed" in done.stdout
+    assert "Cut:" in (tmp_path / "cut.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_answer(made: Made, tmp_path: Path) -> None:
+    made.write(tmp_path / "train.tessera").close()
+    done = invoke(str(tmp_path / "train.tessera"), "--html", str(tmp_path / "no" / "where.html"))
+    assert done.return_value == 1
+    assert "aten::mm" in done.output
+    assert "could not be written" in done.output
