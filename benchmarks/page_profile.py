@@ -68,7 +68,8 @@ def files(e: dict[str, Any] | None, k: dict[str, Any] | None, s: dict[str, Any] 
             (f"kill -9, {k['kills']} times: seconds of regions, marks, counters and power lost, worst", "<= 1", f"{k['lost_s']['max']:.2f}", "")
         )  # fmt: skip
     if s is not None:
-        rows.append(("summary mode, simulated 24 h: memory", "flat", s["said"], ""))
+        flat = f"{s['resident_mib']['2']:.0f} MiB after 2 h, {s['resident_mib']['24']:.0f} MiB after 24 h"
+        rows.append(("summary mode, simulated 24 h, 8 GPUs x 50 Hz: memory", "flat", flat, ""))
     return rows
 
 

@@ -326,7 +326,7 @@ def test_what_is_wrong_is_said() -> None:
         late.columns["start_ns"] += 10**12
         late.columns["end_ns"] += 10**12
         correlate(late, trace)
-    with pytest.raises(MeasurementError, match="nothing that ran on a device"):
+    with pytest.raises(MeasurementError, match="nothing that spikes could be tied to"):
         correlate(Builder().build(), trace)
     for wrong in ({"threshold_w": -1.0}, {"percentile": 100.0}, {"rise_w_per_s": 0.0}):
         with pytest.raises(ArgumentError):

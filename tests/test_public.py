@@ -23,15 +23,16 @@ MONITOR = {
 FLAGS = {
     "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
     "run": {
-        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--counters", "--out", "--html",
-        "--json", "target", "arguments",
+        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--counters", "--out",
+        "--html", "--json", "target", "arguments",
     },
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
     "export": {"run", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
     "merge": {"paths", "-o", "--force", "--json"},
     "analyze": {
-        "kind", "trace", "--arch", "--by", "--group-by", "--min-bytes", "--power", "--sort", "--threshold", "--top", "--json",
+        "kind", "trace", "--arch", "--by", "--group-by", "--min-bytes", "--power", "--sort", "--threshold", "--top",
+        "--json",
     },
     "diff": {"a", "b", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},

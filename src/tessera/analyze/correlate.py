@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra
 from ..schema import PowerEvent, Telemetry
-from ..timeline.columns import Ints, Timeline
+from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
 from . import checklist
 from .checklist import Answer
@@ -146,14 +146,19 @@ def _only_gpu(power: PowerTrace) -> str | None:
 
 
 def _device_rows(timeline: Timeline, domain: str | None) -> tuple[Ints, list[str]]:
-    """What ran on the device a domain measures."""
+    """What ran on the device a domain measures; on the host (outermost operators, or regions) where nothing did."""
     rows = timeline.device_rows
     if len(rows) == 0:
-        raise MeasurementError(
-            "the timeline has nothing that ran on a device",
-            why="only operators or regions were recorded" if len(timeline) else "it is empty",
-            fix='record with activities=["gpu", "power"]',
-        )
+        ops = timeline.rows("op")
+        ops = ops[timeline.linked.parent[ops] == NONE]
+        host = ops if len(ops) else timeline.rows("region")
+        if len(host) == 0:
+            raise MeasurementError(
+                "the timeline has nothing that spikes could be tied to",
+                why="only marks or counters were recorded" if len(timeline) else "it is empty",
+                fix='record with activities=["gpu", "power"], or name parts with profile.region(...)',
+            )
+        return host, ["nothing ran on a GPU: spikes are tied to what the host did"]
     devices = timeline["device"][rows]
     number = domain.removeprefix("gpu") if domain else ""
     if len(np.unique(devices)) == 1 or not number.isdecimal():

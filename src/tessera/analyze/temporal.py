@@ -38,6 +38,7 @@ KERNEL_GAP_S = 10e-6
 """The longest gap between two kernels that were both queued: a launch takes 1-3 us, one with dependencies up to 10."""
 SILENT_NS = 1_000_000
 """A host without an operator or call for longer than this is not launching: it sleeps, reads data, or waits."""
+_BLOCK = 1 << 16
 IDLE = ("idle: host-bound", "idle: kernel gap", "idle: waiting")
 
 
@@ -155,21 +156,10 @@ def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads
     late = ends > starts
     if not late.any():
         return EMPTY
-    kind, names = timeline["kind"], timeline.names
-    mine = timeline["rank"] == rank
-    syncs = np.array(["ynchronize" in n for n in names] or [False])
-    loads = np.array(["DataLoader" in n for n in names] or [False])
-    calls = np.flatnonzero((kind == CODE["runtime"]) & mine)
-    blocked = calls[syncs[timeline["name"][calls]]]
-    regions = np.flatnonzero(((kind == CODE["region"]) | (kind == CODE["op"])) & mine)
-    loading = regions[loads[timeline["name"][regions]]]
-    waits = np.concatenate((blocked, loading))
-    frames = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
-    doing = np.flatnonzero(np.isin(kind, [CODE["op"], CODE["runtime"], CODE["graph_launch"]]) & mine)
-    doing = doing[~np.isin(timeline["name"][doing], frames)] if frames else doing
-    busy = union(timeline["start_ns"][doing], timeline["end_ns"][doing])
-    silent = busy.start_ns[1:] - busy.end_ns[:-1] > SILENT_NS
-    nothing = Spans(busy.end_ns[:-1][silent], busy.start_ns[1:][silent])
+    names, rows = timeline.names, timeline.rows("runtime", "region", "op")
+    waits_by_name = np.array(["ynchronize" in n or "DataLoader" in n for n in names] or [False])
+    waits = rows[waits_by_name[timeline["name"][rows]] & (timeline["rank"][rows] == rank)]
+    nothing = _silent(timeline, rank)
     found = []
     for thread in np.unique(threads[late]).tolist():
         chosen = late & (threads == thread)
@@ -177,6 +167,24 @@ def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads
         waited = union(timeline["start_ns"][own], timeline["end_ns"][own])
         found.append(difference(difference(Spans(starts[chosen], ends[chosen]), waited), nothing))
     return union(np.concatenate([f.start_ns for f in found]), np.concatenate([f.end_ns for f in found]))
+
+
+def _silent(timeline: Timeline, rank: int) -> Spans:
+    """Stretches of more than `SILENT_NS` in which the host of a rank ran neither an operator nor a call."""
+    kinds = [CODE["op"], CODE["runtime"], CODE["graph_launch"]]
+    frames = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
+    parts = []
+    for begin in range(
+        0, len(timeline), _BLOCK
+    ):  # millions of operators, and few such stretches
+        block = slice(begin, begin + _BLOCK)
+        doing = np.isin(timeline["kind"][block], kinds) & (timeline["rank"][block] == rank)
+        if frames:
+            doing &= ~np.isin(timeline["name"][block], frames)
+        # Each lasts so much longer that whatever is not silence becomes one.
+        parts.append(union(timeline["start_ns"][block][doing], timeline["end_ns"][block][doing] + SILENT_NS))
+    busy = union(np.concatenate([p.start_ns for p in parts]), np.concatenate([p.end_ns for p in parts]))
+    return Spans(busy.end_ns[:-1] - SILENT_NS, busy.start_ns[1:])
 
 
 def _windows(timeline: Timeline, place: Place, split: _Split) -> Iterator[tuple[str, int, int]]:

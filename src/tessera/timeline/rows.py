@@ -28,6 +28,8 @@ _CATEGORIES: dict[str, int] = {
 }  # fmt: skip
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
+# What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost.
+_EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
 _WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
 
 
@@ -201,7 +203,8 @@ class Rows:
             timeline.columns[column] += base_ns
         if len(timeline) and timeline.start_ns < _WALL_CLOCK_NS:
             notes.append("times are not those of the wall clock: the trace does not say when it began")
-        notes += [f"left out: {_events(n)} of category {c!r}" for c, n in sorted(self._left_out.items())]
+        odd = {c: n for c, n in sorted(self._left_out.items()) if c not in _EXPECTED}
+        notes += [f"left out: {_events(n)} of category {c!r}" for c, n in odd.items()]
         notes += [f"{what}: {_events(n)}" for what, n in sorted((self._odd + self._side.odd).items())]
         info = meta.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
