@@ -374,3 +374,73 @@ def test_the_recorded_training_steps_take_what_their_counter_says():
     (t0, e0), (t1, e1) = power["energy_mj"]
     whole = trace.energy(start_ns=t0 * 1000, end_ns=t1 * 1000)
     assert whole.joules == pytest.approx((e1 - e0) / 1e3, rel=0.03)
+
+
+def launched(board: Board, regions: list[tuple[str, int, int]]) -> Timeline:
+    """The board's kernels, each launched just before it began, and regions of the launching thread."""
+    build = Builder()
+    for correlation, (name, start, end) in enumerate(board.rows, start=1):
+        build.add("runtime", "cudaLaunchKernel", start - 1000, start - 500, thread=1, correlation=correlation)
+        build.add("kernel", name, start, end, device=0, stream=7, correlation=correlation)
+    for name, start, end in regions:
+        build.add("region", name, start, end, thread=1)
+    return build.build()
+
+
+def test_a_region_inside_its_own_name_counts_once_at_any_depth():
+    board = Board(WATTS)
+    board.mixture(LOADS, 1.0)
+    around = [("f", T0 - 2000, board.now), ("g", T0 - 1990, board.now - 10), ("f", T0 - 1980, board.now - 20)]
+    table = attribute(launched(board, around), board.power())
+    rows = {r.name: r for r in table.regions}
+    assert rows["f"].energy_j == pytest.approx(rows["g"].energy_j, rel=1e-3) and rows["f"].share < 1.001
+    assert rows["f"].calls == 2 and rows["f"].wall_s == pytest.approx(rows["g"].wall_s, rel=1e-3)
+
+
+def test_passes_outside_the_window_are_no_calls():
+    board = Board(WATTS)
+    board.mixture(LOADS, 2.0)
+    passes = [("pass", T0 - 500 + i * 10 * MS, T0 - 500 + (i + 1) * 10 * MS) for i in range(200)]
+    table = attribute(launched(board, passes), board.power(), start_ns=T0, end_ns=T0 + 500 * MS)
+    assert table.regions[0].calls in (50, 51) and table.regions[0].wall_s == pytest.approx(0.5, rel=0.01)
+
+
+def test_what_ran_in_a_hole_of_the_samples_has_no_joules_and_the_rest_its_own():
+    board = Board(WATTS)
+    board.mixture(LOADS, 3.0)
+    power = board.power()
+    column = power.columns["gpu0"]
+    hole = (column.times_ns > T0 + 1000 * MS) & (column.times_ns < T0 + 2000 * MS)
+    holed = Column.of(RING, column.times_ns, np.where(hole, np.nan, column.watts))
+    timeline = board.timeline()
+    table = attribute(timeline, PowerTrace({"gpu0": holed}, start_ns=power.start_ns, end_ns=power.end_ns))
+    assert table.coverage == pytest.approx(0.66, abs=0.03) and any("has no joules" in n for n in table.notes)
+    for row in table.kernels:
+        assert row.power_w == pytest.approx(WATTS[row.name], rel=0.12)
+    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.total_j, rel=1e-9)
+    inside = (timeline["start_ns"] > T0 + 1050 * MS) & (timeline["end_ns"] < T0 + 1900 * MS)
+    assert np.isnan(timeline.energy_j[inside]).all()
+
+
+def test_between_traced_windows_nothing_is_accounted_for():
+    board = Board(WATTS)
+    board.mixture(LOADS, 3.0)
+    power = board.power()
+    windows = [(T0, T0 + 600 * MS), (T0 + 2000 * MS, T0 + 2600 * MS)]
+    board.rows = [r for r in board.rows if any(a <= r[1] and r[2] <= b for a, b in windows)]
+    table = attribute(board.timeline(), power, windows=windows)
+    assert table.seconds == pytest.approx(1.2) and any("2 windows" in n for n in table.notes)
+    assert table.idle_w == pytest.approx(135.0, abs=40.0)  # not what the kernels drew that nobody traced
+    assert table.total_j == pytest.approx(sum(power.energy(start_ns=a, end_ns=b).joules for a, b in windows))
+
+
+def test_a_log_of_a_part_of_the_trace_is_said():
+    board = Board(WATTS)
+    board.mixture(LOADS, 2.0)
+    power = board.power()
+    column = power.columns["gpu0"]
+    part = column.times_ns < T0 + 700 * MS
+    first = Column.of(RING, column.times_ns[part], column.watts[part])
+    log = PowerTrace({"gpu0": first}, start_ns=int(first.times_ns[0]), end_ns=int(first.times_ns[-1]))
+    table = attribute(board.timeline(), log)
+    assert any("of that part" in n for n in table.notes) and table.seconds < 0.75

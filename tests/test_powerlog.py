@@ -151,3 +151,19 @@ def test_the_command(tmp_path):
     assert "next" in text.output
     missing = CliRunner().invoke(cli, ["attribute", str(trace)])
     assert missing.exit_code == 2
+
+
+def test_lines_written_twice_are_one_sample(tmp_path):
+    path = write_own(tmp_path / "p.csv", [500.0] * 50)
+    head, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([head, *(line for line in lines for _ in range(2))]) + "\n")
+    column = read_power(path).columns["gpu0"]
+    assert len(column.times_ns) == 50 and column.domain.source == "nvml-samples"
+
+
+def test_two_gpus_without_their_index_are_not_mixed(tmp_path):
+    path = tmp_path / "smi.csv"
+    lines = [f"2026/11/15 09:30:00.{i:03d}, 0000000{i % 2}:19:00.0, {100 + 400 * (i % 2)}.00 W" for i in range(10)]
+    path.write_text("timestamp, pci.bus_id, power.draw [W]\n" + "\n".join(lines) + "\n")
+    with pytest.raises(RecordingError, match="2 GPUs and no index"):
+        read_power(path)

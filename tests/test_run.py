@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -265,7 +266,19 @@ def test_a_module_is_announced_after_its_import(tmp_path, monkeypatch):
     seen = []
     finder = AfterImport("announced_module", lambda m: seen.append(m.VALUE))
     sys.meta_path.insert(0, finder)
+    assert importlib.util.find_spec("announced_module") is not None and not seen  # asking is not importing
     import announced_module
 
     assert seen == [3] and announced_module.VALUE == 3 and finder not in sys.meta_path
     del sys.modules["announced_module"]
+
+
+def test_a_pool_that_nobody_ends_does_not_hang_the_script(tmp_path, script):
+    target = script("""
+        from concurrent.futures import ThreadPoolExecutor
+        pool = ThreadPoolExecutor(2)
+        print(pool.submit(lambda: 3).result())
+    """)
+    process = launch(tmp_path, target)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == "3\n"

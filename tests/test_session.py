@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -389,6 +390,50 @@ def test_a_schedule_traces_its_steps_only(path):
         for name, (start, end) in steps.items() if start <= r.start_ns < end
     }  # fmt: skip
     assert traced == {"step_2", "step_3", "step_6", "step_7"} and len(steps) == 10
+
+
+def test_a_schedules_joules_are_those_of_its_windows(power, path):
+    plan = profile.schedule(wait=3, active=1)
+    with profile.session(path=path, schedule=plan) as sess:
+        for _ in range(8):
+            with profile.region("work"):
+                burn(3)
+            sess.step()
+    table = sess.energy()
+    windows = sess.run().get("windows")
+    assert len(windows) == 2 and table.seconds == pytest.approx(sum(b - a for a, b in windows) * 1e-9)
+    assert [s.name for s in table.steps] == ["step_3", "step_7"]
+    assert next(r for r in table.regions if r.name == "work").calls == 2
+
+
+def test_devices_are_numbered_as_the_sensors_do(monkeypatch):
+    import torch
+
+    from tessera.profile.kineto_collector import _as_sensors_count
+    from tessera.timeline import Builder
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    build = Builder()
+    for device in (0, 1, -1):
+        build.add("kernel" if device >= 0 else "op", "k", 0, 1, device=device)
+    build.meta["deviceProperties"] = [{"id": 0, "name": "a"}, {"id": 1, "name": "b"}]
+    timeline = build.build()
+    _as_sensors_count(timeline)
+    assert timeline["device"].tolist() == [3, 1, -1]
+    assert [p["id"] for p in timeline.meta["deviceProperties"]] == [3, 1]
+
+
+def test_sampling_gives_joules_to_regions_and_steps_not_to_idleness(power, path):
+    with profile.session(mode="sampling", path=path) as sess:
+        for _ in range(3):
+            with profile.region("work"):
+                burn(3)
+            sess.step()
+    table = sess.energy()
+    assert [s.name for s in table.steps] == ["step_0", "step_1", "step_2"] and math.isnan(table.idle_j)
+    assert table.regions[0].name == "work" and table.regions[0].energy_j > 0
 
 
 def test_a_window_that_ends_inside_a_record_function_ends_it(path):

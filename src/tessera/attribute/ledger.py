@@ -42,12 +42,12 @@ class _Line:
 
 
 def table(
-    timeline: Timeline, links: Links, parts: Sequence[Share], begin_ns: int, end_ns: int, notes: Sequence[str]
+    timeline: Timeline, links: Links, parts: Sequence[Share], windows: Sequence[tuple[int, int]], notes: Sequence[str]
 ) -> EnergyTable:
     """The table of all devices; fills `timeline.energy_j` and `energy_error_j`."""
     _fill(timeline, parts)
     total_j = float(sum(p.joules for p in parts))
-    ledger = _Ledger(timeline, links, parts, total_j)
+    ledger = _Ledger(timeline, links, parts, total_j, windows)
     on_host = all(p.device == NONE for p in parts)
     idle = [_idle(p) for p in parts]
     idle_s = sum(i[2] for i in idle)
@@ -56,7 +56,7 @@ def table(
         total_error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
         idle_j=float(sum(i[0] for i in idle)),
         idle_error_j=float(np.sqrt(sum(i[1] ** 2 for i in idle))),
-        seconds=(end_ns - begin_ns) * 1e-9,
+        seconds=sum(end_ns - begin_ns for begin_ns, end_ns in windows) * 1e-9,
         busy_s=float(sum(p.activity.busy_s for p in parts)),
         kernels=() if on_host else ledger.kernels(),
         ops=ledger.ops(),
@@ -114,11 +114,15 @@ def _said(parts: Sequence[Share]) -> list[str]:
 class _Ledger:
     """Sums rows into lines by whatever they belong to."""
 
-    def __init__(self, timeline: Timeline, links: Links, parts: Sequence[Share], total_j: float) -> None:
+    def __init__(
+        self, timeline: Timeline, links: Links, parts: Sequence[Share], total_j: float,
+        windows: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
         self._timeline = timeline
         self._links = links
         self._parts = parts
         self._total_j = total_j
+        self._windows = np.array(windows, np.int64).reshape(-1, 2)
 
     def kernels(self) -> list[EnergyRow]:
         """By kind and name."""
@@ -164,7 +168,7 @@ class _Ledger:
         found = []
         for index, line in sorted(lines.items()):
             if index != NONE:
-                line.calls, line.wall_s = 1, (steps[index].end_ns - steps[index].start_ns) * 1e-9
+                line.calls, line.wall_s = 1, self._wall_s(steps[index].start_ns, steps[index].end_ns)
                 found.append(self._row(steps[index].name, line, wall=True))
         return found
 
@@ -257,19 +261,17 @@ class _Ledger:
         names = self._timeline["name"]
         lines: dict[int, _Line] = {}
         parent = self._links.parent
+        again = self._again(self._named_rows(kind))
         for p in self._parts:
             level = innermost[p.activity.rows].copy()
-            seen = np.full(len(level), NONE, np.int64)  # a region inside one of its own name counts once
             while np.any(level != NONE):
-                keys = np.where(level == NONE, NONE, names[level])
-                keys = np.where(keys == seen, NONE, keys)
+                keys = np.where((level == NONE) | again[level], NONE, names[level])
                 self._add(lines, p, keys, p.activity.rows, kind)
                 if kind == "region":
                     self._add_gaps_within(lines, p, level, keys)
-                seen = np.where(keys != NONE, keys, seen)
                 level = np.where(level == NONE, NONE, parent[level])
         lines.pop(NONE, None)
-        self._count_calls(lines, innermost, kind)
+        self._count_calls(lines, self._named_rows(kind), again)
         if forward is not None:
             self._add_later(lines, innermost, forward)
         found = [
@@ -287,22 +289,43 @@ class _Ledger:
         same = ok & (passes[row] == passes[row - 1]) & (passes[row] != NONE)
         self._give(lines, part, np.where(same, keys[row], NONE), part.gap_start_ns, part.gap_end_ns)
 
-    def _count_calls(self, lines: dict[int, _Line], innermost: Ints, kind: str) -> None:
-        """Calls of a region are its passes, and their wall time is its own."""
+    def _named_rows(self, kind: str) -> Ints:
+        """The rows of regions, or of modules."""
         timeline = self._timeline
         if kind == "region":
-            rows = timeline.rows("region")
-        else:
-            rows = np.flatnonzero(
-                (timeline["kind"] == CODE["op"]) & np.isin(timeline["name"], list(timeline.meta.get("modules", ())))
-            )
+            return timeline.rows("region")
+        modules = np.isin(timeline["name"], list(timeline.meta.get("modules", ())))
+        return np.flatnonzero((timeline["kind"] == CODE["op"]) & modules)
+
+    def _again(self, rows: Ints) -> NDArray[np.bool_]:
+        """Which rows lie inside one of their own name, at any depth: what they hold is the outer one's already."""
+        names, parent = self._timeline["name"], self._links.parent
+        found = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
+        outer = parent[rows]
+        while np.any(outer != NONE):
+            found[rows] |= (outer != NONE) & (names[outer] == names[rows])
+            outer = np.where(outer == NONE, NONE, parent[outer])
+        return found
+
+    def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_]) -> None:
+        """Calls of a region are its passes, and their wall time is its own, within the windows of the joules."""
+        timeline = self._timeline
+        begun = np.searchsorted(self._windows[:, 0], timeline["end_ns"][rows], side="left")
+        over = np.searchsorted(self._windows[:, 1], timeline["start_ns"][rows], side="right")
+        rows = rows[begun > over]
         for row in rows.tolist():
             line = lines.get(int(timeline["name"][row]))
             if line is not None:
                 if line.wall_s == 0.0:
-                    line.calls = 0
+                    line.calls, line.wall_s = 0, 1e-12
                 line.calls += 1
-                line.wall_s += max((int(timeline["end_ns"][row]) - int(timeline["start_ns"][row])) * 1e-9, 1e-12)
+                if not again[row]:
+                    line.wall_s += self._wall_s(int(timeline["start_ns"][row]), int(timeline["end_ns"][row]))
+
+    def _wall_s(self, start_ns: int, end_ns: int) -> float:
+        """Seconds of a stretch that lie in the windows of the joules."""
+        inside = np.minimum(self._windows[:, 1], end_ns) - np.maximum(self._windows[:, 0], start_ns)
+        return float(np.maximum(inside, 0).sum()) * 1e-9
 
     def _add_later(self, lines: dict[int, _Line], innermost: Ints, forward: Ints) -> None:
         """What autograd spent elsewhere on behalf of a region's forward operators."""

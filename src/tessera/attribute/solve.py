@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..schema import Domain
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links, link
-from ..trace import Column, PowerTrace, column_energy
+from ..trace import FULL, Column, PowerTrace, chain, column_energy
 from .activity import Activity, activity, gaps, summed
 from .fit import Fit, conserved, exposure, groups, solve
 from .host import host_activity
@@ -83,31 +84,43 @@ class Share:
 
 def attribute(
     timeline: Timeline, power: PowerTrace, *, start_ns: int | None = None, end_ns: int | None = None,
-    board: str | None = None,
+    windows: Sequence[tuple[int, int]] = (), board: str | None = None,
 ) -> EnergyTable:  # fmt: skip
     """Assign the joules of a run to kernels, operators, regions, modules and steps; fills `timeline.energy_j`.
 
     `start_ns` and `end_ns` (epoch) bound what is accounted for: by default where the timeline and the samples overlap.
+    `windows` are several such stretches, in order, where not all steps were traced: what lies between is no part of it.
     """
     from .ledger import table
 
     links = link(timeline)
-    begin, end = _window(timeline, power, start_ns, end_ns)
-    notes = list(timeline.notes)
+    if windows:
+        traced_s = sum(b - a for a, b in windows) * 1e-9
+        said = f"{len(windows)} windows were traced, {traced_s:.3g} s in all: joules and seconds are of those"
+        notes = [*timeline.notes, said] if len(windows) > 1 else list(timeline.notes)
+    else:
+        begin, end = _window(timeline, power, start_ns, end_ns)
+        asked = start_ns is not None and end_ns is not None
+        windows, notes = [(begin, end)], [*timeline.notes, *([] if asked else _partly(timeline, begin, end))]
     parts = []
     for device, column, found in _pairs(timeline, links, power, notes):
         moved = dataclasses.replace(column, times_ns=column.times_ns + power.epoch_offset_ns)
-        part = _solve(timeline, links, device, moved, found, begin, end, board)
+        part = _solve(timeline, links, device, moved, found, windows, board)
         if part is None:
             notes.append(f"{column.domain.name}: no sample lies within the trace, so its joules are not known")
         else:
             parts.append(part)
+            if part.coverage < FULL:
+                notes.append(
+                    f"{column.domain.name}: the samples tell of {part.coverage:.0%} of the time; what ran in the rest "
+                    "has no joules here"
+                )
     if not parts:
         raise MeasurementError(
             "no joules can be attributed", why="no power sample lies within the trace",
             fix="record power beside the trace: tessera run, or --power with a log of the same time",
         )  # fmt: skip
-    return table(timeline, links, parts, begin, end, notes)
+    return table(timeline, links, parts, windows, notes)
 
 
 def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns: int | None) -> tuple[int, int]:
@@ -123,6 +136,21 @@ def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns:
             fix="use a power log of the same run; if the clocks of two machines differ, shift one of them",
         )
     return begin, end
+
+
+def _partly(timeline: Timeline, begin: int, end: int) -> list[str]:
+    """That the joules are those of a part of what ran on the devices (of all rows, where nothing did)."""
+    rows = timeline.device_rows
+    if len(rows) == 0:
+        rows = timeline.rows("op")
+    if len(rows) == 0:
+        return []
+    start_ns, stop_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+    inside_s = max(min(end, stop_ns) - max(begin, start_ns), 0) * 1e-9
+    whole_s = (stop_ns - start_ns) * 1e-9
+    if inside_s >= FULL * whole_s:
+        return []
+    return [f"power is known for {inside_s:.3g} s of the trace's {whole_s:.3g} s: all joules are of that part"]
 
 
 def _span(start_ns: int, end_ns: int) -> str:
@@ -163,27 +191,30 @@ def _host_pairs(
 
 
 def _solve(
-    timeline: Timeline, links: Links, device: int, column: Column, found: Activity, begin: int, end: int,
-    board_name: str | None,
+    timeline: Timeline, links: Links, device: int, column: Column, found: Activity,
+    windows: Sequence[tuple[int, int]], board_name: str | None,
 ) -> Share | None:  # fmt: skip
     known = ~np.isnan(column.watts)
     times_ns, watts = column.times_ns[known], column.watts[known]
     if len(times_ns) == 0:
         return None
-    energy = column_energy(column, begin, end)
+    energy = chain([column_energy(column, begin, end) for begin, end in windows])
     if math.isnan(energy.joules) or energy.joules <= 0:
         return None
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
     response = response_of(column.domain, spacing_s)
-    found = _clipped(found, begin, end)
+    seen = _seen(column, windows)
+    found = _clipped(found, seen)
     board = board_of(board_name or column.domain.label or _named(timeline, device), watts)
-    problem = _Problem.of(timeline, links, found, begin, end, board, response, times_ns, watts)
+    problem = _Problem.of(timeline, links, found, seen, board, response, times_ns, watts)
     result = problem.solved(response)
     covariance = result.covariance + problem.shift(result, response) + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
     level, covariance = conserved(result.watts, covariance, seconds, energy.joules)
     # What the sensor's level is off by, every class is off by alike: no sample can tell.
-    covariance = covariance + np.outer(level, level) * (max(energy.error_j / energy.joules, 0.0) / Z90) ** 2
+    # What was not seen widens the sum only: it is no part of what the classes are given.
+    unseen_j = energy.joules * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
+    covariance = covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.joules / Z90) ** 2
     return Share(
         device=device, domain=column.domain, activity=found, gap_start_ns=problem.gap_start_ns,
         gap_end_ns=problem.gap_end_ns, gap_cls=problem.gap_cls, watts=level, covariance=covariance,
@@ -200,10 +231,32 @@ def _named(timeline: Timeline, device: int) -> str | None:
     return names.get(device)
 
 
-def _clipped(found: Activity, begin: int, end: int) -> Activity:
-    """What lies within the window; rows that reach over its edges are cut there."""
-    inside = (found.end_ns > begin) & (found.start_ns < end)
-    start, stop = np.maximum(found.start_ns[inside], begin), np.minimum(found.end_ns[inside], end)
+def _seen(column: Column, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The stretches of some windows that the samples tell of: what ran in a hole of them is given no joules.
+
+    Else the joules of the seen part would be spread over all that ran, and every kernel look cheaper than it is.
+    """
+    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    known = ~np.isnan(column.watts)[1:]  # of the stretch up to each sample
+    edge = np.diff(known.astype(np.int64), prepend=0, append=0)
+    start, stop = times[np.flatnonzero(edge == 1)], times[np.flatnonzero(edge == -1)]
+    found = []
+    for begin, end in windows:
+        pairs = zip(np.clip(start, begin, end).tolist(), np.clip(stop, begin, end).tolist(), strict=True)
+        found += [(a, b) for a, b in pairs if b > a]
+    return found
+
+
+def _clipped(found: Activity, seen: Sequence[tuple[int, int]]) -> Activity:
+    """What lies within the stretches that were seen; rows that reach over their edges are cut there."""
+    places, starts, stops = [], [], []
+    for begin, end in seen:
+        inside = np.flatnonzero((found.end_ns > begin) & (found.start_ns < end))
+        places.append(inside)
+        starts.append(np.maximum(found.start_ns[inside], begin))
+        stops.append(np.minimum(found.end_ns[inside], end))
+    none = np.zeros(0, np.int64)
+    inside, start, stop = (np.concatenate([none, *part]) for part in (places, starts, stops))
     whole = (found.end_ns[inside] - found.start_ns[inside]).astype(np.float64)
     part = np.where(whole > 0, (stop - start) / np.maximum(whole, 1.0), 0.0)
     return dataclasses.replace(
@@ -228,12 +281,13 @@ class _Problem:
 
     @classmethod
     def of(
-        cls, timeline: Timeline, links: Links, found: Activity, begin: int, end: int, board: Board, response: Response,
-        times_ns: Ints, watts: Floats,
+        cls, timeline: Timeline, links: Links, found: Activity, seen: Sequence[tuple[int, int]], board: Board,
+        response: Response, times_ns: Ints, watts: Floats,
     ) -> _Problem:  # fmt: skip
-        gap_start, gap_end = gaps(found, begin, end)
+        idle_in = [gaps(found, *stretch) for stretch in seen]
+        gap_start, gap_end = (np.concatenate([part[i] for part in idle_in]) for i in (0, 1))
         idle = found.classes + ((gap_end - gap_start) >= _SHORT_GAP_NS)
-        use = _usable(times_ns, begin, end, response)
+        use = _usable(times_ns, seen, response)
         typical = _typical(found)
         expected = prior(timeline, found.first, typical, links.op, board)
         problem = cls(
@@ -296,15 +350,19 @@ class _Problem:
         return np.outer(change, change)
 
 
-def _usable(times_ns: Ints, begin: int, end: int, response: Response) -> Ints:
-    """The samples whose whole memory lies in the window (all that end in it, where those are too few), thinned."""
+def _usable(times_ns: Ints, seen: Sequence[tuple[int, int]], response: Response) -> Ints:
+    """The samples whose whole memory was seen (all that end in what was, where those are too few), thinned."""
     memory_ns = round(response.memory_s * 1e9)
-    inside = np.flatnonzero((times_ns - memory_ns >= begin) & (times_ns <= end))
-    if len(inside) < 3:
-        inside = np.flatnonzero((times_ns > begin) & (times_ns <= end))
-    if len(inside) > _MOST_SAMPLES:
-        inside = inside[np.linspace(0, len(inside) - 1, _MOST_SAMPLES).astype(np.int64)]
-    return inside
+    for back_ns in (memory_ns, 1):
+        inside = np.zeros(len(times_ns), bool)
+        for begin, end in seen:
+            inside |= (times_ns - back_ns >= begin) & (times_ns <= end)
+        found = np.flatnonzero(inside)
+        if len(found) >= 3:
+            break
+    if len(found) > _MOST_SAMPLES:
+        found = found[np.linspace(0, len(found) - 1, _MOST_SAMPLES).astype(np.int64)]
+    return found
 
 
 def _typical(found: Activity) -> Floats:

@@ -78,13 +78,13 @@ def command(
 def _joules(run: RunFile, notes: list[str]) -> EnergyTable | None:
     """What the joules were spent on; a run without power is exported all the same."""
     from ..errors import TesseraError
-    from ..profile.energy import energy
+    from ..profile.untraced import table_of
 
     if not run.domains:
         return None
     timeline = run.timeline()
     try:
-        table = energy(run, timeline)
+        table = table_of(run, timeline)
     except TesseraError as exc:
         notes.append(f"written without joules: {exc.what}")
         return None

@@ -62,14 +62,22 @@ def _writer(session: Session) -> RunWriter:
         "mode": options.mode,
         "activities": list(options.chosen),
         "argv": list(sys.argv),
-        "cwd": os.getcwd(),  # noqa: PTH109  (a path that is gone must not end in a traceback)
+        "cwd": _cwd(),
         "python": platform.python_version(),
         "asked_ms": options.sample_interval_ms,
+        "scheduled": True if session._schedule is not None and options.mode == "timeline" else None,
         "rank": int(rank) if rank and rank.isdigit() else None,
         "world_size": int(world) if world and world.isdigit() else None,
         **session._facts,
     }
     return RunWriter(session.path, meta={k: v for k, v in meta.items() if v is not None})
+
+
+def _cwd() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109  (a string, whatever it holds)
+    except OSError:  # deleted under us
+        return None
 
 
 def _discard(writer: RunWriter) -> None:

@@ -1,4 +1,4 @@
-"""The joules of a recorded run: attribution, over the stretch of it that was traced."""
+"""The joules of a recorded run: attribution, over the stretches of it that were traced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 def energy(run: RunFile, timeline: Timeline | None = None) -> EnergyTable:
     """What a run's joules were spent on.
 
-    A timeline of which only some steps were traced is accounted for from the first window to the last: outside them
-    nobody knows what ran. `timeline` saves reading it again.
+    A timeline of which only some steps were traced is accounted for in those windows: outside them nobody knows what
+    ran. Without a schedule windows follow one another, and what lies between belongs to the run (Kineto was restarted).
+    `timeline` saves reading it again.
     """
     from ..attribute.solve import attribute
 
     rows = run.timeline() if timeline is None else timeline
     power = run.power()
     windows = run.get("windows") or []
+    if windows and run.get("scheduled"):
+        return attribute(rows, power, windows=[(int(a), int(b)) for a, b in windows])
     if windows and run.get("mode") != "summary":
         return attribute(rows, power, start_ns=windows[0][0], end_ns=windows[-1][1])
     return attribute(rows, power, start_ns=power.start_ns, end_ns=power.end_ns)

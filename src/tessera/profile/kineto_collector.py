@@ -46,6 +46,7 @@ class Finished:
             prof.export_chrome_trace(str(path))
             del prof
             found = kineto.read(path)
+        _as_sensors_count(found)
         return chosen(found, self._options)
 
 
@@ -151,6 +152,27 @@ def _busy(why: str) -> MeasurementError:
         why=f"torch.profiler: {why.splitlines()[0]}",
         fix='one profiler at a time: end the other torch.profiler, or use mode="sampling", which needs none',
     )
+
+
+def _as_sensors_count(timeline: Timeline) -> None:
+    """Number devices as the sensors do (gpu2 is NVML's second): Kineto counts those CUDA_VISIBLE_DEVICES leaves."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not os.environ.get("CUDA_VISIBLE_DEVICES") or not torch.cuda.is_initialized():
+        return
+    index_of = getattr(torch.cuda, "_get_nvml_device_index", None)
+    if index_of is None or torch.version.hip is not None:
+        return
+    try:
+        numbers = [int(index_of(i)) for i in range(torch.cuda.device_count())]
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a part of a GPU (MIG), which NVML has no number for
+        return
+    device = timeline["device"]
+    known = (device >= 0) & (device < len(numbers))
+    timeline.columns["device"] = np.where(known, np.array([*numbers, NONE])[np.where(known, device, NONE)], device)
+    properties = timeline.meta.get("deviceProperties")
+    for entry in properties if isinstance(properties, list) else ():
+        if isinstance(entry, dict) and entry.get("id") in range(len(numbers)):
+            entry["id"] = numbers[entry["id"]]
 
 
 def chosen(timeline: Timeline, options: Options) -> Timeline:

@@ -158,7 +158,12 @@ def _put_first(folder: str) -> None:
 
 
 def _join_threads() -> None:
-    """Python waits for threads that are no daemons before it exits; the session is to last as long."""
+    """Python waits for threads that are no daemons before it exits; the session is to last as long.
+
+    Before it waits it tells the pools of `concurrent.futures` to end their workers: those would wait for ever.
+    """
+    for call in reversed(getattr(threading, "_threading_atexits", ())):  # called again at exit, which is no error
+        call()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

@@ -32,6 +32,7 @@ _AVERAGE_S, _REFRESH_S = 1.0, 0.1
 # Longer without a sample is a hole: the logger stood still. NVML's own ring has spacings of up to 46 ms.
 _HOLE_S, _HOLE_SPACINGS = 0.25, 6.0
 _STAMPS = ("%Y/%m/%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S.%f", "%Y/%m/%d %H:%M:%S")
+_BOARD = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial")
 _WATTS = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(m?W)?\s*$")
 
 
@@ -53,7 +54,12 @@ def read_power(path: str | Path) -> PowerTrace:
 def _own(source: Path) -> dict[str, Column]:
     samples = read_csv(source)  # first: it says what a file that is no power log lacks
     basis = csv_basis(source)
-    return {n: _column(_domain(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
+    found = {}
+    for name, (logged_ns, logged_w) in samples.items():
+        once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
+        times_ns, watts = logged_ns[once], logged_w[once]
+        found[name] = _column(_domain(name, times_ns, basis.get(name)), times_ns, watts)
+    return found
 
 
 def _column(domain: Domain, times_ns: Ints, watts: Floats) -> Column:
@@ -102,15 +108,22 @@ def _nvidia_smi(source: Path, head: list[str]) -> dict[str, Column]:
         )  # fmt: skip
     rows: dict[str, list[tuple[int, float]]] = {}
     labels: dict[str, str] = {}
+    boards: set[tuple[str, ...]] = set()
     with source.open(newline="", encoding="utf-8-sig") as f:
         for line, row in enumerate(csv.DictReader(f, fieldnames=head, skipinitialspace=True), start=1):
             if line == 1 or row.get("timestamp") in (None, "", "timestamp"):
                 continue
             name = f"gpu{(row.get('index') or '0').strip()}"
+            boards.add(tuple((row.get(c) or "").strip() for c in _BOARD))
             watts = _watts(row.get(power), source, line)
             if watts is not None:
                 rows.setdefault(name, []).append((_stamp_ns(row["timestamp"], source, line), watts))
                 labels.setdefault(name, (row.get("name") or "").strip())
+    if "index" not in head and len(boards) > 1:
+        raise RecordingError(
+            f"{source} has {len(boards)} GPUs and no index", why="their watts cannot be told apart by device number",
+            fix="nvidia-smi --query-gpu=timestamp,index,power.draw.instant --format=csv -lms 20 > power.csv",
+        )  # fmt: skip
     return {n: _smi_column(n, pairs, power, labels[n]) for n, pairs in rows.items()}
 
 

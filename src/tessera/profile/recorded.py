@@ -90,8 +90,10 @@ class Recorded:
 
     def _account(self, run: RunFile, timeline: Timeline) -> EnergyTable:
         from .energy import energy
+        from .untraced import traced, untraced
 
-        table = energy(run, timeline)
+        # Sampling mode traces nothing: its regions and steps come from the samples of all domains.
+        table = energy(run, timeline) if traced(timeline) or not run.domains else untraced(run, timeline)
         if self._stopped:
             self._table = table
         return table

@@ -240,8 +240,8 @@ class Session(Recorded):
                 try:
                     timeline = timeline_of(run)
                     table = self._account(run, timeline)
-                    assert timeline.energy_j is not None
-                    run.use_energy(timeline.energy_j, timeline.energy_error_j)
+                    if timeline.energy_j is not None:
+                        run.use_energy(timeline.energy_j, timeline.energy_error_j)
                 except TesseraError as exc:
                     self.notes.append(f"exported without joules: {exc.what}")
                 for exporter in self._exporters:
@@ -330,7 +330,8 @@ class Session(Recorded):
                 self._writer.add_timeline(self._modules.take())
         self._windows.append((start_ns, end_ns))
         self._writer.set("windows", self._windows)
-        if len(self._windows) > MAX_WINDOWS:  # a summary of days: where the first and the last were is enough
+        if self._summary is not None and len(self._windows) > MAX_WINDOWS:
+            # A summary of days: where the first and the last were is enough.
             del self._windows[1:-1]
 
     def __repr__(self) -> str:

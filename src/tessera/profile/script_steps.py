@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import logging
 import sys
 import threading
@@ -125,14 +124,18 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """Of our module: what the other finders say, with a loader that calls us back."""
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        # We stay until the module is executed: many libraries only ask whether torch is there, and import it later.
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        spec = next((s for f in others if (s := f.find_spec(fullname, path, target)) is not None), None)
         if spec is None or spec.loader is None:
-            return None
+            return spec
         execute = spec.loader.exec_module
 
         def then_call(module: ModuleType) -> None:
             execute(module)
+            if self not in sys.meta_path:
+                return  # called before, or nobody waits any more
+            sys.meta_path.remove(self)
             try:
                 self._call(module)
             except Exception:  # noqa: BLE001  (the program's import has succeeded, and is to stay so)

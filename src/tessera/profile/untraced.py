@@ -1,0 +1,101 @@
+"""The joules of a run of which nothing was traced: the whole, and its regions and steps, straight from the samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..attribute.table import EnergyRow, EnergyTable
+from ..errors import MeasurementError
+from ..integral import Sums, accumulate, mark
+from ..schema import Energy, Hold
+from ..timeline.columns import Timeline
+from ..trace import Column, chain, combine, energy_between
+from .energy import energy
+from .runfile import RunFile
+
+PASSES = 20_000
+"""Passes through regions that are integrated one by one; of a run with more, the first ones."""
+
+
+def table_of(run: RunFile, timeline: Timeline) -> EnergyTable:
+    """The table of any run: attributed where something was traced, else what the samples alone know."""
+    if not traced(timeline) or not run.domains:
+        return untraced(run, timeline)
+    try:
+        return energy(run, timeline)
+    except MeasurementError as exc:  # power of another time than the trace: the sum is still known
+        return untraced(run, timeline, [exc.what])
+
+
+def traced(timeline: Timeline) -> bool:
+    """Whether anything is there that joules can be given to; else a run would be idle from end to end."""
+    return bool(len(timeline.device_rows) or len(timeline.rows("op")))
+
+
+def untraced(run: RunFile, timeline: Timeline, notes: Sequence[str] = ()) -> EnergyTable:
+    """Without kernels and operators. Joules are NaN where no power was recorded."""
+    power = run.power()
+    if not power.columns:
+        said = 'no power was recorded, so there are no joules: activities=["gpu", "power"]; see `tessera doctor`'
+        start_ns, end_ns = run.span_ns
+        return EnergyTable(
+            total_j=math.nan, total_error_j=math.nan, idle_j=math.nan, idle_error_j=math.nan, kernels=(),
+            seconds=(end_ns - start_ns) * 1e-9, busy_s=0.0, coverage=0.0, notes=[*notes, said],
+        )  # fmt: skip
+    total = power.energy()
+    meter = _Meter([c for c in power.columns.values() if c.domain.counted], power.epoch_offset_ns)
+    steps = [(s.name, s.start_ns, s.end_ns) for s in timeline.linked.steps[:PASSES]]
+    named = {s.row for s in timeline.linked.steps}
+    regions = [
+        (timeline.name(r), int(timeline["start_ns"][r]), int(timeline["end_ns"][r]))
+        for r in timeline.rows("region")[:PASSES].tolist()
+        if r not in named
+    ]
+    return EnergyTable(
+        total_j=total.joules, total_error_j=total.error_j, idle_j=math.nan, idle_error_j=math.nan,
+        seconds=total.seconds, busy_s=0.0, kernels=(), source=total.source, basis=total.basis,
+        coverage=total.coverage, notes=list(notes), regions=_rows(meter, regions, "region", total.joules),
+        steps=[row for step in steps for row in _rows(meter, [step], "step", total.joules)],
+    )  # fmt: skip
+
+
+class _Meter:
+    """Joules between any two times, from running sums made once."""
+
+    def __init__(self, columns: Sequence[Column], epoch_offset_ns: int) -> None:
+        self._offset_ns = epoch_offset_ns
+        self._columns = [(c, _sums(c)) for c in columns]
+
+    def between(self, start_ns: int, end_ns: int) -> Energy:
+        seconds = (end_ns - start_ns) * 1e-9
+        parts = []
+        for c, sums in self._columns:
+            moved_ns = round(c.domain.lag_s * 1e9) - self._offset_ns
+            mean = c.domain.hold is Hold.MEAN
+            edges = [mark(c.times_ns, c.watts, sums, t + moved_ns, mean=mean) for t in (start_ns, end_ns)]
+            parts.append(energy_between(c.domain, edges[0], edges[1], seconds))
+        return combine(parts, seconds)
+
+
+def _sums(column: Column) -> Sums:
+    d = column.domain
+    return accumulate(column.times_ns, column.watts, mean=d.hold is Hold.MEAN, noise=d.sample_noise)
+
+
+def _rows(meter: _Meter, passes: Sequence[tuple[str, int, int]], kind: str, total_j: float) -> list[EnergyRow]:
+    """Passes of one name together."""
+    by_name: dict[str, list[Energy]] = {}
+    for name, start_ns, end_ns in passes:
+        by_name.setdefault(name, []).append(meter.between(start_ns, end_ns))
+    out = []
+    for name, parts in by_name.items():
+        spent = chain(parts)
+        out.append(
+            EnergyRow(
+                name=name, kind=kind, calls=len(parts), time_s=spent.seconds, energy_j=spent.joules,
+                energy_error_j=spent.error_j, share=spent.joules / total_j if total_j > 0 else 0.0,
+                wall_s=spent.seconds,
+            )
+        )  # fmt: skip
+    return out
