@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 Row = dict[str, Any]
 
@@ -42,7 +44,8 @@ SAME = {
     "_adaptive_avg_pool2d": "mean", "adaptive_avg_pool2d": "mean", "mean": "mean", "stack": "cat",
     "addmm": "mm", "mm": "mm", "linear": "mm", "_addmm_activation": "mm", "_fused_rms_norm": "rms_norm",
     "bmm": "bmm", "baddbmm": "bmm", "_grouped_mm": "grouped_mm", "embedding": "gather", "index_select": "gather",
-    "gather": "gather", "arange": "arange", "_safe_softmax": "_softmax",
+    "gather": "gather", "arange": "arange", "__and__": "bitwise_and", "__or__": "bitwise_or", "_embedding_bag": "embedding_bag",
+    "_weight_norm_interface": "_weight_norm", "_safe_softmax": "_softmax",
 }  # fmt: skip
 
 
@@ -87,8 +90,16 @@ def kernels_of(trace: Row) -> list[Kernel]:
     found = []
     for op, outer, name, us, start, _ in trace["kernels"]:
         inner, around = trace["ops"][op][0], trace["names"][outer] if outer is not None else None
-        found.append(Kernel(token_of(inner, around), op, trace["names"][name], us, start, around))
+        token = token_of(inner, around)
+        if token != "batch_norm" and _casts(trace["ops"][op]):
+            token = "copy"
+        found.append(Kernel(token, op, trace["names"][name], us, start, around))
     return found
+
+
+def _casts(op: Any) -> bool:
+    """Whether a kernel's operator copies into another number format: autocast's casts lie inside the operator it casts for."""
+    return op[0] in ("aten::copy_", "aten::_to_copy") and len(op) > 2 and len(op[2]) > 1 and op[2][0] != op[2][1]
 
 
 def token_of(inner: str | None, outer: str | None) -> str:
@@ -129,22 +140,72 @@ def align(graph: Any, trace: Row) -> tuple[list[Pair], list[Any], list[Kernel]]:
     pairs: list[Pair] = []
     lone_ops: list[Any] = []
     lone: list[Kernel] = []
-    matcher = SequenceMatcher(None, [t for t, _, _ in left], [t for t, _, _ in right], autojunk=False)
-    for tag, a0, a1, b0, b1 in matcher.get_opcodes():
-        if tag != "equal":
-            for _, i, j in left[a0:a1]:
-                lone_ops += ops[i:j]
-            for _, i, j in right[b0:b1]:
-                lone += ran[i:j]
-            continue
-        for (_, i, j), (_, k, m) in zip(left[a0:a1], right[b0:b1], strict=True):
-            shares = _share(ran[k:m], j - i)
-            if shares is None:
-                lone_ops += ops[i:j]
-                lone += ran[k:m]
-            else:
-                pairs += [Pair(op, share) for op, share in zip(ops[i:j], shares, strict=True)]
+    i = k = 0
+    for a, b in [*_common(left, right), (len(left), len(right))]:
+        for _, begin, end in left[i:a]:
+            lone_ops += ops[begin:end]
+        for _, begin, end in right[k:b]:
+            lone += ran[begin:end]
+        i, k = a + 1, b + 1
+        if a == len(left):
+            break
+        (_, begin, end), (_, first, last) = left[a], right[b]
+        shares = _by_shape(ran[first:last], ops[begin:end], trace) or _share(ran[first:last], end - begin)
+        if shares is None:
+            lone_ops += ops[begin:end]
+            lone += ran[first:last]
+        else:
+            pairs += [Pair(op, share) for op, share in zip(ops[begin:end], shares, strict=True)]
     return pairs, lone_ops, lone
+
+
+def _common(left: list[tuple[str, int, int]], right: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
+    """The longest common subsequence of two lists of runs, as pairs of positions; runs as long as each other count more.
+
+    Solved along antidiagonals: a model repeats its layers, and a greedy match would lay one layer beside another.
+    """
+    codes = {token: i for i, token in enumerate({t for t, *_ in (*left, *right)})}
+    a, b = (np.array([codes[t] for t, *_ in runs], np.int64) for runs in (left, right))
+    la, lb = (np.array([j - i for _, i, j in runs], np.int64) for runs in (left, right))
+    n, m = len(a), len(b)
+    took = np.zeros((n + 1, m + 1), np.int8)  # 1: both, 2: skip left, 3: skip right
+    before, last = np.zeros(n + 1, np.float32), np.zeros(n + 1, np.float32)
+    for d in range(2, n + m + 1):
+        i = np.arange(max(1, d - m), min(n, d - 1) + 1)
+        j = d - i
+        both = np.where(a[i - 1] == b[j - 1], before[i - 1] + 1.0 + 0.25 * (la[i - 1] == lb[j - 1]), -1.0)
+        up, aside = last[i - 1], last[i]
+        best = np.maximum(both, np.maximum(up, aside))
+        took[i, j] = np.where(both >= best, 1, np.where(up >= aside, 2, 3))
+        now = np.zeros(n + 1, np.float32)
+        now[i] = best
+        before, last = last, now
+    found: list[tuple[int, int]] = []
+    i, j = n, m
+    while i and j:
+        step = int(took[i, j])
+        if step == 1:
+            found.append((i - 1, j - 1))
+        i, j = i - (step != 3), j - (step != 2)
+    return found[::-1]
+
+
+def _by_shape(kernels: list[Kernel], ops: list[Any], trace: Row) -> list[list[Kernel]] | None:
+    """Kernels of a run of like operators, dealt out by the shapes their operators had; None where those do not tell."""
+    if len(ops) == 1:
+        return None
+    shapes = [[tuple(t.shape) for t in (*op.inputs, *op.outputs)] for op in ops]
+    if any(a == b for a, b in itertools.pairwise(shapes)):
+        return None
+    groups: list[list[Kernel]] = [[] for _ in ops]
+    at = 0
+    for kernel in kernels:
+        dims = {tuple(d) for d in trace["ops"][kernel.op][1] if d and all(isinstance(n, int) for n in d)}
+        if at + 1 < len(ops) and groups[at]:
+            here, there = (sum(d in s for d in dims) for s in shapes[at : at + 2])
+            at += there > here
+        groups[at].append(kernel)
+    return groups if all(groups) else None
 
 
 def _share(kernels: list[Kernel], among: int) -> list[list[Kernel]] | None:

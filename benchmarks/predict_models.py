@@ -8,7 +8,8 @@
 Prints every case, the mean absolute errors of latency and energy in all and by what bounds the case (graph replay, or a
 GPU that is busy 80% of the time by the recording's own trace: device-bound, otherwise host-bound; the public set has no
 traces and is split by the prediction), the share within 10%, the worst, and how many fell into the stated 90% interval;
-beside it the datasheet roofline's error on the same cases. Writes benchmarks/results/predict_SET.json.
+beside it the datasheet roofline's error on the same cases. Writes benchmarks/results/predict_SET.json, or
+predict_OUT.json with --out: predict_heldout2.json is the one look before the set was used, and stays as it was.
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=["public", "dev", "heldout", "heldout2"])
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared")
+    parser.add_argument("--out", help="the name of the result, where it is not that of the set: a later look at it")
     parser.add_argument("--quiet", action="store_true", help="only the summary")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -201,7 +203,7 @@ def main() -> None:
         print("failed:", name, why)
     found["rows"] = [{**r.__dict__, "latency": r.latency, "energy": r.energy} for r in rows]
     found["failed"] = failed
-    (HERE / f"results/predict_{given.which}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / f"results/predict_{given.out or given.which}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -338,6 +338,29 @@ def test_batch_rescales_every_input():
     assert graph.samples == 32
 
 
+def test_tf32_switches_are_read_when_each_operator_runs():
+    class Switching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(4, 4, 1), nn.Linear(16, 16)
+
+        def forward(self, x):
+            matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+            x = self.fc(self.conv(x).flatten(1))
+            try:
+                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
+                x = self.fc(x)
+                x = self.conv(x.view(-1, 4, 2, 2))
+            finally:
+                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+            return self.fc(x.flatten(1))
+
+    graph = capture(Switching(), torch.randn(2, 4, 2, 2))
+    assert [op.precision for op in graph.kernels] == ["tf32", "fp32", "tf32", "fp32", "fp32"]
+    whatif = capture(Switching(), torch.randn(2, 4, 2, 2), precision="tf32")
+    assert {op.precision for op in whatif.kernels} == {"tf32"}
+
+
 def test_fp32_products_and_convolutions_follow_torchs_switches():
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4))
     graph = capture(model, torch.randn(2, 4, 2, 2))
@@ -602,3 +625,36 @@ def test_a_loop_over_experts_spreads_its_tokens():
     products = [op for op in graph.kernels if op.kind == "gemm"]
     assert len(products) == 5 and {op.params["m"] for op in products[1:]} == {16}
     assert any("evenly" in a for a in graph.assumptions)
+
+
+def test_autocast_reaches_attention_called_by_name():
+    class Rotary(nn.Module):
+        """Queries and keys come out of fp32 arithmetic, values out of a narrow product."""
+
+        def forward(self, q, v):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return nn.functional.scaled_dot_product_attention(q * 1.5, q * 0.5, v)
+
+    q = torch.randn(2, 4, 16, 8)
+    graph = capture(Rotary(), (q, q))
+    (attention,) = [op for op in graph.kernels if op.kind == "attention"]
+    assert {t.dtype for t in attention.inputs} == {"bf16"}
+
+
+def test_attention_over_columns_is_not_fused():
+    x = torch.randn(2, 1, 8, 16, dtype=torch.float16)
+
+    def attend(t):
+        return nn.functional.scaled_dot_product_attention(t, t, t)
+
+    assert any(op.kind == "attention" for op in capture(attend, (x,)).kernels)
+    columns = capture(lambda t: attend(t.transpose(2, 3)), (x,)).kernels
+    assert not any(op.kind == "attention" for op in columns)
+    assert sum(op.kind == "gemm" for op in columns) == 2
+
+
+def test_a_boolean_mask_is_made_additive_for_fused_attention():
+    x, mask = torch.randn(1, 2, 8, 16, dtype=torch.float16), torch.ones(8, 8, dtype=torch.bool)
+    graph = capture(lambda t, m: nn.functional.scaled_dot_product_attention(t, t, t, attn_mask=m), (x, mask))
+    names = [op.name for op in graph.kernels]
+    assert names.index("aten.where") < names.index("tessera.sdpa")

@@ -315,3 +315,50 @@ def test_the_peak_is_never_below_the_average():
     for device in ("mi300x", "b200", "h200-nvl"):
         report = tessera.predict(net(), torch.randn(1, 64), on=device, launch="graph")
         assert report.peak_power_w >= report.average_power_w
+
+
+def _one(run, *inputs, kind=None):
+    """Seconds on an H200 of the largest kernel of a program (of a kind)."""
+    from tessera.estimate.ops import OpModel
+    from tessera.graph.capture import capture
+    from tessera.hardware import lookup
+
+    model = OpModel(lookup("h200"))
+    return max(model.time(op).seconds for op in capture(run, inputs).kernels if kind in (None, op.kind))
+
+
+def test_operands_that_lie_across_each_other_are_slow():
+    rows = torch.empty(64, 256, 1024, device="meta", dtype=torch.float16)
+    columns = torch.empty(64, 1024, 256, device="meta", dtype=torch.float16).transpose(1, 2)
+    assert _one(torch.add, rows, columns) > 1.5 * _one(torch.add, rows, rows)
+
+
+def test_groups_a_library_has_no_kernel_for_run_in_turn():
+    x = torch.empty(32, 1024, 28, 28, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    y = x[:, :896].contiguous(memory_format=torch.channels_last)
+    with torch.device("meta"):
+        known = nn.Conv2d(1024, 1024, 3, padding=1, groups=32, bias=False).to(torch.bfloat16)
+        odd = nn.Conv2d(896, 896, 3, padding=1, groups=32, bias=False).to(torch.bfloat16)  # 28 channels each
+    fast, slow = _one(known, x, kind="conv"), _one(odd, y, kind="conv")
+    assert slow > 2 * fast
+
+
+def test_short_rows_are_looked_up_by_the_row():
+    with torch.device("meta"):
+        narrow, wide = nn.Embedding(100_000, 16), nn.Embedding(100_000, 512)
+    many, few = (torch.empty(n, dtype=torch.int64, device="meta") for n in (32 * 8192, 8192))
+    assert _one(narrow, many) > 3 * _one(wide, few)  # the same bytes
+
+
+def test_few_groups_leave_the_chip_idle():
+    x = torch.empty(1, 256, 256, 256, device="meta", dtype=torch.float16)
+    with torch.device("meta"):
+        few, many = nn.GroupNorm(8, 256).half(), nn.GroupNorm(256, 256).half()
+    assert _one(few, x) > 3 * _one(many, x)
+
+
+def test_dropout_costs_in_fused_attention():
+    q = torch.empty(8, 12, 1024, 64, device="meta", dtype=torch.bfloat16)
+    attend = nn.functional.scaled_dot_product_attention
+    plain = _one(lambda t: attend(t, t, t, is_causal=True), q)
+    assert _one(lambda t: attend(t, t, t, dropout_p=0.1, is_causal=True), q) > 1.5 * plain

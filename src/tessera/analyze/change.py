@@ -204,13 +204,15 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
 
 
 def _unit(one: Side, two: Side) -> str | None:
-    """The work both did: steps where both have them, else the first unit they share."""
+    """The work both did: steps where both have them, else the first unit they share; None where they did the same."""
     shared = [u for u in one.work if one.work[u] > 0 and two.work.get(u, 0) > 0]
-    return "step" if "step" in shared else next(iter(shared), None)
+    if "step" in shared:
+        return "step"
+    return next((u for u in shared if one.work[u] != two.work[u]), None)
 
 
 def _uneven(one: Side, two: Side) -> list[str]:
-    if one.predicted == two.predicted and not (one.work or two.work):
+    if one.predicted == two.predicted and one.work == two.work:
         return []
     lacking = [s.name for s in (one, two) if not s.work] or ["either"]
     return [f"whole runs are compared: {' and '.join(lacking)} has no steps or other work that both did"]

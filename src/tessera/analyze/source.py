@@ -64,7 +64,7 @@ def open_source(
     if isinstance(trace, Source):
         return trace
     if isinstance(trace, Timeline):
-        return Source("trace", trace, power if isinstance(power, PowerTrace) else None)
+        return Source("trace", trace, _power(power))
     if isinstance(trace, Loaded):
         return Source("trace", trace.timeline(), trace._power)
     if isinstance(trace, RunFile):
@@ -86,13 +86,16 @@ def _of_path(path: Path, power: str | Path | PowerTrace | None, progress: Progre
         raise RecordingError(f"there is no file {path}", fix="give a .tessera run or a Kineto trace")
     if path.suffix == ".tessera":
         return _of_run(RunFile(path), path.name)
-    log = power
-    if isinstance(power, (str, Path)):
+    timeline = kineto.read(path, progress=progress)
+    return Source(path.name, timeline, _power(power), notes=list(timeline.notes))
+
+
+def _power(given: str | Path | PowerTrace | None) -> PowerTrace | None:
+    if isinstance(given, (str, Path)):
         from ..profile.powerlog import read_power
 
-        log = read_power(power)
-    timeline = kineto.read(path, progress=progress)
-    return Source(path.name, timeline, log if isinstance(log, PowerTrace) else None, notes=list(timeline.notes))
+        return read_power(given)
+    return given
 
 
 def _of_run(run: RunFile, name: str) -> Source:

@@ -69,7 +69,11 @@ class Conv:
         if which == "forward":
             return max(1, out[0] * prod(out[2:])), max(1, cout), wide_in * taps
         if which == "data":
-            return max(1, x[0] * prod(x[2:])), max(1, cin), wide_out * taps / (self.stride**2 if taps > 1 else 1)
+            return (
+                max(1, x[0] * prod(x[2:])),
+                max(1, cin),
+                wide_out * taps / (self.stride ** len(self.w[2:]) if taps > 1 else 1),
+            )
         return max(1, cout), wide_in * taps, out[0] * prod(out[2:])
 
     @property
@@ -81,6 +85,12 @@ class Conv:
     def io_bytes(self) -> float:
         """Bytes of the input and the output."""
         return (prod(self.x) + prod(self.out)) * ELEMENT_BYTES.get(self.precision, 2.0)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether cuDNN runs the groups one after another: its grouped kernels are for widths of 4, 8, 16, ... only."""
+        width = min(self.x[1], self.out[1]) // self.groups
+        return self.groups > 1 and not self.depthwise and width & (width - 1) != 0
 
     @property
     def depthwise(self) -> bool:
@@ -202,23 +212,27 @@ def floor(of: Chip, conv: Conv) -> Floor:
     """The physical part of a pass on a chip."""
     size = ELEMENT_BYTES.get(conv.precision, 2.0)
     m, n, k = conv.product()
-    product_s, busy, reads = _tiled(of, conv, m, n, k)
+    product_s, busy, reads = _tiled(of, conv, m, n, k, 1 if conv.in_turn else conv.groups)
+    in_turn = conv.groups if conv.in_turn else 1
+    product_s, reads = product_s * in_turn, reads * in_turn
     io = conv.io_bytes
     # Rates of an H200 as shares: 5 TB/s through the cache, 3.8 TB/s of its 4.8 across device memory.
     memory_s = io / (9.6 * of.units * of.clock_hz * 2.0 if io < 0.64 * of.cache_bytes else 0.79 * of.bandwidth)
     taps = prod(conv.w[2:])
     plain = taps == 1 and conv.stride == 1
     layout_s = 0.0 if conv.channels_last or plain or conv.depthwise else 2.0 * io / (0.83 * of.bandwidth)
+    if conv.in_turn and conv.channels_last:  # each group is cut out of the channels and put back: 4 us for a MB
+        layout_s = 20.0 * io / of.bandwidth
     direct_s = prod(conv.out) * taps / (10.0 * of.units * of.clock_hz)
     if conv.depthwise:
         start_s, seconds = 2e-6, math.hypot(direct_s, memory_s)
         busy = min(1.0, prod(conv.out) / 1024.0 / of.units)
     else:
-        start_s, seconds = 1.5e-6, math.hypot(product_s, memory_s) + layout_s
+        start_s, seconds = 1.5e-6 * in_turn, math.hypot(product_s, memory_s) + layout_s
     return Floor(product_s, memory_s, layout_s, direct_s, start_s, busy, reads * size, start_s + seconds)
 
 
-def _tiled(of: Chip, conv: Conv, m: int, n: int, k: float) -> tuple[float, float, float]:
+def _tiled(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> tuple[float, float, float]:
     """(seconds, occupied share of the SMs, elements read through the cache) of the product with its best tile."""
     peak = of.peak(conv.precision)[0] * of.boost_over_quoted / of.units * 0.8
     best = (math.inf, 1.0, 0.0)
@@ -227,15 +241,15 @@ def _tiled(of: Chip, conv: Conv, m: int, n: int, k: float) -> tuple[float, float
         for split in _SPLITS if conv.contracts_points else (1,):
             if split > 1 and k / split < 64:
                 continue
-            blocks = across * down * conv.groups * split
+            blocks = across * down * groups * split
             load = blocks / of.units
             waves = max(1.0, math.ceil(load)) if load < 6 else load
             efficiency = min(1.0, (tm * tn / 16384.0) ** 0.35)
             seconds = waves * (2.0 * tm * tn * math.ceil(k / split / 32) * 32 / (peak * efficiency) + 1e-6)
             if split > 1:
-                seconds += 2e-6 + 4.0 * m * n * conv.groups * split / (0.52 * of.bandwidth)
+                seconds += 2e-6 + 4.0 * m * n * groups * split / (0.52 * of.bandwidth)
             if seconds < best[0]:
-                best = (seconds, min(1.0, load / math.ceil(load)), conv.groups * k * (m * down + n * across))
+                best = (seconds, min(1.0, load / math.ceil(load)), groups * k * (m * down + n * across))
     return best
 
 
@@ -261,6 +275,7 @@ def features(conv: Conv, found: Floor) -> Array:
         float(conv.precision == "fp16"),
         log(max(1, x[1] // conv.groups)), float(x[2] % 2 == 0) if len(x) > 2 else 0.0, log(max(1, prod(out[2:]))),
         log(found.product_s / whole), log(found.memory_s / whole), found.layout_s / whole, log(found.direct_s / whole),
+        float(conv.in_turn), found.start_s / whole,
     ], float)  # fmt: skip
 
 

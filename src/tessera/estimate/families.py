@@ -48,7 +48,7 @@ def width(op: Op) -> float:
     if op.kind == "norm" and "normalized" in op.params:
         return float(prod(op.params["normalized"]))
     if op.kind == "batch_norm":
-        return float(x.shape[0] * prod(x.shape[2:]))
+        return float(x.shape[1] if x.channels_last else x.shape[0] * prod(x.shape[2:]))
     if op.kind in ("reduce", "softmax"):
         out = (
             op.outputs[0].numel
@@ -115,13 +115,60 @@ def _family(op: Op, short: str) -> tuple[str, float, float]:
         chunks = float(sum(-(-t.numel // CHUNK) for t in op.outputs))
         return f"foreach.{short.removeprefix('_foreach_')}", float(sum(t.numel for t in op.outputs)), chunks
     if op.kind in ("gather", "scatter"):
-        written = op.inputs[1:] if len(op.inputs) > 1 and "backward" not in short else op.inputs
-        moved = max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1)
-        # Writing rows where an index says is one kernel, as reading them is; only adding to them sorts the index first.
-        plain = op.kind == "scatter" and short in ("index_copy", "index_fill", "scatter")
-        return f"{'gather' if plain else op.kind}.{short}", float(moved), moved / 1024
-    layout = "dense" if dense(op) else "strided"
-    return f"{op.kind}.{layout}.{short}", n, n / 1024
+        return _indexed(op, short)
+    if op.kind == "pool":
+        return _pool(op, short, n)
+    if short == "upsample_bilinear2d" and op.outputs and not op.outputs[0].channels_last:
+        # A thread for every point of the picture, which goes through all channels of all samples.
+        return f"resample.planes.{short}", n, max(1.0, prod(op.outputs[0].shape[2:]) / 512)
+    return f"{op.kind}.{layout_of(op)}.{short}", n, n / 1024
+
+
+def _indexed(op: Op, short: str) -> tuple[str, float, float]:
+    """Rows read or written where an index says."""
+    written = op.inputs[1:] if len(op.inputs) > 1 and "backward" not in short else op.inputs
+    moved = float(max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1))
+    rows = float(max((t.numel for t in op.inputs if t.dtype in ("int64", "int32")), default=1))
+    table = op.inputs[0]
+    aligned = len(table.shape) < 2 or table.shape[-1] * DTYPE_BYTES.get(table.dtype, 4) % 16 == 0
+    if op.kind == "gather" and short in ("embedding", "index_select") and aligned:
+        if rows <= 16:  # a kernel that walks through the indices: 0.7 us each
+            return f"gather.few.{short}", 1400.0 * rows, 1.0
+        # A block for every row: 1,650 rows in a microsecond, however short they are.
+        return f"gather.{short}", moved + 2000.0 * rows, rows
+    if short == "embedding_dense_backward":
+        if rows <= 3072:  # not sorted: blocks that walk through the indices, 30 ns each
+            return f"scatter.few.{short}", 60.0 * rows, 1.0
+        # The indices are sorted, and one costs as much as 55 elements (rows of 16 to 768 elements on an H200).
+        return f"scatter.{short}", moved + 55.0 * rows, moved / 1024
+    # Writing rows where an index says is one kernel, as reading them is; only adding to them sorts the index first.
+    plain = op.kind == "scatter" and short in ("index_copy", "index_fill", "scatter")
+    return f"{'gather' if plain else op.kind}.{short}", moved, moved / 1024
+
+
+def _pool(op: Op, short: str, n: float) -> tuple[str, float, float]:
+    out = float(op.outputs[0].numel) if op.outputs else n
+    last = any(t.channels_last for t in op.inputs[:2])
+    # Every result reads its window.
+    elements = max(n, out * prod(op.params["window"])) if "window" in op.params else n
+    return f"pool.{'last' if last else 'first'}.{short}", elements, max(out, n) / 1024
+
+
+def layout_of(op: Op) -> str:
+    """How an elementwise kernel can go through its operands.
+
+    "dense": all alike, loads are vectorised. "crossed": operands that run fastest along different dimensions, so that
+    neighbouring threads read far apart. "cast": several number formats, converted one by one. "strided": the rest.
+    """
+    if not op.outputs:
+        return "dense"
+    out = op.outputs[0]
+    full = [t for t in op.inputs if t.numel > 1 and t.shape == out.shape and 0 not in t.stride]
+    if len(out.shape) > 1 and len({_inner(t) for t in (*full, out)}) > 1:
+        return "crossed"
+    if len({t.dtype for t in op.inputs if t.numel > 1 and t.dtype.startswith(("fp", "bf"))}) > 1:
+        return "cast"
+    return "dense" if dense(op) else "strided"
 
 
 def dense(op: Op) -> bool:
@@ -178,13 +225,15 @@ def _by_rows(op: Op, short: str, n: float, width: float) -> tuple[str, float, fl
 
 def _norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     x = max(op.inputs, key=lambda t: t.numel)
-    if "group_norm" in short:
-        return f"norm.{short}", n, max(1.0, x.shape[0] * 32.0)
+    if "group_norm" in short:  # one block sums a group
+        return f"norm.{short}", n, max(1.0, float(x.shape[0] * op.params.get("groups", 32)))
     width = float(prod(op.params["normalized"])) if "normalized" in op.params else float(x.shape[-1])
     rows = max(1.0, n / max(width, 1.0))
     # A row costs as much as 750 elements: its block reduces and waits (fitted on rows of 96 to 1536 elements).
-    # A row that does not lie together is copied first, by the same operator.
-    layout = "" if x.contiguous else ".strided"
+    # A row that does not lie together is copied first, by the same operator; "crossed": rows are columns in memory.
+    given = [t for t in op.inputs[: 2 if "backward" in short else 1] if t.numel == x.numel]
+    odd = [t for t in given if not t.contiguous]
+    layout = "" if not odd else ".strided" if all(_inner(t) == len(t.shape) - 1 for t in odd) else ".crossed"
     return f"norm.{short}{layout}", n + 750.0 * rows, rows
 
 
@@ -193,7 +242,11 @@ def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     channels = float(x.shape[1]) if len(x.shape) > 1 else 1.0
     phase = "backward" if "backward" in short else "train" if op.params.get("training") else "eval"
     layout = "last" if x.channels_last else "first"
-    return f"batch_norm.{phase}.{layout}", n, n / 1024 if phase == "eval" or layout == "last" else channels
+    # cuDNN's kernels take fp32 weights and no bf16, torch's own anything: there each channel of a sample is a block's.
+    narrow = x.dtype == "bf16" or (x.dtype != "fp32" and all(t.dtype != "fp32" for t in op.inputs[1:3]))
+    elements = n + (270.0 * x.shape[0] * channels if phase == "eval" and layout == "first" and narrow else 0.0)
+    name = f"batch_norm.{phase}.{layout}{'.narrow' if narrow else ''}"
+    return name, elements, n / 1024 if phase == "eval" or layout == "last" else channels
 
 
 def _reduction(op: Op, short: str, n: float) -> tuple[str, float, float]:

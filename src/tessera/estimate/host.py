@@ -1,10 +1,11 @@
 """What the host pays to launch a program eagerly: per dispatched operator, view, module call and torch function.
 
 An eager program is as slow as the slower of two clocks: the device's, and the host's, which runs ahead as far as it
-can. Constants are those of the host beside the H200 (an Intel Xeon, 16 vCPU, torch 2.11), fitted on whole models
-(`benchmarks/fit_ops.py`). Hosts of the same kind differ from day to day: BERT-base took 8.6 ms in one recording and
-4.4 ms in another (`benchmarks/README.md`), so what is bound by the host is predicted with a wide interval;
-`tessera calibrate` measures the host at hand.
+can. Constants are those of hosts beside an H200 (Intel Xeons, 16 vCPU, torch 2.11), fitted on whole models
+(`benchmarks/fit_ops.py`). Hosts of the same kind differ from one session to the next: four recordings found them at
+0.83 to 1.5 times what is shipped here, which is their geometric mean, each recording one draw. So what is bound by the
+host is predicted with a wide interval, which holds 90% of the rows of those recordings; `tessera calibrate` measures
+the host at hand.
 """
 
 from __future__ import annotations

@@ -23,6 +23,11 @@ QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
 
 
+# Dropout draws a random number for every score: a fused 16-bit kernel takes this many times as long forward and
+# backward (GPT-2 and BART in training steps on an H200); the fp32 kernels hide it.
+DROPOUT = {False: 2.1, True: 1.3}
+
+
 class OpModel:
     """The cost of operators on one device; `precision` is a what-if for its matrix products (fp8, int8)."""
 
@@ -34,7 +39,8 @@ class OpModel:
 
     def time(self, op: Op, hbm_bytes: float | None = None) -> KernelTime:
         """Seconds at the boost clock, and what power needs to know. `hbm_bytes` None: decided by size."""
-        if any(0 in t.shape for t in op.outputs) or (op.kind in MATRIX_KINDS and op.flops == 0):
+        empty = bool(op.outputs) and all(0 in t.shape for t in op.outputs)
+        if empty or (op.kind in MATRIX_KINDS and op.flops == 0):
             return self._nothing(op)
         found, data = self._time(op, hbm_bytes), fitted("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
@@ -79,10 +85,14 @@ class OpModel:
     def _attention(self, op: Op, hbm_bytes: float | None) -> KernelTime:
         p = op.params
         precision = op.inputs[0].dtype if op.inputs[0].dtype in ("bf16", "fp16", "fp32", "fp64") else "bf16"
-        return attention_time(
+        found = attention_time(
             self.device, max(1, p["batch"]), p["heads"], p["kv_heads"], p["q_len"], p["kv_len"], p["head_dim"],
             p["causal"], precision, backward=bool(p.get("backward")), mask=p["mask"], hbm_bytes=hbm_bytes,
         )  # fmt: skip
+        if not p.get("dropout") or precision not in ("bf16", "fp16"):
+            return found
+        times = DROPOUT[bool(p.get("backward"))]
+        return replace(found, seconds=found.seconds * times, clock_s=found.clock_s * times)
 
     def _crossing(self, op: Op, hbm_bytes: float | None) -> float:
         if hbm_bytes is not None:

@@ -8,11 +8,12 @@ from .gemm import gemm_time
 from .kernel_time import ELEMENT_BYTES, KernelTime, chip
 
 # A step beside its product, and backward over forward, from LSTM and GRU rows on an H200 (benchmarks/data/h200_ops:
-# 256 steps of 512 hidden, batch 64: 6.8 us a step; 650 hidden, batch 32: 9.2 us; backward 1.4-1.9 times forward).
+# 256 steps of 512 hidden, batch 64: 6.8 us a step; 650 hidden, batch 32: 9.2 us; backward 1.4-1.9 times forward alone,
+# 2.3 times in training steps of whole models).
 STEP_S = 3.0e-6
-BACKWARD = 1.7
-# cuDNN runs both directions at once: 2.2 ms together where their kernels add up to 3.1 ms (GRU, 512 hidden, batch 64).
-BOTH_WAYS = 0.7
+BACKWARD = 1.9
+# cuDNN runs both directions at once: 2.1 ms together where their kernels add up to 3.1 ms (GRU, 512 hidden, batch 64).
+BOTH_WAYS = 0.6
 
 
 def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) -> KernelTime:

@@ -53,7 +53,7 @@ def stream_time(of: Chip, s: Stream, unit: str = "vector.fp32") -> KernelTime:
 def _time(of: Chip, s: Stream, unit: str) -> KernelTime:
     data = fitted(DATA)
     c = constants(s.family)
-    start_s = float(c["start_s"])
+    start_s = float(c["start_s"]) * (s.kernels if s.family.startswith("foreach") else 1)
     p = data["exponent"]
     occupied = min(1.0, s.blocks / of.units)
     hbm_s = s.hbm_bytes / (c["bandwidth"] * of.bandwidth)

@@ -63,7 +63,10 @@ class Autocast:
         wanted = narrow if func in _NARROW else torch.float32 if func in _WIDE else None
         if wanted is None:
             return args, kwargs
-        return pytree.tree_map(lambda t: self._cast(t, wanted), (args, kwargs))  # type: ignore[no-any-return]
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        # From the last argument to the first, as traces of an H200 have it: C++ evaluates them in that order.
+        cast = [self._cast(t, wanted) for t in reversed(leaves)]
+        return pytree.tree_unflatten(cast[::-1], spec)  # type: ignore[no-any-return]
 
     def _cast(self, t: Any, wanted: torch.dtype) -> Any:
         if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype in (wanted, torch.float64):

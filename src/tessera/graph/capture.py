@@ -46,7 +46,7 @@ def capture(
     model = _eager_form(model)
     _check(mode, precision, optimizer, batch)
     stage = Stage(precision)
-    recorder = Recorder(*_tf32(precision))
+    recorder = Recorder(always_tf32=precision == "tf32")
     args, kwargs = _arguments(stage, recorder, inputs, batch)
     module = model if isinstance(model, torch.nn.Module) else None
     modules, optimizers = ([module], []) if module is not None else reachable(model)
@@ -69,7 +69,7 @@ def capture(
         stack.enter_context(_scopes(recorder, modules))
         interceptor = Interceptor(recorder)
         stack.enter_context(followed(interceptor.autocast, recorder.assumptions))
-        stack.enter_context(patched(recorder, replay))
+        stack.enter_context(patched(recorder, replay, interceptor.autocast))
         stack.enter_context(fast_paths(recorder, interceptor.autocast))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(interceptor)
@@ -104,13 +104,6 @@ def _check(mode: str, precision: str | None, optimizer: Any, batch: int | None) 
         )
     if batch is not None and batch < 1:
         raise ArgumentError(f"a batch of {batch}", fix="batch is a positive number of samples")
-
-
-def _tf32(precision: str | None) -> tuple[bool, bool]:
-    """Whether fp32 products and convolutions use TF32: torch's own switches, unless the what-if says so."""
-    if precision == "tf32":
-        return True, True
-    return bool(torch._C._get_cublas_allow_tf32()), bool(torch._C._get_cudnn_allow_tf32())
 
 
 def _arguments(

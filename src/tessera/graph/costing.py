@@ -32,6 +32,8 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
         return {**params, "needs": tuple(args[10])}
     if short in ("native_layer_norm", "native_layer_norm_backward"):
         return {"normalized": tuple(args[1] if short == "native_layer_norm" else args[2])}
+    if short in ("native_group_norm", "native_group_norm_backward"):
+        return {"groups": int(args[6] if short == "native_group_norm" else args[8])}
     if short in ("_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm"):
         return {"training": bool(args[5] if len(args) > 5 else True)}
     if short in ("native_batch_norm_backward", "batch_norm_backward"):
@@ -71,7 +73,7 @@ def work_of(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     params: dict[str, Any],
-    tf32: Mapping[str, bool],
+    tf32: bool,
 ) -> WorkOf:
     """FLOPs, precision and unit of an operator."""
     if kind == "view":
@@ -93,7 +95,7 @@ def work_of(
         count = flops.rnn_flops(params)
     else:
         return WorkOf(precision=precision, params=params)
-    if precision == "fp32" and tf32.get(kind):
+    if precision == "fp32" and tf32:
         precision = "tf32"
     unit: Literal["matrix", "vector"] = "vector" if precision == "fp32" else "matrix"
     return WorkOf(count, precision, unit, 1, params)

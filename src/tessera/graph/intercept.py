@@ -8,6 +8,7 @@ written for a GPU captures on a laptop.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return torch.empty_like(t, device="meta")  # a slice of something larger gets memory of its own, in its order
 
 
 class _Attention(torch.autograd.Function):
@@ -61,7 +62,7 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, dmask, None
 
 
-def _fusible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, gqa: bool) -> bool:
+def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, gqa: bool) -> bool:
     """Whether a fused kernel takes these operands; otherwise torch runs products and a softmax (seen on an H200)."""
     cuda = torch.backends.cuda
     if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
@@ -74,6 +75,8 @@ def _fusible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, 
         return False  # keys and values that must be broadcast (multi-query without enable_gqa)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or query.dim() != 4:
         return False
+    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (query, key, value)):
+        return False  # a head's numbers must lie together
     if query.dtype == torch.float32:
         return not (gqa and query.shape[-3] != key.shape[-3])
     return bool(query.shape[-1] <= 256)
@@ -92,7 +95,7 @@ def attention(
 ) -> torch.Tensor:
     """What `torch.nn.functional.scaled_dot_product_attention` runs on a GPU."""
     query, key, value = (t if t.device.type == "meta" else recorder.twin(t) for t in (query, key, value))
-    if not _fusible(query, key, attn_mask, enable_gqa):
+    if not _fusible(query, key, value, attn_mask, enable_gqa):
         return _SDPA(
             query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -114,6 +117,10 @@ def attention(
     }
     if attn_mask is not None and attn_mask.device.type != "meta":
         attn_mask = recorder.twin(attn_mask)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the fused kernels add a mask: zeros and infinities
+        with torch.no_grad():
+            zero, never = (torch.scalar_tensor(x, dtype=query.dtype, device="meta") for x in (0.0, -math.inf))
+            attn_mask = torch.where(attn_mask, zero, never)
     out: torch.Tensor = _Attention.apply(recorder, query, key, value, attn_mask, params)
     return out
 
@@ -338,7 +345,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 @contextlib.contextmanager
-def patched(recorder: Recorder, replay: bool) -> Iterator[None]:
+def patched(recorder: Recorder, replay: bool, autocast: Autocast) -> Iterator[None]:
     """Names that functions of torch itself call, where the function mode does not see them, and the foreach optimizers.
 
     Optimizers choose their multi-tensor kernels by device; the meta device is not on their list, a GPU is. `replay`:
@@ -372,6 +379,7 @@ def patched(recorder: Recorder, replay: bool) -> Iterator[None]:
     def sdpa(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != here:  # another thread's real model
             return before_sdpa(*args, **kwargs)
+        args, kwargs = autocast.apply(before_sdpa, args, kwargs)
         return attention(recorder, *args, **kwargs)
 
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

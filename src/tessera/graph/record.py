@@ -70,11 +70,24 @@ def _signature(func: Any) -> _Signature:
     )
 
 
+# Torch's switches for fp32 by kind of operator. Older versions have one for cuBLAS and one for cuDNN.
+_SWITCHES = {"gemm": "matmul", "conv": "conv", "rnn": "rnn"}
+_switch: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def switched_to_tf32(kind: str) -> bool:
+    """What torch's switches say now about fp32 operators of a kind."""
+    if _switch is not None:
+        return _switch("cuda", _SWITCHES[kind]) == "tf32"
+    return bool(torch._C._get_cublas_allow_tf32() if kind == "gemm" else torch._C._get_cudnn_allow_tf32())
+
+
 class Recorder(TorchDispatchMode):
     """Writes down the operators of one iteration. `active` off: runs them on meta without writing."""
 
-    def __init__(self, tf32_matmul: bool, tf32_conv: bool) -> None:
+    def __init__(self, *, always_tf32: bool = False) -> None:
         super().__init__()
+        self._always_tf32 = always_tf32
         self.ops: list[Op] = []
         self.storages: dict[int, Storage] = {}
         self.assumptions: dict[str, None] = {}
@@ -84,7 +97,6 @@ class Recorder(TorchDispatchMode):
         self.node: str | None = None
         self.modules = 0
         self.functions = 0
-        self.tf32 = {"gemm": tf32_matmul, "conv": tf32_conv, "rnn": tf32_conv}
         self.phase: Phase = "forward"
         self._ids: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
@@ -267,7 +279,7 @@ class Recorder(TorchDispatchMode):
         phase, (scope, node) = self._where()
         inputs = tuple(self.spec(t) for t in reads)
         outputs = tuple(self.spec(t) for t in outs)
-        work = costing.work_of(name, kind, inputs, outputs, params, self.tf32)
+        work = costing.work_of(name, kind, inputs, outputs, params, self._tf32(kind))
         self.ops.append(
             Op(
                 len(self.ops),
@@ -290,6 +302,10 @@ class Recorder(TorchDispatchMode):
         )
         self.modules = self.functions = 0
         self._sync = False
+
+    def _tf32(self, kind: str) -> bool:
+        """Whether fp32 runs as TF32 here and now: programs turn torch's switches while they run."""
+        return kind in _SWITCHES and (self._always_tf32 or switched_to_tf32(kind))
 
     # -- where we are -------------------------------------------------------------------------------------------
 
