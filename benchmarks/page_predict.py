@@ -18,6 +18,20 @@ def pct(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def second(blind: dict[str, Any], after: dict[str, Any]) -> list[Line]:
+    """The second blind set, recorded after the repairs the first one asked for."""
+    rows = []
+    for kind, goal in {"all": "12 / 12", "device-bound": "8 latency", "host-bound": "15 latency"}.items():
+        shown = [f"{pct(d[kind]['latency'])} / {pct(d[kind]['energy'])}" for d in (blind, after)]
+        inside = f"{pct(blind[kind]['inside_latency'])}% and then {pct(after[kind]['inside_latency'])}% in the interval"
+        peer = f"roofline {pct(blind[kind]['roofline_latency'])}, ratio {blind[kind]['roofline_latency'] / after[kind]['latency']:.1f} after"
+        what = f"a second set of models, {kind}: mean error of latency / energy, %"
+        rows.append(
+            (what, goal, f"blind {shown[0]} ({blind[kind]['cases']} cases); after repairs {shown[1]}; {inside}", peer)
+        )
+    return rows
+
+
 def models(first: dict[str, Any], after: dict[str, Any], public: dict[str, Any]) -> list[Line]:
     """Whole models: the blind look at the held-out set, the same after repairs, and the public set."""
 
@@ -91,6 +105,7 @@ def goals() -> list[Line]:
     first, after, public = (load(f"predict_{n}") for n in ("heldout", "heldout_after", "public"))
     return [
         *models(first, after, public),
+        *second(load("predict_heldout2"), load("predict_heldout2_after")),
         *kernels(load("kernel_accuracy"), load("predict_kernels")),
         *speed(load("predict_time"), load("flops")),
     ]
@@ -99,7 +114,7 @@ def goals() -> list[Line]:
 def cases() -> list[str]:
     """Every case of the public and the held-out set, as first predicted."""
     lines = ["| case | bound | ms | predicted | error | J | predicted | error |", "|---|---|---|---|---|---|---|---|"]
-    for which in ("public", "heldout"):
+    for which in ("public", "heldout", "heldout2"):
         for r in load(f"predict_{which}")["rows"]:
             lines.append(
                 f"| {r['name']} | {r['bound']} | {r['ms']:.3g} | {r['predicted_ms']:.3g} ± {r['ms_error']:.2g} | {100 * r['latency']:+.0f}% "
@@ -114,12 +129,20 @@ NOTES = [
     "  keys must be broadcast was taken as fused; the backward of `EmbeddingBag` had no family) and one of the host (cuDNN",
     "  launches per step of a recurrent layer); 'after repairs' is with those mended and the host's level moved by a rule",
     "  from the development set: no longer blind.",
-    "- Host-bound cases: hosts of the same kind differ from recording to recording (BERT-base, batch 1: 8.6 ms in the public",
-    "  set, 4.4 ms in ours, see the cases below), so 15% was not held without calibrating.",
+    "- The second set (36 models, `device/heldout2_cases.py`) was again chosen and recorded by somebody else, after the repairs of",
+    "  the first look, and scored once: 31 / 23%. What it found: TF32 switched on inside a model and autocast around attention",
+    "  were not seen by the capture, group norms, operands laid out across each other, embeddings and grouped convolutions of odd",
+    "  width were priced wrongly, and its host was 1.6 times slower than the ones before. 'After repairs' is fitted on all",
+    "  recordings, so it is not blind; with the kernels of whole models left out (`fit_ops.py --only folds`, 5 folds) device-bound",
+    "  models come out at 6.6% latency and 6.8% energy. The physics was chosen with all sets in view.",
+    "- Host-bound cases: hosts of the same kind differ by a factor of two from session to session (four recordings at 0.83 to 1.5",
+    "  of what is shipped, their geometric mean), so 15% is not held without calibrating.",
     "- The kernel split of GEMM and attention was read once before three changes (see results/kernel_accuracy.json): those",
     "  rows are not a single blind look. On the A100 no constant was fitted, but rules were chosen with part of its rows",
     "  in view.",
-    "- `tessera calibrate` has not run on a GPU yet: it is tested against fakes.",
+    "- `tessera calibrate` on the H200 (`device/check_calibrate.py`, results/calibrate_check.json): two eager models not measured by",
+    "  it from 23.7% to 11.7% latency; kernels stay as they are on this chip, which ships calibrated (12.4 to 12.2%); with the",
+    "  datasheet's figures a third too high or too low 16.6 to 11.6% and 27.0 to 11.8%.",
     "- Worst and why: bidirectional GRU (cuDNN runs both directions at once, we add them); fp32 products of 197 rows",
     "  (cuBLAS's choices are erratic there); grouped convolutions; host-bound CNNs at batch 1.",
 ]
