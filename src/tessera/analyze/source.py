@@ -81,7 +81,7 @@ def open_source(
 
 def _of_path(path: Path, power: str | Path | PowerTrace | None, progress: Progress | None) -> Source:
     if path.is_dir():
-        return _of_folder(path)
+        return _of_folder(path, progress)
     if not path.exists():
         raise RecordingError(f"there is no file {path}", fix="give a .tessera run or a Kineto trace")
     if path.suffix == ".tessera":
@@ -105,10 +105,12 @@ def _of_run(run: RunFile, name: str) -> Source:
     )  # fmt: skip
 
 
-def _of_folder(path: Path) -> Source:
-    """All ranks of a folder, their clocks aligned; the timeline is the merged one."""
-    from ..profile.ranks.merge import merge
+def _of_folder(path: Path, progress: Progress | None) -> Source:
+    """All ranks of a folder, their clocks aligned; the timeline is the merged one.
 
-    merged = merge(path)
-    ranks = [Source(f"rank {o.rank}", merged.rank(o.rank)) for o in merged.offsets]
-    return Source(path.name, merged.timeline, ranks=ranks, notes=list(merged.notes))
+    In this process: a library must not start others behind a script that has no `if __name__ == "__main__"`. The
+    command reads ranks in parallel.
+    """
+    from .folder import read_folder
+
+    return read_folder(path, progress=progress, workers=1)

@@ -174,9 +174,7 @@ def _silent(timeline: Timeline, rank: int) -> Spans:
     kinds = [CODE["op"], CODE["runtime"], CODE["graph_launch"]]
     frames = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
     parts = []
-    for begin in range(
-        0, len(timeline), _BLOCK
-    ):  # millions of operators, and few such stretches
+    for begin in range(0, len(timeline), _BLOCK):  # millions of operators, and few such stretches
         block = slice(begin, begin + _BLOCK)
         doing = np.isin(timeline["kind"][block], kinds) & (timeline["rank"][block] == rank)
         if frames:

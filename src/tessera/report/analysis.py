@@ -50,7 +50,8 @@ def value(given: Any, unit: str = "") -> str:
 
 def _scaled(number: float, unit: str) -> str:
     """A number with a prefix of a thousand: for rates, and units we know nothing of."""
-    size, prefix = next(((s, p) for s, p in _PREFIXES if abs(number) >= s * 0.9995), (1.0, ""))
+    shown = ((s, p) for s, p in _PREFIXES if abs(float(f"{number / s:.4g}")) >= 1)  # as it will be written
+    size, prefix = next(shown, (1.0, ""))
     return f"{number / size:.4g} {prefix}{unit}"
 
 

@@ -185,10 +185,11 @@ class Builder:
         data = np.ascontiguousarray(columns.get("value", np.full(count, np.nan)), np.float64)
         self._floats["value"].frombytes(data.tobytes())
 
-    def build(self) -> Timeline:
-        """The timeline so far."""
-        columns: dict[str, NDArray[Any]] = {c: np.array(v, dtype=np.int64) for c, v in self._ints.items()}
-        columns |= {c: np.array(v, dtype=np.float64) for c, v in self._floats.items()}
+    def build(self, *, last: bool = False) -> Timeline:
+        """The timeline so far. The `last` one takes the memory of the rows: nothing can be added any more."""
+        make = np.frombuffer if last else np.array
+        columns: dict[str, NDArray[Any]] = {c: make(v, dtype=np.int64) for c, v in self._ints.items()}
+        columns |= {c: make(v, dtype=np.float64) for c, v in self._floats.items()}
         return Timeline(
             columns=columns, names=list(self._names), launches=list(self._launches), meta=dict(self.meta),
             notes=list(self.notes),

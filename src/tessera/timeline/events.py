@@ -136,7 +136,7 @@ class Decoder:
                     return events
                 self.late = True
             return self._late.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     def one(self, text: bytes) -> tuple[Batch, bytes]:
@@ -146,7 +146,7 @@ class Decoder:
                 return events, b"[" + attempt + b"]"
         try:
             loose = b"[" + msgspec.json.encode(_coerced(msgspec.json.decode(_patched(text)))) + b"]"
-        except (msgspec.DecodeError, UnicodeDecodeError, TypeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError):
             loose = b""
         if (events := self(loose)) is None:
             self.unreadable += 1

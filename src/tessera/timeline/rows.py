@@ -139,6 +139,9 @@ class Rows:
     def _host_rows(self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
         index, kinds, threads, shapes = rows.tolist(), columns["kind"], self._threads, self._shapes
         columns["thread"][rows] = _ints([threads[events[i].tid] for i in index])
+        for i in np.flatnonzero(kinds == CODE["region"]).tolist():
+            if events[i].name.startswith(_COMMUNICATION):
+                kinds[i] = CODE["op"]
         ops = np.flatnonzero(kinds == CODE["op"])
         chosen = [args[i] for i in ops.tolist()]
         columns["sequence"][ops] = _ints([a.sequence for a in chosen])
@@ -150,9 +153,6 @@ class Rows:
         for i in np.flatnonzero(kinds == CODE["runtime"]).tolist():
             if events[i].name.startswith(_GRAPH_LAUNCH):
                 kinds[i] = CODE["graph_launch"]
-        for i in np.flatnonzero(kinds == CODE["region"]).tolist():
-            if events[i].name.startswith(_COMMUNICATION):
-                kinds[i] = CODE["op"]
 
     def _device_rows(
         self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]], first: int
@@ -191,7 +191,7 @@ class Rows:
             launch = collective(name, args, self._said.get(args.external))
             settled.append((row, self._builder.intern_launch(launch), launch.collective_bytes))
         self._side.finish()
-        timeline = self._builder.build()
+        timeline = self._builder.build(last=True)
         forward_threads = self._side.forward_threads(timeline)
         for row, number, size in settled:
             timeline.columns["launch"][row] = number

@@ -21,13 +21,13 @@ def compact(dims: bytes, types: bytes) -> str:
     """Kineto's "Input Dims" and "Input type" as one text: the tensors in order, lists of them in parentheses."""
     try:
         shapes, kinds = msgspec.json.decode(dims), msgspec.json.decode(types) if types else []
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     if not isinstance(shapes, list) or not isinstance(kinds, list):
         return ""
     parts = []
     for index, shape in enumerate(shapes):
-        kind = kinds[index] if index < len(kinds) else None
+        kind = kinds[index] if index < len(kinds) and isinstance(kinds[index], str) else None
         # Without types an empty shape may be a scalar as well as a tensor of no dimensions: it says nothing.
         if not isinstance(shape, list) or kind in _NO_TENSOR or (kind is None and not shape):
             continue

@@ -84,7 +84,7 @@ class Side:
             if self._args[0] is not text:
                 self._args = (text, msgspec.json.decode(text, type=list[RawArgs]))
             series = msgspec.json.decode(self._args[1][index].args, type=dict[str, float | None], strict=False)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.odd["left out, counters without a number"] += 1
             return
         gpu = _GPU.search(event.name)

@@ -254,7 +254,7 @@ def _object(text: bytes) -> dict[str, Any] | None:
     for attempt in (text, repaired(text)):
         try:
             found = msgspec.json.decode(attempt)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         if isinstance(found, dict):
             found.pop("traceEvents", None)
