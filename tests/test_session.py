@@ -27,6 +27,7 @@ from tessera.profile.sampling import BUDGET, StackSampler
 from tessera.profile.schedule import between
 from tessera.profile.summary_mode import OTHER, Summary
 from tessera.profile.torch_hooks import MainThread, inside_torch
+from tessera.schema import Domain
 from tessera.timeline.columns import Builder
 
 from conftest import ScriptSensor
@@ -35,7 +36,8 @@ from conftest import ScriptSensor
 @pytest.fixture
 def power():
     """100 W, every 20 ms."""
-    own = Monitor([ScriptSensor(lambda t: 100.0, clock=time.monotonic_ns)]).start()
+    host = Domain(name="cpu0", source="script", resolution_s=0.02)
+    own = Monitor([ScriptSensor(lambda t: 100.0, clock=time.monotonic_ns, domain=host)]).start()
     monitor.use(own)
     yield own
     monitor.use(None)

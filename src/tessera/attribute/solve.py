@@ -183,10 +183,23 @@ def _pairs(timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]
 def _host_pairs(
     timeline: Timeline, links: Links, counted: dict[str, Column], notes: list[str]
 ) -> list[tuple[int, Column, Activity]]:
+    """Operators of the host get its joules; a board on which nothing ran keeps its own, as idle."""
+    hosts = {n: c for n, c in counted.items() if not n.startswith("gpu")}
+    boards = {n: c for n, c in counted.items() if n not in hosts}
+    if not hosts:
+        launches = len(timeline.rows("runtime", "graph_launch"))
+        lost = f", though {launches:,} calls to its driver are: it was cut, or recorded without the GPU's activity"
+        notes.append(
+            f"the trace has no kernel{lost if launches else ''}: all joules of {', '.join(boards)} count as idle, and "
+            "none can be given to operators"
+        )
+        nothing = np.zeros(0, np.int64)
+        return [(i, column, activity(timeline, nothing, links.op)) for i, column in enumerate(boards.values())]
     notes.append("nothing ran on a GPU: the joules of the host are given to its operators")
-    name, column = next(iter(counted.items()))
-    if len(counted) > 1:
-        notes.append(f"of {', '.join(counted)} only {name} is given to operators")
+    name, column = next(iter(hosts.items()))
+    others = [n for n in counted if n != name]
+    if others:
+        notes.append(f"only {name} is given to operators; {', '.join(others)} not, and not in this table")
     return [(NONE, column, host_activity(timeline, links))]
 
 

@@ -78,9 +78,9 @@ def command(
       tessera run -m package.train
       torchrun --nproc-per-node 8 --no-python tessera run train.py
 
-    Steps are those of the script's optimizer, or the calls of its model. Its output goes where it always goes, its exit
-    code is passed on, and Ctrl-C still reports. Everything is written to one file as it happens. Under torchrun each
-    rank writes its own, and rank 0 prints.
+    Steps are those of the script's optimizer or, with --steps, the calls of its model. Its output goes where it
+    always goes, its exit code is passed on, and Ctrl-C still reports. Everything is written to one file as it happens.
+    Under torchrun each rank writes its own, and rank 0 prints.
     """
     from ..profile.launch import Plan
     from ..profile.options import MODES

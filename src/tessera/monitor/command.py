@@ -123,9 +123,19 @@ def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
     return EXIT_SIGNAL - code if code < 0 else code
 
 
+def _terminal_interrupts() -> bool:
+    """Whether Ctrl-C on our terminal reaches the child too: then we must not send it a second time."""
+    for fd in (0, 1, 2):
+        try:
+            return os.tcgetpgrp(fd) == os.getpgrp()
+        except OSError:  # no terminal there
+            continue
+    return False
+
+
 @contextmanager
 def signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM on; leave SIGINT to the child (the terminal sends it to both); restore handlers afterwards."""
+    """Pass SIGTERM on, and SIGINT where no terminal sends it to both; restore handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -133,9 +143,13 @@ def signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
     def forward(signum: int, frame: FrameType | None) -> None:
         child.send_signal(signum)
 
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if not _terminal_interrupts():
+            child.send_signal(signum)
+
     old = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
     }
     try:
         yield

@@ -10,6 +10,7 @@ does, nor CUDA touched: a script may still set CUDA_VISIBLE_DEVICES or OMP_NUM_T
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import os
@@ -58,6 +59,7 @@ class Terminated(SystemExit):
 def main() -> None:
     """Run the plan given as the first argument."""
     plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    _end_with_parent()
     code, program = load(plan)
     try:
         session = _session(plan)
@@ -78,6 +80,12 @@ def main() -> None:
         _show(outcome)
     _finish(session, steps, exit_code(outcome))
     _leave(outcome)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when `tessera run` is killed: a script must not go on unseen, and the run is written."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG (linux/prctl.h)
 
 
 def _session(plan: Plan) -> Session:

@@ -93,7 +93,7 @@ class Recorded:
         from .untraced import traced, untraced
 
         # Sampling mode traces nothing: its regions and steps come from the samples of all domains.
-        table = energy(run, timeline) if traced(timeline) or not run.domains else untraced(run, timeline)
+        table = energy(run, timeline) if traced(timeline, run.domains) or not run.domains else untraced(run, timeline)
         if self._stopped:
             self._table = table
         return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..errors import MeasurementError
@@ -20,7 +20,7 @@ PASSES = 20_000
 
 def table_of(run: RunFile, timeline: Timeline) -> EnergyTable:
     """The table of any run: attributed where something was traced, else what the samples alone know."""
-    if not traced(timeline) or not run.domains:
+    if not traced(timeline, run.domains) or not run.domains:
         return untraced(run, timeline)
     try:
         return energy(run, timeline)
@@ -28,9 +28,13 @@ def table_of(run: RunFile, timeline: Timeline) -> EnergyTable:
         return untraced(run, timeline, [exc.what])
 
 
-def traced(timeline: Timeline) -> bool:
-    """Whether anything is there that joules can be given to; else a run would be idle from end to end."""
-    return bool(len(timeline.device_rows) or len(timeline.rows("op")))
+def traced(timeline: Timeline, domains: Iterable[str]) -> bool:
+    """Whether anything is there that joules can be given to; else a run would be idle from end to end.
+
+    Operators of the host get joules of the host, never those of a board on which nothing ran.
+    """
+    on_host = any(not d.startswith("gpu") for d in domains)
+    return bool(len(timeline.device_rows) or (on_host and len(timeline.rows("op"))))
 
 
 def untraced(run: RunFile, timeline: Timeline, notes: Sequence[str] = ()) -> EnergyTable:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..runfile import RunFile
 
 COLUMNS = (
-    "name", "kind", "calls", "total_s", "mean_us", "min_us", "max_us", "share_time_pct", "energy_j", "energy_error_j",
-    "power_w", "j_per_call",
+    "name", "kind", "calls", "total_s", "active_s", "mean_us", "min_us", "max_us", "share_time_pct", "energy_j",
+    "energy_error_j", "power_w", "j_per_call",
 )  # fmt: skip
 _VIEW = {**dict.fromkeys(ON_DEVICE, "kernels"), "op": "ops", "region": "regions"}
 _KEPT = [CODE[k] for k in KINDS if k not in ("mark", "counter")]
@@ -43,6 +43,7 @@ class Line:
     energy_error_j: float | None = None
     power_w: float | None = None
     j_per_call: float | None = None
+    active_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class Summary:
 
     `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, region,
     module or step its share of the run's wall time (nested and parallel ones overlap). `total_s` of modules and steps,
-    which only attribution knows, is wall time where it says so, else time on the device; `power_w` likewise. The joules
-    of kernels, copies, collectives and "idle" sum to the joules of the run.
+    which only attribution knows, is wall time where it says so, else time on the device. `active_s` is the time over
+    which the joules were spent (an operator's self time, or its kernels'): `power_w` is over that. Steps are listed
+    once, as steps. The joules of kernels, copies, collectives and "idle" sum to the joules of the run.
     """
 
     path: str | Path
@@ -75,8 +77,11 @@ def lines(run: RunFile, table: EnergyTable | None = None) -> Iterator[Line]:
     seconds = (run.span_ns[1] - run.span_ns[0]) * 1e-9
     device_s = sum(total for (kind, _), (_, total, *_) in groups.items() if KINDS[kind] in ON_DEVICE) * 1e-9
     energies = _energies(table)
+    steps = {r.name for r in table.steps} if table is not None else set()
     for (code, number), (calls, total, low, high, *own) in groups.items():
         kind, name, total_s = KINDS[code], names[number], total * 1e-9
+        if kind == "region" and name in steps:
+            continue
         row = energies.get((_VIEW.get(kind, ""), kind, name)) or energies.get((_VIEW.get(kind, ""), "", name))
         joules, error = own if row is None else (row.energy_j, row.energy_error_j)
         # Joules are spent on the device: an operator's watts are over its time there, not the host's.
@@ -85,7 +90,7 @@ def lines(run: RunFile, table: EnergyTable | None = None) -> Iterator[Line]:
         yield Line(
             name, kind, calls, total_s, total / calls / 1e3, low / 1e3, high / 1e3,
             100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
-            joules / over_s if over_s > 0 else None, joules / calls,
+            joules / over_s if over_s > 0 else None, joules / calls, None if math.isnan(joules) else over_s,
         )  # fmt: skip
     if table is not None:
         yield from _only_attributed(table, seconds)
@@ -100,12 +105,13 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[Line]:
             power_w = r.energy_j / total_s if total_s > 0 else None
             yield Line(
                 r.name, kind, r.calls, total_s, mean_us, None, None, share, r.energy_j, r.energy_error_j, power_w,
-                r.j_per_call,
+                r.j_per_call, total_s,
             )  # fmt: skip
     idle_s = table.seconds - table.busy_s
     yield Line(
         "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / table.seconds if table.seconds > 0 else None,
         energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
+        active_s=idle_s,
     )  # fmt: skip
 
 
