@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import page_analyze
 import page_predict
 import page_profile
 
@@ -158,6 +159,8 @@ def main() -> None:
     predicted += [f"| {w} | {g} | {r} | {p} |" for w, g, r, p in page_predict.goals()]
     profiled = ["| what | goal | reached | beside it |", "|---|---|---|---|"]
     profiled += [f"| {w} | {g} | {r} | {p} |" for w, g, r, p in page_profile.goals()]
+    analysed = ["| what | goal | reached | beside it |", "|---|---|---|---|"]
+    analysed += [f"| {w} | {g} | {r} | {p} |" for w, g, r, p in page_analyze.goals()]
     text = [
         "# Proof",
         "",
@@ -181,6 +184,12 @@ def main() -> None:
         *profiled,
         "",
         *page_profile.NOTES,
+        "",
+        "## Analysing",
+        "",
+        *analysed,
+        "",
+        *page_analyze.NOTES,
         "",
         "## Errors and intervals, window by window",
         "",
@@ -211,11 +220,13 @@ def main() -> None:
         f"- `{RUN}/record_mixture.py FOLDER dev pairs final regions5 regions20 regions100` (on the GPU), then",
         "  `python benchmarks/attribution.py [FOLDER/*.json.gz]`; `--fit` for the response and the speed exponent",
         f"- `{RUN}/overhead_profile.py OUT.json`, `attach.py OUT.json`, `check_counters.py OUT.json` (on the GPU)",
+        "- `python benchmarks/analyze_trace.py` (HolisticTraceAnalysis from PyPI in `.bench/hta`), `ranks64.py`, `fuzz_traces.py 100000`,",
+        "  `page_speed.py` (Chromium)",
         "- `make bench`: what needs no GPU",
         "",
     ]
     (HERE / "README.md").write_text("\n".join(text))
-    into_readme({"table": table, "predicting": predicted, "profiling": profiled})
+    into_readme({"table": table, "predicting": predicted, "profiling": profiled, "analysing": analysed})
 
 
 if __name__ == "__main__":

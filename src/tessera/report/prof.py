@@ -112,7 +112,8 @@ def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
         rows.append(("stopped", Text("by Ctrl-C: these are the figures until then", style="yellow")))
     rows += [("note", Text(note, style="dim")) for note in a.notes[:3]]
     if files:
-        rows.append(("written", Text(", ".join(f"{path} ({what})" for what, path in files.items()))))
+        kept = {"trace": "trace" if a.kineto is not None else "counter tracks, no trace"}
+        rows.append(("written", Text(", ".join(f"{path} ({kept.get(what, what)})" for what, path in files.items()))))
     return rows
 
 
