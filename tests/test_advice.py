@@ -13,6 +13,7 @@ from tessera.analyze.advice import NOTHING, advise
 from tessera.analyze.findings import RULES
 from tessera.analyze.source import Source
 from tessera.estimate.predict import GAP_S
+from tessera.report.analysis import text
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline, kineto
 from tessera.trace import Column, PowerTrace
@@ -287,3 +288,17 @@ def test_a_recorded_training_is_told_to_pad_its_vocabulary():
     assert row["saves_s"] == pytest.approx(12 * (15.4e-3 - 3e-3), rel=0.1)
     assert 15 < rows["fuse"]["saves_j"] < 70
     assert "one operator" not in rows  # it would say the same again
+
+
+def test_advice_reads_as_paragraphs_with_evidence_and_fix():
+    script = Script()
+    script.run(*PRODUCT, times=20)
+    script.run("aten::add", "[8192,4096]bf16 [8192,4096]bf16", ADD, 60.0, times=300, gap_us=40.0)
+    result = advise(Source("t", script.b.build()))
+    assert result.rows
+    for width in (60, 80, 120):
+        said = " ".join(text(result, width=width).split())
+        for row in result.rows:
+            for part in (row["kind"], row["evidence"], row["action"], f"{row['confidence']} confidence"):
+                assert " ".join(part.split()) in said
+        assert ("they overlap" in said) == (len(result.rows) > 1)

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +23,10 @@ from tessera.analyze.comms import bus_factor
 from tessera.analyze.folder import read_folder
 from tessera.analyze.result import Column, Result
 from tessera.analyze.source import Source
-from tessera.cli.analyze import command
+from tessera.attribute.table import EnergyTable
+from tessera.cli.analyze import command, typed
 from tessera.errors import ArgumentError, RecordingError
+from tessera.profile.runfile import RunFile
 from tessera.report import analysis
 from tessera.schema import Domain
 from tessera.timeline import Builder, Launch, Timeline, kineto
@@ -162,11 +164,11 @@ def test_overlap_is_that_of_every_nanosecond(drawn: Any) -> None:
                     "memset": "memset",
                     "memcpy": f"copies {COPIES[r['kind']][0]}",
                 }[r["sort"]]
-                for name in (SORT[r["sort"]], what):
+                for name in (what,) if r["sort"] == "memset" else (SORT[r["sort"]], what):  # which copies nothing
                     want.setdefault((device, name), [0, 0])
         for t in range(180):
             at = [r for r in rows if r["device"] == device and r["start"] <= t < r["start"] + r["lasts"]]
-            names = {SORT[r["sort"]] for r in at} | {
+            names = {SORT[r["sort"]] for r in at if r["sort"] != "memset"} | {
                 COLLECTIVES[r["kind"]] or "other collective" for r in at if r["sort"] == "collective"
             }
             names |= {"memset" for r in at if r["sort"] == "memset"} | {
@@ -437,7 +439,7 @@ def test_two_gloo_processes_as_they_were_recorded() -> None:
     path = analyze.critical_path(RANKS / "rank0.json.gz")
     assert path.facts["host_pct"] == 100.0 and path.rows[0]["name"] == "gloo:all_reduce"
     parts = analyze.breakdown(RANKS)
-    assert not parts.rows and "no kernels" in parts.missing["device"]
+    assert not parts.rows and "nothing ran on a GPU" in parts.missing["device"]
     for kind in ("overlap", "kernels", "memcpy"):
         assert getattr(analyze, kind)(RANKS).missing
 
@@ -456,10 +458,17 @@ def test_the_joules_of_gpt2_are_conserved() -> None:
     )  # fmt: skip
     source = Source("gpt2", kineto.read(GPT2), log)
     parts = analyze.breakdown(source)
-    busy_j = sum(r["energy_j"] for r in parts.rows if not r["part"].startswith("idle"))
+    busy_j = sum(r["energy_j"] for r in parts.rows if not r["part"].startswith(("idle", "outside")))
     assert busy_j == pytest.approx(parts.facts["total_j"] - parts.facts["idle_j"], rel=1e-9)
     idle_j = sum(r["energy_j"] for r in parts.rows if r["part"].startswith("idle"))
     assert 0.0 < idle_j <= parts.facts["idle_j"] * (1 + 1e-9)
+    for by in (None, "step"):
+        rows = analyze.breakdown(source, by=by).rows
+        assert sum(r["energy_j"] for r in rows) == pytest.approx(parts.facts["total_j"], rel=1e-9)
+    (outside,) = [r for r in parts.rows if r["part"].startswith("outside")]
+    assert outside["seconds"] == pytest.approx(0.2303, abs=1e-3) and outside["pct"] is None
+    (compute,) = [r for r in parts.rows if r["part"] == "compute"]
+    assert compute["energy_error_j"] <= parts.facts["total_error_j"] + parts.facts["idle_error_j"]
     assert all(r["energy_error_j"] >= 0 and 50 < r["power_w"] < 800 for r in parts.rows)
     kernels = analyze.kernels(source, sort="energy")
     assert sum(r["energy_j"] for r in kernels.rows) == pytest.approx(busy_j, rel=1e-9)
@@ -478,7 +487,11 @@ def test_gpt2_on_an_h200() -> None:
     assert kernels.facts["calls"] == 11184 and kernels.rows[0]["calls"] == 12
     path = analyze.critical_path(GPT2)
     assert path.facts["length_s"] >= 0.680 and path.facts["host_pct"] > 50.0
-    assert analyze.memcpy(GPT2).rows[0]["direction"] == "memset"
+    copies = analyze.memcpy(GPT2)
+    assert [r["kind"] for r in copies.rows] == ["memset"] and copies.facts["calls"] == 0
+    assert copies.facts["memsets"] == 1428 and "no copies" in copies.missing["copies"]
+    assert [r["what"] for r in analyze.overlap(GPT2).rows] == ["memset"]
+    assert "segments" in path.rows[0] and "on the host 506.6 ms (74.4%)" in str(path)
     assert "profile_memory=True" in analyze.memory(GPT2).missing["memory"]
 
 
@@ -557,6 +570,49 @@ def test_the_command_prints_json_and_tables() -> None:
 def test_wrong_arguments_end_in_2_and_say_why(args: tuple[object, ...], said: str) -> None:
     told = run(*args)
     assert told.exit_code == 2 and said in told.output
+
+
+def test_errors_are_spelled_as_they_are_typed() -> None:
+    told = run("kernels", RANKS / "rank0.json.gz", "--sort", "moon")
+    assert isinstance(told.exception, ArgumentError) and told.exception.fix == "--sort time or --sort energy"
+    told = run("kernels", RANKS / "rank0.json.gz", "--sort", "energy")
+    assert "--power power.csv" in str(told.exception) and "activities" not in str(told.exception)
+    assert typed("arch='h200', threshold_w=3") == "--arch h200, --threshold 3"
+
+
+def test_other_json_in_a_folder_of_ranks_is_skipped_and_named(tmp_path: Path) -> None:
+    for file in RANKS.glob("*.json.gz"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"lr": 1e-4}))
+    found = analyze.memory(tmp_path)
+    assert len(found.rows) == 2 and any("skipped: config.json" in n for n in found.notes)
+    (tmp_path / "rank1.json.gz").unlink()
+    with pytest.raises(ArgumentError) as caught:
+        read_folder(tmp_path)
+    assert str(tmp_path) in caught.value.what and "config.json" in (caught.value.why or "")
+    assert "rank0.json.gz" in (caught.value.fix or "")
+
+
+def test_every_fact_shown_has_a_label() -> None:
+    for kind, known in analysis.FACTS.items():
+        facts = {key: 1.0 for key, *_ in known} | {"raw_w2": 8153.0}
+        said = " ".join(analysis.text(Result(kind=kind, title="t", columns=[], rows=[], facts=facts)).split())
+        assert "raw" not in said and "w2" not in said and all(label in said for _, label, *_ in known)
+
+
+@pytest.mark.parametrize("kind", ["breakdown", "kernels", "collectives", "overlap", "memcpy"])
+def test_a_run_on_a_cpu_is_told_where_its_operators_are(kind: str) -> None:
+    b = Builder()
+    b.add("op", "aten::mm", 0, 1000, thread=1)
+    source = Source("cpu.tessera", b.build(), run=cast(RunFile, object()))
+    source._energy = EnergyTable(
+        total_j=47.0, total_error_j=1.0, idle_j=7.0, idle_error_j=1.0, seconds=1.0, busy_s=0.5, kernels=[]
+    )  # fmt: skip
+    found = getattr(analyze, kind)(source)
+    assert list(found.missing.values()) == [
+        "nothing ran on a GPU in this run: `tessera report cpu.tessera --by ops` shows its operators"
+    ]
+    assert "47 J" not in str(found)
 
 
 def test_wrong_values_say_what_is_right(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tessera.analyze.change import Change, Difference, operator
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.diff import command
 from tessera.errors import ArgumentError, RecordingError
-from tessera.report.diff import percent, quantity, text
+from tessera.report.diff import calls_text, percent, quantity, text
 from tessera.report.diff_html import card, page
 from tessera.report.predict import report_json
 from tessera.schema import Energy, EnergyDescriptor, EnergyReport, Prediction, RegionEnergy, Work
@@ -98,7 +98,7 @@ def test_the_same_twice_is_noise_and_nothing_changed() -> None:
     found = analyze.diff(same, same)
     assert isinstance(found, Difference) and not found.significant and found.total.change_j == 0.0
     assert [r.state for r in found.rows] == ["both"] * 3 and found.matched == (1.0, 1.0)
-    assert not any(r.significant for r in found.rows) and "noise" in found.verdict().text
+    assert not any(r.significant for r in found.rows) and found.verdict().text.startswith("no change: 7 J in both")
 
 
 @settings(max_examples=80, deadline=None)
@@ -118,6 +118,48 @@ def test_rows_and_idle_account_for_the_whole_change(a: dict[str, float], b: dict
         assert one.state == "both" or (one.before_j == 0.0) == (one.state == "new") or one.before_j == one.after_j
     assert back.total.change_j == pytest.approx(-found.total.change_j)
     assert back.significant == found.significant
+
+
+def test_an_error_that_both_have_is_not_in_their_difference() -> None:
+    def modelled(joules: float, source: str = "cpu model") -> EnergyTable:
+        whole = table({"mm": joules})
+        error = math.hypot(0.3 * whole.total_j, 0.1)
+        return dataclasses.replace(whole, basis="modelled", source=source, total_error_j=error)
+
+    found = analyze.diff(modelled(10.0), modelled(11.5))
+    assert found.total.error_j == pytest.approx(math.hypot(0.1, 0.1, 0.3 * 1.5)) and found.significant
+    assert found.total.before_error_j == pytest.approx(math.hypot(0.3 * 11.0, 0.1)) and found.common == 0.3
+    assert "common error of 30%" in found.notes[0] and "MODELLED" in text(found)
+    assert "MODELLED" in page(found) and "MODELLED" in card(found)
+    other = analyze.diff(modelled(10.0), modelled(11.5, "another model"))
+    assert not other.significant and other.common == 0.0
+    assert "it cannot see changes under 45%" in other.verdict().text
+    assert "MODELLED" not in page(analyze.diff(table({"mm": 1.0}), table({"mm": 2.0})))
+
+
+def test_steps_of_different_size_are_told_apart() -> None:
+    found = analyze.diff(measured(10.0, step=10, sample=80), measured(20.0, step=10, sample=160))
+    assert any("a step has 8 samples before and 16 after" in n for n in found.notes)
+    assert not any("a step has" in n for n in analyze.diff(measured(10.0, step=10, sample=80),
+                                                          measured(20.0, step=20, sample=160)).notes)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"), [((84.0, 84.0), "84"), ((12_000.0, 6.0), "12,000 → 6"), ((84.5, 1 / 3), "84.5 → 0.33")]
+)
+def test_calls_are_whole_numbers_or_have_a_point(calls: tuple[float, float], said: str) -> None:
+    change = analyze.diff(table({"mm": 1.0}), table({"mm": 1.0})).rows[0]
+    assert calls_text(dataclasses.replace(change, before_calls=calls[0], after_calls=calls[1])) == said
+
+
+def test_kernels_are_offered_only_where_both_have_them(run: Callable[..., Any], tmp_path: Path) -> None:
+    for kernels in (True, False):
+        files = []
+        for name, joules in (("a", 5.0), ("b", 9.0)):
+            found = table({"mm": joules})
+            found = found if kernels else dataclasses.replace(found, kernels=[])
+            files.append(saved(tmp_path / f"{name}.json", found.to_json()))
+        assert ("--by kernels" in run(*files).output) == kernels
 
 
 def test_new_and_vanished_rows_and_the_order() -> None:
@@ -437,7 +479,7 @@ def test_power_logs_beside_traces(run: Callable[..., Any], tmp_path: Path) -> No
     ]  # fmt: skip
     trace = saved(tmp_path / "t.json", {"schemaVersion": 1, "traceEvents": events})
     found = run(trace, trace, "--by", "kernels", "--power-a", tmp_path / "a.csv", "--power-b", tmp_path / "a.csv")
-    assert found.code == 0 and "0 J (0.0%) less energy" in found.output and "--power-a" in found.output
+    assert found.code == 0 and "no change: " in found.output and "--power-a" in found.output
     assert analyze.diff(trace, trace, by="kernels").verdict().metric == "time"
 
 

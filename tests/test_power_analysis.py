@@ -161,7 +161,10 @@ def test_percentiles_are_by_time(seed: int, mean: bool) -> None:
     seen = watts[np.searchsorted(times, moments)] if mean else np.interp(moments, times, watts)
     spread = float(np.ptp(watts))
     for key, q in (("p50_w", 50.0), ("p99_w", 99.0)):
-        assert row[key] == pytest.approx(float(np.percentile(seen, q)), abs=0.03 * spread)
+        # Where hardly any moment is near a percentile, it is known by its rank and not by its value.
+        rank = 100.0 * float(np.mean(seen <= row[key]))
+        near = row[key] == pytest.approx(float(np.percentile(seen, q)), abs=0.03 * spread)
+        assert near or rank == pytest.approx(q, abs=0.5)
     assert row["mean_w"] == pytest.approx(float(np.mean(seen)), abs=0.01 * spread)
     assert row["p50_w"] <= row["p99_w"] <= row["peak_w"]
 
@@ -225,7 +228,11 @@ def test_the_dominant_frequency_is_the_step_rate() -> None:
     assert found.correlation is not None and found.facts["checklist"]["throttle"] == "no"  # no spike
     spiky = analyze.power(timeline, power=power, threshold_w=500.0)
     assert spiky.facts["spikes"] == len(spiky.spikes) == 60 and spiky.spikes[0].kernels
-    assert spiky.facts["checklist"]["throttle"] == "unknown" and "checklist: throttle" in spiky.missing
+    assert spiky.facts["checklist"]["throttle"] == "unknown"
+    assert "throttle" in spiky.missing and "checklist: throttle" not in spiky.missing  # said once
+    assert "first kernel to the last" in spiky.title and spiky.facts["window_s"] <= spiky.facts["recorded_s"]
+    whole = power.energy("gpu0", max(0, timeline.start_ns), min(power.end_ns, timeline.end_ns))
+    assert spiky.facts["recorded_j"] == pytest.approx(whole.joules) and "w2" not in str(spiky)
 
 
 def test_steps_too_fast_for_the_sensor_fold_back() -> None:

@@ -11,12 +11,13 @@ import numpy as np
 from ..attribute.prior import Board, board_of, prior
 from ..attribute.table import EnergyRow, EnergyTable
 from ..device import Device
-from ..record import NEEDS_POWER, NEEDS_SHAPES
+from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Timeline
 from ..timeline.intervals import union
 from .answer import by_domain, window_of
 from .ceilings import device_of
 from .findings import Finding, findings
+from .lanes import no_device, no_power
 from .places import devices, host_gaps
 from .result import Column, Result
 from .source import Progress, Source, open_source
@@ -53,7 +54,7 @@ def advise(
     known = table is not None and table.total_j > 0
     if table is None or not known:
         table, known = _modelled(source.timeline, arch)
-        missing["energy"] = NEEDS_POWER
+        missing["energy"] = no_power(source)
         said = "joules are modelled: no power was recorded" if known else "no joules: no power, and no chip is named"
         notes.append(said)
     gaps = host_gaps(source.timeline, table, *_window(source)) if table.kernels else []
@@ -87,13 +88,14 @@ def _together(found: Sequence[Finding], table: EnergyTable) -> float:
 def _missing(source: Source) -> dict[str, str]:
     timeline, missing = source.timeline, {}
     if not len(timeline.device_rows):
-        missing["kernels"] = 'nothing on a device was recorded: activities=["gpu", "power"]'
+        return {"kernels": no_device(source)}  # nor have counters, shapes and throttling anything to say
     if not timeline.extra:
         missing["counters"] = f"occupancy, divergence and memory stalls are hardware counters: {COMMAND}"
-    if len(timeline.device_rows) and not np.any(timeline["shapes"] != NONE):
+    if not np.any(timeline["shapes"] != NONE):
         missing["shapes"] = f"savings of products and fusions are rough without shapes: {NEEDS_SHAPES}"
     if not any(t.throttle is not None for t in source.telemetry):
-        missing["throttling"] = 'needs telemetry: record with tessera run, or activities=["gpu", "power"]'
+        here = "the GPU did not say in this run whether it throttled: `tessera doctor` says what it can"
+        missing["throttling"] = here if source.run is not None else "not in a trace: record with `tessera run`"
     return missing
 
 

@@ -5,8 +5,9 @@
     a, b ──► Side (compare.py) ──► per step where both have steps ──► rows by name, or by kind of operator
                                                                  └──► total: |change| > its 90% half-width?
 
-The half-width of a difference is that of both sides in quadrature. Of steps it contains how they scatter, so that a
-second run of the same program differs by less than it nine times of ten.
+The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
+same sensors measured (or the same model gave) are off by one factor, and so is their difference. Of steps it contains
+how they scatter, so that a second run of the same program differs by less than it nine times of ten.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Difference(EnergyDiff):
     """Two sides. `total` and the rows are per unit of `per` ("step", "sample", or "run"); `whole` is never scaled.
 
     Rows are those that changed most first. `matched` is the share of each side's joules (seconds, without power) in
-    rows that both sides have.
+    rows that both sides have, `views` what rows of both there are;
+    `common` the share by which both are off together.
     """
 
     by: str
@@ -109,6 +111,8 @@ class Difference(EnergyDiff):
     work: tuple[float, float] = (1.0, 1.0)
     matched: tuple[float, float] = (1.0, 1.0)
     notes: Sequence[str] = ()
+    views: Sequence[str] = ()
+    common: float = 0.0
 
     @property
     def rows(self) -> Sequence[Change]:
@@ -190,13 +194,16 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     if mixed:
         left, right = _aligned(left, right) if one.predicted else _aligned(right, left)[::-1]
     totals = [_total(side, unit, amount, notes) for side, amount in ((one, amounts[0]), (two, amounts[1]))]
-    rows = _rows(left, right, amounts, [_relative_s(t) for t in totals])
-    total = _change("total", totals[0], totals[1])
+    gain, said = _common(one, two)
+    notes[:0] = [*said, *_batches(one, two, unit)]  # what changes how a number is read comes first
+    rows = _rows(left, right, amounts, [_relative_s(t) for t in totals], gain)
+    total = _change("total", totals[0], totals[1], gain)
     return Difference(
         before=one.name, after=two.name, by=view, per=unit or "run", total=total,
-        whole=_change("whole run", one.total, two.total), components=_components(one, two, amounts, total),
+        whole=_change("whole run", one.total, two.total, gain), components=_components(one, two, amounts, total),
         subgraphs=rows, basis=(one.basis, two.basis), work=amounts, matched=_matched(rows),
         notes=tuple(dict.fromkeys(notes)), note="; ".join(dict.fromkeys(notes)),
+        views=tuple(v for v in VIEWS if one.views.get(v) and two.views.get(v)), common=gain,
     )  # fmt: skip
 
 
@@ -209,6 +216,32 @@ def _unit(one: Side, two: Side) -> str | None:
     if "step" in shared:
         return "step"
     return next((u for u in shared if one.work[u] != two.work[u]), None)
+
+
+def _common(one: Side, two: Side) -> tuple[float, list[str]]:
+    """The share by which both sides' levels are off together, in words too; 0 where other sensors measured them."""
+    if not one.sensors or one.sensors != two.sensors or one.basis != two.basis:
+        return 0.0, []
+    gain = min(one.gain, two.gain)
+    what = "the same power model gave both" if one.basis == "modelled" else "the same sensors measured both"
+    said = f"{what}: their common error of {gain:.0%} is in each ± and cancels in the change"
+    return gain, [said] if gain > 0.005 else []
+
+
+def _batches(one: Side, two: Side, unit: str | None) -> list[str]:
+    """Steps of different size are no change of the program."""
+    if unit != "step":
+        return []
+    for other in [u for u in one.work if u != "step" and one.work[u] > 0 and two.work.get(u, 0) > 0]:
+        a, b = (side.work[other] / side.work["step"] for side in (one, two))
+        if abs(a - b) > 0.01 * max(a, b):
+            said = []
+            for side in (one, two):
+                if not math.isnan(side.total.energy_j):
+                    said.append(format_energy(side.total.energy_j / side.work[other], 3))
+            per = f"; per {other} {' and '.join(said)}" if len(said) == 2 else ""
+            return [f"a step has {a:,.6g} {other}s before and {b:,.6g} after: steps are not the same work{per}"]
+    return []
 
 
 def _uneven(one: Side, two: Side) -> list[str]:
@@ -266,8 +299,9 @@ def _relative_s(total: Cell) -> float:
 
 
 def _rows(
-    left: Mapping[str, Cell], right: Mapping[str, Cell], amounts: tuple[float, float], scatter: Sequence[float]
-) -> list[Change]:
+    left: Mapping[str, Cell], right: Mapping[str, Cell], amounts: tuple[float, float], scatter: Sequence[float],
+    gain: float = 0.0,
+) -> list[Change]:  # fmt: skip
     found = []
     for name in dict.fromkeys((*left, *right)):
         cells = []
@@ -277,7 +311,7 @@ def _rows(
             if cell is not None and math.isnan(cell.error_s):  # a row's time scatters about as its steps' does
                 cell = dataclasses.replace(cell, error_s=relative * cell.seconds)
             cells.append(cell)
-        found.append(_change(name, cells[0], cells[1]))
+        found.append(_change(name, cells[0], cells[1], gain))
     return sorted(found, key=_weight, reverse=True)
 
 
@@ -288,15 +322,24 @@ def _weight(row: Change) -> tuple[float, float]:
     return (0.0 if abs(b - a) <= 1e-9 * size else abs(b - a)), size
 
 
-def _change(name: str, before: Cell | None, after: Cell | None) -> Change:
+def _change(name: str, before: Cell | None, after: Cell | None, gain: float = 0.0) -> Change:
     a, b = before or ZERO, after or ZERO
-    error_j = math.hypot(a.error_j, b.error_j)
+    own = [own_error(c.energy_j, c.error_j, gain) for c in (a, b)]
+    error_j = math.hypot(*own, gain * (b.energy_j - a.energy_j))
     return Change(
         name=name, before_j=a.energy_j, after_j=b.energy_j, before_s=a.seconds, after_s=b.seconds, error_j=error_j,
         significant=abs(b.energy_j - a.energy_j) > error_j, kind=(before or b).kind, before_error_j=a.error_j,
         after_error_j=b.error_j, error_s=math.hypot(a.error_s, b.error_s), before_calls=a.calls, after_calls=b.calls,
         state="new" if before is None else "vanished" if after is None else "both",
     )  # fmt: skip
+
+
+def own_error(value: float, error: float, gain: float) -> float:
+    """A half-width without the part of it that both sides share; all of it where it cannot contain that part."""
+    shared = gain * abs(value)
+    if math.isnan(error) or error < 0.999 * shared:
+        return error
+    return math.sqrt(max(0.0, error**2 - shared**2))
 
 
 def _components(one: Side, two: Side, amounts: tuple[float, float], total: Change) -> list[Change]:
@@ -376,16 +419,26 @@ def _told(found: Difference, metric: Metric, share: float | None, sure: bool, fa
     show = format_energy if energy else format_duration
     if math.isnan(change):
         return f"{'joules' if energy else 'seconds'} are not known of both: nothing can be said of {metric}"
+    before, after = (t.before_j, t.after_j) if energy else (t.before_s, t.after_s)
+    per = "" if found.per == "run" else f" per {found.per}"
+    if abs(change) <= 1e-9 * max(abs(before), abs(after)):
+        return f"no change: {show(after, 3)}{per} in both{_unseen(error, before)}"
     size = "from nothing" if share is None else f"{abs(share):.1%}" if abs(share) < 0.995 else f"{abs(share):.0%}"
     more = ("more" if change > 0 else "less") + (" energy" if energy else " time")
-    per = "" if found.per == "run" else f" per {found.per}"
     said = f"{show(abs(change), 3)} ({size}) {more}{per}"
     if math.isnan(error):
         return f"{said}; whether that is noise cannot be told: one run each, without steps, has no interval"
     wide = f"90% interval ± {show(error, 2)}"
     if not sure:
-        return f"{said}: noise, it lies within its {wide}"
+        return f"{said}: noise, it lies within its {wide}{_unseen(error, before)}"
     limit = ""
     if fail_above is not None and share is not None:
         limit = f"; {'above' if share > fail_above else 'within'} the limit of {fail_above:.1%}"
     return f"{said}, more than noise ({wide}){limit}"
+
+
+def _unseen(error: float, before: float) -> str:
+    """What a comparison cannot see, where that is worth a word."""
+    if math.isnan(error) or not before > 0 or error < 0.005 * before:
+        return ""
+    return f" (it cannot see changes under {error / before:.0%})"

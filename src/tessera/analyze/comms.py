@@ -23,7 +23,7 @@ from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.shapes import parse
 from ..timeline.transfers import collective_type
-from .lanes import NO_DEVICE, places, ranks_of
+from .lanes import no_device, places, ranks_of
 from .result import Column, Result
 from .source import Progress, Source, open_source
 
@@ -74,7 +74,7 @@ def collectives(
     if found and found[0]["on"] == "host":
         notes.append("these ran on the host: a row is what one thread of the backend took, waiting included")
     if not found:
-        missing["collectives"] = "the trace has no collectives" if places(timeline) else NO_DEVICE
+        missing["collectives"] = "the trace has no collectives" if places(timeline) else no_device(source)
     elif all(r["path"] is None for r in found):
         missing["path"] = NEEDS_HOSTS
     if found and not met:

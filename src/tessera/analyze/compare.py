@@ -69,7 +69,11 @@ ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded."""
+    """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
+
+    `gain` is the share of the joules by which their level may be off, of which `total.error_j` consists among others;
+    sides of equal `sensors` are off by the same factor.
+    """
 
     name: str
     basis: Basis
@@ -79,6 +83,8 @@ class Side:
     views: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
     components: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    sensors: str = ""
+    gain: float = 0.0
 
     @property
     def predicted(self) -> bool:
@@ -136,13 +142,39 @@ def _of_report(report: EnergyReport) -> Side:
         work={w.unit: w.amount for w in report.work},
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
+        **_level(total.source, "predicted" if of else report.basis),
     )
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _of_table(table: EnergyTable, name: str, work: Mapping[str, float], notes: Sequence[str] = ()) -> Side:
+def _level(source: str, basis: str) -> dict[str, Any]:
+    """What is known of the level's error by the name of the source alone: that of the power model."""
+    from ..sensors.modelled import MODEL_ERROR
+
+    return {"sensors": f"model {source}", "gain": MODEL_ERROR} if basis == "modelled" else {}
+
+
+def _sensed(source: Source, table: EnergyTable) -> dict[str, Any]:
+    """The counted sensors of a recording, and their common error as a share of all joules."""
+    if source.power is None or table.basis == "modelled":
+        return _level(table.source, table.basis)
+    counted = [d for d in source.power.domains if d.counted]
+    spent = {d.name: source.power.energy(d.name).joules for d in counted}
+    known_j = math.fsum(j for j in spent.values() if not math.isnan(j))
+    if not known_j > 0:
+        return {}
+    off = math.hypot(*(d.gain_error * spent[d.name] for d in counted if not math.isnan(spent[d.name])))
+    host = source.run.about.get("host", "") if source.run is not None else ""
+    named = ", ".join(sorted(f"{d.name} {d.label} {d.source}" for d in counted))
+    return {"sensors": f"{host}: {named}", "gain": off / known_j}
+
+
+def _of_table(
+    table: EnergyTable, name: str, work: Mapping[str, float], notes: Sequence[str] = (),
+    level: Mapping[str, Any] | None = None,
+) -> Side:  # fmt: skip
     steps = {s.name for s in table.steps}
     views: dict[str, dict[str, Cell]] = {}
     for view in ("ops", "kernels", "regions", "modules"):
@@ -165,6 +197,7 @@ def _of_table(table: EnergyTable, name: str, work: Mapping[str, float], notes: S
         steps=table.steps,
         views=views,
         notes=[*notes, *(n for n in table.notes if n not in notes)],
+        **(_level(table.source, table.basis) if level is None else level),
     )
 
 
@@ -183,7 +216,7 @@ def _of_source(source: Source, power: Any) -> Side:
         return _of_table(
             timed(source.timeline), name, work, [*source.notes, f"{name} has no power: only time is known"]
         )
-    return _of_table(table, name, work, source.notes)
+    return _of_table(table, name, work, source.notes, _sensed(source, table))
 
 
 def timed(timeline: Timeline) -> EnergyTable:

@@ -27,7 +27,7 @@ from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.nesting import Nesting
 from .comms import meetings_of
-from .lanes import NO_DEVICE, is_sync, launches, places
+from .lanes import is_sync, launches, no_device, places
 from .result import Column, Result
 from .source import Progress, open_source
 
@@ -72,7 +72,7 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
     length_ns = sum(ns for ns, _ in sums.values())
     rows: list[dict[str, Any]] = [
         {
-            "on": on, "kind": kind, "name": name, "times": times, "seconds": ns / 1e9, "ns": ns,
+            "on": on, "kind": kind, "name": name, "segments": times, "seconds": ns / 1e9, "ns": ns,
             "share_pct": 100.0 * ns / length_ns,
         }
         for (on, kind, name), (ns, times) in sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))
@@ -85,13 +85,14 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
         "segments": [[(a - base) / 1e9, (b - base) / 1e9, on, name] for a, b, on, _, name in _longest(segments)],
     }  # fmt: skip
     columns = (
-        Column(key="on", title="on"), Column(key="name", title="what"), Column(key="times", title="times"),
+        Column(key="on", title="on"), Column(key="name", title="what"),
+        Column(key="segments", title="segments", help="pieces of the path, not calls"),
         Column(key="seconds", title="on the path", unit="s"), Column(key="share_pct", title="share", unit="%"),
     )  # fmt: skip
     return Result(
         kind="critical_path", title=f"Critical path of {source.name}", columns=columns, rows=rows, facts=facts,
         notes=[*source.notes, *([ASSUMED] if places(timeline) else [])],
-        missing={} if found else {"path": NO_DEVICE},
+        missing={} if found else {"path": no_device(source)},
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, RecordingError
 from ..profile.ranks.clocks import Offset
 from ..profile.ranks.match import align
 from ..profile.ranks.merge import Source as File
@@ -29,6 +30,7 @@ from .source import Source
 
 MOST_WORKERS = 8
 """More processes than this wait for the disk, not for each other."""
+_HEAD = 1 << 16
 ON_DEVICE_ONLY = ("overlap", "kernels", "collectives", "memcpy")
 """The analyses that look at nothing but device rows."""
 
@@ -40,9 +42,13 @@ def read_folder(
     kinds: Sequence[Kind] | None = None,
 ) -> Source:  # fmt: skip
     """All ranks of a folder, their clocks aligned, as `open_source` has them. `kinds` are the rows to keep (all)."""
-    files = _files(path)
+    files, others = _recordings(path)
     if len(files) < 2:
-        raise ArgumentError(f"{path} has {len(files)} recording of a rank", fix="give the file itself, not its folder")
+        raise ArgumentError(
+            f"the folder {path.resolve()} has {len(files) or 'no'} recording of a rank",
+            why=f"not traces: {_listed(others)}" if others else None,
+            fix=f"give the file itself: {files[0]}" if files else "give a .tessera run or a Kineto trace",
+        )
     loaded = sorted(_read(files, kinds, progress, workers), key=lambda one: one[0].rank)
     for (a, *_), (b, *_) in pairwise(loaded):
         if a.rank == b.rank:
@@ -62,7 +68,37 @@ def read_folder(
         for column in ("start_ns", "end_ns"):
             timeline.columns[column] = offset.apply(timeline.columns[column])
     ranks = [Source(f"rank {t.rank}", t) for t in timelines]
-    return Source(path.name, merged, ranks=ranks, notes=list(merged.notes))
+    if others:
+        merged.notes.append(f"not traces, and skipped: {_listed(others)}")
+    return Source(path.resolve().name, merged, ranks=ranks, notes=list(merged.notes))
+
+
+def _recordings(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files of a folder that are recordings, and those that are other JSON."""
+    try:
+        files = _files(path)
+    except RecordingError as exc:
+        raise RecordingError(f"there is no recording in the folder {path.resolve()}", why=exc.why, fix=exc.fix) from exc
+    kept = [f for f in files if f.suffix == ".tessera" or _is_trace(f)]
+    return kept, [f for f in files if f not in kept]
+
+
+def _is_trace(file: Path) -> bool:
+    """Whether a JSON file is a trace, or too damaged to tell: then reading it says what is wrong."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as f:
+            head = f.read(_HEAD)
+            if b'"traceEvents"' in head or (head.lstrip()[:1] == b"[" and b'"ph"' in head):
+                return True
+            # Kineto writes what it knows of the machine first; a large file is hardly anything else.
+            return len(head) == _HEAD and any(b'"traceEvents"' in part for part in iter(lambda: f.read(_HEAD), b""))
+    except OSError:
+        return True
+
+
+def _listed(files: Sequence[Path]) -> str:
+    names = [f.name for f in files[:4]]
+    return ", ".join(names) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
 
 
 def _read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,23 @@ SORTS: dict[str, tuple[str, ...]] = {
 """What runs on a device, by the kinds of its rows."""
 LONGEST_NS = 2**61
 """73 years: longer spans are damage, and their sums would not fit 64 bits."""
-NO_DEVICE = "the trace has no kernels: record on a GPU with activities=[..., ProfilerActivity.CUDA], or `tessera run`"
+NO_DEVICE = "nothing ran on a GPU in this trace; if it did: record with activities=[..., ProfilerActivity.CUDA]"
+
+
+def no_device(source: Source) -> str:
+    """What to say of a recording in which nothing ran on a device."""
+    if source.run is None:
+        return NO_DEVICE
+    name = str(getattr(source.run, "path", source.name))
+    path = shlex.quote(name) if name.endswith(".tessera") else "RUN"
+    return f"nothing ran on a GPU in this run: `tessera report {path} --by ops` shows its operators"
+
+
+def no_power(source: Source) -> str:
+    """What to do about a recording without power."""
+    if source.run is not None:
+        return "no power sensor could be read in this run: `tessera doctor` says why"
+    return 'no power log beside this trace: power="power.csv" with the watts of the same time'
 
 
 @dataclass(frozen=True, slots=True)

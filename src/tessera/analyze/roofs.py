@@ -9,10 +9,11 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, did_you_mean
-from ..record import NEEDS_POWER, NEEDS_SHAPES
+from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
 from .calls import Calls, Floats, calls_of
 from .ceilings import Ceilings, ceilings, device_of
+from .lanes import no_device, no_power
 from .result import Column, Result
 from .source import Progress, open_source
 
@@ -72,6 +73,11 @@ def roofline(
     rows = rows_of(timeline, calls, roofs, by)
     notes = [*source.notes]
     missing: dict[str, str] = {}
+    if not len(calls.rows):
+        missing["kernels"] = no_device(source)
+        return Result(
+            kind="roofline", title="Roofline", columns=_COLUMNS, rows=[], facts={"by": by}, notes=notes, missing=missing
+        )  # fmt: skip
     if device is None:
         missing["ceilings"] = "the trace does not name its chip: arch='h200' (any of `tessera hardware list`)"
     elif roofs is not None and roofs.l2_bytes_per_s is None:
@@ -79,7 +85,7 @@ def roofline(
     if not calls.shapes_recorded:
         missing["flops"] = f"the trace has no shapes: {NEEDS_SHAPES}"
     if timeline.energy_j is None:
-        missing["energy"] = NEEDS_POWER
+        missing["energy"] = no_power(source)
     if not np.any(calls.counted):
         missing["dram_bytes"] = "bytes are the least that shapes ask for; measured: tessera run --counters script.py"
     if any(w.family == "attention" for w in calls.works):

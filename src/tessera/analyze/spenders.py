@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.activity import distinct, shares
-from ..attribute.table import EnergyRow
+from ..attribute.table import EnergyRow, EnergyTable
 from ..errors import ArgumentError
-from ..record import KINDS, NEEDS_POWER
+from ..record import KINDS
 from ..timeline.columns import Ints
-from .lanes import NO_DEVICE, places
+from .lanes import no_device, no_power, places
 from .result import Column, Result
-from .source import Progress, open_source
+from .source import Progress, Source, open_source
 
 SORTS = ("time", "energy")
 _NEEDS_CALLS = 100
@@ -35,7 +35,7 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
     source = open_source(trace, power=power, progress=progress)
     timeline, table = source.timeline, source.energy()
     if sort == "energy" and table is None:
-        raise ArgumentError("there are no joules to sort by", why="no power was recorded", fix=NEEDS_POWER)
+        raise ArgumentError("there are no joules to sort by", why="no power was recorded", fix=no_power(source))
     spent = {(r.kind, r.name): r for r in table.kernels} if table is not None else {}
     found = places(timeline)
     rows = np.concatenate([np.zeros(0, np.int64), *(p.rows for p in found)])
@@ -70,11 +70,24 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
         kind="kernels", title=f"Kernels of {source.name}", columns=columns, rows=out,
         facts={
             "calls": len(rows), "names": len(out), "total_s": int(lasts.sum()) / 1e9, "busy_s": float(own_s.sum()),
-            **({"total_j": table.total_j, "idle_j": table.idle_j} if table is not None else {}),
+            **(_whole(table) if table is not None and len(rows) else {}),
         },
         notes=list(dict.fromkeys(notes)),
-        missing=({} if len(rows) else {"device": NO_DEVICE}) | ({} if table is not None else {"energy_j": NEEDS_POWER}),
+        missing=_missing(source, bool(len(rows)), table is not None),
     )  # fmt: skip
+
+
+def _whole(table: EnergyTable) -> dict[str, float]:
+    return {
+        "total_j": table.total_j, "total_error_j": table.total_error_j, "idle_j": table.idle_j,
+        "idle_error_j": table.idle_error_j,
+    }  # fmt: skip
+
+
+def _missing(source: Source, ran: bool, joules: bool) -> dict[str, str]:
+    if not ran:
+        return {"kernels": no_device(source)}
+    return {} if joules else {"energy": no_power(source)}
 
 
 _JOULES = (

@@ -17,6 +17,7 @@ row that ended it:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,11 +27,11 @@ import numpy as np
 
 from ..attribute.table import EnergyTable
 from ..errors import ArgumentError
-from ..record import CODE, NEEDS_POWER, ON_DEVICE
+from ..record import CODE, ON_DEVICE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import EMPTY, Spans, covered_ns, difference, intersection, union
-from .lanes import NO_DEVICE, SORTS, WHERE, Place, launches, named, places, spans_of
+from .lanes import SORTS, WHERE, Place, launches, named, no_device, no_power, places, spans_of
 from .result import Column, Result
 from .source import Progress, open_source
 
@@ -39,6 +40,7 @@ KERNEL_GAP_S = 10e-6
 SILENT_NS = 1_000_000
 """A host without an operator or call for longer than this is not launching: it sleeps, reads data, or waits."""
 _BLOCK = 1 << 16
+OUTSIDE = "outside first to last kernel"
 IDLE = ("idle: host-bound", "idle: kernel gap", "idle: waiting")
 
 
@@ -66,34 +68,36 @@ def breakdown(
     timeline, table = source.timeline, source.energy()
     found = places(timeline)
     gap_ns = max(0, round(kernel_gap_s * 1e9))
-    idle_w = _idle_w(table, len(found))
     rows: list[dict[str, Any]] = []
-    whole: list[_Split] = []
-    unlaunched = 0
-    for place in found:
-        split = _split(timeline, place, gap_ns)
-        unlaunched += split.unlaunched
-        whole.append(split)
+    whole = [_split(timeline, place, gap_ns) for place in found]
+    unlaunched = sum(split.unlaunched for split in whole)
+    spent = _Spent(timeline, table, whole) if table is not None else None
+    for place, split in zip(found, whole, strict=True):
         windows = _windows(timeline, place, split) if by == "step" else [(None, split.start_ns, split.end_ns)]
         for step, start_ns, end_ns in windows:
-            rows += [{**place.ids, "step": step, **r} for r in _parts(timeline, place, split, start_ns, end_ns, idle_w)]
+            rows += [{**place.ids, "step": step, **r} for r in _parts(split, start_ns, end_ns, spent)]
+        if spent is not None and spent.outside_ns(split):
+            rows.append({**place.ids, "step": None, **spent.outside(split)})
     if len(found) > 1 and by != "step":
         rows += _summed(rows)
     notes = list(source.notes)
     if unlaunched:
         notes.append(f"{unlaunched} gaps end with a row whose launch was not recorded: they count as waiting when long")
-    if table is not None:
-        notes.append("joules of idle parts are shared out by time; a ± is at most so much")
+    if table is not None and found:
+        notes.append("joules of idle parts are shared out by time; parts sum to the energy of the run")
+    if len(timeline.rows("memset")):
+        notes.append(f"copies contain {len(timeline.rows('memset')):,} memsets")
     columns = [
         *WHERE, *([Column(key="step", title="step")] if by == "step" else []), Column(key="part", title="part"),
         Column(key="seconds", title="time", unit="s"), Column(key="pct", title="of span", unit="%"),
         *(_JOULES if table is not None else ()),
     ]  # fmt: skip
-    missing = {} if found else {"device": NO_DEVICE}
+    missing = {} if found else {"device": no_device(source)}
+    if found and table is None:
+        missing["energy"] = no_power(source)
     return Result(
         kind="breakdown", title=f"Where the time of {source.name} went", columns=columns, rows=rows,
-        facts=_facts(timeline, whole, table), notes=notes,
-        missing=missing | ({} if table is not None else {"energy_j": NEEDS_POWER}),
+        facts=_facts(timeline, whole, table if found else None), notes=notes, missing=missing,
     )  # fmt: skip
 
 
@@ -203,53 +207,73 @@ def _windows(timeline: Timeline, place: Place, split: _Split) -> Iterator[tuple[
         yield name, before, split.end_ns
 
 
-def _parts(
-    timeline: Timeline, place: Place, split: _Split, start_ns: int, end_ns: int, idle_w: tuple[float, float] | None
-) -> list[dict[str, Any]]:
+def _parts(split: _Split, start_ns: int, end_ns: int, spent: _Spent | None) -> list[dict[str, Any]]:
     """The parts that occur within a window, with their joules."""
     window = Spans(np.array([start_ns]), np.array([end_ns]))
     rows = []
     for part, spans in split.parts.items():
         inside = intersection(window, spans)
-        if not inside.total_ns:
-            continue
-        joules = error = None
-        if idle_w is not None:
-            seconds = inside.total_ns / 1e9
-            joules, error = (w * seconds for w in idle_w) if part in IDLE else _joules(timeline, place.rows, inside)
-        rows.append(
-            {
-                "part": part, "seconds": inside.total_ns / 1e9, "ns": inside.total_ns,
-                "pct": 100.0 * inside.total_ns / (end_ns - start_ns), "energy_j": joules, "energy_error_j": error,
-                "power_w": None if joules is None else joules / inside.total_ns * 1e9,
-            }
-        )  # fmt: skip
+        if inside.total_ns:
+            joules = spent.at(split, part, inside) if spent is not None else (None, None)
+            rows.append(_part(part, inside.total_ns, 100.0 * inside.total_ns / (end_ns - start_ns), *joules))
     return rows
 
 
-def _joules(timeline: Timeline, rows: Ints, inside: Spans) -> tuple[float | None, float | None]:
-    """What rows spent within some spans: each spends evenly over its own time."""
-    if timeline.energy_j is None or timeline.energy_error_j is None:
-        return None, None
-    start, end = timeline["start_ns"][rows], timeline["end_ns"][rows]
-    share = covered_ns(inside, start, end) / np.maximum(end - start, 1)
-    # Errors of one class add up, those of several partly cancel: their plain sum is the most it can be.
-    return float(share @ np.nan_to_num(timeline.energy_j[rows])), float(
-        share @ np.nan_to_num(timeline.energy_error_j[rows])
-    )
+def _part(part: str, ns: int, pct: float | None, joules: float | None, error: float | None) -> dict[str, Any]:
+    return {
+        "part": part, "seconds": ns / 1e9, "ns": ns, "pct": pct, "energy_j": joules, "energy_error_j": error,
+        "power_w": None if joules is None else joules / ns * 1e9,
+    }  # fmt: skip
 
 
-def _idle_w(table: EnergyTable | None, devices: int) -> tuple[float, float] | None:
-    """Mean watts of a device that runs nothing, and their error."""
-    if table is None:
-        return None
-    idle_s = table.seconds * max(devices, 1) - table.busy_s
-    return (table.idle_j / idle_s, table.idle_error_j / idle_s) if idle_s > 0 else (0.0, 0.0)
+class _Spent:
+    """The joules of parts. With the time outside the devices' spans they sum to the table's total."""
+
+    def __init__(self, timeline: Timeline, table: EnergyTable, whole: Sequence[_Split]) -> None:
+        self._timeline, self._window_ns = timeline, round(table.seconds * 1e9)
+        idle_ns = sum(s.parts[n].total_ns for s in whole for n in IDLE) + sum(map(self.outside_ns, whole))
+        idle_s = max(idle_ns, 1) / 1e9
+        self._idle_w, self._idle_error_w = table.idle_j / idle_s, table.idle_error_j / idle_s
+        self._busy_error_j = math.hypot(table.total_error_j, table.idle_error_j)
+        self._all_errors_j = sum(self._summed(s.place.rows, union(*_ends(timeline, s.place.rows)))[1] for s in whole)
+
+    def outside_ns(self, split: _Split) -> int:
+        """What of the accounted time lies before a device's first row and after its last."""
+        return max(0, self._window_ns - (split.end_ns - split.start_ns))
+
+    def outside(self, split: _Split) -> dict[str, Any]:
+        """That as a row."""
+        ns = self.outside_ns(split)
+        return _part(OUTSIDE, ns, None, self._idle_w * ns / 1e9, self._idle_error_w * ns / 1e9)
+
+    def at(self, split: _Split, part: str, inside: Spans) -> tuple[float, float]:
+        """Joules and half-width of a part within some spans."""
+        if part in IDLE:
+            return self._idle_w * inside.total_ns / 1e9, self._idle_error_w * inside.total_ns / 1e9
+        joules, most = self._summed(split.place.rows, inside)
+        # A part is also the total less idle less all other parts: where those are small, that is known far better
+        # than the sum of kernels that the samples cannot tell apart.
+        rest = max(0.0, self._all_errors_j - most)
+        return joules, min(most, math.hypot(self._busy_error_j, rest))
+
+    def _summed(self, rows: Ints, inside: Spans) -> tuple[float, float]:
+        """What rows spent within some spans, each evenly over its own time; their errors' plain sum is the most."""
+        timeline = self._timeline
+        if timeline.energy_j is None or timeline.energy_error_j is None:
+            return 0.0, 0.0
+        start, end = _ends(timeline, rows)
+        share = covered_ns(inside, start, end) / np.maximum(end - start, 1)
+        joules, errors = (np.nan_to_num(e[rows]) for e in (timeline.energy_j, timeline.energy_error_j))
+        return float(share @ joules), float(share @ errors)
+
+
+def _ends(timeline: Timeline, rows: Ints) -> tuple[Ints, Ints]:
+    return timeline["start_ns"][rows], timeline["end_ns"][rows]
 
 
 def _summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The parts of all devices together."""
-    total_ns = sum(r["ns"] for r in rows)
+    total_ns = sum(r["ns"] for r in rows if r["part"] != OUTSIDE)
     out = []
     for part in dict.fromkeys(r["part"] for r in rows):
         same = [r for r in rows if r["part"] == part]
@@ -260,8 +284,8 @@ def _summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         out.append(
             {
                 "where": "all", "rank": None, "device": None, "step": None, "part": part, "seconds": ns / 1e9,
-                "ns": ns, "pct": 100.0 * ns / total_ns, "energy_j": joules, "energy_error_j": error,
-                "power_w": None if joules is None else joules / ns * 1e9,
+                "ns": ns, "pct": None if part == OUTSIDE else 100.0 * ns / total_ns, "energy_j": joules,
+                "energy_error_j": error, "power_w": None if joules is None else joules / ns * 1e9,
             }
         )  # fmt: skip
     return out
@@ -281,7 +305,8 @@ def _facts(timeline: Timeline, whole: Sequence[_Split], table: EnergyTable | Non
         **{f"{name.replace(': ', '_').replace('-', '_').replace(' ', '_')}_s": total(name) for name in IDLE},
     }  # fmt: skip
     if table is not None:
-        facts |= {"total_j": table.total_j, "total_error_j": table.total_error_j, "idle_j": table.idle_j}
+        facts |= {"total_j": table.total_j, "total_error_j": table.total_error_j}
+        facts |= {"idle_j": table.idle_j, "idle_error_j": table.idle_error_j}
     return facts
 
 
@@ -299,7 +324,8 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
     for place in places(timeline):
         compute = spans_of(timeline, place, "kernel")
         for sort, total in totals.items():
-            found = {sort: place.rows[np.isin(timeline["kind"][place.rows], [CODE[k] for k in SORTS[sort]])]}
+            kind = CODE["collective" if sort == "communication" else "memcpy"]  # a memset copies nothing
+            found = {sort: place.rows[timeline["kind"][place.rows] == kind]}
             if not len(found[sort]):
                 continue
             found |= named(timeline, found[sort])
@@ -309,6 +335,11 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
                 if what == sort:
                     total[0], total[1] = total[0] + spans.total_ns, total[1] + hidden_ns
                 rows.append({**place.ids, "what": what, "calls": len(own), **_hidden(spans.total_ns, hidden_ns)})
+        filled = place.rows[timeline["kind"][place.rows] == CODE["memset"]]
+        if len(filled):
+            spans = union(*_ends(timeline, filled))
+            hidden = _hidden(spans.total_ns, intersection(spans, compute).total_ns)
+            rows.append({**place.ids, "what": "memset", "calls": len(filled), **hidden})
     facts: dict[str, Any] = {}
     for sort, (ns, hidden_ns) in totals.items():
         found = _hidden(ns, hidden_ns)
@@ -317,7 +348,7 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
         }
     missing = {}
     if not rows:
-        missing["overlap"] = "the trace has neither collectives nor copies" if places(timeline) else NO_DEVICE
+        missing["overlap"] = "the trace has neither collectives nor copies" if places(timeline) else no_device(source)
     columns = (
         *WHERE, Column(key="what", title="what"), Column(key="calls", title="calls"),
         Column(key="seconds", title="time", unit="s"), Column(key="overlapped_s", title="beside kernels", unit="s"),

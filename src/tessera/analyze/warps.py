@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ArgumentError, did_you_mean
 from ..profile.counters.nvidia import STALLS
 from ..timeline.columns import NONE, Ints, Timeline
+from .lanes import no_device
 from .places import region_paths
 from .result import Column, Result
 from .source import Progress, open_source
@@ -22,6 +23,7 @@ GROUPS = ("kernel", "op", "region")
 COMMAND = "tessera run --counters script.py"
 _KINDS = ("memory_stall_pct", "dependency_stall_pct", "structural_stall_pct")
 _BESIDE = ("inst_issue_eff_pct", "sm_occupancy", "warps_eligible", "l2_hit_rate")
+_NO_DIVERGENCE = f"divergence is a hardware counter: {COMMAND}"
 _NO_COUNTERS = f"stall reasons are hardware counters: {COMMAND}"
 
 
@@ -72,7 +74,7 @@ def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress:
     facts = {"group_by": group_by, **_overall(timeline, total_s, _KINDS)}
     return Result(
         kind="stalls", title="Why warps wait", columns=columns, rows=found, facts=facts, notes=source.notes,
-        missing={} if found else {"stall_reasons": _NO_COUNTERS},
+        missing={} if found else {"stall_reasons": _NO_COUNTERS if len(rows) else no_device(source)},
     )  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def divergence(
     facts = {"threshold_pct": limit_pct, "counted": counted, **_overall(timeline, total_s, ("warp_divergence_pct",))}
     return Result(
         kind="divergence", title="Warp divergence", columns=columns, rows=found, facts=facts, notes=notes,
-        missing={} if counted else {"warp_divergence_pct": f"divergence is a hardware counter: {COMMAND}"},
+        missing={} if counted else {"divergence": _NO_DIVERGENCE if len(rows) else no_device(source)},
     )  # fmt: skip
 
 

@@ -102,11 +102,12 @@ def power(
     """Peaks, percentiles, crest factor, ramps, the 0.1-20 Hz band, throttling and spikes of a power trace.
 
     `trace` is a run, a session, a timeline or Kineto trace (with `power`, a log or a `PowerTrace`), or a `PowerTrace`
-    alone. Percentiles and means are by time. Where something ran on a device, only that stretch is looked at.
+    alone. Percentiles and means are by time. Where something ran on a device, only that stretch is looked at;
+    `facts` has mean and joules of all that was recorded beside it (`recorded_mean_w`, `recorded_j`).
     `threshold_w` is what counts as a spike (the 95th percentile unless given), `domain` the one to look at closely:
     the GPU where there is one, else all counted ones together.
     """
-    timeline, log, told, notes = _opened(trace, power, telemetry)
+    timeline, log, told, notes, recorded = _opened(trace, power, telemetry)
     name = domain or _only_gpu(log)
     ran = timeline is not None and len(timeline.device_rows) > 0
     look = _Look(log, timeline if ran else None)
@@ -123,16 +124,23 @@ def power(
         notes += found.notes
     else:
         level_w, spikes, answers = _alone(focus.curve, readings, threshold_w)
-        missing["what ran in the spikes"] = "a timeline: tessera run, or analyze.power(trace, power=...)"
-    if not readings:
-        missing["throttle"] = "telemetry of the device: record with tessera run, or give telemetry="
+        missing["what ran in the spikes"] = (
+            "nothing ran on a GPU here" if timeline is not None and len(timeline) else
+            "a timeline of the same time: tessera analyze power TRACE --power LOG"
+        )  # fmt: skip
+    if not readings and not recorded:
+        missing["throttle"] = "throttling is not in a power log: record with `tessera run`"
+    elif not readings and any(d.startswith("gpu") for d in log.columns):
+        missing["throttle"] = "the GPU did not say in this run whether it throttled: `tessera doctor`"
     slow = _throttled([t for t in readings if focus.curve.start_ns <= t.time_ns <= focus.curve.end_ns])
     facts = _facts(focus, spikes, level_w, slow, bool(readings), _step_hz(timeline))
+    facts = look.facts(name) | facts
     facts["checklist"] = {a.key: a.verdict for a in answers}
     notes += [f"{a.question} {a.verdict}: {a.evidence}" for a in answers]
-    missing |= {f"checklist: {a.key}": a.needs for a in answers if a.needs}
+    told_already = () if readings else ("throttle",)
+    missing |= {f"checklist: {a.key}": a.needs for a in answers if a.needs and a.key not in told_already}
     return PowerResult(
-        kind="power", title=f"power of {focus.curve.domain}", columns=COLUMNS, rows=[r.row() for r in rows],
+        kind="power", title=f"Power of {focus.curve.domain}{look.said}", columns=COLUMNS, rows=[r.row() for r in rows],
         facts=facts, notes=[*focus.notes(), *notes], missing=missing, domain=focus.curve.domain, spikes=spikes,
         correlation=found, throttled=slow, spectra={r.label: r.spectrum for r in rows if r.spectrum is not None},
     )  # fmt: skip
@@ -140,11 +148,12 @@ def power(
 
 def _opened(
     trace: Any, power: str | Path | PowerTrace | None, telemetry: Told | None
-) -> tuple[Timeline | None, PowerTrace, Told | None, list[str]]:
+) -> tuple[Timeline | None, PowerTrace, Told | None, list[str], bool]:
+    """What was given, and whether it is a run of ours: then nobody need be told to record one."""
     if isinstance(trace, PowerTrace):
         if power is not None:
             raise ArgumentError("the power is given twice", fix="analyze.power(power_trace), or a trace and power=")
-        return None, trace, telemetry, []
+        return None, trace, telemetry, [], False
     if isinstance(power, (str, Path)):
         from ..profile.powerlog import read_power
 
@@ -154,9 +163,11 @@ def _opened(
     if log is None or not log.columns:
         raise MeasurementError(
             f"no power was recorded beside {source.name}", why="there is nothing to look at",
-            fix="give the power log of the same time: analyze.power(trace, power='power.csv')",
+            fix="`tessera doctor` says which sensors can be read" if source.run is not None else
+            "give the power log of the same time: power='power.csv'",
         )  # fmt: skip
-    return source.timeline, log, telemetry if telemetry is not None else (source.telemetry or None), list(source.notes)
+    told = telemetry if telemetry is not None else (source.telemetry or None)
+    return source.timeline, log, told, list(source.notes), source.run is not None
 
 
 def _known(log: PowerTrace, domain: str) -> bool:
@@ -174,6 +185,24 @@ class _Look:
             self.start_ns, self.end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
         else:
             self.start_ns, self.end_ns = log.start_ns + log.epoch_offset_ns, log.end_ns + log.epoch_offset_ns
+
+    @property
+    def said(self) -> str:
+        """What the rows are of, in words."""
+        return ", from the first kernel to the last" if self.timeline is not None else ""
+
+    def facts(self, domain: str | None) -> dict[str, Any]:
+        """The window looked at, and mean and joules of all that was recorded, as attribution and reports have them."""
+        if self.timeline is None:
+            return {"recorded_s": (self.end_ns - self.start_ns) * 1e-9}
+        offset = self.log.epoch_offset_ns
+        start_ns = max(self.timeline.start_ns - offset, self.log.start_ns)
+        spent = self.log.energy(domain, start_ns, min(self.timeline.end_ns - offset, self.log.end_ns))
+        return {
+            "window_s": (self.end_ns - self.start_ns) * 1e-9, "recorded_s": spent.seconds, "recorded_j": spent.joules,
+            "recorded_error_j": spent.error_j,
+            "recorded_mean_w": spent.joules / spent.seconds if spent.seconds > 0 else None,
+        }  # fmt: skip
 
     def at(self, domain: str | None) -> _Domain:
         """One domain, or all counted ones together."""

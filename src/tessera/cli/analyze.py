@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..analyze import KINDS
-from ..errors import did_you_mean
+from ..errors import TesseraError, did_you_mean
 
 if TYPE_CHECKING:
     from ..analyze.source import Source
@@ -52,12 +54,12 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     "--power", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Power log of the same time as a trace: epoch_us, domain, watts; or nvidia-smi's CSV.",
 )  # fmt: skip
-@click.option("--by", help="breakdown: step; roofline: kernel, op.")
-@click.option("--sort", help="kernels: 'time' or 'energy'.")
+@click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
+@click.option("--sort", help="kernels: time or energy.")
 @click.option("--min-bytes", callback=_bytes, metavar="SIZE", help="collectives: the smallest to list (64MiB).")
 @click.option("--arch", help="roofline: the chip, such as h200 or sm90.")
 @click.option("--threshold", type=float, help="divergence: a fraction; power: watts.")
-@click.option("--group-by", help="stalls, divergence: what rows are.")
+@click.option("--group-by", help="stalls, divergence: kernel, op or region.")
 def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None, **options: Any) -> int:
     """Explain a recording: a run file, a Kineto trace (.json, .json.gz) or a folder with one for each rank.
 
@@ -81,9 +83,14 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
 
     function = getattr(analyze, kind)
     given = _taken(kind, function, {k: v for k, v in options.items() if v is not None})
-    with _progress(trace, quiet=as_json) as progress:
-        source = read(kind, trace, power=power, progress=progress)
-    result = function(source, **given)
+    try:
+        with _progress(trace, quiet=as_json) as progress:
+            source = read(kind, trace, power=power, progress=progress)
+        result = function(source, **given)
+    except TesseraError as exc:
+        exc.what, exc.fix = typed(exc.what), typed(exc.fix) if exc.fix else None
+        raise
+    result = dataclasses.replace(result, missing={what: typed(fix) for what, fix in result.missing.items()})
     if as_json:
         import msgspec
 
@@ -96,6 +103,18 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
     console = Console(highlight=False)
     console.print(renderable(result, console.width, top=top), crop=False)
     return 0
+
+
+_SPELLED = re.compile(r"""\b(power|by|sort|min_bytes|arch|threshold|threshold_w|group_by)=(['"]?)([\w./%-]+)\2""")
+
+
+def typed(text: str) -> str:
+    """Arguments of the library as they are typed here: sort='time' is --sort time."""
+
+    def option(found: re.Match[str]) -> str:
+        return f"--{found[1].removesuffix('_w').replace('_', '-')} {found[3]}"
+
+    return _SPELLED.sub(option, text)
 
 
 def _plain(value: Any) -> Any:

@@ -120,7 +120,7 @@ def _typed(a: Path, b: Path, power_a: Path | None, power_b: Path | None) -> str:
 
 def _next(found: Difference, typed: str, html: Path | None, b: Path) -> str:
     """Closer to the reason: kernels where operators changed, then the page, then the second run on its own."""
-    if found.by == "ops" and found.significant and "predicted" not in found.basis:
+    if found.by == "ops" and found.significant and "kernels" in found.views and "predicted" not in found.basis:
         return f"{typed} --by kernels"
     if html is None:
         return f"{typed} --by {found.by} --html diff.html"

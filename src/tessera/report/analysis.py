@@ -23,6 +23,59 @@ _SUFFIXES = {"s": "s", "j": "J", "w": "W", "bytes": "B", "pct": "%", "hz": "Hz",
 _LEAST = 24  # characters that names keep on a narrow terminal
 _NOTES = 6
 _KERNEL_NAMES = ("name", "kernel", "kernel_name")
+# What people see above the rows, by kind: key, label, unit, and the key of the same as a share. The rest is in JSON.
+FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "breakdown": (
+        ("devices", "devices", "", ""), ("span_s", "first to last kernel", "s", ""), ("compute_s", "compute", "s", ""),
+        ("communication_s", "communication", "s", ""), ("exposed_communication_s", "of it exposed", "s", ""),
+        ("copies_s", "copies", "s", ""), ("idle_s", "idle", "s", ""), ("total_j", "energy of the run", "J", ""),
+        ("idle_j", "of it idle", "J", ""),
+    ),
+    "overlap": (
+        ("communication_s", "communication", "s", ""), ("communication_overlap_pct", "hidden behind kernels", "%", ""),
+        ("copies_s", "copies", "s", ""), ("copies_overlap_pct", "copies hidden", "%", ""),
+    ),
+    "kernels": (
+        ("calls", "calls", "", ""), ("names", "different kernels", "", ""), ("total_s", "kernel time", "s", ""),
+        ("total_j", "energy of the run", "J", ""), ("idle_j", "of it idle", "J", ""),
+    ),
+    "critical_path": (
+        ("length_s", "length", "s", ""), ("span_s", "of a recording of", "s", ""),
+        ("host_s", "on the host", "s", "host_pct"), ("device_s", "on the device", "s", "device_pct"),
+        ("gap_s", "gaps", "s", "gap_pct"),
+    ),
+    "collectives": (("count", "collectives", "", ""),),
+    "memcpy": (
+        ("calls", "copies", "", ""), ("bytes", "bytes", "B", ""), ("seconds", "time", "s", ""),
+        ("overlapped_s", "beside kernels", "s", ""), ("pinned_pct", "from or to pinned memory", "%", ""),
+        ("memsets", "memsets", "", ""), ("memset_s", "time of memsets", "s", ""),
+    ),
+    "memory": (),
+    "power": (
+        ("window_s", "first to last kernel", "s", ""), ("recorded_s", "recorded", "s", ""),
+        ("recorded_mean_w", "mean of the recording", "W", ""), ("recorded_j", "energy of the recording", "J", ""),
+        ("spikes", "spikes", "", ""), ("spike_threshold_w", "each above", "W", ""), ("spikes_s", "in spikes", "s", ""),
+        ("dominant_hz", "strongest frequency", "Hz", ""), ("dominant_is", "which is", "", ""),
+        ("step_hz", "steps", "Hz", ""), ("throttled_s", "throttled", "s", ""), ("throttle_reasons", "by", "", ""),
+    ),
+    "roofline": (
+        ("device_name", "chip", "", ""), ("hbm_bytes_per_s", "memory bandwidth", "B/s", ""),
+        ("best_bytes_per_j", "best bytes per joule", "B/J", ""), ("time_s", "device time", "s", ""),
+        ("known_time_s", "with known work", "s", ""), ("mfu_pct", "of the peak FLOP/s", "%", ""),
+    ),
+    "stalls": (
+        ("time_s", "kernel time", "s", ""), ("counted_pct", "of it with counters", "%", ""),
+        ("memory_stall_pct", "memory stalls", "%", ""), ("dependency_stall_pct", "dependency stalls", "%", ""),
+        ("structural_stall_pct", "structural stalls", "%", ""),
+    ),
+    "divergence": (
+        ("time_s", "kernel time", "s", ""), ("counted_pct", "of it with counters", "%", ""),
+        ("threshold_pct", "listed above", "%", ""), ("warp_divergence_pct", "mean divergence", "%", ""),
+    ),
+    "advise": (
+        ("energy_j", "energy of the run", "J", ""), ("time_s", "time", "s", ""), ("basis", "joules are", "", ""),
+    ),
+}  # fmt: skip
 
 
 def value(given: Any, unit: str = "") -> str:
@@ -77,12 +130,40 @@ def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> Rendera
     if facts:
         parts.append(Text("   ".join(f"{name} {said}" for name, said in facts)))
     if result.rows:
-        parts.append(_table(result, result.rows[:top], width))
+        parts += _paragraphs(result, top) if result.kind == "advise" else [_table(result, result.rows[:top], width)]
         if len(result.rows) > top:
             parts.append(Text(f"{top} of {len(result.rows)} rows", style="dim"))
     parts += [Text(f"note  {_plain(note)}", style="yellow") for note in _notes(result)]
     parts += [Text(f"missing  {_plain(what)}: {_plain(fix)}", style="yellow") for what, fix in result.missing.items()]
     return Group(*parts)
+
+
+def _paragraphs(result: Result, top: int) -> list[RenderableType]:
+    """Advice: evidence and fix are sentences, and no table has room for them."""
+    parts: list[RenderableType] = []
+    for row in result.rows[:top]:
+        parts += [Text(""), Text(_plain(row["kind"]), style="bold").append(f"  {_saving(row)}", style="not bold green")]
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        grid.add_row("  why", Text(_plain(row["evidence"])))
+        grid.add_row("  fix", Text(_plain(row["action"]), style="bold"))
+        parts.append(grid)
+    together = result.facts.get("saves_j")
+    if len(result.rows) > 1 and together:
+        each = "they overlap, so that is less than their sum"
+        parts += [Text(""), Text(f"all of them together: about {value(together, 'J')} less ({each})")]
+    return [*parts, Text("")]
+
+
+def _saving(row: Mapping[str, Any]) -> str:
+    """What a change saves, and how sure that is: "saves 62.9 J and 151 ms (high confidence, by prediction)"."""
+    joules, seconds = row.get("saves_j"), row.get("saves_s")
+    saved = [format_energy(joules, 3)] if joules else []
+    saved += [format_duration(seconds, 3)] if seconds is not None and seconds > 0 else []
+    cost = f", costs {format_duration(-seconds, 3)}" if seconds is not None and seconds < 0 else ""
+    said = f"saves about {' and '.join(saved)}{cost}" if saved else "saving not known"
+    return f"{said} ({row.get('confidence')} confidence, by {row.get('by')})"
 
 
 def _notes(result: Result) -> list[str]:
@@ -150,11 +231,28 @@ def _is_text(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _facts(result: Result) -> list[tuple[str, str]]:
-    """The single figures that fit a line, with the unit their key ends in."""
+    """The single figures that fit a line: label and value, as `FACTS` has them; of other kinds by the key's ending."""
+    if result.kind not in FACTS:
+        return _unlabelled(result)
+    found = []
+    for key, label, unit, share in FACTS[result.kind]:
+        given, error, of = result.facts.get(key), result.facts.get(error_of(key)), result.facts.get(share)
+        if given is None or given == "" or _says_nothing(key, given) or (given == 0 and not result.rows):
+            continue
+        said = _cell(Column(key=key, title=label, unit=unit), {key: given, error_of(key): error})
+        found.append((label, said if of is None else f"{said} ({value(of, '%')})"))
+    return found
+
+
+def _says_nothing(key: str, given: Any) -> bool:
+    """Nought seconds, joules or counters are no news; no collective and no spike are."""
+    return given == 0 and not isinstance(given, bool) and key.endswith(("_s", "_j", "counted_pct", "memsets"))
+
+
+def _unlabelled(result: Result) -> list[tuple[str, str]]:
     found = []
     for key, given in result.facts.items():
-        nothing = given is None or (given == 0 and not isinstance(given, bool) and key.endswith(("_s", "_j")))
-        if nothing or isinstance(given, (dict, list, tuple)) or "_error_" in key:
+        if given is None or _says_nothing(key, given) or isinstance(given, (dict, list, tuple)) or "_error_" in key:
             continue
         stem, _, suffix = key.rpartition("_")
         unit = _SUFFIXES.get(suffix, "") if stem else {"seconds": "s", "bytes": "B"}.get(key, "")

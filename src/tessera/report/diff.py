@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.change import Change, Difference, Verdict
+from ..analyze.change import Change, Difference, Verdict, own_error
 from ..analyze.names import distinct, fit
 from ..units import format_duration, format_energy, format_power, parse_duration, parse_energy, parse_power
 from .energy import TITLES, WIDTH
@@ -50,9 +50,11 @@ class Figure:
 
     @property
     def state(self) -> str:
-        """One of "more", "less", "noise", "unsure" (no interval) and "unknown"."""
+        """One of "more", "less", "noise", "same", "unsure" (no interval) and "unknown"."""
         if math.isnan(self.change):
             return "unknown"
+        if abs(self.change) <= 1e-9 * max(abs(self.before), abs(self.after)):
+            return "same"
         if math.isnan(self.change_error):
             return "unsure"
         return "noise" if abs(self.change) <= self.change_error else "more" if self.change > 0 else "less"
@@ -62,6 +64,7 @@ STATES = {
     "more": "more than noise",
     "less": "more than noise",
     "noise": "noise: within the 90% interval",
+    "same": "no change",
     "unsure": "no interval: steps would give one",
     "unknown": "not known of both",
 }
@@ -82,11 +85,14 @@ def headline(found: Difference) -> list[Figure]:
         ),
     ]  # fmt: skip
     if t.before_s > 0 and t.after_s > 0 and not math.isnan(t.change_j):
-        wide = math.hypot(t.before_error_j / t.before_s, t.after_error_j / t.after_s)
+        before_w, after_w = t.before_j / t.before_s, t.after_j / t.after_s
+        own = (own_error(before_w, t.before_error_j / t.before_s, found.common),
+               own_error(after_w, t.after_error_j / t.after_s, found.common))  # fmt: skip
+        wide = math.hypot(*own, found.common * (after_w - before_w))
         figures.append(
             Figure(
-                name="power", unit="W", before=t.before_j / t.before_s, before_error=t.before_error_j / t.before_s,
-                after=t.after_j / t.after_s, after_error=t.after_error_j / t.after_s, change_error=wide,
+                name="power", unit="W", before=before_w, before_error=t.before_error_j / t.before_s,
+                after=after_w, after_error=t.after_error_j / t.after_s, change_error=wide,
             )
         )  # fmt: skip
     return figures
@@ -125,6 +131,27 @@ def about(found: Difference) -> str:
         per = f"per {found.per}: {found.work[0]:,.6g} and {found.work[1]:,.6g} {found.per}s"
     basis = found.basis[0] if found.basis[0] == found.basis[1] else f"{found.basis[0]} → {found.basis[1]}"
     return f"{per}; {basis}; 90% intervals"
+
+
+def modelled(found: Difference) -> str | None:
+    """A warning where a side's joules were not measured."""
+    sides = [side for side, basis in zip(("before", "after"), found.basis, strict=True) if basis == "modelled"]
+    if not sides:
+        return None
+    which = "both sides" if len(sides) == 2 else f"the run {sides[0]}"
+    return f"MODELLED, not measured: the joules of {which} are utilisation x a power curve"
+
+
+def calls_text(row: Change) -> str:
+    """Calls before and after: whole numbers as such, means over steps with one or two digits behind the point."""
+
+    def one(calls: float) -> str:
+        if abs(calls - round(calls)) <= 1e-6 * max(calls, 1.0):
+            return f"{round(calls):,}"
+        return f"{calls:,.1f}" if calls >= 10 else f"{calls:.2f}"
+
+    a, b = one(row.before_calls), one(row.after_calls)
+    return a if a == b else f"{a} → {b}"
 
 
 def told_notes(found: Difference) -> list[str]:
@@ -170,7 +197,10 @@ def renderable(
     """The screen. `verdict` is the energy's unless another was asked for."""
     half = max(12, (width - 6) // 2)
     title = Text(f"{fit(found.before, half)}  →  {fit(found.after, half)}", style="bold")
-    parts: list[RenderableType] = [title, Text(about(found), style="dim"), Text(""), _figures(found)]
+    parts: list[RenderableType] = [title, Text(about(found), style="dim")]
+    if warning := modelled(found):
+        parts.append(Text(warning, style="yellow"))
+    parts += [Text(""), _figures(found)]
     if found.rows:
         parts += [Text(""), _rows(found, top, width)]
         parts.append(Text("~ within its 90% interval: noise, or not known", style="dim"))

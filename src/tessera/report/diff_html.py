@@ -8,7 +8,19 @@ from html import escape
 from ..analyze.change import Change, Difference, Verdict
 from ..analyze.names import fit
 from ..units import format_duration
-from .diff import STATES, Figure, about, headline, percent, quantity, row_sure, shown_names, told_notes
+from .diff import (
+    STATES,
+    Figure,
+    about,
+    calls_text,
+    headline,
+    modelled,
+    percent,
+    quantity,
+    row_sure,
+    shown_names,
+    told_notes,
+)  # fmt: skip
 from .energy import TITLES
 from .shell import document
 
@@ -32,7 +44,7 @@ _STYLE = """
 @media (max-width: 700px) { .pairs { grid-template-columns: 96px 1fr max-content; gap: 7px 8px; font-size: 12.5px; } }
 .tile.wide { min-width: 230px; } .tile .now { display: block; margin-top: 2px; font-size: 13.5px; color: var(--ink); }
 .tile .now.more { color: var(--power); } .tile .now.less { color: var(--good); }
-.tile .now.noise, .tile .now.unsure { color: var(--dim); }
+.tile .now.noise, .tile .now.same, .tile .now.unsure { color: var(--dim); }
 .do.bad { border-color: var(--power); } .do.bad b { color: var(--power); }
 .do.calm { border-color: var(--idle); } .do.calm b { color: var(--dim); }
 """
@@ -49,7 +61,7 @@ def page(found: Difference, *, verdict: Verdict | None = None) -> str:
     """One HTML file. It needs nothing but itself."""
     said = verdict or found.verdict()
     title = fit(f"{found.before} → {found.after}", 80)
-    parts = [_header(found), _said(said), _pairs(found), _table(found), _origin(found)]
+    parts = [_header(found), _warning(found), _said(said), _pairs(found), _table(found), _origin(found)]
     # The script of a run's page sorts and filters; with no timeline on the page that is all it does.
     return document(f"{title} - tessera diff", "".join(parts), style=_STYLE)
 
@@ -68,6 +80,8 @@ def card(found: Difference, *, top: int = 10) -> str:
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
     notes = "".join(f"<p class='noise'>{escape(n)}</p>" for n in told_notes(found))
     title = f"<p><b>{escape(found.before)} → {escape(found.after)}</b> {escape(about(found))}</p>"
+    warning = modelled(found)
+    title += f"<p class='more'>{escape(warning)}</p>" if warning else ""
     verdict = f"<p><b>{escape(found.verdict().text)}</b></p>"
     return f"<style>{_CARD_STYLE}</style><div class='tessera-d'>{title}{figures}{body}{notes}{verdict}</div>"
 
@@ -98,6 +112,11 @@ def _header(found: Difference) -> str:
         "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button></div>"
         f"<div class='tiles'>{tiles}</div></header>"
     )
+
+
+def _warning(found: Difference) -> str:
+    said = modelled(found)
+    return f"<section class='do bad' role='note'><b>Modelled</b><p>{escape(said)}.</p></section>" if said else ""
 
 
 def _moved(f: Figure) -> str:
@@ -178,9 +197,10 @@ def _table(found: Difference) -> str:
     timed, names = math.isnan(found.total.change_j), shown_names(found)
     body = "".join(_row(r, names[r.name], timed=timed) for r in list(found.rows)[:ROWS])
     unit = "time" if timed else "energy"
+    calls = "calls" if found.per == "run" else f"calls per {found.per}"
     columns = [
         (TITLES.get(found.by, found.by), False), ("before", True), ("after", True), (f"change of {unit}", True),
-        ("%", True), ("calls", True), ("time before", True), ("time after", True), ("time %", True),
+        ("%", True), (calls, True), ("time before", True), ("time after", True), ("time %", True),
         ("noise?", False),
     ]  # fmt: skip
     head = "".join(
@@ -201,7 +221,7 @@ def _row(row: Change, name: str, *, timed: bool) -> str:
     before, after, change, error, share = _numbers(row, timed=timed)
     unit, sure = "s" if timed else "J", row_sure(row, timed=timed)
     state = "noise" if not sure else "more" if change > 0 else "less"
-    calls = f"{row.before_calls:,.4g}" + (f" → {row.after_calls:,.4g}" if row.after_calls != row.before_calls else "")
+    calls = calls_text(row)
     sort = math.inf if row.state == "new" else share
     said = {"new": "new", "vanished": "gone"}.get(row.state, "")
     noise = "no" if sure else "not known" if math.isnan(error) else "yes"
@@ -237,7 +257,8 @@ def _origin(found: Difference) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in told_notes(found))
     how = (
         "A change is noise where it is smaller than the half-width of its 90% interval: that of both sides in "
-        "quadrature. Of steps it contains how they scatter; a row's time is taken to scatter as its steps do."
+        "quadrature, without what the same sensors or the same model make wrong in both. Of steps it contains how they "
+        "scatter; a row's time is taken to scatter as its steps do."
     )
     return (
         f"<section><h2>How it was compared</h2><p>{how}</p>{f'<ul>{notes}</ul>' if notes else ''}"
