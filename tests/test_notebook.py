@@ -15,7 +15,7 @@ from tessera import notebook
 from tessera.errors import ArgumentError
 from tessera.monitor import Monitor, use
 from tessera.notebook import CellEnergy
-from tessera.schema import Energy
+from tessera.schema import Domain, Energy
 
 from conftest import ScriptSensor
 
@@ -51,7 +51,9 @@ def shell() -> Shell:
 @pytest.fixture(autouse=True)
 def monitor() -> Iterator[Monitor]:
     """200 W on a sensor of 5 ms."""
-    made = Monitor([ScriptSensor(lambda _: 200.0, clock=time.monotonic_ns, step_ms=5.0, period_s=0.02)]).start()
+    host = Domain(name="cpu0", source="script", resolution_s=0.005)
+    sensor = ScriptSensor(lambda _: 200.0, clock=time.monotonic_ns, step_ms=5.0, period_s=0.02, domain=host)
+    made = Monitor([sensor]).start()
     use(made)
     yield made
     use(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import gzip
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from tessera.analyze.places import LAUNCHING, HostGap, host_gaps
 from tessera.analyze.untraced import table_of
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
+from tessera.errors import ArgumentError
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.report import energy as shown
 from tessera.report.run import text
@@ -37,6 +39,7 @@ import synthetic_run
 from synthetic_run import EVIL, START_NS, Made, make
 
 GPU = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02, label="NVIDIA H200")
+CPU = Domain(name="cpu0", source="rapl", resolution_s=0.02, label="AMD EPYC")
 
 
 def text_of(rendered: RenderableType, width: int = 100) -> str:
@@ -173,6 +176,11 @@ def test_a_name_is_cut_in_the_middle() -> None:
         (synthetic_run.ADD, "kernel", "elementwise"), (synthetic_run.NORM, "kernel", "normalisation, reduction"),
         ("Memcpy DtoD (Device -> Device)", "memcpy", "copies"), ("x", "collective", "communication"),
         ("aten::mm", "op", "matrix product"), ("xyz", "kernel", "other"),
+        ("aten::normal_", "op", "elementwise"), ("aten::uniform_", "op", "elementwise"),
+        ("aten::bernoulli_", "op", "elementwise"), ("aten::random_", "op", "elementwise"),
+        ("aten::exponential_", "op", "elementwise"), ("aten::randn", "op", "elementwise"),
+        ("aten::native_layer_norm", "op", "normalisation, reduction"),
+        ("l2_normalize_kernel", "kernel", "normalisation, reduction"),
     ],
 )  # fmt: skip
 def test_what_kernels_do(name: str, kind: str, category: str) -> None:
@@ -276,7 +284,9 @@ def test_a_power_cap_and_dear_steps_are_found(made: Made) -> None:
 def test_everything_on_one_screen(run: RunFile, made: Made) -> None:
     out = text_of(text(run, made.table, html=Path("train.html"), timeline=made.timeline))
     assert "python train.py --model gpt2 on NVIDIA H200" in out
-    assert re.search(r"[\d.]+ ± [\d.]+ J   [\d.]+ ± [\d.]+ W   [\d.]+ ms   peak \d+ W   nvml-samples\+counter", out)
+    assert re.search(
+        r"[\d.]+ ± [\d.]+ J   [\d.]+ ± [\d.]+ W   [\d.]+ ms   12 steps   peak \d+ W   nvml-samples\+counter", out
+    )
     assert re.search(r"per step +[\d.]+ ± [\d.]+ J +[\d.]+ steps/s", out)
     assert re.search(r"per token +[\d.]+ ± [\d.]+ mJ", out)
     assert re.search(r"busy █+░+ idle +[\d.]+ J in .* busy, [\d.]+ ± [\d.]+ J \(\d+%\) idle", out)
@@ -507,7 +517,7 @@ def record(path: Path, timeline: Timeline | None = None, **facts: Any) -> RunWri
     writer = RunWriter(path, meta={"argv": ["train.py"]})
     times = np.arange(START_NS, START_NS + 2_000_000_001, 20_000_000)
     if facts.pop("power", True):
-        writer.add_samples(GPU, times, np.where(np.arange(len(times)) < 50, 100.0, 500.0))
+        writer.add_samples(facts.pop("domain", GPU), times, np.where(np.arange(len(times)) < 50, 100.0, 500.0))
     if timeline is not None:
         writer.add_timeline(timeline)
     for key, value in {"start_ns": START_NS, "end_ns": START_NS + 2_000_000_000, **facts}.items():
@@ -572,12 +582,124 @@ def test_a_host_alone(tmp_path: Path) -> None:
         b.add("op", "aten::linear", at, at + 40_000_000, thread=1)
         b.add("op", "aten::addmm", at + 1_000_000, at + 39_000_000, thread=1)
         b.add("op", "aten::relu", at + 41_000_000, at + 46_000_000, thread=1)
-    record(tmp_path / "c.tessera", b.build()).close()
+    record(tmp_path / "c.tessera", b.build(), domain=CPU).close()
     with RunFile(tmp_path / "c.tessera") as run:
         out, _, spent = both(run)
     assert spent.kernels == ()
     assert re.search(r"operator.*\n.*aten::addmm +[\d.]+ ± [\d.]+ J", out)
     assert "~" not in out
+
+
+def stepped(count: int = 20, traced: int = 5) -> Timeline:
+    """Steps of 100 ms, kernels in the first of them only; the step after those has half of its kernels."""
+    b = Builder()
+    for i in range(count):
+        at = START_NS + i * 100_000_000
+        b.add("region", f"step_{i}", at, at + 100_000_000, thread=1)
+        for k in range(10 if i < traced else 5 if i == traced else 0):
+            began = at + k * 10_000_000
+            b.add("op", "aten::mm", began, began + 1_000_000, thread=1)
+            b.add("runtime", "cudaLaunchKernel", began + 1000, began + 2000, thread=1, correlation=i * 10 + k + 1)
+            b.add("kernel", "gemm", began + 1_000_000, began + 9_000_000, device=0, stream=7,
+                  correlation=i * 10 + k + 1)  # fmt: skip
+    return b.build()
+
+
+LIMIT = "the time limit for tracing was reached: from there on there is power, but no events"
+
+
+def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
+    window = (START_NS, START_NS + 550_000_000)
+    record(tmp_path / "p.tessera", stepped(), windows=[window], notes=[LIMIT], work={"token": 2000}).close()
+    with RunFile(tmp_path / "p.tessera") as run:
+        out, rendered, spent = both(run)
+        said = answer(run, spent)
+    assert spent.total_j == pytest.approx(55, rel=0.02)
+    assert said.whole.energy_j == pytest.approx(600, rel=0.02)
+    assert (said.whole.seconds, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
+    first, second = out.splitlines()[1:3]
+    assert re.match(r"60\d[.\d]* ± [\d.]+ J   30\d[.\d]* ± [\d.]+ W   2 s   20 steps   peak 500 W", first)
+    assert second.startswith("traced 550 ms, 5 of 20 steps, 5")
+    assert second.rstrip().endswith("J: the tables are of these (--limit 0 traces all)")
+    assert re.search(r"per step +9\.99\d ± .* J   10 steps/s \(of 5 traced\)", out)
+    assert "step_5" not in out  # traced in part
+    assert said.per_work[1].energy_j == pytest.approx(0.3, rel=0.02)  # a token: the user counted those of the whole run
+    assert said.per_work[1].rate_per_s == pytest.approx(1000)
+    assert "note" not in out  # it is said in the second line
+    text_ = "".join(checked(rendered).text)
+    assert "2 swall time, 20 steps" in text_
+    assert "Traced 550 ms, 5 of 20 steps" in text_
+    assert "per step (of 5 traced)" in text_
+    done = invoke(str(tmp_path / "p.tessera"), "--json")
+    data = json.loads(done.stdout)
+    assert data["run"] == {
+        "energy_j": pytest.approx(said.whole.energy_j), "energy_error_j": pytest.approx(said.whole.error_j),
+        "seconds": 2.0, "steps": 20,
+    }  # fmt: skip
+    assert data["total_j"] == pytest.approx(spent.total_j)
+
+
+def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
+    windows = [(START_NS, START_NS + 200_000_000), (START_NS + 300_000_000, START_NS + 500_000_000)]
+    record(tmp_path / "w.tessera", stepped(), windows=windows, scheduled=True).close()
+    with RunFile(tmp_path / "w.tessera") as run:
+        out, _, spent = both(run)
+        said = answer(run, spent)
+    assert said.seconds == pytest.approx(0.4)
+    assert sum(g.seconds for g in said.gaps) == pytest.approx(0.4 - spent.busy_s)
+    assert "traced 400 ms, 4 of 20 steps" in out
+    assert "--limit" not in out
+
+
+def test_steps_without_power_are_left_out(tmp_path: Path) -> None:
+    b = Builder()
+    for i in range(24):
+        at = START_NS + i * 100_000_000
+        b.add("region", f"step_{i}", at, at + 100_000_000, thread=1)
+    writer = record(tmp_path / "k.tessera", b.build(), end_ns=START_NS + 2_400_000_000)
+    writer.flush()
+    with RunFile(tmp_path / "k.tessera") as run:
+        out, rendered, spent = both(run)
+    writer.close()
+    assert len(spent.steps) == 20
+    assert re.search(r"per step +30\.\d+ ± ", out)
+    assert "4 of 24 steps have no power sample" in "".join([out, rendered])
+    assert "nan" not in out
+    assert "unknown" not in out
+    assert not re.search(r"\bnan\b", "".join(checked(rendered).text))
+    assert "'nan'" not in rendered
+
+
+def test_a_model_has_no_peak_and_says_so_once(tmp_path: Path) -> None:
+    modelled = dataclasses.replace(CPU, source="modelled", basis="modelled")
+    b = Builder()
+    for i in range(40):
+        b.add("op", "aten::mm", START_NS + i * 50_000_000, START_NS + i * 50_000_000 + 40_000_000, thread=1)
+    record(tmp_path / "m.tessera", b.build(), domain=modelled).close()
+    with RunFile(tmp_path / "m.tessera") as run:
+        out, rendered, _ = both(run)
+    assert "peak" not in out.splitlines()[1]
+    assert len(re.findall("modelled", out, re.IGNORECASE)) == 1
+    said = "".join(checked(rendered).text)
+    assert "Joules are modelled, not measured" in said
+    assert "clocks, temperature" not in said
+
+
+def test_joules_are_in_the_unit_of_the_larger() -> None:
+    assert shown.joules(485e-6, 25.372e-3) == "0 ± 25 mJ"
+    assert shown.joules(12.3, 0.5) == "12.30 ± 0.50 J"
+    assert shown.joules(0.0, None) == "0 J"
+    assert shown.joules(math.nan, 1.0) == "unknown J"
+
+
+def test_names_cut_to_the_same_are_told_apart() -> None:
+    long = [f"some_kernel_{'x' * 30}_{n}_{'y' * 60}" for n in range(3)]
+    cut = list(names.fitted(long, 40).values())
+    assert len(set(cut)) == 3
+    assert max(map(len, cut)) <= 40
+    assert names.region_name("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__") == "DataLoader.__next__"
+    assert names.region_name("Optimizer.step#AdamW.step") == "AdamW.step"
+    assert names.region_name("forward") == "forward"
 
 
 def test_a_run_without_power_says_so(tmp_path: Path) -> None:
@@ -649,3 +771,26 @@ def test_a_page_that_cannot_be_written_leaves_the_answer(made: Made, tmp_path: P
     assert done.return_value == 1
     assert "aten::mm" in done.output
     assert "could not be written" in done.output
+
+
+def test_what_is_no_run_is_named(made: Made, tmp_path: Path) -> None:
+    made.write(tmp_path / "train.tessera").close()
+    with pytest.raises(ArgumentError, match=r"train\.tessera"):
+        invoke(str(tmp_path / "other.tessera"))
+    trace = tmp_path / "x.kineto.json.gz"
+    trace.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ArgumentError, match="tessera analyze"):
+        invoke(str(trace))
+
+
+def test_the_next_command_is_another(run: RunFile, made: Made) -> None:
+    for by in ("kernels", "ops", "regions", "steps"):
+        out = text_of(text(run, made.table, by=by, html=Path("t.html"), timeline=made.timeline))
+        assert f"--by {by}" not in out
+    regions = dataclasses.replace(made.table, regions=[*made.table.regions, *made.table.steps])
+    assert "region (1 of 5)" in text_of(text(run, regions, by="regions", top=1, timeline=made.timeline))
+
+
+def test_piped_lines_end_where_the_text_does(made: Made, tmp_path: Path) -> None:
+    made.write(tmp_path / "train.tessera").close()
+    assert not re.search(r" +$", invoke(str(tmp_path / "train.tessera")).stdout, re.MULTILINE)

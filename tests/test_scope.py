@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -892,3 +893,40 @@ def test_the_counter_alone_still_gives_joules_when_the_ring_is_silent(fake_nvml:
     assert energy.joules == pytest.approx(400 * 8.0, rel=0.3)
     assert abs(energy.joules - 400 * 8.0) <= energy.error_j
     assert 0.7 < energy.coverage <= 1.0
+
+
+def test_a_scope_is_a_region_of_the_session_that_records(started: Started) -> None:
+    from tessera.monitor import scope
+
+    region = importlib.import_module("tessera.profile.region")  # the package's `region` is the class
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.found: list[tuple[str, int, int, int]] = []
+
+        def compiling(self) -> bool:
+            return False
+
+        def abandon(self) -> None: ...
+
+        def add_region(self, name: str, start_ns: int, end_ns: int, thread: int) -> None:
+            self.found.append((name, start_ns, end_ns, thread))
+
+    monitor, recorder = started(), Recorder()
+    early = energy_scope("before", monitor=monitor).__enter__()
+    began = time.time_ns()
+    region.install(recorder)
+    try:
+        early.__exit__(None, None, None)
+        with energy_scope("step", monitor=monitor), energy_scope("forward", monitor=monitor):
+            time.sleep(0.01)
+    finally:
+        region.install(None)
+    assert scope.on_close is None
+    with energy_scope("after", monitor=monitor):
+        pass
+    assert [name for name, *_ in recorder.found] == ["forward", "step"]
+    for _, start_ns, end_ns, thread in recorder.found:
+        assert began - MS < start_ns < end_ns < time.time_ns() + MS
+        assert end_ns - start_ns >= 10 * MS
+        assert thread == threading.get_native_id()

@@ -16,13 +16,17 @@ import numpy as np
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..profile.runfile import RunFile
-from ..schema import Basis, Telemetry
+from ..schema import Basis, Energy, Telemetry
 from ..timeline.columns import Timeline
-from ..trace import PowerTrace
+from ..trace import PowerTrace, column_energy, combine
 from .findings import Finding, findings
 from .names import CATEGORIES, category
 from .places import HostGap, devices, host_gaps
 from .shared import Shared, from_stacks, from_summary, weighed
+
+FULLY = 0.98
+"""A run of which this much was traced is called traced."""
+TIME_LIMIT = "the time limit for tracing was reached"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +64,29 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The run from its start to its end, whether traced or not. `steps` is None where it has none."""
+
+    energy_j: float
+    error_j: float
+    seconds: float
+    power_w: float | None
+    power_error_w: float | None
+    steps: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what `--json` has as "run"."""
+        return {
+            "energy_j": self.energy_j, "energy_error_j": self.error_j, "seconds": self.seconds, "steps": self.steps,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a run cost. Joules are those of its `EnergyTable`; every error is the half-width of a 90% interval.
 
+    `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure is of that
+    part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it.
     `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run, a CPU)
     `shared_by` says how the joules were shared out instead, and those rows have no error. `cut` says why the file
     ends early, where it does.
@@ -87,6 +111,10 @@ class Answer:
     idle_j: float | None
     idle_error_j: float | None
     idle_share: float | None
+    whole: Whole
+    partial: bool = False
+    traced_steps: int | None = None
+    limited: bool = False
     parts: Sequence[Part] = ()
     per_work: Sequence[PerWork] = ()
     ops: Sequence[EnergyRow] = ()
@@ -125,13 +153,17 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     power = run.power()
     telemetry = by_domain(run.telemetry())
     known = bool(table.kernels or table.ops)
-    gaps = host_gaps(lines, table, *window_of(run)) if table.kernels else []
+    windows = windows_of(run)
+    gaps = host_gaps(lines, table, *window_of(run), windows=windows) if table.kernels else []
     shared = None if known else _shared(run, table, power)
     spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
     seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0
     idle_s = max(table.seconds * max(len(devices(lines)), 1) - table.busy_s, 0.0)
-    steps = {s.name for s in table.steps}
+    steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
     error_j = table.total_error_j
+    partial = _partial(run, table)
+    whole = _whole(run, table, lines, power, partial)
+    noted = _notes(run, table, lines)
     busy_error_j = math.hypot(error_j, table.idle_error_j) if table.idle_error_j > 0 else error_j
     return Answer(
         name=name_of(run),
@@ -145,7 +177,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         seconds=table.seconds,
         power_w=table.total_j / seen_s if seen_s > 0 else None,
         power_error_w=error_j / seen_s if seen_s > 0 else None,
-        peak_w=power.peak_w,
+        peak_w=_peak_w(power, table, whole),
         busy_s=table.busy_s if known else None,
         busy_j=table.total_j - table.idle_j if known else None,
         busy_error_j=busy_error_j if known else None,
@@ -153,8 +185,12 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         idle_j=table.idle_j if known else None,
         idle_error_j=table.idle_error_j if known else None,
         idle_share=table.idle_j / table.total_j if known and table.total_j > 0 else None,
+        whole=whole,
+        partial=partial,
+        traced_steps=len(table.steps) if whole.steps is not None else None,
+        limited=any(TIME_LIMIT in note for note in noted),
         parts=_parts(spent),
-        per_work=_per_work(run, table),
+        per_work=_per_work(run, table, whole),
         ops=_dearest(spent.ops),
         kernels=_dearest(spent.kernels),
         regions=_dearest([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
@@ -165,14 +201,71 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         gaps=gaps,
         cut=_cut(run),
         returncode=run.get("returncode"),
-        notes=_notes(run, table, lines),
+        notes=noted,
     )
 
 
+def windows_of(run: RunFile) -> list[tuple[int, int]]:
+    """What was accounted for, as in `profile.energy`.
+
+    The traced windows of a schedule each on their own; else from the first to the last; else the whole run.
+    """
+    windows = [(int(a), int(b)) for a, b in run.get("windows") or []]
+    if not windows or run.get("mode") == "summary":
+        return [run.span_ns]
+    return windows if run.get("scheduled") else [(windows[0][0], windows[-1][1])]
+
+
 def window_of(run: RunFile) -> tuple[int, int]:
-    """What was accounted for: from the first traced window to the last, as in `profile.energy`, else the whole run."""
-    windows = run.get("windows") or []
-    return (int(windows[0][0]), int(windows[-1][1])) if windows else run.span_ns
+    """From the first of `windows_of` to the last."""
+    windows = windows_of(run)
+    return windows[0][0], windows[-1][1]
+
+
+def _partial(run: RunFile, table: EnergyTable) -> bool:
+    """Whether the table is of less than the run: what was not traced is in no row of it."""
+    start_ns, end_ns = run.span_ns
+    traced_s = sum(b - a for a, b in windows_of(run)) * 1e-9
+    return bool(table.kernels or table.ops) and max(traced_s, table.seconds) < FULLY * (end_ns - start_ns) * 1e-9
+
+
+def _whole(run: RunFile, table: EnergyTable, timeline: Timeline, power: PowerTrace, partial: bool) -> Whole:
+    """Of the table where that is all; else from the samples of the devices the table is about."""
+    steps = len(timeline.linked.steps) or None
+    spent = Energy(
+        joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, coverage=table.coverage,
+        source=table.source, basis=table.basis,
+    )  # fmt: skip
+    if partial:
+        start_ns, end_ns = power.start_ns, power.end_ns
+        columns = [power.columns[name] for name in _accounted(power, timeline)]
+        spent = combine([column_energy(c, start_ns, end_ns) for c in columns], (end_ns - start_ns) * 1e-9)
+    seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
+    return Whole(
+        energy_j=spent.joules, error_j=spent.error_j, seconds=spent.seconds, steps=steps,
+        power_w=spent.joules / seen_s if seen_s > 0 else None,
+        power_error_w=spent.error_j / seen_s if seen_s > 0 else None,
+    )  # fmt: skip
+
+
+def _accounted(power: PowerTrace, timeline: Timeline) -> list[str]:
+    """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
+    counted = [name for name, c in power.columns.items() if c.domain.counted]
+    boards = [name for name in counted if name.startswith("gpu")]
+    used = devices(timeline)
+    if not used:
+        hosts = [name for name in counted if name not in boards]
+        return hosts[:1] or boards
+    boards = boards or counted
+    return [name for name in boards if name in {f"gpu{d}" for d in used}] or boards[:1]
+
+
+def _peak_w(power: PowerTrace, table: EnergyTable, whole: Whole) -> float | None:
+    """The highest sample. Of a model there is none: its curve knows means, and rows may lie above them."""
+    peak_w = power.peak_w
+    if table.basis != "measured" or peak_w is None:
+        return None
+    return max(peak_w, whole.power_w or 0.0)
 
 
 def by_domain(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]]:
@@ -232,14 +325,15 @@ def _parts(table: EnergyTable) -> list[Part]:
     return [Part(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
 
 
-def _per_work(run: RunFile, table: EnergyTable) -> list[PerWork]:
-    """By the work the user stated; steps are counted where none were."""
+def _per_work(run: RunFile, table: EnergyTable, all_of_it: Whole) -> list[PerWork]:
+    """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
     amounts = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
-    counted = bool(table.steps) and amounts.get("step", len(table.steps)) == len(table.steps)
+    known = any(not math.isnan(s.energy_j) for s in table.steps)
+    counted = known and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
     whole = [
         PerWork(
-            unit=unit, amount=n, energy_j=table.total_j / n, error_j=table.total_error_j / n,
-            rate_per_s=n / table.seconds if table.seconds > 0 else 0.0,
+            unit=unit, amount=n, energy_j=all_of_it.energy_j / n, error_j=all_of_it.error_j / n,
+            rate_per_s=n / all_of_it.seconds if all_of_it.seconds > 0 else 0.0,
         )
         for unit, n in amounts.items() if not (counted and unit == "step")
     ]  # fmt: skip
@@ -248,7 +342,7 @@ def _per_work(run: RunFile, table: EnergyTable) -> list[PerWork]:
 
 def _per_step(table: EnergyTable) -> PerWork:
     """The mean of the steps; without the first where it is far dearer (it compiles, and holds what came before)."""
-    steps = list(table.steps)
+    steps = [s for s in table.steps if not math.isnan(s.energy_j)]
     first = None
     if len(steps) >= 3 and steps[0].energy_j > 1.5 * float(np.median([s.energy_j for s in steps])):
         first, steps = steps[0], steps[1:]
@@ -285,7 +379,8 @@ def _amounts(work: Any) -> dict[str, float]:
     return {str(unit): float(n) for unit, n in pairs if unit and isinstance(n, (int, float)) and n > 0}
 
 
-def _spread(steps: Sequence[EnergyRow]) -> StepSpread | None:
+def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
+    steps = [s for s in rows if not math.isnan(s.energy_j)]
     if len(steps) < 2:
         return None
     spent = np.array([s.energy_j for s in steps])

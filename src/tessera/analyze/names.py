@@ -21,6 +21,9 @@ _SUFFIX = re.compile(r"(?<=\d)(?:ull|ul|u|l)$")
 # What generated names (cuDNN's, xmma's) carry around the part that differs: a prefix, knobs, how they are launched.
 _GENERATED = re.compile(r"(?<=^cudnn_)generated_fort_native_|_knob_\d+|_cga\d+x\d+x\d+|_kernel\d+_\d+$|_execute_\w*$")
 
+_LOADER = re.compile(r"enumerate\(DataLoader\)#_\w+\.__next__")
+_OPTIMIZER = re.compile(r"Optimizer\.(\w+)#(\w+)\.\1")
+
 TYPES = {
     "BFloat16": "bf16", "__nv_bfloat16": "bf16", "bfloat16_t": "bf16", "Half": "f16", "__half": "f16", "half": "f16",
     "half_t": "f16", "float": "f32", "double": "f64", "long": "i64", "long long": "i64", "int": "i32", "short": "i16",
@@ -45,8 +48,9 @@ _CATEGORIES = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern
     ("attention", r"flash|sdpa|attention|fmha|dot_do_o"),
     ("convolution", r"conv(?!ert)|winograd|implicit_gemm|wgrad|dgrad|fprop"),
     ("matrix product", r"gemm|nvjet|cutlass|gemv|matmul|splitK|::mm|::bmm|::addmm|linear"),
-    ("normalisation, reduction", r"norm|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
-    ("elementwise", r"elementwise|_poi_|multi_tensor|dropout|cat|copy|fill|index|gather|scatter|adam|foreach|"
+    ("normalisation, reduction", r"norm(?!al(?!i))|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
+    ("elementwise", r"elementwise|_poi_|multi_tensor|dropout|cat|copy|fill|distribution_|"
+     r"normal_|uniform_|bernoulli|random_|exponential_|aten::rand|index|gather|scatter|adam|foreach|"
      r"aten::_?(?:add|sub|mul|div|pow|neg|exp|sqrt|tanh|gelu|relu|silu|where|to|zero|clone|contiguous|lerp)"),
 ))  # fmt: skip
 CATEGORIES = (*(name for name, _ in _CATEGORIES), "copies", "other")
@@ -106,10 +110,18 @@ def op_name(name: str) -> str:
     return name if bare == name else f"{bare} (engine)"
 
 
+def region_name(name: str) -> str:
+    """A region's name; those that torch gives its own say the same twice, and name a class nobody knows."""
+    bare = _LOADER.sub("DataLoader.__next__", name)
+    return _OPTIMIZER.sub(r"\2.\1", bare)
+
+
 def short(name: str, kind: str) -> str:
     """The name of a row of a table, by its kind; of a group, those of its members."""
     if kind == "group":
         return " + ".join(short_name(member) for member in name.split(" + "))
+    if kind in ("region", "step"):
+        return region_name(name)
     return short_name(name) if kind == "kernel" else op_name(name)
 
 
@@ -131,6 +143,18 @@ def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
         text = short(name, kind)
         taken[text] = taken.get(text, 0) + 1
         out[name] = text if taken[text] == 1 else f"{text} ({taken[text]})"
+    return out
+
+
+def fitted(names: Iterable[str], width: int) -> dict[str, str]:
+    """Each of several names in so many characters, and none of them twice: what is cut to the same is numbered."""
+    out: dict[str, str] = {}
+    taken: dict[str, int] = {}
+    for name in dict.fromkeys(names):
+        cut = fit(name, width)
+        taken[cut] = taken.get(cut, 0) + 1
+        tail = f" ({taken[cut]})"
+        out[name] = cut if taken[cut] == 1 else fit(name, max(width - len(tail), 1)) + tail
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..record import ON_DEVICE
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import union
 from ..timeline.nesting import Nesting
-from .names import op_name
+from .names import op_name, region_name
 
 Floats = NDArray[np.float64]
 
@@ -83,9 +84,15 @@ def devices(timeline: Timeline) -> list[int]:
     return [int(d) for d in np.unique(timeline["device"][timeline.rows(*ON_DEVICE)])]
 
 
-def host_gaps(timeline: Timeline, table: EnergyTable, start_ns: int, end_ns: int) -> list[HostGap]:
-    """The time no device row ran, by what the host did meanwhile, dearest first. Joules are shared out by time."""
-    starts, ends = _gaps(timeline, start_ns, end_ns)
+def host_gaps(
+    timeline: Timeline, table: EnergyTable, start_ns: int, end_ns: int, *, windows: Sequence[tuple[int, int]] = ()
+) -> list[HostGap]:
+    """The time no device row ran, by what the host did meanwhile, dearest first. Joules are shared out by time.
+
+    `windows` are the stretches between the two times that count, where not all of it was traced.
+    """
+    parts = [_gaps(timeline, begin, end) for begin, end in windows or [(start_ns, end_ns)]]
+    starts, ends = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
     lengths = ends - starts
     total_s = float(lengths.sum()) * 1e-9
     if total_s <= 0:
@@ -134,7 +141,7 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
         if ends[i] <= first or starts[i] >= last:
             out.append(BEFORE if ends[i] <= first else AFTER)
             continue
-        name = "" if region == NONE else timeline.name(region)
+        name = "" if region == NONE else region_name(timeline.name(region))
         where = family(name) if region in steps else name
         doing = op_name(timeline.name(op)) if op != NONE else timeline.name(call) if call != NONE else ""
         parts = [f"in {part}" for part in dict.fromkeys((where, doing)) if part]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import TesseraError
+from ..errors import ArgumentError, TesseraError
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..profile.runfile import RunFile
     from ..timeline.columns import Timeline
 
+SHOWN = 8
+"""Runs that are named where the one asked for is not there."""
 VIEWS = ("ops", "kernels", "regions", "modules", "steps")
 
 
@@ -43,6 +45,7 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     from ..profile.recorded import timeline_of
     from ..profile.runfile import RunFile
 
+    _check(run)
     with RunFile(run) as file:
         timeline = timeline_of(file)
         table = table_of(file, timeline)
@@ -58,6 +61,24 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
 
         webbrowser.open(written.absolute().as_uri())
     return 0 if written or not page else 1
+
+
+def _check(run: Path) -> None:
+    """Say what to do where there is no such run, or where it is a trace and not a run."""
+    if not run.is_file():
+        found = sorted(run.parent.glob("*.tessera")) or sorted(Path("runs").glob("*.tessera"))
+        newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:SHOWN]
+        listed = f"one of: {', '.join(map(str, newest))}" if newest else "record one: tessera run SCRIPT"
+        why = "that is a folder" if run.is_dir() else None
+        raise ArgumentError(f"there is no run {run}", why=why, fix=listed)
+    with run.open("rb") as file:
+        start = file.read(16).lstrip()
+    if start.startswith((b"{", b"[", b"\x1f\x8b")):
+        raise ArgumentError(
+            f"{run} is no run, but a trace of Kineto (torch.profiler)",
+            why="a run (.tessera) holds power beside the trace",
+            fix=f"tessera analyze {run}, or with a power log: tessera attribute {run} --power LOG.csv",
+        )
 
 
 def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline, said: Answer) -> Path | None:
@@ -88,7 +109,8 @@ def _correlation(run: RunFile, timeline: Timeline) -> Correlation | None:
 def _print_json(run: RunFile, table: EnergyTable, said: Answer) -> None:
     import msgspec
 
-    data = {"run": str(run.path), "crashed": run.crashed, **table.to_json(), "answer": said.to_json()}
+    about = {"path": str(run.path), "run": said.whole.to_json(), "crashed": run.crashed}
+    data = {**about, **table.to_json(), "answer": said.to_json()}
     click.echo(msgspec.json.encode(data).decode())
 
 
@@ -103,4 +125,9 @@ def print_answer(
 
     out = Console(highlight=False, stderr=stderr)
     shown = text(run, table, html=page, width=out.width, by=by, top=top, found=said)
-    out.print(shown, crop=False)  # the next command stays in one piece
+    if out.is_terminal:
+        out.print(shown, crop=False)  # the next command stays in one piece
+        return
+    with out.capture() as captured:
+        out.print(shown, crop=False)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), err=stderr)

@@ -13,6 +13,7 @@ import click
 from ..errors import ArgumentError, TesseraError
 
 if TYPE_CHECKING:
+    from ..analyze.answer import Answer
     from ..attribute.table import EnergyTable
     from ..profile.launch import Plan
     from ..profile.runfile import RunFile
@@ -167,7 +168,7 @@ def _answer(plan: Plan, code: int, counters: bool, html: Path | None, as_json: b
         written = write_page(page, run, table, timeline, found) if page else None
         _progress("")
         if as_json:
-            _json(run, table, code)
+            _json(run, table, found, code)
         else:
             print_answer(run, table, found, written, stderr=True)
 
@@ -183,11 +184,12 @@ def _counters(plan: Plan) -> None:
         writer.set("counters", list(found))
 
 
-def _json(run: RunFile, table: EnergyTable, code: int) -> None:
+def _json(run: RunFile, table: EnergyTable, found: Answer, code: int) -> None:
     import msgspec
 
     sys.stdout.flush()
-    said = {"returncode": code, "path": str(run.path), "mode": run.get("mode"), **table.to_json()}
+    said = {"returncode": code, "path": str(run.path), "mode": run.get("mode"), "run": found.whole.to_json()}
+    said |= table.to_json()
     summary = run.get("summary")
     if summary:
         said["summary"] = summary

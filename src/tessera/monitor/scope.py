@@ -19,6 +19,9 @@ from .window import Window
 P = ParamSpec("P")
 R = TypeVar("R")
 
+on_close: Callable[[str, int, int], None] | None = None
+"""Told of every scope that was left: its name and its two times on the host (monotonic). Set by whoever records."""
+
 
 class EnergyScope:
     """The joules between entering and leaving. A context manager, and a decorator that opens one per call.
@@ -55,7 +58,10 @@ class EnergyScope:
                 synchronize()
         finally:
             self._window = self._open.pop()
-            self._monitor.close(self._window)  # type: ignore[union-attr]
+            window = self._window
+            self._monitor.close(window)  # type: ignore[union-attr]
+            if on_close is not None and window.end is not None:
+                on_close(self.name, window.start.host_ns, window.end.host_ns)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function or coroutine function: a scope of this name around every call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ R = TypeVar("R")
 
 _session: Session | None = None
 """The session that records now. Here, so that a region outside one looks at nothing else."""
+_since_ns = 0
+"""When it began, by the monotonic clock."""
 
 
 class region:  # noqa: N801  (used like a function: `with profile.region("forward"):`)
@@ -125,8 +128,22 @@ def current() -> Session | None:
 
 def install(session: Session | None) -> None:
     """Make a session the one that regions, marks and counters go to; None ends that."""
-    global _session  # noqa: PLW0603  (the one switch every region looks at)
-    _session = session
+    global _session, _since_ns
+    _session, _since_ns = session, time.monotonic_ns()
+    if session is None and "tessera.monitor.scope" not in sys.modules:
+        return
+    from ..monitor import scope
+
+    scope.on_close = None if session is None else _scope_closed
+
+
+def _scope_closed(name: str, start_ns: int, end_ns: int) -> None:
+    """A `monitor.energy_scope` (monotonic times) is a region too, unless it was entered before the session began."""
+    session = _session
+    if session is None or start_ns < _since_ns or session.compiling():
+        return
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    session.add_region(name, start_ns + offset_ns, end_ns + offset_ns, threading.get_native_id())
 
 
 def _after_fork() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,8 @@ from ..trace import Column, chain, combine, energy_between
 from .energy import energy
 from .runfile import RunFile
 
+WHOLE = 0.98
+"""A step of which this much was traced is whole."""
 PASSES = 20_000
 """Passes through regions that are integrated one by one; of a run with more, the first ones."""
 
@@ -23,9 +26,22 @@ def table_of(run: RunFile, timeline: Timeline) -> EnergyTable:
     if not traced(timeline, run.domains) or not run.domains:
         return untraced(run, timeline)
     try:
-        return energy(run, timeline)
+        return _whole_steps(energy(run, timeline), timeline)
     except MeasurementError as exc:  # power of another time than the trace: the sum is still known
         return untraced(run, timeline, [exc.what])
+
+
+def _whole_steps(table: EnergyTable, timeline: Timeline) -> EnergyTable:
+    """Without the steps in which tracing began or ended: less of them was accounted for than they took."""
+    took_s: dict[str, float] = {}
+    for s in timeline.linked.steps:
+        took_s[s.name] = min(took_s.get(s.name, math.inf), (s.end_ns - s.start_ns) * 1e-9)
+    kept = [r for r in table.steps if r.wall_s is None or r.wall_s >= WHOLE * took_s.get(r.name, 0.0)]
+    if not kept or len(kept) == len(table.steps):
+        return table
+    cut = [r.name for r in table.steps if r not in kept]
+    note = f"traced in part, and left out of the steps: {', '.join(cut[:3])}{' ...' if len(cut) > 3 else ''}"
+    return dataclasses.replace(table, steps=kept, notes=[*table.notes, note])
 
 
 def traced(timeline: Timeline, domains: Iterable[str]) -> bool:
@@ -56,11 +72,16 @@ def untraced(run: RunFile, timeline: Timeline, notes: Sequence[str] = ()) -> Ene
         for r in timeline.rows("region")[:PASSES].tolist()
         if r not in named
     ]
+    passed = [row for step in steps for row in _rows(meter, [step], "step", total.joules)]
+    rows = [row for row in passed if not math.isnan(row.energy_j)]
+    told = list(notes)
+    if len(rows) < len(passed):
+        told.append(f"{len(passed) - len(rows)} of {len(passed)} steps have no power sample, and no joules here")
     return EnergyTable(
         total_j=total.joules, total_error_j=total.error_j, idle_j=math.nan, idle_error_j=math.nan,
         seconds=total.seconds, busy_s=0.0, kernels=(), source=total.source, basis=total.basis,
-        coverage=total.coverage, notes=list(notes), regions=_rows(meter, regions, "region", total.joules),
-        steps=[row for step in steps for row in _rows(meter, [step], "step", total.joules)],
+        coverage=total.coverage, notes=told, steps=rows,
+        regions=[r for r in _rows(meter, regions, "region", total.joules) if not math.isnan(r.energy_j)],
     )  # fmt: skip
 
 

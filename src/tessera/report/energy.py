@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.answer import mean_w
-from ..analyze.names import distinct, fit
+from ..analyze.names import distinct, fitted
 from ..analyze.shared import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_power
-from .text import energy_text, with_error
+from .text import with_error
 
 WIDTH = 100
+_UNITS = {"MWh": 3.6e9, "kWh": 3.6e6, "GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TITLES = {
     "kernels": "kernel", "ops": "operator", "regions": "region", "modules": "module", "steps": "step",
@@ -31,7 +32,7 @@ def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int
     console = Console(width=width, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(renderable(table, by=by, top=top, width=width))
-    return captured.get().rstrip()
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> RenderableType:
@@ -61,10 +62,15 @@ def headline(table: EnergyTable) -> Text:
 
 
 def joules(energy_j: float, error_j: float | None) -> str:
-    """Joules with their error; "unknown" where nothing was seen."""
+    """Joules with their error, in the unit of the larger; "unknown" where nothing was seen."""
     if math.isnan(energy_j):
         return "unknown J"
-    return energy_text(energy_j, None if error_j is None or math.isnan(error_j) else error_j)
+    error = 0.0 if error_j is None or math.isnan(error_j) else error_j
+    unit = format_energy(max(abs(energy_j), error)).split()[1]
+    factor = _UNITS.get(unit)
+    if factor is None or not math.isfinite(error):
+        return format_energy(energy_j)
+    return with_error(energy_j / factor, error / factor, unit)
 
 
 def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
@@ -84,7 +90,7 @@ def mark(group: int | None) -> str:
 
 def shown_names(rows: Sequence[EnergyRow], view: str) -> dict[str, str]:
     """What the rows of a view are called: kernels and groups short, none of them twice."""
-    kind = {"kernels": "kernel", "groups": "group", "ops": "op"}.get(view)
+    kind = {"kernels": "kernel", "groups": "group", "ops": "op", "regions": "region"}.get(view)
     return distinct((r.name for r in rows), kind) if kind else {r.name: r.name for r in rows}
 
 
@@ -118,8 +124,9 @@ def spenders(
     taken = [max(len(c[i]) for _, c in shown) for i in range(len(headings))]
     numbers = sum(max(t, len(h)) + 2 for t, h in zip(taken, headings, strict=True))
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
+    texts = fitted(names.values(), room)
     for row, cells in shown:
-        name = "idle" if row.kind == "idle" else fit(names[row.name], room)
+        name = "idle" if row.kind == "idle" else texts[names[row.name]]
         table.add_row(
             Text(name), *([Text(mark(row.group), style="magenta")] if grouped else []), *cells,
             style="dim" if row.kind == "idle" else "",

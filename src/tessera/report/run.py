@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.answer import Answer, answer
-from ..analyze.names import fit
+from ..analyze.answer import TIME_LIMIT, Answer, answer
+from ..analyze.names import fit, region_name
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
@@ -44,13 +44,13 @@ def text(
     """The screen. `by` shows one view only, `top` how many rows of each; `found` saves computing the answer again."""
     said = found or answer(run, table, timeline)
     wide = width or WIDTH
-    parts: list[RenderableType] = [_title(said, wide), _headline(said, wide), *_warnings(said)]
+    parts: list[RenderableType] = [_title(said, wide), _headline(said, wide), *_traced(said), *_warnings(said)]
     parts.append(_facts(said))
     if said.idle_share is not None:
         parts.append(_split(said, wide))
     parts += _tables(said, table, wide, by, top)
     parts.append(_ending(said, html, wide))
-    return Group(*parts, *_following(run, said, html, by))
+    return Group(*parts, *_following(run, said, table, html, by))
 
 
 def _title(said: Answer, width: int) -> Text:
@@ -68,14 +68,37 @@ def mode_text(said: Answer) -> str:
 
 
 def _headline(said: Answer, width: int) -> Text:
-    parts = [joules(said.energy_j, said.error_j)]
-    if said.power_w is not None:
-        parts.append(with_error(said.power_w, said.power_error_w, "W"))
-    parts.append(format_duration(said.seconds))
+    """The whole run, whatever was traced of it."""
+    whole = said.whole
+    parts = [joules(whole.energy_j, whole.error_j)]
+    if whole.power_w is not None:
+        parts.append(with_error(whole.power_w, whole.power_error_w, "W"))
+    parts.append(format_duration(whole.seconds))
+    if whole.steps is not None:
+        parts.append(f"{whole.steps:,} step{'' if whole.steps == 1 else 's'}")
     if said.peak_w is not None:
         parts.append(f"peak {format_power(said.peak_w, 3)}")
-    source = f"   {said.source or 'no power'}{', 90% intervals' if width >= 90 else ''}"
-    return Text("   ".join(parts), style="bold").append(source, style="dim")
+    source = "" if said.source == said.basis else said.source or "no power"  # a model is named below
+    line = "   ".join(parts)
+    interval = "90% intervals" if len(line) + len(source) + len("90% intervals") + 5 <= width else ""
+    known = ", ".join(part for part in (source, interval) if part)
+    return Text(line, style="bold").append(f"   {known}" if known else "", style="dim")
+
+
+def _traced(said: Answer) -> list[RenderableType]:
+    return [Text(f"{traced_text(said)}{_all_of_it(said)}", style="yellow")] if said.partial else []
+
+
+def _all_of_it(said: Answer) -> str:
+    return " (--limit 0 traces all)" if said.limited else ""
+
+
+def traced_text(said: Answer) -> str:
+    """What the tables are of, where that is not the whole run."""
+    steps = said.whole.steps
+    some = f", {said.traced_steps:,} of {steps:,} steps" if steps is not None and said.traced_steps is not None else ""
+    spent = joules(said.energy_j, said.error_j)
+    return f"traced {format_duration(said.seconds, 3)}{some}, {spent}: the tables are of these"
 
 
 def _warnings(said: Answer) -> list[RenderableType]:
@@ -94,6 +117,8 @@ def _facts(said: Answer) -> Table:
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
         spread = _spread(said, per.without) if per.unit == "step" else ""
+        if per.unit == "step" and said.partial:
+            spread = f" (of {per.amount:,.0f} traced){spread}"
         spent = f"{joules(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
         table.add_row(Text(f"per {per.unit}"), Text(spent))  # the unit is the user's word, and no markup
     for region in said.regions[:REGIONS]:
@@ -102,7 +127,7 @@ def _facts(said: Answer) -> Table:
         more = f", {format_energy(back, 3)} with backward" if back is not None and back > region.energy_j * 1.01 else ""
         about = "~" if said.shared_by and math.isnan(region.energy_error_j) else ""
         whole = f"{format_energy(region.energy_j, 3)} ({region.share:.0%}{more})"
-        table.add_row("region", Text(f"{region.name}: {region.calls:,} x {about}{each} = {about}{whole}"))
+        table.add_row("region", Text(f"{region_name(region.name)}: {region.calls:,} x {about}{each} = {about}{whole}"))
     return table
 
 
@@ -134,7 +159,7 @@ def _tables(said: Answer, table: EnergyTable, width: int, by: str | None, top: i
         rows = table.top(top or 20, by) if by == "steps" else list(said.rows(by)[: top or 20])
         if not rows:
             return [Text(f"no {by} were recorded", style="yellow")]
-        total, idle = len(table.rows(by)), idle_row(table, by)
+        total, idle = len(table.steps if by == "steps" else said.rows(by)), idle_row(table, by)
         return [Text(""), spenders(rows, by, width=width, total=total, idle=idle), *legend(rows)]
     for view in ("ops", "kernels"):
         found = said.rows(view)
@@ -151,6 +176,7 @@ def _ending(said: Answer, html: Path | None, width: int) -> Table:
     table = _plain_table()
     table.add_row("", "")
     telling = [note for note in said.notes if note != said.cut and "left out" not in note]
+    telling = [note for note in telling if not (said.partial and TIME_LIMIT in note)]  # said above already
     for note in telling[:1]:
         table.add_row("note", Text(note, style="yellow"))
     if said.advice:
@@ -160,14 +186,18 @@ def _ending(said: Answer, html: Path | None, width: int) -> Table:
     return table
 
 
-def _following(run: RunFile, said: Answer, html: Path | None, by: str | None) -> list[RenderableType]:
-    """The next command in one piece, however narrow the terminal: it is there to be copied."""
+def _following(
+    run: RunFile, said: Answer, table: EnergyTable, html: Path | None, by: str | None
+) -> list[RenderableType]:
+    """The next command in one piece, however narrow the terminal: it is there to be copied. Never the last one."""
     path = shlex.quote(str(run.path))
+    views = [view for view in ("kernels", "ops", "regions", "modules") if said.rows(view)]
+    views += ["steps"] if table.steps else []
+    at = views.index(by) + 1 if by in views else 0
     if html is None:
         command = f"tessera report {path} --open"
-    elif (said.kernels or said.ops) and not said.shared_by:
-        other = "kernels" if said.kernels and by != "kernels" else "ops"
-        command = f"tessera report {path} --by {other} --top 30"
+    elif (said.kernels or said.ops) and not said.shared_by and at < len(views):
+        command = f"tessera report {path} --by {views[at]} --top 30"
     else:
         command = f"tessera report {path} --json"
     line = Text("next    ", style="dim", no_wrap=True, overflow="ignore")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..analyze.correlate import Correlation
-from ..analyze.names import CATEGORIES, category, fit, short
+from ..analyze.names import CATEGORIES, category, fit, region_name, short
 from ..analyze.overview import Lane, Line, Overview
 from ..timeline.columns import NONE
 from ..units import format_duration, format_power
@@ -46,7 +46,7 @@ def payload(view: Overview, correlation: Correlation | None = None) -> str:
 
 def _name(name: str) -> tuple[str, str, int]:
     """Short, full (where it says more) and category."""
-    kernel = short(name, "kernel") if not name.startswith("aten::") else name
+    kernel = region_name(short(name, "kernel")) if not name.startswith("aten::") else name
     full = "" if kernel == name else fit(name, LONGEST_NAME)
     return fit(kernel, 120), full, CATEGORIES.index(category(name))
 

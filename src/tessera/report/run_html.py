@@ -19,7 +19,7 @@ from ..units import format_duration, format_energy, format_power
 from . import run_sections as sections
 from .energy import joules
 from .predict import capital
-from .run import mode_text
+from .run import mode_text, traced_text
 from .run_data import payload
 from .run_origin import origin
 from .run_results import missing, results_of
@@ -63,6 +63,7 @@ def page(
         _findings(said),
         _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, said),
         _tree(stack_tree(stacks) if stacks else icicle(lines, table), bool(stacks)),
+        _traced(said),
         tables(table, said),
         steps(table),
         *(section(results[kind]) for kind, section in _SECTIONS.items() if kind in results),
@@ -82,8 +83,16 @@ def _header(said: Answer) -> str:
     return (
         f"<header><div class='top'><div><h1>{escape(said.name)}</h1><div class='dim'>{escape(where)}</div></div>"
         f"<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button></div>"
-        f"{_warnings(said)}{_tiles(said)}{_parts(said)}</header>"
+        f"{_warnings(said)}{_tiles(said)}{_traced(said)}{_parts(said)}</header>"
     )
+
+
+def _traced(said: Answer) -> str:
+    """What the pictures and tables are of, where that is not the whole run."""
+    if not said.partial:
+        return ""
+    more = " `tessera run --limit 0` traces all." if said.limited else ""
+    return f"<p class='dim' role='note'>{escape(capital(traced_text(said)))}.{escape(more)}</p>"
 
 
 def _warnings(said: Answer) -> str:
@@ -100,16 +109,21 @@ def _warnings(said: Answer) -> str:
 
 
 def _tiles(said: Answer) -> str:
-    tiles = [_tile(joules(said.energy_j, said.error_j), "in all, 90% interval")]
-    if said.power_w is not None:
+    """The whole run first; a step, and what was idle, are of what was traced."""
+    whole = said.whole
+    tiles = [_tile(joules(whole.energy_j, whole.error_j), "in all, 90% interval")]
+    if whole.power_w is not None:
         peak = f", peak {format_power(said.peak_w, 3)}" if said.peak_w is not None else ""
-        tiles.append(_tile(with_error(said.power_w, said.power_error_w, "W"), f"on average{peak}"))
-    tiles.append(_tile(format_duration(said.seconds), "wall time"))
+        tiles.append(_tile(with_error(whole.power_w, whole.power_error_w, "W"), f"on average{peak}"))
+    count = f", {whole.steps:,} step{'' if whole.steps == 1 else 's'}" if whole.steps is not None else ""
+    tiles.append(_tile(format_duration(whole.seconds), f"wall time{count}"))
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
-        tiles.append(_tile(joules(per.energy_j, per.error_j), f"per {per.unit}, {rate} {per.unit}s/s"))
+        of = f" (of {per.amount:,.0f} traced)" if said.partial and per.unit == "step" else ""
+        tiles.append(_tile(joules(per.energy_j, per.error_j), f"per {per.unit}{of}, {rate} {per.unit}s/s"))
     if said.idle_share is not None:
         idle = f"idle: {joules(said.idle_j or 0.0, said.idle_error_j)}, {format_duration(said.idle_s or 0.0, 3)}"
+        idle += " of what was traced" if said.partial else ""
         tiles.append(_tile(f"{said.idle_share:.0%}", idle))
     return f"<div class='tiles'>{''.join(tiles)}</div>"
 
@@ -159,7 +173,7 @@ def _timeline(rows: int, merged: int, any_lines: bool, one: bool, said: Answer) 
         f"<button type='button' id='{name}'>{text}</button>" for name, text in _ROW_TOOLS if name != "zoom-one" or one
     )
     label = (
-        f"Power over time with {rows} kernels beneath; {joules(said.energy_j, said.error_j)} in all. "
+        f"Power over time with {rows} kernels beneath; {joules(said.whole.energy_j, said.whole.error_j)} in all. "
         "The tables below have the same numbers."
     )
     note = f"{rows:,} kernels"

@@ -13,16 +13,18 @@ from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..units import format_duration, format_power
 
+_TELEMETRY = ("clocks", "temperature", "throttling")
+
 Known = tuple[str, str, str]  # what, how it is known, from where
 
 _HOW = (
-    "Joules are measured by the sensor over the whole run; each kernel's share is what fits the power samples best, "
+    "Joules are {known} over the {span}; each kernel's share is what fits the power samples best, "
     "given when each ran. A kernel's joules contain the board's static power while it ran; idle is what was drawn "
     "while none did, and all rows sum to the total. ± is the half-width of a 90% interval. Kernels with the same "
     "letter always ran together, so that only their sum is known well."
 )
 _HOW_SHARED = (
-    "Joules of the whole run, of regions and of steps are measured by the sensor. Nothing was traced, so what is below "
+    "Joules of the whole run, of regions and of steps are {known}. Nothing was traced, so what is below "
     "them is shared out, as if everything drew the same watts at the same time. ± is the half-width of a 90% interval."
 )
 
@@ -38,8 +40,12 @@ def origin(run: RunFile, table: EnergyTable, said: Answer, results: Mapping[str,
         for what, how, where in rows
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in said.notes)
+    known = "measured by the sensor" if said.basis == "measured" else f"{said.basis}, not measured by any sensor,"
+    how = _HOW_SHARED if said.shared_by else _HOW
+    how = how.format(known=known, span="part that was traced" if said.partial else "whole run")
+    how = how.replace(",.", ".")
     return (
-        f"<section id='origin'><h2>How it was measured</h2><p>{_HOW_SHARED if said.shared_by else _HOW}</p>"
+        f"<section id='origin'><h2>How it was measured</h2><p>{escape(how)}</p>"
         f"{f'<ul>{notes}</ul>' if notes else ''}<div class='scroll'><table><caption class='sr'>How each figure is known"
         "</caption><thead><tr><th scope='col'>what</th><th scope='col'>known by</th><th scope='col'>from</th></tr>"
         f"</thead><tbody>{body}</tbody></table></div>{_facts(run)}</section>"
@@ -63,8 +69,20 @@ def _joules(run: RunFile, table: EnergyTable, said: Answer) -> Iterator[Known]:
         yield what, "attributed", "fitted to the power samples by when each ran, with an interval"
     if table.idle_w is not None:
         yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between kernels"
-    if next(iter(run.telemetry()), None) is not None:
-        yield "clocks, temperature, throttling", "measured", "the device's own readings"
+    if told := _told(run):
+        yield told, "measured", "the device's own readings"
+
+
+def _told(run: RunFile) -> str:
+    """What the devices said of themselves beside power, in words; nothing of a host that only counts its load."""
+    found: dict[str, bool] = {}
+    for t in run.telemetry():
+        found |= {"clocks": True} if t.clocks_mhz else {}
+        found |= {"temperature": True} if t.temperature_c is not None else {}
+        found |= {"throttling": True} if t.throttle is not None else {}
+        if len(found) == len(_TELEMETRY):
+            break
+    return ", ".join(name for name in _TELEMETRY if name in found)
 
 
 def _results(results: Mapping[str, Result]) -> Iterator[Known]:

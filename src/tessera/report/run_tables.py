@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..analyze.answer import Answer, mean_w
-from ..analyze.names import CATEGORIES, category, fit
+from ..analyze.names import CATEGORIES, category, fit, fitted, region_name
 from ..analyze.shared import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_power
@@ -22,6 +22,7 @@ _COLUMNS = (("energy", True), ("", False), ("share", True), ("power", True), ("p
             ("time", True))  # fmt: skip
 _CHART = (1200, 130)
 _BARS = 120
+_NAME = 90
 
 
 def tables(table: EnergyTable, said: Answer) -> str:
@@ -46,7 +47,12 @@ def tables(table: EnergyTable, said: Answer) -> str:
 
 
 def _rows(table: EnergyTable, said: Answer, view: str) -> Sequence[EnergyRow]:
-    return table.steps if view == "steps" else said.rows(view)
+    return _known(table) if view == "steps" else said.rows(view)
+
+
+def _known(table: EnergyTable) -> list[EnergyRow]:
+    """The steps with joules: those after the last power sample of a killed run have none."""
+    return [row for row in table.steps if not math.isnan(row.energy_j)]
 
 
 def _panel(table: EnergyTable, said: Answer, view: str, title: str, *, shown: bool) -> str:
@@ -55,7 +61,9 @@ def _panel(table: EnergyTable, said: Answer, view: str, title: str, *, shown: bo
     idle = idle_row(table, view)
     lines = [*rows, *([idle] if idle else [])]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
-    names = shown_names(rows, view) | {"idle": "idle"}
+    named = shown_names(rows, view)
+    cut = fitted(named.values(), _NAME)
+    names = {name: cut[text] for name, text in named.items()} | {"idle": "idle"}
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = "".join(_row(r, names[r.name], most, view) for r in lines)
     sampled = bool(rows) and rows[0].kind == FUNCTION
@@ -90,7 +98,7 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
     spent = joules(row.energy_j, row.energy_error_j) if known else f"~{format_energy(row.energy_j, 3)}"
     each = row.j_per_call if row.calls and known else None
     cells = [
-        f"<td class='name' title='{escape(fit(row.name, 300))}'>{dot}{escape(fit(name, 90))}"
+        f"<td class='name' title='{escape(fit(row.name, 300))}'>{dot}{escape(name)}"
         f"{letter if row.group is not None else ''}</td>",
         number(spent, row.energy_j),
         f"<td>{_meter(row, most_j, kind)}</td>",
@@ -129,7 +137,7 @@ def _group_note(table: EnergyTable, rows: Sequence[EnergyRow]) -> str:
 
 def steps(table: EnergyTable) -> str:
     """Joules of every step in order, with their intervals; a line where there are many."""
-    found = table.steps
+    found = _known(table)
     if len(found) < 3:
         return ""
     wide, high = _CHART
@@ -152,7 +160,7 @@ def steps(table: EnergyTable) -> str:
         points = " ".join(f"{56 + i * step:.1f},{base - r.energy_j * scale:.1f}" for i, r in enumerate(found))
         marks.append(f"<polyline points='{points}'/>")
     label = escape(format_energy(most, 3))
-    first, last = escape(fit(found[0].name, 24)), escape(fit(found[-1].name, 24))
+    first, last = (escape(fit(region_name(row.name), 24)) for row in (found[0], found[-1]))
     return (
         f"<section><h2>Energy of each step</h2><svg class='steps' viewBox='0 0 {wide} {high}' "
         f"role='img' aria-label='Energy of {len(found)} steps'><line x1='54' x2='{wide}' y1='{base}' y2='{base}'/>"
