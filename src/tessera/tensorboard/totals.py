@@ -37,13 +37,14 @@ def compared(runs: Sequence[tuple[str, Answer]]) -> dict[str, Any]:
 
 
 def _values(said: Answer) -> dict[str, Value]:
-    out: dict[str, Value] = {"energy": (joules(said.energy_j, said.error_j), said.energy_j, said.error_j)}
-    if said.power_w is not None:
-        error = said.power_error_w or 0.0
-        out["mean power"] = (with_error(said.power_w, error, "W"), said.power_w, error)
+    whole = said.whole
+    out: dict[str, Value] = {"energy": (joules(whole.energy_j, whole.error_j), whole.energy_j, whole.error_j)}
+    if whole.power_w is not None:
+        error = whole.power_error_w or 0.0
+        out["mean power"] = (with_error(whole.power_w, error, "W"), whole.power_w, error)
     if said.peak_w is not None:
         out["peak power"] = (f"{said.peak_w:.0f} W", said.peak_w, 0.0)
-    out["time"] = (format_duration(said.seconds), said.seconds, 0.0)
+    out["time"] = (format_duration(whole.seconds), whole.seconds, 0.0)
     for per in said.per_work:
         out[f"per {per.unit}"] = (joules(per.energy_j, per.error_j), per.energy_j, per.error_j)
     for per in said.per_work:
