@@ -134,6 +134,8 @@ class Tracing:
         if self._paced and self._stepped and not of_step:
             return
         if now_ns >= self._until_ns:
+            if self._stepped and not of_step and now_ns < self._until_ns + OVERDUE_NS[True]:
+                return  # the step that runs is traced to its end
             self.finish("the time limit for tracing was reached: from there on there is power, but no events")
         elif not self.collector.recording:
             self._guarded(self._open)
