@@ -21,7 +21,7 @@ def energy(run: RunFile, timeline: Timeline | None = None) -> EnergyTable:
 
     rows = run.timeline() if timeline is None else timeline
     power = run.power()
-    windows = run.get("windows") or []
+    windows = sorted(run.get("windows") or [])
     if windows and run.get("scheduled"):
         return attribute(rows, power, windows=[(int(a), int(b)) for a, b in windows])
     if windows and run.get("mode") != "summary":

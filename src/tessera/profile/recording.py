@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
@@ -328,7 +329,7 @@ class Session(Recorded):
             self._writer.add_timeline(timeline)
             if self._modules is not None:
                 self._writer.add_timeline(self._modules.take())
-        self._windows.append((start_ns, end_ns))
+        bisect.insort(self._windows, (start_ns, end_ns))  # a long window may be read after a short one that came later
         self._writer.set("windows", self._windows)
         if self._summary is not None and len(self._windows) > MAX_WINDOWS:
             # A summary of days: where the first and the last were is enough.

@@ -95,7 +95,8 @@ class Tracing:
         elif action != "wait":
             self._open()
         self._thread = threading.get_ident()
-        torch = sys.modules["torch"]
+        import torch  # a schedule that waits has not needed it yet
+
         self._hooks = [
             ranges := OpenRanges(torch),
             OtherProfilers(torch, self._yield, lambda: self.collector.starting),
