@@ -97,18 +97,24 @@ def test_sigterm_goes_to_the_command_and_the_report_is_still_made(monitor: Monit
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old, "handlers are put back"
 
 
-def test_sigint_of_a_terminal_is_left_to_the_command(
-    monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The terminal sends it to both: we go on until the command has ended by its own choice."""
-    ready = tmp_path / "ready"
-    monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: True)
+def interrupted_when_ready(folder: Path) -> Path:
+    """A file the command makes when it runs: then we get a SIGINT."""
+    ready = folder / "ready"
 
     def interrupt() -> None:
         wait_for(ready)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
+    return ready
+
+
+def test_sigint_of_a_terminal_is_left_to_the_command(
+    monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends it to both: we go on until the command has ended by its own choice."""
+    ready = interrupted_when_ready(tmp_path)
+    monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: True)
     run = measure_command(["sh", "-c", f"touch {ready}; sleep 0.2; exit 5"], monitor)
     assert run.returncode == 5
     assert run.report.total.seconds >= 0.2
@@ -117,14 +123,8 @@ def test_sigint_of_a_terminal_is_left_to_the_command(
 def test_sigint_without_a_terminal_is_passed_on(
     monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = tmp_path / "ready"
+    ready = interrupted_when_ready(tmp_path)
     monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: False)
-
-    def interrupt() -> None:
-        wait_for(ready)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
     run = measure_command(["sh", "-c", f"trap 'exit 7' INT; touch {ready}; sleep 5 & wait; exit 5"], monitor)
     assert run.returncode == 7
 

@@ -307,8 +307,8 @@ def test_run_files_are_read(files: tuple[Path, Path]) -> None:
 
 def test_what_our_commands_print_is_read(files: tuple[Path, Path], tmp_path: Path) -> None:
     from tessera.analyze.answer import answer
-    from tessera.analyze.untraced import table_of
     from tessera.profile.runfile import RunFile
+    from tessera.profile.untraced import table_of
 
     with RunFile(files[0]) as run:
         spent = table_of(run, run.timeline())

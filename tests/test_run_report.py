@@ -24,11 +24,11 @@ from tessera.analyze.findings import findings
 from tessera.analyze.icicle import Node, icicle
 from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
 from tessera.analyze.places import LAUNCHING, HostGap, host_gaps
-from tessera.analyze.untraced import table_of
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
 from tessera.profile.runfile import RunFile, RunWriter
+from tessera.profile.untraced import table_of
 from tessera.report import energy as shown
 from tessera.report.run import text
 from tessera.report.run_html import page

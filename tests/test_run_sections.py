@@ -203,7 +203,7 @@ def test_a_recorded_training_run(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "g.tessera", meta={"command": "train_gpt2.py"}) as writer:
         writer.add_timeline(kineto.read(shared / "gpt2_train.kineto.json.gz"))
         writer.add_samples(GPU, pairs[:, 0] * 1000, pairs[:, 1] / 1000)
-    from tessera.analyze.untraced import table_of
+    from tessera.profile.untraced import table_of
 
     with RunFile(tmp_path / "g.tessera") as run:
         timeline = run.timeline()

@@ -23,26 +23,10 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
+from tessera.monitor.steady import t90
 
-T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}  # Student's t
 ORDER = ("plain", "sampling", "torch", "timeline")
 Step = Callable[[], None]
-
-
-def make_step() -> Step:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config()).to("cuda", torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = torch.randint(0, 50257, (8, 1024), device="cuda")
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def timed(step: Step, steps: int) -> float:
@@ -92,7 +76,7 @@ def block(how: str, step: Step, steps: int, folder: Path) -> dict[str, float]:
 def slowdown(units: list[dict[str, list[float]]], how: str) -> dict[str, float]:
     """Percent over plain, unit by unit, with the half-width of the 90% interval of the mean."""
     each = [100 * (st.mean(u[how]) / st.mean(u["plain"]) - 1) for u in units]
-    error = T90.get(len(each) - 1, 1.645) * st.stdev(each) / len(each) ** 0.5 if len(each) > 1 else float("nan")
+    error = t90(len(each) - 1) * st.stdev(each) / len(each) ** 0.5 if len(each) > 1 else float("nan")
     ms = [m for u in units for m in u[how]]
     return {"step_ms": st.median(ms), "slowdown_pct": st.mean(each), "slowdown_error_pct": error}
 
@@ -104,6 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     units_count, long, short = (3, 40, 10) if args.quick else (6, 100, 20)
     started = time.perf_counter()
+    from overhead import make_step  # transformers is loaded only to run
+
     step = make_step()
     for _ in range(15):
         step()

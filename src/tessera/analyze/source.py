@@ -48,7 +48,7 @@ class Source:
 
     def _attributed(self) -> EnergyTable:
         if self.run is not None:
-            from .untraced import table_of
+            from ..profile.untraced import table_of
 
             return table_of(self.run, self.timeline)
         from ..attribute.solve import attribute

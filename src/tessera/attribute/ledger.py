@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..integral import Z90
-from ..record import CODE
+from ..record import CODE, KINDS
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
@@ -131,8 +131,6 @@ class _Ledger:
 
     def _kernel_line(self, key: int) -> tuple[str, str]:
         kind, name = divmod(key, len(self._timeline.names))
-        from ..record import KINDS
-
         return self._timeline.names[name], KINDS[kind]
 
     def ops(self) -> list[EnergyRow]:

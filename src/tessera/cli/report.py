@@ -41,9 +41,9 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     read up to half a second before its end.
     """
     from ..analyze.answer import answer
-    from ..analyze.untraced import table_of
     from ..profile.recorded import timeline_of
     from ..profile.runfile import RunFile
+    from ..profile.untraced import table_of
 
     _check(run)
     with RunFile(run) as file:

@@ -151,9 +151,9 @@ def _run(plan: Plan, quiet: bool) -> int:
 
 def _answer(plan: Plan, code: int, counters: bool, html: Path | None, as_json: bool) -> None:
     from ..analyze.answer import answer
-    from ..analyze.untraced import table_of
     from ..profile.recorded import timeline_of
     from ..profile.runfile import RunFile
+    from ..profile.untraced import table_of
     from .report import print_answer, write_page
 
     if counters:

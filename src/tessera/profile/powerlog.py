@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -169,8 +168,3 @@ def _stamp_ns(text: str, source: Path, line: int) -> int:
             continue
         return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
     raise RecordingError(f"{source}, line {line}: {text!r} is no time", fix="nvidia-smi writes 2026/11/15 09:30:00.123")
-
-
-def domains_of(trace: PowerTrace) -> Mapping[str, str]:
-    """What each domain of a log was taken as, for people."""
-    return {n: c.domain.note for n, c in trace.columns.items() if c.domain.note}

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -117,15 +117,10 @@ class OptimizerSteps:
             self._handle = None
 
 
-class ModuleCalls:
-    """Calls something at the start and at the end of every outermost `nn.Module` call of this thread."""
+class ModuleHooks:
+    """Global hooks around every `nn.Module` call: what is done before and after it is a subclass's."""
 
-    def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
-        self._start = start
-        self._end = end
-        self._depth = 0
-        self._thread = threading.get_ident()
-        self._handles: list[Any] = []
+    _handles: Sequence[Any] = ()
 
     def install(self) -> None:
         """Hook into every module there is and will be."""
@@ -135,6 +130,28 @@ class ModuleCalls:
             module.register_module_forward_pre_hook(self._before),
             module.register_module_forward_hook(self._after, always_call=True),
         ]
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    def _before(self, module: Any, args: Any) -> None:
+        raise NotImplementedError
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        raise NotImplementedError
+
+
+class ModuleCalls(ModuleHooks):
+    """Calls something at the start and at the end of every outermost `nn.Module` call of this thread."""
+
+    def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
+        self._start = start
+        self._end = end
+        self._depth = 0
+        self._thread = threading.get_ident()
 
     def _before(self, module: Any, args: Any) -> None:
         if not _compiling() and threading.get_ident() == self._thread:
@@ -148,12 +165,6 @@ class ModuleCalls:
             if self._depth == 0:
                 self._end()
 
-    def remove(self) -> None:
-        """Leave torch as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
 
 def _compiling() -> bool:
     """Whether torch.compile is tracing this very code: hooks must leave no trace in what it makes."""
@@ -162,7 +173,7 @@ def _compiling() -> bool:
     return bool(torch.compiler.is_compiling())
 
 
-class ModuleRanges:
+class ModuleRanges(ModuleHooks):
     """Notes every `nn.Module` call, named as in its parent: GPT2LMHeadModel, transformer, h.3, attn.
 
     torch's own `with_modules` knows TorchScript's modules only, and the Python tracer, which knows all, slows the
@@ -174,16 +185,6 @@ class ModuleRanges:
         self._rows: deque[tuple[str, int, int, int]] = deque()  # name, start, end, thread
         self._paths: dict[int, str] = {}
         self._local = threading.local()
-        self._handles: list[Any] = []
-
-    def install(self) -> None:
-        """Hook into every module there is and will be."""
-        from torch.nn.modules import module
-
-        self._handles = [
-            module.register_module_forward_pre_hook(self._before),
-            module.register_module_forward_hook(self._after, always_call=True),
-        ]
 
     def _before(self, module: Any, args: Any) -> None:
         if _compiling():
@@ -218,12 +219,6 @@ class ModuleRanges:
             made.add("op", text, start_ns, end_ns, thread=thread)
         made.meta["modules"] = sorted(names)
         return made.build()
-
-    def remove(self) -> None:
-        """Leave torch as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
 
 # -- the main thread, asked from another -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..estimate.search import Sweep, SweepRow
 from ..hardware import lookup
 from ..schema import DiffRow, EnergyDescriptor, EnergyDiff, EnergyReport, Opportunity
 from ..units import format_bytes, format_duration, format_energy, format_power
-from .text import energy_text, with_error
+from .text import energy_text, plain_table, with_error
 
 BAR = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -186,7 +186,7 @@ def _headline(report: EnergyReport) -> Text:
 
 def _facts(report: EnergyReport) -> Table:
     of = report.prediction
-    table = _plain_table()
+    table = plain_table()
     for unit, joules, error in report.per_work():
         amount = next(w.amount for w in report.work if w.unit == unit)
         rate = amount / report.total_latency_s if report.total_latency_s > 0 else 0.0
@@ -256,7 +256,7 @@ def capital(text: str) -> str:
 
 
 def _ending(report: EnergyReport) -> Table:
-    table = _plain_table()
+    table = plain_table()
     for note in report.notes[:3]:
         table.add_row("note", Text(note, style="yellow"))
     sources = "; ".join(f"{name}: {text}" for name, text in origin(report))
@@ -271,13 +271,6 @@ def _following(command: str | None) -> list[RenderableType]:
         return []
     line = Text("next  ", style="dim", no_wrap=True, overflow="ignore")
     return [line.append(command, style="not dim cyan")]
-
-
-def _plain_table() -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    return table
 
 
 def _count(value: float) -> str:
@@ -305,7 +298,7 @@ def comparison(found: Sweep, *, next_command: str | None = None, width: int = 10
     if impossible:
         parts += [Text(""), Text("not possible", style="yellow")]
         parts += [Text(f"  {name}: {reason}") for name, reason in reasons(impossible)]
-    ending = _plain_table()
+    ending = plain_table()
     for label, row in choices(found):
         ending.add_row(label, choice_text(row))
     return Group(*parts, Text(""), ending, *_following(next_command))

@@ -17,7 +17,7 @@ from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_energy, format_power
 from .energy import WIDTH, idle_row, joules, legend, spenders
-from .text import with_error
+from .text import plain_table, with_error
 
 BAR = 30
 TOP = 5
@@ -113,7 +113,7 @@ def _warnings(said: Answer) -> list[RenderableType]:
 
 
 def _facts(said: Answer) -> Table:
-    table = _plain_table()
+    table = plain_table()
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
         spread = _spread(said, per.without) if per.unit == "step" else ""
@@ -173,7 +173,7 @@ def _tables(said: Answer, table: EnergyTable, width: int, by: str | None, top: i
 
 
 def _ending(said: Answer, html: Path | None, width: int) -> Table:
-    table = _plain_table()
+    table = plain_table()
     table.add_row("", "")
     telling = [note for note in said.notes if note != said.cut and "left out" not in note]
     telling = [note for note in telling if not (said.partial and TIME_LIMIT in note)]  # said above already
@@ -202,10 +202,3 @@ def _following(
         command = f"tessera report {path} --json"
     line = Text("next    ", style="dim", no_wrap=True, overflow="ignore")
     return [line.append(command, style="not dim cyan")]
-
-
-def _plain_table() -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    return table

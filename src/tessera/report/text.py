@@ -178,3 +178,11 @@ def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
 def command_line(argv: Sequence[str]) -> str:
     """A command as one would type it."""
     return shlex.join(argv)
+
+
+def plain_table() -> Table:
+    """Two columns without lines: what a figure is, and the figure."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table

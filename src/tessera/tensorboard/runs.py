@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from ..analyze.answer import Answer, answer
 from ..analyze.correlate import Correlation, correlate
-from ..analyze.untraced import table_of
 from ..errors import TesseraError
 from ..profile.runfile import RunFile
+from ..profile.untraced import table_of
 from ..report.run_html import page
 from ..timeline.columns import Timeline
 
