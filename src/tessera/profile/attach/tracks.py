@@ -55,6 +55,8 @@ class Track:
         """Its row of the summary."""
         mean = float(self.values.mean()) if self.mean is None else self.mean
         low, high = float(self.values.min()), float(self.values.max())
+        # A mean over time knows the stretch before the first sample too: it may lie beyond all of them.
+        low, high = min(low, mean), max(high, mean)
         return Metric(
             metric=self.name, unit=self.unit, scope=self.scope, mean=mean, min=low, max=high,
             samples=len(self.values), basis=self.basis,
