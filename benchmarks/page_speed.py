@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.analyze.untraced import table_of
+from tessera.profile.untraced import table_of
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.report.run_html import page
 from tessera.schema import Domain
