@@ -1,4 +1,4 @@
-"""What stands beside the package (benchmarks, examples) names only what the package has: moving a module must not leave a script behind."""
+"""Benchmarks and examples name only what the package has: moving a module must not leave a script behind."""
 
 from __future__ import annotations
 
