@@ -274,8 +274,8 @@ def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
     ranks = []
     for rank in range(3):
         t = rank_timeline(rank, offset_ns=rank * 3 * MS, late_us=500.0 if rank == 2 else 0.0)
-        t.columns["parent"][1:] = 0
-        t.columns["thread"][:] = 9
+        t.columns["parent"] = np.r_[-1, np.zeros(len(t) - 1, np.int64)]
+        t.columns["thread"] = np.full(len(t), 9)
         t.extra = {1: {"tc_util_pct": 40.0}}
         t.energy_j = np.full(len(t), 0.5) if rank == 1 else None
         ranks.append(write_run(tmp_path / f"r{rank}.tessera", t, rank=rank))

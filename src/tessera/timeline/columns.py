@@ -143,19 +143,30 @@ class Timeline:
         return correlate(self, power, **options)
 
 
+def _missing(column: str) -> Any:
+    return float("nan") if column in FLOATS else NONE
+
+
+def _dtype(column: str) -> Any:
+    return np.float64 if column in FLOATS else np.int64
+
+
 class Builder:
     """Collects rows one by one and makes a `Timeline`. Names and launches are interned."""
 
     def __init__(self) -> None:
-        self._ints = {c: array("q") for c in INTEGERS}
-        self._floats = {c: array("d") for c in FLOATS}
+        self._rows = 0
+        # Columns appear when something is first put in them: most traces have no counters, parents or ranks.
+        self._columns: dict[str, array[Any]] = {}
+        for column in ("kind", "name", "start_ns", "end_ns"):
+            self._begin(column)
         self._names: dict[str, int] = {}
         self._launches: dict[Launch, int] = {}
         self.notes: list[str] = []
         self.meta: dict[str, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._ints["kind"])
+        return self._rows
 
     def intern(self, text: str) -> int:
         """The number of a text."""
@@ -171,25 +182,38 @@ class Builder:
         """Append a row; integer columns not given are `NONE`. Returns its number."""
         row = len(self)
         given = {"kind": CODE[kind], "name": self.intern(name), "start_ns": start_ns, "end_ns": end_ns, **integers}
-        for column, values in self._ints.items():
-            values.append(given.get(column, NONE))
-        self._floats["value"].append(value)
+        if value == value:  # not NaN
+            given["value"] = value  # type: ignore[assignment]
+        for column in given.keys() - self._columns.keys():
+            self._begin(column)
+        for column, values in self._columns.items():
+            values.append(given.get(column, _missing(column)))
+        self._rows += 1
         return row
 
     def extend(self, columns: Mapping[str, Any], count: int) -> None:
-        """Append many rows at once from arrays (missing integer columns are `NONE`)."""
-        for column, values in self._ints.items():
-            given = columns.get(column)
-            data = np.full(count, NONE, np.int64) if given is None else np.ascontiguousarray(given, np.int64)
-            values.frombytes(data.tobytes())
-        data = np.ascontiguousarray(columns.get("value", np.full(count, np.nan)), np.float64)
-        self._floats["value"].frombytes(data.tobytes())
+        """Append many rows at once from arrays (missing columns are `NONE`)."""
+        for column in columns.keys() - self._columns.keys():
+            self._begin(column)
+        for column, values in self._columns.items():
+            given = columns.get(column, _missing(column))
+            values.frombytes(np.ascontiguousarray(np.broadcast_to(given, count), _dtype(column)).tobytes())
+        self._rows += count
+
+    def _begin(self, column: str) -> None:
+        if column not in INTEGERS and column not in FLOATS:
+            raise KeyError(column)
+        self._columns[column] = array("d" if column in FLOATS else "q", [_missing(column)]) * self._rows
 
     def build(self, *, last: bool = False) -> Timeline:
         """The timeline so far. The `last` one takes the memory of the rows: nothing can be added any more."""
-        make = np.frombuffer if last else np.array
-        columns: dict[str, NDArray[Any]] = {c: make(v, dtype=np.int64) for c, v in self._ints.items()}
-        columns |= {c: make(v, dtype=np.float64) for c, v in self._floats.items()}
+        columns: dict[str, NDArray[Any]] = {}
+        for column in INTEGERS + FLOATS:
+            values, dtype = self._columns.get(column), _dtype(column)
+            if values is not None:
+                columns[column] = np.frombuffer(values, dtype) if last else np.array(values, dtype)
+            else:  # one value for all rows takes no memory, and cannot be written to
+                columns[column] = np.broadcast_to(np.array(_missing(column), dtype), self._rows)
         return Timeline(
             columns=columns, names=list(self._names), launches=list(self._launches), meta=dict(self.meta),
             notes=list(self.notes),
