@@ -225,3 +225,41 @@ def test_a_recorded_training_run(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_quantities_with_a_prefix(value: float | None, unit: str, said: str) -> None:
     assert si(value, unit) == said
+
+
+# -- recordings of our own: an ncu replay on an H200, two ranks of gloo, allocations -----------------------------------
+
+
+def test_stalls_of_a_recorded_replay(tmp_path: Path) -> None:
+    from tessera.profile.counters import ncu
+    from tessera.profile.counters.merge import merge
+    from tessera.profile.runfile import RunWriter
+    from tessera.profile.untraced import table_of
+    from tessera.timeline import Launch
+
+    data = Path(__file__).parent / "data" / "counters"
+    b, now = Builder(), START_NS
+    for number, k in enumerate(json.loads((data / "kineto_h200.json").read_text()), start=1):
+        launch = b.intern_launch(Launch(grid=tuple(k["grid"]), block=tuple(k["block"])))
+        b.add("kernel", k["name"], now, now + 100_000, device=0, stream=7, external=number, launch=launch)
+        now += 101_000
+    timeline = b.build()
+    timeline.extra = merge(timeline, ncu.parse((data / "ncu_h200.csv").read_text())).extra
+    with RunWriter(tmp_path / "r.tessera", meta={"command": "replay.py"}) as writer:
+        writer.add_timeline(timeline)
+    with RunFile(tmp_path / "r.tessera") as run:
+        parser = checked(page(run, table_of(run, timeline), timeline=timeline))
+    assert "stalls" in parser.ids and "collectives" not in parser.ids
+    assert any("long scoreboard" in text.lower() or "memory" in text.lower() for text in parser.text)
+
+
+def test_collectives_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
+    from tessera.profile.ranks import merge
+    from tessera.profile.untraced import table_of
+
+    with merge([Path(__file__).parent / "data" / "ranks"]).write(tmp_path / "m.tessera") as run:
+        timeline = run.timeline()
+        rendered = page(run, table_of(run, timeline), timeline=timeline)
+    parser = checked(rendered)
+    assert {"collectives", "memory"} <= set(parser.ids)
+    assert "every operator" in rendered and "all reduce" in rendered and "rank 1" in rendered

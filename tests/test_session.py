@@ -695,3 +695,17 @@ def test_nothing_of_a_session_stays_behind(path):
     gc.collect()
     assert threading.active_count() == before and current() is None
     assert region_class is profile.region
+
+
+def test_allocations_are_recorded_where_asked(tmp_path):
+    import torch
+
+    from tessera import analyze
+
+    with profile.session(activities=["cpu", "memory"], path=tmp_path / "m.tessera"):
+        kept = [torch.ones(256, 1024) for _ in range(4)]
+    found = analyze.memory(tmp_path / "m.tessera")
+    assert len(kept) == 4 and found.rows[0]["peak_bytes"] >= 4 * 2**20
+    with profile.session(activities=["cpu"], path=tmp_path / "n.tessera"):
+        torch.ones(256, 1024)
+    assert not analyze.memory(tmp_path / "n.tessera").rows

@@ -46,7 +46,7 @@ def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Pro
         Column(key="first_bytes", title="first", unit="B"), Column(key="last_bytes", title="last", unit="B"),
         Column(key="changes", title="changes"),
     )  # fmt: skip
-    fix = "the trace has no allocations: record with torch.profiler.profile(profile_memory=True)"
+    fix = "the trace has no allocations: tessera run --memory, or torch.profiler.profile(profile_memory=True)"
     return Result(
         kind="memory", title=f"Allocated memory of {source.name}", columns=columns, rows=out,
         facts={"timeline": curves}, notes=source.notes, missing={} if out else {"memory": fix},

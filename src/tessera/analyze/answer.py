@@ -168,7 +168,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     return Answer(
         name=name_of(run),
         device=_device(run, power, lines),
-        mode=str(run.get("mode") or ("timeline" if known else "sampling")),
+        mode=str(run.get("mode") or ("timeline" if known or len(lines.rows("op")) else "sampling")),
         basis=table.basis,
         source=table.source,
         coverage=table.coverage,

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..attribute.table import EnergyTable
 from ..record import ON_DEVICE
-from ..timeline.columns import NONE, Timeline
+from ..timeline.columns import NONE, Ints, Timeline
 from .names import op_name, short_name
-from .places import region_paths, row_joules
+from .places import Floats, region_paths, row_joules
 
 SMALLEST = 0.0015
 """Share of all joules below which branches of one parent become one: narrower than two pixels."""
@@ -42,7 +42,9 @@ def icicle(timeline: Timeline, table: EnergyTable) -> Node:
     root = _Branch("run", 0.0, 0, {})
     rows = timeline.rows(*ON_DEVICE)
     if len(rows):
-        _grow(root, timeline, table)
+        _grow(root, timeline, rows, row_joules(timeline, rows, table))
+    elif timeline.energy_j is not None and len(ops := timeline.rows("op")):  # a program of the host
+        _grow(root, timeline, ops, np.nan_to_num(timeline.energy_j[ops]))
     else:  # a summary or a table alone: operators, or kernels, without what surrounds them
         alone = [r for r in table.ops if not math.isnan(r.energy_error_j)]  # those of a summary hold one another
         for r in alone or table.kernels:
@@ -61,21 +63,26 @@ def stack_tree(stacks: Sequence[tuple[str, int, float]]) -> Node:
     return _pruned("run", root, root.energy_j * SMALLEST)
 
 
-def _grow(root: _Branch, timeline: Timeline, table: EnergyTable) -> None:
-    rows = timeline.rows(*ON_DEVICE)
+def _grow(root: _Branch, timeline: Timeline, rows: Ints, energy_j_of: Floats) -> None:
+    """Branches of rows of the device, or of operators that computed on the host (those are leaves themselves)."""
     path, paths = region_paths(timeline, rows)
-    ops = timeline.linked.op[rows]
+    on_host = bool((timeline["device"][rows] == NONE).all())
+    ops = np.full(len(rows), NONE) if on_host else timeline.linked.op[rows]
     op = np.where(ops == NONE, NONE, timeline["name"][ops])
     many = len(timeline.names) + 1  # one number for (path, operator, kernel): sorting one column is ten times faster
     keys = (path * many + op + 1) * many + timeline["name"][rows]
     leaves, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    joules = np.bincount(inverse, weights=row_joules(timeline, rows, table))
+    joules = np.bincount(inverse, weights=energy_j_of)
     for key, energy_j, calls in zip(leaves.tolist(), joules.tolist(), counts.tolist(), strict=True):
         (p, o), n = divmod(key // many, many), key % many
         o -= 1
         steps = [(name, "region") for name in paths[p]]
-        steps.append((op_name(timeline.names[o]), "op") if o != NONE else ("no operator", "op"))
-        _add(root, [*steps, (short_name(timeline.names[n]), "kernel")], energy_j, calls)
+        if on_host:
+            steps.append((op_name(timeline.names[n]), "op"))
+        else:
+            steps.append((op_name(timeline.names[o]), "op") if o != NONE else ("no operator", "op"))
+            steps.append((short_name(timeline.names[n]), "kernel"))
+        _add(root, steps, energy_j, calls)
 
 
 def _add(root: _Branch, steps: Sequence[tuple[str, str]], energy_j: float, calls: int) -> None:

@@ -57,6 +57,7 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--shapes/--no-shapes", default=True, show_default=True, help="Record the shapes of operators.")
 @click.option("--stack", is_flag=True, help="Trace Python functions too: slow.")
 @click.option("--modules", is_flag=True, help="Record which nn.Module launched what.")
+@click.option("--memory", is_flag=True, help="Record every allocation: memory over time on the page.")
 @click.option("--counters", is_flag=True, help="Run it again under ncu for hardware counters (NVIDIA).")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="The run file. [default: runs/NAME.tessera]"
@@ -67,8 +68,8 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     module: bool, mode: str, steps: tuple[int, int] | None, limit_s: float, flush_s: float | None, shapes: bool,
-    stack: bool, modules: bool, counters: bool, out: Path | None, html: Path | None, as_json: bool, target: str,
-    arguments: tuple[str, ...],
+    stack: bool, modules: bool, memory: bool, counters: bool, out: Path | None, html: Path | None, as_json: bool,
+    target: str, arguments: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run a Python script unchanged, and say which kernels, operators and steps its joules went to.
 
@@ -95,7 +96,7 @@ def command(
     plan = Plan(
         target=target, module=module, argv=list(arguments), path=str(_path(out, target, module)), mode=chosen,
         command=["python", *(["-m"] if module else []), target, *arguments], shapes=shapes, stack=stack,
-        modules=modules, steps=steps, flush_s=flush_s or None,
+        modules=modules, memory=memory, steps=steps, flush_s=flush_s or None,
         limit_s=None if steps or chosen == "summary" else limit_s or None,
     )  # fmt: skip
     code = _run(plan, quiet=as_json)

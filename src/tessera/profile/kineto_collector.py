@@ -79,8 +79,9 @@ class KinetoCollector:
         if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
             raise _busy("another profiler is running")  # starting ours would end in a segmentation fault (2.13)
         prof = torch.profiler.profile(
-            activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack
-        )
+            activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack,
+            profile_memory="memory" in options.chosen,
+        )  # fmt: skip
         self.starting = True
         try:
             prof.prepare_trace()

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ArgumentError, TesseraError
-from .options import Mode, Options
+from .options import DEFAULT, Mode, Options
 from .recording import Session
 from .schedule import between
 from .script_steps import ScriptSteps
@@ -47,6 +47,7 @@ class Plan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     shapes: bool = True
     stack: bool = False
     modules: bool = False
+    memory: bool = False
     steps: tuple[int, int] | None = None
     flush_s: float | None = None
     limit_s: float | None = None
@@ -90,7 +91,8 @@ def _end_with_parent() -> None:
 
 def _session(plan: Plan) -> Session:
     options = Options(
-        mode=plan.mode, record_shapes=plan.shapes, with_stack=plan.stack, with_modules=plan.modules,
+        mode=plan.mode, activities=(*DEFAULT[plan.mode], "memory") if plan.memory else None,
+        record_shapes=plan.shapes, with_stack=plan.stack, with_modules=plan.modules,
         flush_s=plan.flush_s, limit_s=plan.limit_s,
     )  # fmt: skip
     return Session(

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError, did_you_mean
 
-Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack"]
+Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack", "memory"]
 Mode = Literal["timeline", "sampling", "summary"]
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -27,7 +27,8 @@ DEFAULT_INTERVAL_MS = 10.0
 class Options:
     """How a session records. `activities` None: what the mode needs.
 
-    Operators ("cpu") are recorded along with anything on a device: they are what its kernels are tied to.
+    Operators ("cpu") are recorded along with anything on a device: they are what its kernels are tied to. "memory"
+    records every allocation of torch (`analyze.memory`), an event more for each.
     `sample_interval_ms` is the period of the Python stacks (10 by default), and the resolution asked of the power
     samples, which are as fine as the sensor really is. `flush_s` brings the trace to the file that often (it costs:
     see `tracing`), and `limit_s` ends tracing that long after the first step (the start, where there are none); power

@@ -63,7 +63,7 @@ def _title(said: Answer, width: int) -> Text:
 def mode_text(said: Answer) -> str:
     """What was recorded, in words."""
     if said.mode == "timeline" and not said.kernels:
-        return "every operator" if said.ops else "regions and power"
+        return "every operator" if said.ops or not said.source else "regions and power"
     return MODES.get(said.mode, said.mode)
 
 

@@ -20,7 +20,6 @@ STALLS = (("memory_stall_pct", "memory", "c3"), ("dependency_stall_pct", "depend
 KERNELS = 25
 SIZES, TIMES = 14, 9
 """Cells of the heat map at most, each way."""
-_GIB = 2.0**30
 
 
 # -- stalls ---------------------------------------------------------------------------------------------------------
@@ -166,9 +165,11 @@ def _kind_row(kind: str, row: Mapping[str, Any]) -> str:
 def memory_lines(result: Result | None, offset_ns: int) -> list[Line]:
     """The curves of allocated memory as lines of the timeline, which pans and zooms them with the power."""
     curves = (result.facts.get("timeline") or {}) if result is not None else {}
+    most = max((b for points in curves.values() for _, b in points), default=0.0)
+    unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20) if most >= 1 << 20 else ("KiB", 1 << 10)
     return [
         Line(
-            name=f"{where} allocated", unit="GiB", values=np.array([b for _, b in points], np.float64) / _GIB,
+            name=f"{where} allocated", unit=unit, values=np.array([b for _, b in points], np.float64) / size,
             times_ns=np.array([round(s * 1e9) + offset_ns for s, _ in points], np.int64),
         )
         for where, points in curves.items()

@@ -6,6 +6,7 @@ row when somebody looks at it. What is the same for many rows (names, shapes, la
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ class Builder:
         """Append a row; integer columns not given are `NONE`. Returns its number."""
         row = len(self)
         given = {"kind": CODE[kind], "name": self.intern(name), "start_ns": start_ns, "end_ns": end_ns, **integers}
-        if value == value:  # not NaN
+        if not math.isnan(value):
             given["value"] = value  # type: ignore[assignment]
         for column in given.keys() - self._columns.keys():
             self._begin(column)

@@ -26,8 +26,8 @@ if (data.throttle.length) add("throttle", 10, { label: "throttled" });
 lanes.forEach(l => { add("lane", l.kind === "device" ? 24 : 17, { label: l.label, lane: l }); if (l.kind !== "device") y -= 4; });
 units.forEach(u => {
   const lines = telemetry.filter(l => l.unit === u), [low, high] = extent(lines), room = (high - low) * .1 || Math.abs(high) * .05 || 1;
-  add("line", 46, { label: { MHz: "clocks", "°C": "temperature", "%": "use", GiB: "memory" }[u] || u, lines, unit: u,
-    low: u === "%" || u === "GiB" ? 0 : low - room, high: u === "%" ? 100 : high + room });
+  add("line", 46, { label: { MHz: "clocks", "°C": "temperature", "%": "use", GiB: "memory", MiB: "memory", KiB: "memory" }[u] || u, lines, unit: u,
+    low: u === "%" || u.endsWith("iB") ? 0 : low - room, high: u === "%" ? 100 : high + room });
 });
 const height = y + 2;
 canvas.style.height = height + "px";
