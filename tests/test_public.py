@@ -23,7 +23,7 @@ MONITOR = {
 FLAGS = {
     "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
     "run": {
-        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--counters", "--out",
+        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--memory", "--counters", "--out",
         "--html", "--json", "target", "arguments",
     },
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
