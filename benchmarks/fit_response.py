@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 RECORDING = Path(__file__).parent / "data" / "h200_sensor.json.gz"
+RESULT = Path(__file__).parent / "results" / "fit_response.json"
 STEP_MS = 0.25
 
 
@@ -82,24 +83,27 @@ def fit_ring(data: dict[str, Any]) -> list[tuple[float, float, float, float, flo
     return sorted(found)
 
 
-def tick_times(ticks: np.ndarray) -> np.ndarray:
-    """The one phase (of a 100 ms period) that lies inside every enclosure, then each tick's time."""
+def tick_times(ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Each tick's time, by the one phase (of a 100 ms period) that lies inside every enclosure; and how well it holds."""
     low, high = ticks[:, 0], ticks[:, 1]
     candidates = np.arange(0.0, 100.0, 0.1)
     inside = [np.mean(np.mod(c - low, 100.0) <= high - low) for c in candidates]
     best = candidates[np.flatnonzero(np.array(inside) >= max(inside))]
     phase = float(np.median(best))
+    known_ms = float(np.ptp(best)) / 2
     print(
-        f"counter ticks: period 100 ms, {max(inside):.1%} of {len(ticks)} enclosures hold one phase, known to ±{np.ptp(best) / 2:.1f} ms"
+        f"counter ticks: period 100 ms, {max(inside):.1%} of {len(ticks)} enclosures hold one phase, known to ±{known_ms:.1f} ms"
     )
-    return phase + np.round(((low + high) / 2 - phase) / 100.0) * 100.0
+    held = {"period_ms": 100.0, "hold_one_phase": float(max(inside)), "enclosures": len(ticks), "known_to_ms": known_ms}
+    return phase + np.round(((low + high) / 2 - phase) / 100.0) * 100.0, held
 
 
-def fit_counter(data: dict[str, Any]) -> None:
+def fit_counter(data: dict[str, Any]) -> dict[str, Any]:
     """How far ahead of the ring the counter is, by agreement over one and two ticks."""
     times, watts = data["ring"][:, 0], data["ring"][:, 1]
     sums = np.concatenate([[0.0], np.cumsum((watts[1:] + watts[:-1]) / 2 * np.diff(times))]) / 1e3
-    ticks, joules = tick_times(data["ticks"]), data["ticks"][:, 2]
+    (ticks, found), joules = tick_times(data["ticks"]), data["ticks"][:, 2]
+    found["median_error_pct_by_delay_ms"] = {}
     print("ring delayed by d ms against the counter: median |error| % over 100 ms and 200 ms windows")
     for d in range(0, 13, 2):
         cells = []
@@ -110,11 +114,13 @@ def fit_counter(data: dict[str, Any]) -> None:
                 i = i[np.abs(ticks[i + count] - ticks[i] - 100 * count) < 1]
                 truth = joules[i + count] - joules[i]
                 got = np.interp(ticks[i + count] + d, times, sums) - np.interp(ticks[i] + d, times, sums)
-                cells.append(f"{np.median(np.abs(got / truth - 1)) * 100:5.1f}")
-        print(f"  d = {d:2d} ms   " + " ".join(cells))
+                cells.append(float(np.median(np.abs(got / truth - 1))) * 100)
+        found["median_error_pct_by_delay_ms"][d] = cells
+        print(f"  d = {d:2d} ms   " + " ".join(f"{c:5.1f}" for c in cells))
+    return found
 
 
-def describe(data: dict[str, Any]) -> None:
+def describe(data: dict[str, Any]) -> dict[str, Any]:
     """The figures that docs/measuring.md and the comments in the code quote from the recording."""
     low, median, high = np.percentile(np.diff(data["ring"][:, 0]), [0, 50, 100])
     print(f"ring: a sample every {median:.1f} ms ({low:.0f}-{high:.0f} ms)")
@@ -135,15 +141,29 @@ def describe(data: dict[str, Any]) -> None:
     ]
     spread = ", ".join(f"{w.min():.0f}-{w.max():.0f}" for w in watts)
     print(f"GEMM at the power limit, W by 100 ms ticks in its first 3 s, then 3-6 s, then on: {spread}")
+    return {
+        "ring_ms": {"median": float(median), "min": float(low), "max": float(high)},
+        "calls_ms": {n: {"idle": i["median_us"] / 1e3, "busy": data["costs_busy"][n]["median_us"] / 1e3} for n, i in data["costs_idle"].items()},
+        "event_round_trip_us": [float(min(round_trip_ns)) / 1e3, float(max(round_trip_ns)) / 1e3],
+        "gemm_at_the_limit_w": {
+            name: [float(w.min()), float(w.max())] for name, w in zip(("first 3 s", "3-6 s", "after 6 s"), watts, strict=True)
+        },
+    }  # fmt: skip
 
 
 def main() -> None:
-    data = load(Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDING)
-    describe(data)
+    recording = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDING
+    data = load(recording)
+    figures = describe(data)
     print("ring response: rms W, exponential, boxcar, delay, mean delay (ms)")
-    for row in fit_ring(data)[:8]:
+    best = fit_ring(data)[:8]
+    for row in best:
         print("  " + "  ".join(f"{v:6.1f}" for v in row))
-    fit_counter(data)
+    names = ("rms_w", "exponential_ms", "boxcar_ms", "delay_ms", "mean_delay_ms")
+    figures["ring_response"] = [dict(zip(names, row, strict=True)) for row in best]
+    figures["counter"] = fit_counter(data)
+    if recording == RECORDING:
+        RESULT.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

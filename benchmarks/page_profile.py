@@ -2,104 +2,114 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-Line = tuple[str, str, str, str]
-OPEN = "not measured yet"
+from page_goal import DEVICE, H200, Goal, load, load_device, where
+
+ATTRIBUTION = "python benchmarks/attribution.py"
 
 
-def load(name: str) -> Any:
-    path = HERE / "results" / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def overhead(o: dict[str, Any] | None) -> list[Line]:
-    what = "slowdown of GPT-2-small training: sampling mode / timeline mode beside torch.profiler, %"
-    goal = "<= 0.5 / torch.profiler + 2"
+def overhead(o: dict[str, Any] | None) -> list[Goal]:
+    command = f"{DEVICE}/overhead_profile.py benchmarks/results/overhead_profile.json"
+    sampling = Goal(what="slowdown of GPT-2-small training in sampling mode, %", goal="<= 0.5", command=command)
+    timeline = Goal(what="the same in timeline mode, %", goal="<= torch.profiler + 2", command=command)
     if o is None:
-        return [(what, goal, f"{OPEN} (`benchmarks/device/overhead_profile.py`)", "")]
-    reached = f"{o['sampling_pct']:.2f} ± {o['sampling_error_pct']:.2f} / {o['timeline_pct']:.1f} ± {o['timeline_error_pct']:.1f}"
-    return [(what, goal, reached, f"torch.profiler {o['torch_pct']:.1f} ± {o['torch_error_pct']:.1f}")]
-
-
-def attribution(a: dict[str, Any]) -> list[Line]:
-    sets = a["sets"]
-    final = sets["final-12"]
-    worst = max(abs(s["conserved_pct"]) for s in sets.values())
-    here = [sets[k]["here"] for k in sets if sets[k]["here"]]
-    inside = sum(h["inside_pct"] * h["n"] for h in here) / sum(h["n"] for h in here)
-    rows = [
-        ("sum of attributed joules against the counter's scope, unscaled, worst of seven recordings, %", "<= 1", f"{worst:.2f}", ""),
-        (
-            "joules per kernel of a mixture not used in fitting, 5 s, against the same kernels alone at the same speed: mean (worst) %",
-            "<= 5 (15)", f"{final['here']['mean_pct']:.1f} ({final['here']['worst_pct']:.1f})", "",
-        ),
-        (
-            "the same against steady state, where the power limit holds clocks that it does not hold in the mixture",
-            "<= 5 (15)", f"{final['alone']['mean_pct']:.1f} ({final['alone']['worst_pct']:.1f})",
-            f"plain non-negative least squares {final['nnls_mean_pct']:.1f}; on the mixture with memsets {sets['dev-11']['nnls_mean_pct']:.0f} (ours {sets['dev-11']['alone']['mean_pct']:.1f})",
-        ),
-        ("kernels inside the stated 90% interval, four recordings, %", ">= 90", f"{inside:.0f} of {sum(h['n'] for h in here)}", ""),
+        return [sampling, timeline]
+    s, t, torchs = (o[k]["slowdown_pct"] for k in ("sampling", "timeline", "torch"))
+    error = {k: o[k]["slowdown_error_pct"] for k in ("sampling", "timeline", "torch")}
+    here = {"where": where("overhead_profile"), "command": command}
+    return [
+        Goal(what=sampling.what, goal=sampling.goal, reached=f"{s:.2f} ± {error['sampling']:.2f}", met=s <= 0.5, **here),
+        Goal(what=timeline.what, goal=timeline.goal, reached=f"{t:.1f} ± {error['timeline']:.1f}", met=t <= torchs + 2,
+             beside=f"torch.profiler {torchs:.1f} ± {error['torch']:.1f}", **here),
     ]  # fmt: skip
+
+
+def attribution(a: dict[str, Any]) -> list[Goal]:
+    sets = a["sets"]
+    final, memsets = sets["final-12"], sets["dev-11"]
+    here = {"where": where("attribution", H200), "command": ATTRIBUTION}
+    worst = max(abs(s["conserved_pct"]) for s in sets.values())
+    seen = [s["here"] for s in sets.values() if s["here"]]
+    count = sum(h["n"] for h in seen)
+    inside = sum(h["inside_pct"] * h["n"] for h in seen) / count
+
+    def errors(of: dict[str, float]) -> dict[str, Any]:
+        return {
+            "goal": "<= 5 (15)", "reached": f"{of['mean_pct']:.1f} ({of['worst_pct']:.1f})",
+            "met": of["mean_pct"] <= 5 and of["worst_pct"] <= 15, **here,
+        }  # fmt: skip
+
+    return [
+        Goal(what=f"sum of attributed joules against the counter's scope, unscaled, worst of {len(sets)} recordings, %", goal="<= 1",
+             reached=f"{worst:.2f}", met=worst <= 1, **here),
+        Goal(what="joules per kernel of a mixture not used in fitting, 5 s, against the same kernels alone at the same speed: mean (worst) %",
+             **errors(final["here"])),
+        Goal(what="the same against steady state, where the power limit holds clocks that it does not hold in the mixture",
+             beside=f"plain non-negative least squares {final['nnls_mean_pct']:.1f}; on the mixture with memsets "
+                    f"{memsets['nnls_mean_pct']:.0f} (ours {memsets['alone']['mean_pct']:.1f})", **errors(final["alone"])),
+        Goal(what="kernels inside the stated 90% interval, four recordings, %", goal=">= 90", reached=f"{inside:.0f} of {count}",
+             met=inside >= 90, **here),
+    ]  # fmt: skip
+
+
+def regions(a: dict[str, Any]) -> list[Goal]:
+    rows = []
     for region in sorted(a["regions"], key=lambda r: r["attributed_j"]):
         length = region["set"].removeprefix("regions")
-        truth = region["here_j"] or region["alone_j"]
-        off = 100 * (region["attributed_j"] / truth - 1)
+        off = 100 * (region["attributed_j"] / (region["here_j"] or region["alone_j"]) - 1)
         alone = 100 * (region["attributed_j"] / region["alone_j"] - 1)
-        goal = {"5": "10", "20": "5", "100": "3"}[length]
+        goal = {"5": 10, "20": 5, "100": 3}[length]
         said = f"{off:+.1f} (interval ± {100 * region['error_j'] / region['attributed_j']:.1f}); against steady state {alone:+.1f}"
-        rows.append((f"a region of {length} ms, 50 times: joules per pass, %", f"<= {goal}", said, ""))
+        rows.append(
+            Goal(what=f"a region of {length} ms, 50 times: joules per pass, %", goal=f"<= {goal}", reached=said,
+                 met=abs(off) <= goal, where=where("attribution", H200), command=ATTRIBUTION)
+        )  # fmt: skip
     return rows
 
 
-def files(e: dict[str, Any] | None, k: dict[str, Any] | None, s: dict[str, Any] | None) -> list[Line]:
-    rows = []
-    if e is not None:
-        p = e["parts"]
-        rows.append(
-            ("1 M kernels: to the run file / Chrome JSON / CSV", "printed",
-             f"{p['write']['seconds']:.1f} s / {p['chrome']['seconds']:.1f} s, {p['chrome']['peak_mib']:.0f} MiB / {p['csv']['seconds']:.2f} s", "")
-        )  # fmt: skip
-    if k is not None:
-        rows.append(
-            (f"kill -9, {k['kills']} times: seconds of regions, marks, counters and power lost, worst", "<= 1", f"{k['lost_s']['max']:.2f}", "")
-        )  # fmt: skip
-    if s is not None:
-        flat = f"{s['resident_mib']['2']:.0f} MiB after 2 h, {s['resident_mib']['24']:.0f} MiB after 24 h"
-        rows.append(("summary mode, simulated 24 h, 8 GPUs x 50 Hz: memory", "flat", flat, ""))
-    return rows
+def files(e: dict[str, Any], k: dict[str, Any], s: dict[str, Any]) -> list[Goal]:
+    p, m = e["parts"], s["resident_mib"]
+    return [
+        Goal(what="1 M kernels: to the run file / Chrome JSON / CSV", goal="printed", where=where("export_million"),
+             reached=f"{p['write']['seconds']:.1f} s / {p['chrome']['seconds']:.1f} s, {p['chrome']['peak_mib']:.0f} MiB / "
+                     f"{p['csv']['seconds']:.2f} s", command="python benchmarks/export_million.py"),
+        Goal(what=f"kill -9, {k['kills']} times: seconds of regions, marks, counters and power lost, worst", goal="<= 1",
+             reached=f"{k['lost_s']['max']:.2f}", met=k["lost_s"]["max"] <= 1, where=where("kill9"), command="python benchmarks/kill9.py"),
+        Goal(what="summary mode, simulated 24 h, 8 GPUs x 50 Hz: memory", goal="flat", met=m["24"] <= 1.1 * m["2"],
+             reached=f"{m['2']:.0f} MiB after 2 h, {m['24']:.0f} MiB after 24 h", where=where("summary_24h"),
+             command="python benchmarks/summary_24h.py"),
+    ]  # fmt: skip
 
 
-def attach(a: dict[str, Any] | None) -> list[Line]:
-    if a is None:
-        return []
+def attach(a: dict[str, Any]) -> list[Goal]:
     cpu, gpu = a["cpu"], a.get("h200") or a.get("gpu") or {}
     rows = []
     for kind, goal in (("plain", 8), ("optimizer", 5)):
         said = f"CPU {cpu[kind]['median_s']:.1f} (worst {cpu[kind]['max_s']:.1f}, {100 * cpu[kind]['within_goal']:.0f}% within)"
         if kind in gpu:
             said += f"; H200 {gpu[kind]['median_s']:.1f}"
-        rows.append((f"attach by PID, {kind} loop: seconds to the first trace", f"<= {goal}", said, ""))
+        rows.append(
+            Goal(what=f"attach by PID, {kind} loop: seconds to the first trace", goal=f"<= {goal}", reached=said,
+                 met=cpu[kind]["within_goal"] == 1.0, where=where("attach"),
+                 command=f"python benchmarks/attach.py; {DEVICE}/attach.py OUT.json")
+        )  # fmt: skip
     return rows
 
 
-def region(r: dict[str, Any] | None) -> list[Line]:
-    if r is None:
-        return []
+def region(r: dict[str, Any]) -> Goal:
+    off, peer = r["region_off_ns"], r["record_function_off_ns"]
+    return Goal(what="a region outside a session, ns", goal="<= 1000", reached=f"{off:.0f}", met=off <= 1000,
+                beside=f"torch's record_function {peer:.0f}, ratio {peer / off:.0f}", where=where("region_cost"),
+                command="python benchmarks/region_cost.py")  # fmt: skip
+
+
+def goals() -> list[Goal]:
+    a = load("attribution")
     return [
-        ("a region outside a session, ns", "<= 1000", f"{r['region_off_ns']:.0f}",
-         f"torch's record_function {r['record_function_off_ns']:.0f}, ratio {r['record_function_off_ns'] / r['region_off_ns']:.0f}")
+        *overhead(load_device("overhead_profile")), *attribution(a), *regions(a),
+        *files(load("export_million"), load("kill9"), load("summary_24h")), region(load("region_cost")), *attach(load("attach")),
     ]  # fmt: skip
-
-
-def goals() -> list[Line]:
-    found = [*overhead(load("overhead_profile")), *attribution(load("attribution"))]
-    found += files(load("export_million"), load("kill9"), load("summary_24h"))
-    found += region(load("region_cost")) + attach(load("attach"))
-    return found
 
 
 NOTES = [

@@ -25,7 +25,7 @@ def main() -> None:
         {"gpu0": Column.of(domain, np.round(ring[:, 0] * 1e6).astype(np.int64), ring[:, 1])},
         start_ns=int(ring[0, 0] * 1e6), end_ns=int(ring[-1, 0] * 1e6),
     )  # fmt: skip
-    ticks = np.round(tick_times(data["ticks"]) * 1e6).astype(np.int64) - COUNTER_LAG_NS
+    ticks = np.round(tick_times(data["ticks"])[0] * 1e6).astype(np.int64) - COUNTER_LAG_NS
     joules = data["ticks"][:, 2]
     print(
         f"{'load':22s} {'window':>8s} {'n':>4s} {'median %':>9s} {'p90 %':>7s} {'max %':>7s} {'in 90% interval':>16s}"

@@ -1,6 +1,7 @@
 """A small training loop, measured step by step: the job of `make run`.
 
-    tessera measure -- python examples/train.py
+    tessera run examples/train.py
+    tessera predict examples.train:job --mode train --optimizer adamw --on h200
 
 A two-layer transformer learns to copy a sequence. It runs on the GPU where there is one.
 """
@@ -8,6 +9,7 @@ A two-layer transformer learns to copy a sequence. It runs on the GPU where ther
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 from torch import nn
@@ -31,13 +33,18 @@ class Copier(nn.Module):
         return logits
 
 
+def job() -> tuple[Copier, torch.Tensor]:
+    """The model and one batch of its tokens: `tessera predict examples.train:job` asks for them."""
+    return Copier(), torch.zeros((32, 64), dtype=torch.int64)
+
+
 def train(steps: int, batch: int, length: int, device: str) -> float:
     """The loss after so many steps."""
     torch.manual_seed(0)
     model = Copier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = torch.zeros(())
-    for _ in range(steps):
+    for step in range(steps):
         tokens = torch.randint(0, 256, (batch, length), device=device)
         with monitor.energy_scope("step"):
             with monitor.energy_scope("forward"):
@@ -47,12 +54,14 @@ def train(steps: int, batch: int, length: int, device: str) -> float:
             with monitor.energy_scope("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad()
+        if sys.stderr.isatty():
+            print(f"\rstep {step + 1} of {steps}", end="\n" if step + 1 == steps else "", file=sys.stderr)
     return float(loss.detach())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -84,12 +84,16 @@ def mlp(*widths: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def vision(name: str) -> nn.Module:
-    """A torchvision model in eval mode; skips the test where torchvision is not installed."""
+def declare_torchvision() -> None:
+    """A wheel of torchvision beside another build of torch cannot load its operators; nothing here calls them."""
     if not hasattr(torch.ops.torchvision, "nms"):
-        # A CPU wheel of torchvision beside another build of torch cannot load its operators; nothing here calls them.
         for operator in ("nms", "qnms"):
             torch.library.define(f"torchvision::{operator}", "(Tensor a, Tensor b, float c) -> Tensor")
+
+
+def vision(name: str) -> nn.Module:
+    """A torchvision model in eval mode; skips the test where torchvision is not installed."""
+    declare_torchvision()
     torchvision = pytest.importorskip("torchvision", exc_type=ImportError)
     model: nn.Module = getattr(torchvision.models, name)(weights=None)
     return model.eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -658,3 +660,19 @@ def test_a_boolean_mask_is_made_additive_for_fused_attention():
     graph = capture(lambda t, m: nn.functional.scaled_dot_product_attention(t, t, t, attn_mask=m), (x, mask))
     names = [op.name for op in graph.kernels]
     assert names.index("aten.where") < names.index("tessera.sdpa")
+
+
+def test_a_program_that_imports_the_compiler_leaves_it_whole() -> None:
+    """Dynamo keeps torch's functions by identity from its first import on; in a process of its own, since it stays."""
+    code = """
+import sys, torch, tessera
+def program(x):
+    import torch._dynamo
+    return torch.nn.functional.dropout(x @ x, 0.1)
+assert "torch._dynamo" not in sys.modules
+tessera.predict(program, (torch.empty(8, 8),))
+step = torch.compile(lambda x: x + 1 if torch.is_autocast_enabled("cpu") else x + 2, backend="eager", fullgraph=True)
+print(step(torch.ones(1)).item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "3.0", done.stderr[-800:]

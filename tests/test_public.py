@@ -14,7 +14,8 @@ from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
     "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "analyze", "errors",
-    "estimate", "graph", "hardware", "monitor", "predict", "profile", "schema", "sensors", "units",
+    "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize", "predict", "profile", "schedule",
+    "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
@@ -23,8 +24,8 @@ MONITOR = {
 FLAGS = {
     "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
     "run": {
-        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--memory", "--counters", "--out",
-        "--html", "--json", "target", "arguments",
+        "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--memory", "--counters",
+        "--out", "--html", "--json", "target", "arguments",
     },
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
     "export": {"run", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},
@@ -40,12 +41,14 @@ FLAGS = {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
         "--top", "--json", "--html", "--no-opportunities",
     },
-    "doctor": {"--sensor", "--json"},
+    "doctor": {"--sensor", "--json", "--restore"},
+    "selftest": {"--seconds", "--json"},
     "watch": {"--interval", "--sensor", "--once", "--json", "--duration"},
     "metrics": {"--listen", "--sensor", "--once", "--dashboard"},
     "hardware": set(),
     "hardware list": {"--kind", "--json"},
     "hardware show": {"name", "--json"},
+    "completion": {"shell"},
 }  # fmt: skip
 
 

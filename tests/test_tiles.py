@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tessera import graph
-from tessera.analyze.tiles import fused, label, occupancy_pct, operators, tile_of
+from tessera.analyze.tiles import fused, joined, label, occupancy_pct, operators, tile_of
 from tessera.errors import ArgumentError
+from tessera.graph.rewrites import Rewrite, listening, ran
 from tessera.timeline import Builder, Launch
 
 
@@ -75,3 +76,35 @@ def test_a_step_on_the_cpu():
     assert "a step:" in str(found)
     with pytest.raises(ArgumentError):
         graph.profile(lambda: None, steps=0)
+
+
+def test_rewrites_are_read_off_names_and_joined_with_what_was_told():
+    build = Builder()
+    names = ("triton_per_fused_add_native_layer_norm_2", "triton_per_fused_add_native_layer_norm_2", "nvjet_bias_NNT",
+             "flash_fwd_kernel")  # fmt: skip
+    for i, name in enumerate(names):
+        build.add("kernel", name, i * 1000, i * 1000 + 900, device=0, stream=7)
+    found = operators(build.build(), steps=2)
+    seen = {r.rule: r for r in found.rewrites}
+    assert set(seen) == {"fuse_reduction", "fuse_epilogue", "flash_attention"}
+    assert (seen["fuse_reduction"].times, seen["fuse_reduction"].by) == (1, "inductor")
+    assert seen["fuse_reduction"].saved_j is None
+    assert {r.basis for r in found.rewrites} == {"seen"}
+    assert "rewritten: fuse_epilogue: matmul + bias -> one kernel" in str(found)
+    told = Rewrite(rule="flash_attention", before="a", after="b", by="tessera", times=3, saved_bytes=3e6, saved_j=-0.5,
+                   saved_error_j=0.1, saved_s=1e-3)  # fmt: skip
+    both = joined(found.rewrites, [told])
+    # Inductor's kernels are in what the program told; a library's epilogue is not.
+    assert [r.rule for r in both] == ["flash_attention", "fuse_epilogue"]
+    from tessera.report.optimize import line
+
+    assert line(told).startswith("flash_attention: a -> b  x3  saves 2.861 MiB, -500 mJ ± 100 mJ, 1 ms  [tessera]")
+
+
+def test_rewritten_programs_are_heard_once():
+    rewrites = [Rewrite(rule="fuse_elementwise", before="a", after="b", by="inductor")]
+    ran(rewrites)  # nobody listens
+    with listening() as heard:
+        ran(rewrites)
+        ran(rewrites)
+    assert heard == [rewrites]

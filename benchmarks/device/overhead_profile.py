@@ -108,7 +108,7 @@ def main() -> None:
             units.append(unit)
             print("  " + "  ".join(f"{h} {st.mean(unit[h]):.2f} ms" for h in ORDER), flush=True)
     rows: dict[str, object] = {
-        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "torch_version": torch.__version__,
         "model": "GPT-2 small, 8x1024, bf16, AdamW", "units": units_count, "steps": [long, short],
         "seconds": time.perf_counter() - started,
     }  # fmt: skip

@@ -26,16 +26,22 @@ if TYPE_CHECKING:
     from . import analyze as analyze
     from . import errors as errors
     from . import estimate as estimate
+    from . import event as event
     from . import graph as graph
     from . import hardware as hardware
+    from . import memcpy as memcpy
     from . import monitor as monitor
+    from . import op as op
     from . import profile as profile
     from . import schema as schema
     from . import sensors as sensors
+    from . import stream as stream
     from . import units as units
     from .errors import TesseraError as TesseraError
     from .estimate.predict import predict as predict
     from .monitor import EnergyBenchmark as EnergyBenchmark
+    from .rewrite.optimize import optimize as optimize
+    from .runtime.schedule import schedule as schedule
     from .schema import Energy as Energy
     from .schema import EnergyReport as EnergyReport
     from .trace import PowerTrace as PowerTrace
@@ -48,9 +54,14 @@ _LAZY = {
     "EnergyReport": ".schema",
     "PowerTrace": ".trace",
     "TesseraError": ".errors",
+    "optimize": ".rewrite.optimize",
     "predict": ".estimate.predict",
+    "schedule": ".runtime.schedule",
 }
-_MODULES = ("analyze", "errors", "estimate", "graph", "hardware", "monitor", "profile", "schema", "sensors", "units")
+_MODULES = (
+    "analyze", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "profile", "schema",
+    "sensors", "stream", "units",
+)  # fmt: skip
 
 __all__ = [
     "Energy",
@@ -62,25 +73,33 @@ __all__ = [
     "analyze",
     "errors",
     "estimate",
+    "event",
     "graph",
     "hardware",
+    "memcpy",
     "monitor",
+    "op",
+    "optimize",
     "predict",
     "profile",
+    "schedule",
     "schema",
     "sensors",
+    "stream",
     "units",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tessera' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'tessera' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

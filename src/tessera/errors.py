@@ -5,7 +5,9 @@
     TesseraError                 every error of ours; carries what, why, fix
     ├── ArgumentError            a wrong argument (also a ValueError)
     │   ├── UnitError            a quantity that cannot be parsed; shows the position
-    │   └── BadDevice            a device file that cannot be used; names the file and the key
+    │   ├── BadDevice            a device file that cannot be used; names the file and the key
+    │   ├── TileError            a tile that cannot work; says what it needs and the nearest one that does
+    │   └── ToleranceError       an error bound that no precision meets
     ├── SensorError              something about a sensor
     │   ├── SensorUnavailable    the library, device or file is not there
     │   ├── SensorPermission     it is there, but this user may not read it
@@ -16,6 +18,10 @@
     ├── PredictionError          a prediction that cannot be made: a chip that lacks a figure, a precision
     │   └── DoesNotFit           a model larger than the chip's memory
     ├── RecordingError           a recorded file that cannot be read
+    ├── RewriteError             a rewrite or an optimisation that cannot be made, or that changed the result
+    ├── ActuatorError            hardware that cannot be controlled
+    │   └── ActuatorPermission   it could be, but this user may not
+    ├── ScheduleError            a schedule that cannot be held
     └── MissingExtra             an optional dependency is needed (also an ImportError)
 
 Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay
@@ -77,6 +83,14 @@ class BadDevice(ArgumentError):
     """A device file that cannot be used; `what` names the file and the key."""
 
 
+class TileError(ArgumentError):
+    """A tile that cannot work; `fix` names the nearest one that does."""
+
+
+class ToleranceError(ArgumentError):
+    """An error bound that no precision meets."""
+
+
 class SensorError(TesseraError):
     """Something about a sensor."""
 
@@ -115,6 +129,22 @@ class DoesNotFit(PredictionError):
 
 class RecordingError(TesseraError):
     """A recorded file that cannot be read."""
+
+
+class RewriteError(TesseraError):
+    """A rewrite or an optimisation that cannot be made, or that changed the result."""
+
+
+class ActuatorError(TesseraError):
+    """Hardware that cannot be controlled: no such control, a refusal, a value out of range."""
+
+
+class ActuatorPermission(ActuatorError):
+    """The control is there, but this user may not use it."""
+
+
+class ScheduleError(TesseraError):
+    """A schedule that cannot be held."""
 
 
 class MissingExtra(TesseraError, ImportError):

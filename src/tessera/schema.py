@@ -165,7 +165,7 @@ def works(named: Mapping[str, float | None], work: float | None, unit: str | Non
     given = {k: v for k, v in {**named, unit or "unit": work}.items() if v is not None}
     for name, amount in given.items():
         if not 0 < amount < math.inf:
-            raise ArgumentError(f"the work must be a positive number: {name}={amount!r}")
+            raise ArgumentError(f"the work must be a positive number: {name}={amount!r}", fix="give an amount above 0")
     return {name: Work(amount=float(amount), unit=name) for name, amount in given.items()}
 
 

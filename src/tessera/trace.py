@@ -22,6 +22,10 @@ FULL = 0.995
 BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated")
 
 
+MOST_NS, MOST_W = 1 << 62, 1e12
+"""What is beyond is damage: times whose differences would not fit into 64 bits, watts beyond any power grid's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """The samples of one domain. `peaks_w` is the highest power each sample stands for (itself, when not merged)."""
@@ -261,9 +265,14 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats]]:
                 try:
                     rows.setdefault(row["domain"], []).append(_csv_sample(row))
                 except (TypeError, ValueError) as exc:
-                    raise RecordingError(f"{source}, line {line}: not a sample: {row}", why=str(exc)) from exc
+                    said = ", ".join(str(row[c])[:40] for c in CSV_COLUMNS)
+                    raise RecordingError(
+                        f"{source}, line {line}: not a sample: {said}", why=str(exc)[:200],
+                        fix="remove the line, or record the log again",
+                    ) from exc  # fmt: skip
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        raise RecordingError(f"cannot read {source}", why=str(exc), fix="give a CSV power log") from exc
+        why = exc.strerror if isinstance(exc, OSError) else str(exc)
+        raise RecordingError(f"cannot read {source}", why=why, fix="give a CSV power log") from exc
     out = {}
     for name, pairs in rows.items():
         pairs.sort()
@@ -281,7 +290,7 @@ def csv_basis(path: str | Path) -> dict[str, Basis]:
 
 def _csv_sample(row: Mapping[str, str]) -> tuple[int, float]:
     time_ns, watts = int(row["epoch_us"]) * 1000, float(row["watts"])
-    if abs(time_ns) >= 1 << 63 or math.isinf(watts):
+    if abs(time_ns) >= MOST_NS or abs(watts) > MOST_W:
         raise ValueError("a time or a power that no sensor can have written")
     return time_ns, watts
 

@@ -14,6 +14,7 @@ typedef struct {
 } power_info;
 typedef struct { uint32_t clk, min_clk, max_clk; uint8_t locked, deep_sleep; uint32_t reserved[4]; } clk_info;
 typedef struct { uint64_t cap, standard, dpm, min, max, reserved[3]; } power_cap_info;
+typedef struct { uint8_t deep_sleep; uint32_t count, current; uint64_t hz[33]; } frequencies;
 typedef struct { uint32_t gfx, umc, mm, reserved[13]; } engine_usage;
 typedef struct {
   char market_name[256];
@@ -41,6 +42,7 @@ size_t fake_layout(const char *what) {
   if (!strcmp(what, "power_info.average_socket_power")) return offsetof(power_info, average_socket_power);
   if (!strcmp(what, "clk_info")) return sizeof(clk_info);
   if (!strcmp(what, "power_cap_info")) return sizeof(power_cap_info);
+  if (!strcmp(what, "frequencies")) return sizeof(frequencies);
   if (!strcmp(what, "engine_usage")) return sizeof(engine_usage);
   if (!strcmp(what, "asic_info")) return sizeof(asic_info);
   if (!strcmp(what, "asic_info.asic_serial")) return offsetof(asic_info, asic_serial);
@@ -102,6 +104,8 @@ int amdsmi_get_clock_info(handle h, uint32_t kind, clk_info *out) {
   ANSWER("clock");
   memset(out, 0, sizeof *out);
   out->clk = kind == 4 ? 1600 : (uint32_t)get(gpu_of(h), "sys_mhz", 2100);
+  out->min_clk = (uint32_t)get(gpu_of(h), "min_mhz", 132);
+  out->max_clk = (uint32_t)get(gpu_of(h), "max_mhz", 2100);
   return 0;
 }
 
@@ -110,6 +114,53 @@ int amdsmi_get_power_cap_info(handle h, uint32_t sensor, power_cap_info *out) {
   (void)sensor;
   memset(out, 0, sizeof *out);
   out->cap = (uint64_t)get(gpu_of(h), "cap", 750e6);
+  out->standard = out->max = (uint64_t)750e6;
+  return 0;
+}
+
+/* Control: what is set lies in the store under the GPU's own keys, where the getters above find it. */
+static void put(handle h, const char *key, double value) {
+  char full[96];
+  snprintf(full, sizeof full, "%d.%s", gpu_of(h), key);
+  fake_set(full, value);
+}
+
+int amdsmi_set_power_cap(handle h, uint32_t sensor, uint64_t cap) {
+  ANSWER("set_cap");
+  (void)sensor;
+  put(h, "cap", (double)cap);
+  return 0;
+}
+
+int amdsmi_get_clk_freq(handle h, uint32_t kind, frequencies *out) {
+  ANSWER("freq");
+  (void)kind;
+  memset(out, 0, sizeof *out);
+  out->count = 2;                         /* an MI300X lists its lowest and its highest */
+  out->hz[0] = (uint64_t)132e6;
+  out->hz[1] = (uint64_t)2100e6;
+  return 0;
+}
+
+int amdsmi_set_gpu_clk_limit(handle h, uint32_t kind, uint32_t which, uint64_t mhz) {
+  ANSWER("clk_limit");
+  (void)kind;
+  put(h, which == 0 ? "min_mhz" : "max_mhz", (double)mhz);
+  put(h, "perf", 3);                      /* AMDSMI_DEV_PERF_LEVEL_MANUAL */
+  return 0;
+}
+
+int amdsmi_get_gpu_perf_level(handle h, uint32_t *level) {
+  ANSWER("perf");
+  *level = (uint32_t)get(gpu_of(h), "perf", 0);
+  return 0;
+}
+
+int amdsmi_set_gpu_perf_level(handle h, uint32_t level) {
+  ANSWER("set_perf");
+  put(h, "perf", level);
+  put(h, "min_mhz", 132);
+  put(h, "max_mhz", 2100);
   return 0;
 }
 

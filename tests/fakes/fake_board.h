@@ -9,6 +9,7 @@
  * pynvml.py 13.615.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -19,7 +20,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 /* ---------------------------------------------------------------- NVML's ABI (layouts as in pynvml.py) */
 
@@ -87,7 +90,10 @@ static int64_t anchor_us, boot_us;                  /* default origin; start of 
 static int64_t init_us;                             /* the last nvmlInit */
 static int init_count;
 static struct nvmlDevice gpus[MAX_GPUS], migs[MAX_GPUS][MAX_MIG];
-static struct { unsigned limit_mw, lock_min_mhz, lock_max_mhz; } control[MAX_GPUS];
+/* What was set, and how often each setter was called. With `state_file` it lies in a file that processes share. */
+struct control { unsigned limit_mw, lock_min_mhz, lock_max_mhz, limit_calls, lock_calls, unlock_calls; };
+static struct control own_control[MAX_GPUS], *control = own_control;
+static const size_t CONTROL_SIZE = sizeof own_control;
 
 /* ---------------------------------------------------------------- the scenario */
 
@@ -101,7 +107,8 @@ static const char KNOWN_KEYS[] =
     " reasons supported_reasons violation throttled.power throttled.thermal throttled.sync_boost "
     " throttled.board_limit throttled.low_utilization throttled.reliability throttled.sw_thermal throttled.hw_thermal "
     " throttled.power_brake "
-    " limit limit_w limit_min_w limit_max_w enforced_limit_w control "
+    " limit limit_w limit_min_w limit_max_w limit_step_w enforced_limit_w control "
+    " cost.control_us fault.limit fault.lock fault.unlock state_file "
     " utilization utilization_pct memory_utilization_pct memory memory_total_mib memory_used_mib processes "
     " persistence_mode compute_capability "
     " gpm gpm.graphics gpm.sm gpm.occupancy gpm.integer gpm.tensor gpm.hmma gpm.dram gpm.fp64 gpm.fp32 gpm.fp16 "

@@ -111,6 +111,25 @@ static nvmlReturn_t readable(nvmlDevice_t dev, const char *key)
 
 /* ---------------------------------------------------------------- exported for the tests (nvml.py) */
 
+/* `state_file=/PATH`: limits and locks outlive the process that set them, and others see them, as a driver's do. */
+static void share_control(void)
+{
+    const char *path = get(ALL, "state_file");
+    if (control != own_control)
+        munmap(control, CONTROL_SIZE);
+    control = own_control;
+    if (!path || path[0] != '/')
+        return;
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return;
+    void *at = ftruncate(fd, (off_t)CONTROL_SIZE) == 0
+                   ? mmap(NULL, CONTROL_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    close(fd);
+    if (at != MAP_FAILED)
+        control = at;
+}
+
 /* 0, or the (1-based) number of the first line that is no scenario; then nothing changes. */
 static int set_scenario(const char *new_text)
 {
@@ -149,6 +168,7 @@ static int set_scenario(const char *new_text)
     }
     n_pairs = n;
     have_scenario = true;
+    share_control();
     if (!get(ALL, "origin_us") || !boot_us)         /* a given origin continues the history it belongs to */
         anchor();
     return 0;
@@ -209,8 +229,9 @@ void fake_nvml_reset(void)
         counters->calls = 0;
         counters = counters->next;
     }
-    memset(control, 0, sizeof control);
     n_pairs = init_count = 0;
+    share_control();                                /* without a scenario: back to our own */
+    memset(own_control, 0, sizeof own_control);
     virtual_us = 0;
     have_scenario = true;                           /* the default board, whatever the environment says */
     anchor();
@@ -250,7 +271,7 @@ static nvmlReturn_t init(void)
             migs[i][j] = (struct nvmlDevice){i, j};
     }
     if (now >= restart && init_us < restart)        /* a restarted driver has forgotten limits and locks */
-        memset(control, 0, sizeof control);
+        memset(control, 0, CONTROL_SIZE);
     init_count++;
     init_us = now;
     return OK;
@@ -509,12 +530,31 @@ nvmlReturn_t nvmlDeviceGetPowerManagementLimitConstraints(nvmlDevice_t dev, unsi
     return OK;
 }
 
+/* `fault.limit=SKIP:COUNT:CODE[:applied]`: after SKIP calls for this GPU, COUNT of them answer CODE; "applied": and
+ * make the change all the same, as a call may that was interrupted half-way. */
+static nvmlReturn_t fault(int gpu, const char *key, unsigned *calls, bool *apply)
+{
+    unsigned skip = 0, count = 0, code = UNKNOWN, n = (*calls)++;
+    const char *v = get(gpu, key);
+    *apply = true;
+    if (!v || sscanf(v, "%u:%u:%u", &skip, &count, &code) < 2 || n < skip || n - skip >= count)
+        return OK;
+    *apply = strstr(v, ":applied") != NULL;
+    return (nvmlReturn_t)code;
+}
+
+#define CONTROL_COST cost_us("cost.control_us", 0)
+
 nvmlReturn_t nvmlDeviceSetPowerManagementLimit(nvmlDevice_t dev, unsigned mw)
 {
-    ENTER_READ(dev, "control", 0);
+    bool apply;
+    ENTER_READ(dev, "control", CONTROL_COST);
     REQUIRE(mw >= limit_min_mw(gpu) && mw <= limit_max_mw(gpu), INVALID_ARGUMENT);
-    control[gpu].limit_mw = mw;
-    return OK;
+    nvmlReturn_t answer = fault(gpu, "fault.limit", &control[gpu].limit_calls, &apply);
+    unsigned step = milli(num(gpu, "limit_step_w", 0)); /* a driver that rounds */
+    if (apply)
+        control[gpu].limit_mw = step ? mw / step * step : mw;
+    return answer;
 }
 
 /* ---------------------------------------------------------------- clocks, and why they are not higher */
@@ -550,17 +590,49 @@ nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t dev, unsigned type, unsigned
 
 nvmlReturn_t nvmlDeviceSetGpuLockedClocks(nvmlDevice_t dev, unsigned min_mhz, unsigned max_mhz)
 {
-    ENTER_READ(dev, "control", 0);
+    bool apply;
+    ENTER_READ(dev, "control", CONTROL_COST);
     REQUIRE(min_mhz <= max_mhz && max_mhz > 0, INVALID_ARGUMENT);
-    control[gpu].lock_min_mhz = min_mhz;
-    control[gpu].lock_max_mhz = max_mhz;
-    return OK;
+    nvmlReturn_t answer = fault(gpu, "fault.lock", &control[gpu].lock_calls, &apply);
+    if (apply) {
+        control[gpu].lock_min_mhz = min_mhz;
+        control[gpu].lock_max_mhz = max_mhz;
+    }
+    return answer;
 }
 
 nvmlReturn_t nvmlDeviceResetGpuLockedClocks(nvmlDevice_t dev)
 {
-    ENTER_READ(dev, "control", 0);
-    control[gpu].lock_min_mhz = control[gpu].lock_max_mhz = 0;
+    bool apply;
+    ENTER_READ(dev, "control", CONTROL_COST);
+    nvmlReturn_t answer = fault(gpu, "fault.unlock", &control[gpu].unlock_calls, &apply);
+    if (apply)
+        control[gpu].lock_min_mhz = control[gpu].lock_max_mhz = 0;
+    return answer;
+}
+
+/* What clocks there are to lock to: every 15 MHz from 345 (an H200's, `nvidia-smi -q -d SUPPORTED_CLOCKS`). */
+enum { CLOCK_LOW_MHZ = 345, CLOCK_STEP_MHZ = 15 };
+
+nvmlReturn_t nvmlDeviceGetSupportedMemoryClocks(nvmlDevice_t dev, unsigned *count, unsigned *mhz)
+{
+    ENTER_READ(dev, "clocks", TELEMETRY_COST);
+    unsigned room = mhz ? *count : 0;
+    *count = 1;
+    REQUIRE(room >= 1, INSUFFICIENT_SIZE);
+    mhz[0] = clock_mhz(gpu, 2, true);
+    return OK;
+}
+
+nvmlReturn_t nvmlDeviceGetSupportedGraphicsClocks(nvmlDevice_t dev, unsigned memory_mhz, unsigned *count, unsigned *mhz)
+{
+    ENTER_READ(dev, "clocks", TELEMETRY_COST);
+    REQUIRE(memory_mhz == clock_mhz(gpu, 2, true), NOT_FOUND);
+    unsigned room = mhz ? *count : 0, highest = clock_mhz(gpu, 0, true);
+    *count = (highest - CLOCK_LOW_MHZ) / CLOCK_STEP_MHZ + 1;
+    REQUIRE(room >= *count, INSUFFICIENT_SIZE);
+    for (unsigned i = 0; i < *count; i++)
+        mhz[i] = highest - i * CLOCK_STEP_MHZ;
     return OK;
 }
 

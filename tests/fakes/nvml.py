@@ -21,6 +21,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -133,8 +134,14 @@ class Scenario:
     limit_max_w: float | None = None  # (700)
     enforced_limit_w: float | None = None  # a limit by someone else
     control: str | None = None
+    limit_step_w: float | None = None  # a driver that rounds down to this (off)
+    cost_control_us: float | None = None  # (0)
+    state_file: str | None = None  # an absolute path: limits and locks lie there, shared by processes
 
     # Faults
+    fault_limit: str | None = None  # SKIP:COUNT:CODE[:applied]: that many calls succeed, then so many answer CODE
+    fault_lock: str | None = None
+    fault_unlock: str | None = None
     init: str | None = None  # driver_not_loaded, lib_mismatch, absent
     lost_at_s: float | None = None
     lost_gpu: int | None = None  # all of them
@@ -159,9 +166,26 @@ class Scenario:
             elif value is not None:
                 # cost_energy_us is cost.energy_us there, clock_sm is clock.sm
                 head, _, rest = f.name.partition("_")
-                key = f"{head}.{rest}" if head in ("cost", "clock") else f.name
+                key = f"{head}.{rest}" if head in ("cost", "clock", "fault") else f.name
                 lines.append(f"{key}={value}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a `state_file` says of one GPU: 0 is "never set"."""
+
+    limit_mw: int
+    lock_min_mhz: int
+    lock_max_mhz: int
+    limit_calls: int
+    lock_calls: int
+    unlock_calls: int
+
+
+def control_state(state_file: Path) -> list[Control]:
+    """The `state_file` of a scenario, by GPU."""
+    return [Control(*words) for words in struct.iter_unpack("6I", state_file.read_bytes())]
 
 
 def missing_compiler() -> str | None:

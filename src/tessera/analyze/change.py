@@ -339,7 +339,7 @@ def own_error(value: float, error: float, gain: float) -> float:
     shared = gain * abs(value)
     if math.isnan(error) or error < 0.999 * shared:
         return error
-    return math.sqrt(max(0.0, error**2 - shared**2))
+    return math.sqrt(max(0.0, (error - shared) * (error + shared)))
 
 
 def _components(one: Side, two: Side, amounts: tuple[float, float], total: Change) -> list[Change]:

@@ -13,6 +13,7 @@ import dataclasses
 import gzip
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,7 +278,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         raw = path.read_bytes()
         data = msgspec.json.decode(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error, msgspec.DecodeError) as exc:
         raise RecordingError(
             f"cannot read {path}", why=str(exc), fix="give what tessera predict, measure or report --json printed"
         ) from exc

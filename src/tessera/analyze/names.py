@@ -116,8 +116,14 @@ def region_name(name: str) -> str:
     return _OPTIMIZER.sub(r"\2.\1", bare)
 
 
+def printable(text: str) -> str:
+    """A text of somebody's program without what a terminal would obey: escapes, bells, line breaks."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
 def short(name: str, kind: str) -> str:
     """The name of a row of a table, by its kind; of a group, those of its members."""
+    name = printable(name)
     if kind == "group":
         return " + ".join(short_name(member) for member in name.split(" + "))
     if kind in ("region", "step"):
@@ -127,6 +133,7 @@ def short(name: str, kind: str) -> str:
 
 def fit(name: str, width: int) -> str:
     """A name in so many characters: cut in the middle, since what differs stands at the ends."""
+    name = printable(name)
     if len(name) <= width:
         return name
     if width <= 3:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..attribute.table import EnergyTable
 from ..record import ON_DEVICE
 from ..schema import Telemetry
+from ..timeline import stream_names
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
 from .places import Floats, row_joules
@@ -265,7 +266,7 @@ def _device_lanes(
         mine = np.flatnonzero(lane == key)
         of, at = divmod(int(keys[key]), len(streams))
         number = int(streams[at])
-        label = f"gpu{of} stream {number}" if several else f"stream {number}"
+        label = f"gpu{of} " * several + stream_names.label(timeline.meta, of, number, timeline.rank)
         out.append(_bars(timeline, rows[mine], joules[mine], label, "device", start_ns, quantum, names, whole))
     return out
 

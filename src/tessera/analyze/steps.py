@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, MeasurementError
+from ..graph.rewrites import listening
 from ..profile.session import session
-from .tiles import GraphProfile, operators
+from .tiles import GraphProfile, joined, operators
 
 
 def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: str | None) -> GraphProfile:
@@ -23,7 +24,7 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     _wait()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(path) if path is not None else Path(folder, "steps.tessera")
-        with session(record_shapes=True, path=target) as sess:
+        with listening() as heard, session(record_shapes=True, path=target) as sess:
             for _ in range(steps):
                 step_fn()
                 sess.step()
@@ -34,6 +35,8 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
         except MeasurementError as exc:
             notes.append(f"no joules: {exc.what}")
     found = operators(timeline, steps=steps)
+    told = [rewrite for program in heard for rewrite in program]
+    found = dataclasses.replace(found, rewrites=joined(found.rewrites, told))
     step_s = sum(s.wall_s or 0.0 for s in table.steps) / len(table.steps) if table and table.steps else 0.0
     if table is None or not table.steps:
         return dataclasses.replace(found, notes=notes)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..graph.rewrites import Rewrite
 from ..record import ON_DEVICE
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
@@ -69,10 +70,13 @@ class OpProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProfile:
-    """What `graph.profile(step_fn)` found, longest first; `rewrites` is what was fused into what."""
+    """What `graph.profile(step_fn)` found, longest first; `rewrites` is what was fused into what, and what that saves.
+
+    Those of a program made by `tessera.optimize` come with bytes and joules; those read off kernels' names are "seen".
+    """
 
     rows: Sequence[OpProfile]
-    rewrites: Sequence[str]
+    rewrites: Sequence[Rewrite]
     steps: int
     step_s: float
     step_j: float | None = None
@@ -84,7 +88,7 @@ class GraphProfile:
         """Plain data."""
         import dataclasses
 
-        return {**dataclasses.asdict(self), "rows": [dataclasses.asdict(r) for r in self.rows]}
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         from ..report.tiles import text
@@ -108,7 +112,7 @@ def operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> Gra
     where = where.reshape(-1)
     found = [_one(timeline, links, rows[where == k]) for k in range(int(where.max(initial=-1)) + 1)]
     found.sort(key=lambda r: r.total_s, reverse=True)
-    return GraphProfile(rows=found, rewrites=_rewrites(found), steps=steps, step_s=step_s)
+    return GraphProfile(rows=found, rewrites=seen(found, steps), steps=steps, step_s=step_s)
 
 
 def _one(timeline: Timeline, links: Links, rows: np.ndarray[Any, np.dtype[np.int64]]) -> OpProfile:
@@ -227,9 +231,37 @@ def fused(name: str, op: str | None) -> tuple[str, ...]:
     return ()
 
 
-def _rewrites(rows: Sequence[OpProfile]) -> list[str]:
-    """Which rewrites happened, once each."""
-    return list(dict.fromkeys(f"{r.label}: {' + '.join(r.fused)} in one kernel" for r in rows if r.fused))
+def seen(rows: Sequence[OpProfile], steps: int) -> list[Rewrite]:
+    """What the kernels' names say was fused, each kind once with how often in a step."""
+    calls: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row.fused:
+            key = (_rule(row), " + ".join(row.fused), row.label)
+            calls[key] = calls.get(key, 0) + row.calls
+    return [
+        Rewrite(
+            rule=rule, before=before, after=f"one kernel ({name})", basis="seen",
+            by="inductor" if name.startswith("FusedOp[") and rule != "flash_attention" else "library",
+            times=max(1, round(count / max(1, steps))), why="read off the kernel's name: what it saves is not known",
+        )
+        for (rule, before, name), count in calls.items()
+    ]  # fmt: skip
+
+
+def joined(seen_here: Sequence[Rewrite], told: Sequence[Rewrite]) -> list[Rewrite]:
+    """What a rewritten program told, and what was seen beside it: Inductor's kernels are in what it told already."""
+    if not told:
+        return list(seen_here)
+    rules = {r.rule for r in told}
+    return [*told, *(r for r in seen_here if r.by != "inductor" and r.rule not in rules)]
+
+
+def _rule(row: OpProfile) -> str:
+    if row.fused == ("matmul", "softmax", "matmul"):
+        return "flash_attention"
+    if row.fused[0] == "matmul":
+        return "fuse_epilogue"
+    return "fuse_reduction" if re.search(r"triton_(red|per)_", row.name) else "fuse_elementwise"
 
 
 def _camel(words: str) -> str:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..analyze import KINDS
 from ..errors import TesseraError, did_you_mean
+from . import completion
 
 if TYPE_CHECKING:
     from ..analyze.source import Source
@@ -31,8 +33,12 @@ class KindType(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         plain = str(value).replace("-", "_")
         if plain not in KINDS:
-            self.fail(f"no analysis {value!r}{did_you_mean(plain, KINDS)}; one of: {', '.join(KINDS)}", param, ctx)
+            near = did_you_mean(plain, KINDS) or "."
+            self.fail(f"no analysis {value!r}{near} One of: {', '.join(KINDS)}", param, ctx)
         return plain
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete.replace("-", "_"))]
 
 
 def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -42,7 +48,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     try:
         return None if value is None else parse_bytes(int(value) if value.isdigit() else value)
     except UnitError as exc:
-        raise click.BadParameter(str(exc), ctx, param) from exc
+        raise click.BadParameter(f"{exc.what.splitlines()[0]} ({exc.fix})", ctx, param) from exc
 
 
 @click.command("analyze")
@@ -57,7 +63,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 @click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
 @click.option("--sort", help="kernels: time or energy.")
 @click.option("--min-bytes", callback=_bytes, metavar="SIZE", help="collectives: the smallest to list (64MiB).")
-@click.option("--arch", help="roofline: the chip, such as h200 or sm90.")
+@click.option("--arch", shell_complete=completion.device, help="roofline: the chip, such as h200 or sm90.")
 @click.option("--threshold", type=float, help="divergence: a fraction; power: watts.")
 @click.option("--group-by", help="stalls, divergence: kernel, op or region.")
 def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None, **options: Any) -> int:
@@ -96,9 +102,8 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
 
         click.echo(msgspec.json.encode(result.to_json(), enc_hook=_plain).decode())
         return 0
-    from rich.console import Console
-
     from ..report.analysis import renderable
+    from ..report.screen import Console
 
     console = Console(highlight=False)
     console.print(renderable(result, console.width, top=top), crop=False)
@@ -163,8 +168,9 @@ def _progress(trace: Path, *, quiet: bool) -> Iterator[Callable[[float], None] |
     if quiet or size < LARGE_BYTES or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import Progress
+
+    from ..report.screen import Console
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"reading {trace.name}", total=1.0)

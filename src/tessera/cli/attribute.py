@@ -33,9 +33,8 @@ def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -
     if as_json:
         click.echo(json.dumps(table.to_json(), allow_nan=False, default=float))
         return
-    from rich.console import Console
-
     from ..report.energy import renderable
+    from ..report.screen import Console
 
     console = Console(highlight=False)
     console.print(renderable(table, by=by, top=top, width=console.width))

@@ -37,9 +37,8 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
     if as_json:
         _print_json(found, path)
         return 0
-    from rich.console import Console
-
     from ..report.calibrate import print_calibration
+    from ..report.screen import Console
 
     print_calibration(found, path, Console(highlight=False))
     return 0

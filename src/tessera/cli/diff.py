@@ -102,9 +102,8 @@ def _print_json(found: Difference, verdict: Verdict) -> None:
 
 
 def _print(found: Difference, verdict: Verdict, top: int, following: str) -> None:
-    from rich.console import Console
-
     from ..report.diff import renderable
+    from ..report.screen import Console
 
     out = Console(highlight=False)
     shown = renderable(found, verdict=verdict, next_command=following, top=top, width=out.width)

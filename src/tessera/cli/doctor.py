@@ -8,27 +8,35 @@ import click
 @click.command("doctor")
 @click.option("--sensor", "sensors", multiple=True, help="Look at this sensor only (may be repeated).")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(sensors: tuple[str, ...], as_json: bool) -> int:
+@click.option("--restore", is_flag=True, help="Put back the power limits and clocks that killed processes left.")
+def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
     """Show every sensor of this machine, its true resolution, what is missing, and the fix.
 
     \b
     Example:
       tessera doctor
+      sudo tessera doctor --restore
 
-    Also says whether GPU performance counters may be read and whether the host's clock is synchronised.
-    Nothing is changed. Exit code 0 when something here measures power, 1 when joules would be modelled.
+    Also says whether GPU performance counters may be read, whether the host's clock is synchronised, and which power
+    limits or clocks processes of Tessera hold or, being killed, left behind. Nothing is changed without --restore.
+    Exit code 0 when something here measures power, 1 when joules would be modelled; with --restore, 0 when nothing is
+    left to put back, 1 otherwise.
     """
+    from ..actuators import outstanding
     from ..sensors.health import examine
 
+    control = outstanding.heal() if restore else outstanding.examine()
     health = examine(sensors or None)
     if as_json:
         import msgspec
 
-        click.echo(msgspec.json.encode(health).decode())
+        click.echo(msgspec.json.encode({**msgspec.to_builtins(health), "control": control}).decode())
     else:
         from rich.console import Console
 
         from ..report.doctor import print_health
 
-        print_health(health, Console(highlight=False))
+        print_health(health, Console(highlight=False), control, restored=restore)
+    if restore:
+        return 1 if any(c.error for c in control) else 0
     return 0 if health.measures else 1

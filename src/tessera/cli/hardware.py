@@ -8,6 +8,7 @@ import click
 
 from ..device import Kind
 from ..errors import did_you_mean
+from . import completion
 
 
 class NearestGroup(click.Group):
@@ -53,15 +54,14 @@ def list_devices(kind: str | None, as_json: bool) -> None:
 
         click.echo(msgspec.json.encode(devices).decode())
         return
-    from rich.console import Console
-
     from ..report.hardware import print_devices
+    from ..report.screen import Console
 
     print_devices(devices, Console(highlight=False))
 
 
 @command.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.device)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def show(name: str, as_json: bool) -> None:
     """Show one device with every figure, its uncertainty and its source.
@@ -80,8 +80,7 @@ def show(name: str, as_json: bool) -> None:
 
         click.echo(msgspec.json.encode(device).decode())
         return
-    from rich.console import Console
-
     from ..report.hardware import print_device
+    from ..report.screen import Console
 
     print_device(device, Console(highlight=False))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError
+from . import completion
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 @click.option("--work", type=float, help="How much work of your own --unit.")
 @click.option("--unit", help="The unit of --work, such as 'image'.")
 @click.option(
-    "--sensor", "sensors", multiple=True, help="Use this sensor only (may be repeated); see `tessera doctor`."
+    "--sensor",
+    "sensors",
+    multiple=True,
+    shell_complete=completion.sensors,
+    help="Use this sensor only (may be repeated); see `tessera doctor`.",
 )
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the power samples to this CSV.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, on standard output.")
@@ -98,8 +103,7 @@ def _check_writable(trace: Path) -> None:
 
 def _announce(monitor: Monitor) -> None:
     """The first line, before the command's own output: what measures, or that nothing does."""
-    from rich.console import Console
-
+    from ..report.screen import Console
     from ..report.text import sensors_line
 
     Console(stderr=True, highlight=False).print(sensors_line(monitor.sampler.domains))
@@ -112,9 +116,8 @@ def _show(run: CommandRun, trace: Path | None, as_json: bool) -> None:
         sys.stdout.flush()
         click.echo(msgspec.json.encode({"returncode": run.returncode, "report": run.report}).decode())
         return
-    from rich.console import Console
-
     from ..analyze.measured import advise
+    from ..report.screen import Console
     from ..report.text import answer, command_line
 
     out = Console(stderr=True, highlight=False)

@@ -41,8 +41,9 @@ def command(paths: tuple[Path, ...], output: Path, force: bool, as_json: bool) -
 
         click.echo(msgspec.json.encode({"output": str(output), **merged.to_json()}, enc_hook=str).decode())
         return
-    from rich.console import Console
     from rich.text import Text
+
+    from ..report.screen import Console
 
     console = Console(highlight=False)
     console.print(Text(_headline(merged, output), style="bold"), soft_wrap=True)

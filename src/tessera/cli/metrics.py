@@ -16,6 +16,7 @@ from ..errors import ArgumentError, TesseraError
 from ..monitor.now import Watch
 from ..report import prometheus as report
 from ..sensors.discover import discover
+from . import completion
 from .watch import ONCE_S, SENSOR_HELP, Quit
 
 # "Power now" is the mean of the newest second: a scrape every 15 s would alias anything shorter.
@@ -28,7 +29,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>\
     "--listen", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
     help="Address to serve on; [::1]:9400 for IPv6, port 0 for any free one.",
 )  # fmt: skip
-@click.option("--sensor", "sensors", multiple=True, metavar="NAME", help=SENSOR_HELP)
+@click.option("--sensor", "sensors", multiple=True, shell_complete=completion.sensors, metavar="NAME", help=SENSOR_HELP)
 @click.option("--once", is_flag=True, help="Print the metrics after a second of sampling, and exit.")
 @click.option("--dashboard", is_flag=True, help="Print a Grafana dashboard for these metrics (JSON), and exit.")
 def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) -> None:

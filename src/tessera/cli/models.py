@@ -172,10 +172,17 @@ def _hugging_face(text: str, shape: Shape, training: bool) -> Loaded:
             f"no model_type {kind!r} in transformers{did_you_mean(str(kind), known)}",
             fix='the configuration needs "model_type", such as "llama", and best "architectures" too',
         )
-    config = transformers.AutoConfig.for_model(kind, **given)
     names = given.get("architectures") or []
     build = _architecture(transformers, names[0]) if names else transformers.AutoModel.from_config
-    model = _on_meta(lambda: _in_dtype(build, config))
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+        model = _on_meta(lambda: _in_dtype(build, config))
+    except Exception as e:  # whatever transformers has against the user's figures
+        said = " ".join(str(e).split())
+        raise ArgumentError(
+            f"transformers makes no {kind} of this configuration", why=f"{type(e).__name__}: {said[:200]}",
+            fix="compare with the config.json of a model of that kind",
+        ) from e  # fmt: skip
     inputs = _hf_inputs(model, config, shape)
     if training:
         inputs |= _labels(model, config, inputs)

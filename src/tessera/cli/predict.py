@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
+from . import completion
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
@@ -37,8 +38,8 @@ def _numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | No
         if value is None:
             return None
         words = value.lower().replace(" ", "").split(separator)
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise click.BadParameter(f"{value!r} is not positive numbers such as {example}")
+        if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
+            raise click.BadParameter(f"{value[:40]!r} is not positive numbers such as {example}")
         return tuple(int(word) for word in words)
 
     return parse
@@ -47,6 +48,7 @@ def _numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | No
 @click.command("predict")
 @click.argument("model")
 @click.option("--on", "devices", callback=_words, default="h200", show_default=True, metavar="CHIP,...",
+              shell_complete=completion.devices,
               help="Chips to predict for; see `tessera hardware list`.")  # fmt: skip
 @click.option("--precision", "precisions", callback=_words, metavar="P,...",
               help="fp32, tf32, bf16, fp16, fp8 or int8; without it the model as it is.")  # fmt: skip
@@ -118,9 +120,8 @@ def _one(
 
         click.echo(report_json(report, found))
         return 0
-    from rich.console import Console
-
     from ..report.predict import prediction
+    from ..report.screen import Console
 
     following = _next_of_report(report)
     answer = prediction(report, top=top, opportunities=found, next_command=following)
@@ -145,9 +146,8 @@ def _several(
     if as_json:
         click.echo(found.to_json())
     else:
-        from rich.console import Console
-
         from ..report.predict import comparison
+        from ..report.screen import Console
 
         console = Console(highlight=False)
         console.print(comparison(found, next_command=_next_of_sweep(found), width=console.width), crop=False)
@@ -161,8 +161,9 @@ def _swept(loaded: Loaded, options: dict[str, Any], devices: Any, precisions: An
     asked = {"devices": devices, "precisions": precisions, "batches": batches, "name": loaded.name, **options}
     if points < PROGRESS_FROM or not sys.stderr.isatty():
         return sweep(loaded.model, loaded.inputs, **asked)
-    from rich.console import Console
     from rich.progress import Progress
+
+    from ..report.screen import Console
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("predicting", total=points)

@@ -14,6 +14,7 @@ import click
 from .. import __version__
 from ..errors import ArgumentError, TesseraError
 from ..units import parse_duration
+from . import completion
 
 if TYPE_CHECKING:
     from ..profile.attach import Attached
@@ -40,7 +41,14 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--warmup-s", type=click.IntRange(0, 60), default=0, show_default=True, help="GPU tracing on before it.")
 @click.option("--stacks", is_flag=True, help="Python stacks in the trace; slows the process while it is traced.")
 @click.option("--timeout", default="30s", show_default=True, metavar="TIME", help="How long to wait for the trace.")
-@click.option("--sensor", "sensors", multiple=True, metavar="NAME", help="Use this power sensor; may be given again.")
+@click.option(
+    "--sensor",
+    "sensors",
+    multiple=True,
+    shell_complete=completion.sensors,
+    metavar="NAME",
+    help="Use this power sensor; may be given again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
 def command(
@@ -112,7 +120,7 @@ def _progress(as_json: bool) -> Iterator[Callable[[str], None]]:
     if as_json or not sys.stderr.isatty():
         yield lambda _text: None
         return
-    from rich.console import Console
+    from ..report.screen import Console
 
     with Console(stderr=True).status("sampling") as status:
         yield status.update
@@ -135,7 +143,7 @@ def _show(attached: Attached, files: dict[str, Path], as_json: bool) -> None:
     if as_json:
         click.echo(report.to_json(attached, files))
         return
-    from rich.console import Console
+    from ..report.screen import Console
 
     following = report.next_command(attached, files)
     Console(highlight=False).print(report.answer(attached, files=files, next_command=following))
@@ -162,6 +170,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # `tessera-prof ... | head`: not an error of ours
         sys.stderr.close()
         code = 0
+    except OSError as exc:
+        if "--debug" in args:
+            raise
+        click.echo(f"error: {exc.filename or 'the output'} could not be used: {exc.strerror}", err=True)
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -119,9 +119,8 @@ def print_answer(
     *, stderr: bool = False,
 ) -> None:  # fmt: skip
     """One screen; on standard error beside a program's own output."""
-    from rich.console import Console
-
     from ..report.run import text
+    from ..report.screen import Console
 
     out = Console(highlight=False, stderr=stderr)
     shown = text(run, table, html=page, width=out.width, by=by, top=top, found=said)

@@ -22,6 +22,7 @@ from ..monitor.now import Snapshot, Watch
 from ..report import watch as report
 from ..sensors.discover import discover
 from ..units import parse_duration
+from . import completion
 
 MIN_INTERVAL_S = 0.05
 ONCE_S = 1.2  # telemetry comes once a second, and SM activity is what lies between two of them
@@ -30,7 +31,7 @@ SENSOR_HELP = "Use this sensor (nvml, rapl, modelled, replay:FILE.csv, ...); may
 
 @click.command()
 @click.option("--interval", default="0.5s", show_default=True, metavar="TIME", help="Time between two looks.")
-@click.option("--sensor", "sensors", multiple=True, metavar="NAME", help=SENSOR_HELP)
+@click.option("--sensor", "sensors", multiple=True, shell_complete=completion.sensors, metavar="NAME", help=SENSOR_HELP)
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, instead of a screen.")
 @click.option("--duration", metavar="TIME", help="Stop after so long, e.g. 10s or 5min.")
@@ -83,7 +84,7 @@ def _print(snapshot: Snapshot, as_json: bool) -> None:
     if as_json:
         click.echo(report.json_line(snapshot))
     elif sys.stdout.isatty():
-        from rich.console import Console
+        from ..report.screen import Console
 
         console = Console()
         console.print(report.screen(snapshot, width=console.width, keys=False))
@@ -93,8 +94,9 @@ def _print(snapshot: Snapshot, as_json: bool) -> None:
 
 
 def _screen(watch: Watch, looks: Iterator[None]) -> None:
-    from rich.console import Console
     from rich.live import Live
+
+    from ..report.screen import Console
 
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -79,13 +79,14 @@ __all__ = [
     "sweep",
 ]
 
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tessera.estimate' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'tessera.estimate' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

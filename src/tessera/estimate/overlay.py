@@ -190,7 +190,7 @@ def _read(path: Path, _mtime_ns: int, _size: int, _inode: int) -> Overlay:
                 fix="upgrade tessera-energy, or delete the file and run `tessera calibrate` again",
             )
         return msgspec.json.decode(text, type=Overlay)
-    except (OSError, msgspec.DecodeError) as exc:  # a ValidationError is a DecodeError
+    except (OSError, ValueError, RecursionError, msgspec.DecodeError) as exc:  # text that is no UTF-8 is a ValueError
         raise _unreadable(path, str(exc)) from exc
 
 

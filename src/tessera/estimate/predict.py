@@ -266,5 +266,5 @@ def _check_memory(graph: Graph, device: Device, memory: MemoryReport) -> None:
     raise DoesNotFit(
         f"{graph.name} needs {format_bytes(memory.peak_bytes)}, {device.name} has {format_bytes(capacity.value)}",
         why=", ".join(f"{name} {format_bytes(size)}" for name, size in memory.by_category.items() if size),
-        fix="a smaller batch=, a narrower precision=, another chip on=; check_memory=False predicts it all the same",
+        fix="a smaller batch, a narrower precision or another chip; check_memory=False predicts it all the same",
     )

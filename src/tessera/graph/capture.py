@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, CaptureError, TesseraError, did_you_mean
 from .autocast import followed
+from .dynamo import real_names
 from .fastpath import fast_paths
 from .intercept import Interceptor, patched
 from .ir import Graph
@@ -58,7 +59,7 @@ def capture(
             why=f"{_title(model)} is a plain callable: where its loss is cannot be known",
             fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
         )
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+    with _ONE_AT_A_TIME, real_names() as stack:
         stack.enter_context(kept(modules, model))
         stack.enter_context(stage.modules(modules))
         stack.enter_context(stage.optimizers(optimizers))

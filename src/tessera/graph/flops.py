@@ -25,7 +25,7 @@ def gemm_sizes(short: str, inputs: Sequence[TensorSpec]) -> dict[str, int]:
     if short in ("_grouped_mm", "_scaled_grouped_mm"):
         return _grouped(a, b)
     if len(a) == 3 and len(b) == 3:
-        return {"batch": a[0], "m": a[1], "n": b[2], "k": a[2]}
+        return {"batch": max(a[0], b[0]), "m": a[1], "n": b[2], "k": a[2]}  # one may stand for all
     return {"batch": 1, "m": prod(a[:-1]), "n": b[-1], "k": a[-1]}
 
 

@@ -29,19 +29,32 @@ def _like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, device="meta")  # a slice of something larger gets memory of its own, in its order
 
 
+def _attention_call(q: Any, k: Any, v: Any, mask: Any, params: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The operator a GPU dispatches for a fused attention, with its arguments: flash, or the one that takes masks."""
+    if mask is None and q.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        return flash, (q, k, v, params["dropout"], params["causal"])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    return efficient, (q, k, v, mask, True, params["dropout"], params["causal"])
+
+
 class _Attention(torch.autograd.Function):
     """Scaled dot-product attention as one kernel forward and one family of kernels backward."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, q: Any, k: Any, v: Any, mask: Any, params: dict[str, Any]) -> Any:
-        *lead, length, _ = q.shape
-        # Fused kernels write (batch, sequence, head, dim): the transpose that follows them is then free.
-        shape = [*lead[:-1], length, lead[-1], v.shape[-1]] if lead else [length, v.shape[-1]]
-        out = torch.empty(shape, dtype=q.dtype, device="meta")
-        out = out.transpose(-2, -3) if lead else out
-        lse = torch.empty([*lead, length], dtype=torch.float32, device="meta")
-        reads = [q, k, v] + ([mask] if mask is not None else [])
-        recorder.emit("tessera.sdpa", "attention", reads, [out, lse], params)
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            *lead, length, _ = q.shape
+            # Fused kernels write (batch, sequence, head, dim): the transpose that follows them is then free.
+            shape = [*lead[:-1], length, lead[-1], v.shape[-1]] if lead else [length, v.shape[-1]]
+            out = torch.empty(shape, dtype=q.dtype, device="meta")
+            out = out.transpose(-2, -3) if lead else out
+            lse = torch.empty([*lead, length], dtype=torch.float32, device="meta")
+            reads = [q, k, v] + ([mask] if mask is not None else [])
+            recorder.emit("tessera.sdpa", "attention", reads, [out, lse], params)
+            return out, lse
+
+        out, lse = recorder.as_operator(lambda: _attention_call(q, k, v, mask, params), run)
         ctx.recorder, ctx.params, ctx.mask_grad = recorder, params, mask is not None and mask.requires_grad
         ctx.save_for_backward(q, k, v, out, lse, *([mask] if mask is not None else []))
         return out

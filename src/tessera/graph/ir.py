@@ -78,7 +78,8 @@ class Op:
     those of matrix products, convolutions and attention, as torch's counter counts them, and `unit` says which part of
     the chip runs them. `kernels` is the number of kernels it launches, 0 for views. `host_modules` and `host_functions`
     count what Python did on the way here since the operator before: module calls and torch functions. `sync` says that
-    the host waited for it.
+    the host waited for it, `hooked` that autograd called Python for what it saves, as within a checkpoint: such an
+    operator of the backward phase is one that is recomputed.
     """
 
     index: int
@@ -97,6 +98,7 @@ class Op:
     host_modules: int = 0
     host_functions: int = 0
     sync: bool = False
+    hooked: bool = False
 
     @property
     def label(self) -> str:

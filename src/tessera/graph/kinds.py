@@ -85,7 +85,8 @@ _VIEWS = [
 
 _FAMILIES: dict[str, str] = {
     "gemm": "mm addmm bmm baddbmm addbmm matmul linear dot mv addmv vdot outer ger addr _scaled_mm _int_mm _grouped_mm "
-    "_scaled_grouped_mm einsum tensordot _addmm_activation _weight_int8pack_mm _weight_int4pack_mm",
+    "_scaled_grouped_mm einsum tensordot _addmm_activation _weight_int8pack_mm _weight_int4pack_mm "
+    "tiled_mm lowprec_mm bounded_mm",
     "conv": "convolution _convolution convolution_overrideable cudnn_convolution convolution_backward "
     "_slow_conv2d_forward conv2d conv1d conv3d conv_transpose2d cudnn_convolution_transpose",
     "attention": "sdpa sdpa_backward scaled_dot_product_attention",

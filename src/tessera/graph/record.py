@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..errors import CaptureError, DataDependent
 from . import costing
@@ -75,6 +75,12 @@ _SWITCHES = {"gemm": "matmul", "conv": "conv", "rnn": "rnn"}
 _switch: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
+# Hooks on what autograd saves, as a checkpoint sets them around a block: what is on top now, None without any.
+_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _tracing: None
+)
+
+
 def switched_to_tf32(kind: str) -> bool:
     """What torch's switches say now about fp32 operators of a kind."""
     if _switch is not None:
@@ -105,6 +111,7 @@ class Recorder(TorchDispatchMode):
         self._scopes: dict[int, tuple[str, str | None]] = {}
         self._sync = False
         self._density: dict[int, float] = {}
+        self._answer: tuple[Any, Callable[[], tuple[torch.Tensor, ...]]] | None = None
         self._own: set[int] = set()  # storages on the CPU that the program made while it was captured
 
     @property
@@ -175,6 +182,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator on meta tensors and write it down."""
         kwargs = kwargs or {}
+        if self._answer is not None and self._answer[0] is func:
+            return self._answered(func, self._answer[1])
         signature = _signature(func)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if tensors and self._on_the_host(signature, args, kwargs, tensors):
@@ -206,6 +215,31 @@ class Recorder(TorchDispatchMode):
         if self.active and not signature.silent:
             self._write(signature, args, kwargs, outs)
         return out
+
+    def as_operator(
+        self, call: Callable[[], tuple[Any, tuple[Any, ...]]], run: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
+        """What `run` emits and returns, seen as one operator (its `call`) by dispatch modes entered after this one.
+
+        Selective checkpointing is such a mode: it keeps the result of an operator, and hands it out again instead of
+        running it. Without one, `run` is simply run.
+        """
+        if _get_current_dispatch_mode() is self:
+            return run()
+        func, args = call()
+        before, self._answer = self._answer, (func, run)
+        try:
+            found: tuple[torch.Tensor, ...] = func(*args)
+        finally:
+            self._answer = before
+        return found[:2]
+
+    def _answered(self, func: Any, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Any, ...]:
+        """The result of `run`, and empty ones for what else the operator returns: random seeds, sizes."""
+        made = run()
+        rest = func._schema.returns[len(made) :]
+        with paused(self):
+            return (*made, *(torch.empty(0, device="meta") if str(r.type) == "Tensor" else 0 for r in rest))
 
     def _on_the_host(self, signature: _Signature, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
         """Whether an operator is small arithmetic of the program on the CPU, and writes into nothing of the user's."""
@@ -298,6 +332,7 @@ class Recorder(TorchDispatchMode):
                 self.modules,
                 self.functions,
                 self._sync,
+                _saved_tensors_hooks(False) is not None,
             )
         )
         self.modules = self.functions = 0

@@ -39,7 +39,7 @@ def read(text: str, file: str) -> Table:
     """The table of a device file, its sources expanded and its keys known; figures are not yet checked."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as exc:
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise bad(file, "", f"not TOML: {exc}") from None
     _known(raw, _KEYS, file, "")
     sources = _table(raw, "sources", file)

@@ -58,7 +58,8 @@ class EnergyBenchmark:
             raise ArgumentError(f"target={target!r} is not a relative error", fix="give e.g. target=0.02 for 2%")
         if not 0 < min_seconds <= max_seconds:
             raise ArgumentError(
-                f"min_seconds={min_seconds!r}, max_seconds={max_seconds!r}", fix="0 < min_seconds <= max_seconds"
+                f"min_seconds={min_seconds!r} and max_seconds={max_seconds!r} leave no time to measure",
+                fix="give 0 < min_seconds <= max_seconds",
             )
         self.target = target
         self.min_seconds = min_seconds
@@ -186,6 +187,7 @@ class EnergyBenchmark:
             source=total[-1].source,
             factors=self.factors,
             notes=notes,
+            spread_j=summary.joules.error,
         )
 
     # -- what was measured ----------------------------------------------------------------------------------

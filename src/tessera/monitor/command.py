@@ -113,9 +113,9 @@ def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
         fix = "check the name after `--`, and your PATH"
         if " " in quoted:
             fix = f"without the quotes: tessera measure -- {quoted}"
-        raise CommandNotRun(f"there is no command {argv[0]!r}", why=str(exc), fix=fix) from exc
+        raise CommandNotRun(f"there is no command {argv[0]!r}", why=exc.strerror, fix=fix) from exc
     except OSError as exc:
-        error = CommandNotRun(f"cannot run {argv[0]!r}", why=str(exc), fix="is it executable?")
+        error = CommandNotRun(f"cannot run {argv[0]!r}", why=exc.strerror, fix="is it executable?")
         error.exit_code = EXIT_NOT_EXECUTABLE
         raise error from exc
     with signals_to(child):

@@ -35,7 +35,7 @@ def read_regions(folder: Path) -> list[RegionEnergy]:
     for path in sorted(folder.glob("*.json")):
         try:
             found.extend(_decoded(path.read_bytes()).regions)
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a process that was killed while writing: the rest still counts
     return merge(found)
 

@@ -73,6 +73,8 @@ class BenchmarkResult:
     source: str
     factors: Factors = field(default_factory=Factors)
     notes: Sequence[str] = ()
+    spread_j: float | None = None
+    """What repetitions alone leave unknown of the joules a call: two rows of one sensor share the rest of the error."""
 
     def _amount(self, unit: str) -> float | None:
         return self.work[unit].amount if unit in self.work else None

@@ -62,14 +62,15 @@ __all__ = [
     "tensorboard",
 ]
 
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
 
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTERS:
-        from . import export
+    def __getattr__(name: str) -> Any:
+        if name in _EXPORTERS:
+            from . import export
 
-        return getattr(export, _EXPORTERS[name])
-    if name == "RunFile":
-        from .runfile import RunFile
+            return getattr(export, _EXPORTERS[name])
+        if name == "RunFile":
+            from .runfile import RunFile
 
-        return RunFile
-    raise AttributeError(f"module 'tessera.profile' has no attribute {name!r}")
+            return RunFile
+        raise AttributeError(f"module 'tessera.profile' has no attribute {name!r}")

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..errors import MeasurementError
 from ..record import CODE
 from ..timeline.columns import NONE, Timeline
 from .options import ON_DEVICE, Options
+from .stream_ids import named, put, renumber
 
 _LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": ("collective",)}
 
@@ -32,9 +34,10 @@ def torch_installed() -> bool:
 class Finished:
     """One window that has ended: Kineto holds its events until `timeline` has read them."""
 
-    def __init__(self, prof: Any, options: Options) -> None:
+    def __init__(self, prof: Any, options: Options, streams: Mapping[str, str] | None = None) -> None:
         self._prof = prof
         self._options = options
+        self._streams = streams or {}
 
     def timeline(self) -> Timeline:
         """Export, read and forget. Exporting holds the interpreter's lock, 2 to 3 us an event."""
@@ -46,6 +49,7 @@ class Finished:
             prof.export_chrome_trace(str(path))
             del prof
             found = kineto.read(path)
+        put(found, self._streams)
         _as_sensors_count(found)
         return chosen(found, self._options)
 
@@ -136,8 +140,9 @@ class KinetoCollector:
                 fix="enter and leave the session on one thread",
             )
         prof, self._prof = self._prof, None
+        streams = named()
         prof.stop_trace()
-        return Finished(prof, self._options)
+        return Finished(prof, self._options, streams)
 
     def cancel(self) -> None:
         """End a warm-up that nothing followed."""
@@ -170,6 +175,7 @@ def _as_sensors_count(timeline: Timeline) -> None:
     device = timeline["device"]
     known = (device >= 0) & (device < len(numbers))
     timeline.columns["device"] = np.where(known, np.array([*numbers, NONE])[np.where(known, device, NONE)], device)
+    renumber(timeline, numbers)
     properties = timeline.meta.get("deviceProperties")
     for entry in properties if isinstance(properties, list) else ():
         if isinstance(entry, dict) and entry.get("id") in range(len(numbers)):

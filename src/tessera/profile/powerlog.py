@@ -20,7 +20,7 @@ from ..errors import RecordingError
 from ..schema import Basis, Domain, Hold
 from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
 from ..sensors.modelled import MODEL_ERROR
-from ..trace import Column, PowerTrace, csv_basis, read_csv
+from ..trace import MOST_NS, MOST_W, Column, PowerTrace, csv_basis, read_csv
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,7 +42,8 @@ def read_power(path: str | Path) -> PowerTrace:
         with source.open(newline="", encoding="utf-8-sig") as f:
             head = [c.strip() for c in next(csv.reader(f), [])]
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        raise RecordingError(f"cannot read {source}", why=str(exc), fix="give a CSV power log") from exc
+        why = exc.strerror if isinstance(exc, OSError) else str(exc)
+        raise RecordingError(f"cannot read {source}", why=why, fix="give a CSV power log") from exc
     columns = _nvidia_smi(source, head) if "timestamp" in head else _own(source)
     if not columns:
         raise RecordingError(f"{source} holds no power sample", fix="record it while the program runs")
@@ -154,9 +155,12 @@ def _watts(text: str | None, source: Path, line: int) -> float | None:
     if text is None or text.strip().strip("[]").lower() in ("", "n/a", "not supported", "unknown error"):
         return None
     found = _WATTS.match(text)
-    if found is None:
-        raise RecordingError(f"{source}, line {line}: {text!r} is no power")
-    return float(found.group(1)) * (1e-3 if found.group(2) == "mW" else 1.0)
+    watts = float(found.group(1)) * (1e-3 if found.group(2) == "mW" else 1.0) if found else math.inf
+    if abs(watts) > MOST_W:
+        raise RecordingError(
+            f"{source}, line {line}: {text[:40]!r} is no power", fix="nvidia-smi writes 300.25 W, or [N/A]"
+        )
+    return watts
 
 
 def _stamp_ns(text: str, source: Path, line: int) -> int:
@@ -164,7 +168,11 @@ def _stamp_ns(text: str, source: Path, line: int) -> int:
     for pattern in _STAMPS:
         try:
             moment = datetime.strptime(text.strip(), pattern).astimezone()
-        except ValueError:
+        except (ValueError, OverflowError):  # the year 1, moved to another zone, is before it
             continue
-        return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
-    raise RecordingError(f"{source}, line {line}: {text!r} is no time", fix="nvidia-smi writes 2026/11/15 09:30:00.123")
+        time_ns = int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
+        if abs(time_ns) < MOST_NS:
+            return time_ns
+    raise RecordingError(
+        f"{source}, line {line}: {text[:40]!r} is no time", fix="nvidia-smi writes 2026/11/15 09:30:00.123"
+    )

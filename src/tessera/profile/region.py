@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from ..errors import ArgumentError
 
@@ -28,6 +28,19 @@ _session: Session | None = None
 """The session that records now. Here, so that a region outside one looks at nothing else."""
 _since_ns = 0
 """When it began, by the monotonic clock."""
+
+
+class Follower(Protocol):
+    """Who wants to hear of every region, session or not: a schedule that shapes clocks by name."""
+
+    def enter(self, name: str) -> None:
+        """A region begins."""
+
+    def leave(self, name: str) -> None:
+        """It has ended."""
+
+
+_follower: Follower | None = None
 
 
 class region:  # noqa: N801  (used like a function: `with profile.region("forward"):`)
@@ -50,11 +63,15 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
         session = _session
         if session is not None:
             self._begin(session)
+        if _follower is not None:
+            _follower.enter(self.name)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if _follower is not None:
+            _follower.leave(self.name)
         if self._open:
             self._end(self._open)
 
@@ -101,7 +118,7 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _session is None:
+            if _session is None and _follower is None:
                 return fn(*args, **kwargs)
             with region(name):
                 return fn(*args, **kwargs)
@@ -124,6 +141,13 @@ def counter(name: str, value: float, unit: str = "") -> None:
 def current() -> Session | None:
     """The session that records now, if any."""
     return _session
+
+
+def follow(follower: Follower | None) -> Follower | None:
+    """Tell `follower` of every region from here on; returns whom it replaces, to be put back."""
+    global _follower
+    before, _follower = _follower, follower
+    return before
 
 
 def install(session: Session | None) -> None:
@@ -151,6 +175,7 @@ def _after_fork() -> None:
     if _session is not None:
         _session.abandon()
     install(None)
+    follow(None)
 
 
 os.register_at_fork(after_in_child=_after_fork)

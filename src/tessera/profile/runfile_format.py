@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RecordingError
+from ..timeline import stream_names
 from ..timeline.columns import INTEGERS, NONE
 
 RUN_VERSION = 1
@@ -62,6 +63,7 @@ TABLES = {
 INDEXES = ("samples (domain)", "anchors (domain)")
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
+_DTYPES = ("|u1", "<u2", "<u4", "<i8", "<f8")
 _SMALL = 256  # bytes: below this zlib's own overhead eats what it saves
 
 
@@ -156,11 +158,22 @@ def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArr
         return np.full(rows, NONE, np.int64) if integer else np.full(rows, np.nan)
     if not head.dtype:
         return np.full(rows, head.base, np.int64 if integer else np.float64)
+    if head.dtype not in _DTYPES:
+        raise ValueError(f"column {head.name!r} is of type {head.dtype!r}, which no writer uses")
     raw = data[head.offset : head.offset + head.size]
-    values: NDArray[Any] = np.frombuffer(zlib.decompress(raw) if head.zipped else raw, head.dtype)
+    values: NDArray[Any] = np.frombuffer(_unzipped(raw, 8 * rows) if head.zipped else raw, head.dtype)
     if len(values) != rows:
         raise ValueError(f"column {head.name!r} has {len(values)} rows, not {rows}")
     return values.astype(np.float64) if head.dtype == "<f8" else values.astype(np.int64) + int(head.base or 0)
+
+
+def _unzipped(data: bytes, most: int) -> bytes:
+    """At most so many bytes: a damaged file must not ask for gigabytes."""
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, most + 1)
+    if len(found) > most or not stream.eof:
+        raise ValueError("its compressed rows are cut or too many")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +209,7 @@ def open_read_only(path: Path) -> tuple[sqlite3.Connection, tempfile.TemporaryDi
     except sqlite3.OperationalError as exc:
         if "locked" in str(exc):
             raise bad_file(path, str(exc), "try again when its writer is done") from exc
-    except sqlite3.DatabaseError as exc:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:
         raise bad_file(path, str(exc)) from exc
     copy = tempfile.TemporaryDirectory(prefix="tessera-")
     try:
@@ -205,7 +218,7 @@ def open_read_only(path: Path) -> tuple[sqlite3.Connection, tempfile.TemporaryDi
             if (source := Path(f"{path}{side}")).exists():
                 shutil.copyfile(source, f"{target}{side}")
         return _connect(target, path, "rw"), copy
-    except (OSError, sqlite3.Error) as exc:
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as exc:
         copy.cleanup()
         raise bad_file(path, str(exc)) from exc
 
@@ -252,6 +265,8 @@ def merged_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in meta.items():
             if key in NAME_LISTS:
                 out[key] = sorted({*out.get(key, ()), *value})
+            elif key == stream_names.KEY and isinstance(value, dict):
+                out[key] = {**out.get(key, {}), **value}
             elif key in BY_NUMBER and isinstance(value, dict):
                 out[key] = {**out.get(key, {}), **{int(k): v for k, v in value.items()}}
             else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,18 @@ from ..errors import ArgumentError
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import FLOATS, INTEGERS, Launch, Timeline
 from ..trace import Column, PowerTrace
+from .runfile_check import (
+    DAMAGE,
+    DAMAGED_FIX,
+    FACTS,
+    as_text,
+    check_columns,
+    check_domain,
+    check_pairs,
+    check_time,
+    let_go,
+    row_count,
+)
 from .runfile_format import Chunk, bad_file, merged_meta, open_read_only, renumbered, unpack
 
 ENERGY = ("energy_j", "energy_error_j")
@@ -41,9 +53,14 @@ class RunFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._db, self._copy = open_read_only(self.path)
-        self.about: dict[str, str] = dict(self._all("SELECT key, value FROM about"))
+        try:
+            self.about: dict[str, str] = dict(self._all(f"SELECT {as_text('key')}, {as_text('value')} FROM about"))
+        except BaseException:
+            self.close()
+            raise
         self.crashed = "closed_epoch_ns" not in self.about
         self._given_j: dict[str, NDArray[np.float64]] | None = None
+        self._lost: list[str] = []
 
     def close(self) -> None:
         """Let go of the file."""
@@ -70,20 +87,30 @@ class RunFile:
     def get(self, key: str, default: Any = None) -> Any:
         """A fact kept by `RunWriter.set`, or of the run's meta; the default where there is none."""
         found = self._all("SELECT value FROM facts WHERE key = ?", key)
-        return msgspec.json.decode(found[0][0]) if found else self.meta.get(key, default)
+        return self._fact(key, found[0][0]) if found else self.meta.get(key, default)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
         """What the session said of itself when it began."""
         found = self._all("SELECT value FROM facts WHERE key = 'meta'")
-        meta: dict[str, Any] = msgspec.json.decode(found[0][0]) if found else {}
+        meta: dict[str, Any] = self._fact("meta", found[0][0]) if found else {}
         return meta
+
+    @property
+    def pid(self) -> int:
+        """The process that was recorded; 0 where it is not known."""
+        said = self.about.get("pid", "")
+        return int(said) if said.isdecimal() and len(said) < 10 else 0
 
     @property
     def facts(self) -> dict[str, Any]:
         """Everything kept by `RunWriter.set`."""
         rows = self._all("SELECT key, value FROM facts WHERE key NOT IN ('meta', 'timelines')")
-        return {key: msgspec.json.decode(text) for key, text in rows}
+        return {str(key): self._fact(str(key), text) for key, text in rows}
+
+    def _fact(self, key: str, text: str) -> Any:
+        with self._reading(f"the fact {key!r} is"):
+            return msgspec.json.decode(text, type=FACTS.get(key, Any))
 
     @property
     def notes(self) -> list[str]:
@@ -100,7 +127,7 @@ class RunFile:
     def timelines(self) -> list[dict[str, Any]]:
         """Where each timeline that was added lies: first_row, rows, rank, meta, notes."""
         found = self._all("SELECT value FROM facts WHERE key = 'timelines'")
-        parts: list[dict[str, Any]] = msgspec.json.decode(found[0][0]) if found else []
+        parts: list[dict[str, Any]] = self._fact("timelines", found[0][0]) if found else []
         return parts
 
     # Rows -------------------------------------------------------------------------------------------------------
@@ -108,12 +135,16 @@ class RunFile:
     @property
     def rows(self) -> int:
         """How many rows the timeline has."""
-        return int(self._all("SELECT coalesce(sum(rows), 0) FROM chunks")[0][0])
+        with self._reading("its number of rows is"):
+            return int(self._all("SELECT coalesce(sum(rows), 0) FROM chunks")[0][0])
 
     @property
     def names(self) -> list[str]:
         """The texts that the columns `name`, `shapes` and `unit` point to."""
-        return [text for (text,) in self._all("SELECT text FROM names ORDER BY id")]
+        rows = self._all(f"SELECT id, {as_text('text')} FROM names ORDER BY id")
+        if any(number != i for i, (number, _) in enumerate(rows)):
+            raise bad_file(self.path, "some of its names are lost", DAMAGED_FIX)
+        return [text for _, text in rows]
 
     @property
     def launches(self) -> list[Launch]:
@@ -134,17 +165,17 @@ class RunFile:
         at = 0
         for (first,) in self._all("SELECT first_row FROM chunks ORDER BY first_row"):
             ((rows, heads, data),) = self._all("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
-            try:
-                found = unpack(heads, data, rows, plain)
-            except (ValueError, TypeError, zlib.error, msgspec.DecodeError) as exc:
-                raise bad_file(self.path, f"rows {first} to {first + rows - 1} are damaged: {exc}") from exc
-            if self._given_j is not None:
-                found |= {c: self._given_j[c][at : at + rows] for c in joules}
-            elif joules:
-                found |= self._energy(first, rows, joules)
-            at += rows
-            extra = self._all("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
-            yield Chunk(first, found, {row - first: msgspec.json.decode(text) for row, text in extra})
+            with self._reading(f"the rows from {first} on are"):
+                found = unpack(heads, data, row_count(rows), plain)
+                self._lost += check_columns(found, names=self._count("names"), launches=self._count("launches"))
+                if self._given_j is not None:
+                    found |= {c: self._given_j[c][at : at + rows] for c in joules}
+                elif joules:
+                    found |= self._energy(first, rows, joules)
+                at += rows
+                extra = self._all("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
+                fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in extra}
+            yield Chunk(first, found, fields)
 
     def _energy(self, first: int, rows: int, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
         out = {c: np.full(rows, np.nan) for c in columns}
@@ -154,7 +185,7 @@ class RunFile:
         )  # fmt: skip
         for start, count, heads, data in found:
             low, high = max(start, first), min(start + count, first + rows)
-            for name, values in unpack(heads, data, count, columns).items():
+            for name, values in unpack(heads, data, row_count(count), columns).items():
                 out[name][low - first : high - first] = values[low - start : high - start]
         return out
 
@@ -173,6 +204,7 @@ class RunFile:
     def timeline(self) -> Timeline:
         """All rows as one `Timeline`, in the order they were added."""
         kept = (*INTEGERS, *FLOATS, *(ENERGY if self.has_energy else ()))
+        self._lost = []
         chunks = list(self.chunks(kept))
         columns = {c: np.concatenate([k[c] for k in chunks]) if chunks else _empty(c) for c in kept}
         firsts = np.array([c.first_row for c in chunks], np.int64)
@@ -181,14 +213,15 @@ class RunFile:
         if not np.array_equal(firsts, starts):  # a killed writer left a hole, which here is none
             columns["parent"] = renumbered(columns["parent"], firsts, counts, starts)
         joules = [columns.pop(c, None) for c in ENERGY]
-        parts = self.timelines
+        parts, names, launches = self.timelines, self.names, self.launches
+        lost = [*self._lost, *let_go(columns, "parent", len(columns["kind"]))]
         return Timeline(
             columns=columns,
-            names=self.names,
-            launches=self.launches,
+            names=names,
+            launches=launches,
             rank=self.get("rank", next((p["rank"] for p in parts if p["rank"] is not None), None)),
             meta={**merged_meta([p["meta"] for p in parts]), **self.meta},
-            notes=self.notes,
+            notes=self.notes + lost,
             energy_j=joules[0],
             energy_error_j=joules[1],
             extra={
@@ -201,8 +234,9 @@ class RunFile:
     @property
     def domains(self) -> dict[str, Domain]:
         """The power domains that were recorded."""
-        rows = self._all("SELECT name, value FROM domains WHERE value != '' ORDER BY id")
-        return {name: self._decode(text, Domain) for name, text in rows}
+        rows = self._all(f"SELECT {as_text('name')}, value FROM domains WHERE value != '' ORDER BY id")
+        with self._reading("a domain is"):
+            return {name: check_domain(self._decode(text, Domain)) for name, text in rows}
 
     def samples(self, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Epoch nanoseconds and watts of one domain, in order; empty where there are none."""
@@ -217,11 +251,10 @@ class RunFile:
             f"SELECT epoch_ns, {column} FROM {table} JOIN domains ON domain = id WHERE name = ? ORDER BY {table}.rowid",
             domain,
         )
-        try:
+        with self._reading(f"the {table} of {domain} are"):
             times = np.frombuffer(b"".join(t for t, _ in rows), "<i8").astype(np.int64)
             values = np.frombuffer(b"".join(v for _, v in rows), "<f8").astype(np.float64)
-        except ValueError as exc:
-            raise bad_file(self.path, f"the {table} of {domain} are damaged: {exc}") from exc
+            check_pairs(times, values, rows)
         if len(times) > 1 and not (np.diff(times) > 0).all():
             # A sample that was handed over twice is one sample.
             times, first = np.unique(times, return_index=True)
@@ -236,11 +269,10 @@ class RunFile:
         columns = {name: Column.of(domain, *self.samples(name)) for name, domain in self.domains.items()}
         columns = {name: c for name, c in columns.items() if len(c.times_ns)}
         start_ns, end_ns = self.span_ns
+        rows = self._all("SELECT domain, start_ns, end_ns, reason FROM gaps ORDER BY start_ns")
         gaps = [
-            Gap(domain=d, start_ns=start, end_ns=end, reason=reason)
-            for d, start, end, reason in self._all(
-                "SELECT domain, start_ns, end_ns, reason FROM gaps ORDER BY start_ns"
-            )
+            self._converted({"domain": d, "start_ns": start, "end_ns": end, "reason": reason}, Gap)
+            for d, start, end, reason in rows
         ]
         asked_ms = self.get("asked_ms")
         return PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, epoch_offset_ns=0, gaps=gaps, asked_ms=asked_ms)
@@ -254,11 +286,13 @@ class RunFile:
             for times, _ in (self.samples(d) for d in self.domains):
                 lows += times[:1].tolist()
                 highs += times[-1:].tolist()
-            for chunk in self.chunks(("start_ns", "end_ns")):
+            for chunk in (c for c in self.chunks(("start_ns", "end_ns")) if len(c)):
                 lows.append(int(chunk["start_ns"].min()))
                 highs.append(int(chunk["end_ns"].max()))
             start = min(lows, default=0) if start is None else start
             end = max(highs, default=start) if end is None else end
+        with self._reading("its start or end is"):
+            check_time(start, end)
         return int(start), int(end)
 
     def telemetry(self, domain: str | None = None) -> list[Telemetry]:
@@ -266,18 +300,20 @@ class RunFile:
         where, args = ("WHERE domain = ?", (domain,)) if domain is not None else ("", ())
         rows = self._all(f"SELECT epoch_ns, domain, value FROM telemetry {where} ORDER BY epoch_ns, rowid", *args)
         # One decode per row, into the dataclass itself: times and domain join the JSON text in front.
-        return [
-            self._decode(f'{{"time_ns":{t},"domain":{msgspec.json.encode(d).decode()}{"," if v != "{}" else ""}{v[1:]}',
-                         Telemetry)
-            for t, d, v in rows
-        ]  # fmt: skip
+        with self._reading("its telemetry is"):
+            return [
+                self._decode(f'{{"time_ns":{t},"domain":{msgspec.json.encode(d).decode()}{"," if v != "{}" else ""}'
+                             f'{v[1:]}', Telemetry)
+                for t, d, v in rows
+            ]  # fmt: skip
 
     def stacks(self) -> list[Stack]:
         """Sampled Python stacks, in time order."""
         rows = self._all(
-            "SELECT epoch_ns, thread, text, count FROM stacks JOIN names ON stack = id ORDER BY epoch_ns, stacks.rowid"
+            f"SELECT epoch_ns, thread, {as_text('text')}, count FROM stacks JOIN names ON stack = id"
+            " ORDER BY epoch_ns, stacks.rowid"
         )
-        return [Stack(*row) for row in rows]
+        return [self._converted(row, Stack) for row in rows]
 
     # SQLite -----------------------------------------------------------------------------------------------------
 
@@ -287,11 +323,27 @@ class RunFile:
         except sqlite3.Error as exc:
             raise bad_file(self.path, str(exc)) from exc
 
+    def _count(self, table: str) -> int:
+        """How many names or launches there are by now: a live writer adds them before the rows that point to them."""
+        return int(self._all(f"SELECT coalesce(max(id) + 1, 0) FROM {table}")[0][0])
+
     def _decode(self, text: str, kind: Any) -> Any:
-        try:
+        try:  # once for each row of telemetry: a context manager would cost more than the decoding
             return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError as exc:
-            raise bad_file(self.path, f"a {kind.__name__} is damaged: {exc}") from exc
+        except DAMAGE as exc:
+            raise bad_file(self.path, f"a {kind.__name__} is damaged: {exc}", DAMAGED_FIX) from exc
+
+    def _converted(self, value: Any, kind: Any) -> Any:
+        with self._reading(f"a {kind.__name__} is"):
+            return msgspec.convert(value, kind)
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Whatever damage makes of what is read ends in one error."""
+        try:
+            yield
+        except DAMAGE as exc:
+            raise bad_file(self.path, f"{what} damaged: {exc}", DAMAGED_FIX) from exc
 
 
 def _empty(column: str) -> NDArray[Any]:

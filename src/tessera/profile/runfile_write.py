@@ -25,12 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, RecordingError
 from ..record import Kind
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import Timeline
+from .runfile_check import FACTS
 from .runfile_format import CHUNK_ROWS, as_floats, as_ints, to_json
 from .runfile_store import Mode, Row, Store
 
@@ -135,6 +137,11 @@ class RunWriter:
             text = to_json(value)
         except (TypeError, ValueError, NotImplementedError) as exc:
             raise ArgumentError(f"the fact {key!r} cannot be kept", why=str(exc), fix="give plain JSON data") from exc
+        try:
+            msgspec.json.decode(text, type=FACTS.get(key, Any))
+        except msgspec.ValidationError as exc:
+            why = f"readers take it for something of their own: {exc}"
+            raise ArgumentError(f"the fact {key!r} cannot be kept", why=why, fix="give it another name") from exc
         self._jobs.append(partial(self._store.execute, "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, text)))
 
     def flush(self) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..analyze.names import fit, short_name
 from ..analyze.result import Column, Result
 from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power, format_temperature
+from .screen import Console
 
 WIDTH = 100
 TOP = 20

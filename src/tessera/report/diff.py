@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +16,7 @@ from ..analyze.change import Change, Difference, Verdict, own_error
 from ..analyze.names import distinct, fit
 from ..units import format_duration, format_energy, format_power, parse_duration, parse_energy, parse_power
 from .energy import TITLES, WIDTH
+from .screen import Console
 from .text import with_error
 
 TOP = 12

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
+from ..actuators.outstanding import Outstanding
 from ..schema import Capability, Domain
 from ..sensors.health import Check, Health, SensorHealth
 from ..units import format_duration
@@ -13,13 +16,19 @@ _MARKS = {"ok": ("✓", "green"), "no permission": ("!", "yellow"), "missing": (
 _CHECKS = {True: ("✓", "green"), False: ("!", "yellow"), None: ("·", "dim")}
 
 
-def print_health(health: Health, console: Console) -> None:
-    """Sensors first, what they lack beneath them, then the machine."""
+def print_health(
+    health: Health, console: Console, control: Sequence[Outstanding] = (), *, restored: bool = False
+) -> None:
+    """Sensors first, what they lack beneath them, then the machine, then what is changed on its GPUs."""
     for sensor in health.sensors:
         _sensor(sensor, console)
     console.print()
     for check in health.checks:
         _check(check, console)
+    for found in control:
+        _outstanding(found, console, restored)
+    if restored and not control:
+        _check(Check(name="power limits and clocks", ok=True, detail="nothing was left to put back"), console)
     console.print()
     if health.measures:
         console.print(
@@ -78,6 +87,18 @@ def _check(check: Check, console: Console) -> None:
     line.append(check.detail)
     console.print(line, soft_wrap=True)
     _fix(check.fix, console)
+
+
+def _outstanding(found: Outstanding, console: Console, restored: bool) -> None:
+    name = f"{found.gpu} limits and clocks"
+    held = "; ".join((*(f"held by {h}" for h in found.holders), *(f"left by {d} (dead)" for d in found.dead)))
+    if found.error:
+        _check(Check(name=name, ok=False, detail=f"{held}: {found.error}" if held else found.error), console)
+    elif restored or not found.needs_restore:
+        _check(Check(name=name, ok=True, detail=found.action if restored else held), console)
+    else:
+        detail = f"{held or 'changed by a process that is gone'}; --restore would {found.action}"
+        _check(Check(name=name, ok=False, detail=detail, fix="sudo tessera doctor --restore"), console)
 
 
 def _fix(fix: str | None, console: Console) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +15,7 @@ from ..analyze.names import distinct, fitted
 from ..analyze.shared import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_power
+from .screen import Console
 from .text import with_error
 
 WIDTH = 100

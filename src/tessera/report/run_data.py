@@ -18,6 +18,7 @@ from ..units import format_duration, format_power
 LONGEST_NAME = 300
 SPIKES = 300
 _NOBODY = 0xFFFF  # an index that points nowhere
+_FAR, _HUGE = 2**31 - 1, 3e38  # the ends of int32 and of float32
 
 
 def payload(view: Overview, correlation: Correlation | None = None) -> str:
@@ -52,8 +53,11 @@ def _name(name: str) -> tuple[str, str, int]:
 
 
 def _line(line: Line, unit_ns: float) -> dict[str, Any]:
-    times = _packed(np.round(line.times_ns / unit_ns), "i4")
-    return {"name": line.name, "unit": line.unit, "basis": line.basis, "t": times, "v": _packed(line.values, "f4")}
+    times = np.round(line.times_ns / unit_ns)
+    # A reading years away, or of 1e300, is a clock or a sensor gone wrong: the page's numbers have no room for it.
+    kept = (np.abs(times) < _FAR) & ~(np.abs(line.values) > _HUGE)
+    packed = {"t": _packed(times[kept], "i4"), "v": _packed(line.values[kept], "f4")}
+    return {"name": line.name, "unit": line.unit, "basis": line.basis, **packed}
 
 
 def _lane(lane: Lane, unit_ns: float) -> dict[str, Any]:

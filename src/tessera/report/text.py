@@ -6,13 +6,14 @@ import shlex
 import signal
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..monitor.result import BenchmarkResult, Uncertain
 from ..schema import Domain, Energy, EnergyReport
 from ..units import format_duration, format_energy, format_power
+from .screen import Console
 
 
 def with_error(value: float, error: float | None, unit: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..analyze.tiles import GraphProfile, OpProfile
 from ..units import format_duration, format_energy
+from .optimize import line
 
 
 def text(found: GraphProfile, top: int = 20) -> str:
@@ -20,7 +21,7 @@ def text(found: GraphProfile, top: int = 20) -> str:
             marked = "" if found.basis == "measured" else f" ({found.basis})"
             joules = f", {format_energy(found.step_j)} ± {format_energy(found.step_error_j)}{marked}"
         lines.append(f"a step: {format_duration(found.step_s)}{joules}, mean of {found.steps}")
-    lines += [f"fused: {rewrite}" for rewrite in found.rewrites]
+    lines += [f"rewritten: {line(rewrite)}" for rewrite in found.rewrites]
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines)
 

@@ -53,7 +53,7 @@ def examine(names: Sequence[str] | None = None) -> Health:
     """Try every kind of sensor, one after the other, and look at what else measuring needs."""
     return Health(
         sensors=[examine_sensor(name) for name in names or KINDS],
-        checks=[performance_counters(), clock_synchronised()],
+        checks=[performance_counters(), power_control(), clock_synchronised()],
     )
 
 
@@ -97,6 +97,23 @@ def performance_counters(
         detail="the driver keeps them for administrators (RmProfilingAdminOnly: 1)",
         fix="echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-prof.conf, "
         "then reload the driver; https://developer.nvidia.com/ERR_NVGPUCTRPERM",
+    )
+
+
+def power_control(driver: Path = Path("/proc/driver/nvidia"), status: Path = Path("/proc/self/status")) -> Check:
+    """Whether a schedule that was let (TESSERA_CONTROL=1) could set power limits and clocks here."""
+    name = "GPU power limits and clocks"
+    if not driver.exists():
+        return Check(name=name, ok=None, detail=f"no NVIDIA driver to ask ({driver})")
+    if _has_sys_admin(status):
+        return Check(
+            name=name, ok=True, detail="this process may set them; schedules do so only with TESSERA_CONTROL=1"
+        )
+    return Check(
+        name=name,
+        ok=False,
+        detail="the driver keeps them for root: schedules hold their caps by pacing",
+        fix="run as root, in a container with --cap-add SYS_ADMIN, and TESSERA_CONTROL=1",
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..record import CODE, KINDS
+from . import stream_names
 from .columns import NONE, Builder, Ints, Launch, Timeline
 from .events import LIMIT_NS, Args, Batch, LateEvent, fit, nanoseconds
 from .shapes import compact
@@ -214,6 +215,8 @@ class Rows:
             "base_ns": base_ns, "threads": self._side.thread_names, "forward_threads": forward_threads,
             "modules": sorted(self._modules), "frames": sorted(self._frame_names),
         }  # fmt: skip
+        if self._side.stream_names:
+            timeline.meta[stream_names.KEY] = self._side.stream_names
         return timeline
 
 

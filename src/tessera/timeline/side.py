@@ -12,6 +12,8 @@ import numpy as np
 from ..record import CODE
 from .columns import NONE, Builder, Timeline
 from .events import Event, LateEvent, RawArgs, fit
+from .stream_names import key as stream_key
+from .stream_names import name_in
 
 NO_TIME = -(2**63)
 _UNIT = re.compile(r"[munkMGT]?(?:Wh|W|J|Hz|B|V|A|s)|Mi?B|Gi?B|GB/s|°?C|%")
@@ -24,6 +26,7 @@ class Side:
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
         self.thread_names: dict[int, str] = {}
+        self.stream_names: dict[str, str] = {}
         self.devices: set[int] = set()
         self.odd: Counter[str] = Counter()
         self._threads: dict[str, int] = {}
@@ -67,8 +70,10 @@ class Side:
 
     def _metadata(self, event: Event | LateEvent) -> None:
         if event.name == "thread_name" and event.args.name is not None and isinstance(event.tid, int):
-            if event.pid not in self.devices:  # those are streams
+            if event.pid not in self.devices:
                 self.thread_names[event.tid] = event.args.name
+            elif (name := name_in(event.args.name)) is not None:
+                self.stream_names[stream_key(int(event.pid), event.tid)] = name
         elif event.name == "process_labels" and isinstance(event.pid, int) and event.args.labels == f"GPU {event.pid}":
             self.devices.add(event.pid)
 

@@ -11,7 +11,7 @@ import select
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import ArgumentError, MeasurementError
@@ -19,6 +19,7 @@ from ...errors import ArgumentError, MeasurementError
 PROC = Path("/proc")
 SOCKET_VARIABLE = "KINETO_IPC_SOCKET_DIR"
 TRACE_VARIABLE = "KINETO_ONDEMAND_TRACE_DIR"
+_READ = (b"KINETO_", b"CUDA_")  # of a process's environment; the rest (keys, passwords) is not even kept
 _TORCH = ("libtorch_cpu.", "libtorch.", "libkineto.")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -36,13 +37,13 @@ class NotYours(MeasurementError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The process to look at. `environ` is the one it was started with (empty where it may not be read)."""
+    """The process to look at. `environ` is what matters here of the one it was started with: others' keys are in it."""
 
     pid: int
     uid: int
     user: str
     command: str
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
     torch: bool
     started: str
     pid_fd: int | None
@@ -221,7 +222,7 @@ def _environ(pid: int) -> dict[str, str]:
         data = (PROC / str(pid) / "environ").read_bytes()
     except OSError:
         return {}
-    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if b"=" in entry)
+    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry.startswith(_READ))
     return {os.fsdecode(k): os.fsdecode(v) for k, _, v in pairs}
 
 

@@ -72,7 +72,7 @@ def figures(data: bytes) -> TraceFigures:
     """Read a trace and count; raises RecordingError for one that is no JSON."""
     try:
         trace = msgspec.json.decode(data, type=_Trace)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise RecordingError("the trace is not what Kineto writes", why=str(exc)) from exc
     found = TraceFigures(base_ns=trace.base_ns)
     spans = [e for e in trace.events if e.ph == "X"]

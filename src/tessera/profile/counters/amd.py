@@ -9,12 +9,13 @@ each dispatch, a column for each counter); the tests use samples we wrote to the
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...errors import RecordingError
-from .names import KernelCounters, Metric, Normalised, apply, complement_pct, demangled, number, put, same
+from .names import KernelCounters, Metric, Normalised, apply, complement_pct, demangled, number, put, same, text_of
 
 _KIB = 1024.0
 
@@ -53,6 +54,7 @@ _GRIDS = ("Grid_Size", "grd", "GRD")
 _GROUPS = ("Workgroup_Size", "wgr", "WGR")
 _IDS = ("Dispatch_Id", "Dispatch_ID", "Index")
 _DEVICES = ("Agent_Id", "GPU_ID", "gpu-id")
+_REST = "\0"  # no column is called so
 
 
 def normalise(raw: Mapping[str, float], seconds: float | None = None) -> Normalised:
@@ -84,8 +86,11 @@ def normalise(raw: Mapping[str, float], seconds: float | None = None) -> Normali
 
 def read(path: str | Path) -> list[KernelCounters]:
     """The dispatches of a `rocprofv3 --pmc ...` or `rocprof -i ...` CSV file."""
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    rows = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
+    try:
+        found = list(csv.DictReader(text_of(path).splitlines(), skipinitialspace=True, restkey=_REST, restval=""))
+    except csv.Error as exc:
+        raise RecordingError(f"cannot read {path}", why=str(exc), fix="give the CSV that rocprof wrote") from exc
+    rows = [{c: t for c, t in row.items() if c != _REST} for row in found]  # a line with more cells than columns
     if not rows or _first(rows[0], _NAMES) is None:
         raise RecordingError(
             f"{path} is no counter file of rocprof",
@@ -104,7 +109,7 @@ def _kernels(rows: Iterable[Mapping[str, str]]) -> list[KernelCounters]:
         first.setdefault(key, row)
         found = counters.setdefault(key, {})
         # rocprofv3 has a row for each counter, and repeats the dispatch for several passes.
-        pairs = [(row["Counter_Name"], row["Counter_Value"])] if "Counter_Name" in row else list(row.items())
+        pairs = [(row["Counter_Name"], row.get("Counter_Value"))] if "Counter_Name" in row else list(row.items())
         found |= {name: value for name, text in pairs if (value := number(text or "")) is not None}
     return [_kernel(row, counters[key]) for key, row in first.items()]
 
@@ -125,8 +130,9 @@ def _kernel(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
 
 def _seconds(row: Mapping[str, str]) -> float | None:
     for start, end in DURATIONS:
-        if row.get(start) and row.get(end):
-            return (int(row[end]) - int(row[start])) * 1e-9
+        with contextlib.suppress(ValueError):  # a cell that is no whole number says no time
+            if row.get(start) and row.get(end):
+                return (int(row[end]) - int(row[start])) * 1e-9
     return None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import RecordingError
-from .names import KernelCounters, Metric, Normalised, apply, number, put, same
+from .names import KernelCounters, Metric, Normalised, apply, number, put, same, text_of
 
 TABLE: dict[str, Metric] = {
     "XVE_THREADS_OCCUPANCY_ALL": Metric("sm_occupancy", same, "%", "ComputeBasic: thread slots in use"),
@@ -48,7 +48,7 @@ STALLS: dict[str, tuple[str | None, str]] = {
 _CLASSES = ("memory_stall_pct", "dependency_stall_pct", "structural_stall_pct")
 _COLUMN = re.compile(r"(?P<name>\w+)(?:\[(?P<unit>[^\]]*)\])?$")
 _LAUNCH = re.compile(r"\[SIMD\w* \{(?P<groups>[\d; ]+)\} \{(?P<size>[\d; ]+)\}\]$")
-_DEVICE = re.compile(r"=== Device #(\d+) Metrics ===")
+_DEVICE = re.compile(r"=== Device #(\d{1,9}) Metrics ===")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 
 
@@ -83,12 +83,15 @@ def read(path: str | Path) -> list[KernelCounters]:
     device: int | None = None
     header: list[str] | None = None
     samples: dict[tuple[str, str, int | None], list[dict[str, float]]] = {}
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text_of(path).splitlines():
         banner = _DEVICE.search(line)
         if banner:
             device, header = int(banner[1]), None
             continue
-        cells = next(csv.reader([line], skipinitialspace=True), [])
+        try:
+            cells = next(csv.reader([line], skipinitialspace=True), [])
+        except csv.Error:  # a line longer than any table's
+            continue
         if cells and cells[0].strip() == "Kernel" and any("[" in c for c in cells):
             header = [c.strip() for c in cells]
         elif header and len(cells) >= len(header) - 1 and cells[0].strip():
@@ -142,4 +145,4 @@ def _together(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(";"))
+    return tuple(int(n) for n in re.findall(r"\d{1,18}", text))

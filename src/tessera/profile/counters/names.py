@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ...errors import RecordingError
 from ...record import Record
 
 FIELDS = frozenset(Record.__struct_fields__)
@@ -136,16 +138,25 @@ def _factor(unit: str) -> float:
 
 
 def number(text: str) -> float | None:
-    """A number as profilers print it ("1,234.5", "12.3 (1; 2)"); None for "n/a", "nan" or nothing."""
+    """A number as profilers print it ("1,234.5", "12.3 (1; 2)"); None for "n/a", "nan", "1e999" or nothing."""
     match = _NUMBER.match(text.strip())
     if match is None:
         return None
-    return float(match[0].replace(",", ""))
+    value = float(match[0].replace(",", ""))
+    return value if math.isfinite(value) else None
+
+
+def text_of(path: str | Path) -> str:
+    """The text of a counter file."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as exc:
+        raise RecordingError(f"cannot read {path}", why=exc.strerror, fix="give the CSV the profiler wrote") from exc
 
 
 def dimensions(text: str) -> tuple[int, ...] | None:
     """A launch size as profilers print it, "(128, 1, 1)"; None where there is none."""
-    return tuple(int(n) for n in re.findall(r"\d+", text)) or None
+    return tuple(int(n) for n in re.findall(r"\d{1,18}", text)) or None
 
 
 @lru_cache(maxsize=1)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from ...errors import ArgumentError, MeasurementError, SensorPermission, SensorUnavailable
+from ...errors import ArgumentError, MeasurementError, RecordingError, SensorPermission, SensorUnavailable
 from . import nvidia
 from .names import KernelCounters, demangled, dimensions, number, unit_factor
 
@@ -237,7 +237,10 @@ def _check(text: str, said: str, code: int | None, argv: Sequence[str], found: R
 
 def parse(text: str) -> list[KernelCounters]:
     """The launches in ncu's CSV output, `--page raw` or `details`; lines around the table are passed over."""
-    return [_launch(row, raw) for row, raw in _rows(text)]
+    try:
+        return [_launch(row, raw) for row, raw in _rows(text)]
+    except csv.Error as exc:
+        raise RecordingError("ncu's table cannot be read", why=str(exc), fix="is it what ncu --csv printed?") from exc
 
 
 def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
@@ -247,7 +250,7 @@ def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
     long: dict[tuple[str, str], tuple[dict[str, str], dict[str, float]]] = {}
     table = (line for line in text.splitlines() if line.startswith('"'))
     for cells in csv.reader(table):
-        if cells[0] == "ID":
+        if cells[0] == "ID" and "Kernel Name" in cells:
             header, units = cells, [""] * len(cells)
         elif not header or len(cells) != len(header):
             continue
@@ -256,8 +259,8 @@ def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
         elif cells[0].isdigit():
             row = dict(zip(header, cells, strict=True))
             if "Metric Name" in row:  # details: a row for each metric
-                _, found = long.setdefault((row["Process ID"], row["ID"]), (row, {}))
-                _put(found, row["Metric Name"], row["Metric Value"], row["Metric Unit"])
+                _, found = long.setdefault((row.get("Process ID", ""), row["ID"]), (row, {}))
+                _put(found, row["Metric Name"], row.get("Metric Value", ""), row.get("Metric Unit", ""))
                 continue
             raw: dict[str, float] = {}
             for name, cell, unit in zip(header, cells, units, strict=True):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ...record import CODE
 from ...timeline.columns import NONE
+from ...timeline.stream_names import KEY, label
 from .base import device_of, written
 from .chrome_rows import DEVICE_CODES, LAUNCHERS, RowWriter, device_pid, host_pid, track
 from .overlap import Overlap
@@ -51,7 +52,7 @@ class Chrome:
         """Write the trace; compressed where the name ends in .gz."""
         target = Path(self.path)
         survey = _Survey.of(run)
-        pid = int(run.about.get("pid", 0))
+        pid = run.pid
         pid += _SMALL_PID if pid < _SMALL_PID else 0
         rows = RowWriter(run, table, survey.base_ns, pid, Overlap(survey.intervals))
         rows.link(survey.launched, survey.ran)
@@ -160,11 +161,12 @@ def _names(run: RunFile, survey: _Survey, pid: int) -> Iterator[str]:
     devices = {(r, max(d, 0)) for r, d, _ in survey.lanes}
     devices |= {(NONE, d) for d in map(device_of, run.domains) if d is not None}
     for rank, device in sorted(devices):
-        at, label = _pid(rank, device), f"{_of_rank(rank)}GPU {device}"
-        yield from _process(at, f"{label} {labels.get(device) or ''}".strip(), label, max(rank, 0) * 1000 + device + 1)
+        at, name = _pid(rank, device), f"{_of_rank(rank)}GPU {device}"
+        yield from _process(at, f"{name} {labels.get(device) or ''}".strip(), name, max(rank, 0) * 1000 + device + 1)
+    called = {KEY: {k: n for part in run.timelines for k, n in (part["meta"].get(KEY) or {}).items()}}
     for rank, device, stream in sorted({(r, max(d, 0), max(s, 0)) for r, d, s in survey.lanes}):
         at = _pid(rank, device)
-        yield _meta("thread_name", at, stream, {"name": f"stream {stream}"})
+        yield _meta("thread_name", at, stream, {"name": label(called, device, stream, rank)})
         yield _meta("thread_sort_index", at, stream, {"sort_index": stream})
 
 

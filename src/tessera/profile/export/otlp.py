@@ -30,17 +30,25 @@ _BATCH = 2_000  # points or spans a request: some 300 kB, below what any collect
 
 @dataclass(frozen=True, slots=True)
 class Otlp:
-    """`profile.otlp("http://localhost:4318")`.
+    """`profile.otlp("http://localhost:4318")`. Keys of a collector go into `headers`, which are shown nowhere.
 
     Power and joules are sent every `period_s` (0: every sample). At most `max_spans` regions are sent, the longest.
     No request takes longer than `timeout_s`, retries included.
     """
 
     endpoint: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     period_s: float = 1.0
     timeout_s: float = 10.0
     max_spans: int = 10_000
+
+    def __post_init__(self) -> None:
+        if "@" in self.endpoint:  # the text is not repeated: the endpoint is named in messages and reports
+            raise ArgumentError(
+                "the OTLP endpoint has a user or a password in it",
+                why="an endpoint is shown in what is printed",
+                fix='headers={"Authorization": ...}, or OTEL_EXPORTER_OTLP_HEADERS in the environment',
+            )
 
     def write(self, run: RunFile, table: EnergyTable | None = None) -> str:
         """Send the run, and say what was sent where."""
@@ -61,8 +69,12 @@ class Otlp:
 
 
 def _base(endpoint: str) -> str:
-    parts = urllib.parse.urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, a port beyond 65535
+        known = False
+    if not known:
         raise ArgumentError(f"{endpoint!r} is no OTLP endpoint", fix='give a URL such as "http://localhost:4318"')
     base = endpoint.rstrip("/")
     for path in ("/v1/metrics", "/v1/traces"):
@@ -90,7 +102,7 @@ def _resource(run: RunFile) -> dict[str, Any]:
     about = {
         "service.name": str(run.get("name") or run.path.stem),
         "host.name": str(run.get("host") or run.about.get("host", "")),
-        "process.pid": int(run.about.get("pid", 0)),
+        "process.pid": run.pid,
         "tessera.run": run.path.name,
     }
     rank = run.get("rank")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ArgumentError, RecordingError
-from ...timeline import kineto
+from ...timeline import kineto, stream_names
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Ints, Launch, Timeline
 from ..runfile import RunFile, RunWriter
 from .clocks import Offset
@@ -201,6 +201,7 @@ def _concatenated(timelines: Sequence[Timeline], offsets: Sequence[Offset], firs
         "frames": set(),
         "threads": {},
         "forward_threads": {},
+        stream_names.KEY: {},
     }
     for place, (t, offset, first) in enumerate(zip(timelines, offsets, first_rows, strict=True)):
         # One cell more at the end: NONE stays NONE.
@@ -218,6 +219,7 @@ def _concatenated(timelines: Sequence[Timeline], offsets: Sequence[Offset], firs
         columns["rank"] = np.full(len(t), offset.rank, dtype=np.int64)
         parts.append(columns)
         _merge_meta(meta, t.meta, text, place)
+        meta[stream_names.KEY] |= stream_names.of_rank(t.meta.get(stream_names.KEY), offset.rank)
     meta |= {key: sorted(meta[key]) for key in ("modules", "frames")}
     energies = [_joined([getattr(t, which) for t in timelines], timelines) for which in ("energy_j", "energy_error_j")]
     return Timeline(

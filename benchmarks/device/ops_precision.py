@@ -1,0 +1,409 @@
+"""Error-bounded precision on the GPU at hand: numerics of the quantise kernels, violations, chosen precision, joules.
+
+    PYTHONPATH=src:.carry/site python benchmarks/device/ops_precision.py RESULTS.json [--budget-s 150] [--quick]
+
+Four parts, in order of what matters if time runs out: the quantise kernels bit for bit against torch's own cast; joules
+of one square product in each precision, with and without the casts; random cases (the kinds of benchmarks/error_bounds.py, a
+seed of their own) and the linear layers of GPT-2, BERT and a Llama, freshly initialised and with outlier channels, at three
+tolerances: chosen precision, true error against fp64, violations, joules of the choice against fp32 and bf16. `--quick` is
+a rehearsal on tiny shapes that also runs on a CPU, where nothing is measured in joules. No clock, limit or mode is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics as st
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from ops_restart import dead, written  # noqa: E402
+
+from tessera.errors import ToleranceError  # noqa: E402
+from tessera.op import bounded, lowprec, prepared  # noqa: E402
+from tessera.op.kernels import quantize as kernels  # noqa: E402
+from tessera.op.product_cost import energy_j  # noqa: E402
+
+import error_bounds  # noqa: E402
+
+Row = dict[str, Any]
+Step = Callable[[], Any]
+CASES_SEED = 3  # 1 tuned the constants, 2 is reported from the CPU
+SETTLE_S, MEASURED_S, GRAPH_S = 0.2, 0.3, 0.004
+
+
+@dataclass
+class Run:
+    """Where results go, and how much time is left."""
+
+    out: Path
+    budget_s: float
+    quick: bool
+    device: str
+    start: float = field(default_factory=time.perf_counter)
+    results: Row = field(default_factory=lambda: {"rows": [], "skipped": [], "errors": []})
+    waiting: deque[Any] = field(default_factory=deque)
+    lost: str = ""
+
+    def left(self) -> float:
+        return self.budget_s - (time.perf_counter() - self.start)
+
+    def write(self, last: bool = False) -> None:
+        written(self.out, self.results, last=last)
+
+    def add(self, row: Row) -> None:
+        self.results["rows"].append(row)
+        self.write()
+
+    def guarded(self, what: str, fn: Step, needs_s: float = 1.0) -> Any:
+        """Run it unless time is short; a failure is written down, and the others go on."""
+        if self.left() < needs_s or self.lost:
+            self.results["skipped"].append(what)
+            return None
+        try:
+            return fn()
+        except Exception as e:  # noqa: BLE001 - one failure must not cost the others
+            self.results["errors"].append(f"{what}: {type(e).__name__}: {str(e)[:400]}")
+            print(f"  {what} failed: {type(e).__name__}: {str(e)[:200]}")
+            traceback.print_exc(limit=-3)
+            self.lost = dead()  # nothing more can run in this process then
+            self.write()
+            return None
+
+    # -- joules: a CUDA graph replayed in steady state; the sensor is read some rows later, so that nobody waits for it
+
+    def measure(self, row: Row, fn: Step) -> None:
+        if self.device == "cpu":
+            fn()
+            begin = time.perf_counter()
+            fn()
+            self.add({**row, "ms": 1e3 * (time.perf_counter() - begin), "J": None})
+            return
+        from record_kernels import capture, quick_time
+        from record_models import steady
+
+        for _ in range(2):
+            fn()
+        each = quick_time(fn)
+        copies = max(1, min(200, round(GRAPH_S / each)))
+        replay = capture([fn], copies, keep=False).replay
+        end = time.perf_counter() + SETTLE_S
+        while time.perf_counter() < end:
+            replay()
+            replay()
+            torch.cuda.synchronize()
+        self.waiting.append((row, *steady(replay, each * copies, MEASURED_S, reads=2), copies))
+        self.flush(4)
+
+    def flush(self, left: int = 0) -> None:
+        from record_models import figures
+
+        while len(self.waiting) > left:
+            row, scope, n, state, copies = self.waiting.popleft()
+            self.add({**row, **figures(scope, n * copies, state)})
+
+
+# -- 1. the quantise kernels -------------------------------------------------------------------------------------
+
+
+def check_kernels(run: Run) -> None:
+    shapes = ((3, 5), (17, 33), (64, 64)) if run.quick else ((1, 1), (7, 4099), (1000, 1000), (2048, 1024), (129, 65))
+    for shape in shapes:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for name in ("fp8", "fp16"):
+                if name == "fp16" and dtype == torch.float16:
+                    continue
+                what = f"quantise {name} of {dtype} {shape}"
+                run.guarded(what, lambda a=(shape, dtype, name): check_kernel(run, *a))  # type: ignore[misc]
+
+
+def check_kernel(run: Run, shape: tuple[int, int], dtype: torch.dtype, name: str) -> None:
+    rng = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
+    x = torch.randn(shape, generator=rng) * torch.exp(3 * torch.randn(shape, generator=rng))
+    x = (x.clamp(-6e4, 6e4) if dtype == torch.float16 else x).to(dtype)
+    if x.numel() > 8:
+        x[0, 0], x[-1, -1] = float("nan"), float("inf")
+    differing = 0
+    for view in (x, x.t(), x[:, ::2]):
+        for by_row in (False, True):
+            want, want_scale = lowprec._quantized(view, name, by_row, (1, 1))  # torch's own cast, on the CPU
+            where = view.to(run.device)
+            if run.device == "cpu":  # no kernel there: the script's own logic is rehearsed
+                got, scale = lowprec._quantized(where, name, by_row, (16, 16))
+            else:
+                got, scale = kernels.quantize(where, name, by_row=by_row, pad=(16, 16))
+            rows, cols = view.shape
+            bits = torch.uint8 if name == "fp8" else torch.int16
+            same = got[:rows, :cols].cpu().contiguous().view(bits) == want.view(bits)
+            both_nan = got[:rows, :cols].cpu().float().isnan() & want.float().isnan()
+            differing += int((~(same | both_nan)).sum())
+            differing += int((scale[:rows].cpu() if by_row else scale.cpu()).ne(want_scale).sum())
+            padding = got[rows:].float().abs().sum() + got[:, cols:].float().abs().sum()
+            differing += int(padding.item() != 0)
+    run.add({"part": "quantise", "format": name, "from": str(dtype), "shape": shape, "differing": differing})
+
+
+# -- 2. joules of a square product -------------------------------------------------------------------------------
+
+
+def product_calls(n: int, device: str) -> Iterator[tuple[str, str, Step]]:
+    """(precision, what is counted, call); operands are bf16 as in a model, or fp32."""
+    wide = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    half = wide[0].bfloat16(), wide[1].bfloat16()
+    with torch.no_grad():
+        yield "bf16", "bf16 operands", lambda: lowprec.mm(*half, "bf16")
+        yield "torch.mm", "bf16 operands", lambda: torch.mm(*half)
+        for p in ("fp8", "fp8_row"):
+            yield p, "bf16 operands, both cast", lambda p=p: lowprec.mm(*half, p)  # type: ignore[misc]
+        if device == "cuda":
+            x, w = (kernels.quantize(y, "fp8", by_row=False) for y in (half[0], half[1].mT))
+            sx, sw = x[1].reshape(()), w[1].reshape(())
+            more = {"scale_a": sx, "scale_b": sw, "out_dtype": torch.bfloat16}
+            yield "fp8", "the product alone", lambda: torch._scaled_mm(x[0], w[0].t(), use_fast_accum=False, **more)
+            yield "fp8 fast", "the product alone", lambda: torch._scaled_mm(x[0], w[0].t(), use_fast_accum=True, **more)
+            yield "fp8", "one cast alone", lambda: kernels.quantize(half[0], "fp8", by_row=False)
+            yield "fp8_row", "one cast alone", lambda: kernels.quantize(half[0], "fp8", by_row=True)
+            yield "fp8", "one transposing cast alone", lambda: kernels.quantize(half[1].mT, "fp8", by_row=False)
+        for p in ("fp8", "fp8_row"):
+            prepared.prepare(half[1], p)
+            yield p, "bf16 operands, weight prepared", lambda p=p: lowprec.mm(*half, p)  # type: ignore[misc]
+        prepared.forget(half[1])
+        for p in ("fp32", "tf32", "fp16", "bf16", "fp8", "fp8_row"):
+            yield p, "fp32 operands, casts included", lambda p=p: lowprec.mm(*wide, p)  # type: ignore[misc]
+
+
+def joules(run: Run) -> None:
+    for n in (64,) if run.quick else (4096, 8192, 2048):
+        for precision, counted, fn in product_calls(n, run.device):
+            row: Row = {"part": "joules", "n": n, "precision": precision, "counted": counted}
+            if precision in lowprec.PRECISIONS and "operands" in counted and "prepared" not in counted:
+                dtype = torch.bfloat16 if counted.startswith("bf16") else torch.float32
+                row["J_predicted"] = energy_j(precision, n, n, n, 1, dtype, dtype)
+            run.guarded(f"joules {n} {precision} {counted}", lambda: run.measure(row, fn), needs_s=3.0)  # noqa: B023
+    if run.waiting:
+        run.guarded("the last joules", run.flush, needs_s=0.0)
+
+
+# -- 3. random cases ---------------------------------------------------------------------------------------------
+
+
+def relative(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Against the whole product in fp64."""
+    exact = a.double() @ b.double()
+    size, error = float(exact.norm()), float((c.double() - exact).norm())
+    return 0.0 if error == 0 else error / size if size > 0 else float("inf")
+
+
+def random_cases(run: Run, count: int, until_s: float) -> None:
+    rng = torch.Generator().manual_seed(CASES_SEED)
+    names, largest = list(error_bounds.KINDS), 5 if run.quick else 10.5
+    for index in range(count):
+        if run.left() < until_s:
+            run.results["skipped"].append(f"random cases from {index} of {count}")
+            return
+        m, n, k = (int(2 ** (float(torch.rand((), generator=rng)) * (largest - 4) + 4)) for _ in range(3))
+        name = names[index % len(names)]
+        a, b = (x.to(run.device) for x in error_bounds.KINDS[name](m, n, k, rng))
+        tolerance = error_bounds.TOLERANCES[index % 3]
+        run.guarded(f"case {index} {name}", lambda: run.add(bounded_row(a, b, tolerance, part="random", kind=name)))  # noqa: B023
+
+
+COSTS = error_bounds.costs()  # of 4096^3, so that every precision is worth its cast whatever the shape
+
+
+def bounded_row(a: torch.Tensor, b: torch.Tensor, tolerance: float, **more: Any) -> Row:
+    bounded.forget()
+    row = {**more, "shape": (a.shape[0], b.shape[1], a.shape[1]), "tolerance": tolerance}
+    begin = time.perf_counter()
+    try:
+        choice = bounded.choose("matmul", a, b, tolerance=tolerance, costs=COSTS)
+    except ToleranceError as e:
+        return {**row, "chosen": None, "why": e.what}
+    took = time.perf_counter() - begin
+    error = relative(lowprec.mm(a, b, choice.precision), a, b)
+    return {
+        **row, "chosen": choice.precision, "true_error": error, "said": choice.sampled_error, "foretold": choice.bound,
+        "violated": error > tolerance, "check_ms": 1e3 * took, "why": choice.why,
+    }  # fmt: skip
+
+
+# -- 4. layers of models -----------------------------------------------------------------------------------------
+
+
+def models(quick: bool) -> Iterator[tuple[str, Step, int]]:
+    """Two blocks of each, of real width, built from a configuration: nothing is downloaded."""
+    import transformers as t
+
+    if quick:
+        small = t.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0)
+        yield "gpt2", lambda: t.GPT2LMHeadModel(small), 100
+        return
+    yield "gpt2", lambda: t.GPT2LMHeadModel(t.GPT2Config(n_layer=2)), 50257
+    yield "bert", lambda: t.BertModel(t.BertConfig(num_hidden_layers=2)), 30522
+    llama = t.LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=32000,
+    )  # fmt: skip
+    yield "llama", lambda: t.LlamaForCausalLM(llama), 32000
+
+
+def with_outliers(model: Any) -> None:
+    """Channels that a trained model has and a fresh one lacks: a few gains of each norm thirty times larger (LLM.int8())."""
+    for name, parameter in model.named_parameters():
+        if ("norm" in name.lower() or "ln_" in name) and name.endswith("weight"):
+            with torch.no_grad():
+                parameter[: max(1, parameter.numel() // 128)] *= 30.0
+
+
+def layers(model: Any, vocab: int, device: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, input as a matrix, weight as the right operand) of each linear layer, run on random tokens."""
+    found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def see(module: Any, args: Any, _: Any) -> None:
+            weight = module.weight.detach()
+            right = weight if type(module).__name__ == "Conv1D" else weight.mT  # GPT-2 keeps its weights the other way
+            found.append((name, args[0].detach().reshape(-1, args[0].shape[-1]), right))
+
+        return see
+
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D") and "lm_head" not in name and "pooler" not in name:
+            module.register_forward_hook(hook(name))
+    tokens = torch.randint(0, vocab, (1, 16) if vocab == 100 else (4, 512), device=device)
+    with torch.no_grad():
+        model(tokens)
+    return found
+
+
+def model_layers(run: Run) -> list[tuple[str, Row, torch.Tensor, torch.Tensor]]:
+    """Rows of every layer and tolerance; the distinct ones come back to be measured."""
+    to_measure: dict[Any, tuple[str, Row, torch.Tensor, torch.Tensor]] = {}
+    torch.manual_seed(0)
+    for name, make, vocab in models(run.quick):
+        run.guarded(f"layers of {name}", lambda: one_model(run, name, make, vocab, to_measure), needs_s=12.0)  # noqa: B023
+    return list(to_measure.values())
+
+
+def one_model(
+    run: Run, name: str, make: Step, vocab: int, to_measure: dict[Any, tuple[str, Row, torch.Tensor, torch.Tensor]]
+) -> None:
+    with torch.device(run.device):
+        model = make().eval()
+    for variant in ("fresh", "outliers"):
+        if variant == "outliers":
+            with_outliers(model)
+        for layer, a, b in layers(model, vocab, run.device):
+            for tolerance in error_bounds.TOLERANCES:
+                what = f"{name} {variant} {layer} {tolerance}"
+                row = run.guarded(
+                    what,
+                    lambda: bounded_row(a, b, tolerance, part="layer", model=name, variant=variant, layer=layer),  # noqa: B023
+                    needs_s=12.0,
+                )
+                if row is not None:
+                    run.add(row)
+                    key = (tuple(row["shape"]), row["chosen"])
+                    to_measure.setdefault(key, (what, row, a, b))
+                    for other in ("fp32", "bf16"):
+                        to_measure.setdefault((tuple(row["shape"]), other), (what, {**row, "chosen": other}, a, b))
+
+
+def layer_joules(run: Run, rows: list[tuple[str, Row, torch.Tensor, torch.Tensor]]) -> None:
+    for _, row, a, b in rows:
+        if row["chosen"] is None:
+            continue
+        kept: Row = {"part": "layer joules", "shape": row["shape"], "precision": row["chosen"]}
+        fn = lambda a=a, b=b, p=row["chosen"]: lowprec.mm(a, b, p)  # noqa: E731
+        run.guarded(f"joules of {kept['shape']} {kept['precision']}", lambda: run.measure(kept, fn), needs_s=2.0)  # noqa: B023
+    if run.waiting:
+        run.guarded("the last layer joules", run.flush, needs_s=0.0)
+
+
+# -- what it comes to --------------------------------------------------------------------------------------------
+
+
+def summary(run: Run) -> Row:
+    rows = run.results["rows"]
+    of = lambda part: [r for r in rows if r.get("part") == part]  # noqa: E731
+    found: Row = {
+        "quantise_checked": len(of("quantise")), "quantise_differing": sum(r["differing"] for r in of("quantise")),
+        "seconds": time.perf_counter() - run.start,
+    }  # fmt: skip
+    for part in ("random", "layer"):
+        chosen = [r for r in of(part) if r["chosen"]]
+        found[f"{part}_cases"] = len(of(part))
+        found[f"{part}_violations"] = sum(r["violated"] for r in chosen)
+        found[f"{part}_refused"] = len(of(part)) - len(chosen)
+        for tolerance in error_bounds.TOLERANCES:
+            picked = Counter(r["chosen"] or "refused" for r in of(part) if r["tolerance"] == tolerance)
+            found[f"{part}_chosen_{tolerance:g}"] = dict(picked.most_common())
+        if chosen:
+            found[f"{part}_median_check_ms"] = st.median(r["check_ms"] for r in chosen)
+    spent = {(r["n"], r["precision"], r["counted"]): r.get("J") for r in of("joules")}
+    for (n, precision, counted), joule in spent.items():
+        same = "fp32 operands, casts included" if counted.startswith("fp32") else "bf16 operands"
+        base = spent.get((n, "bf16", same))
+        if joule and base and precision.startswith("fp8") and "alone" not in counted.replace("product alone", ""):
+            found[f"saved_against_bf16 {n} {precision}, {counted}"] = f"{100 * (1 - joule / base):.1f}%"
+    return found
+
+
+def show(run: Run) -> None:
+    for r in run.results["rows"]:
+        if r.get("part") == "joules":
+            joule = "-" if r.get("J") is None else f"{1e3 * r['J']:9.2f} mJ"
+            told = f"{1e3 * r['J_predicted']:9.2f} predicted" if "J_predicted" in r else ""
+            print(f"  {r['n']:5} {r['precision']:9} {r['counted']:32} {r['ms']:8.4f} ms {joule} {told}")
+    for name, value in run.results["summary"].items():
+        print(f"  {name:48} {value}")
+    for what in ("errors", "skipped"):
+        print(f"  {what}: {len(run.results[what])}", *run.results[what][:8], sep="\n    ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.quick:
+        parser.error("no CUDA device: --quick rehearses on a CPU")
+    run = Run(args.out, args.budget_s, args.quick, device)
+    run.results["machine"] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
+        "date": str(date.today()), "quick": args.quick,
+    }  # fmt: skip
+    if device == "cuda":
+        import pynvml
+
+        from tessera import monitor
+
+        pynvml.nvmlInit()
+        monitor.default()
+    check_kernels(run)
+    joules(run)
+    # A third of what is left for the random cases, the rest for layers and their joules.
+    random_cases(run, 12 if args.quick else args.cases, until_s=0.55 * run.left())
+    rows = run.guarded("the models' layers", lambda: model_layers(run), needs_s=5.0) or []
+    layer_joules(run, rows)
+    run.results["summary"] = summary(run)
+    run.write(last=True)
+    show(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,603 @@
+"""Power caps by waits in the stream on the GPU at hand: what is held, and what it costs.
+
+    PYTHONPATH=src:.carry/site python benchmarks/device/schedule_caps.py RESULTS.json [--budget-s 260] [--quick]
+
+A GEMM loop at 600/500/400/300 W and GPT-2-small training at 500/400/300 W: the mean by the energy counter, the worst
+200 ms window of the driver's ring after the first second, and the throughput against the best fixed duty cycle at that
+power, found in the same run with two lengths of burst. Then graphs, two processes under one node cap of which one is
+killed, what points cost, and the overhead where nothing limits. No clock, limit or mode is changed.
+
+`--quick` runs the logic on a CPU with tiny shapes; its watts are modelled and say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import statistics as st
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TESSERA_SENSORS", "nvml")  # "node" is then the GPUs alone, whatever RAPL may say
+os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
+
+import torch
+
+from tessera import monitor, schedule
+from tessera.cli.models import package
+from tessera.runtime import bucket
+from tessera.runtime.bucket import Command
+from tessera.runtime.launches import Cadence, Countdown, Launches
+from tessera.runtime.loop import loop
+from tessera.runtime.meter import Meter, Reading
+from tessera.runtime.pace import pacer_of
+
+WINDOW_S, FIRST_S = 0.2, 1.0
+Step = Callable[[], int]  # does some work, and says how many units
+
+
+class Run:
+    """The results so far, written after every row, and the time that is left."""
+
+    def __init__(self, out: Path, budget_s: float, quick: bool) -> None:
+        self.out, self.quick = out, quick
+        self.end = time.monotonic() + budget_s
+        self.rows: dict[str, Any] = {}
+        self.cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.cuda else "cpu")
+        self.domain = next(iter(monitor.default().sampler.counted()))
+
+    def row(self, name: str, seconds: float, fn: Callable[[], Any]) -> Any:
+        """Do one row unless the time is short; a failure is a row too."""
+        if time.monotonic() + seconds > self.end:
+            value: Any = {"skipped": f"{seconds:.0f} s do not fit any more"}
+        else:
+            began = time.monotonic()
+            try:
+                value = fn()
+            except Exception as exc:  # noqa: BLE001  (one row must not cost the others)
+                traceback.print_exc()
+                value = {"error": f"{type(exc).__name__}: {exc}"}
+            if isinstance(value, dict):
+                value["took_s"] = round(time.monotonic() - began, 2)
+        self.rows[name] = value
+        print(f"  {name:44s} {text(value)}", flush=True)
+        self.out.write_text(json.dumps(self.rows, indent=1, default=str))
+        return value if isinstance(value, dict) and "error" not in value and "skipped" not in value else None
+
+    def built(self, name: str, make: Callable[[], Step]) -> Step | None:
+        """A load; None, with a row that says why, where it cannot be made."""
+        try:
+            return make()
+        except Exception as exc:  # noqa: BLE001  (a package that is missing must not cost the other rows)
+            traceback.print_exc()
+            self.rows[name] = {"error": f"{type(exc).__name__}: {exc}"}
+            return None
+
+    def s(self, seconds: float) -> float:
+        """A length of time, shorter in a quick run."""
+        return min(seconds, 1.5) if self.quick else seconds
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items() if k != "curve")
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Ticks of the energy counter about once a second, from the second second on.
+
+    Between them it is left alone: a read takes some 3 ms, and the ring must be read meanwhile.
+    """
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._read = lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        self._stop = threading.Event()
+        self.ticks: list[tuple[float, float]] = []  # (s, J)
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(FIRST_S - 0.1):
+            value, before = self._read(), time.monotonic()
+            while not self._stop.is_set():
+                new, after = self._read(), time.monotonic()
+                if new != value:  # it ticked between the end of the last read and the end of this one
+                    self.ticks.append(((before + after) / 2, new * 1e-3))
+                    break
+                before = after
+
+    def mean_w(self) -> float | None:
+        """The mean between the first and the last tick."""
+        self._stop.set()
+        self._thread.join()
+        if len(self.ticks) < 2:
+            return None
+        (t0, j0), (t1, j1) = self.ticks[0], self.ticks[-1]
+        return (j1 - j0) / (t1 - t0)
+
+
+@contextmanager
+def measured(run: Run) -> Iterator[dict[str, float]]:
+    """Mean and worst window of the block after its first second, by the ring; the mean by the counter beside it."""
+    found: dict[str, float] = {}
+    counter = Counter() if run.cuda else None
+    with monitor.power_trace() as trace:
+        begin = time.monotonic_ns()
+        try:
+            yield found
+        finally:
+            counted_w = counter.mean_w() if counter else None
+            run.sync()
+            end = time.monotonic_ns()
+            time.sleep(0.15)
+    column = trace.columns[run.domain]
+    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    meter = Meter(WINDOW_S)
+    for (t0, w0), (t1, w1) in zip(
+        zip(times, column.watts, strict=True), zip(times[1:], column.watts[1:], strict=True), strict=False
+    ):
+        if t0 >= begin and t1 <= end and w0 == w0 and w1 == w1:
+            meter.add(Reading(int(t1), float(t1 - t0) * 1e-9, float((w0 + w1) / 2)))
+    found["ring_mean_w"] = float(meter.mean_w or 0.0)
+    found["worst_window_w"] = float(meter.peak_w or 0.0)
+    found["mean_w"] = counted_w or found["ring_mean_w"]
+
+
+def timed(run: Run, step: Step, seconds: float) -> tuple[int, float]:
+    """Units of work and seconds, after the first second of a while."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < min(FIRST_S, seconds / 3):
+        step()
+    run.sync()
+    t0, units = time.monotonic(), 0
+    while time.monotonic() - begun < seconds:
+        units += step()
+    run.sync()
+    return units, time.monotonic() - t0
+
+
+def load_row(run: Run, step: Step, seconds: float) -> dict[str, float]:
+    with measured(run) as found:
+        units, past_s = timed(run, step, run.s(seconds))
+    found["units_per_s"] = units / past_s
+    found["joules_per_unit"] = found["mean_w"] * past_s / max(units, 1)
+    return found
+
+
+# -- loads -------------------------------------------------------------------------------------------------------
+
+
+def gemm_step(run: Run) -> Step:
+    n = 128 if run.quick else 4096
+    dtype = torch.bfloat16 if run.cuda else torch.float32
+    a, b = (torch.randn(n, n, device=run.device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    pending: list[Any] = []
+
+    def step() -> int:
+        """100 GEMMs (about 20 ms), at most three such batches in flight."""
+        for _ in range(100):
+            torch.mm(a, b, out=out)
+        if run.cuda:
+            event = torch.cuda.Event()
+            event.record()
+            pending.append(event)
+            if len(pending) > 3:
+                pending.pop(0).synchronize()
+        return 100
+
+    return step
+
+
+def gpt2_step(run: Run) -> Step:
+    if run.quick:
+        package("torchvision", "transformers")  # a wheel beside another build of torch needs stubs
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=128) if run.quick else GPT2Config()
+    dtype = torch.bfloat16 if run.cuda else torch.float32
+    model = GPT2LMHeadModel(config).to(run.device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    shape = (1, 16) if run.quick else (8, 1024)
+    ids = torch.randint(0, config.vocab_size, shape, device=run.device)
+
+    def step() -> int:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return 1
+
+    return step
+
+
+# -- fixed duty cycles, and caps ---------------------------------------------------------------------------------
+
+
+def fixed(step: Step, cadence: Cadence, countdown: Countdown, command: Command) -> Step:
+    """A step at a duty that nobody adapts, by the same points."""
+
+    def paced() -> int:
+        with Launches(lambda _out=None: cadence, countdown, each_call=False):
+            units = step()
+        cadence.adapt(cadence.pacer.passed(), command)
+        return units
+
+    return paced
+
+
+def duty_curve(run: Run, name: str, step: Step, duties: tuple[float, ...], seconds: float) -> list[dict[str, float]]:
+    """(watts, units a second) of fixed duty cycles, with bursts of 2.4 ms (as the recorded curve) and 8 ms."""
+    cadence, countdown = Cadence(pacer_of(0 if run.cuda else -1)), Countdown()
+    curve = []
+    for slice_s in (0.0024, 0.008):
+        for duty in duties:
+            command = Command((1 - duty) / duty, slice_s)
+            cadence.pacer.obey(command)
+            found = run.row(
+                f"{name} fixed duty {duty} x {slice_s * 1e3:g} ms", run.s(seconds) + 1.0,
+                lambda command=command: load_row(run, fixed(step, cadence, countdown, command), seconds),
+            )  # fmt: skip
+            if found:
+                curve.append({"slice_s": slice_s, **found})
+    cadence.pacer.obey(Command())
+    return curve
+
+
+def best_fixed(curve: list[dict[str, float]], free: dict[str, float] | None, power_w: float) -> float | None:
+    """The most units a second that a fixed duty cycle gives at a power: between its neighbours, the better length."""
+    rates = []
+    for slice_s in sorted({c["slice_s"] for c in curve}):
+        points = sorted((c["mean_w"], c["units_per_s"]) for c in curve if c["slice_s"] == slice_s)
+        if free:
+            points.append((free["mean_w"], free["units_per_s"]))
+        for (w0, r0), (w1, r1) in itertools.pairwise(points):
+            if w0 <= power_w <= w1 and w1 > w0:
+                rates.append(r0 + (r1 - r0) * (power_w - w0) / (w1 - w0))
+    return max(rates, default=None)
+
+
+def capped_row(run: Run, step: Step, cap_w: float, seconds: float, curve: Any, free: Any) -> dict[str, Any]:
+    capped = schedule(power_cap=cap_w)(step)
+    found: dict[str, Any] = load_row(run, capped, seconds)
+    report = capped.report()
+    found["mean_off_pct"] = 100 * (found["mean_w"] / cap_w - 1)
+    found["worst_window_off_pct"] = 100 * (found["worst_window_w"] / cap_w - 1)
+    best = best_fixed(curve, free, found["mean_w"])
+    found["of_best_fixed_duty_pct"] = None if best is None else 100 * found["units_per_s"] / best
+    found |= {"waits": report.waits, "points": report.points, "waited_s": report.waited_s, "notes": list(report.notes)}
+    found["first_second_worst_w"] = max((z.first_peak_w or 0.0 for z in report.zones), default=0.0)
+    drain()
+    return found
+
+
+def drain() -> None:
+    """Let the loop forget the last schedule."""
+    deadline = time.monotonic() + 2.0
+    while not loop()._idle and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def caps(run: Run, name: str, step: Step, watts: tuple[float, ...], duties: tuple[float, ...], seconds: float) -> None:
+    free = run.row(f"{name} free", run.s(5.0) + 1.0, lambda: load_row(run, step, 5.0))
+    curve = duty_curve(run, name, step, duties, 3.3)
+    for cap_w in watts:
+        run.row(
+            f"{name} capped at {cap_w:g} W", run.s(seconds) + 1.5,
+            lambda cap_w=cap_w: capped_row(run, step, cap_w, seconds, curve, free),
+        )  # fmt: skip
+
+
+# -- points, graphs, overhead ------------------------------------------------------------------------------------
+
+
+def point_cost(run: Run) -> dict[str, float]:
+    """What a point costs the host and the stream, and how exact a wait is."""
+    pacer = pacer_of(0 if run.cuda else -1)
+    pacer.obey(Command(0.0, 10.0))
+    count = 200
+    run.sync()
+    t0 = time.perf_counter()
+    for _ in range(count):
+        pacer.point()
+    host_us = (time.perf_counter() - t0) / count * 1e6
+    found = {"host_us": host_us}
+    if run.cuda:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                pacer.point()
+        graph.replay()
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        graph.replay()
+        b.record()
+        torch.cuda.synchronize()
+        found["stream_us"] = a.elapsed_time(b) / count * 1e3
+    step = gemm_step(run)
+    pacer.obey(Command(1.0, 0.0))
+    before = pacer.passed()
+    for _ in range(20):
+        pacer.point(restart=True)
+        step()
+        pacer.point()
+    run.sync()
+    after = pacer.passed()
+    worked = after.worked_s - before.worked_s
+    found["waited_over_worked_goal_1"] = (after.waited_s - before.waited_s) / worked if worked else 0.0
+    pacer.obey(Command())
+    return found
+
+
+def graph_rows(run: Run) -> None:
+    """A graph captured under the cap has its points inside; one captured before has them between replays."""
+    if not run.cuda:
+        print("  graphs need CUDA", flush=True)
+        return
+    cap_w = 400.0
+    operands: list[Any] = []
+
+    def captured() -> Any:
+        a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+        def many() -> None:
+            for _ in range(50):
+                torch.mm(a, b)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            many()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            many()
+        operands.append((a, b))  # the graph reads them for as long as it is replayed
+        return graph
+
+    def replay_of(graph: Any) -> Step:
+        pending: list[Any] = []
+
+        def step() -> int:
+            graph.replay()
+            event = torch.cuda.Event()
+            event.record()
+            pending.append(event)
+            if len(pending) > 3:
+                pending.pop(0).synchronize()
+            return 50
+
+        return step
+
+    def before() -> dict[str, Any]:
+        return capped_row(run, replay_of(captured()), cap_w, 5.0, [], None)
+
+    def inside() -> dict[str, Any]:
+        body = gemm_step(run)
+        with schedule(power_cap=cap_w):
+            for _ in range(20):  # 0.4 s: the loop learns how often points are to come
+                body()
+            graph = captured()
+            found: dict[str, Any] = load_row(run, replay_of(graph), 5.0)
+        found["mean_off_pct"] = 100 * (found["mean_w"] / cap_w - 1)
+        found["worst_window_off_pct"] = 100 * (found["worst_window_w"] / cap_w - 1)
+        drain()
+        return found
+
+    run.row("graph of 50 GEMMs, points between replays, 400 W", 8.0, before)
+    run.row("graph of 50 GEMMs, points inside, 400 W", 8.0, inside)
+
+
+def overhead(run: Run, step: Step, options: dict[str, Any], pairs: int, steps: int) -> dict[str, float]:
+    """Blocks with and without in turn; the half-width is of a 90% interval (Student's t)."""
+    scheduled = schedule(**options)(step)
+
+    def block(fn: Step) -> float:
+        run.sync()
+        t0 = time.perf_counter()
+        for _ in range(steps):
+            fn()
+        run.sync()
+        return (time.perf_counter() - t0) / steps * 1e3
+
+    block(step), block(scheduled)
+    ratios = []
+    for i in range(pairs):
+        first, second = (step, scheduled) if i % 2 else (scheduled, step)
+        one, two = block(first), block(second)
+        plain, with_it = (one, two) if i % 2 else (two, one)
+        ratios.append(with_it / plain - 1)
+    return {
+        "slowdown_pct": 100 * st.mean(ratios),
+        "error_pct": 100 * 2.0 * st.stdev(ratios) / len(ratios) ** 0.5,
+        "median_pct": 100 * st.median(ratios),
+    }
+
+
+# -- the node's bucket -------------------------------------------------------------------------------------------
+
+
+def work_for(seconds: float, cap: str, quick: bool) -> None:
+    """A worker: GEMMs under a node cap; a line (time, GEMMs so far) every 100 ms."""
+    run = Run(Path(os.devnull), 600.0, quick)
+    step = gemm_step(run)
+    step()
+    run.sync()
+    capped = schedule(power_cap=cap)(step)
+    end, mark, units = time.monotonic() + seconds, 0.0, 0
+    while time.monotonic() < end:
+        units += capped()
+        if time.monotonic() - mark > 0.1:
+            mark = time.monotonic()
+            print(f"{mark:.4f} {units}", flush=True)
+    run.sync()
+
+
+def rate(lines: list[tuple[float, int]], start: float, end: float) -> float:
+    inside = [x for x in lines if start <= x[0] <= end]
+    return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0]) if len(inside) > 2 else 0.0
+
+
+class Worker:
+    """Another process under the node's cap; a thread reads its lines, so that one that hangs holds nobody up."""
+
+    def __init__(self, cap: str, seconds: float, quick: bool) -> None:
+        command = [sys.executable, __file__, "-", "--worker", cap, "--seconds", str(seconds)]
+        self.process = subprocess.Popen(
+            command + ["--quick"] * quick, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[tuple[float, int]] = []
+        self.errors: list[str] = []
+        for read in (self._read, self._read_errors):
+            threading.Thread(target=read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            if line.count(" ") == 1:
+                at, units = line.split()
+                self.lines.append((float(at), int(units)))
+
+    def _read_errors(self) -> None:
+        self.errors += list(self.process.stderr or ())[-8:]
+
+    def begun(self, deadline: float) -> None:
+        while not self.lines:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise RuntimeError(f"a worker did not begin: {''.join(self.errors)[-600:]}")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+
+def node_row(run: Run) -> dict[str, Any]:
+    """Two processes on this GPU under 450 W together; one is killed half-way."""
+    cap_w = 450.0 if not run.quick else 2000.0
+    begun = time.monotonic()
+    workers = [Worker(f"node:{cap_w:g}W", run.s(11.0) + 30.0, run.quick) for _ in range(2)]
+    try:
+        for worker in workers:
+            worker.begun(begun + 30.0)
+        with measured(run) as found:
+            both = time.monotonic()
+            time.sleep(run.s(6.0))
+            killed = time.monotonic()
+            workers[0].process.send_signal(signal.SIGKILL)
+            time.sleep(run.s(5.0))
+            stopped = time.monotonic()
+    finally:
+        for worker in workers:
+            worker.end()
+    first, second = (w.lines for w in workers)
+    shares = [rate(x, both + min(1.5, run.s(6.0) / 3), killed) for x in (first, second)]
+    steady = rate(second, killed + min(2.0, run.s(5.0) / 3), stopped)
+    took = next(
+        (t - killed for t, _ in second if t > killed and rate(second, t, t + 0.5) >= 0.9 * steady), float("nan")
+    )
+    return {
+        **found, "cap_w": cap_w, "start_s": both - begun, "units_per_s_each": [round(s, 1) for s in shares],
+        "fairness": min(shares) / max(shares) if max(shares) else 0.0, "alone_units_per_s": steady,
+        "took_over_after_s": took, "mean_off_pct": 100 * (found["mean_w"] / cap_w - 1),
+        "worst_window_off_pct": 100 * (found["worst_window_w"] / cap_w - 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--budget-s", type=float, default=260.0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--worker")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    args = parser.parse_args()
+    if args.quick:
+        os.environ["TESSERA_SENSORS"] = "modelled"
+    if args.worker:
+        work_for(args.seconds, args.worker, args.quick)
+        return
+    faulthandler.dump_traceback_later(args.budget_s + 60.0, exit=True)  # what hangs must not take the others' time
+    run = Run(Path(args.out), args.budget_s, args.quick)
+    run.rows["machine"] = {
+        "gpu": torch.cuda.get_device_name() if run.cuda else "cpu", "torch": torch.__version__,
+        "date": str(date.today()), "quick": args.quick,
+    }  # fmt: skip
+    time.sleep(run.s(1.5))
+    run.row("points", 3.0, lambda: point_cost(run))
+    watts = (600.0, 500.0, 400.0, 300.0) if not run.quick else (6.0,)
+    gemm = gemm_step(run)
+    caps(run, "gemm", gemm, watts, (0.66, 0.5, 0.38, 0.23), 6.0)
+    run.row("node: two processes, one killed", 30.0, lambda: node_row(run))
+    train = run.built("gpt2", lambda: gpt2_step(run))
+    if train is not None:
+        training(run, train)
+    graph_rows(run)
+    ripple_rows(run, gemm, watts[-2] if len(watts) > 1 else watts[0])
+    summary(run)
+
+
+def summary(run: Run) -> None:
+    """The capped rows beside their goals."""
+    print(f"\n{'':50s} {'mean (3%)':>10s} {'window (5%)':>12s} {'of best duty (95%)':>19s}")
+    for name, row in run.rows.items():
+        if isinstance(row, dict) and "mean_off_pct" in row:
+            best = row.get("of_best_fixed_duty_pct")
+            share = "-" if best is None else f"{best:.1f}%"
+            print(f"{name:50s} {row['mean_off_pct']:+9.1f}% {row['worst_window_off_pct']:+11.1f}% {share:>19s}")
+    for name, row in run.rows.items():
+        if name.startswith(("overhead", "points")):
+            print(f"{name:50s} {text(row)}")
+    skipped = [k for k, v in run.rows.items() if isinstance(v, dict) and ("skipped" in v or "error" in v)]
+    print(f"written to {run.out}; skipped or failed: {skipped or 'nothing'}")
+
+
+def ripple_rows(run: Run, step: Step, cap_w: float) -> None:
+    """Longer slices: fewer waits against a worse window. What RIPPLE should be is read from these."""
+    chosen = bucket.RIPPLE
+    for ripple in (0.02, 0.03):
+        bucket.RIPPLE = ripple
+        run.row(
+            f"gemm capped at {cap_w:g} W, RIPPLE {ripple}", run.s(6.0) + 1.5,
+            lambda: capped_row(run, step, cap_w, 6.0, [], None),
+        )  # fmt: skip
+    bucket.RIPPLE = chosen
+
+
+def training(run: Run, train: Step) -> None:
+    for _ in range(3 if run.quick else 20):
+        train()
+    run.row("overhead, nothing limits", 12.0, lambda: overhead(run, train, {}, 6, 5 if run.quick else 20))
+    watts = (500.0, 400.0, 300.0) if not run.quick else (6.0,)
+    caps(run, "gpt2 train", train, watts, (0.85, 0.65, 0.48, 0.32), 7.0)
+    slack = {"power_cap": "20kW"}
+    run.row("overhead, a cap that does not bind", 12.0, lambda: overhead(run, train, slack, 6, 5 if run.quick else 20))
+
+
+if __name__ == "__main__":
+    main()

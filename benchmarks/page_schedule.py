@@ -1,0 +1,196 @@
+"""The schedules' part of benchmarks/README.md: goals, figures reached, torch.compile and fixed duty cycles beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from page_goal import DEVICE, Goal, load, load_device, where
+
+TUNE = f"{DEVICE}/tune.py benchmarks/results/tune.json"
+CAPS = f"{DEVICE}/schedule_caps.py benchmarks/results/schedule_caps.json"
+# model: (title, least percentage of joules saved against eager)
+MODELS = {
+    "gpt2": ("GPT-2-small training", 40.0),
+    "bert": ("BERT-base inference", 0.0),
+    "resnet": ("ResNet-50 inference", 0.0),
+}
+LOADS = {"gpt2 train": ("GPT-2 training", (500, 400, 300)), "gemm": ("a GEMM loop", (600, 500, 400, 300))}
+
+
+def goals() -> list[Goal]:
+    t, c = load_device("tune"), load_device("schedule_caps")
+    return [
+        *tuned(t),
+        regret(t),
+        *caps(c),
+        *simulated(load("schedule_plant")),
+        node(c),
+        *overhead(c, load("schedule_cost")),
+        *faults(load("actuator_faults")),
+    ]
+
+
+def tuned(t: dict[str, Any] | None) -> list[Goal]:
+    found = {m["model"]: m for m in (t or {}).get("models", []) if "below_best_mode_pct" in m}
+    rows = []
+    for name, (title, least) in MODELS.items():
+        what = f'policy="throughput_per_watt", {title}: % fewer J than bf16 eager; times as fast; % below the best compile mode'
+        goal = f"{f'>= {least:g}; ' if least else ''}>= 1; >= 0"
+        if name not in found:
+            rows.append(Goal(what=what, goal=goal, command=TUNE))
+            continue
+        m = found[name]
+        met = m["saved_pct"] >= least and m["speedup"] >= 1 and m["below_best_mode_pct"] >= 0
+        rows.append(
+            Goal(what=what, goal=goal, reached=f"{m['saved_pct']:.1f}; {m['speedup']:.2f}; {m['below_best_mode_pct']:.1f}", met=met,
+                 beside=f"torch.compile {(m['again']['best_mode']['setting'] or {}).get('compile', '')}: "
+                        f"{m['again']['best_mode']['energy_j']:.2f} J; eager {m['again']['eager']['energy_j']:.2f} J",
+                 where=where("tune"), command=TUNE)
+        )  # fmt: skip
+    far = [name for name, m in found.items() if m["below_best_mode_pct"] >= 5]
+    said = f"{len(far)} of {len(found)}" + (f" ({', '.join(far)})" if far else "") if found else ""
+    what = "the same: models at least 5% below the best compile mode"
+    rows.append(Goal(what=what, goal=">= 2 of 3", reached=said, met=len(far) >= 2, where=where("tune"), command=TUNE))
+    return rows
+
+
+def regret(t: dict[str, Any] | None) -> Goal:
+    what, goal = "regret of the search against exhaustive search on a small space, %", "<= 2"
+    value = ((t or {}).get("regret") or {}).get("regret_pct")
+    if value is None:
+        return Goal(what=what, goal=goal, command=TUNE)
+    return Goal(what=what, goal=goal, reached=f"{value:.1f} ({t['regret']['settings']} settings)", met=value <= 2,
+                where=where("tune"), command=TUNE)  # fmt: skip
+
+
+def measured(c: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """A row that was neither skipped nor failed."""
+    row = (c or {}).get(name)
+    return row if isinstance(row, dict) and "error" not in row and "skipped" not in row else None
+
+
+def caps(c: dict[str, Any] | None) -> list[Goal]:
+    rows = []
+    for load_name, (title, watts) in LOADS.items():
+        for cap_w in watts:
+            what = f"token bucket, {title} at {cap_w} W: mean off, worst 200 ms window off, throughput of the best fixed duty cycle, %"
+            goal, row = "within 3; <= 5; >= 95", measured(c, f"{load_name} capped at {cap_w} W")
+            if row is None:
+                rows.append(Goal(what=what, goal=goal, command=CAPS))
+                continue
+            share = row["of_best_fixed_duty_pct"]
+            said = f"{row['mean_off_pct']:+.1f}; {row['worst_window_off_pct']:+.1f}; {'not known' if share is None else f'{share:.0f}'}"
+            met = abs(row["mean_off_pct"]) <= 3 and row["worst_window_off_pct"] <= 5 and (share or 0) >= 95
+            free = measured(c, f"{load_name} free")
+            beside = (
+                f"free: {free['mean_w']:.0f} W, {free['joules_per_unit']:.3g} J each; capped {row['joules_per_unit']:.3g} J"
+                if free
+                else ""
+            )
+            rows.append(
+                Goal(
+                    what=what,
+                    goal=goal,
+                    reached=said,
+                    met=met,
+                    beside=beside,
+                    where=where("schedule_caps"),
+                    command=CAPS,
+                )
+            )
+    return rows
+
+
+def simulated(p: dict[str, Any] | None) -> list[Goal]:
+    """The same controller on a simulated H200: what is known before the GPU is asked."""
+    what = (
+        "token bucket on a simulated H200, {}: mean off, worst 200 ms window off, throughput of the fixed duty cycle, %"
+    )
+    goal, command = (
+        "within 3; <= 5; >= 95",
+        "python benchmarks/schedule_plant.py benchmarks/results/schedule_plant.json",
+    )
+    if p is None:
+        return [Goal(what=what.format("all loads"), goal=goal, command=command)]
+    rows = []
+    for load_name in ("GEMM loop", "training-like"):
+        found = {k.removeprefix(f"{load_name}, "): r for k, r in p.items() if k.startswith(f"{load_name}, ")}
+        said = [
+            (r["mean_off_pct"], r["worst_window_off_pct"], r["of_fixed_duty_throughput_pct"]) for r in found.values()
+        ]
+        rows.append(
+            Goal(what=what.format(f"{load_name} at {', '.join(found)}"), goal=goal, where=f"simulated; {where('schedule_plant')}",
+                 reached="; ".join(f"{m:+.1f}, {w:+.1f}, {t:.0f}" for m, w, t in said),
+                 met=all(abs(m) <= 3 and w <= 5 and t >= 95 for m, w, t in said), command=command)
+        )  # fmt: skip
+    return rows
+
+
+def node(c: dict[str, Any] | None) -> Goal:
+    what = "node bucket, two processes on one GPU: sum off the cap, %; the smaller share over the larger; s until the other takes over after a kill"
+    goal, row = "<= 0; >= 0.8; <= 1", measured(c, "node: two processes, one killed")
+    if row is None:
+        return Goal(what=what, goal=goal, command=CAPS)
+    took = row["took_over_after_s"]
+    return Goal(what=what, goal=goal, reached=f"{row['mean_off_pct']:+.1f}; {row['fairness']:.2f}; {took:.1f}",
+                met=row["mean_off_pct"] <= 0 and row["fairness"] >= 0.8 and took <= 1, where=where("schedule_caps"), command=CAPS)  # fmt: skip
+
+
+def overhead(c: dict[str, Any] | None, h: dict[str, Any] | None) -> list[Goal]:
+    what, goal = "overhead of @schedule on GPT-2 training when nothing limits, %", "< 1"
+    row = measured(c, "overhead, nothing limits")
+    rows = [Goal(what=what, goal=goal, command=CAPS)]
+    if row is not None:
+        said = f"{row['slowdown_pct']:.2f} ± {row['error_pct']:.2f}"
+        slack = measured(c, "overhead, a cap that does not bind")
+        said += (
+            f"; with a cap that does not bind {slack['slowdown_pct']:.2f} ± {slack['error_pct']:.2f}" if slack else ""
+        )
+        rows = [
+            Goal(
+                what=what,
+                goal=goal,
+                reached=said,
+                met=row["slowdown_pct"] < 1,
+                where=where("schedule_caps"),
+                command=CAPS,
+            )
+        ]
+    command = "python benchmarks/schedule_cost.py benchmarks/results/schedule_cost.json"
+    if h is None:
+        return [*rows, Goal(what="a schedule that limits nothing, µs a call", goal="<= 1", command=command)]
+    free = h["schedule that limits nothing, us a call (goal 1)"]
+    more = h["  under a cap that does not bind, us more"]
+    mode = h["  under a dispatch mode that passes on, us more"]
+    here = {"where": where("schedule_cost"), "command": command}
+    return [
+        *rows,
+        Goal(what="a schedule that limits nothing, µs a call", goal="<= 1", reached=f"{free:.2f}", met=free <= 1, **here),
+        Goal(what="an operator under a cap that does not bind, µs more", reached=f"{more:.2f}",
+             beside=f"a dispatch mode that passes on {mode:.1f}", **here),
+    ]  # fmt: skip
+
+
+def faults(f: dict[str, Any] | None) -> list[Goal]:
+    what, goal = "random schedules against the fake NVML with faults injected, state restored", "every time, 1,000"
+    command = "python benchmarks/actuator_faults.py 1000"
+    if f is None:
+        return [Goal(what=what, goal=goal, command=command)]
+    by = ", ".join(f"{k} {v}" for k, v in f["restored_by"].items())
+    reached = f"{f['restored']:,} of {f['trials']:,} ({f['schedules']:,} schedules, {f['with_faults']} trials with faults; restored by {by})"
+    return [
+        Goal(
+            what=what,
+            goal=goal,
+            reached=reached,
+            met=f["restored"] == f["trials"] >= 1000,
+            where=where("actuator_faults"),
+            command=command,
+        )
+    ]
+
+
+NOTES = [
+    "- The clocks and the power limit of the H200 are never changed: what needs permission runs against the fake NVML.",
+    "- Pacing holds a cap and costs joules per unit of work: both stand in the rows of the token bucket.",
+]

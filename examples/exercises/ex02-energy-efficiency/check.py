@@ -1,0 +1,164 @@
+"""Checks an answer to exercise 2 against a sensor whose watts are known.
+
+python check.py [starter.py]
+
+Three pretended implementations run 2, 4 and 4 ms at 100, 100 and 30 W, so a sample of eight costs 25, 50 and 15 mJ: the
+slowest is not the dearest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera import monitor
+from tessera.schema import Capability, Domain
+from tessera.sensors.base import Batch
+
+SAMPLES = 8
+COSTS = {"quick": (0.002, 100.0), "slow": (0.004, 100.0), "frugal": (0.004, 30.0)}
+WITHIN = 0.25  # of the joules: a benchmark leaves out what comes before the steady state
+
+
+class Bench:
+    """A device and the sensor on it: the implementation that runs decides what is drawn."""
+
+    name = "known"
+    period_s = 0.01
+
+    def __init__(self) -> None:
+        self.power_w = 100.0
+        self.took_s: dict[str, list[float]] = {name: [] for name in COSTS}
+
+    def implementation(self, name: str) -> Callable[[], torch.Tensor]:
+        """One that takes its time, draws its power, and gives the right answer."""
+        seconds, power_w = COSTS[name]
+
+        def run() -> torch.Tensor:
+            self.power_w = power_w
+            started = time.monotonic()
+            time.sleep(seconds)
+            self.took_s[name].append(time.monotonic() - started)  # a busy machine sleeps longer than it was asked
+            return torch.ones(4)
+
+        return run
+
+    def start(self) -> None:
+        """Nothing to open."""
+
+    def domains(self) -> Sequence[Domain]:
+        return [Domain(name="gpu0", source="known", resolution_s=self.period_s, gain_error=0.05)]
+
+    def capabilities(self) -> Sequence[Capability]:
+        return []
+
+    def read(self) -> Batch:
+        """One sample, now."""
+        batch = Batch()
+        batch.add("gpu0", time.monotonic_ns(), self.power_w)
+        return batch
+
+    def stop(self) -> None:
+        """Nothing to close."""
+
+
+def checks(answer: Any, bench: Bench) -> list[tuple[str, Callable[[], str | None]]]:
+    """Each task with what is wrong with it, or None."""
+
+    def agree() -> str | None:
+        right = torch.tensor([1.0, 100.0])
+        ways = {
+            "first": lambda: right,
+            "rounded": lambda: right * (1 + 1e-5),
+            "wrong": lambda: right * 1.01,
+            "short": lambda: right[:1],
+            "nan": lambda: right * float("nan"),
+        }
+        found = answer.agree(ways, 1e-3)
+        return None if found == ["wrong", "short", "nan"] else f"['wrong', 'short', 'nan'] differ, you found {found}"
+
+    def compare() -> str | None:
+        rows = answer.compare({name: bench.implementation(name) for name in COSTS}, SAMPLES, 0.6)
+        if [row.name for row in rows] != ["frugal", "quick", "slow"]:
+            return f"cheapest first is frugal, quick, slow; you have {[row.name for row in rows]}"
+        for row in rows:
+            took_s = bench.took_s[row.name]
+            wanted_j = sum(took_s) / len(took_s) * COSTS[row.name][1] / SAMPLES
+            if abs(row.joules_per_sample / wanted_j - 1.0) > WITHIN:
+                found_mj = 1e3 * row.joules_per_sample
+                return f"{row.name} costs {1e3 * wanted_j:.3g} mJ per sample, you have {found_mj:.3g} mJ"
+            if not 0 < row.error_j < 0.5 * row.joules_per_sample:
+                return f"{row.name}: a half-width of {1e3 * row.error_j:.3g} mJ"
+        return None if rows[0].basis == "measured" else f"the check's sensor measures; you say {rows[0].basis!r}"
+
+    def cheaper() -> str | None:
+        def row(joules: float, error_j: float) -> Any:
+            return answer.Row(
+                name="x", joules_per_sample=joules, error_j=error_j, seconds_per_call=1.0, basis="measured"
+            )
+
+        for a, b, wanted in (
+            (row(1.0, 0.1), row(2.0, 0.1), True),
+            (row(2.0, 0.1), row(1.0, 0.1), False),
+            (row(1.0, 0.3), row(1.5, 0.3), None),
+        ):
+            found = answer.cheaper(a, b)
+            if found is not wanted:
+                values = f"{a.joules_per_sample} ± {a.error_j} J and {b.joules_per_sample} ± {b.error_j} J"
+                return f"{values}: {wanted}, not {found}"
+        return None
+
+    return [
+        ("task 1: who computes the same", agree),
+        ("task 2: joules per sample", compare),
+        ("task 3: more than noise", cheaper),
+    ]
+
+
+def load(path: Path) -> Any:
+    """The answer as a module."""
+    spec = importlib.util.spec_from_file_location(f"ex02_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(path: Path) -> int:
+    """Check one answer; how many tasks are not done."""
+    bench = Bench()
+    watching = monitor.Monitor([bench]).start()
+    monitor.use(watching)
+    failed = 0
+    try:
+        for title, check in checks(load(path), bench):
+            try:
+                wrong = check()
+            except NotImplementedError as exc:
+                wrong = f"not done yet ({exc})"
+            except Exception as exc:  # noqa: BLE001  (a learner's code may raise anything)
+                wrong = f"{type(exc).__name__}: {exc}"
+            failed += wrong is not None
+            print(f"{'pass' if wrong is None else 'FAIL'}  {title}" + (f": {wrong}" if wrong else ""))
+    finally:
+        monitor.use(None)
+        watching.stop()
+    return failed
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("starter.py")
+    failed = run(path)
+    print("all tasks are done" if not failed else f"{failed} to do")
+    sys.exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    main()

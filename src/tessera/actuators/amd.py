@@ -1,0 +1,139 @@
+"""An AMD GPU's power cap and clocks through AMD SMI. Tested against a fake at the ABI, untested on hardware.
+
+Caps are microwatts on bare metal (amdsmi.h, amdsmi_power_cap_info_t). Clocks: amdsmi_set_gpu_clk_limit sets the
+lowest and the highest graphics clock, which puts the board in the performance level MANUAL; the level AUTO takes both
+back, which is what `amd-smi reset --clocks` does. Setting needs root.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ActuatorError, ActuatorPermission, SensorError
+from ..sensors._amd_gpu import _MICROWATTS_ABOVE, _NO_PERM, Gpu, Smi, known
+from ..sensors.amd import _in_hip_order, _load, _text, _visible
+from .base import PowerLimit
+
+_NOT_SUPPORTED = 2  # AMDSMI_STATUS_NOT_SUPPORTED, amdsmi.h
+
+
+class AmdActuator:
+    """One GPU, by the UUID that AMD SMI has for it."""
+
+    vendor = "amd"
+
+    def __init__(self, uuid: str, *, gpu: str | None = None) -> None:
+        self._smi, machine = _machine()
+        found = next((g for g in machine if uuid in g.uuids), None)
+        if found is None:
+            raise ActuatorError(f"no AMD GPU {uuid!r}", why=f"AMD SMI lists {len(machine)}", fix="see `amd-smi list`")
+        self._handle = found._handle
+        self._gpu, self._uuid = gpu or found.name, uuid
+
+    @property
+    def gpu(self) -> str:
+        return self._gpu
+
+    @property
+    def uuid(self) -> str:
+        return self._uuid
+
+    def power_limit(self) -> PowerLimit:
+        info = self._call("read its power cap", "amdsmi_get_power_cap_info")
+        now_w = _watts(info.get("power_cap"))
+        if now_w is None:
+            raise ActuatorError(f"{self._gpu} does not tell its power cap", why="AMD SMI says N/A", fix="use pacing")
+        max_w = _watts(info.get("max_power_cap")) or now_w
+        return PowerLimit(
+            now_w=now_w,
+            default_w=_watts(info.get("default_power_cap")) or max_w,
+            min_w=_watts(info.get("min_power_cap")) or 0.0,
+            max_w=max_w,
+        )
+
+    def set_power_limit_w(self, limit_w: float) -> None:
+        self._call(f"set its power cap to {limit_w:g} W", "amdsmi_set_power_cap", 0, round(limit_w * 1e6))
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        try:
+            info = self._smi.call("amdsmi_get_clk_freq", self._handle, self._smi.module.AmdSmiClkType.SYS)
+        except self._smi.error:
+            return ()
+        found = [round(hz / 1e6) for hz in info.get("frequency", ()) if known(hz)]
+        # Levels are listed (an MI300X: its lowest and its highest); a limit may be any MHz between them.
+        return tuple(range(max(found), min(found) - 1, -1)) if found else ()
+
+    def locked_clocks_mhz(self) -> tuple[int, int] | None:
+        """The range, unless the board runs at the level AUTO, where the driver has it."""
+        try:
+            if str(self._smi.call("amdsmi_get_gpu_perf_level", self._handle)).endswith("AUTO"):
+                return None
+            info = self._smi.call("amdsmi_get_clock_info", self._handle, self._smi.module.AmdSmiClkType.SYS)
+        except self._smi.error:
+            return None
+        low, high = known(info.get("min_clk")), known(info.get("max_clk"))
+        return (int(low), int(high)) if low and high else None
+
+    def lock_clocks_mhz(self, low_mhz: int, high_mhz: int) -> None:
+        what = f"lock its clocks to {low_mhz}..{high_mhz} MHz"
+        self._call(what, "amdsmi_set_gpu_clk_limit", "sclk", "max", high_mhz)
+        self._call(what, "amdsmi_set_gpu_clk_limit", "sclk", "min", low_mhz)
+
+    def reset_clocks(self) -> None:
+        try:
+            self._call("reset its clocks", "amdsmi_set_gpu_perf_level", self._smi.module.AmdSmiDevPerfLevel.AUTO)
+        except ActuatorError as exc:
+            if getattr(exc.__cause__, "err_code", None) != _NOT_SUPPORTED:
+                raise
+
+    def close(self) -> None:
+        """Nothing: AMD SMI's shutdown is for the whole process (see sensors/amd.py)."""
+
+    def _call(self, what: str, function: str, *args: Any) -> Any:
+        try:
+            return self._smi.call(function, self._handle, *args)
+        except self._smi.error as exc:
+            raise self._error(what, exc) from exc
+
+    def _error(self, what: str, exc: Exception) -> ActuatorError:
+        code, why = getattr(exc, "err_code", None), f"AMD SMI says: {_text(exc)}"
+        if code == _NO_PERM:
+            return ActuatorPermission(
+                f"{self._gpu}: this user may not {what}",
+                why=why,
+                fix="run as root, or let an administrator set it: `sudo amd-smi set --power-cap WATTS`; "
+                "without either a schedule paces instead",
+            )
+        if code == _NOT_SUPPORTED:
+            return ActuatorError(f"{self._gpu} cannot {what}", why=why, fix="use pacing: no such control here")
+        return ActuatorError(f"{self._gpu}: could not {what}", why=why, fix="see `sudo dmesg | grep amdgpu`")
+
+
+def _watts(value: Any) -> float | None:
+    cap = known(value)
+    return cap / 1e6 if cap is not None and cap > _MICROWATTS_ABOVE else cap
+
+
+def _machine() -> tuple[Smi, list[Gpu]]:
+    try:
+        smi = Smi(_load())
+    except SensorError as exc:
+        raise ActuatorError(exc.what, why=exc.why, fix=exc.fix) from exc
+    try:
+        smi.call("amdsmi_init")
+        return smi, _in_hip_order([Gpu(smi, handle) for handle in smi.call("amdsmi_get_processor_handles")])
+    except smi.error as exc:
+        raise ActuatorError("AMD SMI does not start", why=_text(exc), fix="check `lsmod | grep amdgpu`") from exc
+
+
+def boards(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """UUIDs by name of the AMD GPUs this process may use, in HIP's order. Raises ActuatorError without AMD SMI."""
+    _, machine = _machine()
+    found = {}
+    for gpu in _visible(machine, os.environ if environ is None else environ):
+        if not gpu.uuids:
+            raise ActuatorError(f"{gpu.name} has no UUID", why="AMD SMI gives none", fix="see `amd-smi list`")
+        found[gpu.name] = min(gpu.uuids)  # any, but always the same
+    return found

@@ -1,0 +1,140 @@
+"""An NVIDIA GPU's limit and clocks through NVML (nvidia-ml-py).
+
+Setting needs root: NVML documents "requires root/admin access" for every device command
+(docs.nvidia.com/deploy/nvml-api, Device Commands). Limits and locks end with a reboot or an unloaded driver.
+NVML has no call that reads locked clocks, so a lock that somebody else had set cannot be put back: it is lifted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ActuatorError, ActuatorPermission, SensorError
+from ..sensors._visible import Visible, visible_boards
+from ..sensors.nvml import _boards, _import_nvml, _translate
+from .base import PowerLimit
+
+_PERMISSION_FIX = (
+    "run as root (`sudo -E python ...`), in a container also with --cap-add SYS_ADMIN; or let an administrator set it: "
+    "`sudo nvidia-smi -i {uuid} -pl WATTS` (clocks: -lgc LOW,HIGH); without either a schedule paces instead"
+)
+
+
+class NvmlActuator:
+    """One board, by UUID: the numbering may differ between processes, the UUID does not."""
+
+    vendor = "nvidia"
+
+    def __init__(self, uuid: str, *, gpu: str | None = None) -> None:
+        self._nvml = _start()
+        self._started = True
+        self._uuid = uuid
+        self._handle: Any = None
+        try:
+            self._open()
+            self._gpu = gpu or f"gpu{self._nvml.nvmlDeviceGetIndex(self._handle)}"
+        except self._nvml.NVMLError as exc:
+            self.close()
+            raise self._error("find it", exc, gpu or uuid) from exc
+
+    @property
+    def gpu(self) -> str:
+        return self._gpu
+
+    @property
+    def uuid(self) -> str:
+        return self._uuid
+
+    def power_limit(self) -> PowerLimit:
+        low_mw, high_mw = self._call("read its power limit", "nvmlDeviceGetPowerManagementLimitConstraints")
+        return PowerLimit(
+            now_w=self._call("read its power limit", "nvmlDeviceGetPowerManagementLimit") / 1000,
+            default_w=self._call("read its power limit", "nvmlDeviceGetPowerManagementDefaultLimit") / 1000,
+            min_w=low_mw / 1000,
+            max_w=high_mw / 1000,
+        )
+
+    def set_power_limit_w(self, limit_w: float) -> None:
+        self._call(f"set its power limit to {limit_w:g} W", "nvmlDeviceSetPowerManagementLimit", round(limit_w * 1000))
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        nvml = self._nvml
+        try:
+            memory_mhz = max(nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle), default=0)
+            return tuple(nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz))
+        except nvml.NVMLError:  # not listed on every board; nothing but the early check depends on it
+            return ()
+
+    def locked_clocks_mhz(self) -> tuple[int, int] | None:
+        return None  # NVML cannot tell
+
+    def lock_clocks_mhz(self, low_mhz: int, high_mhz: int) -> None:
+        self._call(f"lock its clocks to {low_mhz}..{high_mhz} MHz", "nvmlDeviceSetGpuLockedClocks", low_mhz, high_mhz)
+
+    def reset_clocks(self) -> None:
+        try:
+            self._call("reset its clocks", "nvmlDeviceResetGpuLockedClocks")
+        except ActuatorError as exc:
+            if not isinstance(exc.__cause__, self._nvml.NVMLError_NotSupported):
+                raise
+
+    def close(self) -> None:
+        if self._started:  # NVML counts: a second shutdown would be somebody else's
+            self._started = False
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+
+    def _open(self) -> None:
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+
+    def _call(self, what: str, function: str, *args: Any) -> Any:
+        call = getattr(self._nvml, function)
+        try:
+            try:
+                return call(self._handle, *args)
+            except self._nvml.NVMLError_Uninitialized:  # closed, or the driver was restarted: once more, afresh
+                self._nvml.nvmlInit()
+                self._started = True
+                self._open()
+                return call(self._handle, *args)
+        except self._nvml.NVMLError as exc:
+            raise self._error(what, exc, self._gpu) from exc
+
+    def _error(self, what: str, exc: Exception, gpu: str) -> ActuatorError:
+        why = f"NVML says: {exc}"
+        if isinstance(exc, self._nvml.NVMLError_NoPermission):
+            return ActuatorPermission(
+                f"{gpu}: this user may not {what}", why=why, fix=_PERMISSION_FIX.format(uuid=self._uuid)
+            )
+        if isinstance(exc, self._nvml.NVMLError_NotSupported):
+            return ActuatorError(f"{gpu} cannot {what}", why=why, fix="use pacing: this board has no such control")
+        return ActuatorError(f"{gpu}: could not {what}", why=why, fix="check nvidia-smi, and `dmesg` for Xid errors")
+
+
+def _start() -> Any:
+    try:
+        nvml = _import_nvml()
+    except SensorError as exc:
+        raise ActuatorError(exc.what, why=exc.why, fix=exc.fix) from exc
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as exc:
+        found = _translate(nvml, exc)
+        raise ActuatorError(found.what, why=found.why, fix=found.fix) from exc
+    return nvml
+
+
+def boards(environ: Mapping[str, str] | None = None) -> list[Visible]:
+    """The NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
+    nvml = _start()
+    env = os.environ if environ is None else environ
+    try:
+        return visible_boards(_boards(nvml), env.get("CUDA_VISIBLE_DEVICES"))
+    except nvml.NVMLError as exc:
+        raise ActuatorError("NVML does not list its GPUs", why=f"NVML says: {exc}", fix="check nvidia-smi") from exc
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()

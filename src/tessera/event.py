@@ -1,0 +1,102 @@
+"""Events between streams: `ev = event.create(); ev.record(s1); ev.wait(s0)` makes s0 wait for what s1 had been given.
+
+The host waits for `synchronize` alone. On a CPU everything has run when it is asked for, so an event is a time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .errors import ArgumentError
+from .stream import Stream, check, keep
+
+
+class Event:
+    """A moment on a stream. Made by `event.create`."""
+
+    __slots__ = ("_at_ns", "_raw", "_where", "timing")
+
+    def __init__(self, *, timing: bool = False) -> None:
+        self.timing = timing
+        self._raw: Any = None
+        self._where: Any = None
+        self._at_ns: int | None = None
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """Stand after what the stream (None: the current one) was given so far; returns itself. Again: moves there."""
+        import torch
+
+        if stream is not None:
+            check(stream)
+        on_host = stream.raw is None if stream is not None else not torch.cuda.is_available()
+        self._at_ns = time.perf_counter_ns()
+        if on_host:
+            self._raw, self._where = None, torch.device("cpu")
+            return self
+        raw = torch.cuda.current_stream() if stream is None else stream.raw
+        if self._raw is None or self._where != raw.device:  # CUDA's events are bound to the device they are first on
+            self._raw, self._where = torch.cuda.Event(enable_timing=self.timing), raw.device
+        self._raw.record(raw)
+        return self
+
+    def wait(self, stream: Stream | None = None, *tensors: Any) -> Event:
+        """Let what the stream (None: the current one) is given from now on wait for it; returns itself.
+
+        `tensors` are those made before the event and used on that stream after it: their memory is kept until then.
+        """
+        self._must_be_recorded("waited for")
+        if stream is not None:
+            check(stream)
+        if self._raw is not None and (stream is None or stream.raw is not None):
+            import torch
+
+            (torch.cuda.current_stream() if stream is None else stream.raw).wait_event(self._raw)
+            keep(stream, *tensors)
+        elif self._raw is not None:  # a CPU's work, put after a GPU's: here only the host can wait
+            self._raw.synchronize()
+        return self
+
+    def query(self) -> bool:
+        """Whether what it stands after has run."""
+        self._must_be_recorded("asked")
+        return True if self._raw is None else bool(self._raw.query())
+
+    def synchronize(self) -> None:
+        """Hold this thread until it has passed."""
+        self._must_be_recorded("waited for")
+        if self._raw is not None:
+            self._raw.synchronize()
+
+    def elapsed_s(self, later: Event) -> float:
+        """Seconds from this event to a later one; waits for that one. Both need `timing=True`."""
+        if not isinstance(later, Event):
+            raise ArgumentError(f"later={later!r} is no event of ours", fix="event.create(timing=True) makes one")
+        for which in (self, later):
+            which._must_be_recorded("timed")
+            if not which.timing:
+                raise ArgumentError("an event was made without a clock", fix="event.create(timing=True)")
+        if self._where != later._where:
+            raise ArgumentError(
+                f"the events are on {self._where} and {later._where}",
+                why="devices have clocks of their own",
+                fix="record both on streams of one device",
+            )
+        if self._raw is None:
+            return ((later._at_ns or 0) - (self._at_ns or 0)) * 1e-9
+        later._raw.synchronize()
+        return float(self._raw.elapsed_time(later._raw)) * 1e-3
+
+    def _must_be_recorded(self, what: str) -> None:
+        # CUDA lets an event that nobody recorded pass, and a wait that does nothing is a race.
+        if self._at_ns is None:
+            raise ArgumentError(f"an event was {what} before it was recorded", fix="ev.record(stream) first")
+
+    def __repr__(self) -> str:
+        state = "not recorded" if self._at_ns is None else f"on {self._where}"
+        return f"<Event {state}{', timing' if self.timing else ''}>"
+
+
+def create(*, timing: bool = False) -> Event:
+    """Make an event; `timing=True` lets `elapsed_s` be asked, and costs the device a little more."""
+    return Event(timing=bool(timing))

@@ -1,0 +1,7 @@
+"""Callbacks for training frameworks: joules per step, sample and token in the framework's own log.
+
+::
+
+    from tessera.integrations.huggingface import EnergyCallback     # transformers.Trainer(callbacks=[EnergyCallback()])
+    from tessera.integrations.lightning import EnergyCallback       # Trainer(callbacks=[EnergyCallback()])
+"""

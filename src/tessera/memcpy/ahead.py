@@ -1,0 +1,151 @@
+"""Batches on the device before they are asked for.
+
+::
+
+    your thread      next(loader) b3 ──┐      wait for b1's event (the stream does) ──► use b1
+    staging thread                     └─► b3 into pinned memory, copy on the stream "prefetch", event
+    copy stream      ... b2 ...  b3                                        beside the kernels that use b0, b1
+
+The loader is called on your thread, `depth` batches ahead, in its order: seeds and errors are where they were without
+prefetch. Only the copying is on a thread, since filling pinned memory takes a core's time (torch lets the GIL go).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from .. import stream as streams
+from ..errors import ArgumentError
+from ..event import Event
+from ..stream import Stream
+from .copies import async_
+from .pool import pinned
+
+
+def prefetch(
+    loader: Iterable[Any], *, device: Any = None, depth: int = 2, stream: Stream | None = None
+) -> Iterator[Any]:
+    """Iterate over a loader's batches on `device` (the current CUDA device), the next `depth` copied meanwhile.
+
+    A batch is a tensor, or tuples, lists, dicts and named tuples of them to any depth; what is no tensor passes as it
+    is. Host tensors that are not pinned go through `pinned` memory. The current stream waits for a batch by its event,
+    the host does not. An error of the loader comes after the batches before it; leaving the loop early drops the rest.
+    Up to depth + 1 batches are on the device. On a CPU batches pass as they are.
+    """
+    import torch
+
+    _check(loader, depth)
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device={device!r}", fix='device="cuda" or "cpu"')
+    if where.type == "cpu":
+        if stream is not None:
+            streams.check(stream, torch.empty(0))
+        return iter(loader)
+    if not torch.cuda.is_available():
+        raise ArgumentError(f"device={device!r}: torch sees no CUDA device", fix='device="cpu", or a CUDA build')
+    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+    if stream is None:
+        stream = streams.create(name="prefetch", device=where)
+    streams.check(stream)
+    if stream.device != where:
+        raise ArgumentError(
+            f"stream={stream.name!r} is on {stream.device}, device={device!r}", fix="one device for both"
+        )
+    return _ahead(loader, depth, Stager(torch, where, stream))
+
+
+def _check(loader: Any, depth: Any) -> None:
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ArgumentError(f"depth={depth!r}", fix="depth=2: the batches copied ahead of the one in use")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ArgumentError(f"loader is a {type(loader).__name__}, nothing to iterate over", fix="give a DataLoader")
+
+
+class Stager:
+    """Copies batches to a device on a stream of its own."""
+
+    def __init__(self, torch: Any, device: Any, stream: Stream) -> None:
+        self._torch = torch
+        self._device = device
+        self._stream = stream
+
+    def stage(self, batch: Any) -> tuple[Any, Event]:
+        """The batch on the device, and the event after its copies; on the staging thread."""
+        torch = self._torch
+        with torch.no_grad(), torch.cuda.stream(self._stream.raw):  # its memory is allocated as that stream's
+            moved = mapped(torch, batch, self._moved)
+        return moved, Event().record(self._stream)
+
+    def _moved(self, tensor: Any) -> Any:
+        torch = self._torch
+        if tensor.device == self._device:
+            return tensor
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return tensor.to(self._device, non_blocking=True)
+        if not tensor.is_pinned():
+            tensor = staged(torch, tensor)
+        made = torch.empty_like(tensor, device=self._device)
+        if not tensor.is_pinned() or made.stride() != tensor.stride():  # over the limit, or a view with gaps
+            made.copy_(tensor, non_blocking=True)
+        else:
+            async_(dst=made, src=tensor, stream=self._stream, wait=False)  # its memory is that stream's
+        return made
+
+    def take(self, batch: Any, done: Event) -> Any:
+        """The batch for the current stream, which waits for it; on the caller's thread."""
+        tensors: list[Any] = []
+        mapped(self._torch, batch, tensors.append)
+        done.wait(streams.current(self._device), *tensors)
+        return batch
+
+
+def staged(torch: Any, tensor: Any) -> Any:
+    """A copy of a host tensor in pinned memory, in the layout `empty_like` would give it."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    flat = pinned(tensor.numel(), tensor.dtype)
+    return flat.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def mapped(torch: Any, batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with every tensor in it changed; containers keep their type where they can be made of their parts."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        parts = {k: mapped(torch, v, change) for k, v in batch.items()}
+        try:
+            return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+        except TypeError:
+            return parts
+    if isinstance(batch, tuple):
+        inside = [mapped(torch, v, change) for v in batch]
+        return type(batch)(*inside) if hasattr(batch, "_fields") else tuple(inside)
+    if isinstance(batch, list):
+        return [mapped(torch, v, change) for v in batch]
+    return batch
+
+
+def _ahead(loader: Iterable[Any], depth: int, stager: Any) -> Iterator[Any]:
+    """Keep `depth` batches staged beyond the one handed out."""
+    waiting: deque[Future[tuple[Any, Event]]] = deque()
+    failed: BaseException | None = None
+    source: Iterator[Any] | None = iter(loader)
+    worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-prefetch")
+    try:
+        while source is not None or waiting:
+            while source is not None and len(waiting) <= depth:
+                try:
+                    waiting.append(worker.submit(stager.stage, next(source)))
+                except StopIteration:
+                    source = None
+                except Exception as exc:  # noqa: BLE001 - the loader's, raised where its batch would have come
+                    failed, source = exc, None
+            if waiting:
+                yield stager.take(*waiting.popleft().result())
+        if failed is not None:
+            raise failed
+    finally:  # also where the loop over us was left: GeneratorExit
+        worker.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,104 @@
+"""Operators that know their precision, their tile and their joules: torch tensors in and out.
+
+::
+
+    from tessera import op
+
+    y = op.matmul(a, b)                                             # torch's best path
+    y = op.matmul(a, b, tile_shape=(128, 128, 64))                  # our Triton kernel of that tile
+    y = op.matmul(a, b, error_tolerance=1e-2, stream=s)             # the cheapest precision within the bound
+
+Names are loaded when first used; torch is imported with the first of them, Triton with the first tile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MissingExtra, did_you_mean
+
+if TYPE_CHECKING:
+    from .attention import flash_attention as flash_attention
+    from .bounded import Choice as Choice
+    from .bounded import choices as choices
+    from .collective import all_reduce as all_reduce
+    from .conv import conv2d as conv2d
+    from .dual import dual_precision as dual_precision
+    from .matmul import gemm as gemm
+    from .matmul import linear as linear
+    from .matmul import matmul as matmul
+    from .moe import moe as moe
+    from .normalize import layer_norm as layer_norm
+    from .normalize import rms_norm as rms_norm
+    from .normalize import softmax as softmax
+    from .precision_schedule import PrecisionSchedule as PrecisionSchedule
+    from .precision_schedule import precision_schedule as precision_schedule
+    from .rounding import StochasticRounding as StochasticRounding
+    from .rounding import stochastic_round as stochastic_round
+    from .spectral import fft as fft
+    from .spectral import ifft as ifft
+    from .spectral import spectral_conv2d as spectral_conv2d
+    from .spectral import spectral_wins as spectral_wins
+
+_HOME = {
+    "Choice": "bounded",
+    "PrecisionSchedule": "precision_schedule",
+    "StochasticRounding": "rounding",
+    "all_reduce": "collective",
+    "choices": "bounded",
+    "conv2d": "conv",
+    "dual_precision": "dual",
+    "fft": "spectral",
+    "flash_attention": "attention",
+    "gemm": "matmul",
+    "ifft": "spectral",
+    "layer_norm": "normalize",
+    "linear": "matmul",
+    "matmul": "matmul",
+    "moe": "moe",
+    "precision_schedule": "precision_schedule",
+    "rms_norm": "normalize",
+    "softmax": "normalize",
+    "spectral_conv2d": "spectral",
+    "spectral_wins": "spectral",
+    "stochastic_round": "rounding",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - a list of strings, which the linter cannot see
+
+
+class _Operators(ModuleType):
+    """The package's own type: a file named as its operator (`matmul.py`) never hides the operator.
+
+    Importing a submodule sets it as an attribute of its package, whoever imports it. Here the operator wins.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Operators
+
+
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'tessera.op' has no attribute {name!r}{did_you_mean(name, _HOME)}")
+        try:
+            home = importlib.import_module(f".{_HOME[name]}", __name__)
+        except ModuleNotFoundError as e:
+            if e.name == "torch":
+                raise MissingExtra("torch", "torch", f"op.{name}") from e
+            raise
+        value = getattr(home, name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,145 @@
+"""The checks every operator makes of its arguments: cheap where all is well, and naming the argument where not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, did_you_mean
+from ..stream import Stream
+from ..stream import on as stream_on
+
+PRECISION_OF = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+}
+"""The name of a number format by its dtype."""
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on(stream: Stream | None, *named: Any) -> contextlib.AbstractContextManager[None]:
+    """`stream.on`, at no cost where no stream was given."""
+    return _HERE if stream is None else stream_on(stream, *named)
+
+
+def tensors(op: str, *, one_dtype: bool = True, floating: bool = True, **named: Any) -> None:
+    """Each is a tensor (None is left out), on one device and, unless told, of one floating dtype."""
+    first = where = None
+    for name, value in named.items():
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"op.{op}: {name} is a {type(value).__name__}, not a tensor", fix=f"torch.as_tensor({name})"
+            )
+        if first is None:
+            first, where = value, name
+            if floating and not value.dtype.is_floating_point and not value.dtype.is_complex:
+                raise _dtype(op, name, value, "a floating dtype is needed", f"{name}.float()")
+            continue
+        if value.device != first.device:
+            raise ArgumentError(
+                f"op.{op}: {name} is on {value.device}, {where} on {first.device}",
+                why="an operator runs on one device",
+                fix=f"{name}.to({str(first.device)!r})",
+            )
+        if one_dtype and value.dtype is not first.dtype:
+            raise _dtype(op, name, value, f"{where} is {first.dtype}", f"{name}.to({first.dtype})")
+
+
+def _dtype(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
+    return ArgumentError(f"op.{op}: {name} is {value.dtype}", why=why, fix=fix)
+
+
+def product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
+    """`a` and `b` can be multiplied as torch.matmul would: one device, one dtype, the inner dimensions agree."""
+    # The way that is always taken, in as few calls as it can be: this stands before every product of a program.
+    try:
+        fits = a.dtype is b.dtype and a.device == b.device and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0]
+    except (AttributeError, IndexError):
+        fits = False
+    if fits:
+        if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
+            batches(op, a, b, a_name, b_name)
+        return
+    tensors(op, one_dtype=not autocasts(a), **{a_name: a, b_name: b})
+    for name, value in ((a_name, a), (b_name, b)):
+        if value.ndim == 0:
+            raise ArgumentError(
+                f"op.{op}: {name} has no dimension", why="a product needs at least vectors", fix="use *"
+            )
+    inner = b.shape[-2 if b.ndim > 1 else 0]
+    if a.shape[-1] == inner:  # two dtypes that autocast will make one
+        return
+    raise ArgumentError(
+        f"op.{op}: {a_name} is {shape(a)}, {b_name} is {shape(b)}",
+        why=f"the last dimension of {a_name} ({a.shape[-1]}) meets {inner} of {b_name}",
+        fix=_turned(a, b, a_name, b_name),
+    )
+
+
+def _turned(a: Any, b: Any, a_name: str, b_name: str) -> str:
+    if b.ndim > 1 and a.shape[-1] == b.shape[-1]:
+        return f"{b_name}.mT would fit"
+    if a.ndim > 1 and a.shape[-2] == b.shape[-2 if b.ndim > 1 else 0]:
+        return f"{a_name}.mT would fit"
+    return "make the two inner dimensions equal"
+
+
+def autocasts(tensor: Any) -> bool:
+    """Whether torch's autocast will make dtypes one where this tensor is."""
+    where = tensor.device.type if isinstance(tensor, torch.Tensor) else ""
+    return where in ("cuda", "cpu") and bool(torch.is_autocast_enabled(where))
+
+
+def batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> tuple[int, ...]:
+    """What the leading dimensions of two stacks of matrices broadcast to."""
+    if a.shape[:-2] == b.shape[:-2] or b.ndim < 3:
+        return tuple(a.shape[:-2])
+    try:
+        return tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    except RuntimeError as e:
+        raise ArgumentError(
+            f"op.{op}: {a_name} is {shape(a)}, {b_name} is {shape(b)}",
+            why="their leading dimensions do not broadcast",
+            fix="equal sizes, or 1 in one of them",
+        ) from e
+
+
+def one_of(op: str, name: str, value: Any, known: Iterable[str]) -> None:
+    """`value` is one of the known words."""
+    known = tuple(known)
+    if value not in known:
+        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ArgumentError(f"op.{op}: {name}={value!r}{near}", fix=f"{name} is one of {', '.join(known)}")
+
+
+def expandable(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
+    """`value` broadcasts to a shape."""
+    short = len(to) - value.ndim
+    if short < 0 or any(size not in (1, whole) for size, whole in zip(value.shape, to[short:], strict=True)):
+        said = "x".join(map(str, to)) or "a scalar"
+        raise ArgumentError(f"op.{op}: {name} is {shape(value)}", why=f"the result is {said}", fix=f"reshape {name}")
+
+
+def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
+    """One int for both directions, or two."""
+    if type(value) is int and value >= least:
+        return value, value
+    both = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(both) != 2 or any(not isinstance(v, int) or isinstance(v, bool) or v < least for v in both):
+        raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is an int of at least {least}, or two of them")
+    return both[0], both[1]
+
+
+def shape(tensor: Any) -> str:
+    """A tensor's shape as a person writes it: 4x8."""
+    return "x".join(map(str, tensor.shape)) or "a scalar"

@@ -1,0 +1,85 @@
+"""`bounded_mm`: choose and multiply in one operator, so that torch.compile need not look into the choice.
+
+The choice is made when the operator runs, inside a compiled graph too. Gradients are bounded products themselves, each
+within the same tolerance, and chosen for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import lowprec
+from .bounded import choose
+
+
+def bounded_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    tolerance: float,
+    allowed: Sequence[str] | None = None,
+    first: str | None = None,
+    accumulate: str = "fp32",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`a @ b` in the cheapest precision within a relative Frobenius error; arguments as in `bounded.choose`."""
+    names = ",".join(lowprec.PRECISIONS if allowed is None else allowed)
+    return product(a, b, float(tolerance), names, first or "", accumulate, a.dtype if out_dtype is None else out_dtype)
+
+
+@torch.library.custom_op("tessera::bounded_mm", mutates_args=())
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tolerance: float,
+    allowed: str,
+    first: str,
+    accumulate: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The operator that torch sees."""
+    names = tuple(allowed.split(","))
+    choice = choose(
+        "matmul",
+        a,
+        b,
+        tolerance=tolerance,
+        allowed=names,
+        first=first or None,
+        accumulate=accumulate,
+        out_dtype=out_dtype,
+    )
+    return lowprec.mm(a, b, choice.precision, accumulate, out_dtype)
+
+
+@product.register_fake
+def _(a: Any, b: Any, tolerance: float, allowed: str, first: str, accumulate: str, out_dtype: Any) -> Any:
+    lead = a.shape[:-2] if b.dim() == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return a.new_empty((*lead, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, *how, _ = inputs
+    ctx.save_for_backward(a, b)
+    ctx.how = how
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    to_a = to_b = None
+    wide = torch.promote_types(grad.dtype, a.dtype)
+    grad = grad.to(wide)
+    if ctx.needs_input_grad[0]:
+        to_a = product(grad, b.mT.to(wide), *ctx.how, a.dtype).sum_to_size(a.shape)
+    if ctx.needs_input_grad[1]:
+        left, right = a.mT.to(wide), grad
+        if b.dim() == 2 and a.dim() > 2:  # the rows of all batches went through one matrix
+            left, right = a.reshape(-1, a.shape[-1]).mT.to(wide), grad.reshape(-1, grad.shape[-1])
+        to_b = product(left, right, *ctx.how, b.dtype).sum_to_size(b.shape)
+    return to_a, to_b, None, None, None, None, None
+
+
+product.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,204 @@
+"""How wrong a product in low precision is: what its operands' rounding foretells, and what random probes find.
+
+`foretold` needs no product. Rounding leaves A + dA and B + dB. If the rounding errors have mean zero and do not depend
+on one another along k, the expected square of the error is exactly
+
+    |dA B + A dB|^2  =  sum over l of  |dA[:, l]|^2 |B[l, :]|^2 + |A[:, l]|^2 |dB[l, :]|^2
+
+with the rounding errors that these operands really have, underflow included; the roundings of sums and result are added
+by their formats' unit roundoff. Equal entries round alike, so on constant or few-valued matrices the premise fails and
+the error can be sqrt(k) times larger. (The deterministic bound, k times the unit roundoff times |A||B|, is of no use:
+it refuses fp8 for k > 1.) Hence the second look.
+
+`found` takes the product C' that the hardware computed and bounds |C' - AB| by random vectors, after Freivalds (1977):
+E[|Mx|^2] = |M|^2 for Gaussian x, and (C' - AB)x costs three products with a few columns, in fp64. Sixteen probes find
+the strong directions of M, whose share is then computed exactly (Hutch++: Meyer, Musco, Musco, Woodruff 2021), sixteen
+more the rest. What they say has the law of a mean of chi squares whose degrees of freedom follow from the probes' own
+Gram matrix; the upper end is taken at one in 100,000. It covers everything: sums, padding, the accumulator's width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .lowprec import cast
+
+PROBES = 16
+Z = 4.265  # one in 100,000 of a normal law lies beyond
+# The foretold error is a mean over roundings. Single products of 64 and more exceed it by up to 40% where few entries
+# carry the norm (benchmarks/error_bounds.py prints it). It only sorts out what is not worth running: probes decide.
+MARGIN = 1.1
+_SEED = 0x7E55E7A  # of the probes: fixed, so that a program chooses the same twice; unlikely to be the data's own
+_CHUNK = 1 << 24  # elements converted to fp64 at a time
+_EXACT = 1 << 19  # products of fewer multiplications are checked against the whole product in fp64
+_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """What is known of a product before it is made: squared norms along k, the norm of the product, the amaxes."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_squares: torch.Tensor
+    b_squares: torch.Tensor
+    norm: float
+    amax: tuple[float, float]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every entry is a number."""
+        return all(math.isfinite(x) for x in self.amax)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The relative error that the probes say, and the one it does not exceed (but one time in 100,000)."""
+
+    error: float
+    upper: float
+
+
+def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
+    """Look at both matrices (batches of matrices); waits for the device."""
+    a, b = a.detach(), b.detach()
+    some = a.numel() and b.numel()
+    amax = tuple(float(torch.linalg.vector_norm(x, math.inf)) if some else 0.0 for x in (a, b))
+    squares = _squares(a, -2), _squares(b, -1)
+    norm = 0.0
+    if all(math.isfinite(x) and x > 0 for x in amax):
+        norm = _deflated(_Product(a, b, None))[0]
+    return Operands(a=a, b=b, a_squares=squares[0], b_squares=squares[1], norm=norm, amax=(amax[0], amax[1]))
+
+
+def foretold(of: Operands, precision: str, out_dtype: torch.dtype) -> float:
+    """The relative Frobenius error to expect of a precision, times a margin; see the module."""
+    if of.norm == 0.0:
+        return 0.0 if min(of.amax) == 0.0 else math.inf
+    rounded = 0.0
+    for x, other in ((of.a, of.b_squares), (of.b.mT, of.a_squares)):
+        if not _lossless(x.dtype, precision):
+            rounded += float((_rounding_squares(x, precision) * other).sum())
+    sums = _ROUNDOFF[torch.float64 if precision == "fp64" else torch.float32] ** 2 * of.a.shape[-1]
+    rounded += sums * float((of.a_squares * of.b_squares).sum())
+    # Values spread evenly over a binade round by 0.4 unit roundoffs in the root mean square.
+    return MARGIN * math.hypot(math.sqrt(rounded) / of.norm, 0.4 * 2 * _ROUNDOFF[out_dtype])
+
+
+def found(of: Operands, c: torch.Tensor) -> Found:
+    """Probe the computed product `c`: its relative Frobenius error against the exact product of the same operands."""
+    c = c.detach()
+    size = math.sqrt(float(sum(x.double().square().sum() for x in _pieces(c)))) if c.numel() else 0.0
+    if not math.isfinite(size):
+        return Found(math.inf, math.inf)
+    if of.a.shape[-2] * of.a.shape[-1] * c.numel() // max(1, c.shape[-2]) <= _EXACT or c.shape[-1] <= 2 * PROBES:
+        exact = _wide(of.a, of.b.double())
+        error = _ratio(float((c.double() - exact).norm()), float(exact.norm()))
+        return Found(error, error)
+    likely, upper = _deflated(_Product(of.a, of.b, c))
+    # |AB| >= |C'| - |C' - AB|: no second estimate is needed. fp64 itself rounds: a millionth covers it.
+    return Found(_ratio(likely, size), _ratio(upper * (1 + 1e-6), size - upper))
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0.0:
+        return 0.0
+    return part / whole if whole > 0.0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """C - AB, or AB where C is None, known by what it does to a few columns or rows."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor | None
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        y = _wide(self.a, _wide(self.b, x))
+        return y if self.c is None else _wide(self.c, x) - y
+
+    def under(self, q: torch.Tensor) -> torch.Tensor:
+        """Its transpose times q."""
+        y = _wide(self.b.mT, _wide(self.a.mT, q))
+        return y if self.c is None else _wide(self.c.mT, q) - y
+
+    def probe(self, generator: torch.Generator) -> torch.Tensor:
+        shape = (*self.b.shape[:-2], self.b.shape[-1], PROBES)
+        return torch.randn(shape, generator=generator, device=self.b.device, dtype=torch.float64)
+
+
+def _deflated(of: _Product) -> tuple[float, float]:
+    """The Frobenius norm, likely and at most."""
+    generator = torch.Generator(of.b.device).manual_seed(_SEED)
+    basis = torch.linalg.qr(of.times(of.probe(generator)))[0]
+    strong = float(of.under(basis).square().sum())
+    rest = of.times(of.probe(generator))
+    rest = rest - basis @ (basis.mT @ rest)
+    gram = (rest.mT @ rest).reshape(-1, PROBES, PROBES).sum(0)
+    mean = float(gram.diagonal().mean())
+    if mean <= 0.0:
+        return math.sqrt(strong), math.sqrt(strong)
+    # E[(x' M'M y)^2] = |M'M|^2 for independent x, y; trace^2 / |M'M|^2 is the rank that counts, halved for caution.
+    crossed = float((gram - gram.diagonal().diag()).square().sum()) / (PROBES * (PROBES - 1))
+    rank = max(1.0, 0.5 * mean * mean / crossed) if crossed > 0.0 else 1.0
+    return math.sqrt(strong + mean), math.sqrt(strong + mean / _low_chi_square(PROBES * rank))
+
+
+def _low_chi_square(freedom: float) -> float:
+    """The quantile of a chi square over its mean that one in 100,000 falls under (Wilson and Hilferty 1931)."""
+    step = 2.0 / (9.0 * freedom)
+    return max(1.0 - step - Z * math.sqrt(step), 0.25) ** 3
+
+
+# -- fp64 in pieces ------------------------------------------------------------------------------------------------
+
+
+def _pieces(x: torch.Tensor) -> Any:
+    """Blocks of rows that are small enough to be converted to fp64 without much memory."""
+    rows = max(1, _CHUNK * x.shape[-2] // max(1, x.numel()))
+    return x.split(rows, dim=-2)
+
+
+def _wide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    parts = [piece.double() @ y for piece in _pieces(x)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+def _squares(x: torch.Tensor, along: int) -> torch.Tensor:
+    """Sums of squares along a dimension, in fp64."""
+    if along == -1:
+        return torch.cat([p.double().square().sum(-1) for p in _pieces(x)], dim=-1)
+    total: Any = sum(p.double().square().sum(-2) for p in _pieces(x))
+    return total
+
+
+def _rounding_squares(x: torch.Tensor, precision: str) -> torch.Tensor:
+    """Sums of squares of what rounding does to each entry, for each column."""
+    if x.dim() > 2 and precision in ("fp8", "fp8_row"):  # each matrix of a batch has scales of its own
+        return torch.stack([_rounding_squares(each, precision) for each in x])
+    rounded, scale = cast(x, precision)
+    total: Any = 0.0
+    row = 0
+    for before, after in zip(_pieces(x), _pieces(rounded), strict=True):
+        back = after.double()
+        if scale is not None:
+            back = back * (scale if scale.dim() == 0 else scale[..., row : row + after.shape[-2], :]).double()
+        total = total + (back - before.double()).square().sum(-2)
+        row += after.shape[-2]
+    return total
+
+
+def _lossless(dtype: torch.dtype, precision: str) -> bool:
+    """Whether a precision holds every value of a type."""
+    holds = {
+        torch.bfloat16: ("bf16", "tf32", "fp32", "fp64"),
+        torch.float16: ("fp16", "tf32", "fp32", "fp64"),
+        torch.float32: ("fp32", "fp64"),
+        torch.float64: ("fp64",),
+    }
+    return precision in holds[dtype]

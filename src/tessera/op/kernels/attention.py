@@ -1,0 +1,205 @@
+"""The forward kernel of attention: online softmax over tiles of keys, which stream through shared memory ahead of use.
+
+A program takes BM queries of one head and walks the keys BN at a time. Exponentials are base 2 (one instruction), so
+the saved `lse` is log2 of a row's sum. A row that sees no key gives zeros, and an `lse` of +inf, which makes its
+probabilities zero again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import MissingExtra
+from . import TRITON_TYPE, compiled
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as e:
+    raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
+
+LOG2E = math.log2(math.e)
+NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
+
+
+class Launch(NamedTuple):
+    """What a launch is cut into: queries and keys of a tile, tiles in flight, warps, and how fp32 is multiplied."""
+
+    bm: int
+    bn: int
+    stages: int
+    warps: int
+    precision: str = "tf32"
+
+
+@triton.jit
+def _load(at, outer, inner, outer_end, inner_end, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """A tile whose outer and inner indices are checked only where asked."""
+    if OUTER and INNER:
+        return tl.load(at, mask=(outer < outer_end) & (inner < inner_end), other=0.0)
+    if OUTER:
+        return tl.load(at, mask=outer < outer_end, other=0.0)
+    if INNER:
+        return tl.load(at, mask=inner < inner_end, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _masked(scores, mask, row, col, queries, keys, mask_row, mask_col, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+    """Scores (base 2) with minus infinity where a query may not look, and the mask added; `row`, `col` broadcast."""
+    seen = col < keys
+    if CAUSAL:
+        seen = seen & (col <= row)
+    if MASK != 0:
+        inside = (row < queries) & (col < keys)
+        given = tl.load(mask + row.to(tl.int64) * mask_row + col.to(tl.int64) * mask_col, mask=inside, other=0)
+        if MASK == 1:
+            seen = seen & (given != 0)
+        else:
+            scores += given.to(tl.float32) * 1.4426950408889634
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def _scan(
+    acc, total, top, q, k, v, mask, row, begin, end, queries, keys, dims, k_row, v_row, mask_row, mask_col, factor,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk the keys from `begin` to `end`; EDGE tiles may hold keys that some query must not see."""
+    dim = tl.arange(0, D)
+    for start in tl.range(begin, end, BN):
+        col = start + tl.arange(0, BN)
+        k_at = k + col.to(tl.int64)[None, :] * k_row + dim[:, None]
+        scores = tl.dot(
+            q, _load(k_at, col[None, :], dim[:, None], keys, dims, EDGE, not EVEN), input_precision=PRECISION
+        )
+        if EDGE:
+            scores *= factor
+            scores = _masked(scores, mask, row[:, None], col[None, :], queries, keys, mask_row, mask_col, CAUSAL, MASK)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            # A row that has seen nothing yet has a top of -inf: subtract 0 there, or -inf - -inf is NaN.
+            pivot = tl.where(higher == -float("inf"), 0.0, higher)
+            weight = tl.exp2(scores - pivot[:, None])
+        else:  # the factor is positive, so it may wait until after the maximum: one multiply-add an element
+            higher = tl.maximum(top, tl.max(scores, 1) * factor)
+            pivot = higher
+            weight = tl.exp2(scores * factor - pivot[:, None])
+        shrink = tl.exp2(top - pivot)
+        total = total * shrink + tl.sum(weight, 1)
+        v_at = v + col.to(tl.int64)[:, None] * v_row + dim[None, :]
+        tile = _load(v_at, col[:, None], dim[None, :], keys, dims, EDGE, not EVEN)
+        acc = tl.dot(weight.to(tile.dtype), tile, acc * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    return acc, total, top
+
+
+@triton.jit
+def _forward(
+    q, k, v, mask, out, lse, heads, group, queries, keys, dims, factor,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    mask_batch, mask_head, mask_row, mask_col, out_batch, out_head, out_row,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(queries, BM)
+    # Of a causal head the last queries have the most keys: they go first, so that no long program starts last.
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BM
+    which = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = which // heads, which % heads
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + (head // group) * k_head
+    v += batch * v_batch + (head // group) * v_head
+    out += batch * out_batch + head * out_head
+    if MASK != 0:
+        mask += batch * mask_batch + head * mask_head
+    row, dim = first + tl.arange(0, BM), tl.arange(0, D)
+    at = row.to(tl.int64)[:, None]
+    tile = _load(q + at * q_row + dim[None, :], row[:, None], dim[None, :], queries, dims, True, not EVEN)
+    acc = tl.zeros((BM, D), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    top = tl.full((BM,), -float("inf"), tl.float32)
+    end, plain = keys, (keys // BN) * BN
+    if CAUSAL:
+        end = tl.minimum(keys, first + BM)
+        plain = tl.minimum(plain, ((first + 1) // BN) * BN)
+    if MASK != 0:
+        plain = 0
+    else:
+        acc, total, top = _scan(
+            acc, total, top, tile, k, v, mask, row, 0, plain, queries, keys, dims,
+            k_row, v_row, mask_row, mask_col, factor, False, CAUSAL, MASK, EVEN, BN, D, PRECISION,
+        )  # fmt: skip
+    acc, total, top = _scan(
+        acc, total, top, tile, k, v, mask, row, plain, end, queries, keys, dims,
+        k_row, v_row, mask_row, mask_col, factor, True, CAUSAL, MASK, EVEN, BN, D, PRECISION,
+    )  # fmt: skip
+    blind = total == 0.0
+    acc /= tl.where(blind, 1.0, total)[:, None]
+    stored = (row < queries)[:, None] & (dim < dims)[None, :]
+    tl.store(out + at * out_row + dim[None, :], acc, mask=stored)
+    tl.store(lse + which * queries + row, tl.where(blind, float("inf"), top + tl.log2(total)), mask=row < queries)
+
+
+def mask_of(mask: Any, q: Any, k: Any) -> tuple[Any, int, tuple[int, ...]]:
+    """(what the kernel reads, its kind, strides by batch, head, query, key) of a mask that broadcasts to the scores."""
+    if mask is None:
+        return None, NO_MASK, (0, 0, 0, 0)
+    wide = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask.dtype == torch.bool:
+        return wide.view(torch.uint8), BOOL_MASK, wide.stride()
+    return wide, ADDED_MASK, wide.stride()
+
+
+def rows_of(x: Any) -> Any:
+    """`x`, its last dimension contiguous, as the kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, launch: Launch) -> tuple[Any, Any]:
+    """(output, log2 of the rows' sums) of (batch, heads, sequence, dim) tensors; k and v may have fewer heads."""
+    if scale < 0:  # the kernel takes maxima before it scales
+        q, scale = -q, -scale
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    batch, heads, queries, dims = q.shape
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
+    if not out.numel():
+        return out, lse.fill_(float("inf"))
+    mask, kind, mask_strides = mask_of(mask, q, k)
+    block = max(triton.next_power_of_2(dims), 16)
+    grid = (triton.cdiv(queries, launch.bm) * batch * heads,)
+    _forward[grid](
+        q, k, v, mask, out, lse, heads, heads // max(k.shape[1], 1), queries, k.shape[2], dims, scale * LOG2E,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *out.stride()[:3],
+        CAUSAL=causal, MASK=kind, EVEN=block == dims, BM=launch.bm, BN=launch.bn, D=block,
+        PRECISION=launch.precision, num_stages=launch.stages, num_warps=launch.warps,
+    )  # fmt: skip
+    return out, lse
+
+
+def compile_forward(
+    sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any, masked: bool = False
+) -> Any:
+    """The forward kernel of a tile (BM, BN, D), compiled for a target; `.metadata.shared` are its bytes."""
+    return compile_kernel(_forward, sides, dtype, stages, warps, target, masked)
+
+
+def compile_kernel(
+    kernel: Any, sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any, masked: bool = False
+) -> Any:
+    """One of the attention kernels for causal heads of aligned tensors; a mask is of their dtype, and added."""
+    bm, bn, block = sides
+    item = f"*{TRITON_TYPE[dtype]}"
+    constants = {
+        "CAUSAL": True, "MASK": ADDED_MASK if masked else NO_MASK, "EVEN": True, "BM": bm, "BN": bn, "D": block,
+        "PRECISION": "tf32", **({} if masked else {"mask": None}),
+    }  # fmt: skip
+    known = dict.fromkeys(("q", "k", "v", "mask", "out", "dout", "dq", "dk", "dv"), item)
+    known |= {"lse": "*fp32", "delta": "*fp32", "factor": "fp32", "scale": "fp32"}
+    types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    counts = ("heads", "kv_heads", "group", "queries", "keys", "mask_col")
+    return compiled(kernel, types, constants, counts, stages=stages, warps=warps, target=target)

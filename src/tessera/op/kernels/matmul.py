@@ -1,0 +1,146 @@
+"""The matrix product of a tile: C = act(alpha (A B) scale_a scale_b + beta R + bias), accumulated in fp32.
+
+A block computes BM x BN of C. Tiles of A and B arrive in shared memory while earlier ones are multiplied (num_stages
+in flight). Blocks are numbered in groups of GROUP rows, so that those at work at one time share columns of B in the L2.
+Any strides; what lies outside is loaded as zero and not stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import MissingExtra, TileError
+from ..tile import Tile
+from . import TRITON_TYPE, compiled
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as e:
+    raise MissingExtra("triton", "triton", "a product of a given tile") from e
+
+GROUP = 8  # rows of tiles in one group: with 132 SMs the tiles at work are about 8 x 16, the least operands to load
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 0.5 x (1 + tanh(u)) = x sigmoid(2u)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def _place(block, rows, cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of tiles of a block."""
+    down, across = tl.cdiv(rows, BM), tl.cdiv(cols, BN)
+    first = block // (GROUP * across) * GROUP
+    height = min(down - first, GROUP)
+    within = block % (GROUP * across)
+    return first + within % height, within // height
+
+
+@triton.jit
+def matmul_kernel(
+    a, b, c, bias, residual, scale_a, scale_b, rows, cols, depth,
+    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, c_col, r_batch, r_row, r_col, alpha, beta,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile of the product; EVEN says that BK divides the depth, DOT how fp32 is multiplied (tf32 or ieee)."""
+    # Batches are numbered along the first axis of the grid too: the others end at 65535.
+    tiles = tl.cdiv(rows, BM) * tl.cdiv(cols, BN)
+    down, across = _place(tl.program_id(0) % tiles, rows, cols, BM, BN, GROUP)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    row, col, k = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN), tl.arange(0, BK)
+    row_in, col_in = (row < rows)[:, None], (col < cols)[None, :]
+    # 64-bit offsets: rows times a stride may pass 2^31 (16384 x 151936 logits do). They are added once.
+    at_a = a + batch * a_batch + row.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_col
+    at_b = b + batch * b_batch + k.to(tl.int64)[:, None] * b_row + col.to(tl.int64)[None, :] * b_col
+    step_a, step_b = tl.cast(a_col, tl.int64) * BK, tl.cast(b_row, tl.int64) * BK
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(tl.cdiv(depth, BK)):
+        if EVEN:
+            left = tl.load(at_a, mask=row_in, other=0.0)
+            right = tl.load(at_b, mask=col_in, other=0.0)
+        else:
+            rest = depth - step * BK
+            left = tl.load(at_a, mask=row_in & (k < rest)[None, :], other=0.0)
+            right = tl.load(at_b, mask=(k < rest)[:, None] & col_in, other=0.0)
+        if left.dtype == tl.float8e4nv:  # Hopper's fp8 units keep 14 bits of a sum: added up in fp32 once a step
+            acc = tl.dot(left, right, acc, max_num_imprecise_acc=BK)
+        else:
+            acc = tl.dot(left, right, acc, input_precision=DOT)
+        at_a += step_a
+        at_b += step_b
+    acc *= alpha
+    if SCALED:
+        acc *= tl.load(scale_a) * tl.load(scale_b)
+    inside = row_in & col_in
+    if RESIDUAL:
+        at_r = residual + batch * r_batch + row.to(tl.int64)[:, None] * r_row + col.to(tl.int64)[None, :] * r_col
+        acc += beta * tl.load(at_r, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+    acc = _activate(acc, ACTIVATION)
+    at_c = c + batch * c_batch + row.to(tl.int64)[:, None] * c_row + col.to(tl.int64)[None, :] * c_col
+    tl.store(at_c, acc.to(c.dtype.element_ty), mask=inside)
+
+
+def launch(
+    a: Any, b: Any, out: Any, *, tile: Tile, stages: int, warps: int, bias: Any = None, residual: Any = None,
+    scales: tuple[Any, Any] | None = None, alpha: float = 1.0, beta: float = 0.0, activation: str = "none",
+    dot: str = "tf32",
+) -> None:  # fmt: skip
+    """Fill `out` (batch, rows, cols) from `a` (batch or 1, rows, depth) and `b` (batch or 1, depth, cols).
+
+    `residual` has the shape of `out` (strides of 0 broadcast), `bias` one value a column, `scales` one each.
+    """
+    batch, rows, cols = out.shape
+    depth = a.shape[2]
+    if out.numel() == 0:
+        return
+    extra = residual if residual is not None else out
+    scale_a, scale_b = scales or (out, out)
+    grid = (triton.cdiv(rows, tile.bm) * triton.cdiv(cols, tile.bn) * batch,)
+    try:
+        matmul_kernel[grid](
+            a, b, out, bias if bias is not None else out, extra, scale_a, scale_b, rows, cols, depth,
+            a.stride(0) if a.shape[0] > 1 else 0, a.stride(1), a.stride(2),
+            b.stride(0) if b.shape[0] > 1 else 0, b.stride(1), b.stride(2), *out.stride(), *extra.stride(),
+            float(alpha), float(beta), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, EVEN=depth % tile.bk == 0,
+            BIAS=bias is not None, RESIDUAL=residual is not None, SCALED=scales is not None, ACTIVATION=activation,
+            DOT=dot, num_stages=stages, num_warps=warps,
+        )  # fmt: skip
+    except triton.runtime.errors.OutOfResources as e:
+        raise too_large("matmul", tile, e) from e
+
+
+def too_large(op: str, tile: Tile, refused: Any) -> TileError:
+    """What the driver refused at the launch: operands whose layout needs more than the aligned ones checked before."""
+    return TileError(
+        f"op.{op}: tile_shape={tile} does not fit this call",
+        why=f"these strides need {refused.required:,} of {refused.name}; the chip has {refused.limit:,}",
+        fix="half a side of the tile, or contiguous operands",
+    )
+
+
+def compile_product(tile: Tile, dtype: str, stages: int, warps: int, target: Any, activation: str = "none") -> Any:
+    """The kernel of a tile for a target, for aligned operands as they come: row by row, fp8's right one by columns."""
+    kind, inner, outer = TRITON_TYPE[dtype], *(("b_row", "b_col") if dtype == "fp8" else ("b_col", "b_row"))
+    result = "bf16" if dtype == "fp8" else kind
+    pointers = {"a": f"*{kind}", "b": f"*{kind}"} | dict.fromkeys(("c", "bias", "residual"), f"*{result}")
+    pointers |= {"scale_a": "*fp32", "scale_b": "*fp32", "alpha": "fp32", "beta": "fp32"}
+    numbers = ("rows", "cols", "depth", "a_batch", "a_row", "b_batch", outer, "c_batch", "c_row", "r_batch", "r_row")
+    constants = {
+        "a_col": 1, inner: 1, "c_col": 1, "r_col": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP,
+        "EVEN": False, "BIAS": True, "RESIDUAL": False, "SCALED": dtype == "fp8", "ACTIVATION": activation,
+        "DOT": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    types = pointers | dict.fromkeys(numbers, "i32")
+    return compiled(matmul_kernel, types, constants, (), stages=stages, warps=warps, target=target)

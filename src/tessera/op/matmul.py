@@ -1,0 +1,242 @@
+"""Matrix products: `matmul`, `gemm`, `linear`.
+
+Without options they are torch's own calls after a few cheap checks, except that unaligned products are padded where it
+pays (`padding`). `tile_shape` runs our Triton kernel of that tile, `precision` a number format, `error_tolerance` the
+cheapest format whose relative error (Frobenius norm) stays within it; all three may be given together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from ..stream import Stream
+from . import arguments, hints, padding, tiled
+
+_FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt's epilogue does, and torch's name for it (use_gelu)
+
+
+class _How(NamedTuple):
+    """How a product was asked for: all None is torch's way. `tolerance` is there while the choice waits for values."""
+
+    tile_shape: Any = None
+    precision: str | None = None
+    accumulate: str = "fp32"
+    tolerance: float | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether the operands are multiplied as they are."""
+        return self.precision is None and self.tolerance is None
+
+
+_PLAIN = _How()
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    tile_shape: tuple[int, int, int] | None = None,
+    precision: str | None = None,
+    accumulate: str = "fp32",
+    error_tolerance: float | None = None,
+    stream: Stream | None = None,
+) -> Any:
+    """The product a b, with torch.matmul's shapes: vectors, matrices, stacks that broadcast.
+
+    `tile_shape=(BM, BN, BK)` runs our kernel of that tile; one that cannot work is a `TileError` with the nearest that
+    does. `precision` ("fp8", "bf16", "fp16", "tf32", "fp32") rounds the operands, `error_tolerance` takes the cheapest
+    that holds; given both, the coarsest allowed is `precision`. Sums are fp32. A large unaligned 16-bit product comes
+    back as a view with padded rows.
+    """
+    arguments.product("matmul", a, b)
+    with arguments.on(stream, a, b):
+        how = _how("matmul", a, b, tile_shape, precision, accumulate, error_tolerance)
+        if how.tile_shape is not None:
+            return tiled.product("matmul", a, b, how.tile_shape, precision=how.precision or "")
+        return _product(a, b, how)
+
+
+def gemm(
+    a: Any,
+    b: Any,
+    c: Any = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    tile_shape: tuple[int, int, int] | None = None,
+    precision: str | None = None,
+    accumulate: str = "fp32",
+    error_tolerance: float | None = None,
+    stream: Stream | None = None,
+) -> Any:
+    """The sum alpha a b + beta c; `c` broadcasts to the product, None leaves it out. Options as `matmul`."""
+    arguments.product("gemm", a, b)
+    full = _result_shape(a, b)
+    if c is not None:
+        arguments.tensors("gemm", a=a, c=c)
+        arguments.expandable("gemm", "c", c, full)
+    with arguments.on(stream, a, b, c):
+        how = _how("gemm", a, b, tile_shape, precision, accumulate, error_tolerance)
+        if how.tile_shape is not None:
+            return tiled.product(
+                "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta
+            )
+        if how.own and c is not None and a.ndim == b.ndim and a.ndim in (2, 3):
+            if a.ndim == 2:
+                return torch.addmm(c, a, b, alpha=alpha, beta=beta)
+            if a.shape[0] == b.shape[0]:
+                return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
+        out = _product(a, b, how)
+        out = out if alpha == 1.0 else alpha * out
+        return out if c is None else torch.add(out, c, alpha=beta)
+
+
+def linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    activation: str | None = None,
+    tile_shape: tuple[int, int, int] | None = None,
+    precision: str | None = None,
+    accumulate: str = "fp32",
+    error_tolerance: float | None = None,
+    stream: Stream | None = None,
+) -> Any:
+    """The layer act(x weight^T + bias), as torch's linear: `weight` is (out, in). Options as `matmul`.
+
+    `activation` is "relu", "gelu" (exact), "gelu_tanh" or "silu". It is fused into the product's epilogue where no
+    gradient is needed: by cuBLASLt for "relu" and "gelu_tanh", by our kernel with a tile.
+    """
+    _check_linear(x, weight, bias, activation)
+    with arguments.on(stream, x, weight, bias):
+        return _linear(x, weight, bias, activation or "none", tile_shape, precision, accumulate, error_tolerance)
+
+
+def _check_linear(x: Any, weight: Any, bias: Any, activation: str | None) -> None:
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        arguments.tensors("linear", weight=weight)
+        raise _misshapen("weight", weight, "it has the dimensions (out, in)", "weight.reshape")
+    if not isinstance(x, torch.Tensor) or x.dtype is not weight.dtype or x.device != weight.device:
+        arguments.tensors("linear", one_dtype=not arguments.autocasts(weight), x=x, weight=weight)
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise _misshapen(
+            "x", x, f"weight is {arguments.shape(weight)}: its rows meet those of x", "weight is (out, in)"
+        )
+    if bias is not None:
+        if not isinstance(bias, torch.Tensor) or bias.dtype is not x.dtype or bias.device != x.device:
+            arguments.tensors("linear", one_dtype=not arguments.autocasts(x), x=x, bias=bias)
+        if bias.shape != weight.shape[:1]:
+            raise _misshapen("bias", bias, f"weight has {weight.shape[0]} rows", "one value a row of weight")
+    if activation is not None:
+        arguments.one_of("linear", "activation", activation, tiled.ACTIVATIONS)
+
+
+def _misshapen(name: str, value: Any, why: str, fix: str) -> ArgumentError:
+    return ArgumentError(f"op.linear: {name} is {arguments.shape(value)}", why=why, fix=fix)
+
+
+def _result_shape(a: Any, b: Any) -> tuple[int, ...]:
+    if a.ndim == b.ndim == 2:
+        return a.shape[0], b.shape[1]
+    lead = arguments.batches("gemm", a, b) if a.ndim > 1 and b.ndim > 1 else (*a.shape[:-2], *b.shape[:-2])
+    return (*lead, *a.shape[-2:-1], *(b.shape[-1:] if b.ndim > 1 else ()))
+
+
+def _linear(
+    x: Any, weight: Any, bias: Any, activation: str, tile_shape: Any, precision: str | None, accumulate: str,
+    error_tolerance: float | None,
+) -> Any:  # fmt: skip
+    how = _how("linear", x, weight, tile_shape, precision, accumulate, error_tolerance)
+    if how.tile_shape is None and how.own:
+        if activation in _FUSED and _fusible(x, weight, bias):
+            flat = x.reshape(-1, x.shape[-1])
+            out = torch._addmm_activation(bias, flat, weight.t(), use_gelu=_FUSED[activation])
+            return out.unflatten(0, x.shape[:-1])
+        return tiled.activated(padding.linear(x, weight, bias), activation)
+    if how.tile_shape is not None:
+        fused = "none" if _needs_gradient(x, weight, bias) else activation
+        out = tiled.product(
+            "linear", x, weight.mT, how.tile_shape, precision=how.precision or "", bias=bias, activation=fused
+        )
+        return out if fused == activation else tiled.activated(out, activation)
+    out = _product(x, weight.mT, how)
+    return tiled.activated(out if bias is None else out + bias, activation)
+
+
+def _fusible(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether cuBLASLt's epilogue is the best way: on CUDA, aligned, without a gradient (it has none)."""
+    return bool(
+        x.is_cuda
+        and bias is not None
+        and x.ndim > 1
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and not (weight.shape[0] | weight.shape[1]) % 8
+        and not torch.compiler.is_compiling()
+        and not arguments.autocasts(x)
+        and not _needs_gradient(x, weight, bias)
+    )
+
+
+def _needs_gradient(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
+
+
+def _how(
+    op: str, a: Any, b: Any, tile_shape: Any, precision: str | None, accumulate: str, error_tolerance: float | None
+) -> _How:
+    """What runs: what was asked, else what a schedule hints; hints are not read under torch.compile (see docs)."""
+    if not torch.compiler.is_compiling():
+        hinted = hints.current()
+        if hinted.tiles or hinted.precisions:
+            tile_shape = tile_shape or hinted.tiles.get(op)
+            precision = precision or hinted.precisions.get(op)
+    if precision is None and error_tolerance is None:
+        return _PLAIN if tile_shape is None else _How(tile_shape)
+    if error_tolerance is not None and tile_shape is None and torch.compiler.is_compiling():
+        return _How(None, precision, accumulate, float(error_tolerance))  # values are there when the graph runs
+    b = b.mT if op == "linear" else b
+    return _How(tile_shape, _chosen(op, a, b, precision, accumulate, error_tolerance, tile_shape), accumulate)
+
+
+def _chosen(
+    op: str, a: Any, b: Any, precision: str | None, accumulate: str, error_tolerance: float | None, tile_shape: Any
+) -> str | None:
+    """The precision that runs; None for the operands' own, which needs no rounding."""
+    from . import lowprec
+
+    known = [name for name in lowprec.PRECISIONS if tile_shape is None or name != "fp8_row"]
+    if precision is not None:
+        arguments.one_of(op, "precision", precision, known)
+    arguments.one_of(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
+    if error_tolerance is not None:
+        from .bounded import choose
+
+        # An explicit precision is tried first: where it does not hold, the next finer one does.
+        allowed = None if tile_shape is None else known
+        left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
+        precision = choose(
+            "matmul", left, right, tolerance=error_tolerance, allowed=allowed, first=precision, accumulate=accumulate
+        ).precision
+    # fp32 that was promised is said: torch's own path may be switched to tf32.
+    return None if precision == lowprec.FULL.get(a.dtype) != "fp32" else precision
+
+
+def _product(a: Any, b: Any, how: _How) -> Any:
+    if how.own:
+        return padding.matmul(a, b)
+    left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
+    if how.tolerance is not None:
+        from .bounded_product import bounded_mm
+
+        out = bounded_mm(left, right, tolerance=how.tolerance, first=how.precision, accumulate=how.accumulate)
+    else:
+        from .lowprec import mm
+
+        out = mm(left, right, how.precision or "", how.accumulate)
+    out = out.squeeze(-2) if a.ndim == 1 else out
+    return out.squeeze(-1) if b.ndim == 1 else out

@@ -1,0 +1,232 @@
+"""Softmax, layer norm and RMS norm: torch's kernel or ours, by a rule that is data; a residual added on the way.
+
+Statistics are fp32 whatever the tensors are, and the result is rounded once. A call without a residual goes to torch
+unless `RULES` says that our kernel is better for such rows. With `residual=` the sum and its norm are one kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - as torch's own documents write it
+
+from ..errors import ArgumentError
+from ..stream import Stream
+from ..stream import on as stream_on
+from . import arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Rows for which our kernel is taken: between two lengths, of these dtypes, at least so many of them."""
+
+    least_cols: int
+    most_cols: int
+    least_rows: int = 1
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    training: bool | None = None  # only with, or only without, a backward pass to come
+
+    def covers(self, rows: int, cols: int, dtype: torch.dtype, training: bool) -> bool:
+        """Whether such rows are meant."""
+        return (
+            self.least_cols <= cols <= self.most_cols
+            and rows >= self.least_rows
+            and dtype in self.dtypes
+            and self.training in (None, training)
+        )
+
+
+# Where our kernels beat torch's. Empty until measured: `benchmarks/device/ops_rows.py` prints these lines refitted.
+# Source: ours are not yet measured on a GPU. Of torch's, the softmax of 65536 x 4096 bf16 took 0.83 ms and 0.49 J on an
+# H200 where the layer norm of as many bytes took 0.42 ms and 0.29 J (shared/h200/kernels.jsonl): ours may win there.
+RULES: dict[str, tuple[Rule, ...]] = {"softmax": (), "layer_norm": (), "rms_norm": ()}
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_COLS = 32768  # kernels.rows.MAX_COLS, here so that Triton is not imported to ask
+FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # torch 2.8 on; before it F.rms_norm is seven kernels
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether our kernels can be built here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def possible(x: Any, cols: int) -> bool:
+    """Whether our kernel can take such rows: not while compiling, where Inductor fuses more than one norm."""
+    return (
+        x.is_cuda
+        and 0 < cols <= MAX_COLS
+        and x.dtype in KERNEL_DTYPES
+        and not torch.compiler.is_compiling()
+        and has_triton()
+    )
+
+
+def _ours(op: str, x: Any, cols: int) -> bool:
+    rules = RULES[op]
+    if not rules or not possible(x, cols) or arguments.autocasts(x):  # under autocast torch's results are fp32
+        return False
+    rows, training = x.numel() // cols, torch.is_grad_enabled() and x.requires_grad
+    return any(rule.covers(rows, cols, x.dtype, training) for rule in rules)
+
+
+def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None = None) -> Any:
+    """Softmax along `dim`; `dtype` is what it is computed from and written as, as in torch.
+
+    Raises ArgumentError for an `x` that is no floating tensor, or a `dim` it does not have.
+    """
+    if not _together(x):
+        arguments.tensors("softmax", x=x)
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise ArgumentError(
+            f"op.softmax: dim={dim}", why=f"x is {arguments.shape(x)}", fix=f"dim is from {-x.ndim} to {x.ndim - 1}"
+        )
+    if stream is None:
+        return _softmax(x, dim, dtype)
+    with stream_on(stream, x):
+        return _softmax(x, dim, dtype)
+
+
+def _softmax(x: Any, dim: int, dtype: Any) -> Any:
+    written = dtype is None or dtype in KERNEL_DTYPES
+    if written and x.ndim and dim in (-1, x.ndim - 1) and _ours("softmax", x, x.shape[-1]):
+        return softmax_rows(x, dtype)
+    return torch.softmax(x, dim, dtype=dtype)
+
+
+def softmax_rows(x: Any, dtype: Any = None) -> Any:
+    """Softmax of the last dimension by our kernel, whatever the rule says."""
+    from . import row_ops
+
+    return row_ops.softmax(x.reshape(-1, x.shape[-1]), dtype or x.dtype).view(x.shape)
+
+
+def layer_norm(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    residual: Any = None,
+    stream: Stream | None = None,
+) -> Any:
+    """Layer norm over the last dimensions (`normalized_shape`; the last one, or the weight's shape, by default).
+
+    With `residual` (of the shape and dtype of `x`) the answer is (norm(x + residual), x + residual): the sum is rounded
+    once to that dtype and is the next residual. Raises ArgumentError naming the argument that does not fit.
+    """
+    shape = _checked("layer_norm", x, normalized_shape, weight, bias, residual)
+    if stream is None:
+        return _norm("layer_norm", x, shape, weight, bias, eps, residual)
+    with stream_on(stream, x, weight, bias, residual):
+        return _norm("layer_norm", x, shape, weight, bias, eps, residual)
+
+
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    eps: float | None = None,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    residual: Any = None,
+    stream: Stream | None = None,
+) -> Any:
+    """RMS norm over the last dimensions (the last one, or the weight's shape, by default); `eps` None: fp32's.
+
+    The product with the weight is fp32 and rounded once; Llama's own code rounds before it. `residual` as in
+    layer_norm.
+    Raises ArgumentError naming the argument that does not fit.
+    """
+    shape = _checked("rms_norm", x, normalized_shape, weight, None, residual)
+    if eps is None:
+        eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    if stream is None:
+        return _norm("rms_norm", x, shape, weight, None, eps, residual)
+    with stream_on(stream, x, weight, residual):
+        return _norm("rms_norm", x, shape, weight, None, eps, residual)
+
+
+def _together(x: Any, *others: Any) -> bool:
+    """Floating tensors on one device: the way that is always taken, in as few calls as it can be."""
+    try:
+        where = x.device
+        return bool(x.is_floating_point()) and all(t is None or t.device == where for t in others)
+    except AttributeError:
+        return False
+
+
+def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual: Any) -> tuple[int, ...]:
+    """The dimensions to norm over, everything fitting them."""
+    if not _together(x, weight, bias, residual):
+        arguments.tensors(op, one_dtype=False, x=x, weight=weight, bias=bias, residual=residual)
+    if normalized is None:
+        shape = tuple(x.shape[-1:] if weight is None else weight.shape)
+    else:
+        shape = (normalized,) if isinstance(normalized, int) else tuple(normalized)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        what = "normalized_shape" if normalized is not None or weight is None else "weight"
+        size = "x".join(map(str, shape)) or "a scalar"
+        raise ArgumentError(
+            f"op.{op}: {what} is {size}", why=f"x is {arguments.shape(x)}", fix="the last dimensions of x"
+        )
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ArgumentError(
+                f"op.{op}: {name} is {arguments.shape(value)}",
+                why=f"the norm is over {'x'.join(map(str, shape))}",
+                fix=f"reshape {name}",
+            )
+    if residual is not None and (residual.shape != x.shape or residual.dtype is not x.dtype):
+        raise ArgumentError(
+            f"op.{op}: residual is {arguments.shape(residual)} {residual.dtype}",
+            why=f"x is {arguments.shape(x)} {x.dtype}, and their sum is the next residual",
+            fix="give both one shape and dtype",
+        )
+    return shape
+
+
+def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float, residual: Any) -> Any:
+    cols = shape[0] if len(shape) == 1 else functools.reduce(int.__mul__, shape)
+    # torch has no one kernel for these: a sum with its norm, weights of another dtype, RMS norm in an old version.
+    mixed = _mixed(x, weight, bias)
+    alone = residual is not None or mixed or (op == "rms_norm" and not FUSED_RMS_NORM)
+    # Under autocast torch's norms give fp32; of mixed dtypes both ways give that of `x`.
+    alone = alone and possible(x, cols) and (mixed or not arguments.autocasts(x))
+    if alone or _ours(op, x, cols):
+        return norm_rows(op, x, weight, bias, eps, residual, cols)
+    if residual is None:
+        return _composed(op, x, shape, weight, bias, eps)
+    summed = x + residual
+    return _composed(op, summed, shape, weight, bias, eps), summed
+
+
+def _mixed(x: Any, weight: Any, bias: Any) -> bool:
+    return (weight is not None and weight.dtype is not x.dtype) or (bias is not None and bias.dtype is not x.dtype)
+
+
+def _composed(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
+    """By torch. Where the dtypes differ, everything is computed in the widest and rounded to that of `x`."""
+    if _mixed(x, weight, bias):
+        wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
+        cast = (None if t is None else t.to(wide) for t in (x, weight, bias))
+        return _composed(op, next(cast), shape, next(cast), next(cast), eps).to(x.dtype)
+    if op == "layer_norm":
+        return F.layer_norm(x, shape, weight, bias, eps)
+    return F.rms_norm(x, shape, weight, eps)
+
+
+def norm_rows(op: str, x: Any, weight: Any, bias: Any, eps: float, residual: Any, cols: int) -> Any:
+    """The norm of rows of `cols` elements by our kernel, whatever the rule says; with a residual also the sum."""
+    from . import row_ops
+
+    flat = [None if t is None else t.reshape(-1, cols) for t in (x, residual)]
+    line = [None if t is None else t.reshape(cols) for t in (weight, bias)]
+    y, summed, _, _ = row_ops.norm(*flat, *line, eps, op == "layer_norm")
+    return y.view(x.shape) if residual is None else (y.view(x.shape), summed.view(x.shape))

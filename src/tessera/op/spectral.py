@@ -1,0 +1,152 @@
+"""Fourier transforms, and convolution through them: conv2d's result at a cost that hardly grows with the kernel.
+
+::
+
+    x ── pad to a fast size ── rfft2 ──┐
+                                       ├── product at each frequency, summed over channels ── irfft2 ── cut ── + bias
+    w ── dilate, pad ──────── rfft2 ───┘   (conjugate: conv2d correlates)
+
+`spectral_wins` says, from the model of `predict`, where that is cheaper: large kernels, depthwise ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from ..errors import ArgumentError
+from ..stream import Stream
+from ..stream import on as stream_on
+from .arguments import pair, shape, tensors
+from .spectral_cost import Verdict as Verdict
+from .spectral_cost import fast_size
+from .spectral_cost import spectral_wins as spectral_wins
+
+_HALF = (torch.float16, torch.bfloat16)
+_NORMS = (None, "forward", "backward", "ortho")
+
+
+def fft(
+    x: Any, dims: int | Sequence[int] = -1, *, norm: str | None = None, stream: Stream | None = None
+) -> torch.Tensor:
+    """The discrete Fourier transform over one or several dimensions, complex; half precision is computed in fp32."""
+    return _transform("fft", torch.fft.fftn, x, dims, norm, stream)
+
+
+def ifft(
+    x: Any, dims: int | Sequence[int] = -1, *, norm: str | None = None, stream: Stream | None = None
+) -> torch.Tensor:
+    """The inverse of `fft`, complex: take `.real` where the transformed was real."""
+    return _transform("ifft", torch.fft.ifftn, x, dims, norm, stream)
+
+
+def _transform(op: str, run: Any, x: Any, dims: Any, norm: Any, stream: Stream | None) -> torch.Tensor:
+    tensors(op, x=x)
+    over = (dims,) if isinstance(dims, int) else tuple(dims)
+    if not over or any(not isinstance(d, int) or not -x.ndim <= d < x.ndim for d in over):
+        raise ArgumentError(f"op.{op}: dims={dims!r}, x is {shape(x)}", fix=f"dims between {-x.ndim} and {x.ndim - 1}")
+    if len({d % x.ndim for d in over}) < len(over):
+        raise ArgumentError(f"op.{op}: dims={dims!r} names a dimension twice", fix="each once")
+    if norm not in _NORMS:
+        raise ArgumentError(f"op.{op}: norm={norm!r}", fix='norm is None, "forward", "backward" or "ortho"')
+    with stream_on(stream, x):
+        # cuFFT has halves for powers of two only, and nobody has them on a CPU.
+        found: torch.Tensor = run(x.float() if x.dtype in _HALF else x, dim=over, norm=norm)
+        return found
+
+
+def spectral_conv2d(
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    padding: int | tuple[int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    stream: Stream | None = None,
+) -> torch.Tensor:
+    """conv2d with stride 1 by Fourier transforms: x (N, C, H, W) or (C, H, W), w (O, C / groups, kh, kw).
+
+    Transforms and products are in fp32 for half inputs (the result is rounded once), in fp64 for fp64. The error is
+    that of fp32, relative to the largest outputs rather than to each. Autograd is torch's.
+    """
+    tensors("spectral_conv2d", x=x, w=w, bias=bias)
+    dilated = pair("spectral_conv2d", "dilation", dilation, 1)
+    before, after = _padding(w, padding, dilated)
+    _check(x, w, bias, groups, dilated, before, after)
+    with stream_on(stream, x, w, bias):
+        out = _convolved(x if x.ndim == 4 else x[None], w, dilated, before, after, groups)
+        if bias is not None:
+            out = out + bias.to(out.dtype)[:, None, None]
+        out = out.to(x.dtype)
+        return out if x.ndim == 4 else out[0]
+
+
+def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Zeros before (top, left) and after (bottom, right), as conv2d places them."""
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ArgumentError(f"op.spectral_conv2d: padding={padding!r}", fix='"same", "valid", an int or two')
+        reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, w.shape[-2:], strict=True)]
+        left = (reach[0] // 2, reach[1] // 2)
+        return left, (reach[0] - left[0], reach[1] - left[1])
+    both = pair("spectral_conv2d", "padding", padding, 0)
+    return both, both
+
+
+def _check(x: Any, w: Any, bias: Any, groups: Any, dilation: Any, before: Any, after: Any) -> None:
+    if x.ndim not in (3, 4) or w.ndim != 4:
+        name, value, wanted = ("w", w, "4") if x.ndim in (3, 4) else ("x", x, "3 or 4")
+        raise ArgumentError(f"op.spectral_conv2d: {name} is {shape(value)}", fix=f"{name} has {wanted} dimensions")
+    if not isinstance(groups, int) or groups < 1 or x.shape[-3] % groups or w.shape[0] % groups:
+        raise ArgumentError(
+            f"op.spectral_conv2d: groups={groups!r}, x has {x.shape[-3]} channels, w makes {w.shape[0]}",
+            fix="groups divides both",
+        )
+    if w.shape[1] != x.shape[-3] // groups:
+        raise ArgumentError(
+            f"op.spectral_conv2d: w is {shape(w)}, x {shape(x)}, groups={groups}",
+            why=f"each group has {x.shape[-3] // groups} channels of x, w takes {w.shape[1]}",
+            fix="w is (out channels, in channels / groups, kh, kw)",
+        )
+    if bias is not None and tuple(bias.shape) != (w.shape[0],):
+        raise ArgumentError(
+            f"op.spectral_conv2d: bias is {shape(bias)}", fix=f"one number for each of {w.shape[0]} outputs"
+        )
+    for i in (0, 1):
+        reach, padded = dilation[i] * (w.shape[2 + i] - 1) + 1, x.shape[-2 + i] + before[i] + after[i]
+        if not 0 < reach <= padded:
+            raise ArgumentError(
+                f"op.spectral_conv2d: w reaches over {reach}, x and its padding have {padded}", fix="more padding="
+            )
+
+
+def _convolved(x: Any, w: Any, dilation: Any, before: Any, after: Any, groups: int) -> torch.Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    padded = [x.shape[2 + i] + before[i] + after[i] for i in (0, 1)]
+    # A circle of the padded length is enough: where the kernel would reach round it there is no output.
+    size = [fast_size(n) for n in padded]
+    top, left = before
+    x = F.pad(x.to(wide), (left, size[1] - x.shape[3] - left, top, size[0] - x.shape[2] - top))
+    kernel = w.to(wide)
+    if dilation != (1, 1):
+        reach = [dilation[i] * (w.shape[2 + i] - 1) + 1 for i in (0, 1)]
+        kernel = kernel.new_zeros(*w.shape[:2], *reach)
+        kernel[..., :: dilation[0], :: dilation[1]] = w.to(wide)
+    xs, ws = torch.fft.rfft2(x), torch.fft.rfft2(kernel, s=size).conj()
+    out = torch.fft.irfft2(_products(xs, ws, groups), s=size)
+    rows, columns = (padded[i] - dilation[i] * (w.shape[2 + i] - 1) for i in (0, 1))
+    return out[..., :rows, :columns]
+
+
+def _products(xs: Any, ws: Any, groups: int) -> torch.Tensor:
+    """Sum over the channels of a group, at each frequency."""
+    batch, channels, *plane = xs.shape
+    xs = xs.reshape(batch, groups, channels // groups, *plane)
+    ws = ws.reshape(groups, ws.shape[0] // groups, channels // groups, *plane)
+    if channels == groups:  # depthwise: nothing to sum, and products of matrices of 1 by 1 would be a waste
+        return (xs * ws[None, :, :, 0]).reshape(batch, -1, *plane)
+    return torch.einsum("bgihw,goihw->bgohw", xs, ws).reshape(batch, -1, *plane)

@@ -1,0 +1,195 @@
+"""The product of a given tile as an operator torch knows: `tessera::tiled_mm`, with a fake and a gradient.
+
+On CUDA it is our Triton kernel; on a CPU torch computes the same (operands rounded alike, sums in fp32). Its gradients
+are products of the same tile: the rows of dA follow the rows of C and the columns of dB its columns, so BM and BN keep
+their meaning, and what fitted in shared memory fits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from . import arguments, tile
+from .switches import tf32_allowed
+from .tile import Tile
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+"""What `linear` may end with; "gelu" is the exact one, as torch's default."""
+
+_SCHEMA = (
+    "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, str precision, "
+    "int[] tile_shape, int stages, int warps) -> Tensor"
+)
+
+
+def _compile(shape: Tile, dtype: str, stages: int, warps: int, target: Any) -> Any:
+    from .kernels.matmul import compile_product
+
+    return compile_product(shape, dtype, stages, warps, target).metadata
+
+
+tile.register("matmul", _compile)
+
+
+def product(
+    op: str, a: Any, b: Any, tile_shape: Any, *, precision: str = "", bias: Any = None, residual: Any = None,
+    alpha: float = 1.0, beta: float = 1.0, activation: str = "none",
+) -> Any:  # fmt: skip
+    """act(alpha a b + beta residual + bias) by the kernel of a tile, with torch.matmul's shapes."""
+    shape = Tile.of(op, tile_shape)
+    if arguments.autocasts(a):  # as torch does before its own products
+        dtype = torch.get_autocast_dtype(a.device.type)
+        a, b, bias, residual = (x if x is None else x.to(dtype) for x in (a, b, bias, residual))
+    stages, warps = _checked(op, shape, precision, a)
+    left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
+    lead = arguments.batches(op, left, right)
+    if right.ndim == 2:  # one product of all rows
+        stack_a, stack_b = left.reshape(1, left.shape[:-1].numel(), left.shape[-1]), right.unsqueeze(0)
+    else:
+        stack_a, stack_b = _stack(left, lead), _stack(right, lead)
+    full = (*lead, left.shape[-2], right.shape[-1])
+    if residual is not None:
+        arguments.expandable(op, "c", residual, full)
+        stack = max(stack_a.shape[0], stack_b.shape[0]) if lead and right.ndim > 2 else 1
+        residual = residual.expand(full).reshape(stack, stack_a.shape[1], full[-1])
+    out = tiled_mm(
+        stack_a, stack_b, bias, residual, alpha, beta, activation, precision, list(shape.sides), stages, warps
+    ).reshape(full)
+    out = out.squeeze(-2) if a.ndim == 1 else out
+    return out.squeeze(-1) if b.ndim == 1 else out
+
+
+def _stack(x: Any, lead: tuple[int, ...]) -> Any:
+    """(batch, rows, cols); one matrix alone stays one, and is read for all."""
+    if x.ndim == 2:
+        return x.unsqueeze(0)
+    return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+
+
+def _checked(op: str, shape: Tile, precision: str, a: Any) -> tuple[int, int]:
+    """(stages, warps) of a tile that fits; zeros under torch.compile, where the fake checks and the launch decides."""
+    if torch.compiler.is_compiling():
+        return 0, 0
+    stages, warps = tile.pipeline(shape)
+    dtype, arch = precision or runs_in(a.dtype), tile.arch_of(a.device)
+    tile.check("matmul", shape, dtype, stages, warps, arch)
+    tile.advise(op, shape, dtype, arch)
+    return stages, warps
+
+
+@torch.library.custom_op("tessera::tiled_mm", mutates_args=(), schema=_SCHEMA)
+def tiled_mm(
+    a: Any, b: Any, bias: Any, residual: Any, alpha: float, beta: float, activation: str, precision: str,
+    tile_shape: Any, stages: int, warps: int,
+) -> Any:  # fmt: skip
+    """A stack of products (batch or 1, m, k) x (batch or 1, k, n) -> (batch, m, n)."""
+    epilogue = {"bias": bias, "residual": residual, "alpha": alpha, "beta": beta, "activation": activation}
+    if a.is_cuda:
+        shape = Tile(*tile_shape)
+        if not stages:
+            stages, warps = tile.pipeline(shape)
+        return _launched(a, b, precision, shape, stages, warps, epilogue)
+    return _computed(a, b, precision, **epilogue)
+
+
+@tiled_mm.register_fake
+def _(
+    a: Any, b: Any, bias: Any, residual: Any, alpha: float, beta: float, activation: str, precision: str,
+    tile_shape: Any, stages: int, warps: int,
+) -> Any:  # fmt: skip
+    if not stages:
+        shape = Tile(*tile_shape)
+        tile.check("matmul", shape, precision or runs_in(a.dtype), *tile.pipeline(shape), tile.arch_of(a.device))
+    return a.new_empty((max(a.shape[0], b.shape[0]), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
+
+
+def _result_dtype(dtype: Any) -> Any:
+    return torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
+
+
+def _launched(a: Any, b: Any, precision: str, shape: Tile, stages: int, warps: int, epilogue: dict[str, Any]) -> Any:
+    from .kernels.matmul import launch
+
+    out = a.new_empty((max(a.shape[0], b.shape[0]), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
+    left, right, scales = _rounded(a, b, precision)
+    dot = "tf32" if precision == "tf32" or (not precision and tf32_allowed()) else "ieee"
+    with torch.cuda.device(a.device):  # Triton launches on the current device, whatever the tensors' is
+        launch(left, right, out, tile=shape, stages=stages, warps=warps, scales=scales, dot=dot, **epilogue)
+    return out
+
+
+def _rounded(a: Any, b: Any, precision: str) -> tuple[Any, Any, tuple[Any, Any] | None]:
+    """Both operands in a precision, and the scales that bring them back."""
+    if not precision:
+        return a, b, None
+    from .lowprec import cast
+
+    left, by_left = cast(a, precision)
+    right, by_right = cast(b.mT, precision)  # the right operand's columns: fp8 is multiplied from there
+    return left, right.mT, (by_left, by_right) if by_left is not None and by_right is not None else None
+
+
+def runs_in(dtype: Any) -> Any:
+    """What operands of a dtype are multiplied in: fp32 in tf32 where the program allows that."""
+    return "tf32" if dtype is torch.float32 and tf32_allowed() else dtype
+
+
+def _computed(
+    a: Any, b: Any, precision: str, *, bias: Any, residual: Any, alpha: float, beta: float, activation: str
+) -> Any:
+    left, right, scales = _rounded(a, b, precision)
+    wide = torch.float64 if a.dtype is torch.float64 else torch.float32
+    acc = torch.matmul(left.to(wide), right.to(wide)) * alpha
+    if scales is not None:
+        acc = acc * (scales[0] * scales[1])
+    if residual is not None:
+        acc = acc + beta * residual.to(wide)
+    if bias is not None:
+        acc = acc + bias.to(wide)
+    return activated(acc, activation).to(_result_dtype(a.dtype))
+
+
+def activated(x: Any, activation: str) -> Any:
+    """One of our activations by torch."""
+    functional = torch.nn.functional
+    if activation == "none":
+        return x
+    if activation in ("gelu", "gelu_tanh"):
+        return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return torch.relu(x) if activation == "relu" else functional.silu(x)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, _, _, ctx.alpha, ctx.beta, ctx.activation, _, ctx.tile_shape, ctx.stages, ctx.warps = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _gradients(ctx: Any, g: Any) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    if ctx.activation != "none":
+        raise ArgumentError(
+            f"tessera::tiled_mm has no gradient through its fused {ctx.activation}",
+            why="the values before the activation are not kept",
+            fix="op.linear, which applies the activation apart where a gradient is needed",
+        )
+
+    def again(x: Any, y: Any) -> Any:
+        return tiled_mm(x, y, None, None, ctx.alpha, 0.0, "none", "", ctx.tile_shape, ctx.stages, ctx.warps)
+
+    g = g.to(a.dtype)
+    by_a = by_b = None
+    if ctx.needs_input_grad[0]:
+        by_a = again(g, b.mT)
+        by_a = by_a.sum(0, keepdim=True) if a.shape[0] < by_a.shape[0] else by_a
+    if ctx.needs_input_grad[1]:
+        by_b = again(a.mT, g)
+        by_b = by_b.sum(0, keepdim=True) if b.shape[0] < by_b.shape[0] else by_b
+    by_bias = g.sum((0, 1)) if ctx.needs_input_grad[2] else None
+    by_residual = ctx.beta * g if ctx.needs_input_grad[3] else None
+    return by_a, by_b, by_bias, by_residual, None, None, None, None, None, None, None
+
+
+tiled_mm.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,75 @@
+"""`tessera.optimize` as text: the ways tried, every rewrite on one line, what they add up to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..graph.rewrites import Rewrite
+from ..units import format_bytes, format_duration, format_energy
+
+if TYPE_CHECKING:
+    from ..rewrite.optimize import Optimized
+    from ..rewrite.ways import Way
+
+
+def text(found: Optimized, top: int = 20) -> str:
+    """The whole report."""
+    if not found.chosen:
+        return f"{type(found.original).__name__}: not optimized yet: the first call does it"
+    lines = [f"runs as: {found.chosen}"]
+    lines += [_way(way, found.chosen) for way in found.ways]
+    shown = found.rewrites[:top]
+    lines += [f"  {line(rewrite)}" for rewrite in shown]
+    if len(found.rewrites) > top:
+        lines.append(f"  ... and {len(found.rewrites) - top} more")
+    trace = found.trace
+    if trace is not None and trace.before_j is not None and trace.after_j is not None:
+        lines.append(
+            f"modelled on {trace.device}: {format_energy(trace.before_j)} -> {format_energy(trace.after_j)}, "
+            f"{format_duration(trace.before_s or 0.0)} -> {format_duration(trace.after_s or 0.0)}, "
+            f"{trace.launches_before} -> {trace.launches_after} launches"
+        )
+    lines += [f"undone: {line(rewrite)}" for rewrite in found.undone]
+    lines += [f"note: {note}" for note in found.notes]
+    return "\n".join(lines)
+
+
+def line(rewrite: Rewrite) -> str:
+    """rule: before -> after, xN, bytes and joules saved (by whom)."""
+    parts = [f"{rewrite.rule}: {rewrite.before} -> {rewrite.after}"]
+    if rewrite.times > 1:
+        parts.append(f"x{rewrite.times}")
+    saved = []
+    if rewrite.saved_bytes:
+        saved.append(_signed(rewrite.saved_bytes, format_bytes))
+    if rewrite.saved_j:
+        error = f" ± {format_energy(rewrite.saved_error_j)}" if rewrite.saved_error_j else ""
+        saved.append(f"{_signed(rewrite.saved_j, format_energy)}{error}")
+    if rewrite.saved_s:
+        saved.append(_signed(rewrite.saved_s, format_duration))
+    if saved:
+        parts.append(f"saves {', '.join(saved)}")
+    tail = f"[{rewrite.by}{', ' + rewrite.basis if rewrite.basis != 'modelled' else ''}]"
+    why = f" ({rewrite.why})" if rewrite.why else ""
+    return "  ".join([*parts, tail]) + why
+
+
+def _signed(value: float, form: object) -> str:
+    assert callable(form)
+    return f"-{form(-value)}" if value < 0 else str(form(value))
+
+
+def _way(way: Way, chosen: str) -> str:
+    mark = "*" if way.name == chosen else " "
+    parts = [f" {mark} {way.name:<28}"]
+    if way.seconds is not None:
+        parts.append(format_duration(way.seconds))
+    if way.joules is not None:
+        parts.append(f"{format_energy(way.joules)}" + (f" ± {format_energy(way.error_j)}" if way.error_j else ""))
+    if way.compile_s:
+        parts.append(f"compiled in {format_duration(way.compile_s)}")
+    if way.verdict is not None and way.compile_s:
+        parts.append(f"error {way.verdict.relative:.1e} of {way.verdict.allowed:.0e}")
+    if way.why:
+        parts.append(way.why)
+    return "  ".join(parts)

@@ -1,0 +1,53 @@
+"""What a schedule held, as text."""
+
+from __future__ import annotations
+
+from ..runtime.held import ScheduleReport, ZoneReport
+from ..units import format_duration, format_energy, format_power
+
+
+def schedule_text(report: ScheduleReport) -> str:
+    """A few lines: what was asked, what was held, what it cost."""
+    lines = [_asked(report)]
+    lines += [_held(report, zone) for zone in report.zones]
+    if report.how == "token_bucket":
+        lines.append(
+            f"waited {format_duration(report.waited_s)} in {report.waits} waits {report.where or ''}: adds at most "
+            f"{report.slowdown:.1%} to the time"
+        )
+    each = report.joules_per_call
+    lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
+    return "\n".join([*lines, *report.notes])
+
+
+def _asked(report: ScheduleReport) -> str:
+    if report.cap is None:
+        return "no cap"
+    scope = "all of this node's processes" if report.cap.scope == "node" else "each GPU"
+    if report.how == "driver":
+        return f"cap {format_power(report.cap.power_w)} for {scope}, held by the driver"
+    if report.window_s is None:
+        return f"cap {format_power(report.cap.power_w)} for {scope}, nothing was run yet"
+    why = "the sensor tells no shorter one" if report.window_from == "sensor" else "cap_window_ms"
+    return (
+        f"cap {format_power(report.cap.power_w)} for {scope}, held for the mean over "
+        f"{format_duration(report.window_s)} ({why})"
+    )
+
+
+def _held(report: ScheduleReport, zone: ZoneReport) -> str:
+    name = zone.zone if zone.zone not in ("cpu", "node") else f"{zone.zone} ({', '.join(zone.domains) or 'no sensor'})"
+    if zone.mean_w is None:
+        return f"{name}: too short to tell"
+    parts = [f"{name}: mean {_against(report, zone.mean_w)}"]
+    if zone.peak_w is not None:
+        parts.append(f"worst window {_against(report, zone.peak_w)}")
+    elif zone.first_peak_w is not None:
+        parts.append(f"worst window of the first second {_against(report, zone.first_peak_w)}")
+    parts.append(f"{format_energy(zone.energy_j)} in {format_duration(zone.seconds)}, {zone.basis}")
+    return ", ".join(parts)
+
+
+def _against(report: ScheduleReport, power_w: float) -> str:
+    cap_w = report.cap.power_w if report.cap else power_w
+    return f"{format_power(power_w)} ({power_w / cap_w - 1:+.1%})"

@@ -1,0 +1,27 @@
+"""The console everything is printed on: names from traces, processes and drivers cannot command the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+
+class Console(RichConsole):
+    """rich's, which styles text by sequences of its own; those inside a text (a kernel named so) are blanked."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments whose text is only text."""
+        return map(_plain, super().render(renderable, options))
+
+
+def _plain(segment: Segment) -> Segment:
+    if segment.control or segment.text.isprintable() or segment.text == "\n":
+        return segment
+    return Segment("".join(map(_shown, segment.text)), segment.style)
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character in "\n\t" else " "

@@ -1,0 +1,255 @@
+"""From what was seen of a compilation to rewrites: which eager operators became which kernel, and what that saves.
+
+Both sides are solved by the model of `predict`: the program as eager torch launches it (`Watch.pieces`) and as Inductor
+does (`Watch.kernels`). Each kernel gets the pieces it replaced; what it saves is their cost less its own. What the host
+no longer keeps waiting is one more line, and whatever the two totals differ by beyond all lines is the line "rest", so
+that the lines add up to the difference of the totals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..graph.rewrites import Rewrite
+from .lowered import after_pieces, owners
+from .pieces import Piece
+from .prices import Cost, Host, Side, solved, total, work_of
+from .watch import Found, Kernel, Watch
+
+if TYPE_CHECKING:
+    from ..device import Device
+
+_ROWWISE = frozenset({"norm", "softmax", "reduce", "batch_norm"})
+_CASTS = frozenset({"aten._to_copy"})
+_COPIES = frozenset({"aten.clone", "aten.contiguous", "aten.copy"})
+_LABEL_PARTS = 6
+_HOST_ERROR = 0.5  # hosts of one kind were found at 0.83 to 1.5 times the constants (estimate/host.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What was rewritten, and both programs as the model sees them; the rewrites add up to the difference."""
+
+    rewrites: list[Rewrite]
+    before_s: float | None = None
+    before_j: float | None = None
+    after_s: float | None = None
+    after_j: float | None = None
+    launches_before: int = 0
+    launches_after: int = 0
+    device: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def trace(watch: Watch, device: Device | None, *, replayed: bool, host: Host | None = None) -> Trace:
+    """The rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs."""
+    if not watch.complete:
+        return Trace(rewrites=[_bare(found) for found in watch.found], notes=tuple(watch.unsaid))
+    after = after_pieces(watch)
+    if device is None:
+        return _unpriced(watch, after)
+    before_side = solved(watch.pieces, device, host or Host())
+    launched = solved(after, device)
+    after_side = solved(after, device, replayed=True) if replayed else launched
+    lines = list(_lines(watch, before_side.costs, launched.costs))
+    lines += _ours(watch, device)
+    lines += _launching(before_side, launched, after_side)
+    lines += _in_place(watch)
+    extra_s = sum(r.saved_s or 0.0 for r in lines if r.by == "tessera")
+    extra_j = sum(r.saved_j or 0.0 for r in lines if r.by == "tessera")
+    before_s, before_j = before_side.seconds + extra_s, before_side.joules + extra_j
+    lines += _rest(lines, before_s - after_side.seconds, before_j - after_side.joules, before_j)
+    return Trace(
+        rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)), before_s=before_s, before_j=before_j,
+        after_s=after_side.seconds, after_j=after_side.joules, launches_before=before_side.launches,
+        launches_after=after_side.launches, device=device.id, notes=tuple(watch.unsaid),
+    )  # fmt: skip
+
+
+# -- lines ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(watch: Watch, before: Sequence[Cost], after: Sequence[Cost]) -> Iterable[Rewrite]:
+    """One line for every kind of change, its occurrences added up."""
+    owned, vanished = owners(watch)
+    sums: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
+    for k, kernel in enumerate(watch.kernels):
+        for rule, label, made, saved in _of_kernel(watch, kernel, owned.get(k, []), before, after[k]):
+            sums[rule, label, made].append(saved)
+    for component, spent in zip(vanished, _paid(watch, vanished, after), strict=True):
+        pieces = [watch.pieces[i] for i in component]
+        rule, made = _vanished_rule(pieces)
+        sums[rule, label_of(pieces), made].append(total(before[i] for i in component).less(spent))
+    for (rule, label, made), costs in sums.items():
+        yield _line(rule, label, made, costs)
+
+
+def _line(rule: str, before: str, after: str, costs: Sequence[Cost], by: str = "inductor") -> Rewrite:
+    found = total(costs)
+    return Rewrite(
+        rule=rule, before=before, after=after, by=by, times=len(costs), saved_bytes=found.nbytes,
+        saved_j=found.joules, saved_error_j=found.error_j, saved_s=found.seconds,
+    )  # fmt: skip
+
+
+def _of_kernel(
+    watch: Watch, kernel: Kernel, owned: Sequence[int], before: Sequence[Cost], own: Cost
+) -> Iterable[tuple[str, str, str, Cost]]:
+    """What one kernel stands for: a fusion, and the casts and copies that vanished into it."""
+    pieces = [i for i in owned if watch.pieces[i].launches]
+    if kernel.call is not None or len(pieces) < 2:
+        return
+    casts = [i for i in pieces if watch.pieces[i].name in _CASTS]
+    copies = [i for i in pieces if watch.pieces[i].name in _COPIES]
+    work = [i for i in pieces if i not in casts and i not in copies]
+    if len(work) < 2:
+        # One operator and the casts around it: they alone are what is saved.
+        rule, gone = ("drop_cast", casts) if casts else ("drop_transpose", copies)
+        saved = total(before[i] for i in pieces).less(own)
+        yield rule, label_of([watch.pieces[i] for i in gone]), "inside a kernel", saved
+        return
+    for rule, gone in (("drop_cast", casts), ("drop_transpose", copies)):
+        for i in gone:
+            yield rule, label_of([watch.pieces[i]]), "inside a kernel", before[i]
+    found = [watch.pieces[i] for i in work]
+    rule = "fuse_reduction" if any(_reduces(p) for p in found) else "fuse_elementwise"
+    yield rule, label_of(found), "one kernel", total(before[i] for i in work).less(own)
+
+
+def _reduces(piece: Piece) -> bool:
+    """Whether it sums over rows or channels; a batch norm with fixed statistics does not."""
+    return piece.kind in _ROWWISE and "no_training" not in piece.name
+
+
+def label_of(pieces: Sequence[Piece]) -> str:
+    """Operators by name, each with how often: add + 2 layer_norm + gelu."""
+    counts: dict[str, int] = {}
+    for piece in pieces:
+        counts[piece.short] = counts.get(piece.short, 0) + 1
+    parts = [f"{n} {name}" if n > 1 else name for name, n in counts.items()]
+    more = f" + {len(parts) - _LABEL_PARTS} more" if len(parts) > _LABEL_PARTS else ""
+    return " + ".join(parts[:_LABEL_PARTS]) + more
+
+
+def _paid(watch: Watch, vanished: Sequence[Sequence[int]], after: Sequence[Cost]) -> list[Cost]:
+    """What is spent on the calls that took the place of what vanished: each is paid by those most like it in work.
+
+    A fused attention is paid by products and softmaxes, addmm by mm and add, a padded product by the one before.
+    """
+    spent = [Cost() for _ in vanished]
+    kinds = [_vanished_rule([watch.pieces[i] for i in component])[0] for component in vanished]
+    for k, kernel in enumerate(watch.kernels):
+        if kernel.call is None or any(node in graph for graph in watch.nodes for node in kernel.call.nodes):
+            continue  # it was in the program as it was written
+        rules = {"attention": ("flash_attention",), "gemm": ("fuse_epilogue", "pad_gemm")}.get(kernel.call.kind, ())
+        payers = [c for c, rule in enumerate(kinds) if rule in rules]
+        if payers:
+            work = work_of([kernel.call])
+            # Of equals the one that paid least so far: a layer's attention is paid by that layer's.
+            nearest = min(payers, key=lambda c: (_apart(work, work_of([watch.pieces[i] for i in vanished[c]])),
+                                                 spent[c].joules))  # fmt: skip
+            spent[nearest] = spent[nearest] + after[k]
+    return spent
+
+
+def _apart(a: float, b: float) -> float:
+    return round(abs(math.log(max(a, 1.0) / max(b, 1.0))), 1)
+
+
+def _vanished_rule(pieces: Sequence[Piece]) -> tuple[str, str]:
+    kinds = {p.kind for p in pieces}
+    if "softmax" in kinds and "gemm" in kinds:
+        return "flash_attention", "scaled_dot_product_attention"
+    if "gemm" in kinds:
+        return ("fuse_epilogue", "addmm") if len(pieces) > 1 else ("pad_gemm", "the product with padded rows")
+    names = {p.name for p in pieces}
+    if names <= _CASTS:
+        return "drop_cast", "nothing"
+    if names <= _COPIES | _CASTS:
+        return "drop_transpose", "nothing"
+    return "fold", "nothing"
+
+
+def _launching(before: Side, launched: Side, after: Side) -> list[Rewrite]:
+    """What the device no longer waits for the host, and in a replay no longer idles between two kernels."""
+    replayed = after is not launched
+    gaps, now = total(launched.costs), total(after.costs)
+    saved_s = before.wait_s - after.wait_s + (gaps.seconds - now.seconds)
+    saved_j = before.wait_j - after.wait_j + (gaps.joules - now.joules)
+    return [
+        Rewrite(
+            rule="cuda_graph" if replayed else "fewer_launches", by="inductor",
+            before=f"{before.launches} launches, {before.host_s * 1e3:.2f} ms of the host",
+            after="replayed" if replayed else f"{after.launches} launches, {after.host_s * 1e3:.2f} ms of the host",
+            saved_s=saved_s, saved_j=saved_j, saved_bytes=0.0, saved_error_j=abs(saved_j) * _HOST_ERROR,
+            why="" if saved_s else "the device is never kept waiting: launches cost the host's time alone",
+        )
+    ]  # fmt: skip
+
+
+def _ours(watch: Watch, device: Device) -> list[Rewrite]:
+    """Rewrites of our own passes: the operators they replaced against those they put there, each solved apart."""
+    found: dict[tuple[str, str, str, str], list[Cost]] = defaultdict(list)
+    for each in watch.found:
+        if each.saved_j is not None:
+            saved = Cost(each.saved_s or 0.0, each.saved_j, 0.5 * abs(each.saved_j))
+        elif each.pieces_before and each.pieces_after:
+            saved = _alone(each.pieces_before, device).less(_alone(each.pieces_after, device))
+        else:
+            saved = Cost()
+        found[each.rule, each.before, each.after, each.why].append(saved)
+    return [replace(_line(*key[:3], costs, by="tessera"), why=key[3]) for key, costs in found.items()]
+
+
+def _alone(pieces: Sequence[Piece], device: Device) -> Cost:
+    return total(solved(pieces, device, replayed=True).costs)
+
+
+def _bare(found: Found) -> Rewrite:
+    """A rewrite of ours that cannot be priced."""
+    return Rewrite(rule=found.rule, before=found.before, after=found.after, by="tessera", where=found.where,
+                   why=found.why or "Inductor did not say what it fused: nothing to price")  # fmt: skip
+
+
+def _in_place(watch: Watch) -> list[Rewrite]:
+    if not watch.reused:
+        return []
+    spared = sum(nbytes for _, nbytes in watch.reused)
+    return [
+        Rewrite(rule="in_place", before="a new tensor", after="the memory of one that is no longer read", by="inductor",
+                times=len(watch.reused), saved_bytes=0.0, saved_j=0.0, saved_error_j=0.0, saved_s=0.0,
+                why=f"{spared / 1e6:.1f} MB less are allocated; the bytes moved are the same")
+    ]  # fmt: skip
+
+
+def _rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_j: float) -> list[Rewrite]:
+    rest_s = saved_s - sum(r.saved_s or 0.0 for r in lines)
+    rest_j = saved_j - sum(r.saved_j or 0.0 for r in lines)
+    if abs(rest_j) < 1e-3 * before_j:
+        return []
+    return [
+        Rewrite(rule="rest", before="the same kernels", after="at another clock, from another cache", by="inductor",
+                saved_s=rest_s, saved_j=rest_j, saved_bytes=0.0, saved_error_j=abs(rest_j),
+                why="what the totals differ by beyond the lines: clock, cache, generated instead of library kernels")
+    ]  # fmt: skip
+
+
+def _unpriced(watch: Watch, after: Sequence[Piece]) -> Trace:
+    """Bytes alone, where no chip is known to price them for."""
+    before = [Cost(nbytes=float(_bytes(p))) for p in watch.pieces]
+    lines = list(_lines(watch, before, [Cost(nbytes=float(_bytes(p))) for p in after]))
+    lines += [_bare(found) for found in watch.found]
+    why = "no chip of the catalogue is here: name one, device='h200'"
+    bare = [replace(r, saved_j=None, saved_s=None, saved_error_j=None, why=r.why or why) for r in lines]
+    return Trace(
+        rewrites=sorted(bare, key=lambda r: -(r.saved_bytes or 0.0)), notes=(*watch.unsaid, why),
+        launches_before=sum(p.launches for p in watch.pieces), launches_after=len(after),
+    )  # fmt: skip
+
+
+def _bytes(piece: Piece) -> int:
+    return sum(t.nbytes for _, t in (*piece.reads, *piece.writes)) if piece.launches else 0

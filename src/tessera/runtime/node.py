@@ -1,0 +1,236 @@
+"""One bucket for all processes of a node: a small mapped file that the kernel cleans up after the dead.
+
+Every process that holds a `node:` cap, or belongs to a job of several ranks, has a slot. It publishes the power of the
+domains it can see and the ratio it would use by itself. One process leads: it adds up the newest power of every domain,
+and its controller sets one ratio for all, so that each is slowed by the same share of its own demand, and ranks of one
+job wait together. If the leader dies its beat stops, and whoever looks next leads from the same ratio on.
+
+Ranks of one job (same MASTER_ADDR, port and run) on a node use the highest ratio any of them asks for, with any cap:
+the others would only spin in the next collective. Across nodes nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..actuators.journal import folder
+from ..actuators.watch import start_time
+from ..errors import ScheduleError
+from .bucket import Cap, Command
+
+_HEAD = struct.Struct("<8sqqqddd")  # magic, leader's pid and start, beat, ratio, slice, power
+_SLOT = struct.Struct("<qqqdddqq")  # pid, start, beat, cap, window, ratio of its own, job, domains
+_POWER = struct.Struct("<qdq")  # domain, watts, time
+_MAGIC = b"tsbuckt1"  # the last character is the layout
+SLOTS, DOMAINS = 128, 24
+_SLOT_BYTES = _SLOT.size + DOMAINS * _POWER.size
+_BYTES = 64 + SLOTS * _SLOT_BYTES
+# A process that has not been heard of for this long is stopped or dying: it neither leads nor counts. Beats come every
+# 20 ms while work runs and at least ten times a second.
+SILENT_NS = 400_000_000
+STALE_NS = 1_000_000_000
+_LOCK_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What one process publishes."""
+
+    pid: int
+    cap_w: float
+    window_s: float
+    ratio: float
+    job: int
+    power_w: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # domain -> watts, time
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The node as one look found it."""
+
+    leads: bool
+    members: tuple[Member, ...]
+    command: Command
+    job_ratio: float
+
+    @property
+    def cap(self) -> Cap | None:
+        """The tightest cap anybody holds, over the shortest window; None where nobody holds one."""
+        caps = [m for m in self.members if m.cap_w > 0]
+        return Cap(min(m.cap_w for m in caps), min(m.window_s for m in caps)) if caps else None
+
+    def power_w(self, now_ns: int) -> float | None:
+        """The newest power of every domain somebody sees, added up; None where nothing is fresh."""
+        newest: dict[int, tuple[float, int]] = {}
+        for member in self.members:
+            for domain, (power_w, time_ns) in member.power_w.items():
+                if now_ns - time_ns < STALE_NS and time_ns > newest.get(domain, (0.0, 0))[1]:
+                    newest[domain] = (power_w, time_ns)
+        return sum(p for p, _ in newest.values()) if newest else None
+
+
+def domain_key(name: str) -> int:
+    """A domain's number in the file; board indices are the node's, whatever a process may see of them."""
+    return zlib.crc32(name.encode())
+
+
+def job_key(environ: Mapping[str, str] | None = None) -> int:
+    """The job this rank belongs to, as torch's launchers tell it; 0 where it is alone."""
+    env = os.environ if environ is None else environ
+    if int(env.get("WORLD_SIZE") or "1") < 2:
+        return 0
+    return zlib.crc32("/".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")).encode())
+
+
+class NodeBucket:
+    """This process's slot in the node's file. `clock_ns` must be the same clock in all processes."""
+
+    def __init__(self, path: Path | None = None, *, name: str = "node.bucket") -> None:
+        self.path = path or folder() / name
+        self._fd = _open(self.path)
+        try:
+            self._map = mmap.mmap(self._fd, _BYTES)
+        except (OSError, ValueError) as exc:
+            os.close(self._fd)
+            raise ScheduleError(f"the node's bucket cannot be mapped: {self.path}", why=str(exc)) from exc
+        self._me = (os.getpid(), start_time(os.getpid()) or 0)
+        self._slot: int | None = None
+
+    def look(self, member: Member, now_ns: int) -> View | None:
+        """Publish, and see the others; None when the file was busy (a process stopped while it held the lock)."""
+        with self._locked() as held:
+            if not held:
+                return None
+            self._begin(now_ns)
+            self._write(member, now_ns)
+            members = tuple(self._living(now_ns))
+            head = _HEAD.unpack_from(self._map, 0)
+            leads = self._lead(head, now_ns)
+            job = [m.ratio for m in members if member.job and m.job == member.job]
+            return View(leads, members, Command(head[4], max(head[5], 1e-6)), max(job, default=0.0))
+
+    def command(self, command: Command, power_w: float, now_ns: int) -> None:
+        """As the leader: what all do from now on."""
+        with self._locked() as held:
+            if held and _HEAD.unpack_from(self._map, 0)[1:3] == self._me:
+                self._put_head(now_ns, command, power_w)
+
+    def leave(self) -> None:
+        """Give the slot back."""
+        with self._locked() as held:
+            if held and self._slot is not None:
+                self._map[self._at(self._slot) : self._at(self._slot) + _SLOT_BYTES] = bytes(_SLOT_BYTES)
+                self._slot = None
+                if _HEAD.unpack_from(self._map, 0)[1:3] == self._me:
+                    head = _HEAD.unpack_from(self._map, 0)
+                    _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, *head[4:])
+
+    def close(self) -> None:
+        """Leave and unmap."""
+        self.leave()
+        self._map.close()
+        os.close(self._fd)
+
+    # -- the file, with the lock held -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """flock: released by the kernel however the holder ends. Not waited for longer than a tick."""
+        give_up = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    yield False
+                    return
+                time.sleep(0.0005)
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _begin(self, now_ns: int) -> None:
+        """A file nobody has written, or of another layout, or of before a reboot (its clock is ahead of ours)."""
+        head = _HEAD.unpack_from(self._map, 0)
+        if head[0] != _MAGIC or head[3] > now_ns + STALE_NS:
+            self._map[:] = bytes(_BYTES)
+            _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, 0.0, Command().slice_s, 0.0)
+
+    def _at(self, slot: int) -> int:
+        return 64 + slot * _SLOT_BYTES
+
+    def _write(self, member: Member, now_ns: int) -> None:
+        if self._slot is None or _SLOT.unpack_from(self._map, self._at(self._slot))[:2] != self._me:
+            self._slot = self._free_slot()
+        at = self._at(self._slot)
+        powers = list(member.power_w.items())[:DOMAINS]
+        _SLOT.pack_into(
+            self._map, at, *self._me, now_ns, member.cap_w, member.window_s, member.ratio, member.job, len(powers)
+        )
+        for i, (domain, (power_w, time_ns)) in enumerate(powers):
+            _POWER.pack_into(self._map, at + _SLOT.size + i * _POWER.size, domain, power_w, time_ns)
+
+    def _free_slot(self) -> int:
+        for slot in range(SLOTS):
+            pid, started = _SLOT.unpack_from(self._map, self._at(slot))[:2]
+            if (pid, started) == self._me or pid == 0 or start_time(pid) != started:
+                return slot
+        raise ScheduleError(
+            f"the node's bucket is full: {SLOTS} processes hold a cap", fix="one process per GPU is the usual number"
+        )
+
+    def _living(self, now_ns: int) -> Iterator[Member]:
+        for slot in range(SLOTS):
+            at = self._at(slot)
+            pid, started, beat, cap_w, window_s, ratio, job, count = _SLOT.unpack_from(self._map, at)
+            if pid == 0 or abs(now_ns - beat) > SILENT_NS:
+                continue
+            if (pid, started) != self._me and start_time(pid) != started:
+                _SLOT.pack_into(self._map, at, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
+                continue
+            powers = (_POWER.unpack_from(self._map, at + _SLOT.size + i * _POWER.size) for i in range(count))
+            yield Member(pid, cap_w, window_s, ratio, job, {d: (w, t) for d, w, t in powers})
+
+    def _lead(self, head: tuple[bytes, int, int, int, float, float, float], now_ns: int) -> bool:
+        """Whether we lead: already, or because the leader is silent or dead."""
+        pid, started, beat = head[1:4]
+        if (pid, started) == self._me:
+            return True
+        if pid and abs(now_ns - beat) < SILENT_NS and start_time(pid) == started:
+            return False
+        self._put_head(now_ns, Command(head[4], head[5]), head[6])
+        return True
+
+    def _put_head(self, now_ns: int, command: Command, power_w: float) -> None:
+        _HEAD.pack_into(self._map, 0, _MAGIC, *self._me, now_ns, command.ratio, command.slice_s, power_w)
+
+
+def _open(path: Path) -> int:
+    """Open or make the file: ours alone, no link, long enough."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise ScheduleError(f"the node's bucket cannot be opened: {path}", why=str(exc)) from exc
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(fd)
+        raise ScheduleError(
+            f"the node's bucket is not ours alone: {path}",
+            why="whoever can write there could stop our work",
+            fix=f"rm {path}",
+        )
+    if found.st_size < _BYTES:
+        os.ftruncate(fd, _BYTES)
+    return fd

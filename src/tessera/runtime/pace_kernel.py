@@ -1,0 +1,93 @@
+"""The wait in the stream: one warp that times the work before it on `%globaltimer` and sleeps by the bucket's ratio.
+
+`%globaltimer` counts nanoseconds whatever the SM clock does (torch's `_sleep` counts SM cycles, so its length changes
+with the clock). What to do is read from the host's memory when the kernel runs, not when it is launched: a queue of
+launches, or a captured graph, obeys the newest command, and one that waits is released by a ratio of 0.
+"""
+
+# Triton reads the annotations of its kernels itself, and knows no others than its own:
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import MissingExtra
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as exc:
+    raise MissingExtra("triton", "triton", "waiting in a CUDA stream") from exc
+
+# Words of the three arrays, int64 each. CONTROL and STATS lie in pinned host memory, STATE on the device.
+RATIO, SLICE_NS, LIMIT_NS, LONGEST_NS = range(4)  # CONTROL
+RESUME_NS, POINTS, WAITS, WAITED_NS, BUSY_NS = range(5)  # STATE; STATS has the same places
+WORDS = 8  # one slot of STATE or STATS: a cache line
+ONE = 1024  # the ratio is in 1/1024
+# Between two looks at the control word, which lies across PCIe (~1 us); nanosleep may take up to twice its argument.
+NAP_NS = 20_000
+# Ends the loop should the timer stand still or be set back: 20 s of naps.
+MOST_NAPS = 1_000_000
+
+_ONE, _NAP_NS, _MOST_NAPS = tl.constexpr(ONE), tl.constexpr(NAP_NS), tl.constexpr(MOST_NAPS)
+
+
+@triton.jit
+def _now_ns():
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _nap(nap_ns):
+    """Sleep, then the time: one block of assembly, so that the compiler cannot part them."""
+    asm: tl.constexpr = "nanosleep.u32 $1; mov.u64 $0, %globaltimer;"
+    return tl.inline_asm_elementwise(asm, "=l,r", [nap_ns], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wait_ns(control, busy_ns):
+    """What work of so long has to pay now; at most LONGEST_NS."""
+    ratio = tl.load(control, volatile=True)
+    return tl.minimum(busy_ns * ratio // _ONE, tl.load(control + 3, volatile=True))
+
+
+@triton.jit
+def tessera_pace(control, state, stats, restart: tl.constexpr):
+    """One pace point. `restart` forgets the time since the last one: the stream had nothing to do."""
+    began = _now_ns()
+    points = tl.load(state + 1) + 1
+    resume = tl.load(state)
+    if restart:
+        resume = began
+    resume = tl.where(resume == 0, began, resume)
+    # Longer than LIMIT_NS is taken for a stream that stood idle; what a longer kernel spent the sensor still sees.
+    busy = tl.minimum(tl.maximum(began - resume, 0), tl.load(control + 2, volatile=True))
+    if busy >= tl.load(control + 1, volatile=True):
+        wait = _wait_ns(control, busy)
+        now = began
+        naps = 0
+        while (now - began < wait) & (naps < _MOST_NAPS):
+            left = wait - (now - began)
+            now = _nap(tl.minimum(left // 2 + 1, _NAP_NS).to(tl.int32))
+            wait = _wait_ns(control, busy)
+            naps += 1
+        waits = tl.load(state + 2) + tl.where(naps > 0, 1, 0)
+        waited = tl.load(state + 3) + (now - began)
+        worked = tl.load(state + 4) + busy
+        tl.store(state + 2, waits)
+        tl.store(state + 3, waited)
+        tl.store(state + 4, worked)
+        tl.store(stats + 2, waits)
+        tl.store(stats + 3, waited)
+        tl.store(stats + 4, worked)
+        resume = now
+    tl.store(state, resume)
+    tl.store(state + 1, points)
+    tl.store(stats + 1, points)
+
+
+def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> None:
+    """Put a pace point on the current stream."""
+    tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)

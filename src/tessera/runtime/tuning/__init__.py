@@ -1,0 +1,8 @@
+"""The tuner: what can be changed about a function, what each change is worth in joules, and which ones stay.
+
+::
+
+    found (modules, optimizers) ─► space (knobs that apply) ─► search ──► Plan ─► store
+                                        │                        │ ▲
+                                        └─► changes (apply, undo) └─► trial (seconds, joules, same result?)
+"""

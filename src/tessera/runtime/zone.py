@@ -1,0 +1,183 @@
+"""A zone: power domains under one cap, their controller, and what the sensor says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import TesseraError
+from ..estimate.calibrate import identify
+from ..hardware import host_cpu
+from ..monitor.sampler import Sampler
+from .bucket import FIRST_BURST, Cap, Command, Controller
+from .meter import Reading
+from .node import domain_key
+from .pace import Pacer
+
+# No reading for so long while work runs: the duty goes on by what is known of the load.
+BLIND_NS = 500_000_000
+
+
+@dataclass(slots=True)
+class Zone:
+    """`names` are the domains whose sum is capped; `pacers` those whose work spends it."""
+
+    key: str
+    names: Sequence[str]
+    pacers: list[Pacer]
+    board: str = ""  # what the device is called, for a zone without a sensor
+    caps: dict[int, Cap] = field(default_factory=dict)
+    controller: Controller | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    command: Command = field(default_factory=Command)
+    read_ns: int | None = None
+    asked_ns: int = 0
+    blind: bool = False
+    inside: bool = False
+    latest: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
+    _points: int = -1
+
+    def hold(self, cap: Cap, owner: int) -> None:
+        """Add a cap; the tightest holds."""
+        self.caps[owner] = cap
+
+    def release(self, owner: int) -> None:
+        """Take a cap away."""
+        self.caps.pop(owner, None)
+
+    def tightest(self, sampler: Sampler) -> Cap | None:
+        """The lowest cap, over the shortest window that the sensor can tell."""
+        caps = list(self.caps.values())
+        if not caps:
+            return None
+        shortest = min(c.window_s for c in caps)
+        return Cap(min(c.power_w for c in caps), max(shortest, resolution_s(sampler, self.names)))
+
+    def read(self, sampler: Sampler, now_ns: int) -> Reading | None:
+        """The mean power since the last reading; None when there is nothing new."""
+        with sampler.lock:
+            series = [sampler.series[n] for n in self.names if n in sampler.series and not sampler.silent(n)]
+            newest = [s.last_ns - round(s.domain.lag_s * 1e9) for s in series if s.last_ns is not None]
+            if not series or len(newest) < len(series):
+                return None
+            end_ns, start_ns = min(newest), self.read_ns
+            if start_ns is None:
+                self.read_ns = end_ns
+                return None
+            if end_ns <= start_ns:
+                return None
+            marks = [(s.mark(start_ns), s.mark(end_ns)) for s in series]
+        self.read_ns = end_ns
+        if any(b.covered_s <= a.covered_s for a, b in marks):
+            return None  # a gap: nothing is known of this span
+        powers = [(b.joules - a.joules) / (b.covered_s - a.covered_s) for a, b in marks]
+        self.latest = {domain_key(s.domain.name): (p, end_ns) for s, p in zip(series, powers, strict=True)}
+        return Reading(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
+
+    def steer(self, sampler: Sampler, reading: Reading | None, now_ns: int, *, cap: Cap | None = None) -> Command:
+        """What the pacers should do by this zone's cap, or by the node's."""
+        cap = cap or self.tightest(sampler)
+        if cap is None:
+            self.controller = None
+            return self._set(Command(), now_ns)
+        controller = self._controller(cap, sampler)
+        moved = self._moved()
+        active = moved or self.inside or any(p.queued() for p in self.pacers)
+        if reading is not None:
+            self.asked_ns = now_ns
+            self.blind = False
+            duty = self.duty_between(reading.start_ns, reading.time_ns)
+            told = controller.observe(reading.power_w, reading.seconds, duty=duty, active=active, moved=moved)
+            self._set(told, now_ns)
+        elif active and now_ns - self.asked_ns > BLIND_NS:
+            self.blind = True
+            self.notes["blind"] = (
+                f"{' and '.join(self.names) or self.key}: no power reading came for a while; the cap was then held by "
+                "prediction"
+            )
+            self._set(controller.predict(), now_ns)
+        if controller.floor_w is not None:
+            self.notes["floor"] = (
+                f"{self.key}: {cap.power_w:.0f} W cannot be held: {controller.floor_w:.0f} W are drawn with "
+                f"{controller.command.duty:.0%} of the time at work"
+            )
+        return self.command
+
+    def begin(self, sampler: Sampler, now_ns: int) -> Command:
+        """Before the first reading: by the catalogue's figures, or by what was learnt before."""
+        cap = self.tightest(sampler)
+        return self.command if cap is None else self._set(self._controller(cap, sampler).command, now_ns)
+
+    def _moved(self) -> bool:
+        """Whether a pace point ended since the last look."""
+        points = sum(p.passed().points for p in self.pacers)
+        went_on, self._points = points != self._points, points
+        return went_on
+
+    def restart(self, now_ns: int) -> None:
+        """Work begins after a pause: what was measured meanwhile is not of it."""
+        self.read_ns, self.asked_ns = None, now_ns
+
+    def obey(self, command: Command, now_ns: int) -> None:
+        """Another process leads the node; should it end, its ratio is where we go on from."""
+        self.controller = None
+        self._set(command, now_ns)
+
+    def follow(self, command: Command, now_ns: int) -> None:
+        """What the pacers were really told (another zone may be stricter): readings are judged by that."""
+        if command.duty != self._duties[-1][1]:
+            self._duties.append((now_ns, command.duty))
+
+    def duty_between(self, start_ns: int, end_ns: int) -> float:
+        """The mean duty that was commanded in a span."""
+        total, until = 0.0, end_ns
+        for time_ns, duty in reversed(self._duties):
+            begin = max(time_ns, start_ns)
+            if begin < until:
+                total += duty * (until - begin)
+                until = begin
+            if time_ns <= start_ns:
+                break
+        return total / (end_ns - start_ns) if until <= start_ns else self._duties[0][1]
+
+    def _set(self, command: Command, now_ns: int) -> Command:
+        self.command = command
+        self.follow(command, now_ns)
+        return command
+
+    def _controller(self, cap: Cap, sampler: Sampler) -> Controller:
+        if self.controller is None:
+            boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
+            known = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
+            idle_w, burst_w = figures(known, cap.power_w)
+            self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w)
+            if self.command.ratio > 0:  # taken over from another leader
+                self.controller.go_on_from(self.command)
+        elif cap != self.controller.cap:
+            self.controller.set_cap(cap)
+        return self.controller
+
+
+def resolution_s(sampler: Sampler, names: Sequence[str]) -> float:
+    """The coarsest resolution among domains; a shorter window cannot be told."""
+    return max((sampler.series[n].domain.resolution_s for n in names if n in sampler.series), default=0.0)
+
+
+def figures(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float, float]:
+    """Idle and working watts of (domain, board) to begin with, before anything was measured: the catalogue's."""
+    idle_w, burst_w = 0.0, 0.0
+    for name, board in domains:
+        device, cpu = None, name.startswith(("cpu", "dram"))
+        with contextlib.suppress(TesseraError):
+            device = host_cpu() if cpu else identify(board)
+        if device is None or device.tdp_w is None:
+            burst_w += 2.0 * cap_w / len(domains)  # unknown hardware: begin careful, the sensor corrects it
+            continue
+        idle = device.idle_context_w or device.idle_w
+        idle_w += idle.value if idle else 0.0
+        burst_w += device.tdp_w.value * (1.0 if cpu else FIRST_BURST)
+    return min(idle_w, 0.9 * cap_w), burst_w

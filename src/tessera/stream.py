@@ -1,0 +1,218 @@
+"""Named streams: `s = stream.create(name="h2d")`, then `op.matmul(a, b, stream=s)`.
+
+On a CUDA device a stream is torch's own, with a name that appears on the profiler's timeline. On a CPU it is a name
+alone: what is put on it runs at once, so order is kept.
+
+What waits for what:
+
+* a new stream waits for what the current stream was given before (the tensors made so far);
+* an operator or a copy on a stream waits for what the current stream was given before it, which may make its operands
+  (`memcpy.async_(..., wait=False)` does not);
+* nobody waits for a stream by himself: `other.wait(s)`, `event.create().record(s).wait(...)` or `s.synchronize()` do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .errors import ArgumentError, MissingExtra
+
+POOL = 32
+"""Streams of a device and priority that torch deals out, round and round (c10/cuda/CUDAStream.h: kStreamsPerPool)."""
+
+_names: dict[tuple[int, int], str] = {}  # (device, handle): torch's streams are never destroyed, so handles stay theirs
+_live: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_numbers = itertools.count()
+_here = threading.local()
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class _Recorded(Protocol):
+    """What `event.Event` is to us, who come before it."""
+
+    def wait(self, stream: Stream | None = None) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Stream:
+    """A stream of one device; `raw` is torch's, or None on a CPU."""
+
+    name: str
+    device: Any
+    raw: Any = None
+
+    @property
+    def handle(self) -> int | None:
+        """The driver's pointer to it; None on a CPU."""
+        return None if self.raw is None else int(self.raw.cuda_stream)
+
+    def synchronize(self) -> None:
+        """Hold this thread until everything on it has run."""
+        if self.raw is not None:
+            self.raw.synchronize()
+
+    def query(self) -> bool:
+        """Whether everything on it has run."""
+        return True if self.raw is None else bool(self.raw.query())
+
+    def wait(self, other: Stream | _Recorded | None = None) -> Stream:
+        """Let what is put on it from now on wait for another stream, for an event, or (None) for the current stream.
+
+        The host does not wait. Returns itself.
+        """
+        if other is None:
+            if self.raw is not None:
+                torch: Any = sys.modules["torch"]
+                current = torch.cuda.current_stream(self.device)
+                if current != self.raw:
+                    self.raw.wait_stream(current)
+        elif isinstance(other, Stream):
+            if self.raw is not None and other.raw is not None and other.raw != self.raw:
+                self.raw.wait_stream(other.raw)
+        elif hasattr(other, "record") and hasattr(other, "wait"):
+            other.wait(self)
+        else:
+            raise ArgumentError(f"{self.name!r} cannot wait for {other!r}", fix="give a stream or an event of ours")
+        return self
+
+
+def create(name: str | None = None, *, device: Any = None, priority: int = 0) -> Stream:
+    """Make a stream on `device` (the current CUDA device, else the CPU); a negative `priority` goes first.
+
+    torch has 32 streams for each device and priority. One that no living stream of ours uses is taken; a 33rd shares.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as exc:
+        raise MissingExtra("torch", "torch", "stream.create") from exc
+
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    called = _called(name)
+    if where.type == "cpu":
+        return Stream(name=called, device=where)
+    if where.type != "cuda":
+        raise ArgumentError(
+            f"device={device!r} has no streams of ours",
+            why="streams are CUDA's, or no-ops on a CPU",
+            fix='device="cuda"',
+        )
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            f"device={device!r}: torch sees no CUDA device", fix='device="cpu", or a CUDA build of torch'
+        )
+    with _lock:
+        raw = _unshared(torch, where, priority)
+        made = Stream(name=called, device=raw.device, raw=raw)
+        _names[key_of(made)] = called
+        _live.setdefault(key_of(made), made)
+    return made.wait()
+
+
+def _called(name: Any) -> str:
+    if name is None:
+        return f"stream{next(_numbers)}"
+    if not isinstance(name, str) or not name.strip():
+        raise ArgumentError(f"name={name!r} is no name", fix='stream.create(name="h2d")')
+    return name
+
+
+def current(device: Any = None) -> Stream:
+    """The stream work goes to now, as torch has it: a value to wait on, without a name of its own."""
+    import torch
+
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type != "cuda":
+        return Stream(name="current", device=where)
+    raw = torch.cuda.current_stream(where)
+    return Stream(name=_names.get((int(raw.device.index), int(raw.cuda_stream)), "current"), device=raw.device, raw=raw)
+
+
+def key_of(stream: Stream) -> tuple[int, int]:
+    """Device number and handle of a CUDA stream."""
+    return int(stream.device.index), int(stream.raw.cuda_stream)
+
+
+def _unshared(torch: Any, where: Any, priority: int) -> Any:
+    """A stream of torch's pool that no living stream of ours is; with all taken, the one whose turn it is."""
+    first = raw = torch.cuda.Stream(device=where, priority=priority)
+    for _ in range(POOL - 1):
+        if (int(raw.device.index), int(raw.cuda_stream)) not in _live:
+            return raw
+        raw = torch.cuda.Stream(device=where, priority=priority)
+    return first
+
+
+def names() -> dict[tuple[int, int], str]:
+    """What the CUDA streams made so far are called, by device and handle; a handle used again has its last name."""
+    with _lock:
+        return dict(_names)
+
+
+def on(stream: Stream | None, *tensors: Any) -> AbstractContextManager[None]:
+    """Run the body on a stream, and keep the memory of `tensors` until it has; None runs it where it is.
+
+    The stream first waits for the current one, where the tensors may have been made. A stream of another device than
+    theirs is an error. On a CPU the body is a range "stream NAME" of a running profiler.
+    """
+    return _NOTHING if stream is None else _running(stream, tensors)
+
+
+@contextlib.contextmanager
+def _running(stream: Stream, tensors: tuple[Any, ...]) -> Iterator[None]:
+    check(stream, *tensors)
+    torch: Any = sys.modules["torch"]
+    if stream.raw is None:
+        with _range(torch, stream.name):
+            yield
+        return
+    stream.wait()
+    try:
+        with torch.cuda.stream(stream.raw):
+            yield
+    finally:
+        keep(stream, *tensors)
+
+
+@contextlib.contextmanager
+def _range(torch: Any, name: str) -> Iterator[None]:
+    """A CPU's stream on a profiler's timeline; once where it is entered within itself."""
+    outer = getattr(_here, "name", None)
+    if outer == name or not getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+        yield
+        return
+    _here.name = name
+    try:
+        with torch.profiler.record_function(f"stream {name}"):
+            yield
+    finally:
+        _here.name = outer
+
+
+def check(stream: Any, *tensors: Any) -> None:
+    """An error for what is no stream, or one of another device than the tensors."""
+    if not isinstance(stream, Stream):
+        raise ArgumentError(f"stream={stream!r} is no stream of ours", fix='stream.create(name="compute") makes one')
+    for tensor in tensors:
+        if tensor is not None and tensor.device != stream.device and tensor.device.type != "meta":
+            raise ArgumentError(
+                f"stream={stream.name!r} is on {stream.device}, a tensor on {tensor.device}",
+                why="work on one device's stream cannot touch another's memory",
+                fix=f"stream.create(device={str(tensor.device)!r}) makes one there",
+            )
+
+
+def keep(stream: Stream | None, *tensors: Any) -> None:
+    """Keep the device memory of tensors from being given to others before the stream (None: the current) is done."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            torch: Any = sys.modules["torch"]
+            tensor.record_stream(torch.cuda.current_stream(tensor.device) if stream is None else stream.raw)

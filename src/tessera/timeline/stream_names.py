@@ -1,0 +1,35 @@
+"""What streams are called: `meta["stream_names"]` has names by "device/stream", in merged runs "rank/device/stream"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .columns import NONE
+
+KEY = "stream_names"
+_PLAIN = re.compile(r"stream \d+\s*")
+_NUMBERED = re.compile(r" \(stream \d+\)$")
+
+
+def key(device: int, stream: int, rank: int = NONE) -> str:
+    """Where a stream's name is."""
+    return f"{device}/{stream}" if rank == NONE else f"{rank}/{device}/{stream}"
+
+
+def label(meta: Mapping[str, Any], device: int, stream: int, rank: int | None = NONE) -> str:
+    """How a stream is shown: "h2d (stream 13)", or "stream 13" where nobody named it."""
+    names = meta.get(KEY) or {}
+    name = names.get(key(device, stream, NONE if rank is None else rank)) or names.get(key(device, stream))
+    return f"{name} (stream {stream})" if name else f"stream {stream}"
+
+
+def name_in(shown: str) -> str | None:
+    """The name in a label of ours or of another tool; None for a plain number."""
+    return None if _PLAIN.fullmatch(shown) else _NUMBERED.sub("", shown).strip() or None
+
+
+def of_rank(names: Mapping[str, str] | None, rank: int) -> dict[str, str]:
+    """The names of one rank's file, for a file of several."""
+    return {text if text.count("/") > 1 else f"{rank}/{text}": name for text, name in (names or {}).items()}

@@ -1,0 +1,278 @@
+"""A GPU that is only arithmetic: ops with watts, the pace points' rule, clocks that fall at the limit, a late sensor.
+
+Fitted to an H200's duty curve (shared/design.md, bursts of 2.4 ms): 690 W at duty 1.0 and 0.75, 510 W at 0.5, 304 W at
+0.25 lie on min(690, 100 + 818 duty). One op takes 0.190 ms at full clocks and 0.204 ms when limited (0.141 J). After a
+step the board needs about 100 ms to come down to its limit (shared/h200/waves.json).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tessera.clock import Clock
+from tessera.errors import SensorLost
+from tessera.monitor.sampler import Sampler
+from tessera.runtime.bucket import Cap, Command
+from tessera.runtime.meter import Meter
+from tessera.runtime.pace import LIMIT_S, LONGEST_S, Passed
+from tessera.runtime.zone import Zone
+from tessera.schema import Capability, Domain
+from tessera.sensors.base import Batch
+
+T0_NS = 1_000_000_000_000
+IDLE_W, BURST_W, LIMIT_W = 100.0, 918.0, 690.0
+GEMM_S = 0.000190
+LIMITER_S = 0.04
+# 0.190 ms at 818 W above idle, 0.204 ms at 590 W: speed goes with this power of the watts.
+SPEED = 0.22
+STEP_S = 0.0005
+
+
+@dataclass
+class Op:
+    """A piece of work: seconds at full clocks, and the watts it draws there."""
+
+    seconds: float = GEMM_S
+    power_w: float = BURST_W
+
+
+@dataclass
+class Plant:
+    """Runs ops in order with a pace point after every `every` of them; power is kept in steps of half a millisecond."""
+
+    ops: Iterator[Op]
+    every: int = 4
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    sample_s: float = 0.020
+    blur_s: float = 0.024
+    delay_s: float = 0.003
+    noise: float = 0.012
+    idle_w: float = IDLE_W
+    limit_w: float = LIMIT_W
+
+    def __post_init__(self) -> None:
+        self.now_s = 0.0
+        self.command = Command()
+        self.power_w: list[float] = []  # one per step
+        self.done = 0
+        self.waited_s = 0.0
+        self.points = 0
+        self._mean_w = self.idle_w
+        self._scale = 1.0
+        self._left_s = 0.0
+        self._op: Op | None = None
+        self._since = 0
+        self._resume_s = 0.0
+        self._waiting: tuple[float, float] | None = None
+        self._next_sample_s = self.sample_s
+
+    def run_until(self, time_s: float) -> list[tuple[float, float]]:
+        """Go on to a time; the sensor's samples (stamp, watts) that came meanwhile."""
+        samples = []
+        while self.now_s < time_s:
+            self._step()
+            if self.now_s >= self._next_sample_s:
+                samples.append((self.now_s, self._sampled()))
+                self._next_sample_s = self.now_s + self.sample_s * self.rng.uniform(0.7, 1.4)
+        return samples
+
+    def _sampled(self) -> float:
+        hi = max(int((self.now_s - self.delay_s) / STEP_S), 1)
+        lo = max(hi - max(int(self.blur_s / STEP_S), 1), 0)
+        seen = self.power_w[lo:hi] or [self.idle_w]
+        return sum(seen) / len(seen) * self.rng.gauss(1.0, self.noise)
+
+    def _step(self) -> None:
+        """Half a millisecond: works and waits fill it in order."""
+        end, at, joules = self.now_s + STEP_S, self.now_s, 0.0
+        while at < end - 1e-12:
+            if self._waiting is not None:
+                began, busy = self._waiting  # the newest command counts, as in the kernel
+                until = began + min(busy * self.command.ratio, LONGEST_S)
+                upto = min(max(until, at), end)
+                joules += self.idle_w * (upto - at)
+                self.waited_s += upto - at
+                at = upto
+                if at >= until:
+                    self._waiting, self._resume_s = None, at
+                    self.points += 1
+                continue
+            if self._op is None:
+                self._op = next(self.ops)
+                self._left_s = self._op.seconds
+            draw_w = self.idle_w + (self._op.power_w - self.idle_w) * self._scale
+            speed = self._scale**SPEED
+            ran = min(end - at, self._left_s / speed)
+            joules += draw_w * ran
+            at += ran
+            self._left_s -= ran * speed
+            if self._left_s <= 1e-9:
+                self._finish(at)
+        self._account(joules / STEP_S)
+        self.now_s = end
+
+    def _finish(self, at: float) -> None:
+        self._op = None
+        self.done += 1
+        self._since += 1
+        if self._since < self.every:
+            return
+        self._since = 0
+        busy = min(at - self._resume_s, LIMIT_S)
+        if busy >= self.command.slice_s:
+            self._waiting = (at, busy)
+        else:
+            self.points += 1
+
+    def _account(self, power_w: float) -> None:
+        """The board's limiter: clocks fall while the mean is above the limit, and rise again."""
+        self.power_w.append(power_w)
+        self._mean_w += (power_w - self._mean_w) * STEP_S / LIMITER_S
+        error = (self.limit_w - self._mean_w) / self.limit_w
+        self._scale = min(max(self._scale + 8.0 * error * STEP_S, 0.3), 1.0)
+
+
+def worst_window_w(power_w: list[float], window_s: float, start_s: float) -> float:
+    """The highest mean of any window after a time."""
+    steps, first = round(window_s / STEP_S), round(start_s / STEP_S)
+    kept = power_w[first:]
+    total = sum(kept[:steps])
+    worst = total
+    for i in range(steps, len(kept)):
+        total += kept[i] - kept[i - steps]
+        worst = max(worst, total)
+    return worst / steps
+
+
+def mean_w(power_w: list[float], start_s: float) -> float:
+    """The mean after a time."""
+    kept = power_w[round(start_s / STEP_S) :]
+    return sum(kept) / len(kept)
+
+
+class PlantSensor:
+    """The plant's samples as a sensor of the monitor, with the lag an H200's ring has."""
+
+    name = "plant"
+    period_s = 0.02
+
+    def __init__(self, plant: Plant, name: str = "gpu0", label: str = "NVIDIA H200") -> None:
+        self.plant, self.dead = plant, False
+        lag_s = plant.delay_s + plant.blur_s / 2
+        self._domain = Domain(
+            name=name, source="plant", label=label, resolution_s=plant.sample_s, lag_s=lag_s, blur_s=plant.blur_s
+        )
+        self._samples: list[tuple[float, float]] = []
+
+    def start(self) -> None:
+        pass
+
+    def domains(self) -> list[Domain]:
+        return [self._domain]
+
+    def capabilities(self) -> list[Capability]:
+        return []
+
+    def saw(self, samples: list[tuple[float, float]]) -> None:
+        self._samples += samples
+
+    def read(self) -> Batch:
+        batch = Batch()
+        if self.dead:
+            raise SensorLost("the plant's sensor is dead")
+        for time_s, power_w in self._samples:
+            batch.add(self._domain.name, round(time_s * 1e9) + T0_NS, power_w)
+        self._samples = []
+        return batch
+
+    def stop(self) -> None:
+        pass
+
+
+class PlantPacer:
+    """The plant's own pace points, as the loop sees them."""
+
+    where = "in the plant"
+
+    def __init__(self, plant: Plant) -> None:
+        self._plant = plant
+
+    def obey(self, command: Command) -> None:
+        self._plant.command = command
+
+    def point(self, *, restart: bool = False) -> None:
+        raise AssertionError("the plant puts its own points")
+
+    def passed(self) -> Passed:
+        return Passed(self._plant.points, 0, self._plant.waited_s, self._plant.now_s - self._plant.waited_s)
+
+    def queued(self) -> int:
+        return 1
+
+
+@dataclass
+class Bench:
+    """A plant, its sensor and the real zone around them, on the plant's own clock."""
+
+    plant: Plant
+    cap: Cap
+    tick_s: float = 0.020
+
+    def __post_init__(self) -> None:
+        self.sensor = PlantSensor(self.plant)
+        self.jump_ns = 0
+        clock = Clock(self.now_ns, self.now_ns)
+        self.sampler = Sampler([self.sensor], clock=clock)
+        self.pacer = PlantPacer(self.plant)
+        self.zone = Zone("gpu0", ["gpu0"], [self.pacer])
+        self.zone.hold(self.cap, 0)
+        self.zone.restart(self.now_ns())
+        self.pacer.obey(self.zone.begin(self.sampler, self.now_ns()))
+        self.meter = Meter(self.cap.window_s)
+
+    def now_ns(self) -> int:
+        return round(self.plant.now_s * 1e9) + T0_NS
+
+    def run(self, seconds: float) -> None:
+        """Let the plant work and the zone steer it."""
+        end = self.plant.now_s + seconds
+        while self.plant.now_s < end - 1e-9:
+            self.sensor.saw(self.plant.run_until(self.plant.now_s + self.tick_s))
+            self.sampler.read_due()
+            reading = self.zone.read(self.sampler, self.now_ns())
+            self.pacer.obey(self.zone.steer(self.sampler, reading, self.now_ns()))
+            if reading is not None:
+                self.meter.add(reading)
+
+    def mean_w(self, start_s: float = 1.0) -> float:
+        """The plant's true mean after a time."""
+        return mean_w(self.plant.power_w, start_s)
+
+    def worst_w(self, start_s: float = 1.0) -> float:
+        """The plant's true worst window after a time."""
+        return worst_window_w(self.plant.power_w, self.cap.window_s, start_s)
+
+
+def gemms() -> Iterator[Op]:
+    """The GEMM loop of the duty curve."""
+    while True:
+        yield Op()
+
+
+def training(rng: random.Random, heavy_w: float = 709.0, light_w: float = 400.0) -> Iterator[Op]:
+    """Steps of about 30 ms: 20 ms of matrix work, 10 ms of memory-bound work."""
+    while True:
+        for _ in range(60):
+            yield Op(rng.uniform(0.0001, 0.0006), rng.uniform(0.75, 1.25) * heavy_w)
+        for _ in range(20):
+            yield Op(rng.uniform(0.0002, 0.0008), rng.uniform(0.75, 1.25) * light_w)
+
+
+def phases(period_s: float, light_w: float = 350.0) -> Iterator[Op]:
+    """GEMMs and light work in turn: the worst case for a late sensor."""
+    while True:
+        for power_w in (BURST_W, light_w):
+            for _ in range(int(period_s / GEMM_S)):
+                yield Op(GEMM_S, power_w)

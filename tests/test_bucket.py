@@ -1,0 +1,376 @@
+"""The bucket, its controller and its zone, against a plant with an H200's duty curve on a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.runtime.bucket import MIN_DUTY, TARGET, Bucket, Cap, Command, Controller
+from tessera.runtime.meter import FIRST_S, Meter, Reading
+from tessera.runtime.pace import HostPacer
+from tessera.runtime.zone import Zone, figures
+
+from fakes.plant import BURST_W, GEMM_S, IDLE_W, Bench, Op, Plant, gemms, mean_w, phases, training, worst_window_w
+
+
+def bench(ops, cap_w, *, seconds=4.0, every=8, seed=0, window_s=0.2, **plant):
+    made = Bench(Plant(ops, every=every, rng=random.Random(seed), **plant), Cap(cap_w, window_s))
+    made.run(seconds)
+    return made
+
+
+# -- the bucket itself ------------------------------------------------------------------------------------------
+
+
+def test_waiting_by_the_bucket_is_the_controllers_ratio():
+    """The formula at the top of bucket.py: after work of b the bucket is whole after b x ratio."""
+    controller = Controller(Cap(400.0, 0.2), idle_w=IDLE_W, burst_w=BURST_W)
+    bucket = Bucket(controller.target_w, depth_j=0.0)
+    busy_s = 0.003
+    bucket.pass_time(busy_s, BURST_W * busy_s)
+    assert bucket.wait_s(idle_w=IDLE_W) == pytest.approx(busy_s * controller.command.ratio)
+    bucket.pass_time(bucket.wait_s(idle_w=IDLE_W), IDLE_W * bucket.wait_s(idle_w=IDLE_W))
+    assert bucket.level_j == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_op_larger_than_the_bucket_runs_and_then_pays():
+    bucket = Bucket(300.0, depth_j=1.0)
+    bucket.pass_time(0.5, 500.0)  # it ran: 500 J out of a bucket of 1 J
+    assert bucket.level_j == pytest.approx(-350.0)
+    assert bucket.wait_s() == pytest.approx(350.0 / 300.0)
+    assert bucket.wait_s(idle_w=300.0) == math.inf  # said, never slept
+
+
+@given(st.lists(st.tuples(st.floats(-1.0, 10.0), st.floats(0.0, 1e4)), max_size=50))
+def test_the_level_stays_within_its_bounds_whatever_the_clock_does(passes):
+    bucket = Bucket(300.0, depth_j=5.0, debt_j=50.0)
+    for seconds, joules in passes:
+        before = bucket.level_j
+        after = bucket.pass_time(seconds, joules)
+        assert -50.0 <= after <= 5.0
+        if seconds <= 0:
+            assert after <= before  # a clock that steps back refills nothing
+
+
+# -- the controller ---------------------------------------------------------------------------------------------
+
+
+@given(
+    cap=st.floats(150.0, 900.0),
+    knee=st.floats(0.2, 1.0),
+    slope=st.floats(100.0, 1200.0),
+    start=st.floats(0.05, 1.0),
+)
+def test_the_secant_comes_nearer_from_one_side_on_any_concave_curve(cap, knee, slope, start):
+    """Clocks that rise to fill pauses make a curve that is concave: no step may pass the cap's own duty."""
+    idle = 100.0
+
+    def power(duty):
+        return idle + slope * min(duty, knee) + 0.1 * slope * max(duty - knee, 0.0)
+
+    wanted = min(max((cap - idle) / slope, 0.0), 1.0) if cap <= power(knee) else 1.0
+    if cap > power(knee):
+        wanted = min(knee + (cap - power(knee)) / (0.1 * slope), 1.0)
+    duty = start
+    for _ in range(60):
+        burst = idle + (power(duty) - idle) / duty
+        after = min(max((cap - idle) / max(burst - idle, 1e-9), 1e-6), 1.0)
+        assert min(duty, wanted) - 1e-9 <= after <= max(duty, wanted) + 1e-9
+        duty = after
+    assert power(duty) == pytest.approx(min(cap, power(1.0)), rel=0.02)
+
+
+def test_nothing_waits_while_the_load_is_below_the_cap():
+    controller = Controller(Cap(800.0, 0.2), idle_w=100.0, burst_w=500.0)
+    for _ in range(50):
+        command = controller.observe(500.0, 0.02, duty=1.0)
+    assert command.ratio == 0.0
+
+
+def test_readings_that_make_no_sense_change_nothing():
+    controller = Controller(Cap(400.0, 0.2), idle_w=100.0, burst_w=900.0)
+    before = controller.command
+    for power_w, seconds in ((math.nan, 0.02), (400.0, 0.0), (400.0, -1.0), (math.inf, 0.02)):
+        assert controller.observe(power_w, seconds, duty=0.5) == before
+
+
+def test_idling_for_a_minute_does_not_allow_a_minutes_burst():
+    controller = Controller(Cap(400.0, 0.2), idle_w=100.0, burst_w=900.0)
+    for _ in range(3000):
+        controller.observe(100.0, 0.02, duty=1.0, active=False)
+    assert controller.bucket.level_j <= 0.015 * 400.0 + 1e-9
+    assert controller.burst_w == 900.0  # and nothing was learnt of a load that was not there
+    assert controller.command.duty == pytest.approx((400 * TARGET - 100) / 800, rel=0.05)
+
+
+def test_a_slice_is_as_short_as_the_window_asks():
+    wide = Controller(Cap(400.0, 0.2), idle_w=100.0, burst_w=918.0).command
+    narrow = Controller(Cap(400.0, 0.02), idle_w=100.0, burst_w=918.0).command
+    assert narrow.ratio == wide.ratio
+    assert narrow.slice_s < wide.slice_s / 3
+
+
+# -- the zone and the plant -------------------------------------------------------------------------------------
+
+
+def test_the_plant_has_the_h200s_duty_curve():
+    for duty, power_w, within in ((1.0, 690.0, 0.02), (0.75, 691.0, 0.04), (0.5, 510.0, 0.02), (0.25, 304.0, 0.02)):
+        plant = Plant(gemms(), every=12)
+        plant.command = Command((1 - duty) / duty, 0.0)
+        plant.run_until(3.0)
+        assert mean_w(plant.power_w, 1.0) == pytest.approx(power_w, rel=within)
+
+
+@pytest.mark.parametrize("cap_w", [600.0, 500.0, 400.0, 300.0])
+def test_a_gemm_loop_is_held(cap_w):
+    """The goals of issue 7: mean within 3%, no 200 ms window above the cap by 5%, after the first second."""
+    made = bench(gemms(), cap_w)
+    assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
+    assert made.worst_w() <= 1.05 * cap_w
+    # and what the meter reports from the sensor is what the plant drew
+    assert made.meter.mean_w == pytest.approx(made.mean_w(), rel=0.02)
+    assert made.meter.peak_w == pytest.approx(made.worst_w(), rel=0.04)
+
+
+@pytest.mark.parametrize("cap_w", [500.0, 400.0, 300.0])
+def test_training_is_held(cap_w):
+    made = bench(training(random.Random(3)), cap_w, every=4)
+    assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
+    assert made.worst_w() <= 1.06 * cap_w  # the steps themselves are 5% of a window at 300 W, at any fixed duty
+
+
+@pytest.mark.parametrize("load", ["gemm", "training"])
+@pytest.mark.parametrize(
+    ("sensor", "window_s"),
+    [
+        ({"sample_s": 0.1, "blur_s": 0.02, "delay_s": 0.003}, 0.2),  # nvml-instant: a moment, ten times a second
+        ({"sample_s": 0.1, "blur_s": 1.0, "delay_s": 0.05}, 1.0),  # nvml-usage: a mean of a second
+        ({"sample_s": 1.0, "blur_s": 1.0, "delay_s": 0.05}, 1.0),
+    ],
+)
+def test_slower_sensors_hold_steady_loads_too(load, sensor, window_s):
+    ops = gemms() if load == "gemm" else training(random.Random(1))
+    made = bench(ops, 300.0, seconds=12.0, every=4, seed=1, window_s=window_s, **sensor)
+    assert 0.94 * 300.0 <= made.mean_w(2.0) <= 1.03 * 300.0
+    assert made.worst_w(2.0) <= 1.07 * 300.0
+
+
+@pytest.mark.parametrize("cap_w", [500.0, 300.0])
+def test_throughput_is_that_of_the_fixed_duty_at_the_same_power(cap_w):
+    made = bench(gemms(), cap_w)
+    duty = (made.mean_w(0.0) - IDLE_W) / (BURST_W - IDLE_W)
+    fixed = Plant(gemms(), every=12)
+    fixed.command = Command((1 - duty) / duty, 0.002)
+    fixed.run_until(4.0)
+    assert made.plant.done >= 0.95 * fixed.done
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cap_w=st.floats(220.0, 650.0),
+    op_s=st.floats(0.00005, 0.004),
+    burst_w=st.floats(300.0, 918.0),
+    sample_s=st.sampled_from([0.02, 0.1]),
+    every=st.integers(1, 12),
+    seed=st.integers(0, 1000),
+)
+def test_random_loads_are_held_or_run_free(cap_w, op_s, burst_w, sample_s, every, seed):
+    rng = random.Random(seed)
+    ops = (Op(op_s * rng.uniform(0.5, 1.5), burst_w * rng.uniform(0.9, 1.0)) for _ in itertools.repeat(0))
+    blur_s = 0.024 if sample_s == 0.02 else sample_s
+    made = bench(ops, cap_w, seconds=5.0, every=every, seed=seed, sample_s=sample_s, blur_s=blur_s)
+    free = Plant((Op(op_s, 0.95 * burst_w) for _ in itertools.repeat(0)), every=every)
+    free.run_until(2.0)
+    free_w = mean_w(free.power_w, 1.0)
+    slack = 0.03 + op_s * every * 5  # points that lie 10 ms apart cannot do better than that in a window
+    if free_w < 0.95 * cap_w:
+        # Nothing to hold: next to nothing is lost once a few readings have told so, which a slow sensor does later.
+        known_s, waited_s = (1.5, 0.7) if sample_s == 0.02 else (2.5, 1.8)
+        assert made.mean_w(known_s) == pytest.approx(free_w, rel=0.06)
+        assert made.plant.waited_s < waited_s
+    else:
+        assert made.mean_w(1.5) <= cap_w * (1.0 + slack)
+        assert made.mean_w(1.5) >= min(cap_w, free_w) * (0.95 - slack)
+        grain = 1.5 * burst_w * op_s * every / 0.2 / cap_w  # what one slice more or less is in a window
+        assert made.worst_w(1.5) <= cap_w * (1.11 + grain)
+
+
+def test_a_load_that_changes_is_caught_again():
+    changed_s = []
+
+    def changing():
+        for power_w in (918.0, 350.0, 700.0, 918.0, 450.0):
+            changed_s.append(made.plant.now_s)
+            for _ in range(int(1.0 / GEMM_S)):
+                yield Op(GEMM_S, power_w)
+        changed_s.append(made.plant.now_s)
+        yield from gemms()
+
+    made = Bench(Plant(changing(), every=8), Cap(400.0, 0.2))
+    made.run(14.0)
+    assert len(changed_s) == 6
+    for begin, end in itertools.pairwise([*changed_s, 14.0]):
+        settled = made.plant.power_w[: round(end / 0.0005)]
+        assert worst_window_w(settled, 0.2, begin + 0.5) <= 1.05 * 400.0  # half a second after each change
+        # The sensor needs some 80 ms to tell of the change; then work stops until the window has room again.
+        assert worst_window_w(settled, 0.2, begin) <= 1.5 * 400.0
+
+
+def test_light_and_heavy_phases_keep_the_mean_under_the_cap():
+    """A sensor that is late cannot hold every window of such a load; the mean it can."""
+    for period_s in (0.05, 0.2, 1.0):
+        assert bench(phases(period_s), 400.0, every=6, seconds=6.0).mean_w() <= 400.0
+
+
+def test_ops_longer_than_any_window_run_one_by_one_and_are_paid_for():
+    made = bench(iter(lambda: Op(0.5, BURST_W), None), 400.0, every=1, seconds=40.0)
+    assert made.plant.done >= 10  # no deadlock
+    assert 0.6 * 400.0 <= made.mean_w(10.0) <= 1.03 * 400.0
+
+
+def test_a_sensor_that_dies_leaves_the_cap_to_prediction():
+    made = Bench(Plant(gemms(), every=8), Cap(400.0, 0.2))
+    made.run(2.0)
+    made.sensor.dead = True
+    made.run(3.0)
+    assert made.zone.blind
+    assert "prediction" in made.zone.notes["blind"]
+    assert mean_w(made.plant.power_w, 3.0) == pytest.approx(400.0, rel=0.06)
+    made.sensor.dead = False
+    made.run(2.0)
+    assert not made.zone.blind
+
+
+def test_a_cap_below_idle_is_said_with_its_floor():
+    made = bench(gemms(), 90.0)
+    assert made.zone.controller is not None and made.zone.controller.floor_w == pytest.approx(116.0, rel=0.1)
+    assert "cannot be held" in made.zone.notes["floor"]
+    assert made.plant.done > 100  # it still runs
+    assert made.zone.command.duty == pytest.approx(MIN_DUTY)
+
+
+def test_the_tightest_of_several_caps_holds_and_the_next_after_it():
+    made = Bench(Plant(gemms(), every=8), Cap(500.0, 0.2))
+    made.run(2.0)
+    made.zone.hold(Cap(300.0, 0.1), 7)
+    made.run(2.0)
+    assert mean_w(made.plant.power_w, 3.0) == pytest.approx(300.0, rel=0.04)
+    made.zone.release(7)
+    made.run(2.0)
+    assert mean_w(made.plant.power_w, 5.0) == pytest.approx(500.0, rel=0.04)
+
+
+def test_another_leader_goes_on_from_the_same_duty():
+    first = bench(gemms(), 400.0).zone.controller
+    assert first is not None
+    second = Controller(Cap(400.0, 0.2), idle_w=100.0, burst_w=2000.0)
+    second.go_on_from(first.command)
+    assert second.command.duty == pytest.approx(first.command.duty, rel=0.01)
+
+
+def test_duty_between_is_the_mean_of_what_was_commanded():
+    zone = Zone("gpu0", ["gpu0"], [])
+    for time_ns, ratio in ((100, 1.0), (200, 3.0), (400, 0.0)):
+        zone.follow(Command(ratio), time_ns)
+    assert zone.duty_between(100, 200) == pytest.approx(0.5)
+    assert zone.duty_between(150, 300) == pytest.approx((0.5 * 50 + 0.25 * 100) / 150)
+    assert zone.duty_between(300, 500) == pytest.approx((0.25 * 100 + 1.0 * 100) / 200)
+    assert zone.duty_between(0, 50) == 1.0
+
+
+def test_unknown_hardware_begins_careful():
+    idle_w, burst_w = figures([("gpu0", "NVIDIA Unheard Of")], 300.0)
+    assert (idle_w, burst_w) == (0.0, 600.0)
+    idle_w, burst_w = figures([("gpu0", "NVIDIA H200")], 300.0)
+    assert (idle_w, burst_w) == (100.0, pytest.approx(917.0))
+
+
+# -- the meter --------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(50.0, 900.0), min_size=80, max_size=200))
+def test_the_meters_worst_window_is_that_of_the_samples(watts):
+    meter = Meter(0.2)
+    for i, power_w in enumerate(watts):
+        meter.add(Reading((i + 1) * 20_000_000, 0.02, power_w))
+    skipped = round(FIRST_S / 0.02)
+    windows = [sum(watts[i : i + 10]) / 10 for i in range(len(watts) - 9)]
+    assert meter.energy_j == pytest.approx(sum(watts) * 0.02)
+    assert meter.windows == len(windows)
+    late = [w for i, w in enumerate(windows) if i >= skipped]
+    assert meter.peak_w == (pytest.approx(max(late)) if late else None)
+
+
+def test_a_gap_starts_the_window_anew():
+    meter = Meter(0.2)
+    for i in range(100):
+        meter.add(Reading((i + 1) * 20_000_000 + (5_000_000_000 if i >= 50 else 0), 0.02, 100.0 if i < 50 else 900.0))
+    assert meter.peak_w == pytest.approx(900.0)
+    assert meter.windows == 2 * 41  # none of them spans the gap
+
+
+# -- waits on the host ------------------------------------------------------------------------------------------
+
+
+class Time:
+    def __init__(self):
+        self.now_ns, self.slept = 1, []
+
+    def clock(self):
+        return self.now_ns
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now_ns += round(seconds * 1e9)
+
+
+def test_a_host_point_waits_by_the_ratio_once_a_slice_is_full():
+    time = Time()
+    pacer = HostPacer(time.clock, time.sleep)
+    pacer.obey(Command(2.0, 0.003))
+    pacer.point(restart=True)
+    for _ in range(3):
+        time.now_ns += 1_000_000
+        pacer.point()
+    assert sum(time.slept) == pytest.approx(0.006)
+    passed = pacer.passed()
+    assert (passed.points, passed.waits) == (4, 1)
+    assert passed.waited_s == pytest.approx(0.006)
+    assert passed.worked_s == pytest.approx(0.003)
+
+
+def test_idle_time_before_a_call_is_not_paid_for():
+    time = Time()
+    pacer = HostPacer(time.clock, time.sleep)
+    pacer.obey(Command(2.0, 0.003))
+    pacer.point(restart=True)
+    time.now_ns += 10_000_000_000
+    pacer.point(restart=True)
+    pacer.point()
+    assert not time.slept
+
+
+def test_a_new_command_releases_who_waits():
+    time = Time()
+    pacer = HostPacer(time.clock, lambda s: (time.sleep(s), pacer.obey(Command())))
+    pacer.point(restart=True)
+    pacer.obey(Command(40.0, 0.001))
+    time.now_ns += 100_000_000
+    pacer.point()
+    assert sum(time.slept) < 0.01
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_a_clock_that_jumps_neither_hangs_nor_owes(jump_ns):
+    time = Time()
+    pacer = HostPacer(time.clock, time.sleep)
+    pacer.obey(Command(1.0, 0.001))
+    pacer.point(restart=True)
+    time.now_ns += jump_ns
+    pacer.point()
+    assert sum(time.slept) <= 0.26

@@ -1,0 +1,337 @@
+"""Attention: against torch and float64, its kernels in Triton's interpreter and compiled for real chips."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tessera import op, stream
+from tessera.errors import ArgumentError, TileError
+from tessera.op import attention, attention_ops, hints, tile
+
+TILE = (64, 32)
+
+# batch, heads, key heads, queries, keys, dim, causal, mask: odd lengths, tiles cut by an edge, rows that see nothing
+CASES = [
+    (1, 2, 2, 32, 32, 16, True, None),
+    (2, 4, 2, 37, 53, 32, False, None),
+    (2, 4, 2, 37, 53, 32, True, None),
+    (1, 2, 1, 70, 20, 24, True, None),
+    (1, 1, 1, 1, 40, 64, False, None),
+    (1, 2, 2, 19, 33, 16, False, "bool"),
+    (1, 4, 1, 33, 19, 16, True, "bool"),
+    (2, 2, 1, 21, 35, 40, False, "add"),
+    (1, 1, 1, 35, 35, 16, True, "add"),
+]
+
+
+def truth(q, k, v, mask, scale, causal):
+    """The definition, in the tensors' own precision; rows that see nothing give zeros."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    blind = scores.isneginf().all(-1, keepdim=True)
+    return torch.where(blind, 0.0, scores.masked_fill(blind, 0.0).softmax(-1)) @ v
+
+
+def operands(batch, heads, kv_heads, queries, keys, dim, kind, dtype, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    # (batch, sequence, heads, dim) in memory, as a projection leaves them
+    q, k, v = (
+        torch.randn(batch, length, n, dim, generator=make, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for length, n in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    mask = None
+    if kind == "bool":
+        mask = torch.rand(queries, keys, generator=make) > 0.4
+        mask[0] = False
+    elif kind == "add":
+        mask = torch.randn(batch, 1, queries, keys, generator=make).to(dtype)
+    return q, k, v, mask
+
+
+def relative(found, true) -> float:
+    return float((found.double() - true.double()).norm() / true.double().norm().clamp_min(1e-6))
+
+
+def interpret() -> None:
+    """Run the kernels on CPU tensors; memory that nobody writes is NaN."""
+    from tessera.op.kernels import attention as kernel
+    from tessera.op.kernels import attention_backward
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    for i, (*sizes, causal, kind) in enumerate(CASES):
+        dtype = torch.float16 if i % 3 == 2 else torch.float32
+        q, k, v, mask = operands(*sizes, kind, dtype)
+        scale = -0.3 if i == 1 else 0.3
+        out, lse = kernel.forward(q, k, v, mask, scale, causal, kernel.Launch(16, 32, 2, 4, "ieee"))
+        leaves = [t.double().requires_grad_() for t in (q, k, v)]
+        ref = truth(*leaves, mask, scale, causal)
+        dout = torch.randn_like(q)
+        found = attention_backward.backward(
+            dout, q, k, v, mask, out, lse, scale, causal, kernel.Launch(32, 16, 2, 4, "ieee")
+        )
+        pairs = zip(
+            ("out", "dq", "dk", "dv"),
+            (out, *found),
+            (ref, *torch.autograd.grad(ref, leaves, dout.double())),
+            strict=True,
+        )
+        errors = {name: relative(a, b) for name, a, b in pairs}
+        print(json.dumps({"case": str((sizes, causal, kind)), "dtype": str(dtype), "errors": errors}))
+
+
+def test_the_kernels_are_right_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(CASES)
+    bound = {"torch.float32": 2e-5, "torch.float16": 4e-3}
+    wrong = [
+        (row["case"], row["errors"])
+        for row in found
+        if not all(e < bound[row["dtype"]] for e in row["errors"].values())
+    ]
+    assert not wrong
+
+
+# -- the kernels, compiled ---------------------------------------------------------------------------------------
+
+
+def spilled_bytes(found) -> int:
+    import triton
+
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(found.asm["cubin"])
+        text = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(stack) for stack in re.findall(r"STACK:(\d+)", text))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_uses_the_tensor_cores_of_hopper_without_spills_in_the_bytes_of_the_formula(dim):
+    from triton.backends.compiler import GPUTarget
+
+    from tessera.op.kernels import attention as kernel
+
+    stages, warps = attention_ops.pipeline(128, 64, dim)
+    found = kernel.compile_forward((128, 64, dim), "bf16", stages, warps, GPUTarget("cuda", 90, 32))
+    assert "wgmma" in found.asm["ptx"] and "cp.async" in found.asm["ptx"]
+    assert found.metadata.shared == attention_ops.forward_bytes(tile.Tile(128, 64, dim), "bf16", stages)
+    assert spilled_bytes(found) == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "arch", "dtype"), [(64, 90, "bf16"), (128, 90, "fp16"), (256, 90, "bf16"), (64, 80, "tf32")]
+)
+def test_backward_fits_every_chip_since_ampere(dim, arch, dtype):
+    from triton.backends.compiler import GPUTarget
+
+    from tessera.op.kernels import attention as kernel
+    from tessera.op.kernels import attention_backward as backward
+
+    own, walked, stages, warps = attention_ops.backward_launch(dim, attention.DTYPE_OF[dtype])
+    for each, sides in (
+        (backward._keys_backward, (walked, own, dim)),
+        (backward._queries_backward, (own, walked, dim)),
+    ):
+        found = kernel.compile_kernel(each, sides, dtype, stages, warps, GPUTarget("cuda", arch, 32))
+        assert found.metadata.shared <= tile.limit_bytes(86)
+        assert not re.search(r"\b(atom|red)\.", found.asm["ptx"])  # one order of every sum
+        assert spilled_bytes(found) <= (0 if dim < 256 and dtype != "tf32" else 200)
+
+
+# -- what a caller sees ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 2), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.integers(1, 9), st.integers(1, 9),
+    st.integers(1, 20), st.booleans(), st.sampled_from([None, "bool", "add"]), st.integers(0, 2**31),
+)  # fmt: skip
+def test_a_tile_changes_nothing_but_the_kernel(batch, heads, queries, keys, dim, causal, kind, seed):
+    q, k, v, mask = operands(batch, *heads, queries, keys, dim, kind, torch.float64, seed)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options = {"causal": causal, "attn_mask": mask, "enable_gqa": True}
+    found = op.flash_attention(q, k, v, tile_shape=TILE, **options)
+    true = truth(q, k, v, mask, 1 / math.sqrt(dim), causal)
+    torch.testing.assert_close(found, true)
+    seed_ = torch.randn_like(true)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, leaves, seed_), torch.autograd.grad(true, leaves, seed_), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    if kind is None:
+        torch.testing.assert_close(op.flash_attention(q, k, v, **options), true)
+
+
+def test_gradients_of_the_registered_operator_are_exact():
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(1, 2, 3, 5) > 0.3
+    for causal, given_ in ((True, None), (False, mask)):
+        assert torch.autograd.gradcheck(
+            lambda *x: attention_ops.attention(*x, given_, 0.7, causal, *TILE, 0, 0, "ieee")[0],  # noqa: B023
+            (q, k, v),
+        )
+    single = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(attention_ops.attention, (*single, None, 0.7, True, *TILE, 0, 0, "ieee"))
+
+
+def test_plain_calls_are_torchs_own():
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    assert torch.equal(op.flash_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert torch.equal(
+        op.flash_attention(q, k, v, causal=True, scale=0.2),
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2),
+    )
+    torch.manual_seed(0)
+    dropped = op.flash_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    s = stream.create("attention", device="cpu")
+    assert torch.equal(op.flash_attention(q[0], k[0], v[0], stream=s), F.scaled_dot_product_attention(q[0], k[0], v[0]))
+
+
+@pytest.mark.parametrize("cut", [None, TILE])
+def test_no_queries_no_keys_and_rows_that_see_nothing(cut):
+    q, k = torch.randn(1, 2, 3, 8, requires_grad=True), torch.randn(1, 2, 0, 8, requires_grad=True)
+    out = op.flash_attention(q, k, k, tile_shape=cut)
+    assert torch.equal(out, torch.zeros_like(q))
+    out.sum().backward()
+    assert torch.equal(q.grad, torch.zeros_like(q)) and k.grad.shape == k.shape
+    assert op.flash_attention(k, q, q, tile_shape=cut).shape == k.shape
+    keys, mask = torch.randn(1, 2, 5, 8), torch.ones(3, 5, dtype=torch.bool)
+    mask[1] = False
+    assert torch.equal(op.flash_attention(q, keys, keys, attn_mask=mask, tile_shape=cut)[:, :, 1], torch.zeros(1, 2, 8))
+
+
+def test_a_precision_casts_and_gives_back_the_dtype():
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    full = op.flash_attention(q, k, v)
+    for cut in (None, TILE):
+        half = op.flash_attention(q, k, v, precision="bf16", tile_shape=cut)
+        assert half.dtype is torch.float32 and 1e-5 < relative(half, full) < 1e-2
+        assert relative(op.flash_attention(q, k, v, precision="tf32", tile_shape=cut), full) < 1e-5
+        up = op.flash_attention(*(t.bfloat16() for t in (q, k, v)), precision="fp32", tile_shape=cut)
+        assert up.dtype is torch.bfloat16
+
+
+class Seen(TorchDispatchMode):
+    """The arguments of tessera::attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.tessera.attention.default:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_schedules_hints_choose_tile_depth_and_warps():
+    q = torch.randn(1, 1, 4, 16)
+    with (
+        Seen() as seen,
+        hints.use(hints.Hints(tiles={"flash_attention": (64, 32)}, cp_async_depth=3, warp_mma_concurrency=2)),
+    ):
+        op.flash_attention(q, q, q)
+        op.flash_attention(q, q, q, tile_shape=(64, 64))
+    assert [call[6:10] for call in seen.calls] == [(64, 32, 3, 8), (64, 64, 3, 8)]
+    with Seen() as seen:
+        op.flash_attention(q, q, q)
+    assert not seen.calls
+
+
+def test_meta_tensors_and_torch_compile():
+    q, k, v = (torch.randn(2, 2, 10, 16, requires_grad=True) for _ in range(3))
+
+    def step(q, k, v):
+        return op.flash_attention(q, k, v, causal=True, tile_shape=TILE) + op.flash_attention(q, k, v)
+
+    true = step(q, k, v)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(found, true)
+    for a, b in zip(
+        torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(true.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+    assert step(*(t.to("meta") for t in (q, k, v))).shape == q.shape
+
+
+def test_a_tile_that_does_not_fit_says_what_does():
+    q = torch.randn(1, 1, 4, 256, dtype=torch.bfloat16)
+    with pytest.raises(TileError) as caught:
+        op.flash_attention(q, q, q, tile_shape=(128, 128))
+    assert "327,680 bytes" in str(caught.value) and "(128, 64, 256)" in caught.value.fix
+    assert op.flash_attention(q, q, q, tile_shape=(128, 64)).shape == q.shape
+    with pytest.raises(TileError, match="power of two"):
+        op.flash_attention(q, q, q, tile_shape=(100, 64))
+    with pytest.raises(TileError):  # also where the call is traced: when it runs
+        torch.compile(lambda q: op.flash_attention(q, q, q, tile_shape=(128, 128)), backend="eager")(q)
+    with pytest.warns(UserWarning, match="BM=32 is no multiple of 64"):
+        op.flash_attention(q[..., :16], q[..., :16], q[..., :16], tile_shape=(32, 32))
+
+
+def test_a_rule_puts_another_backend_first():
+    rule = attention.Rule(backend="cudnn", least_queries=1024, dims=(64, 128), causal=True)
+    q = torch.empty(1, 1, 2048, 64, device="meta")
+    assert rule.covers(q, True) and not rule.covers(q, False) and not rule.covers(q[:, :, :512], True)
+    order = attention._order("cudnn")
+    assert order[0].name == "CUDNN_ATTENTION" and len(set(order)) == 4
+
+
+x, wanted = torch.ones(1, 2, 3, 4), torch.ones(3, 3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: op.flash_attention([], x, x), "q is a list"),
+        (lambda: op.flash_attention(x, x.double(), x), "k is torch.float64"),
+        (lambda: op.flash_attention(x, x, x.to("meta")), "v is on meta"),
+        (lambda: op.flash_attention(x, torch.ones(1, 2, 3, 5), x), "k is 1x2x3x5"),
+        (lambda: op.flash_attention(x, x, torch.ones(1, 2, 4, 4)), "v is 1x2x4x4"),
+        (lambda: op.flash_attention(torch.ones(1, 4, 3, 4), x, x), "enable_gqa=True"),
+        (lambda: op.flash_attention(torch.ones(1, 3, 3, 4), x, x, enable_gqa=True), "k is 1x2x3x4"),
+        (lambda: op.flash_attention(torch.ones(4), x, x), "q is 4"),
+        (lambda: op.flash_attention(x, x, x, dropout_p=1.5), "dropout_p=1.5"),
+        (lambda: op.flash_attention(x, x, x, precision="fp8"), "precision='fp8'"),
+        (lambda: op.flash_attention(x, x, x, precision="bf61"), "did you mean 'bf16'"),
+        (lambda: op.flash_attention(x, x, x, tile_shape=64), "tile_shape=64"),
+        (lambda: op.flash_attention(x, x, x, tile_shape=(64, 32, 8)), "tile_shape=(64, 32, 8)"),
+        (lambda: op.flash_attention(x, x, x, tile_shape=TILE, dropout_p=0.1), "dropout_p=0.1 with a tile"),
+        (lambda: op.flash_attention(x[:, :1], x, x, tile_shape=TILE), "tiles do not broadcast"),
+        (lambda: op.flash_attention(x[0], x[0], x[0], tile_shape=TILE), "q is 2x3x4"),
+        (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=torch.ones(7, 3)), "attn_mask is 7x3"),
+        (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=wanted), "attn_mask wants a gradient"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(call, named):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert named in str(caught.value) and caught.value.fix
+
+
+if __name__ == "__main__":
+    interpret()

@@ -1,0 +1,148 @@
+"""Our kernels' launches by a driver that launches nothing: arguments bound, compiled for sm_90, grids in range.
+
+Meta tensors have any size and no memory, so shapes are here that no test could compute. Everything a launch does but
+running is real: which arguments are specialised, which are None, what is compiled and how much shared memory it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+DRIVER = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+seen = []
+
+class Utils:
+    def load_binary(self, name, kernel, shared, device):
+        return 1, 2, 0, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+class Driver:
+    utils = Utils()
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def launcher_cls(self, source, metadata):
+        return lambda *args: seen.append([metadata.name, *args[:3]])
+
+driver.set_active(Driver())
+
+def rand(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="meta", dtype=dtype)
+"""
+
+PRODUCTS = """
+from tessera.op.kernels.matmul import launch
+from tessera.op.tile import Tile
+
+def product(batch, m, n, k, dtype=torch.bfloat16, out=torch.bfloat16, **more):
+    scales = (rand(1, dtype=torch.float32),) * 2 if dtype == torch.float8_e4m3fn else None
+    b = rand(batch, n, k, dtype=dtype).mT if scales else rand(batch, k, n, dtype=dtype)
+    launch(rand(batch, m, k, dtype=dtype), b, rand(batch, m, n, dtype=out), tile=Tile(64, 64, 32), stages=3, warps=4,
+           scales=scales, **more)
+
+product(70_000, 64, 64, 32)  # more batches than the second axis of a grid has
+product(1, 16384, 151936, 4096, bias=rand(151936))  # rows times their stride pass 2^31
+product(1, 1, 1, 1)  # every number is specialised to 1
+product(1, 128, 128, 64, dtype=torch.float8_e4m3fn, activation="gelu")
+product(0, 5, 7, 3)
+"""
+
+ROWS = """
+from tessera.op.kernels import quantize, rows
+
+x = rand(1 << 22, 1024)  # 2^32 elements
+rows.softmax_backward(x, rows.softmax_forward(x, torch.float32), torch.bfloat16)
+w = rand(1024)
+for centered, residual in ((True, x), (False, None)):
+    y, summed, mean, rstd = rows.norm_forward(x, residual, w, w if centered else None, eps=1e-5, centered=centered)
+    rows.norm_backward(y, residual, x, w, mean=mean, rstd=rstd, weight_grad=True, bias_grad=centered)
+rows.norm_forward(rand(1, 1), None, None, None, eps=1e-5, centered=True)
+for by_row in (False, True):
+    quantize.quantize(rand(1 << 20, 8192), "fp8", by_row=by_row, pad=(16, 16))
+quantize.quantize(rand(8192, 1 << 20).mT, "fp16", by_row=False)
+y, scale = quantize.quantize(rand(3, 0), "fp16", by_row=False)
+assert y.shape == (3, 0) and scale.shape == (1,)
+c = rand(1024, 512, dtype=torch.float32)
+quantize.unscale(c, rand(1024, dtype=torch.float32), rand(512, dtype=torch.float32), 1000, 500, torch.bfloat16)
+"""
+
+ATTENTION = """
+from tessera.op.kernels import attention
+from tessera.op.kernels.attention_backward import backward
+
+def both(b, h, kv, s, d, mask, launch=attention.Launch(64, 64, 2, 4), back=attention.Launch(128, 32, 2, 8)):
+    q, k = rand(b, h, s, d), rand(b, kv, s, d)
+    out, lse = attention.forward(q, k, k, mask, 0.1, mask is None, launch)
+    backward(out, q, k, k, mask, out, lse, 0.1, mask is None, back)
+
+both(512, 128, 8, 4096, 128, None)  # 2^35 elements, half a million heads and rows of blocks
+both(1, 2, 2, 100, 80, rand(100, 100))
+both(1, 2, 2, 100, 80, rand(1, 1, 100, 100, dtype=torch.bool))
+both(1, 1, 1, 0, 64, None)
+"""
+
+CONVOLUTIONS = """
+from tessera.op.kernels.conv import launch
+from tessera.op.tile import Tile
+
+def convolution(n, size, channels, filters, groups, bias):
+    x, w = rand(n, size, size, channels), rand(filters, 3, 3, channels // groups)
+    launch(x, w, bias, rand(n, size, size, filters), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=groups,
+           tile=Tile(64, 64, 32), stages=3, warps=4)
+
+convolution(2048, 224, 64, 64, 1, rand(64))  # 6.6e9 elements
+convolution(1, 8, 6, 4, 2, None)
+"""
+
+# Kernels launched, in order: the test fails if a launch went missing.
+WANTED = {
+    "products": (PRODUCTS, ["matmul_kernel"] * 4),
+    "rows": (
+        ROWS,
+        ["_softmax_forward", "_softmax_backward", "_norm_forward", "_norm_backward", "_norm_forward", "_norm_backward",
+         "_norm_forward", "tensor_amax", "tensor_cast", "row_cast", "tensor_amax", "tensor_cast", "row_unscale"],
+    ),
+    "attention": (ATTENTION, ["_forward", "_row_products", "_keys_backward", "_queries_backward"] * 3),
+    "convolutions": (CONVOLUTIONS, ["conv_kernel"] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_launches(name):
+    code, wanted = WANTED[name]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER + code + "print(json.dumps(seen))"],
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert [kernel for kernel, *_ in seen] == wanted
+    for kernel, x, y, z in seen:  # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+        assert 0 < x < 1 << 31, kernel
+        assert 0 < y <= 65535, kernel
+        assert z == 1, kernel

@@ -1,0 +1,684 @@
+"""`schedule`: options, decorator and context, pace points where torch work is launched, and the loop in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from tessera import monitor, schedule
+from tessera.errors import ArgumentError, ScheduleError, TesseraError, UnitError
+from tessera.monitor import Monitor
+from tessera.runtime import launches, loop
+from tessera.runtime.bucket import Command
+from tessera.runtime.launches import Cadence, Countdown, Launches
+from tessera.runtime.options import Options
+from tessera.runtime.pace import Passed
+
+from fakes.busy import BusySensor
+
+torch = pytest.importorskip("torch")
+
+
+class CountingPacer:
+    """Counts points, and notes on which thread they came; waits for nothing."""
+
+    where = "nowhere"
+
+    def __init__(self):
+        self.threads, self.restarts, self.worked_s = [], 0, 0.0
+
+    def obey(self, command):
+        pass
+
+    def point(self, *, restart=False):
+        self.restarts += restart
+        self.threads.append(threading.current_thread().name)
+
+    def passed(self):
+        return Passed(len(self.threads), 0, 0.0, self.worked_s)
+
+    def queued(self):
+        return 0
+
+
+@pytest.fixture
+def counted():
+    cadence = Cadence(CountingPacer())
+    return cadence, Launches(lambda _out=None: cadence, Countdown(), each_call=False)
+
+
+# -- options ----------------------------------------------------------------------------------------------------
+
+
+def test_caps_are_per_gpu_unless_they_say_node():
+    assert (Options(power_cap="275W").cap.scope, Options(power_cap="275W").cap.power_w) == ("gpu", 275.0)
+    assert Options(power_cap=275).cap.power_w == 275.0
+    node = Options(power_cap="node:1.2kW", cap_policy="token_bucket", cap_window_ms=20)
+    assert (node.cap.scope, node.cap.power_w, node.bucket) == ("node", 1200.0, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"power_cap": "275"}, "unit"),
+        ({"power_cap": "rack:20kW"}, "rack"),
+        ({"power_cap": "nod:1kW"}, "did you mean 'node'"),
+        ({"power_cap": 0}, "above 0 W"),
+        ({"policy": "troughput_per_watt"}, "did you mean 'throughput_per_watt'"),
+        ({"power_cap": "1W", "cap_policy": "tokenbucket"}, "did you mean 'token_bucket'"),
+        ({"cap_policy": "driver"}, "without a power_cap"),
+        ({"power_cap": "node:1kW", "cap_policy": "driver"}, "not a node"),
+        ({"power_cap": "1W", "cap_window_ms": 0}, "cap_window_ms"),
+        ({"power_cap": "1W", "cap_window_ms": "20"}, "cap_window_ms"),
+        ({"max_slowdown": "5%"}, "no policy"),
+        ({"policy": "energy", "max_slowdown": -0.1}, "must not be negative"),
+        ({"cp_async_depth": 0}, "cp_async_depth"),
+        ({"cp_async_depth": True}, "cp_async_depth"),
+        ({"warp_mma_concurrency": 9}, "warp_mma_concurrency"),
+        ({"points": "ops"}, "did you mean 'op'"),
+        ({"powercap": "275W"}, "did you mean 'power_cap'"),
+    ],
+)
+def test_wrong_options_are_named_and_the_nearest_is_offered(wrong, says):
+    with pytest.raises(ArgumentError) as told:
+        schedule(**wrong)
+    assert says in str(told.value)
+
+
+def test_options_are_frozen_and_parsed_once():
+    options = Options(policy="energy", max_slowdown="5%", max_temp_c="85C", power_cap="1.2kW")
+    assert (options.max_slowdown, options.max_temp_c, options.cap.power_w) == (0.05, 85.0, 1200.0)
+    with pytest.raises(AttributeError):
+        options.policy = "latency"
+    assert isinstance(UnitError("x", 0, "p", "a"), ArgumentError)
+
+
+# -- decorator and context --------------------------------------------------------------------------------------
+
+
+async def coroutine():
+    await asyncio.sleep(0)
+
+
+def generator():
+    yield 1
+
+
+async def stream():
+    yield 1
+
+
+@pytest.mark.parametrize(("fn", "kind"), [(coroutine, "async function"), (generator, "generator"), (stream, "async")])
+def test_what_launches_its_work_later_is_refused(fn, kind):
+    with pytest.raises(ArgumentError, match=kind):
+        schedule(power_cap="275W")(fn)
+    with pytest.raises(ArgumentError, match="class"):
+        schedule(power_cap="275W")(dict)
+    with pytest.raises(ArgumentError, match="no function"):
+        schedule(power_cap="275W")(3)
+
+
+def test_a_schedule_that_limits_nothing_is_a_call():
+    @schedule()
+    def add(a, b=1):
+        """Adds."""
+        return a + b, torch._C._len_torch_function_stack()
+
+    assert add(1, b=2) == (3, 0)  # no mode was pushed
+    assert (add.__name__, add.__doc__) == ("add", "Adds.")
+    assert add.report().how is None
+    assert "no cap" in str(add.report())
+    with pytest.raises(ScheduleError, match="no plan"):
+        add.plan()
+    assert not [t for t in threading.enumerate() if t.name == "tessera-pace"] or loop._loop is not None
+
+
+def test_importing_schedule_imports_neither_torch_nor_numpy():
+    code = "import sys; from tessera import schedule; schedule(); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False False"
+
+
+def test_hints_reach_our_kernels_and_end_with_the_block():
+    from tessera.op import hints
+
+    @schedule(cp_async_depth=2, warp_mma_concurrency=2)
+    def inside():
+        return hints.current().cp_async_depth, hints.current().warp_mma_concurrency
+
+    assert inside() == (2, 2)
+    with schedule(cp_async_depth=3), schedule(warp_mma_concurrency=1):  # the inner one adds to the outer
+        assert (hints.current().cp_async_depth, hints.current().warp_mma_concurrency) == (3, 1)
+    assert hints.current() == hints.Hints()
+
+
+def test_a_dry_run_says_what_it_would_do_once_and_does_nothing(capsys):
+    @schedule(power_cap="275W", cp_async_depth=2, dry_run=True)
+    def fn():
+        return torch._C._len_torch_function_stack()
+
+    assert fn() == fn() == 0
+    said = capsys.readouterr().out
+    assert said.count("hold 275 W for each GPU") == 1
+    assert "2 tiles in flight" in said
+
+
+def test_a_policy_needs_a_function():
+    with pytest.raises(ScheduleError, match="block"), schedule(policy="energy"):
+        pass
+
+
+# -- the driver's limit and the tuner ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board(fake_nvml, monkeypatch, tmp_path):
+    """The fake NVML's board, whose limit may be set."""
+    import pynvml
+
+    from fakes.nvml import Scenario
+
+    monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TESSERA_WATCHER", "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_nvml.set(Scenario(gpus=1))
+    pynvml.nvmlInit()
+    yield lambda: pynvml.nvmlDeviceGetPowerManagementLimit(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1000
+    pynvml.nvmlShutdown()
+
+
+def test_a_driver_cap_is_set_around_the_call_and_nothing_waits(board, monkeypatch):
+    from tessera.runtime import lingering
+
+    monkeypatch.setattr(sys.modules["tessera.runtime.schedule"], "LINGER_S", 0.2)
+    before_w = board()
+
+    @schedule(power_cap="400W", cap_policy="driver", allow_control=True)
+    def inside():
+        return board(), torch._C._len_torch_function_stack()
+
+    assert inside() == (400.0, 0)
+    assert board() == 400.0  # the next call of a loop finds it set
+    assert inside() == (400.0, 0)
+    deadline = time.monotonic() + 5.0
+    while lingering._lot.reaper is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert board() == before_w
+    with schedule(power_cap="400W", cap_policy="driver", allow_control=True):
+        assert board() == 400.0
+    assert board() == before_w  # a block is not called again
+    report = inside.report()
+    assert (report.how, report.calls, report.waits) == ("driver", 2, 0)
+    assert "held by the driver" in str(report)
+
+
+def test_clocks_on_auto_are_those_of_the_plan():
+    from tessera.runtime.tuning.plan import OpPlan, Plan
+
+    ops = [
+        OpPlan(op="layer_norm", calls=2, share_pct=10.0, clock="low", why=""),
+        OpPlan(op="matmul", calls=2, share_pct=90.0, clock="high", why=""),
+    ]
+    plan = Plan(
+        function="f", policy="energy", setting={}, why={}, trials=[], ops=ops, device="cpu", key={}, notes=[],
+        spent_s=0.0, made="",
+    )  # fmt: skip
+    asked = schedule(policy="energy", dvfs="shape:sm_at_900MHz@decode; auto")(lambda: None).schedule
+    assert asked._clocks() == "shape:sm_at_900MHz@decode; auto"  # before the first call there is no plan
+    asked._tuned._plan = plan
+    assert asked._clocks() == ["shape:sm_at_900MHz@decode", "shape:sm_down_200MHz@layer_norm"]
+
+
+def test_a_driver_cap_that_was_not_opted_in_is_held_by_waits(board, device):
+    before_w = board()
+    report = stepped(device, 0.6, power_cap="400W", cap_policy="driver").report()
+    assert board() == before_w
+    assert report.how == "token_bucket"
+    assert report.waited_s > 0.1
+    assert any("opted in" in note for note in report.notes)
+
+
+def test_clocks_without_permission_are_said_once_and_the_function_runs(board):
+    fn = schedule(dvfs="shape:sm_down_200MHz@flash_attention")(lambda: 7)
+    with pytest.warns(UserWarning, match="left alone"):
+        assert fn() == 7
+    assert fn() == 7
+    with pytest.raises(ArgumentError, match="sm_down"):
+        schedule(dvfs="shape:sm_dwn_200MHz@x")
+
+
+def test_a_policy_is_the_tuners_and_its_plan_the_functions(device, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    a = torch.randn(32, 32)
+
+    @schedule(policy="latency", budget_s=1.0, compile_modes=False, cache=False)
+    def fn(x):
+        return x @ a
+
+    with pytest.raises(ScheduleError, match="no plan yet"):
+        fn.plan()
+    assert torch.allclose(fn(a), a @ a)
+    assert fn.plan().policy == "latency"
+
+
+# -- where points come ------------------------------------------------------------------------------------------
+
+
+def test_points_come_after_every_few_operators_and_mirrored_in_the_backward_pass(counted):
+    cadence, seen = counted
+    weight = torch.randn(8, 8, requires_grad=True)
+    with seen:
+        cadence.every = 2
+        x = torch.randn(4, 8)
+        for _ in range(10):
+            x = torch.relu(torch.mm(x, weight))
+        loss = x.sum()
+        forward = len(cadence.pacer.threads)
+        loss.backward()
+    assert 8 <= forward <= 14  # 22 operators, one point after every second
+    assert len(cadence.pacer.threads) - forward >= 8  # and as many on the way back
+    assert weight.grad is not None
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_results_and_gradients_are_those_without_a_schedule(counted):
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(6, 6), torch.randn(3, 6)
+    plain = layer(x).square().sum()
+    plain.backward()
+    wanted = layer.weight.grad.clone()
+    layer.zero_grad()
+    with counted[1]:
+        paced = layer(x).square().sum()
+        paced.backward()
+    assert torch.equal(plain, paced)
+    assert torch.equal(wanted, layer.weight.grad)
+
+
+def test_a_call_of_one_launch_counts_across_calls(counted):
+    cadence, _ = counted
+    countdown = Countdown()
+    for _ in range(12):
+        with Launches(lambda _out=None: cadence, countdown, each_call=False):
+            cadence.every = 4
+            torch.add(1, torch.ones(1))
+    assert 4 <= len(cadence.pacer.threads) - cadence.pacer.restarts <= 9
+
+
+def test_each_call_is_a_point_where_that_is_all_there_is():
+    cadence = Cadence(CountingPacer())
+    cadence.every = 100
+    for _ in range(5):
+        with Launches(lambda _out=None: cadence, Countdown(), each_call=True):
+            assert torch._C._len_torch_function_stack() == 0
+    assert len(cadence.pacer.threads) - cadence.pacer.restarts == 5
+
+
+def test_no_point_is_put_after_a_failure(counted):
+    cadence, seen = counted
+    seen._countdown.left = 100
+    with pytest.raises(RuntimeError, match="mat1"), seen:
+        torch.mm(torch.ones(2, 2), torch.ones(3, 3))
+    assert torch._C._len_torch_function_stack() == 0
+    assert len(cadence.pacer.threads) == cadence.pacer.restarts
+
+
+def test_compiled_code_runs_under_a_schedule_and_compiles_once(counted):
+    compiles = []
+
+    def backend(graph, _inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    fn = torch.compile(lambda x: torch.sin(x) + torch.cos(x), backend=backend)
+    x = torch.ones(4)
+    for _ in range(3):
+        with counted[1]:
+            assert torch.allclose(fn(x), torch.sin(x) + torch.cos(x))
+    assert len(compiles) == 1
+    assert not any("point" in node.name for graph in compiles for node in graph.graph.nodes)
+
+
+def test_a_compiled_function_is_paced_between_calls():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    wrapped = schedule(power_cap="275W")(compiled)
+    assert wrapped.schedule._each_call(compiled)
+    assert not wrapped.schedule._each_call(lambda: 0)
+
+
+def test_a_cap_that_never_binds_is_entered_without_the_mode():
+    cadence = Cadence(CountingPacer())
+    seen = Launches(lambda _out=None: cadence, Countdown(), each_call=False)
+    for _ in range(launches.SLACK_TICKS):
+        with seen:
+            assert torch._C._len_torch_function_stack() == 1
+        cadence.adapt(cadence.pacer.passed(), Command())
+    before = len(cadence.pacer.threads)
+    with seen:
+        assert torch._C._len_torch_function_stack() == 0
+    assert len(cadence.pacer.threads) == before + 1  # a point after the call goes on telling of it
+    cadence.adapt(cadence.pacer.passed(), Command(0.1))
+    with seen:
+        assert torch._C._len_torch_function_stack() == 1
+
+
+def test_how_often_points_come_follows_the_time_of_launches():
+    cadence = Cadence(CountingPacer())
+    for _ in range(100):
+        cadence.point()
+    cadence.pacer.worked_s = 0.01  # 100 launches in 10 ms
+    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))
+    assert cadence.every == 20  # two points in a slice of 4 ms
+    for _ in range(10):
+        cadence.point()
+    cadence.pacer.worked_s += 5.0  # then a launch takes 25 ms
+    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))
+    assert cadence.every == 1
+    assert cadence.pacer.ahead == 4  # 5 s for ten points: the host may not be far ahead
+    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))  # nothing new: no change
+    assert cadence.every == 1
+
+
+# -- the loop, in real time -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """A fresh loop over a device that is a sleep."""
+    monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path))
+    sensor = BusySensor()
+    sensor.start()
+    own = Monitor([sensor]).start()
+    monitor.use(own)
+    monkeypatch.setattr(loop, "_loop", None)
+    yield sensor
+    loop.loop().stop()
+    monitor.use(None)
+
+
+def stepped(device, seconds, **options):
+    """A function of ten operators of a millisecond each, called for a while under a schedule."""
+    small = torch.ones(2)
+
+    @schedule(**options)
+    def step():
+        for _ in range(10):
+            device.work(0.001)
+            torch.add(small, small)
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        step()
+    return step
+
+
+def test_a_cap_is_held_in_real_time_and_reported(device, caplog):
+    step = stepped(device, 3.0, power_cap="400W")
+    report = step.report()
+    assert report.how == "token_bucket"
+    assert report.where == "on the host between operators"
+    assert (report.window_s, report.window_from) == (0.2, "cap_window_ms")
+    assert report.mean_w == pytest.approx(400.0, rel=0.08)  # this machine is shared: a sleep may take longer
+    assert report.peak_w is not None and report.peak_w < 1.25 * 400.0
+    assert report.waits > 20
+    assert report.waited_s == pytest.approx(3.0 * 0.63, rel=0.25)
+    assert report.slowdown > 0.8
+    assert report.joules_per_call == pytest.approx(report.energy_j / report.calls)
+    text = str(report)
+    assert "held for the mean over 200 ms (cap_window_ms)" in text
+    assert "waits on the host" in text
+    assert not caplog.records
+
+
+def test_a_cap_that_does_not_bind_makes_nobody_wait(device):
+    report = stepped(device, 1.0, power_cap="2kW").report()
+    assert report.waited_s < 0.05
+    assert report.calls > 20
+
+
+def test_a_window_shorter_than_the_sensor_is_said(device):
+    report = stepped(device, 0.6, power_cap="400W", cap_window_ms=5).report()
+    assert (report.window_s, report.window_from) == (0.02, "sensor")
+    assert "the sensor tells no shorter one" in str(report)
+
+
+def test_as_a_context_nested_the_tightest_holds(device):
+    small = torch.ones(2)
+    with schedule(power_cap="700W") as outer, schedule(power_cap="300W") as inner:
+        end = time.monotonic() + 1.6
+        while time.monotonic() < end:
+            device.work(0.001)
+            torch.add(small, small)
+    assert inner.report().mean_w == pytest.approx(300.0, rel=0.15)
+    assert outer.report().mean_w == pytest.approx(inner.report().mean_w, rel=0.1)
+
+
+def test_after_the_last_call_nothing_waits_and_the_thread_sleeps(device):
+    stepped(device, 0.5, power_cap="300W")
+    engine = loop.loop()
+    deadline = time.monotonic() + 3.0
+    while not engine._idle and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine._idle
+    began = time.monotonic()
+    engine.here().pacer.point()
+    assert time.monotonic() - began < 0.1
+
+
+def test_a_sensor_that_falls_silent_is_said(device, caplog):
+    small = torch.ones(2)
+    with caplog.at_level(logging.WARNING, "tessera"), schedule(power_cap="400W") as held:
+        for part in range(3):
+            device.dead = part > 0
+            end = time.monotonic() + 0.7
+            while time.monotonic() < end:
+                device.work(0.001)
+                torch.add(small, small)
+    assert any("prediction" in note for note in held.report().notes)
+    assert len([r for r in caplog.records if "prediction" in r.message]) == 1
+    assert held.report().waited_s > 0.5  # and the cap was still held
+
+
+def test_an_exception_leaves_nothing_behind(device):
+    @schedule(power_cap="400W")
+    def fails():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert fails.schedule._held.inside == 0
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_threads_share_one_loop(device):
+    @schedule(power_cap="500W")
+    def step():
+        device_free.acquire()
+        device_free.release()
+        torch.add(torch.ones(2), 1)
+
+    device_free = threading.Lock()
+    workers = [threading.Thread(target=lambda: [step() for _ in range(50)]) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=20)
+    assert not any(w.is_alive() for w in workers)
+    assert step.report().calls == 200
+
+
+def test_a_forked_child_has_a_loop_of_its_own(device):
+    stepped(device, 0.2, power_cap="400W")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if loop._loop is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("restart", [False, True])
+def test_the_pace_kernel_compiles_and_waits_on_the_global_timer(capability, restart):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tessera.runtime import pace_kernel
+
+    types = {"control": "*i64", "state": "*i64", "stats": "*i64", "restart": "constexpr"}
+    made = triton.compile(
+        ASTSource(fn=pace_kernel.tessera_pace, signature=types, constexprs={"restart": restart}),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 1},
+    )
+    ptx = made.asm["ptx"]
+    assert "%globaltimer" in ptx
+    assert "nanosleep.u32" in ptx
+    assert "ld.volatile.global" in ptx  # the command is read while it waits, not once
+    assert ".reqntid 32" in ptx  # one warp
+    assert made.metadata.shared == 0
+
+
+INTERPRETED = """
+    import contextlib, json, sys
+    import torch, triton, triton.language as tl
+    from tessera.runtime import pace, pace_kernel as k
+    from tessera.runtime.bucket import Command
+
+    class Timer:  # the two pieces of assembly; all else is the kernel itself
+        now = 1_000
+    def now_ns():
+        return tl.full((), Timer.now, tl.int64)
+    def nap(nap_ns):
+        Timer.now += int(nap_ns.handle.data.item()) if hasattr(nap_ns, "handle") else int(nap_ns)
+        if Timer.release_ns and Timer.now >= Timer.release_ns:
+            control[k.RATIO] = 0
+        return now_ns()
+    Timer.release_ns = 0
+    jit = k.tessera_pace.fn.__globals__
+    jit["_now_ns"], jit["_nap"] = now_ns, nap
+    control, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(3))
+    control[k.SLICE_NS], control[k.LIMIT_NS], control[k.LONGEST_NS] = 300_000, 25_000_000, 5_000_000_000
+    control[k.RATIO] = 2 * k.ONE
+    seen = []
+    def point(after_ns, restart=False):
+        Timer.now += after_ns
+        k.launch(control, state, stats, restart=restart)
+        seen.append([int(v) for v in (stats[k.POINTS], stats[k.WAITS], stats[k.WAITED_NS], stats[k.BUSY_NS])])
+    point(0, restart=True)
+    point(200_000)                # part of a slice: no wait
+    point(200_000)                # 0.4 ms of work: 0.8 ms of waiting
+    point(10_000_000_000, restart=True)  # idle
+    point(100_000)                # and no debt for it
+    control[k.RATIO] = k.ONE // 128
+    point(70_000_000)             # a long op: taken for 25 ms at most
+    Timer.release_ns = Timer.now + 10_000_000 + 200_000
+    control[k.RATIO] = 40 * k.ONE
+    point(10_000_000)             # 400 ms to wait, released after 0.2
+
+    # The pacer around it, with CUDA's calls replaced and nothing else.
+    class Cuda:
+        cuda_stream, capturing = 7, False
+    Timer.release_ns = 0
+    torch.Tensor.pin_memory = lambda self: self
+    torch.cuda.current_stream = lambda device=None: Cuda
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.cuda.is_current_stream_capturing = lambda: Cuda.capturing
+    pacer = pace.StreamPacer(torch.device("cpu"))
+    pacer.obey(Command(0.5, 0.0001))
+    pacer.point(restart=True)
+    Timer.now += 400_000
+    pacer.point()
+    Cuda.cuda_stream = 8  # another stream has its own time
+    pacer.point()
+    first, queued = pacer.passed(), pacer.queued()
+    Cuda.capturing = True
+    Cuda.cuda_stream = 9  # torch captures on a stream of its own
+    pacer.point()  # runs once here as a replay would: counted as run, not as launched
+    after_capture = [pacer.queued(), len(pacer._slots)]
+    Cuda.capturing, Cuda.cuda_stream = False, 8
+    pacer.point()
+    after_capture.append(pacer.queued())
+    launch, k.launch, Cuda.capturing = k.launch, lambda *a, **b: None, False
+    pacer.ahead, pace.GIVE_UP_S = 4, 0.05
+    for _ in range(7):  # a stream that stands still: the host waits, then gives up
+        pacer.point()
+    stuck = pacer.queued()
+    Cuda.capturing = True
+    try:
+        pace.StreamPacer(torch.device("cpu"))
+        refused = ""
+    except Exception as exc:
+        refused = str(exc)
+    print(json.dumps([seen, [first.points, first.waits, first.waited_s, first.worked_s], queued, after_capture, stuck,
+                      refused]))
+"""
+
+
+def test_the_pace_kernel_computes_the_waits_in_the_interpreter():
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INTERPRETED)], capture_output=True, text=True, env=env, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    import json
+
+    seen, passed, queued, after_capture, stuck, refused = json.loads(ran.stdout)
+    assert [row[0] for row in seen] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row[1] for row in seen] == [0, 0, 1, 1, 1, 2, 3]
+    assert seen[2][2] == pytest.approx(800_000, rel=0.03)
+    assert seen[2][3] == 400_000
+    assert seen[5][2] - seen[4][2] == pytest.approx(25_000_000 // 128, rel=0.1)
+    assert seen[6][2] - seen[5][2] == pytest.approx(200_000, rel=0.1)
+    assert passed == [5, 1, pytest.approx(0.0002, rel=0.1), pytest.approx(0.0004)]
+    assert queued == 0
+    assert after_capture == [0, 2, 0]  # timed with the stream before it; no count is left that would never run
+    assert stuck <= 4
+    assert "captured" in refused
+
+
+def test_the_mode_is_made_once():
+    assert launches._mode_class() is launches._mode_class()
+
+
+def test_a_fault_in_the_loop_leaves_the_work_running(device, caplog):
+    """Whatever breaks there is said once; the function goes on under the last command."""
+    small = torch.ones(2)
+
+    def work(seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            device.work(0.001)
+            torch.add(small, small)
+
+    with caplog.at_level(logging.WARNING, "tessera"), schedule(power_cap="400W") as held:
+        work(0.8)
+        before = held.report().waits
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(loop.Loop, "_steer", lambda *_: 1 / 0)
+            work(0.5)
+        assert held.report().waits > before > 0
+    assert len([r for r in caplog.records if "ZeroDivisionError" in r.message]) == 1
+
+
+def test_a_bucket_that_cannot_be_opened_is_said_at_the_call(device, monkeypatch, tmp_path):
+    monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "open"))
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    step = schedule(power_cap="node:400W")(lambda: 1)
+    with pytest.raises(TesseraError, match="not ours alone"):
+        step()
+    (tmp_path / "open").chmod(0o700)
+    assert step() == 1

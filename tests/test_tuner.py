@@ -1,0 +1,340 @@
+"""The tuner: what it searches, what it refuses, that it leaves no trace, and that it finds the best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.errors import ArgumentError, RecordingError, ScheduleError
+from tessera.runtime.tuner import Tuned, Wish, tuned
+from tessera.runtime.tuning import store
+from tessera.runtime.tuning.changes import NotHere, applied, unaligned
+from tessera.runtime.tuning.found import reach
+from tessera.runtime.tuning.plan import OpPlan, Plan, Trial
+from tessera.runtime.tuning.search import Goal, Knob, better, search, size
+from tessera.runtime.tuning.space import knobs
+from tessera.runtime.tuning.state import State
+from tessera.runtime.tuning.trial import deviation
+
+ENERGY = Goal(policy="energy")
+
+
+def trial(energy_j: float | None = 1.0, seconds: float = 1.0, *, error: float = 0.0, **more: Any) -> Trial:
+    more.setdefault("setting", {})
+    return Trial(energy_j=energy_j, energy_error_j=error, seconds=seconds, seconds_error=error, **more)
+
+
+# -- searching ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_space_is_measured_whole() -> None:
+    space = [Knob(name="a", values=(None, 1, 2)), Knob(name="b", values=(None, True))]
+    costs = {(None, None): 5.0, (1, None): 6.0, (2, None): 6.0, (None, True): 6.0, (1, True): 6.0, (2, True): 1.0}
+
+    def measure(setting: dict[str, Any]) -> Trial:
+        return trial(costs[setting.get("a"), setting.get("b")], setting=setting)
+
+    found = search(space, measure, ENERGY)
+    assert len(found.trials) == size(space) == 6
+    assert found.best.setting == {"a": 2, "b": True}  # pays only together: knob by knob would have missed it
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_regret_against_exhaustive_search(data: Any) -> None:
+    """Knobs that mostly pay on their own, with some interaction: within 2% of the best nearly always."""
+    space = [Knob(name=n, values=(None, 1, 2, 3)) for n in "abc"]
+    alone = {(k.name, v): data.draw(st.floats(0.7, 1.15)) if v else 1.0 for k in space for v in k.values}
+    pair = data.draw(st.floats(0.97, 1.03))
+
+    def cost(setting: dict[str, Any]) -> float:
+        base = math.prod(alone[k.name, setting.get(k.name)] for k in space)
+        return base * (pair if setting.get("a") and setting.get("b") else 1.0)
+
+    found = search(space, lambda s: trial(cost(s), setting=s), ENERGY)
+    every = [dict(zip("abc", v, strict=True)) for v in itertools.product((None, 1, 2, 3), repeat=3)]
+    assert cost(found.best.setting) <= 1.02 * min(cost(s) for s in every)
+    assert len(found.trials) <= 30 < len(every)
+
+
+def test_noise_does_not_decide() -> None:
+    assert not better(trial(0.99, error=0.02), trial(1.0, error=0.02), ENERGY)
+    assert better(trial(0.9, error=0.02), trial(1.0, error=0.02), ENERGY)
+    assert not better(trial(None), trial(1.0), ENERGY)
+    assert better(trial(1.0, seconds=0.5), trial(1.0), Goal(policy="latency"))
+
+
+def test_what_breaks_a_promise_is_not_used() -> None:
+    space = [Knob(name="a", values=(None, "slow", "hot", "good"))]
+    measured = {None: trial(1.0), "slow": trial(0.2, 1.5), "hot": trial(0.1, temp_c=90.0), "good": trial(0.7)}
+    goal = Goal(policy="throughput_per_watt", max_slowdown=0.02, max_temp_c=85.0)
+
+    def measure(setting: dict[str, Any]) -> Trial:
+        from msgspec.structs import replace
+
+        return replace(measured[setting.get("a")], setting=setting)
+
+    found = search(space, measure, goal)
+    assert found.best.setting == {"a": "good"}
+    refused = {t.setting.get("a"): t.refused for t in found.trials}
+    assert "slower" in refused["slow"] and "°C" in refused["hot"] and not refused["good"]
+
+
+def test_the_budget_ends_the_search() -> None:
+    space = [Knob(name=n, values=(None, 1, 2)) for n in "abcd"]
+    left = iter([True, True, False])
+    found = search(space, lambda s: trial(1.0, setting=s), ENERGY, time_left=lambda: next(left, False))
+    assert found.cut and len(found.trials) <= 3
+
+
+# -- what a function works with ----------------------------------------------------------------------------------------
+
+
+def test_modules_and_optimizers_are_found_wherever_they_are_held() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Any, extra: Any = None) -> Any:
+        return model(x), optimizer
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.optimizer = model, optimizer
+
+        def step(self, x: Any) -> Any:
+            return self.model(x)
+
+    for fn, args in ((step, ()), (Trainer().step, ()), (model, ()), (lambda m, o: None, (model, [optimizer]))):
+        found = reach(fn, args)
+        assert found.modules == (model,), fn
+    assert reach(step).optimizers == (optimizer,) and reach(Trainer().step).trains
+    assert [m.out_features for m in unaligned(reach(model))] == [3, 5]  # 12 and 20 bytes a row
+
+
+def test_state_comes_back_exactly() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.randn(8, 4)
+    step(x)
+    state = State(reach(step))
+    first = step(x).item()
+    later = [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        step(x)
+    model.eval()
+    state.restore()
+    assert model.training and step(x).item() == first
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), later, strict=True))
+
+
+def test_changes_are_taken_back() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 7)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    found, wanted = reach(model), model(x)
+    setting = {"layout": "channels_last", "padding": True, "precision": "bf16"}
+    with applied(model, found, setting, {}) as call:
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        assert deviation(call(x), wanted) < 3e-2
+    assert model[0].weight.is_contiguous() and "forward" not in vars(model[2])
+    assert torch.equal(model(x), wanted)
+    with pytest.raises(NotHere, match="fused"), applied(model, found, {"optimizer": "fused"}, {}):
+        pass
+    if not torch.cuda.is_available():
+        with pytest.raises(NotHere, match="CUDA"), applied(model, found, {"graph": True}, {}):
+            pass
+
+
+def test_only_knobs_that_can_matter() -> None:
+    plain = {k.name for k in knobs(reach(torch.nn.Linear(16, 16)))}
+    assert plain == {"compile"}
+    assert {k.name for k in knobs(reach(torch.nn.Conv2d(3, 8, 3)), tolerance=1e-2)} == {
+        "compile",
+        "layout",
+        "precision",
+    }
+    with pytest.raises(ArgumentError, match="nothing to choose"):
+        knobs(reach(torch.nn.Linear(4, 4)), own={"batch": [8]})
+
+
+def test_deviation() -> None:
+    a = torch.ones(4)
+    assert deviation(a, a) == 0 and deviation(a * 1.5, a) == pytest.approx(0.5)
+    assert math.isinf(deviation(a, torch.ones(5))) and math.isinf(deviation(a / 0, a))
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trials of a tenth of a second, plans in a folder of the test's own."""
+    import tessera.runtime.tuner as module
+
+    real = module.Bench
+    monkeypatch.setattr(module, "Bench", lambda **k: real(**k, trial_s=0.1))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def slow_and_fast(x: Any, *, way: str = "slow") -> Any:
+    for _ in range(400 if way == "slow" else 1):
+        y = x @ x
+    return y
+
+
+def test_the_best_of_a_functions_own_arguments(quick: None, tmp_path: Path) -> None:
+    seen: list[Trial] = []
+    wish = Wish(policy="energy", search={"way": ["slow", "fast"]}, compile_modes=False, budget_s=30)
+    fn = tuned(slow_and_fast, wish, progress=lambda done, total, t: seen.append(t))
+    with pytest.raises(ScheduleError, match="no plan yet"):
+        fn.plan()
+    x = torch.randn(64, 64)
+    assert torch.equal(fn(x), slow_and_fast(x))
+    plan = fn.plan()
+    assert plan.setting == {"way": "fast"} and len(seen) == 2
+    assert plan.best.seconds < plan.baseline.seconds / 10 and plan.saved_pct > 50
+    again = tuned(slow_and_fast, wish, progress=lambda *a: pytest.fail("the plan was kept: nothing is to be measured"))
+    again(x)
+    assert again.plan() == plan
+    assert not plan.diff(plan) and "way" in str(plan)
+    other = Plan.load(plan.save(tmp_path / "p.json"))
+    assert other == plan
+    fn.close()
+
+
+def test_training_goes_on_as_if_nothing_had_happened(quick: None) -> None:
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(3)
+        model = torch.nn.Linear(8, 8)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def stepper(model: Any, optimizer: Any) -> Any:
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    x = torch.randn(4, 8)
+    plain = stepper(*make())
+    fn = Tuned(stepper(*make()), Wish(policy="latency", compile_modes=False, cache=False))
+    assert [fn(x).item() for _ in range(4)] == [plain(x).item() for _ in range(4)]
+    assert fn.plan().setting == {}
+
+
+def test_a_setting_that_changes_the_result_is_refused(quick: None) -> None:
+    model = torch.nn.Linear(64, 64)
+
+    def infer(x: Any) -> Any:
+        with torch.no_grad():
+            return model(x)
+
+    fn = Tuned(infer, Wish(policy="energy", compile_modes=False, error_tolerance=1e-7, cache=False))
+    fn(torch.randn(8, 64))
+    by = {t.setting.get("precision"): t for t in fn.plan().trials}
+    assert "differs" in by["bf16"].refused and by["bf16"].seconds is None
+
+
+def test_a_function_that_fails_says_so(quick: None) -> None:
+    calls = iter(range(100))
+
+    def once(x: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("only once")
+        return x
+
+    fn = Tuned(once, Wish(policy="energy", cache=False))
+    with pytest.raises(ScheduleError, match="cannot be measured") as caught:
+        fn(torch.ones(2))
+    assert "only once" in (caught.value.why or "")
+
+
+def test_wishes_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="did you mean 'energy'"):
+        Wish(policy="enrgy")
+    with pytest.raises(ArgumentError, match="budget_s"):
+        Wish(policy="energy", budget_s=0)
+    with pytest.raises(ArgumentError, match="per="):
+        Wish(policy="energy", per="batch")
+    assert Wish(policy="throughput_per_watt").goal.max_slowdown == 0.01
+
+
+def test_plans_differ_in_words(tmp_path: Path) -> None:
+    trials = [trial(2.0), trial(1.0, setting={"compile": "default"})]
+    a = Plan(
+        function="f",
+        policy="energy",
+        setting={},
+        why={},
+        trials=trials[:1],
+        ops=[OpPlan(op="gemm", calls=1, share_pct=90.0)],
+    )
+    b = Plan(
+        function="f", policy="energy", setting={"compile": "default"}, why={"compile": "fuses"}, trials=trials,
+        ops=[OpPlan(op="gemm", calls=1, share_pct=90.0, tile=(128, 128, 64))],
+    )  # fmt: skip
+    said = a.diff(b)
+    assert "compile: as it is -> default" in said and "gemm.tile: as it is -> 128x128x64" in said
+    assert any("-50.0%" in line for line in said)
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(RecordingError, match="no plan"):
+        Plan.load(tmp_path / "x.json")
+    with pytest.raises(RecordingError, match="cannot read"):
+        Plan.load(tmp_path / "none.json")
+
+
+def test_another_function_or_shape_is_another_plan() -> None:
+    x, found = torch.ones(2, 2), reach(slow_and_fast)
+    key = store.key_of(slow_and_fast, found, (x,), {}, {"policy": "energy"})
+    assert key == store.key_of(slow_and_fast, found, (torch.zeros(2, 2),), {}, {"policy": "energy"})
+    for other in (
+        store.key_of(slow_and_fast, found, (torch.ones(2, 3),), {}, {"policy": "energy"}),
+        store.key_of(slow_and_fast, found, (x,), {}, {"policy": "latency"}),
+        store.key_of(lambda y: y, found, (x,), {}, {"policy": "energy"}),
+    ):
+        assert other != key
+
+
+def test_dropout_is_no_reason_to_refuse_and_no_excuse() -> None:
+    from tessera.runtime.tuning.trial import Bench
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.randn(32, 64)
+    step(x)
+    bench = Bench(fn=step, args=(x,), kwargs={}, reach=reach(step), state=State(reach(step)), own={})
+    reference = bench._reference()
+    assert reference.random and reference.spread > 0
+    _, why = reference.compare(bench._outcome(step, seed=5))  # masks of another generator
+    assert not why
+    _, why = reference.compare(bench._outcome(lambda x: (model(x) - x).square().mean()))  # forgets to step
+    assert "moves the weights" in why
+    _, why = reference.compare(bench._outcome(lambda x: step(x) * 1.5))
+    assert "differs" in why
