@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 RECORDING = HERE.parents[1] / "shared" / "h200" / "gpt2_train.kineto.json.gz"
 HTA = HERE.parent / ".bench" / "hta" / "bin" / "python"
 GOAL_CPU, GOAL_MEMORY = 12.0, 10.0
+ROUNDS = 3
 
 _OURS = """
 import json, sys
@@ -136,12 +137,17 @@ def main() -> None:
         trace = traces / "rank0.json"
         copies = repeated(trace, given.megabytes)
         size_mb = trace.stat().st_size * 1e-6
-        ours = min((measured(sys.executable, _OURS, trace, Path(folder)) for _ in range(2)), key=lambda r: r["cpu_s"])
+        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
+        for _ in range(ROUNDS):  # in turns, and the best of each: the machine's own speed moves by a tenth
+            runs["ours"].append(measured(sys.executable, _OURS, trace, Path(folder)))
+            if HTA.exists():
+                runs["theirs"].append(measured(str(HTA), _THEIRS, trace, Path(folder)))
+        ours = min(runs["ours"], key=lambda r: r["cpu_s"])
         figures: dict[str, Any] = {"megabytes": size_mb, "copies": copies, "tessera": ours}
         print(f"{size_mb:.0f} MB ({copies} x the recording)")
         print(f"  tessera  {ours['cpu_s']:7.1f} s CPU  {ours['peak_mib']:8,.0f} MiB   {ours['found']}")
         if HTA.exists():
-            theirs = measured(str(HTA), _THEIRS, trace, Path(folder))
+            theirs = min(runs["theirs"], key=lambda r: r["cpu_s"])
             figures |= {
                 "hta": theirs, "cpu_ratio": theirs["cpu_s"] / ours["cpu_s"],
                 "memory_ratio": theirs["peak_mib"] / ours["peak_mib"],

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..attribute.table import EnergyTable
 from ..errors import ArgumentError, MeasurementError, RecordingError
-from ..profile.load import Loaded
-from ..profile.recorded import timeline_of
-from ..profile.runfile import RunFile
-from ..schema import Telemetry
 from ..timeline import Timeline, kineto
-from ..trace import PowerTrace
+
+if TYPE_CHECKING:  # a Kineto trace needs none of them: what reads run files and attributes is loaded with the first one
+    from ..attribute.table import EnergyTable
+    from ..profile.runfile import RunFile
+    from ..schema import Telemetry
+    from ..trace import PowerTrace
 
 Progress = Callable[[float], None]
 
@@ -65,12 +65,15 @@ def open_source(
         return trace
     if isinstance(trace, Timeline):
         return Source("trace", trace, _power(power))
+    if isinstance(trace, (str, Path)):
+        return _of_path(Path(trace), power, progress)
+    from ..profile.load import Loaded
+    from ..profile.runfile import RunFile
+
     if isinstance(trace, Loaded):
         return Source("trace", trace.timeline(), trace._power)
     if isinstance(trace, RunFile):
         return _of_run(trace, trace.path.name)
-    if isinstance(trace, (str, Path)):
-        return _of_path(Path(trace), power, progress)
     if hasattr(trace, "run") and hasattr(trace, "records"):  # a Session
         return _of_run(trace.run(), "session")
     raise ArgumentError(
@@ -85,6 +88,8 @@ def _of_path(path: Path, power: str | Path | PowerTrace | None, progress: Progre
     if not path.exists():
         raise RecordingError(f"there is no file {path}", fix="give a .tessera run or a Kineto trace")
     if path.suffix == ".tessera":
+        from ..profile.runfile import RunFile
+
         return _of_run(RunFile(path), path.name)
     timeline = kineto.read(path, progress=progress)
     return Source(path.name, timeline, _power(power), notes=list(timeline.notes))
@@ -99,6 +104,8 @@ def _power(given: str | Path | PowerTrace | None) -> PowerTrace | None:
 
 
 def _of_run(run: RunFile, name: str) -> Source:
+    from ..profile.recorded import timeline_of
+
     power = run.power()
     return Source(
         name, timeline_of(run), power if power.columns else None, run.telemetry(), run, notes=list(run.notes)

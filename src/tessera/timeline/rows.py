@@ -62,6 +62,7 @@ class Rows:
         self._launches = Known(self._launch)
         self._copies = Known(lambda name: self._builder.intern_launch(copy(name)))
         self._names = Known(self._builder.intern)
+        self._communicates = Known(is_collective)
         self._shapes = Known(self._shape)
         self._threads = Known(self._side.thread)
         self._said: dict[int, Args] = {}
@@ -158,20 +159,26 @@ class Rows:
     def _device_rows(
         self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]], first: int
     ) -> None:
-        kinds, launch = columns["kind"], columns["launch"]
-        for i in rows.tolist():
-            event, a = events[i], args[i]
-            columns["device"][i] = fit(a.device if a.device >= 0 else _number(event.pid))
-            columns["stream"][i] = fit(a.stream if a.stream >= 0 else _number(event.tid))
-            columns["bytes"][i] = fit(a.bytes)
-            code = int(kinds[i])
-            if code <= CODE["kernel"] and a.collective is None and not is_collective(event.name):
-                launch[i] = self._launches[a.grid, a.block, a.registers, a.shared]
+        index, kinds = rows.tolist(), columns["kind"]
+        if not index:
+            return
+        given = [(events[i], args[i]) for i in index]
+        # Lists, and one assignment a column: an element at a time costs numpy ten times as much.
+        columns["device"][rows] = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in given])
+        columns["stream"][rows] = _ints([a.stream if a.stream >= 0 else _number(e.tid) for e, a in given])
+        columns["bytes"][rows] = _ints([a.bytes for _, a in given])
+        launches, known, copies, communicates = [], self._launches, self._copies, self._communicates
+        for i, code, (event, a) in zip(index, kinds[rows].tolist(), given, strict=True):
+            number = NONE
+            if code <= CODE["kernel"] and a.collective is None and not communicates[event.name]:
+                number = known[a.grid, a.block, a.registers, a.shared]
             elif code == CODE["memcpy"]:
-                launch[i] = self._copies[event.name]
+                number = copies[event.name]
             elif code != CODE["memset"]:
                 kinds[i] = CODE["collective"]
                 self._collectives.append((first + i, event.name, a))
+            launches.append(number)
+        columns["launch"][rows] = launches
         self._side.devices.update(np.unique(columns["device"][rows]).tolist())
 
     def _shape(self, key: tuple[bytes, bytes]) -> int:
