@@ -124,8 +124,8 @@ class _CopyToMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def reachable(fn: Callable[..., Any]) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-    """Modules and optimizers a callable holds: in its closure, bound object, partial arguments, globals it names."""
+def reachable(*things: Any) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+    """Modules and optimizers that callables and others hold: closure, bound object, partial arguments, globals."""
     modules: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
     seen: set[int] = set()
@@ -151,7 +151,8 @@ def reachable(fn: Callable[..., Any]) -> tuple[list[torch.nn.Module], list[torch
         elif hasattr(thing, "__dict__") and not isinstance(thing, type) and type(thing).__module__ != "builtins":
             visit(dict(vars(thing)), depth + 1)
 
-    visit(fn, 0)
+    for thing in things:
+        visit(thing, 0)
     return modules, optimizers
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,68 +35,14 @@ class Reach:
 
 
 def reach(fn: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Reach:
-    """Look through a function, one level of containers deep."""
+    """What a call works with: as a capture finds it, in the function and in what it is given."""
     import torch
 
-    modules: list[Any] = []
-    optimizers: list[Any] = []
-    tensors: list[Any] = []
-    for value in _values(fn, args, kwargs or {}):
-        if isinstance(value, torch.nn.Module):
-            modules.append(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
-        elif isinstance(value, torch.Tensor):
-            tensors.append(value)
+    from ...graph.stage import reachable
+
+    modules, optimizers = reachable(fn, args, dict(kwargs or {}))
     inner = {id(sub) for m in modules for sub in m.modules() if sub is not m}
-    outer = [m for m in modules if id(m) not in inner]
-    return Reach(modules=_once(outer), optimizers=_once(optimizers), tensors=_once(tensors))
-
-
-def _once(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple({id(v): v for v in values}.values())
-
-
-def _values(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values(), *_held(fn)):
-        yield value
-        if isinstance(value, Mapping):
-            yield from value.values()
-        elif isinstance(value, (list, tuple)):
-            yield from value
-        elif hasattr(value, "__dict__") and not inspect.ismodule(value) and not inspect.isclass(value):
-            yield from _attributes(value)
-
-
-def _attributes(value: Any) -> Iterator[Any]:
-    """What an object holds: a trainer with its model and optimizer."""
-    import torch
-
-    if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)) and not callable(value):
-        yield from list(vars(value).values())
-
-
-def _held(fn: Any) -> Iterator[Any]:
-    """What a function holds on to without being given it."""
-    fn = inspect.unwrap(fn) if not isinstance(fn, functools.partial) else fn
-    if isinstance(fn, functools.partial):
-        yield from (*fn.args, *fn.keywords.values())
-        yield from _held(fn.func)
-        return
-    owner = getattr(fn, "__self__", None)
-    if owner is not None:
-        yield owner
-        yield from _attributes(owner)
-    fn = getattr(fn, "__func__", fn)
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        if owner is None:
-            yield fn  # a module, or another object that is called
-        return
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
-    yield from (fn.__defaults__ or ())
-    yield from (fn.__globals__[name] for name in code.co_names if name in fn.__globals__)
+    tensors = [t for t in torch.utils._pytree.tree_leaves((args, dict(kwargs or {}))) if torch.is_tensor(t)]
+    return Reach(
+        modules=tuple(m for m in modules if id(m) not in inner), optimizers=tuple(optimizers), tensors=tuple(tensors)
+    )
