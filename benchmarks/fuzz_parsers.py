@@ -36,6 +36,8 @@ sys.path.insert(0, str(TESTS))
 
 from tessera.errors import TesseraError  # noqa: E402
 
+from fuzz_traces import cut, flip  # noqa: E402
+
 LIMIT_S = 5.0
 ODD: tuple[Any, ...] = (
     None, True, "", "x", "1e5", -1, 0, 1, 2**31, 2**63, 2**64, -(2**70), 1e308, -1e308, 0.5, 10**400, "9" * 30, [], {},
@@ -85,18 +87,6 @@ def _values(rng: random.Random, data: bytes) -> bytes:
     return data
 
 
-def _cut(rng: random.Random, data: bytes) -> bytes:
-    return data[: rng.randrange(len(data) + 1)]
-
-
-def _flip(rng: random.Random, data: bytes) -> bytes:
-    text = bytearray(data)
-    for _ in range(rng.randint(1, 8)):
-        if text:
-            text[rng.randrange(len(text))] = rng.randrange(256)
-    return bytes(text)
-
-
 def _splice(rng: random.Random, data: bytes) -> bytes:
     a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     b = min(b, a + rng.choice((0, 4, 40, len(data))))
@@ -131,8 +121,8 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
         _lines,
         _lines,
         _splice,
-        _flip,
-        _cut,
+        flip,
+        cut,
     )
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         data = rng.choice(ways)(rng, data)
@@ -142,7 +132,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 def damaged_database(rng: random.Random, data: bytes) -> bytes:
     """A run file with values of its tables replaced, or with its bytes damaged."""
     if rng.random() < 0.3:
-        return rng.choice((_cut, _flip, _flip, _splice))(rng, data)
+        return rng.choice((cut, flip, flip, _splice))(rng, data)
     db = sqlite3.connect(":memory:")
     try:
         db.deserialize(data)
@@ -163,9 +153,9 @@ def _damage_table(rng: random.Random, db: sqlite3.Connection) -> None:
     (old,) = rng.choice(rows)
     new: Any
     if isinstance(old, bytes) and rng.random() < 0.8:
-        new = rng.choice((_cut, _flip))(rng, old)
+        new = rng.choice((cut, flip))(rng, old)
     elif isinstance(old, str) and rng.random() < 0.8:
-        new = rng.choice((_values, _flip, _cut))(rng, old.encode()).decode("utf-8", "replace")
+        new = rng.choice((_values, flip, cut))(rng, old.encode()).decode("utf-8", "replace")
     else:
         new = rng.choice((None, "", "x", -1, 0, 7, 2**62, -(2**62), 0.5, 1e308, b"", b"\x00\xff", b"{}", "{}", "[]"))
     with contextlib.suppress(sqlite3.Error):  # a key that is there twice

@@ -127,11 +127,13 @@ def _shuffle(rng: random.Random, trace: dict[str, Any]) -> None:
         rng.shuffle(events)
 
 
-def _cut(rng: random.Random, text: bytes) -> bytes:
+def cut(rng: random.Random, text: bytes) -> bytes:
+    """Only the beginning."""
     return text[: rng.randrange(len(text) + 1)]
 
 
-def _flip(rng: random.Random, text: bytes) -> bytes:
+def flip(rng: random.Random, text: bytes) -> bytes:
+    """A few bytes of it at random."""
     data = bytearray(text)
     for _ in range(rng.randint(1, 8)):
         if data:
@@ -146,7 +148,7 @@ def _splice(rng: random.Random, text: bytes) -> bytes:
 
 def _pack(rng: random.Random, text: bytes) -> bytes:
     packed = gzip.compress(text, 1)
-    return _cut(rng, packed) if rng.random() < 0.5 else _flip(rng, packed)
+    return cut(rng, packed) if rng.random() < 0.5 else flip(rng, packed)
 
 
 def case(number: int) -> bytes:
@@ -166,7 +168,7 @@ def case(number: int) -> bytes:
         rng.choice(in_objects)(rng, trace)
     text = json.dumps(trace, indent=rng.choice((None, 1))).encode("utf-8", "surrogatepass")
     if rng.random() < 0.4:
-        text = rng.choice((_cut, _flip, _splice, _pack))(rng, text)
+        text = rng.choice((cut, flip, _splice, _pack))(rng, text)
     return text
 
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tessera import op, stream
 from tessera.errors import ArgumentError, TileError
 from tessera.op import attention, attention_ops, hints, tile
+
+from kernel_checks import check_interpreted, spilled_bytes
 
 TILE = (64, 32)
 
@@ -100,31 +97,10 @@ def interpret() -> None:
 
 
 def test_the_kernels_are_right_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(CASES)
-    bound = {"torch.float32": 2e-5, "torch.float16": 4e-3}
-    wrong = [
-        (row["case"], row["errors"])
-        for row in found
-        if not all(e < bound[row["dtype"]] for e in row["errors"].values())
-    ]
-    assert not wrong
+    check_interpreted(__file__, len(CASES))
 
 
 # -- the kernels, compiled ---------------------------------------------------------------------------------------
-
-
-def spilled_bytes(found) -> int:
-    import triton
-
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(found.asm["cubin"])
-        text = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return max(int(stack) for stack in re.findall(r"STACK:(\d+)", text))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
