@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: run test lint types contracts docs browser tests bench clean
+.PHONY: run test lint types contracts docs browser tests search bench clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -41,6 +41,11 @@ browser:
 
 tests: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
+
+# The property tests on cases nobody has tried, N times over: what is found becomes an @example and is mended.
+N ?= 10
+search: $(VENV)/.dev
+	for i in $$(seq $(N)); do HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -m hypothesis -p no:cacheprovider || exit 1; done
 
 # What a GPU-less machine can prove in about half an hour; the H200's part is benchmarks/device/ (see benchmarks/README.md).
 # Left out, each with its command on the page: fuzz_traces.py 100000 (half an hour), analyze_trace.py and ranks64.py (they

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import sys
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from tessera.clock import Clock
@@ -12,6 +16,20 @@ from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch
 
 from fakes.nvml import T0_US, FakeNvml, missing_compiler
+
+# What lands is decided by one and the same list of cases everywhere; `make search` looks for others, with new ones each time.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("search", print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """A test that draws without a seed draws the same on every machine; torch is seeded where the test imported it."""
+    random.seed(0)
+    for library, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if library in sys.modules:
+            getattr(sys.modules[library], seed)(0)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def moe(
 
     x is (..., D); `router` the logits (..., E) of the same tokens, or else the gate's weight (E, D). Weights lie as in
     nn.Linear: w1 and w3 (E, H, D), w2 (E, D, H); without w3 nothing multiplies the activation. `normalize` makes a
-    token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32.
+    token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32 (fp64 for fp64).
     """
     tensors("moe", x=x, w1=w1, w2=w2, w3=w3)
     tensors("moe", one_dtype=False, x=x, router=router)
@@ -60,8 +60,8 @@ def moe(
 
 
 def route(logits: Any, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights (fp32) and numbers of each token's experts."""
-    shares, experts = torch.softmax(logits.float(), -1).topk(top_k, -1)
+    """The weights (fp32, or fp64 for fp64) and numbers of each token's experts."""
+    shares, experts = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).topk(top_k, -1)
     return (shares / shares.sum(-1, keepdim=True) if normalize else shares), experts
 
 
@@ -106,8 +106,9 @@ def _mixed(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act
     if w3 is not None:
         inner = inner * product(mine, w3)
     out = product(inner, w2)[back].view(-1, top_k, rows.shape[1])
-    # Weighted and summed in fp32: a token's experts would else be rounded twice.
-    return (out.to(weights.dtype) * weights[..., None]).sum(1).to(rows.dtype)
+    # Weighted and summed in fp32 or wider: a token's experts would else be rounded twice.
+    wide = torch.promote_types(weights.dtype, out.dtype)
+    return (out.to(wide) * weights[..., None]).sum(1).to(rows.dtype)
 
 
 def _product(rows: Any, experts: Any, w1: Any) -> Product:
