@@ -17,7 +17,7 @@ from tessera.sensors.base import Batch
 
 from fakes.nvml import T0_US, FakeNvml, missing_compiler
 
-# What lands is decided by one and the same list of cases everywhere; `make search` looks for others, with new ones each time.
+# What lands is decided by the same cases everywhere; `make search` looks for others, new ones each time.
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("search", print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

@@ -45,7 +45,8 @@ def moe(
 
     x is (..., D); `router` the logits (..., E) of the same tokens, or else the gate's weight (E, D). Weights lie as in
     nn.Linear: w1 and w3 (E, H, D), w2 (E, D, H); without w3 nothing multiplies the activation. `normalize` makes a
-    token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32 (fp64 for fp64).
+    token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32
+    (fp64 for fp64).
     """
     tensors("moe", x=x, w1=w1, w2=w2, w3=w3)
     tensors("moe", one_dtype=False, x=x, router=router)
