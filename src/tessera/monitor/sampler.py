@@ -154,8 +154,9 @@ class Sampler:
                 del self._wanted[name]
 
     def _covered(self, name: str, time_ns: int) -> bool:
-        """Whether a domain has data up to a time, or none are to be expected."""
-        return self.series[name].covers(time_ns) or name in self._dead or name in self._silent()
+        """Whether a domain has data up to a time, or none are to be expected: it is silent, or another sampler's."""
+        series = self.series.get(name)
+        return series is None or series.covers(time_ns) or name in self._dead or name in self._silent()
 
     def _silent(self) -> set[str]:
         """Domains with an open gap: they say nothing now, and nobody should wait for them."""
