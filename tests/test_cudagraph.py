@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.rewrite.state import State
 from tessera.runtime.tuner import Tuned, Wish
 from tessera.runtime.tuning import changes
 from tessera.runtime.tuning.capturable import Capturable
@@ -17,7 +18,6 @@ from tessera.runtime.tuning.changes import NotHere, applied
 from tessera.runtime.tuning.cudagraph import Captured, abandon
 from tessera.runtime.tuning.found import Reach, reach
 from tessera.runtime.tuning.plan import Plan
-from tessera.runtime.tuning.state import State
 from tessera.runtime.tuning.trial import Bench
 
 
@@ -133,6 +133,22 @@ def test_every_call_is_one_step_the_first_too(cuda: FakeCuda) -> None:
     assert not optimizer.param_groups[0]["capturable"]
 
 
+def test_warming_up_is_no_change_of_the_weights(cuda: FakeCuda) -> None:
+    """Copies of weights that saw one would be made anew within the graph, and by every replay."""
+    step, model, _ = training()
+    step()
+    cuda.known, cuda.body = reach(step), lambda: None
+    before, within = [p._version for p in model.parameters()], []
+
+    def noted() -> Any:
+        if cuda.stream == "capture":
+            within.append([p._version for p in model.parameters()])
+        return step()
+
+    Captured(noted, reach(step))()
+    assert within == [before]
+
+
 def test_a_capture_that_fails_leaves_nothing_behind(cuda: FakeCuda) -> None:
     step, model, _ = training()
     step()
@@ -165,11 +181,11 @@ def test_a_tensor_in_host_memory_is_not_captured(cuda: FakeCuda) -> None:
 
 
 def test_the_graph_takes_the_place_of_the_compilers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
+    seen = []
 
     @contextlib.contextmanager
-    def noted(call: Any, known: Any, value: Any) -> Iterator[Any]:
-        seen[len(seen)] = value
+    def noted(call: Any, known: Any, setting: Any) -> Iterator[Any]:
+        seen.append((setting["compile"], setting.get("graph")))
         yield call
 
     monkeypatch.setitem(changes._CHANGES, "compile", noted)
@@ -178,7 +194,7 @@ def test_the_graph_takes_the_place_of_the_compilers_own(monkeypatch: pytest.Monk
     for setting in ({"compile": "reduce-overhead"}, {"compile": "reduce-overhead", "graph": True}):
         with applied(model, reach(model), setting, {}):
             pass
-    assert list(seen.values()) == ["reduce-overhead", "default", True]
+    assert seen == [("reduce-overhead", None), ("default", True), ("default", True)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")

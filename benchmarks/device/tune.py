@@ -25,11 +25,11 @@ import torch
 
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
+from tessera.rewrite.state import State
 from tessera.runtime.tuner import Wish, tuned
 from tessera.runtime.tuning.changes import COMPILE_MODES, applied
 from tessera.runtime.tuning.found import reach
 from tessera.runtime.tuning.plan import Setting, Trial
-from tessera.runtime.tuning.state import State
 from tessera.runtime.tuning.trial import Bench
 
 Step = Callable[[], Any]

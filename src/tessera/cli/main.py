@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import io
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from .. import __version__
-from ..errors import TesseraError, did_you_mean
+from ..errors import did_you_mean
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -82,33 +80,7 @@ def cli(debug: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no "±" must not end in a traceback
-            stream.reconfigure(errors="replace")
-    # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
-    debug = "--debug" in args[: args.index("--")] if "--" in args else "--debug" in args
-    try:
-        code = cli.main(args, prog_name="tessera", standalone_mode=False)
-    except click.exceptions.Abort:
-        code = 130
-    except click.ClickException as exc:
-        exc.show()
-        code = exc.exit_code
-    except TesseraError as exc:
-        if debug:
-            raise
-        text = "".join(c if c.isprintable() or c == "\n" else " " for c in str(exc))  # a file's name may have escapes
-        click.echo(f"error: {text}", err=True)
-        code = 1
-    except BrokenPipeError:  # `tessera ... | head`: not an error of ours
-        sys.stderr.close()
-        code = 0
-    except OSError as exc:
-        if debug:
-            raise
-        what = "the output could not be written" if exc.filename is None else f"{exc.filename} could not be used"
-        click.echo(f"error: {what}: {exc.strerror}\n  fix: --debug shows where", err=True)
-        code = 1
-    sys.exit(code if isinstance(code, int) else 0)
+    """Entry point of `tessera`."""
+    from .entry import enter
+
+    enter(cli, "tessera", argv)

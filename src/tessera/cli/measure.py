@@ -10,6 +10,7 @@ import click
 
 from ..errors import ArgumentError
 from . import completion
+from .entry import check_writable
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -66,7 +67,7 @@ def command(
         raise ArgumentError("--work needs its --unit", fix="e.g. --work 5000 --unit image")
     given = list(works(named, work, unit, "e.g. --work 5000 --unit image").values())
     if trace:
-        _check_writable(trace)
+        check_writable(trace, "--trace")
     from ..monitor import Monitor
     from ..monitor.command import CommandNotRun, measure_command
     from ..sensors.discover import discover
@@ -89,16 +90,6 @@ def command(
         except OSError as exc:  # the disk filled up meanwhile: the answer above stands
             click.echo(f"error: the power samples could not be written to {trace}: {exc.strerror}", err=True)
     return run.returncode
-
-
-def _check_writable(trace: Path) -> None:
-    """Before the command runs, not after it: an hour's measurement must not end in a wrong path."""
-    try:
-        trace.open("a").close()
-    except OSError as exc:
-        raise ArgumentError(
-            f"cannot write {trace}", why=str(exc.strerror), fix="give --trace a path you may write"
-        ) from exc
 
 
 def _announce(monitor: Monitor) -> None:

@@ -11,6 +11,7 @@ import click
 
 from ..errors import ArgumentError
 from . import completion
+from .entry import check_writable
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
@@ -95,7 +96,7 @@ def command(
     for device in devices:
         lookup(device)  # a wrong name is said before torch is imported
     if html:
-        _check_writable(html)
+        check_writable(html, "--html")
     loaded = load(model, Shape(input=shape, seq=seq), training=mode == "train")
     options = {"mode": mode, "launch": launch, "optimizer": optimizer, "burst": burst}
     if len(devices) * len(precisions or (1,)) * len(batches or (1,)) == 1:
@@ -210,15 +211,6 @@ def _again(**changes: Any) -> str:
         if value is not None:
             kept += [f"--{name.replace('_', '-')}", str(value)]
     return command_line(["tessera", "predict", *kept])
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as exc:
-        raise ArgumentError(
-            f"cannot write {path}", why=str(exc.strerror), fix="give --html a path you may write"
-        ) from exc
 
 
 def _write(path: Path, text: str) -> None:

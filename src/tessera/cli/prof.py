@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from .. import __version__
 from ..errors import ArgumentError, TesseraError
 from ..units import parse_duration
 from . import completion
+from .entry import check_writable, enter
 
 if TYPE_CHECKING:
     from ..profile.attach import Attached
@@ -85,7 +85,6 @@ def command(
     Exit code 1: the process was to be traced, and was not; 2: a wrong option.
     """
     from ..profile.attach import SECTIONS, Options, What, attach
-    from ..profile.attach.export import check_writable
 
     chosen = [s for s, on in zip(SECTIONS, (gpu, mem, tc, collectives), strict=True) if on]
     if export is not None and power is None:
@@ -150,32 +149,8 @@ def _show(attached: Attached, files: dict[str, Path], as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no "µ" must not end in a traceback
-            stream.reconfigure(errors="replace")
-    try:
-        code = command.main(args, prog_name="tessera-prof", standalone_mode=False)
-    except click.exceptions.Abort:
-        code = 1
-    except click.ClickException as exc:
-        exc.show()
-        code = exc.exit_code
-    except TesseraError as exc:
-        if "--debug" in args:
-            raise
-        click.echo(f"error: {exc}", err=True)
-        code = 1
-    except BrokenPipeError:  # `tessera-prof ... | head`: not an error of ours
-        sys.stderr.close()
-        code = 0
-    except OSError as exc:
-        if "--debug" in args:
-            raise
-        click.echo(f"error: {exc.filename or 'the output'} could not be used: {exc.strerror}", err=True)
-        code = 1
-    sys.exit(code if isinstance(code, int) else 0)
+    """Entry point of `tessera-prof`."""
+    enter(command, "tessera-prof", argv)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError, TesseraError
+from .entry import check_writable
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -91,7 +92,7 @@ def command(
         raise ArgumentError(f"there is no script {target!r}", fix="give a Python file, or -m and the name of a module")
     for path in (out, html):
         if path is not None:
-            _check_writable(path)
+            check_writable(path, parents=True)
     chosen = next(m for m in MODES if m == mode)
     plan = Plan(
         target=target, module=module, argv=list(arguments), path=str(_path(out, target, module)), mode=chosen,
@@ -123,18 +124,6 @@ def _path(out: Path | None, target: str, module: bool) -> Path:
             )
         return path
     return default_path(target.replace(".", "-") if module else Path(target).stem or "run")
-
-
-def _check_writable(path: Path) -> None:
-    """Before the script runs, not after it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink()
-    except OSError as exc:
-        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix="give a path you may write") from exc
 
 
 def _run(plan: Plan, quiet: bool) -> int:

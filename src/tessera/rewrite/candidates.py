@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RewriteError
-from .check import Program, compare
+from .check import Program, Reference
 from .inductor import Pass
 from .measured import measure
 from .patterns import attention
@@ -51,7 +51,7 @@ class Trial:
     say: Callable[[str], None]
     explained: bool = True
     random: bool = False
-    reference: dict[str, Any] = field(default_factory=dict)
+    reference: Reference | None = None
     tried: list[Way] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     begun_s: float = field(default_factory=time.monotonic)
@@ -90,17 +90,13 @@ class Trial:
 
     def look(self) -> None:
         """Run the original: its results to compare with, and whether it draws random numbers."""
-        observed = self._observed(self.program.call)
-        self.random = not compare(observed, self._observed(self.program.call, seed=1), self.tolerance).ok
+        known = functools.partial(self.program.reference, self.args, self.kwargs, self.tolerance)
+        self.reference = known()
+        self.random = self.reference.random
         if self.random:
             self.notes.append("the program draws random numbers: it was checked in eval mode")
-        self.reference = self._observed(self.program.call) if self.random else observed
-
-    def _observed(self, call: Callable[..., Any], seed: int = 0) -> dict[str, Any]:
-        if not self.random:
-            return self.program.observe(call, self.args, self.kwargs, seed)
-        with self.program.evaluating():
-            return self.program.observe(call, self.args, self.kwargs, seed)
+            with self.program.evaluating():
+                self.reference = known()
 
     def attempt(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Way:
         """Compile and check a way; where our passes changed the result, without them."""
@@ -136,12 +132,16 @@ class Trial:
             for _ in range(_BEFORE_REPLAY if way.replayed else 1):
                 seen = self.program.observe(way.call, self.args, self.kwargs)
             if not self.random:
-                way.verdict = compare(self.reference, seen, self.tolerance)
-                way.why = "" if way.verdict.ok else f"it changed the result: {way.verdict.why}"
+                self._judge(way, seen)
         except refusals() as e:
             first = (str(e).strip().splitlines() or ["no message"])[0][:160]
             way.call, way.why = None, f"it did not compile: {type(e).__name__}: {first}"
         way.compile_s = time.monotonic() - begin
+
+    def _judge(self, way: Way, seen: Mapping[str, Any]) -> None:
+        assert self.reference is not None  # `look` came first
+        way.verdict = self.reference.compare(seen)
+        way.why = "" if way.verdict.ok else f"it changed the result: {way.verdict.why}"
 
     def _confirmed(self, way: Way) -> Way:
         """A program that draws random numbers, compiled once more in eval mode and checked there: only the chosen one.
@@ -156,9 +156,7 @@ class Trial:
             try:
                 build(self.program, twin, explained=False)
                 assert twin.call is not None
-                seen = self.program.observe(twin.call, self.args, self.kwargs)
-                way.verdict = compare(self.reference, seen, self.tolerance)
-                way.why = "" if way.verdict.ok else f"it changed the result: {way.verdict.why}"
+                self._judge(way, self.program.observe(twin.call, self.args, self.kwargs))
             except refusals() as e:
                 way.call, way.why = None, f"it did not compile in eval mode: {type(e).__name__}: {e}"
         if way.ok:
@@ -185,7 +183,7 @@ class Trial:
         self.say(f"measuring: {way.name}")
         with self.program.untouched():
             run = functools.partial(self._iteration, way.call)
-            found = measure(run, max(0.5, self.left_s / (1 + len(self.tried))))
+            found = measure(run, max(1.2, self.left_s / (1 + len(self.tried))))
         way.seconds, way.joules, way.error_j = found.seconds, found.joules, found.error_j
 
     def _iteration(self, call: Callable[..., Any]) -> None:

@@ -1,21 +1,24 @@
-"""Whether a rewritten program computes what the original did: results and gradients, on the same inputs and state.
+"""Whether a changed program computes what the original did: results, gradients, updates, on the same inputs and state.
 
 Each value is compared by its relative Frobenius error and by its largest deviation relative to its largest magnitude.
 A value that is small beside all others (the gradient of a key's bias is zero but for rounding) is compared on the scale
-of a thousandth of the largest. What the runs change (parameters, buffers, gradients, the optimizer's state, random
-generators) is put back. Programs that draw random numbers are compared in eval mode: Inductor draws other ones.
+of a thousandth of the largest. What the runs change is put back (`State`). The original runs twice, with other random
+numbers: what lies between these two is no fault of a change, and a compiler draws its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
+
+from .state import State
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2,
@@ -30,12 +33,23 @@ many rounded values that nearly cancel (5e-2 between eager and Inductor in bf16,
 WORST = 10.0
 """How much larger the deviation of a single element may be, relative to the largest element."""
 
+SAME_UPDATE = 0.3
+"""How far a training step's update of all weights may be from the original's where gradients are not seen: optimizers
+that divide by the gradient's size make whole steps of rounding, so this only catches what is wrong (no step is 1.0)."""
+
+SPREADS = 4.0
+"""So many times the distance between two draws of random numbers may lie between a third draw and the first."""
+
 _SMALL = 1e-3
+_RESULT, _GRADIENT, _UPDATE = "result", "gradient of ", "update of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a comparison found: the largest errors, where, and what was allowed there."""
+    """What a comparison found: the errors of the value that is furthest off, where, and what was allowed there.
+
+    `result` is the largest relative error of what was returned.
+    """
 
     ok: bool
     relative: float
@@ -43,68 +57,89 @@ class Verdict:
     allowed: float
     where: str = ""
     why: str = ""
-    compared: int = 0
+    result: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """How one iteration of a model or a step is run: what `optimize` checks and measures."""
+    """How one iteration of a model or a step is run, checked and measured.
+
+    A "call" runs as a "step" does but is seen from outside alone: a replayed CUDA graph runs no hooks that would note
+    gradients. `state` is put back after each run; where None, what was there before the run.
+    """
 
     call: Callable[..., Any]
     modules: tuple[torch.nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
-    mode: Literal["infer", "train", "step"]
+    mode: Literal["infer", "train", "step", "call"]
+    state: State | None = None
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One iteration with `call` in the model's place; what it returned."""
         if self.mode == "infer":
             with torch.no_grad():
                 return call(*args, **kwargs)
-        if self.mode == "step":
-            return call(*args, **kwargs)
         out = call(*args, **kwargs)
-        scalar_of(out).backward()
+        if self.mode == "train":
+            scalar_of(out).backward()
         return out
+
+    def reference(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None, *, retyped: bool = False
+    ) -> Reference:
+        """What the original does, to compare others with; see `Reference`."""
+        first, other = (self.observe(self.call, args, kwargs, seed) for seed in (0, 1))
+        plain = Reference(seen=first, tolerance=tolerance, retyped=retyped)
+        spread = {v.where: v.relative for v in plain.verdicts(other)}
+        return replace(plain, spread=spread, random=not plain.compare(other).ok)
 
     def observe(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int = 0
     ) -> dict[str, Any]:
-        """Run once and note every value that must not change: results, gradients, buffers, how far parameters move."""
-        with self.untouched(seed):
+        """Run once and note every value that must not change: results, gradients, buffers, how parameters move."""
+        with self.untouched(seed) as state:
             seen: dict[str, Any] = {}
-            start = [(p, p.detach().clone()) for _, p in self._parameters()] if self.mode == "step" else []
             with self._gradients(seen):
                 result = self.run(call, args, kwargs)
-            seen |= {f"result{k}": v for k, v in _floats(result).items()}
-            if start:
-                moved = torch.stack([(p.detach() - old).float().norm() for p, old in start]).norm()
-                seen["size of the update"] = moved.to(start[0][1].dtype)
+            seen |= {f"{_RESULT}{k}": v for k, v in _floats(result).items()}
+            seen |= self._update(state)
             if self.mode != "infer":
-                buffers = [item for module in self.modules for item in module.named_buffers()]
-                seen |= {name: b.detach().clone() for name, b in buffers if b.is_floating_point()}
+                seen |= {name: b.detach().clone() for name, b in self._named("buffers") if b.is_floating_point()}
         return seen
 
-    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All parameters that are trained, each once, by name."""
-        found = {id(p): (name, p) for m in self.modules for name, p in m.named_parameters() if p.requires_grad}
+    def _named(self, what: Literal["parameters", "buffers"]) -> list[tuple[str, torch.Tensor]]:
+        """All parameters that are trained, or all buffers, each once; of several models with the model's number."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for i, module in enumerate(self.modules):
+            for name, t in getattr(module, f"named_{what}")():
+                if what == "buffers" or t.requires_grad:
+                    found.setdefault(id(t), (f"{i}.{name}" if len(self.modules) > 1 else name, t))
         return list(found.values())
+
+    def _update(self, state: State) -> dict[str, torch.Tensor]:
+        """How parameters moved: in all, or each where their gradients are not seen.
+
+        The parameters themselves are not compared: Adam makes a full step of a gradient that is nothing but rounding,
+        in one direction or the other.
+        """
+        parameters = self._named("parameters")
+        if self.mode == "call" and self.optimizers:
+            return {_UPDATE + name: state.moved(p) for name, p in parameters}
+        if self.mode != "step" or not parameters:
+            return {}
+        moved = torch.stack([state.moved(p).float().norm() for _, p in parameters]).norm()
+        return {"size of the update": moved.to(parameters[0][1].dtype)}
 
     @contextlib.contextmanager
     def _gradients(self, seen: dict[str, Any]) -> Iterator[None]:
-        """Note every gradient when it is there: a step may clear it before it ends.
-
-        The parameters after an update are not compared: Adam makes a full step of a gradient that is nothing but
-        rounding, in one direction or the other. Only how far they moved in all is.
-        """
+        """Note every gradient when it is there: a step may clear it before it ends."""
 
         def note(name: str, parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            seen[f"gradient of {name}"] = parameter.grad.detach().clone()
+            seen[_GRADIENT + name] = parameter.grad.detach().clone()
 
-        hooks = []
-        if self.mode != "infer":
-            for name, p in self._parameters():
-                hooks.append(p.register_post_accumulate_grad_hook(functools.partial(note, name)))
+        parameters = self._named("parameters") if self.mode in ("train", "step") else []
+        hooks = [p.register_post_accumulate_grad_hook(functools.partial(note, name)) for name, p in parameters]
         try:
             yield
         finally:
@@ -112,27 +147,16 @@ class Program:
                 hook.remove()
 
     @contextlib.contextmanager
-    def untouched(self, seed: int = 0) -> Iterator[None]:
+    def untouched(self, seed: int = 0) -> Iterator[State]:
         """Everything the body changes is put back: state, gradients, random generators."""
-        states = [(m, _copied(m.state_dict())) for m in self.modules]
-        grads = [(p, p.grad) for m in self.modules for p in m.parameters()]
-        for p, _ in grads:
-            p.grad = None  # a new one is made: the old one is not written into
-        held = [(o, {p: _copied(s) for p, s in o.state.items()}, [dict(g) for g in o.param_groups]) for o in
-                self.optimizers]  # fmt: skip
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        state = self.state or State(self)
         try:
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(seed)
-                yield
+            for _, p in self._named("parameters") if self.mode != "call" else ():  # there they add up as they would
+                p.grad = None
+            torch.manual_seed(seed)
+            yield state
         finally:
-            with torch.no_grad():
-                for module, state in states:
-                    _restore(module, state)
-                for optimizer, kept, groups in held:
-                    _restore_optimizer(optimizer, kept, groups)
-            for p, grad in grads:
-                p.grad = grad
+            state.restore(how=self.state is None)  # a state from before knows nothing of changes made since
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -147,6 +171,60 @@ class Program:
                 module.training = training
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What the original did. `tolerance` replaces the one of each value's number format, which `retyped` lets change.
+
+    `spread` is how far apart two draws of random numbers are, by value, and `random` whether that is more than
+    rounding: then weights must move as far as the original's, not where they did.
+    """
+
+    seen: Mapping[str, Any]
+    tolerance: float | None = None
+    spread: Mapping[str, float] = field(default_factory=dict)
+    random: bool = False
+    retyped: bool = False
+
+    def compare(self, seen: Mapping[str, Any]) -> Verdict:
+        """Another observation of the same program."""
+        found = list(self.verdicts(seen))
+        if not found:
+            return Verdict(ok=True, relative=0.0, worst=0.0, allowed=self.tolerance or 0.0, why="nothing to compare")
+        worst = max(found, key=lambda v: (not v.ok, _excess(v)))
+        result = max((v.relative for v in found if v.where.startswith(_RESULT)), default=0.0)
+        return replace(worst, result=result)
+
+    def verdicts(self, seen: Mapping[str, Any]) -> Iterator[Verdict]:
+        """Value by value, and all gradients and all updates as one vector each."""
+        if odd := sorted(self.seen.keys() ^ seen.keys()):
+            yield _refused(odd[0], 0.0, f"{odd[0]} is there on one side only")
+            return
+        gradients, updates = (
+            [(v, seen[k]) for k, v in self.seen.items() if k.startswith(kind)] for kind in (_GRADIENT, _UPDATE)
+        )
+        if gradients:
+            allowed = self._allowed("all gradients", *(v for v, _ in gradients))
+            yield _vector("all gradients", _apart(gradients), allowed)
+        if updates:
+            yield _vector("all updates", _lengths(updates) if self.random else _apart(updates), SAME_UPDATE)
+        largest = max((float(v.double().norm()) for v, _ in gradients), default=0.0)
+        for name, old in self.seen.items():
+            if name.startswith(_GRADIENT):
+                allowed = GRADIENTS * self._allowed(name, old, seen[name])
+                yield _one(name, old, seen[name], allowed, floor=_SMALL * largest)
+            elif not name.startswith(_UPDATE):
+                yield _one(name, old, seen[name], self._allowed(name, old, seen[name]), retyped=self.retyped)
+
+    def _allowed(self, where: str, *values: torch.Tensor) -> float:
+        given = self.tolerance or max(TOLERANCE.get(v.dtype, 1e-3) for v in values)
+        return max(given, SPREADS * self.spread.get(where, 0.0))
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
+    """Two observations of a program that draws no random numbers."""
+    return Reference(seen=before, tolerance=tolerance).compare(after)
+
+
 def scalar_of(output: Any) -> torch.Tensor:
     """The model's own loss where it has one; else a weighted sum in which every element counts differently."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -157,107 +235,69 @@ def scalar_of(output: Any) -> torch.Tensor:
     return torch.stack(weighted).sum() if weighted else torch.zeros((), requires_grad=True)
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
-    """Two observations of the same program; `tolerance` replaces the one of each value's number format."""
-    if before.keys() != after.keys():
-        odd = sorted(before.keys() ^ after.keys())
-        return Verdict(ok=False, relative=float("inf"), worst=float("inf"), allowed=0.0, where=odd[0],
-                       why=f"{odd[0]} is there on one side only")  # fmt: skip
-    largest = max((float(v.double().norm()) for k, v in before.items() if k.startswith("gradient")), default=0.0)
-    worst: Verdict | None = _together(before, after, tolerance) if largest else None
-    for name, old in before.items():
-        gradient = name.startswith("gradient")
-        allowed = (tolerance or _allowed(old, after[name])) * (GRADIENTS if gradient else 1.0)
-        floor = _SMALL * largest if gradient else 0.0
-        found = _one(name, old, after[name], allowed, floor)
-        if worst is None or (worst.ok, -_excess(worst)) > (found.ok, -_excess(found)):
-            worst = found
-    if worst is None:
-        return Verdict(ok=True, relative=0.0, worst=0.0, allowed=tolerance or 0.0, why="nothing to compare")
-    return replace(worst, compared=len(before))
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _together(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float | None) -> Verdict | None:
-    """All gradients as one vector; None where one is of another shape, which is found one by one."""
-    names = [name for name in before if name.startswith("gradient")]
-    if any(before[name].shape != after[name].shape for name in names):
-        return None
-    off = sum(float((before[n].double() - after[n].double()).square().sum()) for n in names) ** 0.5
-    size = sum(float(before[n].double().square().sum()) for n in names) ** 0.5
-    allowed = tolerance or max(_allowed(before[n]) for n in names)
-    relative = off / size if size else 0.0
+def _apart(pairs: Pairs) -> float:
+    """Relative Frobenius distance of many tensors taken as one vector; absolute where the old one is zero."""
+    size, apart = _norm(old for old, _ in pairs), _norm(new.double() - old.double() for old, new in pairs)
+    return apart / size if size else apart
+
+
+def _lengths(pairs: Pairs) -> float:
+    """How much longer or shorter the new vector is."""
+    old, new = _norm(old for old, _ in pairs), _norm(new for _, new in pairs)
+    return abs(new / old - 1.0) if old else new
+
+
+def _norm(parts: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in parts))
+
+
+def _vector(where: str, relative: float, allowed: float) -> Verdict:
     ok = relative <= allowed
-    why = "" if ok else f"all gradients together: relative error {relative:.2g}, at most {allowed:.2g} is allowed"
-    return Verdict(ok=ok, relative=relative, worst=relative, allowed=allowed, where="all gradients", why=why)
+    why = "" if ok else f"{where} together: relative error {relative:.2g}, at most {allowed:.2g} is allowed"
+    return Verdict(ok=ok, relative=relative, worst=relative, allowed=allowed, where=where, why=why)
 
 
-def _one(name: str, old: torch.Tensor, new: torch.Tensor, allowed: float, floor: float) -> Verdict:
-    if old.shape != new.shape or old.dtype != new.dtype:
-        what = f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}"
-        return Verdict(ok=False, relative=float("inf"), worst=float("inf"), allowed=allowed, where=name, why=what)
+def _one(
+    name: str, old: torch.Tensor, new: torch.Tensor, allowed: float, *, floor: float = 0.0, retyped: bool = False
+) -> Verdict:
+    if old.shape != new.shape or (old.dtype != new.dtype and not retyped):
+        return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
     a, b = old.detach().double(), new.detach().double()
     strange = ~torch.isfinite(a)
     if bool(strange.any()):  # what was infinite or no number must be so again
         same = torch.equal(torch.nan_to_num(a)[strange], torch.nan_to_num(b)[strange])
         if not same or not bool((torch.isnan(a) == torch.isnan(b)).all()):
-            return Verdict(ok=False, relative=float("inf"), worst=float("inf"), allowed=allowed, where=name,
-                           why="infinities or NaNs differ")  # fmt: skip
+            return _refused(name, allowed, "infinities or NaNs differ")
         a, b = a[~strange], b[~strange]
     if not a.numel():
         return Verdict(ok=True, relative=0.0, worst=0.0, allowed=allowed, where=name)
-    norm, top = float(a.norm()), float(a.abs().max())
-    gap, largest = float((a - b).norm()), float((a - b).abs().max())
-    relative = gap / max(norm, floor) if max(norm, floor) > 0 else (0.0 if gap == 0 else float("inf"))
-    worst = largest / max(top, floor) if max(top, floor) > 0 else (0.0 if largest == 0 else float("inf"))
+    (norm, top), (gap, largest) = ([float(torch.linalg.vector_norm(t, p)) for p in (2, math.inf)] for t in (a, a - b))
+    relative, worst = _over(gap, max(norm, floor)), _over(largest, max(top, floor))
     ok = relative <= allowed and worst <= WORST * allowed
     why = "" if ok else f"{name}: relative error {relative:.2g}, at most {allowed:.2g} is allowed"
     return Verdict(ok=ok, relative=relative, worst=worst, allowed=allowed, where=name, why=why)
+
+
+def _over(off: float, size: float) -> float:
+    return off / size if size > 0 else (0.0 if off == 0 else math.inf)
+
+
+def _refused(where: str, allowed: float, why: str) -> Verdict:
+    return Verdict(ok=False, relative=math.inf, worst=math.inf, allowed=allowed, where=where, why=why)
 
 
 def _excess(found: Verdict) -> float:
     return max(found.relative, found.worst / WORST) / found.allowed if found.allowed else found.relative
 
 
-def _allowed(*values: torch.Tensor) -> float:
-    return max(TOLERANCE.get(v.dtype, 1e-3) for v in values)
-
-
 def _floats(output: Any) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_leaves(_plain(output))
+    """Outputs of Hugging Face models are mappings torch does not always know."""
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return {
         f"[{i}]": leaf.detach().clone()
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.int64)
     }
-
-
-def _plain(output: Any) -> Any:
-    """Outputs of Hugging Face models are mappings torch does not always know."""
-    return dict(output) if isinstance(output, Mapping) else output
-
-
-def _copied(state: Any) -> Any:
-    """A state dict with every tensor cloned."""
-    return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, dict(state))
-
-
-def _restore(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Values back into the same tensors: captured graphs keep their addresses."""
-    for name, value in module.state_dict().items():
-        if isinstance(value, torch.Tensor) and name in state and not torch.equal(value, state[name]):
-            value.copy_(state[name])
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, kept: Mapping[Any, Any], groups: Sequence[Any]) -> None:
-    """The optimizer's state back into the same tensors; what did not exist is taken away again."""
-    for parameter in [p for p in optimizer.state if p not in kept]:
-        del optimizer.state[parameter]
-    for parameter, state in kept.items():
-        now = optimizer.state[parameter]
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and isinstance(now.get(name), torch.Tensor):
-                now[name].copy_(value)
-            else:
-                now[name] = value
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        group.update(before)

@@ -127,7 +127,7 @@ class Optimized:
         from .candidates import Trial
         from .ways import modes
 
-        options, program = self._options, self._program()
+        options, program = self._options, self._program(args, kwargs)
         cuda = any(t.is_cuda for t in _tensors(program, args, kwargs))
         self.priced_for = _chip(options["device"], cuda)
         names = modes(program, options["launch"], options["ways"], cuda)
@@ -146,7 +146,7 @@ class Optimized:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _program(self) -> Program:
+    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         import torch
 
         from ..graph.stage import reachable
@@ -154,7 +154,7 @@ class Optimized:
 
         if isinstance(self.original, torch.nn.Module):
             return Program(call=self.original, modules=(self.original,), optimizers=(), mode=self._options["mode"])
-        modules, optimizers = reachable(self.original)
+        modules, optimizers = reachable(self.original, args, kwargs)
         return Program(call=self.original, modules=tuple(modules), optimizers=tuple(optimizers), mode="step")
 
     def _passes(self) -> list[Pass]:

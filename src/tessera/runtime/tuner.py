@@ -21,13 +21,14 @@ import msgspec
 
 from ..errors import ArgumentError, ScheduleError, did_you_mean
 from ..estimate.calibrate import identify
+from ..rewrite.state import State
 from .tuning.changes import NotHere, applied
 from .tuning.found import Reach, reach
 from .tuning.operators import operators
 from .tuning.plan import Plan, Setting, Trial, Value
 from .tuning.search import Found, Goal, Knob, search
+from .tuning.seen import look
 from .tuning.space import knobs
-from .tuning.state import State
 from .tuning.store import find, keep, key_of
 from .tuning.trial import Bench
 
@@ -107,7 +108,8 @@ class Tuned:
             try:
                 return self._call(*args, **kwargs)
             except NotHere as exc:
-                return self._without_graph(exc)(*args, **kwargs)
+                self._give_up(exc)
+                return self(*args, **kwargs)
         with self._lock:
             if self._plan is not None:  # another thread was first
                 return self(*args, **kwargs)
@@ -133,15 +135,16 @@ class Tuned:
         self._call, self._plan = None, None
         self._held.close()
 
-    def _without_graph(self, why: NotHere) -> Callable[..., Any]:
-        """The plan but for its graph: other inputs than those it was tuned with cannot be captured."""
+    def _give_up(self, why: NotHere) -> None:
+        """The plan but for one knob: inputs other than it was tuned with cannot be captured, or gradients are on."""
         assert self._plan is not None and self._reach is not None
-        _log.warning("%s: %s: it goes on without a CUDA graph", self._plan.function, why)
-        setting = {k: v for k, v in self._plan.setting.items() if k != "graph"}
-        notes = [*self._plan.notes, f"the graph was given up: {why}"]
+        knob = why.knob
+        if knob not in self._plan.setting:
+            raise why
+        _log.warning("%s: %s: it goes on without %s", self._plan.function, why, knob)
+        setting = {k: v for k, v in self._plan.setting.items() if k != knob}
+        notes = [*self._plan.notes, f"{knob} was given up: {why}"]
         self._adopt(msgspec.structs.replace(self._plan, setting=setting, notes=notes), self._reach)
-        assert self._call is not None
-        return self._call
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = reach(self._fn, args, kwargs)
@@ -159,13 +162,15 @@ class Tuned:
             fn=self._fn, args=args, kwargs=dict(kwargs), reach=found, state=State(found), own=wish.search,
             tolerance=wish.error_tolerance, monitor=self._monitor, work=self._work,
         )  # fmt: skip
+        seen = look(lambda: self._fn(*args, **kwargs), found)
+        bench.state.restore()
         space = knobs(
             found, tolerance=wish.error_tolerance, own=wish.search, slow_compile=wish.slow_compile,
-            compile_modes=wish.compile_modes,
+            compile_modes=wish.compile_modes, seen=seen,
         )  # fmt: skip
         result = search(
             space, bench, wish.goal, progress=self._progress or _said,
-            time_left=lambda: time.monotonic() - begun < wish.budget_s,
+            seconds_left=lambda: wish.budget_s - (time.monotonic() - begun),
         )  # fmt: skip
         if result.trials[0].refused:
             raise ScheduleError(

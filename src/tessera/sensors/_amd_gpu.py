@@ -14,6 +14,7 @@ from ..clock import now_ns
 from ..schema import Capability, Telemetry
 from ._energy_counter import CounterPower
 from ._polled import PolledPower
+from .base import telemetry_of
 
 # amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, it only has no time.
 TRANSIENT = frozenset({8, 9, 11, 30})
@@ -179,23 +180,7 @@ class Gpu:
         """Read everything once and say what this GPU gives."""
         self._missing.clear()
         told = self.telemetry()
-        given = {
-            "temperature": told.temperature_c,
-            "memory_temperature": told.memory_temperature_c,
-            "clocks": told.clocks_mhz or None,
-            "power_limit": told.power_limit_w,
-            "throttle": told.throttle,
-            "utilization": told.utilization_pct,
-            "memory": told.memory_used_bytes,
-        }
-        return [
-            Capability(
-                name=f"{self.name}.{what}",
-                available=value is not None,
-                reason=None if value is not None else self._missing.get(what, "the reading is N/A"),
-            )
-            for what, value in given.items()
-        ]
+        return telemetry_of(told, {"utilization": told.utilization_pct}, self._missing, "the reading is N/A")
 
     def telemetry(self) -> Telemetry:
         """Read what the GPU says of itself now."""

@@ -14,6 +14,7 @@ from ..clock import now_ns
 from ..schema import Capability, Telemetry
 from ._energy_counter import CounterPower
 from ._sysman import UNSUPPORTED, Sysman, ZesError
+from .base import telemetry_of
 
 # ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, not
 # ready.
@@ -137,25 +138,12 @@ class IntelGpu:
         self._memories = self._sensors("memory", "Memory", "MemoryModules", z.zes_mem_handle_t)
         self._engines = self._sensors("utilization", "Engine", "EngineGroups", z.zes_engine_handle_t)
         told = self.telemetry(power)
-        given = {
-            "temperature": told.temperature_c,
-            "memory_temperature": told.memory_temperature_c,
-            "clocks": told.clocks_mhz or None,
-            "power_limit": told.power_limit_w,
-            "throttle": told.throttle,
+        more = {
             "throttle_time": told.throttled_s,
             "utilization": self._engine_before or None,
-            "memory": told.memory_used_bytes,
             "memory_utilization": self._traffic_before or None,
         }
-        return [
-            Capability(
-                name=f"{self.name}.{what}",
-                available=value is not None,
-                reason=None if value is not None else self._missing.get(what, "the GPU has no such sensor"),
-            )
-            for what, value in given.items()
-        ]
+        return telemetry_of(told, more, self._missing, "the GPU has no such sensor")
 
     def _sensors(self, what: str, noun: str, plural: str, handle_type: Any) -> list[tuple[Any, Any]]:
         """Return the handles of a kind with their properties."""

@@ -7,9 +7,9 @@ any more; the sampler then calls `start` again now and then, so that a restarted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
 
@@ -68,3 +68,24 @@ class Sensor(Protocol):
     def stop(self) -> None:
         """Release what `start` took. May be called twice."""
         ...
+
+
+def telemetry_of(
+    told: Telemetry, more: Mapping[str, Any], missing: Mapping[str, str], otherwise: str
+) -> list[Capability]:
+    """What a GPU says of itself, by its first answer; of what it does not, why (`missing` by name, or `otherwise`)."""
+    given = {
+        "temperature": told.temperature_c,
+        "memory_temperature": told.memory_temperature_c,
+        "clocks": told.clocks_mhz or None,
+        "power_limit": told.power_limit_w,
+        "throttle": told.throttle,
+        **more,
+        "memory": told.memory_used_bytes,
+    }
+    return [
+        Capability(name=f"{told.domain}.{what}", available=True)
+        if value is not None
+        else Capability(name=f"{told.domain}.{what}", available=False, reason=missing.get(what, otherwise))
+        for what, value in given.items()
+    ]

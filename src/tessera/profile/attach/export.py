@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from ...errors import ArgumentError, RecordingError
+from ...errors import RecordingError
 from .tracks import Metric, Track
 
 CATEGORY = "tessera"
@@ -26,17 +26,6 @@ _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _HEAD = 1 << 20  # bytes in which the header of a trace must lie
 _COMPRESSION = 3  # of gzip: a trace of 200 MB takes 3 s instead of 10, and is 10% larger
-
-
-def check_writable(path: Path) -> None:
-    """Before anything is recorded: a minute's work must not end in a wrong path."""
-    there = path.exists()
-    try:
-        path.open("ab").close()
-        if not there:
-            path.unlink()
-    except OSError as exc:
-        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix="give a path you may write") from exc
 
 
 def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track], epoch_offset_ns: int) -> None:

@@ -2,7 +2,8 @@
 
 ::
 
-    found (modules, optimizers) ─► space (knobs that apply) ─► search ──► Plan ─► store
-                                        │                        │ ▲
-                                        └─► changes (apply, undo) └─► trial (seconds, joules, same result?)
+    found (modules, optimizers) ─► seen (one call) ─► space (knobs that apply) ─► search ──► Plan ─► store
+                                                        │                           │ ▲
+                  changes (apply, undo) ◄───────────────┘                           └─► trial (seconds, joules, same?)
+                     └─► layers, arithmetic, compiling, cudagraph: one lever each; copies: weights that were copied
 """

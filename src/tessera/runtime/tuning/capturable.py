@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from .changes import NotHere, steps_on
 from .found import Reach
+from .layers import steps_on
+from .lever import NotHere
 
 # These take a learning rate in device memory (torch's documentation of their `lr`); of the others it is not said.
 _TENSOR_RATE = ("Adam", "AdamW")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ...rewrite.state import State
 from .capturable import Capturable
-from .changes import NotHere
 from .found import Reach
-from .state import State
+from .lever import NotHere
 
 # torch's notes on CUDA graphs ask for some eager iterations on a side stream first: allocations, cuBLAS workspaces.
 WARM_UP = 3
@@ -66,14 +66,25 @@ class Captured:
         args, kwargs = self._torch.utils._pytree.tree_unflatten(static, spec)
         with self._optimizers.held():
             state, before = State(self._reach), (self._optimizers.settings(), self._optimizers.rates())
-            try:
-                self._warm_up(args, kwargs)
-                if (self._optimizers.settings(), self._optimizers.rates()) != before:
-                    raise NotHere("it changes the optimizer's settings, which a graph would not")
-            finally:
-                state.restore()
+            with self._uncounted():
+                try:
+                    self._warm_up(args, kwargs)
+                    if (self._optimizers.settings(), self._optimizers.rates()) != before:
+                        raise NotHere("it changes the optimizer's settings, which a graph would not")
+                finally:
+                    state.restore()
             graph, result = self._recorded(args, kwargs, state)
         return graph, static, result
+
+    @contextlib.contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """For what leaves the weights as they were: copies that saw a change would be made anew by each replay."""
+        kept = self._torch.autograd._unsafe_preserve_version_counter
+        with contextlib.ExitStack() as stack:
+            for tensor in (t for m in self._reach.modules for t in (*m.parameters(), *m.buffers())):
+                if not tensor.is_inference():
+                    stack.enter_context(kept(tensor))
+            yield
 
     def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> tuple[Any, Any]:
         torch = self._torch

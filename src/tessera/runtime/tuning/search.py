@@ -1,16 +1,21 @@
 """Which of many settings is best, from few measurements.
 
-Small spaces are measured whole. In larger ones each knob is tried in turn with the others at the best so far, in the
-order their gain is predicted, until a round changes nothing: knobs that pay do so mostly on their own (a layout, a
-padded product, a compile mode), and a second round finds those that pay only together. A change stays only where it is
-better by more than both measurements' errors: noise does not decide.
+Each knob is tried in turn with the others at the best so far, until a round changes nothing: knobs that pay do so
+mostly on their own (a layout, a padded product, a compile mode), and a second round finds those that pay only together.
+Small spaces are measured whole after that. A change stays only where it is better by more than both measurements'
+errors: noise does not decide.
+
+The order spends the time well: compile modes first, for what is best beside them depends on them; then what the code
+compiled so far can be run with; then what needs it compiled anew, as long as the time left is enough for that. Within
+each, by predicted gain. Knobs that exclude or need each other are never tried in vain.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .plan import Setting, Trial, Value, same
@@ -18,16 +23,34 @@ from .plan import Setting, Trial, Value, same
 ROUNDS = 3
 EXHAUSTIVE = 12
 """Spaces up to this many settings are measured whole."""
+COUNTED = 10_000
+"""Spaces with more combinations than this are not searched for those that exclude each other."""
+COMPILE = "compile"
+"""The knob whose values take long to make, and whose code others need made anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One thing that can be changed. `values[0]` is the function as it is; `gain` is the predicted share saved."""
+    """One thing that can be changed. `values[0]` is the function as it is; `gain` is the predicted share saved.
+
+    `compiled_gain`: the same for compiled code, where it is another. `recompiles`: compiled code is another with it.
+    `needs`: knobs without which it does nothing. `instead`: values of other knobs that exclude it, and what takes their
+    place beside it (None: as it is). `along`: what it pays with most, and is first tried with where that is not set.
+    """
 
     name: str
     values: tuple[Value, ...]
     why: str = ""
     gain: float = 0.0
+    compiled_gain: float | None = None
+    recompiles: bool = False
+    needs: tuple[str, ...] = ()
+    instead: Mapping[str, Mapping[Value, Value]] = field(default_factory=dict)
+    along: Mapping[str, Value] = field(default_factory=dict)
+
+    def excluded(self, setting: Mapping[str, Value]) -> dict[str, Value]:
+        """The knobs of a setting that exclude this one, with what takes their place."""
+        return {k: by[setting[k]] for k, by in self.instead.items() if k in setting and setting[k] in by}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +101,9 @@ class Found:
 
 
 def size(knobs: Sequence[Knob]) -> int:
-    """How many settings there are."""
-    return math.prod(len(k.values) for k in knobs)
+    """How many settings there are; those that exclude each other are counted where there are very many."""
+    every = math.prod(len(k.values) for k in knobs)
+    return every if every > COUNTED else sum(1 for _ in _every(knobs))
 
 
 def search(
@@ -87,17 +111,16 @@ def search(
     measure: Callable[[Setting], Trial],
     goal: Goal,
     *,
-    time_left: Callable[[], bool] = lambda: True,
+    seconds_left: Callable[[], float] = lambda: math.inf,
     progress: Callable[[int, int, Trial], None] | None = None,
 ) -> Found:
     """Measure settings until the best is known or time is up. The first trial is the function as it is."""
     seen: list[Trial] = []
-    total = size(knobs) if size(knobs) <= EXHAUSTIVE else 1 + sum(len(k.values) - 1 for k in knobs)
+    whole = size(knobs) <= EXHAUSTIVE
+    total = size(knobs) if whole else 1 + sum(len(k.values) - 1 for k in knobs)
+    compiling_s: dict[Code, float] = {}
 
     def tried(setting: Setting) -> Trial:
-        for trial in seen:
-            if same(trial.setting, setting):
-                return trial
         trial = measure(setting)
         if seen and not trial.refused and (why := goal.violation(trial, seen[0])):
             import msgspec
@@ -109,12 +132,19 @@ def search(
         return trial
 
     found = Found(best=tried({}), trials=seen)
-    pick = _whole if size(knobs) <= EXHAUSTIVE else _descent
-    for setting in pick(knobs, found, goal):
-        if not time_left():
+    for setting in itertools.chain(_descent(knobs, found), _every(knobs) if whole else ()):
+        if any(same(t.setting, setting) for t in seen):
+            continue
+        left, code = seconds_left(), _code(knobs, setting)
+        if left <= 0:
             found.cut = True
             break
+        if code and code not in compiling_s and compiling_s and statistics.median(compiling_s.values()) > left:
+            found.cut = True  # it would end long after the time: what needs no compiling still fits
+            continue
         trial = tried(setting)
+        if code:
+            compiling_s.setdefault(code, trial.prepared_s)
         if better(trial, found.best, goal):
             found.best = trial
     found.why = {k.name: k.why for k in knobs if found.best.setting.get(k.name) not in (None, k.values[0])}
@@ -129,21 +159,62 @@ def better(a: Trial, b: Trial, goal: Goal) -> bool:
     return math.isinf(y) or y - x > math.hypot(goal.error(a), goal.error(b))
 
 
-def _whole(knobs: Sequence[Knob], found: Found, goal: Goal) -> Iterator[Setting]:
+Code = frozenset[tuple[str, Value]]
+
+
+def _code(knobs: Sequence[Knob], setting: Setting) -> Code:
+    """What compiled code of a setting depends on: equal, and it is run again. Empty where nothing is compiled."""
+    if not setting.get(COMPILE):
+        return frozenset()
+    made_of = {COMPILE, *(k.name for k in knobs if k.recompiles)}
+    return frozenset((k, v) for k, v in setting.items() if k in made_of)
+
+
+def _every(knobs: Sequence[Knob]) -> Iterator[Setting]:
+    """All settings but those in which a knob excludes another or lacks one that it needs."""
+    by_name = {k.name: k for k in knobs}
     for values in itertools.product(*(k.values for k in knobs)):
-        yield {k.name: v for k, v in zip(knobs, values, strict=True) if v != k.values[0]}
+        setting = {k.name: v for k, v in zip(knobs, values, strict=True) if v != k.values[0]}
+        used = [by_name[name] for name in setting]
+        if all(not k.excluded(setting) and set(k.needs) <= setting.keys() for k in used):
+            yield setting
 
 
-def _descent(knobs: Sequence[Knob], found: Found, goal: Goal) -> Iterator[Setting]:
+def _descent(knobs: Sequence[Knob], found: Found) -> Iterator[Setting]:
     """Knob by knob around the best so far; `found` moves on while the caller measures."""
-    for _ in range(ROUNDS):
-        before = found.best
-        for knob in sorted(knobs, key=lambda k: -k.gain):
+    for round_ in range(ROUNDS):
+        before, left = found.best, list(knobs)
+        while left:
+            knob = min(left, key=lambda k: _turn(k, found.best.setting, first=not round_))
+            left.remove(knob)
             here = dict(found.best.setting)
             for value in knob.values:
-                setting = {**here, knob.name: value}
-                if value == knob.values[0]:
-                    setting.pop(knob.name)
-                yield setting
+                along = {k: v for k, v in knob.along.items() if any(k == o.name and v in o.values for o in knobs)}
+                if along and value != knob.values[0]:
+                    yield _with(knobs, {**along, **here}, knob, value)
+                yield _with(knobs, here, knob, value)
         if found.best is before:
             return
+
+
+def _turn(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
+    """When a knob is tried: the function's own arguments and compile modes, then the quick ones, then the others."""
+    compiled = bool(setting.get(COMPILE))
+    leads = first and (knob.name == COMPILE or knob.gain >= 1.0)
+    slow = knob.name == COMPILE or (knob.recompiles and (compiled or COMPILE in knob.needs))
+    gain = knob.gain if knob.compiled_gain is None or not compiled else knob.compiled_gain
+    return (0 if leads else 2 if slow else 1), -gain
+
+
+def _with(knobs: Sequence[Knob], here: Setting, knob: Knob, value: Value) -> Setting:
+    """A setting with one knob turned; what then excludes it, or needs what is gone, is taken back."""
+    setting = {k: v for k, v in here.items() if k != knob.name}
+    if value != knob.values[0]:
+        setting |= {knob.name: value, **knob.excluded(setting)}
+    for other in knobs:
+        if other is not knob and other.name in setting and other.excluded(setting):
+            del setting[other.name]
+    setting = {k: v for k, v in setting.items() if v is not None}
+    while lacking := [k.name for k in knobs if k.name in setting and not set(k.needs) <= setting.keys()]:
+        setting = {k: v for k, v in setting.items() if k not in lacking}
+    return setting

@@ -9,60 +9,104 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ArgumentError
-from .changes import BF16, CHANNELS_LAST, COMPILE_MODES, FUSED, TF32, unaligned
+from .arithmetic import fp8_layers
+from .changes import BF16, CHANNELS_LAST, COMPILE_MODES, FP8, FUSED, REDUCE_OVERHEAD, TF32, unaligned
 from .found import Reach
 from .plan import Value
-from .search import Knob
+from .search import COMPILE, Knob
+from .seen import Seen
 
 # Expected shares of the joules, to begin with the largest: shared/h200 (GPT-2 training: compile 34%, its unaligned
 # vocabulary a sixth), channels_last and cuDNN's search from convolutions recorded for `predict`.
 _COMPILE, _LAYOUT, _PADDING, _GRAPH, _OPTIMIZER, _CUDNN, _PRECISION = 0.3, 0.3, 0.15, 0.1, 0.05, 0.05, 0.4
+# Guesses, not yet measured: fused convolutions read and write each activation once less, freezing makes three products
+# one and folds batch norms, attention is a small part of models of this size.
+_CONVOLUTIONS, _FREEZE, _ATTENTION = 0.2, 0.08, 0.03
+_LAYOUT_COMPILED = 0.02  # Inductor lays convolutions out itself (its `layout_optimization`)
 # Measured on an H200 for GPT-2's training: 333 s to compile, and no better than the modes before it.
 SLOW_COMPILE = "max-autotune-no-cudagraphs"
+# fp8 (e4m3) rounds to 3 bits: a product of two such operands errs by some percent.
+FP8_TOLERANCE = 5e-2
 
 
 def knobs(
     reach: Reach, *, tolerance: float | None = None, own: Mapping[str, Sequence[Value]] | None = None,
-    slow_compile: bool = False, compile_modes: bool = True,
+    slow_compile: bool = False, compile_modes: bool = True, seen: Seen | None = None,
 ) -> list[Knob]:  # fmt: skip
-    """The knobs of a function; `own` are arguments of its own that may be varied, by name."""
+    """The knobs of a function; `own` are arguments of its own that may be varied, `seen` is what a call showed."""
     import torch
 
+    seen = seen or Seen()
     cuda = reach.device is not None and reach.device.type == "cuda"
+    infers = seen.infers and not reach.trains and not any(m.training for m in reach.submodules())
     found = [_own(name, values) for name, values in (own or {}).items()]
     if compile_modes:
-        modes = [m for m in COMPILE_MODES if (cuda or m == "default") and (slow_compile or m != SLOW_COMPILE)]
-        found.append(Knob(name="compile", values=(None, *modes), gain=_COMPILE, why="fuses, and launches less"))
+        found += _compiled(cuda=cuda, infers=infers, slow=slow_compile)
     convolves = any(isinstance(m, torch.nn.Conv2d) for m in reach.submodules())
     if convolves:
-        found.append(Knob(name="layout", values=(None, CHANNELS_LAST), gain=_LAYOUT,
-                          why="convolutions need no change of layout around them"))  # fmt: skip
+        found.append(Knob(name="layout", values=(None, CHANNELS_LAST), gain=_LAYOUT, compiled_gain=_LAYOUT_COMPILED,
+                          recompiles=True, why="convolutions need no change of layout around them"))  # fmt: skip
     if cuda:
-        found += _on_cuda(reach, convolves)
+        found += _on_cuda(reach, seen.attentions)
+        found += _of_convolutions(infers) if convolves else []
     if tolerance is not None:
-        found += _precisions(reach, torch)
+        found += _precisions(reach, tolerance, torch, infers=cuda and infers)
     return found
 
 
-def _on_cuda(reach: Reach, convolves: bool) -> list[Knob]:
-    found = [Knob(name="graph", values=(None, True), gain=_GRAPH, why="one launch for the whole function")]
+def _compiled(*, cuda: bool, infers: bool, slow: bool) -> list[Knob]:
+    modes = [m for m in COMPILE_MODES if (cuda or m == "default") and (slow or m != SLOW_COMPILE)]
+    found = [Knob(name=COMPILE, values=(None, *modes), gain=_COMPILE, why="fuses, and launches less")]
+    if infers:
+        found.append(Knob(name="freeze", values=(None, True), gain=_FREEZE, recompiles=True, needs=(COMPILE,),
+                          along={COMPILE: modes[0]}, why="what depends on weights alone is computed once"))  # fmt: skip
+    return found
+
+
+def _on_cuda(reach: Reach, attentions: Sequence[str]) -> list[Knob]:
+    found = [Knob(name="graph", values=(None, True), gain=_GRAPH, why="one launch for the whole function",
+                  instead={COMPILE: {REDUCE_OVERHEAD: "default"}})]  # fmt: skip
     if unaligned(reach):
+        # Not with compile: `op.linear` pads nothing there, Inductor's own pass does.
         found.append(Knob(name="padding", values=(None, True), gain=_PADDING,
+                          instead={COMPILE: dict.fromkeys(COMPILE_MODES)},
                           why="products whose rows are no multiple of 16 bytes run on slow kernels"))  # fmt: skip
     if reach.optimizers and all("fused" in g and not g["fused"] for o in reach.optimizers for g in o.param_groups):
         found.append(Knob(name="optimizer", values=(None, FUSED), gain=_OPTIMIZER, why="weights are read once a step"))
-    if convolves:
-        found.append(Knob(name="cudnn_benchmark", values=(None, True), gain=_CUDNN,
-                          why="cuDNN's guess of an algorithm is not always its best"))  # fmt: skip
+    if attentions:
+        found.append(Knob(name="attention", values=(None, *attentions), gain=_ATTENTION, recompiles=True,
+                          why="the kernel that torch takes is not always the best for the shape"))  # fmt: skip
     return found
 
 
-def _precisions(reach: Reach, torch: Any) -> list[Knob]:
-    """Lower precision, where the caller said how much the result may differ, and something is in fp32."""
+def _of_convolutions(infers: bool) -> list[Knob]:
+    found = [Knob(name="cudnn_benchmark", values=(None, True), gain=_CUDNN,
+                  why="cuDNN's guess of an algorithm is not always its best")]  # fmt: skip
+    if infers:
+        found.append(Knob(name="convolutions", values=(None, FUSED), gain=_CONVOLUTIONS,
+                          instead={COMPILE: dict.fromkeys(COMPILE_MODES)},
+                          along={"layout": CHANNELS_LAST, "graph": True, "cudnn_benchmark": True},
+                          why="batch norm, sum and relu are done where the convolution writes"))  # fmt: skip
+    return found
+
+
+def _precisions(reach: Reach, tolerance: float, torch: Any, *, infers: bool) -> list[Knob]:
+    """Lower precision, where the caller said how much the result may differ, and something is wider."""
     whole = [p for m in reach.modules for p in m.parameters()] or list(reach.tensors)
-    if not any(p.dtype == torch.float32 for p in whole):
-        return []
-    return [Knob(name="precision", values=(None, TF32, BF16), gain=_PRECISION, why="within error_tolerance")]
+    if any(p.dtype == torch.float32 for p in whole):
+        return [Knob(name="precision", values=(None, TF32, BF16), gain=_PRECISION, recompiles=True,
+                     why="within error_tolerance")]  # fmt: skip
+    if infers and tolerance >= FP8_TOLERANCE and fp8_layers(reach) and _multiplies_fp8(reach):
+        # Frozen, the weights would be other tensors than those that are kept in fp8.
+        return [Knob(name="precision", values=(None, FP8), gain=_PRECISION, recompiles=True,
+                     instead={"freeze": {True: None}}, why="within error_tolerance")]  # fmt: skip
+    return []
+
+
+def _multiplies_fp8(reach: Reach) -> bool:
+    from ...op.lowprec import fp8_units
+
+    return fp8_units(reach.device.index)
 
 
 def _own(name: str, values: Sequence[Value]) -> Knob:

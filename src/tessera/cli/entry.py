@@ -1,0 +1,59 @@
+"""How the commands begin and end: what was typed, where output goes, and errors as messages with an exit code."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ..errors import ArgumentError, TesseraError
+
+
+def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
+    """Run a command: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no "±" must not end in a traceback
+            stream.reconfigure(errors="replace")
+    # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
+    debug = "--debug" in args[: args.index("--")] if "--" in args else "--debug" in args
+    try:
+        code = command.main(args, prog_name=name, standalone_mode=False)
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as exc:
+        exc.show()
+        code = exc.exit_code
+    except TesseraError as exc:
+        if debug:
+            raise
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in str(exc))  # a file's name may have escapes
+        click.echo(f"error: {text}", err=True)
+        code = 1
+    except BrokenPipeError:  # `tessera ... | head`: not an error of ours
+        sys.stderr.close()
+        code = 0
+    except OSError as exc:
+        if debug:
+            raise
+        what = "the output could not be written" if exc.filename is None else f"{exc.filename} could not be used"
+        click.echo(f"error: {what}: {exc.strerror}\n  fix: --debug shows where", err=True)
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def check_writable(path: Path, option: str = "", *, parents: bool = False) -> None:
+    """Before the work, not after it: an hour's measurement must not end in a wrong path. Leaves no empty file."""
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as exc:
+        fix = f"give {option} a path you may write".replace("  ", " ")
+        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix=fix) from exc

@@ -1,0 +1,117 @@
+"""What running a program may write: weights, buffers, gradients, optimizers, random numbers. Kept once, put back.
+
+Values go back into the same tensors, so that a captured CUDA graph goes on reading the same memory, and only where they
+differ: a tensor's version tells others (weights that were folded into something) that it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+# What says how an optimizer computes, not what: whoever changed it after the state was kept takes it back himself.
+HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
+# Of the free device memory, what copies may take; what is larger is kept in the host's, and comes back over PCIe.
+ROOM = 0.3
+
+
+class Held(Protocol):
+    """What a program works with."""
+
+    @property
+    def modules(self) -> Sequence[Any]:
+        """Its models."""
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Its optimizers."""
+
+
+class State:
+    """A copy of everything a call may write; `restore` puts it back."""
+
+    def __init__(self, held: Held) -> None:
+        import torch
+
+        self._torch = torch
+        parameters = {id(p): p for m in held.modules for p in m.parameters()}
+        tensors = parameters | {id(b): b for m in held.modules for b in m.buffers()}
+        grads = [(p, p.grad) for p in parameters.values()]
+        states = [s for o in held.optimizers for s in o.state.values()]
+        inside = [v for s in states for v in s.values() if torch.is_tensor(v)]
+        self._copied = copied = _copier(torch, [*tensors.values(), *(g for _, g in grads if g is not None), *inside])
+        self._tensors = {key: (t, copied(t)) for key, t in tensors.items()}
+        self._grads = [(p, grad, None if grad is None else copied(grad)) for p, grad in grads]
+        self._modules = [(m, m.training, dict(m._buffers)) for root in held.modules for m in root.modules()]
+        self._optimizers = [(o, {p: self._both(s) for p, s in o.state.items()}, [self._both(g) for g in o.param_groups])
+                            for o in held.optimizers]  # fmt: skip
+        self._random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+
+    def restore(self, *, how: bool = False) -> None:
+        """As it was; with `how` also what says how optimizers compute."""
+        with self._torch.no_grad():
+            for tensor, kept in self._tensors.values():
+                self._put(tensor, kept)
+            for parameter, grad, kept in self._grads:
+                parameter.grad = grad
+                if grad is not None:
+                    self._put(grad, kept)
+            for optimizer, states, groups in self._optimizers:
+                self._restore_optimizer(optimizer, states, groups, () if how else HOW)
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)  # `self.mean = ...` puts another tensor there
+        self._torch.set_rng_state(self._random)
+        if self._cuda_random is not None:
+            self._torch.cuda.set_rng_state_all(self._cuda_random)
+
+    def moved(self, parameter: Any) -> Any:
+        """How far a parameter is from what was kept."""
+        return parameter.detach() - self._tensors[id(parameter)][1].to(parameter.device)
+
+    def _both(self, values: Any) -> dict[str, tuple[Any, Any]]:
+        """By name: the value itself, and a copy of it."""
+        copied = self._copied
+        return {k: (v, copied(v) if self._torch.is_tensor(v) else self._nested(v)) for k, v in values.items()
+                if k != "params"}  # fmt: skip
+
+    def _nested(self, value: Any) -> Any:
+        """A plain value, or lists and dictionaries with the tensors in them copied."""
+        return self._torch.utils._pytree.tree_map(lambda v: v.clone() if self._torch.is_tensor(v) else v, value)
+
+    def _restore_optimizer(self, optimizer: Any, states: Any, groups: Any, but: Any) -> None:
+        """What did not exist is taken away again."""
+        for parameter in [p for p in optimizer.state if p not in states]:
+            del optimizer.state[parameter]
+        for parameter, kept in states.items():
+            now = optimizer.state.setdefault(parameter, {})
+            for name in now.keys() - kept.keys():
+                del now[name]
+            self._refill(now, kept)
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            self._refill(group, {k: v for k, v in kept.items() if k not in but})
+
+    def _refill(self, now: Any, kept: dict[str, tuple[Any, Any]]) -> None:
+        """Into the tensor that is there, another one where a step count was moved to the device, else into its own."""
+        is_tensor = self._torch.is_tensor
+        for name, (own, value) in kept.items():
+            if not is_tensor(value):
+                now[name] = self._nested(value)
+                continue
+            if not (is_tensor(now.get(name)) and now[name].shape == value.shape):
+                now[name] = own
+            self._put(now[name], value)
+
+    def _put(self, tensor: Any, kept: Any) -> None:
+        comparable = tensor.layout is self._torch.strided and tensor.dtype == kept.dtype  # to torch.equal
+        if not (comparable and self._torch.equal(tensor, kept.to(tensor.device))):
+            tensor.copy_(kept)
+
+
+def _copier(torch: Any, tensors: Sequence[Any]) -> Callable[[Any], Any]:
+    """Copies a tensor where it is, or to the host where the device has no room for copies of all of them."""
+    needed = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
+    if not needed or needed <= ROOM * torch.cuda.mem_get_info()[0]:
+        return lambda tensor: tensor.detach().clone()
+    return lambda tensor: tensor.detach().to("cpu", copy=True)

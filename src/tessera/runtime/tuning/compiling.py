@@ -1,0 +1,107 @@
+"""torch.compile of a function's modules, and which compiled code may be run again.
+
+Dynamo keeps code by the code object it was made of, and runs it again for an equal backend where its guards hold. It
+has no guard on the kernel that attention takes, nor on the values of weights that were frozen, nor (when frozen) on
+their layout; AOTAutograd's cache on disk has none either. So these are written into the backend's options, where both
+look: code made under one choice is never run under another, and is run again where the choice is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .found import Reach
+from .lever import REDUCE_OVERHEAD, Call, NotHere, only_infers
+from .plan import Setting
+
+# Every mode, layout or padding tried is one more version of the same code, and dynamo keeps 8: beyond, it runs eagerly.
+RECOMPILES = 256
+# What compiled code depends on without a guard.
+_UNGUARDED = ("attention", "freeze", "layout")
+# An option of Inductor's that compiles to nothing here: notes for the readers of an AOTInductor package.
+_NOTES = "aot_inductor.metadata"
+
+
+@contextlib.contextmanager
+def compiled(call: Call, reach: Reach, setting: Setting) -> Iterator[Call]:
+    """torch.compile of the modules, or of the function where it has none of its own."""
+    import torch
+
+    how = _how(setting)
+    if not reach.modules:
+        with _many_versions():
+            yield torch.compile(call, **how)
+        return
+    if setting.get("freeze"):
+        only_infers(reach, "freeze")
+    before = [(m, m._compiled_call_impl) for m in reach.modules]
+    marking = getattr(torch.compiler, "cudagraph_mark_step_begin", None)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        if marking is not None and setting["compile"] == REDUCE_OVERHEAD:
+            marking()  # what the last call returned may be overwritten from here on
+        return call(*args, **kwargs)
+
+    try:
+        for module in reach.modules:
+            code = torch.compile(_whole(module), **how)
+            module._compiled_call_impl = _frozen(code) if setting.get("freeze") else code
+        with _many_versions():
+            yield stepped
+    finally:
+        for module, code in before:
+            module._compiled_call_impl = code
+
+
+def _whole(module: Any) -> Call:
+    # Not `module.compile()`: dynamo skips frames of torch.nn's own files, so a Sequential would run eagerly.
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return called
+
+
+def _how(setting: Setting) -> dict[str, Any]:
+    """torch.compile's arguments. It refuses a mode beside options, so a mode's own become part of them."""
+    mode = str(setting["compile"])
+    said = {k: setting[k] for k in _UNGUARDED if setting.get(k)}
+    if not said:
+        return {"mode": None if mode == "default" else mode}
+    import torch._inductor
+
+    if not hasattr(torch._inductor.config.aot_inductor, "metadata"):  # torch 2.4, 2.5
+        raise NotHere("this torch has no option to tell compiled code apart by", knob=next(iter(said)))
+    options = {**torch._inductor.list_mode_options(mode), _NOTES: {"tessera": json.dumps(said, sort_keys=True)}}
+    return {"options": options | ({"freezing": True} if "freeze" in said else {})}
+
+
+def _frozen(code: Call) -> Call:
+    """Compiled code with the weights in it. Inductor freezes only where no gradient is kept, and says nothing else."""
+    import torch
+    import torch._inductor
+
+    def without_gradients(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise NotHere("gradients are on when its modules are called: torch.no_grad() around them", knob="freeze")
+        with torch._inductor.config.patch(freezing=True):  # dynamo reads the global one, whatever the backend's
+            return code(*args, **kwargs)
+
+    return without_gradients
+
+
+@contextlib.contextmanager
+def _many_versions() -> Iterator[None]:
+    """Let dynamo keep as many versions of one code as are tried."""
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.6
+    before = getattr(config, name)
+    setattr(config, name, max(before, RECOMPILES))
+    try:
+        yield
+    finally:
+        setattr(config, name, before)

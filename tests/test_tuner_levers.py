@@ -1,0 +1,501 @@
+"""Levers of the tuner that keep copies of weights or choose kernels: never stale, never shared, tried in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from tessera.runtime.tuner import Tuned, Wish
+from tessera.runtime.tuning import search as searching
+from tessera.runtime.tuning.changes import NotHere, applied
+from tessera.runtime.tuning.copies import Copies, Weights, keeps_copies
+from tessera.runtime.tuning.found import Reach, reach
+from tessera.runtime.tuning.plan import Plan, Trial
+from tessera.runtime.tuning.search import Goal, Knob, search, size
+from tessera.runtime.tuning.seen import Seen, _new, look
+from tessera.runtime.tuning.space import knobs
+
+ENERGY = Goal(policy="energy")
+FROZEN = {"compile": "default", "freeze": True}
+
+
+@pytest.fixture
+def quick_compiler() -> Iterator[None]:
+    """Inductor as it is, but for kernels of its own: those would be built by a C++ compiler for seconds each."""
+    import torch._inductor.config as config
+
+    if not hasattr(config, "fallback_by_default"):
+        pytest.skip("this Inductor has no fallback_by_default")
+    with config.patch(fallback_by_default=True):
+        yield
+
+
+def convolution() -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    model[1].running_mean.uniform_(-1, 1)
+    return model.eval()
+
+
+class Scaled(torch.nn.Module):
+    """A product whose matrix is computed from weights at every call: frozen, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(16, 8))
+        self.scale = torch.nn.Parameter(torch.rand(16, 1) + 0.5)
+
+    def forward(self, x: Any) -> Any:
+        return functional.linear(x, self.weight * self.scale)
+
+
+def other_weights(model: Any) -> dict[str, Any]:
+    return {k: torch.rand_like(v) + 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+
+
+def copied(model: Any) -> dict[str, Any]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def inferring(model: Any, *shape: int) -> tuple[Any, Any]:
+    """A function that infers, and what it gives untouched."""
+    x = torch.randn(*shape).to(next(model.parameters()).dtype)
+
+    def infer() -> Any:
+        with torch.no_grad():
+            return model(x)
+
+    def untouched() -> Any:
+        with torch.no_grad():
+            kept, model._compiled_call_impl = model._compiled_call_impl, None
+            try:
+                return type(model).forward(model, x)
+            finally:
+                model._compiled_call_impl = kept
+
+    return infer, untouched
+
+
+def apart(a: Any, b: Any) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def compilations() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+# -- freeze ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
+def test_frozen_weights_are_followed(quick_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+    model = Scaled().eval()
+    infer, untouched = inferring(model, 4, 8)
+    first, known = copied(model), reach(infer)
+    with applied(infer, known, FROZEN, {}) as call:
+        made = compilations()
+        assert torch.allclose(call(), untouched(), atol=1e-5)
+        assert compilations() == made + 1
+        before = call()
+        model.weight.data.mul_(2)  # torch does not count it: what is frozen goes on with the old ones
+        assert torch.equal(call(), before) and not torch.allclose(untouched(), before)
+        model.weight.data.mul_(0.5)
+        model.load_state_dict(first)  # counted, and the same
+        assert torch.equal(call(), before) and compilations() == made + 1
+        model.load_state_dict(other_weights(model))
+        assert torch.allclose(call(), untouched(), atol=1e-4) and not torch.allclose(call(), before, atol=1e-2)
+        assert compilations() == made + 2 and "not frozen" not in caplog.text
+        model.load_state_dict(first)  # the second change: not compiled a third time with weights in it
+        assert torch.allclose(call(), before, atol=1e-5) and "not frozen" in caplog.text
+        made = compilations()
+        model.load_state_dict(other_weights(model))
+        assert torch.allclose(call(), untouched(), atol=1e-4) and compilations() == made
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
+def test_frozen_code_is_found_again_for_equal_weights_only(quick_compiler: None) -> None:
+    model = Scaled().eval()
+    infer, untouched = inferring(model, 4, 8)
+    known, first = reach(infer), copied(model)
+    with applied(infer, known, FROZEN, {}) as call:
+        call()
+    made = compilations()
+    model.load_state_dict(first)  # as after every trial
+    with applied(infer, known, FROZEN, {}) as call:
+        assert torch.allclose(call(), untouched(), atol=1e-5)
+    assert compilations() == made
+    model.load_state_dict(other_weights(model))
+    with applied(infer, known, FROZEN, {}) as call:
+        assert torch.allclose(call(), untouched(), atol=1e-4)
+    assert compilations() == made + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
+def test_a_plan_in_use_follows_weights_and_gives_up_what_wants_gradients(
+    quick_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Scaled().eval()
+    x = torch.randn(4, 8)
+    fn = Tuned(model, Wish(policy="energy", cache=False))
+    fn.use(Plan(function="model", policy="energy", setting=FROZEN, why={}, trials=[]), x)
+    with torch.no_grad():
+        before = fn(x)
+        model.load_state_dict(other_weights(model))
+        after = fn(x)
+        assert torch.allclose(after, model.forward(x), atol=1e-4) and not torch.allclose(after, before, atol=1e-2)
+    fn(x).sum().backward()
+    assert model.weight.grad is not None
+    assert fn.plan().setting == {"compile": "default"} and "gradients are on" in fn.plan().notes[0]
+    fn.close()
+    assert model._compiled_call_impl is None
+
+
+def test_what_cannot_be_frozen_says_why() -> None:
+    model = Scaled().eval()
+    known = reach(model)
+    with pytest.raises(NotHere, match="needs compile"), applied(model, known, {"freeze": True}, {}):
+        pass
+    with pytest.raises(NotHere, match="gradients are on"), applied(model, known, FROZEN, {}) as call:
+        call(torch.randn(4, 8))
+    model.train()
+    with pytest.raises(NotHere, match="training mode"), applied(model, known, FROZEN, {}):
+        pass
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = Reach(modules=known.modules, optimizers=(optimizer,), tensors=())
+    with pytest.raises(NotHere, match="trained"), applied(model, trained, FROZEN, {}):
+        pass
+    with torch.inference_mode():
+        unseen = torch.nn.Linear(2, 2).eval()
+    with pytest.raises(NotHere, match="do not count"), applied(unseen, reach(unseen), FROZEN, {}):
+        pass
+
+
+# -- copies of weights -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_digest_is_of_every_element(data: Any) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]))
+    shape = data.draw(st.sampled_from([(), (1,), (7,), (2, 3, 2, 5)]))
+    model = torch.nn.Module()
+    model.register_buffer("kept", (torch.randn(shape) * 4).to(dtype))
+    weights = Weights(reach(model))
+    before = weights.digest()
+    kept = model.kept
+    if kept.dim() == 4:
+        kept.data = kept.data.contiguous(memory_format=torch.channels_last)
+        assert weights.digest() == before
+    at = data.draw(st.integers(0, kept.numel() - 1))
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), kept.shape)) if kept.dim() else ()
+    old = kept[place].clone()
+    kept[place] = not bool(old) if dtype == torch.bool else old + 1
+    assert weights.digest() != before
+    kept[place] = old
+    assert weights.digest() == before
+
+
+def test_a_digest_tells_order_shape_and_type() -> None:
+    def digest(tensor: Any) -> str:
+        model = torch.nn.Module()
+        model.register_buffer("kept", tensor)
+        return Weights(reach(model)).digest()
+
+    a = torch.arange(6, dtype=torch.float32)
+    different = [a, a.flip(0), a.view(2, 3), a.view(2, 3).t().contiguous(), a.double(), a.view(torch.int32)]
+    assert len({digest(t) for t in different}) == len(different)
+    assert digest(a.view(2, 3)) == digest(a.view(2, 3).t().contiguous().t())
+
+
+def test_copies_are_renewed_when_weights_change_and_only_then() -> None:
+    model = torch.nn.Linear(2, 2).eval()
+    entered: list[dict[str, Any]] = []
+    left: list[int] = []
+
+    @contextlib.contextmanager
+    def enter(setting: dict[str, Any]) -> Iterator[Any]:
+        entered.append(setting)
+        kept = model.weight.detach().clone()  # as a graph, or a compiler, would
+        yield lambda: kept
+        left.append(len(entered))
+
+    held = Copies(enter, reach(model), {"precision": "fp8", "graph": True})
+    assert torch.equal(held(), model.weight)
+    with torch.no_grad():
+        model.weight.add_(0.0)  # counted, and the same
+    held()
+    assert len(entered) == 1
+    for _ in range(3):  # every time: a graph is captured in a second
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        assert torch.equal(held(), model.weight)
+    model.weight.data = model.weight.data * 2  # not counted, but other memory
+    assert torch.equal(held(), model.weight)
+    assert len(entered) == 5 and left == [1, 2, 3, 4]
+    held.close()
+    assert left == [1, 2, 3, 4, 5]
+
+
+def test_which_settings_keep_copies() -> None:
+    assert keeps_copies(FROZEN) and keeps_copies({"convolutions": "fused", "graph": True})
+    assert not any(map(keeps_copies, ({}, {"graph": True}, {"precision": "fp8"}, {"precision": "bf16", "graph": True})))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(16, 48)
+
+    def forward(self, x: Any) -> Any:
+        query, key, value = self.project(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return functional.scaled_dot_product_attention(query, key, value)
+
+
+def takes_flash(call: Any) -> bool:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        call()
+    return any("_flash_attention" in event.key for event in profiled.key_averages())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [{}, {"compile": "default"}], ids=["eager", "compiled"])
+def test_code_made_for_one_attention_is_not_run_for_another(quick_compiler: None, compiled: dict[str, Any]) -> None:
+    infer, untouched = inferring(Attention().eval(), 2, 8, 16)
+    known, wanted = reach(infer), untouched()
+    for value in (None, "math", "flash", None, "math"):
+        setting = {**compiled, "attention": value} if value else compiled
+        with applied(infer, known, setting, {}) as call:
+            assert torch.allclose(call(), wanted, atol=1e-5)
+            assert takes_flash(call) == (value != "math"), value
+    assert takes_flash(untouched)  # torch's own switches are as they were
+
+
+def test_only_attentions_that_are_new_are_tried() -> None:
+    assert _new({None: [1, 1], "cudnn": [3, 3], "flash": [1, 1], "efficient": [2, 1]}) == ("cudnn", "efficient")
+    assert _new({None: [3], "cudnn": [3], "flash": [1], "efficient": [1]}) == ("flash",)  # no kernel of its own
+    assert _new({None: [], "cudnn": [], "flash": [], "efficient": []}) == ()
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_look_sees_gradients_writes_and_failures() -> None:
+    model = Attention().eval()
+    infer, _ = inferring(model, 2, 8, 16)
+    known, x = reach(infer), torch.randn(2, 8, 16)
+    assert look(infer, known) == Seen(infers=True)  # a CPU has one fused kernel: nothing to choose
+    assert not look(lambda: model(x), known).infers
+    assert not look(x.sum, known).infers  # no module ran
+
+    def averages() -> Any:
+        with torch.no_grad():
+            model.project.bias.mul_(0.9)
+            return model(x)
+
+    assert not look(averages, known).infers
+    assert look(lambda: 1 / 0, known) == Seen()
+    assert not model._forward_pre_hooks
+
+
+def test_a_look_asks_torch_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chip with three kernels, of which torch takes the first: the other two are worth a trial."""
+    asked = []
+
+    def choice(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, **more: Any) -> int:
+        asked.append((tuple(query.shape), causal, more))
+        return int(torch._C._get_sdp_priority_order()[0])
+
+    torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    infer, _ = inferring(Attention().eval(), 2, 8, 16)
+    seen = look(infer, reach(infer))
+    assert seen.attentions == ("cudnn", "efficient")  # flash is the first of torch's own order
+    assert set(map(str, asked)) == {str(((2, 2, 8, 8), False, {"scale": None, "enable_gqa": False}))}
+
+
+# -- convolutions, fp8 -------------------------------------------------------------------------------------------------
+
+
+def test_fused_convolutions() -> None:
+    model = convolution()
+    infer, untouched = inferring(model, 2, 3, 6, 6)
+    known = reach(infer)
+    with applied(infer, known, {"convolutions": "fused", "layout": "channels_last"}, {}) as call:
+        assert "forward" in vars(model) and torch.allclose(call(), untouched(), atol=1e-5)
+        model.load_state_dict(other_weights(model))
+        assert torch.allclose(call(), untouched(), atol=1e-4)
+        model.train()
+        with pytest.raises(NotHere) as caught:
+            call()
+        assert caught.value.knob == "convolutions"
+        model.eval()
+    assert "forward" not in vars(model) and model[0].weight.is_contiguous()
+    both = {"convolutions": "fused", "compile": "default"}
+    with pytest.raises(NotHere, match="exclude compile"), applied(infer, known, both, {}):
+        pass
+    plain = torch.nn.Linear(4, 4).eval()
+    with pytest.raises(NotHere, match="no convolution"), applied(plain, reach(plain), {"convolutions": "fused"}, {}):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [{}, {"compile": "default"}], ids=["eager", "compiled"])
+def test_linear_layers_in_fp8(quick_compiler: None, compiled: dict[str, Any]) -> None:
+    from tessera.op import prepared
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 7))
+    infer, untouched = inferring(model.bfloat16().eval(), 64, 32)
+    wanted, kept = untouched(), len(prepared._kept)
+    with applied(infer, reach(infer), {"precision": "fp8", **compiled}, {}) as call:
+        assert 1e-3 < apart(call(), wanted) < 5e-2
+        assert [("forward" in vars(m)) for m in model] == [True, False, False]  # 7 columns are left as they are
+        mine = list(prepared._kept.values())[kept:]
+        assert len(mine) == 1 and mine[0].values.dtype == torch.float8_e4m3fn
+        values = mine[0].values
+        assert torch.equal(call(), call()) and mine[0].values is values
+        with torch.no_grad():
+            model[0].weight.mul_(-1)
+        assert apart(call(), wanted) > 0.5
+    assert len(prepared._kept) == kept and not any("forward" in vars(m) for m in model)
+    wide = torch.nn.Linear(16, 16).eval()
+    with pytest.raises(NotHere, match="no linear layer"), applied(wide, reach(wide), {"precision": "fp8"}, {}):
+        pass
+
+
+# -- what is tried, in which order -------------------------------------------------------------------------------------
+
+
+class OnCuda(Reach):
+    """What a function works with, as if it were on a GPU."""
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", 0)
+
+
+def on_cuda(*modules: Any, optimizers: tuple[Any, ...] = ()) -> Reach:
+    return OnCuda(modules=modules, optimizers=optimizers, tensors=())
+
+
+def tried(space: list[Knob], saves: dict[str, float], **more: Any) -> list[str]:
+    """Settings in the order they are measured, where each knob saves a share of its own."""
+    order: list[str] = []
+
+    def measure(setting: dict[str, Any]) -> Trial:
+        order.append("+".join(k if v is True else f"{k}={v}" for k, v in setting.items()) or "as it is")
+        joules = math.prod(1 - saves.get(f"{k}={v}", saves.get(k, 0.0)) for k, v in setting.items())
+        return Trial(setting=setting, seconds=joules, energy_j=joules, prepared_s=40.0 if "compile" in setting else 1.0)
+
+    search(space, measure, ENERGY, **more)
+    return order
+
+
+def test_inference_of_a_transformer() -> None:
+    space = knobs(on_cuda(Attention().eval()), seen=Seen(infers=True, attentions=("flash", "efficient")))
+    order = tried(space, {"compile=default": 0.2, "compile=reduce-overhead": 0.3, "graph": 0.15, "freeze": 0.05})
+    assert order[:7] == [
+        "as it is", "compile=default", "compile=reduce-overhead",
+        "compile=default+graph",  # which the graph stands in for; no compiling
+        "compile=default+graph+freeze", "compile=default+graph+freeze+attention=flash",
+        "compile=default+graph+freeze+attention=efficient",
+    ]  # fmt: skip
+    assert len(order) == len(set(order)) <= size(space)
+    assert not any("reduce-overhead" in o and "graph" in o for o in order)
+    assert all("compile" in o for o in order if "freeze" in o)
+
+
+def test_inference_with_convolutions() -> None:
+    space = knobs(on_cuda(convolution()), seen=Seen(infers=True))
+    saves = {"compile": 0.2, "convolutions": 0.3, "layout": 0.1, "graph": 0.1, "freeze": 0.1}
+    order = tried(space, saves)
+    fused = "layout=channels_last+graph+cudnn_benchmark+convolutions=fused"
+    assert order[:4] == ["as it is", "compile=default", "compile=reduce-overhead", fused]  # all at once: quick
+    assert not any("compile" in o and "convolutions" in o for o in order)
+    slow = tried(space, {**saves, "convolutions": -0.5})  # where it does not pay, compiled code is what is improved
+    assert "compile=default+graph+freeze" in slow and slow.index("compile=default+graph+freeze") > slow.index(fused)
+
+
+def test_training_has_neither_frozen_nor_fused_layers() -> None:
+    model = torch.nn.Sequential(convolution(), Attention(), torch.nn.Linear(8, 509)).train()
+    known = on_cuda(model, optimizers=(torch.optim.AdamW(model.parameters()),))
+    names = [k.name for k in knobs(known, seen=Seen(infers=False, attentions=("flash",)), tolerance=0.1)]
+    assert names == [
+        "compile", "layout", "graph", "padding", "optimizer", "attention", "cudnn_benchmark", "precision",
+    ]  # fmt: skip
+    order = tried(knobs(known, seen=Seen(attentions=("flash",))), {"compile": 0.3, "graph": 0.1, "padding": 0.1})
+    quick, slow = (order.index(f"compile=default+graph+{w}") for w in ("optimizer=fused", "attention=flash"))
+    assert quick < slow  # first what the compiled code can be run with
+    assert any("padding" in o for o in order) and not any("compile" in o and "padding" in o for o in order)
+
+
+def test_fp8_is_offered_where_it_may_differ_that_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tessera.op import lowprec
+
+    monkeypatch.setattr(lowprec, "fp8_units", lambda index: True)
+    known = on_cuda(Attention().bfloat16().eval())
+    seen = Seen(infers=True)
+    by_tolerance = {t: [k for k in knobs(known, seen=seen, tolerance=t) if k.name == "precision"] for t in (1e-2, 5e-2)}
+    assert not by_tolerance[1e-2] and by_tolerance[5e-2][0].values == (None, "fp8")
+    assert not [k for k in knobs(known, seen=Seen(), tolerance=0.1) if k.name == "precision"]
+    order = tried(knobs(known, seen=seen, tolerance=0.1), {"compile": 0.1, "freeze": 0.1})
+    assert any("fp8" in o for o in order) and not any("freeze" in o and "fp8" in o for o in order)
+
+
+def test_no_compiling_that_the_time_left_does_not_allow() -> None:
+    space = knobs(on_cuda(convolution()), seen=Seen(infers=True))
+    spent: list[float] = []
+
+    def seconds_left() -> float:
+        return 100.0 - sum(spent)
+
+    def measure(setting: dict[str, Any]) -> Trial:
+        prepared_s = 40.0 if setting.get("compile") and setting.keys() <= {"compile", "freeze", "layout"} else 1.0
+        spent.append(prepared_s)
+        return Trial(setting=setting, seconds=1.0, energy_j=0.5 if "compile" in setting else 1.0, prepared_s=prepared_s)
+
+    found = search(space, measure, ENERGY, seconds_left=seconds_left)
+    assert found.cut and sum(spent) <= 100.0
+    assert [t.prepared_s for t in found.trials].count(40.0) == 2
+    assert any("convolutions" in t.setting for t in found.trials)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_setting_is_tried_in_vain(data: Any) -> None:
+    """Whatever needs or excludes what: no setting twice, none that contradicts itself, and small spaces whole."""
+    names = "abcde"[: data.draw(st.integers(2, 5))]
+    space = []
+    for at, name in enumerate(names):
+        needs = (data.draw(st.sampled_from(names[:at])),) if at and data.draw(st.booleans()) else ()
+        others = [n for n in names[:at] if n not in needs]
+        instead = {n: {1: None} for n in others if data.draw(st.integers(0, 3)) == 0}
+        gain, recompiles = data.draw(st.floats(0, 0.9)), data.draw(st.booleans())
+        values = (None, 1, 2)
+        space.append(Knob(name=name, values=values, needs=needs, instead=instead, gain=gain, recompiles=recompiles))
+    cost = {(k.name, v): data.draw(st.floats(0.5, 1.5)) for k in space for v in (1, 2)}
+    found = search(
+        space, lambda s: Trial(setting=s, seconds=1.0, energy_j=math.prod(cost[p] for p in s.items())), ENERGY
+    )
+    seen = [t.setting for t in found.trials]
+    allowed = list(searching._every(space))
+    assert all(s in allowed for s in seen)
+    assert len({tuple(sorted(s.items())) for s in seen}) == len(seen) <= len(allowed) == size(space)
+    if size(space) <= searching.EXHAUSTIVE:
+        assert len(seen) == len(allowed)
+    assert found.best.energy_j == min(t.energy_j for t in found.trials)
