@@ -114,7 +114,8 @@ def recorded(which: str) -> list[tuple[dict[str, Any], Any]]:
 
 
 # ---------------------------------------------------------------- predicting
-def predicted(r: dict[str, Any], build: Any) -> Row:
+def reported(r: dict[str, Any], build: Any) -> tuple[Any, Any, float]:
+    """The captured graph of a case, its prediction, and the seconds they took."""
     replay = bool(r.get("graph_replay"))
     model, inputs = build()
     begin = time.perf_counter()
@@ -130,8 +131,15 @@ def predicted(r: dict[str, Any], build: Any) -> Row:
     )
     launch = "graph" if replay else "eager"
     report = tessera.predict(graph, on="h200", launch=launch, check_memory=False, calibration=None)
-    took = time.perf_counter() - begin
-    p = report.prediction
+    return graph, report, time.perf_counter() - begin
+
+
+def predicted(r: dict[str, Any], build: Any) -> Row:
+    return row_of(r, *reported(r, build))
+
+
+def row_of(r: dict[str, Any], graph: Any, report: Any, took: float) -> Row:
+    replay, p = bool(r.get("graph_replay")), report.prediction
     assert p is not None
     # By the measurement where the kernels were traced: a GPU that is busy at least 80% of the time bounds the program.
     busy = r.get("gpu_us")

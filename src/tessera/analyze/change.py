@@ -6,8 +6,9 @@
                                                                  └──► total: |change| > its 90% half-width?
 
 The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
-same sensors measured (or the same model gave) are off by one factor, and so is their difference. Of steps it contains
-how they scatter, so that a second run of the same program differs by less than it nine times of ten.
+same sensors measured (or the same model gave) are off by one factor, and so is their difference. Two predictions for
+one chip err alike where their kernels are alike (`alike.py`). Of steps it contains how they scatter, so that a second
+run of the same program differs by less than it nine times of ten.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..graph.kinds import KINDS, kind_of
 from ..monitor.steady import t90
 from ..schema import DiffRow, EnergyDiff
 from ..units import format_duration, format_energy
+from . import alike
 from .compare import ZERO, Cell, Side, side_of
 
 VIEWS = ("ops", "kernels", "regions", "modules")
@@ -34,7 +36,10 @@ Metric = Literal["energy", "time"]
 _NAN = float("nan")
 # A first step this much dearer than the middle one compiles, and says nothing of the others (as in `answer`).
 FIRST = 1.5
-_ATTENTION = re.compile(r"(?:_?(?:scaled_dot_product|flash|efficient|cudnn|mem_eff)\w*attention\w*?)(_backward)?$")
+_ROUNDING = 1e-9  # as a share: less is no change
+_ATTENTION = re.compile(
+    r"(?:_?(?:scaled_dot_product|flash|efficient|cudnn|mem_eff)\w*attention\w*?|attention)(_backward)?$"
+)
 _CONVOLUTION = re.compile(r"_?(?:cudnn_|miopen_|mkldnn_)?convolution(?:_transpose|_overrideable)?(_backward)?$")
 
 
@@ -71,7 +76,7 @@ class Change(DiffRow):
     @property
     def significant_s(self) -> bool:
         """Whether the change in seconds is known to be more than noise."""
-        return abs(self.change_s) > self.error_s
+        return _moved(self.before_s, self.after_s, self.error_s)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; None for what is not known."""
@@ -195,13 +200,17 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
         left, right = _aligned(left, right) if one.predicted else _aligned(right, left)[::-1]
     totals = [_total(side, unit, amount, notes) for side, amount in ((one, amounts[0]), (two, amounts[1]))]
     gain, said = _common(one, two)
+    same = bool(one.model) and one.model == two.model
+    if same:
+        said = ["one model predicted both: what it errs alike for both is in each ± and cancels in the change"]
     notes[:0] = [*said, *_batches(one, two, unit)]  # what changes how a number is read comes first
-    rows = _rows(left, right, amounts, [_relative_s(t) for t in totals], gain)
-    total = _change("total", totals[0], totals[1], gain)
+    rows = _rows(left, right, amounts, [_relative_s(t) for t in totals], gain, same)
+    total = _change("total", totals[0], totals[1], gain, same)
     return Difference(
         before=one.name, after=two.name, by=view, per=unit or "run", total=total,
-        whole=_change("whole run", one.total, two.total, gain), components=_components(one, two, amounts, total),
-        subgraphs=rows, basis=(one.basis, two.basis), work=amounts, matched=_matched(rows),
+        whole=_change("whole run", one.total, two.total, gain, same),
+        components=_components(one, two, amounts, total), subgraphs=rows, basis=(one.basis, two.basis), work=amounts,
+        matched=_matched(rows),
         notes=tuple(dict.fromkeys(notes)), note="; ".join(dict.fromkeys(notes)),
         views=tuple(v for v in VIEWS if one.views.get(v) and two.views.get(v)), common=gain,
     )  # fmt: skip
@@ -300,7 +309,7 @@ def _relative_s(total: Cell) -> float:
 
 def _rows(
     left: Mapping[str, Cell], right: Mapping[str, Cell], amounts: tuple[float, float], scatter: Sequence[float],
-    gain: float = 0.0,
+    gain: float = 0.0, same: bool = False,
 ) -> list[Change]:  # fmt: skip
     found = []
     for name in dict.fromkeys((*left, *right)):
@@ -311,7 +320,7 @@ def _rows(
             if cell is not None and math.isnan(cell.error_s):  # a row's time scatters about as its steps' does
                 cell = dataclasses.replace(cell, error_s=relative * cell.seconds)
             cells.append(cell)
-        found.append(_change(name, cells[0], cells[1], gain))
+        found.append(_change(name, cells[0], cells[1], gain, same))
     return sorted(found, key=_weight, reverse=True)
 
 
@@ -319,17 +328,23 @@ def _weight(row: Change) -> tuple[float, float]:
     """How much a row changed, then how much it is; a rounding error is no change."""
     a, b = (row.before_s, row.after_s) if math.isnan(row.change_j) else (row.before_j, row.after_j)
     size = max(abs(a), abs(b))
-    return (0.0 if abs(b - a) <= 1e-9 * size else abs(b - a)), size
+    return (0.0 if abs(b - a) <= _ROUNDING * size else abs(b - a)), size
 
 
-def _change(name: str, before: Cell | None, after: Cell | None, gain: float = 0.0) -> Change:
+def _change(name: str, before: Cell | None, after: Cell | None, gain: float = 0.0, same: bool = False) -> Change:
+    """A line; `gain` is the share both sides' joules are off by together, `same`: one model predicted both."""
     a, b = before or ZERO, after or ZERO
     own = [own_error(c.energy_j, c.error_j, gain) for c in (a, b)]
-    error_j = math.hypot(*own, gain * (b.energy_j - a.energy_j))
+    error_j, error_s = math.hypot(*own, gain * (b.energy_j - a.energy_j)), math.hypot(a.error_s, b.error_s)
+    if same and a.errors is not None and b.errors is not None:
+        alike_s, alike_j = alike.difference(a.errors, b.errors)
+        alike_s = math.hypot(alike_s, alike.SMALLEST * min(a.seconds, b.seconds))
+        alike_j = math.hypot(alike_j, alike.SMALLEST * min(a.energy_j, b.energy_j))
+        error_s, error_j = min(error_s, alike_s), min(error_j, alike_j)  # errors in common never widen a difference
     return Change(
         name=name, before_j=a.energy_j, after_j=b.energy_j, before_s=a.seconds, after_s=b.seconds, error_j=error_j,
-        significant=abs(b.energy_j - a.energy_j) > error_j, kind=(before or b).kind, before_error_j=a.error_j,
-        after_error_j=b.error_j, error_s=math.hypot(a.error_s, b.error_s), before_calls=a.calls, after_calls=b.calls,
+        significant=_moved(a.energy_j, b.energy_j, error_j), kind=(before or b).kind, before_error_j=a.error_j,
+        after_error_j=b.error_j, error_s=error_s, before_calls=a.calls, after_calls=b.calls,
         state="new" if before is None else "vanished" if after is None else "both",
     )  # fmt: skip
 
@@ -364,6 +379,11 @@ def _matched(rows: Iterable[Change]) -> tuple[float, float]:
     return shares[0], shares[1]
 
 
+def _moved(before: float, after: float, error: float) -> bool:
+    """Whether a change is more than its half-width, and more than rounding; not where either is unknown (NaN)."""
+    return abs(after - before) > error and abs(after - before) > _ROUNDING * max(abs(before), abs(after))
+
+
 def _share(before: float, after: float) -> float | None:
     return (after - before) / before if before > 0 and not math.isnan(after) else None
 
@@ -376,7 +396,7 @@ def _aligned(predicted: Mapping[str, Cell], measured: Mapping[str, Cell]) -> tup
     ran: dict[str, Cell] = {}
     for name, cell in measured.items():
         plain = operator(name)
-        kind = cell.kind if cell.kind in ("idle", "memcpy", "memset", "collective") else kind_of(plain)
+        kind = cell.kind if cell.kind in ("idle", "memcpy", "memset", "collective") else _kind(name, plain)
         _add(ran, plain, dataclasses.replace(cell, kind=kind))
     meant: dict[str, Cell] = {}
     for name, cell in predicted.items():
@@ -390,13 +410,18 @@ def _aligned(predicted: Mapping[str, Cell], measured: Mapping[str, Cell]) -> tup
 
 def operator(name: str) -> str:
     """An operator without its namespace, and attention and convolutions by one name whatever library ran them."""
-    plain = name.removeprefix("aten::")
+    plain = name.removeprefix("aten::").removeprefix("tessera::")
     if not plain.startswith("_foreach_"):
         plain = plain.rstrip("_") or plain
     if found := _ATTENTION.fullmatch(plain.removesuffix("_forward")):
         return f"sdpa{found.group(1) or ''}"
     found = _CONVOLUTION.fullmatch(plain)
     return f"convolution{found.group(1) or ''}" if found else plain
+
+
+def _kind(name: str, plain: str) -> str:
+    """The family of a measured operator; one of ours by its full name, which torch may use for something else."""
+    return kind_of(name if name.startswith("tessera::") else plain)
 
 
 def _folded(rows: Mapping[str, Cell], shared: Iterable[str], kinds: Iterable[str]) -> dict[str, Cell]:
@@ -421,7 +446,7 @@ def _told(found: Difference, metric: Metric, share: float | None, sure: bool, fa
         return f"{'joules' if energy else 'seconds'} are not known of both: nothing can be said of {metric}"
     before, after = (t.before_j, t.after_j) if energy else (t.before_s, t.after_s)
     per = "" if found.per == "run" else f" per {found.per}"
-    if abs(change) <= 1e-9 * max(abs(before), abs(after)):
+    if abs(change) <= _ROUNDING * max(abs(before), abs(after)):
         return f"no change: {show(after, 3)}{per} in both{_unseen(error, before)}"
     size = "from nothing" if share is None else f"{abs(share):.1%}" if abs(share) < 0.995 else f"{abs(share):.0%}"
     more = ("more" if change > 0 else "less") + (" energy" if energy else " time")

@@ -28,6 +28,7 @@ from ..record import KINDS
 from ..schema import SCHEMA_VERSION, Basis, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from ..trace import PowerTrace
+from . import alike
 from .source import Source, open_source
 
 _NAN = float("nan")
@@ -50,22 +51,24 @@ class Cell:
     error_s: float
     calls: float
     kind: str = ""
+    errors: alike.Errors | None = None  # of a prediction: what its half-widths consist of
 
     def __add__(self, other: Cell) -> Cell:
         return Cell(
             self.energy_j + other.energy_j, math.hypot(self.error_j, other.error_j), self.seconds + other.seconds,
             math.hypot(self.error_s, other.error_s), self.calls + other.calls, self.kind,
+            self.errors + other.errors if self.errors and other.errors else None,
         )  # fmt: skip
 
     def scaled(self, factor: float) -> Cell:
         """The same, of a part of the work."""
         return Cell(
             self.energy_j * factor, self.error_j * factor, self.seconds * factor, self.error_s * factor,
-            self.calls * factor, self.kind,
+            self.calls * factor, self.kind, self.errors.scaled(factor) if self.errors else None,
         )  # fmt: skip
 
 
-ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0)
+ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=alike.NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class Side:
     """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
 
     `gain` is the share of the joules by which their level may be off, of which `total.error_j` consists among others;
-    sides of equal `sensors` are off by the same factor.
+    sides of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones err alike.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Side:
     notes: Sequence[str] = ()
     sensors: str = ""
     gain: float = 0.0
+    model: str = ""
 
     @property
     def predicted(self) -> bool:
@@ -129,7 +133,8 @@ def _of_report(report: EnergyReport) -> Side:
     of, total = report.prediction, report.total
     ops: dict[str, Cell] = {}
     for d in report.descriptors:
-        cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind)
+        errors = alike.errors_of([d])
+        cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind, errors)
         ops[d.subgraph_name] = ops[d.subgraph_name] + cell if d.subgraph_name in ops else cell
     regions = {
         r.name: Cell(r.energy.joules, r.energy.error_j, r.energy.seconds, _NAN, r.calls, "region")
@@ -139,12 +144,16 @@ def _of_report(report: EnergyReport) -> Side:
     return Side(
         name=f"{report.name} on {of.device}" if of else report.name,
         basis="predicted" if of else report.basis,
-        total=Cell(total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1),
+        total=Cell(
+            total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1,
+            errors=alike.whole_errors(report) if of else None,
+        ),
         work={w.unit: w.amount for w in report.work},
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
+        model=alike.model_of(report),
         **_level(total.source, "predicted" if of else report.basis),
-    )
+    )  # fmt: skip
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,14 @@ from .timeline import Array
 
 if TYPE_CHECKING:
     from .predict import Estimate
+
+# The share of a kernel's error that all of its kind make together: with it the intervals of whole models left out of
+# the fits hold 90% of them (benchmarks/fit_ops.py).
+SHARED = 0.8
+# By what share joules follow the time: the static ones and the busy units' do, those of FLOPs and bytes do not.
+PER_SECOND = 0.6
+# Of a device's error, what is left where it waits for the host: a longer kernel then takes up some of the wait.
+_BEHIND_HOST = 0.3
 
 
 def account(
@@ -33,7 +41,7 @@ def account(
     joules = math.fsum(d.total_energy_j for d in descriptors)
     seconds = solved.seconds
     latency_error = _latency_error(found)
-    error_j = joules * math.hypot(found.power.relative_error, 0.6 * latency_error / seconds if seconds else 0.0)
+    error_j = joules * math.hypot(found.power.relative_error, PER_SECOND * latency_error / seconds if seconds else 0.0)
     energy = Energy(
         joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
@@ -105,7 +113,7 @@ def _descriptors(found: Estimate, device: Device) -> Sequence[EnergyDescriptor]:
                 memory_energy_j=memory,
                 static_energy_j=static,
                 latency_s=seconds + float(solved.wait_s[i]),
-                error_j=joules * math.hypot(found.power.relative_error, 0.6 * kernel.relative_error),
+                error_j=joules * math.hypot(found.power.relative_error, PER_SECOND * kernel.relative_error),
                 device_s=seconds,
                 latency_error_s=seconds * kernel.relative_error,
                 utilization=float(busy[i]),
@@ -131,20 +139,23 @@ def _utilization(found: Estimate, device: Device) -> Array:
 
 
 def _latency_error(found: Estimate) -> float:
-    """90% half-width of the iteration: like kernels err alike, unlike ones independently; the host on its own.
-
-    The share in which like kernels err alike holds 90% of whole models left out of the fits (benchmarks/fit_ops.py).
-    """
-    by_kind: dict[str, float] = {}
-    for op, kernel, seconds in zip(found.ops, found.kernels, found.solved.device_s, strict=True):
-        by_kind[op.kind] = by_kind.get(op.kind, 0.0) + 0.8 * kernel.relative_error * float(seconds)
-    device = math.sqrt(sum(e * e for e in by_kind.values()))
-    waiting = float(found.solved.wait_s.sum())
+    """90% half-width of the iteration: like kernels err alike, unlike ones independently; the host on its own."""
+    waits = float(found.solved.wait_s.sum()) > 0
+    kernels = zip(found.ops, found.kernels, found.solved.device_s, strict=True)
+    errors = [(op.kind, kernel.relative_error * float(seconds)) for op, kernel, seconds in kernels]
     if found.host is None:
-        return device
+        return device_error_s(errors, waits=False)
     host = found.host.relative_error * found.solved.host_s
     slack = max(0.0, found.solved.host_s * (1 + found.host.relative_error) - float(found.solved.device_s.sum()))
-    return math.hypot(device if waiting == 0 else device * 0.3, host if waiting > 0 else min(host, slack))
+    return math.hypot(device_error_s(errors, waits), host if waits else min(host, slack))
+
+
+def device_error_s(kernels: Iterable[tuple[str, float]], waits: bool) -> float:
+    """90% half-width of the time of kernels, given as (kind, half-width); `waits`: the device waits for the host."""
+    by_kind: dict[str, float] = {}
+    for kind, error_s in kernels:
+        by_kind[kind] = by_kind.get(kind, 0.0) + SHARED * error_s
+    return math.hypot(*by_kind.values()) * (_BEHIND_HOST if waits else 1.0)
 
 
 def _bound(found: Estimate) -> str:

@@ -56,7 +56,7 @@ def recast(op: Op, precision: str | None) -> Op:
         return op
     stored = STORED[precision]
     inputs, outputs = (tuple(_recast(t, stored) for t in side) for side in (op.inputs, op.outputs))
-    if op.precision not in _FLOATS:
+    if op.precision not in _FLOATS or op.params.get("complex"):  # there are no complex numbers of 16 bits to cast to
         return replace(op, inputs=inputs, outputs=outputs)
     if op.kind not in MATRIX_KINDS:
         return replace(op, inputs=inputs, outputs=outputs, precision=stored)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from . import flops
 from .ir import TensorSpec
 
+# What complex products run in: cuBLAS has kernels for complex fp32 and fp64, on the units of the real ones.
+REAL_OF = {"complex32": "fp16", "complex64": "fp32", "complex128": "fp64"}
 _CONV_ARGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
@@ -67,6 +70,37 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     return {}
 
 
+def params_of_ours(short: str, args: Sequence[Any]) -> dict[str, Any]:
+    """The same for operators of `tessera.op`, in the words of the operators of torch that do the same."""
+    if short == "attention":
+        q, k, v, mask, _, causal = args[:6]
+        return attention_params(q, k, v, mask, causal, tf32=args[-1] == "tf32")
+    if short == "attention_backward":
+        q, k, v, mask, _, _, _, causal = args[1:9]
+        return {**attention_params(q, k, v, mask, causal, tf32=args[-1] == "tf32"), "backward": True}
+    if short in ("softmax", "softmax_backward"):
+        return {"dim": 1}  # rows of a matrix
+    if short == "norm":
+        return {"normalized": (args[0].shape[1],), "centered": bool(args[5])}
+    if short == "norm_backward":
+        return {"normalized": (args[2].shape[1],), "centered": bool(args[6])}
+    if short == "tiled_conv2d":
+        return {**dict(zip(("stride", "padding", "dilation", "groups"), args[3:7], strict=True)), "transposed": False}
+    return {}
+
+
+def attention_params(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, *, dropout: float = 0.0, tf32: bool = False
+) -> dict[str, Any]:
+    """What decides the cost of one attention over (..., heads, sequence, dim)."""
+    return {
+        "batch": prod(q.shape[:-3]), "heads": q.shape[-3] if q.dim() > 2 else 1,
+        "kv_heads": k.shape[-3] if k.dim() > 2 else 1, "q_len": q.shape[-2], "kv_len": k.shape[-2],
+        "head_dim": q.shape[-1], "v_dim": v.shape[-1], "causal": bool(causal), "mask": mask is not None,
+        "dropout": float(dropout), **({"tf32": True} if tf32 else {}),
+    }  # fmt: skip
+
+
 def work_of(
     name: str,
     kind: str,
@@ -86,11 +120,13 @@ def work_of(
         sizes = flops.gemm_sizes(short, inputs)
         params, count = {**params, **sizes}, flops.gemm_flops(sizes)
         precision = _operand(short, inputs)
+        if precision in REAL_OF:  # a complex multiply-add is four real ones
+            params, count, precision = {**params, "complex": True}, 4 * count, REAL_OF[precision]
     elif kind == "conv":
         params, count = _conv(short, inputs, outputs, params)
         precision = inputs[0].dtype
     elif kind == "attention":
-        count = flops.attention_flops(params)
+        count, tf32 = flops.attention_flops(params), bool(params.get("tf32"))
     elif kind == "rnn":
         count = flops.rnn_flops(params)
     else:

@@ -1,8 +1,8 @@
 """Floating-point operations of matrix products, convolutions, attention and recurrent layers.
 
-A multiply-add counts as two, as in `torch.utils.flop_counter`, from which three differences are intended: causal
+A multiply-add counts as two, as in `torch.utils.flop_counter`, from which four differences are intended: causal
 attention is counted at the half that is computed, grouped products and groups in a convolution's backward are counted,
-and recurrent layers are counted at all.
+recurrent layers are counted at all, and a complex multiply-add is four real ones (`costing.py`).
 """
 
 from __future__ import annotations

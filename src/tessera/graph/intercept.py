@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import DataDependent
 from .autocast import Autocast
+from .costing import attention_params
 from .record import Recorder, _user_line
 
 _SDPA = F.scaled_dot_product_attention
@@ -112,22 +113,7 @@ def attention(
         return _SDPA(
             query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    lead, heads = query.shape[:-3], query.shape[-3] if query.dim() > 2 else 1
-    batch = 1
-    for size in lead:
-        batch *= size
-    params = {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": key.shape[-3] if key.dim() > 2 else 1,
-        "q_len": query.shape[-2],
-        "kv_len": key.shape[-2],
-        "head_dim": query.shape[-1],
-        "v_dim": value.shape[-1],
-        "causal": bool(is_causal),
-        "mask": attn_mask is not None,
-        "dropout": float(dropout_p),
-    }
+    params = attention_params(query, key, value, attn_mask, is_causal, dropout=dropout_p)
     if attn_mask is not None and attn_mask.device.type != "meta":
         attn_mask = recorder.twin(attn_mask)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the fused kernels add a mask: zeros and infinities

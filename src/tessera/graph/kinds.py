@@ -141,12 +141,21 @@ _FAMILIES: dict[str, str] = {
 KINDS: dict[str, str] = {name: kind for kind, names in _FAMILIES.items() for name in names.split()}
 KINDS.update(dict.fromkeys(_VIEWS, "view"))
 
+# Operators of our own (`tessera.op`) whose bare names mean something else to torch, or nothing.
+_OURS = {
+    "attention": "attention", "attention_backward": "attention", "softmax": "softmax", "softmax_backward": "softmax",
+    "norm": "norm", "norm_backward": "norm", "tiled_conv2d": "conv",
+}  # fmt: skip
+
 MATRIX_KINDS = frozenset({"gemm", "conv", "attention", "rnn"})
 """Families whose work is counted in FLOPs."""
 
 
 def kind_of(name: str) -> str:
-    """The family of "aten.addmm" or "aten._foreach_add_"; anything unknown is taken as elementwise."""
+    """The family of "aten.addmm", "aten._foreach_add_" or "tessera::norm"; anything unknown is taken as elementwise."""
+    name = name.replace("::", ".")
+    if name.startswith("tessera.") and name.removeprefix("tessera.") in _OURS:
+        return _OURS[name.removeprefix("tessera.")]
     short = name.rpartition(".")[2] if name.startswith(("aten.", "tessera.", "prims.", "torchvision.")) else name
     if short.startswith(("_foreach_", "_fused_adam", "_fused_sgd")):
         return "foreach"

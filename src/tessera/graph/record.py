@@ -36,7 +36,7 @@ DTYPES: dict[torch.dtype, str] = {
 # Nothing runs for these: allocation without a fill, bookkeeping of the profiler, assertions.
 _SILENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach",
                      "alias", "_assert_async", "_assert_scalar", "resize_", "set_", "is_pinned",
-                     "detach_"})  # fmt: skip
+                     "detach_", "promote_types", "can_cast"})  # fmt: skip
 _WRITE_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"})
 
 
@@ -278,7 +278,9 @@ class Recorder(TorchDispatchMode):
             self._safe_softmax(args, outs)
             return
         kind = "view" if signature.kind == "view" or self._is_view(signature, reads, outs) else signature.kind
-        self.emit(signature.name, kind, reads, outs, costing.params_of(signature.short, args, kwargs))
+        ours = signature.name.startswith("tessera.")
+        params = costing.params_of_ours(signature.short, args) if ours else {}
+        self.emit(signature.name, kind, reads, outs, params or costing.params_of(signature.short, args, kwargs))
 
     def _safe_softmax(self, args: Any, outs: list[torch.Tensor]) -> None:
         """On a GPU: softmax, then rows that are all -inf are found and set to zero."""
@@ -314,6 +316,8 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(self.spec(t) for t in reads)
         outputs = tuple(self.spec(t) for t in outs)
         work = costing.work_of(name, kind, inputs, outputs, params, self._tf32(kind))
+        if work.params.get("complex"):
+            self.assumptions[f"complex products run as real {work.precision}, four multiply-adds for each"] = None
         self.ops.append(
             Op(
                 len(self.ops),

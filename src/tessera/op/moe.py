@@ -101,8 +101,8 @@ def _mixed(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act
     order = experts.flatten().argsort(stable=True)  # stable: a token's place in a product does not depend on luck
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    product = _product(rows, experts.flatten()[order], w1)
     mine = rows[order // top_k]
+    product = _product(mine, experts.flatten()[order], w1)
     inner = act(product(mine, w1))
     if w3 is not None:
         inner = inner * product(mine, w3)
@@ -113,22 +113,28 @@ def _mixed(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act
 
 
 def _product(rows: Any, experts: Any, w1: Any) -> Product:
-    if rows.is_meta:  # no numbers to sort by: every row meets one expert's weights, and all experts' are alike
-        return lambda part, w: F.linear(part, w[0])
     # Where each expert's rows end, by search: torch's bincount would wait for the device to know its largest number.
     numbers = torch.arange(w1.shape[0], device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    return _grouped(ends) if can_group(rows, w1) else _one_by_one(ends)
+    if can_group(rows, w1):
+        return _grouped(ends)
+    # On the meta device there are no numbers to sort by: rows are taken to be spread evenly.
+    sizes = _evenly(len(rows), len(w1)) if rows.is_meta else ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return _one_by_one(sizes)
+
+
+def _evenly(rows: int, experts: int) -> list[int]:
+    return [rows // experts + (i < rows % experts) for i in range(experts)]
 
 
 def can_group(rows: Any, w1: Any) -> bool:
-    """Whether torch's grouped product takes these operands."""
+    """Whether torch's grouped product takes these operands; the meta device is taken to be a Hopper."""
     aligned = rows.shape[1] % _ALIGNED == 0 and w1.shape[1] % _ALIGNED == 0
     return bool(
-        rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows)
+        (rows.is_cuda or rows.is_meta) and rows.dtype == torch.bfloat16 and aligned and len(rows)
         and w1.is_contiguous() and _grouped_mm() is not None
         # Hopper alone: on Blackwell experts without a token get gradients that are not zero (pytorch issue 172439).
-        and torch.cuda.get_device_capability(rows.device)[0] == 9
+        and (rows.is_meta or torch.cuda.get_device_capability(rows.device)[0] == 9)
     )  # fmt: skip
 
 
@@ -144,9 +150,8 @@ def _grouped(ends: Any) -> Product:
     return lambda rows, w: grouped(rows, w.transpose(-2, -1), offs=ends)
 
 
-def _one_by_one(ends: Any) -> Product:
+def _one_by_one(sizes: list[int]) -> Product:
     """A launch for each expert that has rows."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     def product(rows: Any, w: Any) -> Any:
         parts = zip(rows.split(sizes), w.unbind(0), sizes, strict=True)

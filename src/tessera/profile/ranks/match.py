@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +19,9 @@ from numpy.typing import NDArray
 from ...errors import ArgumentError
 from ...timeline.columns import NONE, Ints, Timeline
 from .clocks import Offset, notes
+from .host import Bounds, host_lines, within
+from .line import ONE_TO_ONE, TOGETHER, Fit, Key, Line
 
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Collectives that nobody leaves before all have given their part; the root of a broadcast may."""
-ONE_TO_ONE = ("send", "recv", "send_recv")
 # Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
 # GPUs was at hand to measure it.
 END_BIAS_NS = 5_000.0
@@ -35,20 +33,6 @@ _PROBE = 64
 _CLOSELY = 4096
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """The collectives of one group on one rank, in the order they ran. `what` numbers type and bytes."""
-
-    rows: Ints
-    what: Ints
-    together: NDArray[np.bool_]
-    starts: Ints
-    ends: Ints
-
-
-Key = tuple[object, ...]
 
 
 def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
@@ -146,17 +130,6 @@ def _spread(apart: Ints) -> float:
     return float(np.median(np.abs(y - np.median(y))))
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """offset = `offset_ns` + `drift` * (time - `at_ns`), with the half-width of a 90% interval anywhere in the run."""
-
-    offset_ns: float
-    drift: float
-    drift_error: float
-    error_ns: float
-    at_ns: int
-
-
 def fit(times_ns: Ints, reference_ns: Ints) -> Fit:
     """Offset and drift that bring times to a reference: a line through them that outliers do not move."""
     apart = reference_ns - times_ns
@@ -202,7 +175,8 @@ def align(timelines: Sequence[Timeline]) -> list[Offset]:
     if not timelines:
         raise ArgumentError("there is no timeline to align", fix="give the timelines of two or more ranks")
     numbers: dict[Key, int] = {}
-    mine = [lines(t, numbers) for t in timelines]
+    # Kernels end together to microseconds, the host's collectives (gloo) do not: those are for ranks without kernels.
+    mine = [lines(t, numbers) or host_lines(t, numbers) for t in timelines]
     ranks = rank_numbers(timelines)
     found: dict[int, Offset] = {0: Offset(rank=ranks[0], error_ns=0.0, source="reference")}
     while True:
@@ -227,8 +201,8 @@ def _shared(a: dict[Key, Line], b: dict[Key, Line]) -> int:
 
 def _tied(a: dict[Key, Line], b: dict[Key, Line], known: Offset, rank: int) -> Offset:
     """The offset of a rank against one whose offset is known."""
-    theirs: list[Ints] = []
-    ours: list[Ints] = []
+    theirs: list[tuple[Ints, Ints]] = []
+    ours: list[tuple[Ints, Ints]] = []
     ways = 1
     for group in a.keys() & b.keys():
         one, two = a[group], b[group]
@@ -239,14 +213,17 @@ def _tied(a: dict[Key, Line], b: dict[Key, Line], known: Offset, rank: int) -> O
         i, j = max(shift, 0), max(-shift, 0)
         count = min(len(one.rows) - i, len(two.rows) - j)
         use = one.together[i : i + count]
-        theirs.append(ends[i : i + count][use])
-        ours.append(two.ends[j : j + count][use])
+        theirs.append((known.apply(one.starts[i : i + count][use]), ends[i : i + count][use]))
+        ours.append((two.starts[j : j + count][use], two.ends[j : j + count][use]))
         ways = max(ways, fits)
-    if not ours or not sum(map(len, ours)):
+    if not sum(len(ends) for _, ends in ours):
         note = f"rank {rank} ran other collectives than the rest: its clock is taken as it is"
         return Offset(rank=rank, notes=(note,))
-    times, reference = np.concatenate(ours), np.concatenate(theirs)
+    starts, times = (np.concatenate(part) for part in zip(*ours, strict=True))
+    reference_starts, reference = (np.concatenate(part) for part in zip(*theirs, strict=True))
     line = fit(times, reference)
+    if any(found.on_host for found in b.values()):
+        line = within(line, Bounds.of(starts, times, reference_starts, reference))
     said = notes(rank, line.offset_ns, line.drift * 1e6, line.drift_error * 1e6)
     if ways > 1:
         said += (

@@ -19,7 +19,8 @@ import numpy as np
 from ...timeline.columns import NONE, Timeline
 from ...timeline.intervals import covered_ns, union
 from .clocks import Offset
-from .match import Key, Line, line_up, lines
+from .line import Key, Line
+from .match import line_up, lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

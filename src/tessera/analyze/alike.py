@@ -1,0 +1,116 @@
+"""What two predictions by one model have in common: an error that both make is none of their difference.
+
+::
+
+    kernels of a ──┐  e(a), by kernel          same kernel in both: its errors cancel
+                   ├──► e(b) - e(a) ──►        same kind:           SHARED of them do, the rest is each kernel's own
+    kernels of b ──┘                           other kinds:         add up as if independent
+
+A prediction's kernels err by kind and by kernel: of a half-width e, SHARED * e is the kind's (cuBLAS is 3% faster here
+than the fit says) and sqrt(1 - SHARED²) * e the kernel's own (this shape got a poor tile). The split is the one that
+gives whole predictions their interval. A kernel is known again by its operator, FLOPs and bytes. The host errs as a
+kind does, its own part being that of operators which only one side launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..estimate.account import PER_SECOND, SHARED, device_error_s
+from ..schema import EnergyDescriptor, EnergyReport
+
+# What both sides have is known no better than this share of it: another program leaves the kernels another clock, and
+# a board's clock moves in steps of 15 MHz (0.8% of an H200's 1980), of which an iteration sees a mixture.
+SMALLEST = 1e-3
+_OWN = math.sqrt(1.0 - SHARED**2)
+Kernel = tuple[str, str, float, int]
+"""Kind, operator, FLOPs and bytes across memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """90% half-widths (seconds, joules) by kernel and of the host; `launched` counts the operators the host ran."""
+
+    kernels: Mapping[Kernel, tuple[float, float]]
+    host: tuple[float, float] = (0.0, 0.0)
+    launched: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: Errors) -> Errors:
+        sums = defaultdict(lambda: (0.0, 0.0), self.kernels)
+        for kernel, (s, j) in other.kernels.items():
+            sums[kernel] = (sums[kernel][0] + s, sums[kernel][1] + j)
+        host = (self.host[0] + other.host[0], self.host[1] + other.host[1])
+        return Errors(dict(sums), host, Counter(self.launched) + Counter(other.launched))
+
+    def scaled(self, factor: float) -> Errors:
+        """The same, of a part of the work."""
+        kernels = {k: (s * factor, j * factor) for k, (s, j) in self.kernels.items()}
+        return Errors(kernels, (self.host[0] * factor, self.host[1] * factor), self.launched)
+
+
+NONE = Errors({})
+
+
+def model_of(report: EnergyReport) -> str:
+    """By what a report was predicted: those of equal names err alike; "" where it cannot be known."""
+    of = report.prediction
+    if of is None or not report.descriptors:
+        return ""
+    # Not "latency": it names the fit most of the time is by, which is another for another program.
+    known = [f"{part}: {of.provenance[part]}" for part in ("device", "power", "host") if part in of.provenance]
+    return "; ".join([of.device, of.launch, *known])
+
+
+def errors_of(descriptors: Iterable[EnergyDescriptor]) -> Errors:
+    """Of kernels alone."""
+    sums: defaultdict[Kernel, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for d in descriptors:
+        kernel = (d.kind, _operator(d), d.flops, round(d.hbm_bytes))
+        s, j = sums[kernel]
+        sums[kernel] = (s + d.latency_error_s, j + d.error_j)
+    return Errors(dict(sums))
+
+
+def whole_errors(report: EnergyReport) -> Errors:
+    """Of a whole prediction: its kernels, and what its interval has beyond them, which is the host's."""
+    of, found = report.prediction, errors_of(report.descriptors)
+    if of is None or of.launch != "eager":
+        return found
+    waits = any(d.latency_s > d.device_s for d in report.descriptors)
+    device_s = device_error_s([(d.kind, d.latency_error_s) for d in report.descriptors], waits)
+    host_s = math.sqrt(max(0.0, of.latency_error_s**2 - device_s**2))
+    watts = report.total.joules / report.total.seconds if report.total.seconds > 0 else 0.0
+    launched = Counter(_operator(d) for d in report.descriptors)
+    return Errors(found.kernels, (host_s, PER_SECOND * watts * host_s), launched)
+
+
+def difference(before: Errors, after: Errors) -> tuple[float, float]:
+    """90% half-widths (seconds, joules) of a difference of two predictions by one model."""
+    return _one(before, after, 0), _one(before, after, 1)
+
+
+def _one(before: Errors, after: Errors, which: int) -> float:
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    own = []
+    for kernel in before.kernels.keys() | after.kernels.keys():
+        change = after.kernels.get(kernel, (0.0, 0.0))[which] - before.kernels.get(kernel, (0.0, 0.0))[which]
+        by_kind[kernel[0]] += change
+        own.append(_OWN * change)
+    return math.hypot(*(SHARED * e for e in by_kind.values()), *own, *_host(before, after, which))
+
+
+def _host(before: Errors, after: Errors, which: int) -> tuple[float, ...]:
+    """The host's level, the operators of one side only, and what the operators of both differ by."""
+    both = sum(min(n, after.launched.get(name, 0)) for name, n in before.launched.items())
+    a, b = before.host[which], after.host[which]
+    part_a, part_b = (both / max(1, sum(side.launched.values())) for side in (before, after))
+    return (
+        SHARED * (b - a), _OWN * (1.0 - part_a) * a, _OWN * (1.0 - part_b) * b, _OWN * (part_b * b - part_a * a)
+    )  # fmt: skip
+
+
+def _operator(d: EnergyDescriptor) -> str:
+    return d.subgraph_name.rpartition(".")[2]

@@ -1,0 +1,163 @@
+"""Clocks of ranks that run their collectives on the host (gloo): matched like kernels, held by what must come first.
+
+::
+
+    rank 0   ──[ waits ······ ]──      nobody leaves a collective before all have begun it:
+    rank 1   ────────[ moves  ]──      end(0) >= start(1) and end(1) >= start(0), by one clock
+
+torch.profiler writes a row "gloo:all_reduce" on the thread that runs it. Its ends scatter with the scheduling of the
+host, by far more than those of a GPU's kernels, so a line through them is only half of the answer. The other half needs
+no statistics: each collective bounds the offset from both sides, and the line is kept within all those bounds. Ranks
+that are late in turn have narrow bounds; behind a rank that is always the last one side is as wide as it is late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...timeline.columns import Ints, Timeline
+from ...timeline.transfers import collective_type
+from .line import ONE_TO_ONE, TOGETHER, Fit, Key, Line
+
+PREFIX = "gloo:"
+# Ends of two ranks differ in the median by up to this, whichever is late: two processes over loopback on two busy
+# cores, all_reduce of 4 KB and 800 KB, all_gather, barrier (five of six below 50 us).
+HOST_BIAS_NS = 200_000.0
+# Clocks drift by less: a quartz is 1-50 ppm off, NTP slews by 500 at most.
+MOST_DRIFT = 1e-3
+_SLOPES = 65
+_SIZE = re.compile(r"\[[\d, ]*\]")  # of "[1000]f32", and of a list of tensors, "([1000])"
+
+
+def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
+    """The host's collectives of a rank, in the order they were issued; none where groups cannot be told apart.
+
+    A row does not say its process group, so there must be one set of members only. `numbers` is shared by all ranks.
+    """
+    kinds = {i: collective_type(n) for i, n in enumerate(timeline.names) if n.startswith(PREFIX)}
+    kinds = {i: kind for i, kind in kinds.items() if kind and kind not in ONE_TO_ONE}
+    groups = _groups(timeline)
+    if not kinds or len(groups) > 1:
+        return {}
+    rows = _as_issued(timeline, np.flatnonzero(np.isin(timeline["name"], list(kinds))))
+    names, shapes = timeline["name"][rows], timeline["shapes"][rows]
+    what = []
+    for name, shape in zip(names.tolist(), shapes.tolist(), strict=True):
+        # Sizes tell collectives apart; an uneven all-to-all has others on every rank.
+        size = None if shape < 0 or kinds[name] == "all_to_all" else timeline.names[shape]
+        what.append(numbers.setdefault((PREFIX, kinds[name], size), len(numbers)))
+    key: Key = (PREFIX, *groups)
+    return {key: Line(
+        rows=rows, what=np.array(what, dtype=np.int64),
+        together=np.array([kinds[n] in TOGETHER for n in names.tolist()], dtype=bool),
+        starts=timeline["start_ns"][rows], ends=timeline["end_ns"][rows], on_host=True,
+    )} if len(rows) else {}  # fmt: skip
+
+
+def _as_issued(timeline: Timeline, rows: Ints) -> Ints:
+    """Rows in the order in which the program asked for them (c10d's operators), which is that of all ranks.
+
+    Several threads run them, so that two in flight may begin in either order.
+    """
+    calls = [i for i, n in enumerate(timeline.names) if n.startswith("c10d::")]
+    waiting: defaultdict[Key, deque[int]] = defaultdict(deque)
+    issued = []
+    both = np.concatenate([np.flatnonzero(np.isin(timeline["name"], calls)), rows])
+    chosen = set(rows.tolist())
+    for row in both[np.argsort(timeline["start_ns"][both], kind="stable")].tolist():
+        kind, start = collective_type(timeline.names[timeline["name"][row]]), int(timeline["start_ns"][row])
+        shape = timeline["shapes"][row]
+        size = _SIZE.search(timeline.names[shape]) if shape >= 0 and kind != "barrier" else None
+        queue = waiting[kind, size and size[0]]
+        if row not in chosen:
+            queue.append(start)
+        else:
+            issued.append((queue.popleft() if queue else start, row))
+    return np.array([row for _, row in sorted(issued)], dtype=np.int64)
+
+
+def _groups(timeline: Timeline) -> set[tuple[int, ...]]:
+    """The members of each group that may run on gloo; none where the trace does not say."""
+    info = timeline.meta.get("distributedInfo")
+    config = info.get("pg_config") if isinstance(info, dict) else None
+    found = set()
+    for group in config if isinstance(config, list) else ():
+        ranks = group.get("ranks")
+        if "gloo" in str(group.get("backend_config")) and isinstance(ranks, list) and len(ranks) > 1:
+            found.add(tuple(ranks))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of the offset that brings a rank to the reference: at least `low` at its `ends`, at most `high` at `starts`."""
+
+    starts: Ints
+    ends: Ints
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, starts: Ints, ends: Ints, reference_starts: Ints, reference_ends: Ints) -> Bounds:
+        """From matched collectives: those of the rank by its own clock, the reference's by the reference's."""
+        return cls(starts, ends, reference_starts - ends, reference_ends - starts)
+
+    def room(self, slope: float, at_ns: int, base_ns: float) -> tuple[float, float]:
+        """(least, most) offset at `at_ns`, less `base_ns`, of a line of this slope; least > most: there is none."""
+        low = (self.low - int(base_ns)) - slope * (self.ends - at_ns)
+        high = (self.high - int(base_ns)) - slope * (self.starts - at_ns)
+        return float(np.max(low)), float(np.min(high))
+
+
+def within(found: Fit, bounds: Bounds) -> Fit:
+    """The line nearest to `found` that all bounds allow, with an error that is never wider than they are."""
+    at, base = found.at_ns, found.offset_ns
+
+    def width(slope: float) -> float:
+        low, high = bounds.room(slope, at, base)
+        return high - low
+
+    roomiest = _highest(width)
+    drift = found.drift if width(found.drift) >= 0.0 else roomiest
+    low, high = bounds.room(drift, at, base)
+    error = math.hypot(found.error_ns, HOST_BIAS_NS)
+    if low > high:  # a clock was stepped meanwhile, or these are not the same collectives
+        return dataclasses.replace(found, error_ns=error + (low - high))
+    moved = min(max(0.0, low), high)
+    slopes = np.linspace(_edge(width, roomiest, -MOST_DRIFT), _edge(width, roomiest, MOST_DRIFT), _SLOPES)
+    widest = 0.0
+    for x in (int(bounds.starts.min()) - at, int(bounds.ends.max()) - at):
+        here = moved + drift * x
+        for slope in slopes.tolist():
+            least, most = bounds.room(slope, at, base)
+            widest = max(widest, abs(least + slope * x - here), abs(most + slope * x - here))
+    return dataclasses.replace(
+        found, offset_ns=int(base) + moved, drift=drift, drift_error=min(found.drift_error, float(np.ptp(slopes))),
+        error_ns=min(error, widest),
+    )  # fmt: skip
+
+
+def _highest(width: Callable[[float], float]) -> float:
+    """The slope that leaves most room: the room is concave in the slope."""
+    low, high = -MOST_DRIFT, MOST_DRIFT
+    for _ in range(80):
+        a, b = low + (high - low) / 3.0, high - (high - low) / 3.0
+        low, high = (a, high) if width(a) < width(b) else (low, b)
+    return (low + high) / 2.0
+
+
+def _edge(width: Callable[[float], float], inside: float, outside: float) -> float:
+    """The furthest slope towards `outside` that still leaves room."""
+    if width(outside) >= 0.0:
+        return outside
+    for _ in range(40):
+        middle = (inside + outside) / 2.0
+        inside, outside = (middle, outside) if width(middle) >= 0.0 else (inside, middle)
+    return inside
