@@ -96,6 +96,7 @@ COMMANDS = [
     "- `make bench`: what needs no GPU, then this page",
     "- `pip install --target .carry/site msgspec`, `pip install --target .carry/zeus zeus` first, where the GPU's Python",
     "  has them not; `.carry` is ignored by git",
+    f"- `{DEVICE}/sitting.py FOLDER --until-s 590`: the scripts of what is still open, one after the other",
     f"- `{DEVICE}/record_sensor.py OUT.json.gz`, then `python benchmarks/fit_response.py OUT.json.gz`",
     f"- `{DEVICE}/record_models.py benchmarks/device/heldout_cases.py OUT` and `{DEVICE}/record_kernels.py OUT` (on the GPU)",
     "- `python benchmarks/fit_kernels.py`, `python benchmarks/fit_ops.py`: the fits (scipy, lightgbm, the model zoos)",

@@ -125,6 +125,19 @@ def speed(t: dict[str, Any], flops: list[dict[str, Any]]) -> list[Goal]:
     return rows
 
 
+def pairs(found: dict[str, dict[str, float]]) -> list[Goal]:
+    """Differences of two predictions of one chip, whose errors are mostly shared: no issue's goal, ours."""
+    return [
+        Goal(what=f"difference of two predictions, {kind}: in the 90% interval, latency / energy, %", goal=">= 85 (ours)",
+             reached=f"{pct(v['latency_inside'])} / {pct(v['energy_inside'])} ({v['pairs']} pairs); "
+             f"energy called certain {pct(v['energy_certain'])}, of wrong sign {pct(v['energy_wrong_sign'])}",
+             met=min(v["latency_inside"], v["energy_inside"]) >= 0.85,
+             beside=f"errors as independent: certain {pct(v['energy_certain_independent'])}",
+             where=where("predict_pairs", H200), command="python benchmarks/predict_pairs.py")
+        for kind, v in found.items() if isinstance(v, dict) and "pairs" in v
+    ]  # fmt: skip
+
+
 def goals() -> list[Goal]:
     """Every goal of the prediction with the figure reached."""
     first, after, public = (load(f"predict_{n}") for n in ("heldout", "heldout_after", "public"))
@@ -133,6 +146,7 @@ def goals() -> list[Goal]:
         *second(load("predict_heldout2"), load("predict_heldout2_after")),
         *kernels(load("kernel_accuracy"), load("predict_kernels")),
         *speed(load("predict_time"), load("flops")),
+        *pairs(load("predict_pairs")),
     ]
 
 
