@@ -416,5 +416,5 @@ def test_the_scripts_for_the_shared_gpu_cannot_change_it():
     assert len(scripts) > 10
     found = {(s.name, word) for s in scripts for word in able if word in s.read_text()}
     assert not found
-    for name in ("schedule_caps.py", "tune.py"):
+    for name in ("schedule_caps.py", "schedule_tokens.py", "tune.py", "run_modes.py"):
         assert 'os.environ["TESSERA_CONTROL"] = "0"' in (folder / name).read_text()

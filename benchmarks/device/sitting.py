@@ -34,6 +34,7 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ops_precision": (160, ("ops_precision.py", "OUT", "--budget-s", "150")),
     "checkpointing": (120, ("checkpointing.py", "OUT", "--budget-s", "110")),
     "optimize": (300, ("optimize.py", "OUT", "--budget-s", "290")),
+    "schedule_tokens": (95, ("schedule_tokens.py", "OUT", "--budget-s", "90")),
     "regions5": (30, ("record_mixture.py", "FOLDER", "regions5")),
     "ops_streams": (80, ("ops_streams.py", "OUT", "--budget-s", "75")),
 }

@@ -17,6 +17,7 @@ from tessera.monitor.sampler import Sampler
 from tessera.runtime.bucket import Cap, Command
 from tessera.runtime.meter import Meter
 from tessera.runtime.pace import LIMIT_S, LONGEST_S, Passed
+from tessera.runtime.tokens import Tally
 from tessera.runtime.zone import Zone
 from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch
@@ -32,10 +33,11 @@ STEP_S = 0.0005
 
 @dataclass
 class Op:
-    """A piece of work: seconds at full clocks, and the watts it draws there."""
+    """A piece of work: seconds at full clocks, the watts it draws there, and the tokens it spends."""
 
     seconds: float = GEMM_S
     power_w: float = BURST_W
+    tokens: int = 1
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Plant:
     noise: float = 0.012
     idle_w: float = IDLE_W
     limit_w: float = LIMIT_W
+    spends: bool = False  # whether points spend tokens instead of timing the work
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
@@ -66,6 +69,9 @@ class Plant:
         self._since = 0
         self._resume_s = 0.0
         self._waiting: tuple[float, float] | None = None
+        self.tokens = 0
+        self.worked_s = self.ended_s = 0.0
+        self._spent, self._busy_s, self._whole_s, self._before_s = 0, 0.0, 0.0, 0.0
         self._next_sample_s = self.sample_s
 
     def run_until(self, time_s: float) -> list[tuple[float, float]]:
@@ -89,15 +95,13 @@ class Plant:
         end, at, joules = self.now_s + STEP_S, self.now_s, 0.0
         while at < end - 1e-12:
             if self._waiting is not None:
-                began, busy = self._waiting  # the newest command counts, as in the kernel
-                until = began + min(busy * self.command.ratio, LONGEST_S)
+                until = self._until(*self._waiting)
                 upto = min(max(until, at), end)
                 joules += self.idle_w * (upto - at)
                 self.waited_s += upto - at
                 at = upto
                 if at >= until:
-                    self._waiting, self._resume_s = None, at
-                    self.points += 1
+                    self._end_point(at)
                 continue
             if self._op is None:
                 self._op = next(self.ops)
@@ -114,17 +118,48 @@ class Plant:
         self.now_s = end
 
     def _finish(self, at: float) -> None:
-        self._op = None
+        assert self._op is not None
+        tokens, self._op = self._op.tokens, None
+        self._spent += tokens
         self.done += 1
-        self._since += 1
-        if self._since < self.every:
+        self._since += not self.spends or tokens > 0  # what is not ours is not heard of
+        if self._since < self.every or (self.spends and not tokens):
             return
         self._since = 0
         busy = min(at - self._resume_s, LIMIT_S)
-        if busy >= self.command.slice_s:
+        if self.spends:
+            self._spend(at, busy)
+        elif busy >= self.command.slice_s:
             self._waiting = (at, busy)
         else:
             self.points += 1
+
+    def _spend(self, at: float, busy: float) -> None:
+        """The rule of `tessera_spend` (pace_kernel.py)."""
+        self._busy_s = busy
+        self._before_s = max(self._whole_s, at - busy - self.command.saved_s)
+        if self._cost_s() > 0 and self._before_s + self._cost_s() - at >= self.command.slice_s:
+            self._waiting = (at, 0.0)
+        else:
+            self._end_point(at)
+
+    def _cost_s(self) -> float:
+        return min(self.command.cost_s(self._spent, self._busy_s), LONGEST_S)
+
+    def _until(self, began: float, busy: float) -> float:
+        """When a wait ends by the newest command, as in the kernel."""
+        if not self.spends:
+            return began + min(busy * self.command.ratio, LONGEST_S)
+        cost_s = self._cost_s()
+        return began + min(self._before_s + cost_s - began, LONGEST_S) if cost_s else began
+
+    def _end_point(self, at: float) -> None:
+        self._waiting, self._resume_s, self.ended_s = None, at, at
+        cost_s = self._cost_s()
+        self._whole_s = min(self._before_s + cost_s, at + LONGEST_S if cost_s else at)
+        self.tokens, self._spent = self.tokens + self._spent, 0
+        self.worked_s, self._busy_s = self.worked_s + self._busy_s, 0.0
+        self.points += 1
 
     def _account(self, power_w: float) -> None:
         """The board's limiter: clocks fall while the mean is above the limit, and rise again."""
@@ -206,7 +241,10 @@ class PlantPacer:
         raise AssertionError("the plant puts its own points")
 
     def passed(self) -> Passed:
-        return Passed(self._plant.points, 0, self._plant.waited_s, self._plant.now_s - self._plant.waited_s)
+        plant = self._plant
+        if plant.spends:
+            return Passed(plant.points, 0, plant.waited_s, plant.worked_s, plant.tokens, plant.ended_s)
+        return Passed(plant.points, 0, plant.waited_s, plant.now_s - plant.waited_s)
 
     def queued(self) -> int:
         return 1
@@ -226,7 +264,7 @@ class Bench:
         clock = Clock(self.now_ns, self.now_ns)
         self.sampler = Sampler([self.sensor], clock=clock)
         self.pacer = PlantPacer(self.plant)
-        self.zone = Zone("gpu0", ["gpu0"], [self.pacer])
+        self.zone = Zone("gpu0", ["gpu0"], [self.pacer], tally=Tally() if self.plant.spends else None)
         self.zone.hold(self.cap, 0)
         self.zone.restart(self.now_ns())
         self.pacer.obey(self.zone.begin(self.sampler, self.now_ns()))

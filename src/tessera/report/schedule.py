@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..runtime.held import ScheduleReport, ZoneReport
+from ..runtime.held import ScheduleReport, TokenReport, ZoneReport
 from ..units import format_duration, format_energy, format_power
 
 
@@ -15,6 +15,8 @@ def schedule_text(report: ScheduleReport) -> str:
             f"waited {format_duration(report.waited_s)} in {report.waits} waits {report.where or ''}: adds at most "
             f"{report.slowdown:.1%} to the time"
         )
+    if report.tokens is not None:
+        lines.append(_tokens(report.tokens))
     each = report.joules_per_call
     lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
     return "\n".join([*lines, *report.notes])
@@ -46,6 +48,16 @@ def _held(report: ScheduleReport, zone: ZoneReport) -> str:
         parts.append(f"worst window of the first second {_against(report, zone.first_peak_w)}")
     parts.append(f"{format_energy(zone.energy_j)} in {format_duration(zone.seconds)}, {zone.basis}")
     return ", ".join(parts)
+
+
+def _tokens(tokens: TokenReport) -> str:
+    """What was spent, how fast, and what it cost; and what is not in it."""
+    parts = [f"{tokens.spent:,} {tokens.kind} spent by Tessera's own kernels"]
+    if tokens.per_s is not None:
+        parts.append(f"{tokens.per_s:,.4g} a second")
+    if tokens.joules_each is not None:
+        parts.append(f"{format_energy(tokens.joules_each)} each above idle")
+    return ", ".join(parts) + "; other work spends none and is not waited for"
 
 
 def _against(report: ScheduleReport, power_w: float) -> str:

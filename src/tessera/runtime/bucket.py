@@ -45,6 +45,8 @@ AHEAD = 0.3
 DEPTH_S = 0.015
 # What was overspent is remembered for so long, so that a cap that cannot be held does not stop work after it can be.
 DEBT_S = 0.08
+# A bucket of tokens saves as much, and no more than so many slices, which are shorter where windows are.
+SAVED = 4
 MIN_DUTY = 0.02
 SLICE_S = (0.0003, 0.025)
 # Before anything was measured: an H200 limited to 700 W draws 918 W in short bursts (shared/design.md: 510 W at a duty
@@ -62,15 +64,33 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What pace points do: after at least `slice_s` of work, wait `ratio` times as long as it took."""
+    """What pace points do: after at least `slice_s` of work, wait `ratio` times as long as it took.
+
+    Where tokens are spent (tokens.py) `token_s` is the work of one, and the next comes `token_ns` after it.
+    """
 
     ratio: float = 0.0
     slice_s: float = SLICE_S[0]
+    token_s: float = 0.0
 
     @property
     def duty(self) -> float:
         """The share of time that is worked."""
         return 1.0 / (1.0 + self.ratio)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of refilling that a bucket of tokens may hold when work begins."""
+        return min(SAVED * self.slice_s, DEPTH_S)
+
+    @property
+    def token_ns(self) -> float:
+        """Nanoseconds in which the bucket is refilled by one token; 0 where nothing has to wait."""
+        return self.token_s * (1.0 + self.ratio) * 1e9 if self.ratio > 0 else 0.0
+
+    def cost_s(self, tokens: int, busy_s: float) -> float:
+        """Seconds in which the bucket is refilled after work that spent tokens; by its time before any were counted."""
+        return tokens * self.token_ns * 1e-9 if self.token_s or not self.ratio else busy_s * (1.0 + self.ratio)
 
 
 class Bucket:
@@ -120,6 +140,14 @@ class Controller:
         room_w = max((self.target_w - self.idle_w) / command.duty, 1.0)
         self.burst_w = self._quick_w = self.idle_w + room_w
         self.command = self._command(self.target_w)
+
+    def rescale(self, factor: float) -> None:
+        """A duty of 1 is so many times what it was: what is known of the load is told in the new units."""
+        self.burst_w, self._quick_w, self._last_w = (
+            self.idle_w + (w - self.idle_w) * factor for w in (self.burst_w, self._quick_w, self._last_w)
+        )
+        span_s, joules, duty_s = self._slow
+        self._slow = (span_s, joules, duty_s / factor)
 
     def observe(
         self, power_w: float, seconds: float, *, duty: float, active: bool = True, moved: bool = True

@@ -36,12 +36,27 @@ class ZoneReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReport:
+    """What launches of our own kernels have spent; other work spends nothing, and its joules are in `joules_each`.
+
+    `kind` is "launches", "warps" or "cp_async". `per_s` is the rate that was held; `joules_each` what one token was
+    learnt to cost above idle. None: too short to tell.
+    """
+
+    kind: str
+    spent: int
+    per_s: float | None
+    joules_each: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleReport:
     """What a schedule was asked for, what it did, and what that cost.
 
     `how` is "token_bucket", "driver" or None (nothing is limited). The cap is promised for the mean over `window_s`,
     which is the schedule's own or, where `window_from` is "sensor", the finest the sensor can tell. `slowdown` is the
     time waited over the time worked: what waiting adds to the run time at most, as clocks may rise after a pause.
+    `tokens` is None for a bucket of joules.
     """
 
     cap: ScopedPower | None
@@ -55,6 +70,7 @@ class ScheduleReport:
     waits: int = 0
     waited_s: float = 0.0
     slowdown: float = 0.0
+    tokens: TokenReport | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -86,8 +102,8 @@ class ScheduleReport:
 class Held:
     """The cap of one schedule while it lives. The loop's lock guards it."""
 
-    def __init__(self, cap: ScopedPower, window_s: float) -> None:
-        self.cap, self.window_s = cap, window_s
+    def __init__(self, cap: ScopedPower, window_s: float, *, tokens: str = "joules") -> None:
+        self.cap, self.window_s, self.tokens = cap, window_s, tokens
         self.inside = 0
         self.calls = 0
         self.until_ns = 0
@@ -100,6 +116,8 @@ class Held:
         self._base = Passed()
         self._before = Passed()
         self._open = False
+        self._spent, self._since = 0, -1  # tokens, and the device's count from which on they are ours; -1: they are not
+        self._token_j: float | None = None
         self.notes: dict[str, str] = {}
 
     def open(self, zones: Sequence[Zone], pacer: Pacer, sampler: Sampler, now_ns: int) -> None:
@@ -120,6 +138,8 @@ class Held:
         """Take the readings that are of our time."""
         for zone in self._zones:
             self.notes.update(zone.notes)
+            if self._since >= 0:
+                self._token_j = zone.token_j or self._token_j
             reading = readings.get(zone.key)
             if reading is None or not self._from_ns <= reading.start_ns:
                 continue
@@ -132,7 +152,14 @@ class Held:
 
     def close(self) -> None:
         """Work has ended; what was done stays."""
+        self.count(None)
         self._before, self._base, self._open = self._passed(), Passed(), False
+
+    def count(self, tokens: str | None) -> None:
+        """The device's tokens are these from now on; those of another kind are not ours."""
+        now = self._pacer.passed().tokens if self._pacer is not None else 0
+        self._spent += now - self._since if self._since >= 0 else 0
+        self._since = now if tokens == self.tokens else -1
 
     def _passed(self) -> Passed:
         if self._pacer is None or not self._open:
@@ -145,9 +172,25 @@ class Held:
             was.worked_s + now.worked_s - base.worked_s,
         )
 
+    def _token_report(self) -> TokenReport | None:
+        if self.tokens == "joules":
+            return None
+        if self._since >= 0:
+            self.count(self.tokens)
+        spent = self._spent
+        if spent == 0:
+            self.notes["spent"] = f"no {self.tokens} of Tessera's own kernels were seen: nothing waited for them"
+        else:
+            self.notes.pop("spent", None)
+        seconds = max((m.seconds for m in self._meters.values()), default=0.0)
+        return TokenReport(
+            kind=self.tokens, spent=spent, per_s=spent / seconds if seconds > 0 else None, joules_each=self._token_j
+        )
+
     def report(self, more: Sequence[str] = ()) -> ScheduleReport:
         """What came of it so far; `more` are notes of others."""
         passed = self._passed()
+        tokens = self._token_report()
         zones = tuple(
             ZoneReport(
                 zone=key, domains=self._about[key][0], basis=self._about[key][1], window_s=m.window_s, mean_w=m.mean_w,
@@ -167,5 +210,6 @@ class Held:
             waits=passed.waits,
             waited_s=passed.waited_s,
             slowdown=passed.waited_s / passed.worked_s if passed.worked_s > 0 else 0.0,
+            tokens=tokens,
             notes=(*more, *self.notes.values()),
         )

@@ -5,6 +5,9 @@ about three times as much). It is thread-local and does not see the C++ nodes th
 forward pass hangs one on the backward node beside it. Code under `torch.compile` is traced through the mode without a
 point, and a CUDA graph's replay is one launch: for both the grain is the call. A graph that is captured inside a
 schedule has its points inside and obeys them at every replay.
+
+Where tokens of our own kernels are spent there is no mode: their launches are heard of (op/hints.py) wherever they come
+from, compiled code and autograd's threads included, and a point follows every few of them.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..op import hints
 from .bucket import Command
 from .pace import AHEAD, AHEAD_S, Pacer, Passed
+from .tokens import spent
 
 # Points per slice: enough that a slice ends near its length, few enough that launching them costs little.
 PER_SLICE = 2
@@ -46,6 +51,9 @@ class Cadence:
         self._seen = (0, 0.0)
         self._points, self._waited_s = 0, 0.0
         self._free_ticks = 0
+        self._lock = threading.Lock()
+        self._tokens, self._left = 0, 1  # spent since the last point, and launches until the next
+        self._spends = False
 
     def point(self) -> int:
         """Put a point here; how many launches until the next."""
@@ -53,9 +61,24 @@ class Cadence:
         self.pacer.point()
         return self.every
 
-    def entered(self) -> None:
+    def spend(self, tokens: int) -> None:
+        """One of our kernels was launched: a point here if it is time for one."""
+        with self._lock:
+            self._tokens += tokens
+            self._left -= 1
+            if self._left > 0:
+                return
+            tokens, self._tokens, self._left = self._tokens, 0, self.every
+            self._launches += self.every
+        self.pacer.point(tokens=tokens)
+
+    def entered(self, *, spends: bool = False) -> None:
         """A call begins: time in which the device had nothing to do is not work."""
-        if self.left_ns == 0 or (time.monotonic_ns() - self.left_ns > AWAY_NS and self.pacer.queued() == 0):
+        away = self.left_ns == 0 or (time.monotonic_ns() - self.left_ns > AWAY_NS and self.pacer.queued() == 0)
+        if spends and (away or not self._spends):  # the first loads the kernel, which a captured graph could not
+            self._spends = True
+            self.pacer.point(restart=True, tokens=0)
+        elif away:
             self.pacer.point(restart=True)
 
     def left(self) -> None:
@@ -108,6 +131,41 @@ class Launches:
         if self._each_call or seen_all is None or self._countdown.left <= 0:
             self._countdown.left = self._here().point()
         self._here().left()
+
+
+class OwnLaunches:
+    """Hears of launches of our own kernels on every thread (op/hints.py), and puts a point after every few of them."""
+
+    def __init__(self, here: Callable[..., Cadence], countdown: Countdown) -> None:
+        self._here, self._countdown = here, countdown
+        self.tokens = "joules"
+
+    def listen(self, wanted: bool) -> None:
+        """Hear from now on, or no more."""
+        hints.listener = self._heard if wanted else None
+
+    def _heard(self, blocks: int, warps: int, copies: int) -> None:
+        cadence = self._here()
+        if self.tokens == "joules":  # as another schedule counts: a launch like any other
+            self._countdown.left -= 1
+            if self._countdown.left <= 0:
+                self._countdown.left = cadence.point()
+        elif tokens := spent(self.tokens, blocks, warps, copies):
+            cadence.spend(tokens)
+
+
+class OwnCall:
+    """Around a call in which our own launches are heard of: nothing stands between it and torch."""
+
+    def __init__(self, here: Callable[..., Cadence]) -> None:
+        self._here = here
+
+    def __enter__(self) -> None:
+        self._here().entered(spends=True)
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self._here().left()
 
 
 @functools.cache

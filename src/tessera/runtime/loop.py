@@ -19,17 +19,20 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from .. import monitor
 from ..monitor.sampler import Sampler
+from ..op import hints
 from ..units import ScopedPower
 from .bucket import Cap, Command
 from .held import Held
-from .launches import Cadence, Countdown
+from .launches import Cadence, Countdown, OwnLaunches
 from .meter import Reading
 from .node import Member, NodeBucket, job_key
 from .pace import pacer_of
+from .tokens import Tally
 from .zone import Zone
 
 _log = logging.getLogger("tessera")
@@ -54,6 +57,7 @@ class Loop:
         self._node: NodeBucket | None = None
         self._job_ratio = 0.0
         self.countdown = Countdown()
+        self.own = OwnLaunches(self.here, self.countdown)
         self._idle = True
         self._stopping = False
         self._said: set[str] = set()
@@ -67,9 +71,13 @@ class Loop:
             now = time.monotonic_ns()
             if held not in self._held:
                 self._open(held, now)
+            elif held.tokens != self.own.tokens:  # called in turn with another: what suits both
+                self._agree(self._held)
             held.inside += 1
             held.calls += 1
             held.until_ns = now
+            if held.tokens != "joules":
+                self._listen()
             if self._idle:
                 self._idle = False
                 for zone in self._zones.values():
@@ -81,6 +89,8 @@ class Loop:
         with self._lock:
             held.inside -= 1
             held.until_ns = time.monotonic_ns()
+            if held.tokens != "joules":
+                self._listen()
 
     def here(self, result: Any = None) -> Cadence:
         """The points of the device that work goes to: that of a CUDA result, the current CUDA device, or the host."""
@@ -93,6 +103,23 @@ class Loop:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not (self._idle or held.inside or held.told()):
             time.sleep(0.01)
+
+    def _listen(self) -> None:
+        self.own.listen(any(h.inside and h.tokens != "joules" for h in self._held))
+
+    def _agree(self, among: list[Held]) -> None:
+        """One bucket for each device: of what all of these count, and of joules where they differ."""
+        kinds = {h.tokens for h in among}
+        tokens = kinds.pop() if len(kinds) == 1 else "joules"
+        for held in among:
+            if held.tokens != tokens:
+                held.notes["tokens"] = f"other schedules were held beside one of {held.tokens}: joules were for all"
+        if tokens != self.own.tokens and among:
+            self.own.tokens = tokens
+            for zone in self._zones.values():
+                zone.count(None if tokens == "joules" else Tally())
+            for held in self._held:
+                held.count(tokens)
 
     # -- making zones ---------------------------------------------------------------------------------------
 
@@ -107,6 +134,8 @@ class Loop:
         zones = self._zones_of(held.cap, sampler)
         held.open(zones, here.pacer, sampler, now)
         self._held.append(held)
+        self._agree([h for h in self._held if h.inside or h is held])  # not those that only linger
+        held.count(self.own.tokens)
         for zone in zones:
             if not zone.caps:
                 zone.restart(now)
@@ -132,7 +161,7 @@ class Loop:
     def _zone(self, key: str, names: list[str]) -> Zone:
         if key not in self._zones:
             board = "" if names or _device() < 0 else sys.modules["torch"].cuda.get_device_name()
-            self._zones[key] = Zone(key, names, [], board)
+            self._zones[key] = Zone(key, names, [], board, tally=None if self.own.tokens == "joules" else Tally())
             self._share_pacers()
         return self._zones[key]
 
@@ -231,7 +260,7 @@ class Loop:
             else:
                 command = max(commands, key=lambda c: c.ratio)
                 if self._job_ratio > command.ratio:
-                    command = Command(self._job_ratio, command.slice_s)
+                    command = replace(command, ratio=self._job_ratio)
             cadence.pacer.obey(command)
             cadence.adapt(cadence.pacer.passed(), command)
             for zone in self._zones.values():
@@ -257,6 +286,7 @@ class Loop:
                 for zone in self._zones.values():
                     zone.release(id(held))
                 held.close()
+                self._agree([h for h in self._held if h.inside])
         if not self._held:
             self.release_all()
             self._idle = True
@@ -271,6 +301,7 @@ class Loop:
     def stop(self) -> None:
         """At exit: what is queued must not be waited for."""
         self._stopping = True
+        self.own.listen(False)
         if self._thread is not None:
             self._thread.join(timeout=0.5)
         self.release_all()
@@ -307,6 +338,7 @@ def _forget() -> None:
     """In a forked child: thread and locks are the parent's."""
     global _loop, _making
     _loop, _making = None, threading.Lock()
+    hints.listener = None
 
 
 os.register_at_fork(after_in_child=_forget)

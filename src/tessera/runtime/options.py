@@ -13,6 +13,7 @@ from . import dvfs
 POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power")
 CAP_POLICIES = ("token_bucket", "driver")
 POINTS = ("auto", "op", "call")
+TOKENS = ("joules", "launches", "warps", "cp_async")
 # A window long enough for ten samples of an H200 (20 ms), and the one the project's goals are stated for.
 CAP_WINDOW_MS = 200.0
 
@@ -41,6 +42,7 @@ class Options:
     max_temp_c: float | str | None = None
     cp_async_depth: int | None = None
     warp_mma_concurrency: int | None = None
+    tokens: str = "joules"
     points: str = "auto"
     allow_control: bool | None = None
     error_tolerance: float | None = None
@@ -54,6 +56,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_cap()
+        self._check_tokens()
         _one_of("policy", self.policy, POLICIES)
         _one_of("points", self.points, POINTS)
         # Triton pipelines up to a handful of tiles, and a block has at most 32 warps: 8 groups of four.
@@ -84,6 +87,31 @@ class Options:
         window: object = self.cap_window_ms  # as it was given: nothing but these checks makes it a number
         if not isinstance(window, (int, float)) or isinstance(window, bool) or not 1.0 <= window <= 60_000.0:
             raise ArgumentError(f"cap_window_ms={window!r} must be a number of milliseconds from 1 to 60000")
+
+    def _check_tokens(self) -> None:
+        _one_of("tokens", self.tokens, TOKENS)
+        if self.tokens is None:
+            raise ArgumentError("tokens=None is not known", fix=f"one of {', '.join(map(repr, TOKENS))}")
+        if self.tokens == "joules":
+            return
+        given = f"tokens={self.tokens!r}"
+        if self.cap is None:
+            raise ArgumentError(f"{given} without a power_cap", fix='power_cap="275W"')
+        if self.cap_policy == "driver":
+            raise ArgumentError(
+                f'{given} is for waits, and cap_policy="driver" makes none', fix="leave one of them out"
+            )
+        if self.cap.scope == "node":
+            raise ArgumentError(
+                f"{given} with power_cap={str(self.cap)!r}",
+                why="a node's processes share one bucket, and what they have in common is joules",
+                fix=f'power_cap="{self.cap.power_w:g}W" per GPU, or tokens="joules"',
+            )
+        if self.points != "auto":
+            raise ArgumentError(
+                f"points={self.points!r} with {given}", why="waits then come after launches of Tessera's own kernels",
+                fix="leave points out",
+            )  # fmt: skip
 
     def _check_goals(self) -> None:
         if self.max_slowdown is not None:

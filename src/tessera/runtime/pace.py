@@ -7,6 +7,9 @@
 
 Points are put often (after a few launches); each finds out by itself, when it runs, whether a slice is full. So the
 host need not know how long kernels take, and a queue of launches obeys the newest `Command`, not the one of its launch.
+
+A point that is given tokens spends them instead: it waits until the bucket, refilled by one token every `token_ns`, is
+whole again (tokens.py). A few slices of idling are saved at most, and less than a slice of debt is not waited for.
 """
 
 from __future__ import annotations
@@ -36,12 +39,17 @@ _LOOK_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What pace points have done so far: how many ran, how many of them waited, and for how long."""
+    """What pace points have done so far: how many ran, how many of them waited, and for how long.
+
+    `ended_s` is when the last that spent tokens ended, by the device's own clock.
+    """
 
     points: int = 0
     waits: int = 0
     waited_s: float = 0.0
     worked_s: float = 0.0
+    tokens: int = 0
+    ended_s: float = 0.0
 
 
 class Pacer(Protocol):
@@ -53,8 +61,8 @@ class Pacer(Protocol):
     def obey(self, command: Command) -> None:
         """Do this from now on, queued points included."""
 
-    def point(self, *, restart: bool = False) -> None:
-        """A point here and now; `restart` when the device had nothing to do before it."""
+    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
+        """A point here and now, that may spend tokens; `restart` when the device had nothing to do before it."""
 
     def passed(self) -> Passed:
         """What the points have done; never waits for the device."""
@@ -77,6 +85,7 @@ class HostPacer:
         self._threads = threading.local()
         self._lock = threading.Lock()
         self._passed = Passed()
+        self._whole_s = 0.0  # when the bucket of tokens is, or was, whole
 
     def obey(self, command: Command) -> None:
         self._command = command
@@ -87,31 +96,51 @@ class HostPacer:
     def passed(self) -> Passed:
         return self._passed
 
-    def point(self, *, restart: bool = False) -> None:
+    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         began = self._clock_ns()
         resume: int = getattr(self._threads, "resume_ns", began)
         busy_s = 0.0 if restart else min(max((began - resume) * 1e-9, 0.0), LIMIT_S)
         waited_s = 0.0
-        full = busy_s >= self._command.slice_s
-        if full:
-            waited_s = self._wait(began, busy_s)
+        full = tokens is not None or busy_s >= self._command.slice_s
+        if tokens is not None:
+            waited_s = self._spend(began, busy_s, tokens)
+        elif full:
+            waited_s = self._wait(began, lambda: busy_s * self._command.ratio)
         if full or restart or resume == began:
             self._threads.resume_ns = self._clock_ns()
         with self._lock:
             was = self._passed
             self._passed = Passed(
                 was.points + 1, was.waits + (waited_s > 0), was.waited_s + waited_s,
-                was.worked_s + (busy_s if full else 0.0),
+                was.worked_s + (busy_s if full else 0.0), was.tokens + (tokens or 0),
+                was.ended_s if tokens is None else self._clock_ns() * 1e-9,
             )  # fmt: skip
 
-    def _wait(self, began_ns: int, busy_s: float) -> float:
+    def _wait(self, began_ns: int, whole_s: Callable[[], float]) -> float:
         """Sleep in short pieces, so that a new command (or the end) counts at once; seconds slept."""
         while True:
             slept_s = (self._clock_ns() - began_ns) * 1e-9
-            left_s = min(busy_s * self._command.ratio, LONGEST_S) - slept_s
+            left_s = min(whole_s(), LONGEST_S) - slept_s
             if left_s <= 0:
                 return max(slept_s, 0.0) if self._command.ratio else 0.0
             self._sleep(min(left_s, _LOOK_S))
+
+    def _spend(self, began_ns: int, busy_s: float, tokens: int) -> float:
+        """As the kernel does it (pace_kernel.py); seconds slept."""
+
+        def cost_s() -> float:
+            return min(self._command.cost_s(tokens, busy_s), LONGEST_S)
+
+        cost, began_s, slept_s = cost_s(), began_ns * 1e-9, 0.0
+        with self._lock:
+            before_s = max(self._whole_s, began_s - busy_s - self._command.saved_s)
+            self._whole_s = before_s + cost
+        if cost > 0 and before_s + cost - began_s >= self._command.slice_s:
+            slept_s = self._wait(began_ns, lambda: before_s + now_s - began_s if (now_s := cost_s()) else 0.0)
+        newest, now = cost_s(), self._clock_ns() * 1e-9
+        with self._lock:
+            self._whole_s = min(self._whole_s + newest - cost, now + LONGEST_S if newest else now)
+        return slept_s
 
 
 class StreamPacer:
@@ -128,11 +157,7 @@ class StreamPacer:
         from . import pace_kernel as kernel
 
         if torch.cuda.is_current_stream_capturing():
-            raise ScheduleError(
-                "a power cap begins while a CUDA graph is captured",
-                why="its memory and kernel must be there before",
-                fix="enter the schedule before the capture, or once before it",
-            )
+            raise _captured()
         self.ahead = AHEAD[1]
 
         self._kernel, self.device = kernel, device
@@ -140,6 +165,8 @@ class StreamPacer:
         self._control = torch.zeros(kernel.WORDS, dtype=torch.int64, device="cpu").pin_memory()
         self._stats = torch.zeros(STREAMS, kernel.WORDS, dtype=torch.int64, device="cpu").pin_memory()
         self._state = torch.zeros(STREAMS, kernel.WORDS, dtype=torch.int64, device=device)
+        self._bucket = torch.zeros(kernel.WORDS, dtype=torch.int64, device=device)
+        self._spends = False  # whether the kernel of tokens is loaded
         # numpy sees the same memory, and needs no torch call (which a function mode would see) to read it
         self._words, self._counts = self._control.numpy(), self._stats.numpy()
         self._slots: dict[int, tuple[Any, Any]] = {}
@@ -161,17 +188,21 @@ class StreamPacer:
     def obey(self, command: Command) -> None:
         self._words[self._kernel.SLICE_NS] = round(command.slice_s * 1e9)
         self._words[self._kernel.RATIO] = round(command.ratio * self._kernel.ONE)
+        self._words[self._kernel.SAVED_NS] = round(command.saved_s * 1e9)
+        self._words[self._kernel.TOKEN] = round(min(command.token_ns, LONGEST_S * 1e9) * self._kernel.ONE_NS)
 
-    def point(self, *, restart: bool = False) -> None:
+    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         torch: Any = sys.modules["torch"]
         # A backward hook may come with another device current, and with the launch mode active, which must not take
         # what a launch asks of its tensors for launches.
         with torch.cuda.device(self.device), torch._C.DisableTorchFunction():
             captured = torch.cuda.is_current_stream_capturing()
+            if captured and tokens is not None and not self._spends:
+                raise _captured()
             if captured and restart:
                 return
             ran = self._ran()  # before the launch: what is counted beyond it has yet to run
-            self._put(restart, captured=captured)
+            self._put(restart, tokens, captured=captured)
         if captured:  # runs at every replay, as often as that may be: not counted as launched
             return
         with self._lock:  # replays run points that were never counted; beyond them the count goes on
@@ -179,7 +210,7 @@ class StreamPacer:
         if self._launched - ran > self.ahead:
             self._hold_host()
 
-    def _put(self, restart: bool, *, captured: bool) -> None:
+    def _put(self, restart: bool, tokens: int | None, *, captured: bool) -> None:
         torch: Any = sys.modules["torch"]
         # What is captured runs where it is replayed, mostly the stream in which the schedule was entered: it is timed
         # together with what stands between replays.
@@ -187,7 +218,11 @@ class StreamPacer:
         if restart:
             self._home = stream
         state, stats = self._slot(stream)
-        self._kernel.launch(self._control, state, stats, restart=restart)
+        if tokens is None:
+            self._kernel.launch(self._control, state, stats, restart=restart)
+        else:
+            self._kernel.spend(self._control, self._bucket, state, stats, tokens, restart=restart)
+            self._spends = True
 
     def _slot(self, stream: int) -> tuple[Any, Any]:
         """The words of a stream. More streams than slots share: their points then time each other's work."""
@@ -216,8 +251,17 @@ class StreamPacer:
         kernel, total = self._kernel, self._counts.sum(axis=0)
         return Passed(
             int(total[kernel.POINTS]), int(total[kernel.WAITS]), float(total[kernel.WAITED_NS]) * 1e-9,
-            float(total[kernel.BUSY_NS]) * 1e-9,
+            float(total[kernel.BUSY_NS]) * 1e-9, int(total[kernel.TOKENS]),
+            float(self._counts[:, kernel.RESUME_NS].max()) * 1e-9,
         )  # fmt: skip
+
+
+def _captured() -> ScheduleError:
+    return ScheduleError(
+        "a power cap begins while a CUDA graph is captured",
+        why="its memory and kernel must be there before",
+        fix="enter the schedule before the capture, or once before it",
+    )
 
 
 def pacer_of(device: int) -> Pacer:

@@ -22,16 +22,18 @@ except ImportError as exc:
     raise MissingExtra("triton", "triton", "waiting in a CUDA stream") from exc
 
 # Words of the three arrays, int64 each. CONTROL and STATS lie in pinned host memory, STATE on the device.
-RATIO, SLICE_NS, LIMIT_NS, LONGEST_NS = range(4)  # CONTROL
-RESUME_NS, POINTS, WAITS, WAITED_NS, BUSY_NS = range(5)  # STATE; STATS has the same places
+RATIO, SLICE_NS, LIMIT_NS, LONGEST_NS, TOKEN, SAVED_NS = range(6)  # CONTROL
+RESUME_NS, POINTS, WAITS, WAITED_NS, BUSY_NS, TOKENS = range(6)  # STATE; STATS has the same places
 WORDS = 8  # one slot of STATE or STATS: a cache line
 ONE = 1024  # the ratio is in 1/1024
+ONE_NS = 1 << 20  # a token's nanoseconds are in 1/1048576: one copy of a large product may be worth a thousandth
 # Between two looks at the control word, which lies across PCIe (~1 us); nanosleep may take up to twice its argument.
 NAP_NS = 20_000
 # Ends the loop should the timer stand still or be set back: 20 s of naps.
 MOST_NAPS = 1_000_000
 
 _ONE, _NAP_NS, _MOST_NAPS = tl.constexpr(ONE), tl.constexpr(NAP_NS), tl.constexpr(MOST_NAPS)
+_ONE_NS = tl.constexpr(float(ONE_NS))
 
 
 @triton.jit
@@ -91,3 +93,62 @@ def tessera_pace(control, state, stats, restart: tl.constexpr):
 def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> None:
     """Put a pace point on the current stream."""
     tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)
+
+
+@triton.jit
+def _cost_ns(control, tokens, busy, longest):
+    """How long the bucket takes to be refilled by so many tokens; before they have a price, by the time they took."""
+    cost = tokens.to(tl.float64) * tl.load(control + 4, volatile=True).to(tl.float64) / _ONE_NS
+    ratio = tl.load(control, volatile=True)
+    by_time = tl.where(ratio > 0, busy * (ratio + _ONE) // _ONE, 0).to(tl.float64)
+    return tl.minimum(tl.where(cost > 0, cost, by_time), longest.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tokens", "restart"])
+def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.int64):
+    """A pace point that spends tokens. `bucket` is when it is whole again: one word for all streams of a device.
+
+    The arguments are not specialised, so that there is one kernel, loaded before a graph is captured.
+    """
+    began = _now_ns()
+    resume = tl.load(state)
+    resume = tl.where((resume == 0) | (restart != 0), began, resume)
+    busy = tl.minimum(tl.maximum(began - resume, 0), tl.load(control + 2, volatile=True))
+    slice_ns = tl.load(control + 1, volatile=True)
+    longest = tl.load(control + 3, volatile=True)
+    tl.atomic_max(bucket, began - busy - tl.load(control + 5, volatile=True))  # no more was saved before this work
+    cost = _cost_ns(control, tokens, busy, longest)
+    before = tl.atomic_add(bucket, cost)
+    now = began
+    naps = 0
+    newest = cost
+    if (before + cost - began >= slice_ns) & (cost > 0):
+        while (now - began < tl.minimum(before + newest - began, longest)) & (naps < _MOST_NAPS) & (newest > 0):
+            left = before + newest - now
+            now = _nap(tl.minimum(left // 2 + 1, _NAP_NS).to(tl.int32))
+            newest = _cost_ns(control, tokens, busy, longest)  # at the newest price
+            naps += 1
+    tl.atomic_add(bucket, newest - cost)
+    tl.atomic_min(bucket, tl.where(newest == 0, now, now + longest))  # released: nothing is owed
+    waits = tl.load(state + 2) + tl.where(naps > 0, 1, 0)
+    waited = tl.load(state + 3) + (now - began)
+    worked = tl.load(state + 4) + busy
+    counted = tl.load(state + 5) + tokens
+    points = tl.load(state + 1) + 1
+    tl.store(state, now)
+    tl.store(state + 1, points)
+    tl.store(state + 2, waits)
+    tl.store(state + 3, waited)
+    tl.store(state + 4, worked)
+    tl.store(state + 5, counted)
+    tl.store(stats, now)
+    tl.store(stats + 1, points)
+    tl.store(stats + 2, waits)
+    tl.store(stats + 3, waited)
+    tl.store(stats + 4, worked)
+    tl.store(stats + 5, counted)
+
+
+def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> None:
+    """Put a pace point on the current stream that spends tokens."""
+    tessera_spend[(1,)](control, bucket, state, stats, tokens, int(restart), num_warps=1, num_stages=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .held import Held
-from .launches import Launches
+from .launches import Launches, OwnCall
 from .loop import loop
 
 
@@ -13,10 +13,14 @@ class Paced:
     """A context in which a schedule's cap is held."""
 
     __slots__ = ("_engine", "_held", "_launches")
+    _launches: Launches | OwnCall
 
     def __init__(self, held: Held, *, each_call: bool) -> None:
         self._engine, self._held = loop(), held
-        self._launches = Launches(self._engine.here, self._engine.countdown, each_call=each_call)
+        here = self._engine.here
+        self._launches = (
+            Launches(here, self._engine.countdown, each_call=each_call) if held.tokens == "joules" else OwnCall(here)
+        )
 
     def __enter__(self) -> None:
         self._engine.enter(self._held)

@@ -56,8 +56,9 @@ def schedule(
     ("auto", "shape:sm_down_200MHz@flash_attention"). `cp_async_depth` and `warp_mma_concurrency` reach our own kernels.
     `dry_run` prints what would be done, and does nothing.
 
-    `more`: `points` ("op", "call" or "auto": where waits may come), `allow_control`, and what the tuner takes
-    (`budget_s`, `error_tolerance`, `search`, `per`, `cache`).
+    `more`: `tokens`, what the bucket holds ("joules", or "launches", "warps" or "cp_async" of our own kernels alone),
+    `points` ("op", "call" or "auto": where waits may come), `allow_control`, and what the tuner takes (`budget_s`,
+    `error_tolerance`, `search`, `per`, `cache`).
     """
     Options.refuse_unknown(more)
     return Schedule(
@@ -83,7 +84,7 @@ class Schedule:
         if options.cap is not None:
             from .held import Held
 
-            self._held = Held(options.cap, options.cap_window_ms * 1e-3)
+            self._held = Held(options.cap, options.cap_window_ms * 1e-3, tokens=options.tokens)
 
     # -- as a decorator -------------------------------------------------------------------------------------
 
@@ -245,7 +246,10 @@ class Schedule:
         if options.bucket and cap is not None:
             each = "all processes of this node together" if cap.scope == "node" else "each GPU"
             window = format_duration(options.cap_window_ms * 1e-3)
-            done.append(f"hold {cap.power_w:g} W for {each} by waits in the stream: the mean over {window}")
+            waits = "in the stream"
+            if options.tokens != "joules":
+                waits = f"after Tessera's own kernels, by their {options.tokens}"
+            done.append(f"hold {cap.power_w:g} W for {each} by waits {waits}: the mean over {window}")
         if options.cp_async_depth is not None:
             done.append(f"keep {options.cp_async_depth} tiles in flight to shared memory in Tessera's kernels")
         if options.warp_mma_concurrency is not None:

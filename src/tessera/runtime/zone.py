@@ -6,16 +6,17 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import TesseraError
 from ..estimate.calibrate import identify
 from ..hardware import host_cpu
 from ..monitor.sampler import Sampler
-from .bucket import FIRST_BURST, Cap, Command, Controller
+from .bucket import FIRST_BURST, MIN_DUTY, Cap, Command, Controller
 from .meter import Reading
 from .node import domain_key
-from .pace import Pacer
+from .pace import Pacer, Passed
+from .tokens import Tally
 
 # No reading for so long while work runs: the duty goes on by what is known of the load.
 BLIND_NS = 500_000_000
@@ -38,6 +39,7 @@ class Zone:
     blind: bool = False
     inside: bool = False
     latest: dict[int, tuple[float, int]] = field(default_factory=dict)
+    tally: Tally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
     _points: int = -1
 
@@ -87,11 +89,15 @@ class Zone:
         controller = self._controller(cap, sampler)
         moved = self._moved()
         active = moved or self.inside or any(p.queued() for p in self.pacers)
+        if self.tally is not None:
+            controller.rescale(self.tally.note(self._passed(), now_ns))
         if reading is not None:
             self.asked_ns = now_ns
             self.blind = False
-            duty = self.duty_between(reading.start_ns, reading.time_ns)
-            told = controller.observe(reading.power_w, reading.seconds, duty=duty, active=active, moved=moved)
+            duty = self._duty_of(reading)
+            # With hardly a token spent what is drawn is not ours, and says nothing of our work.
+            learns = active and (self.tally is None or duty >= 0.5 * MIN_DUTY)
+            told = controller.observe(reading.power_w, reading.seconds, duty=duty, active=learns, moved=moved)
             self._set(told, now_ns)
         elif active and now_ns - self.asked_ns > BLIND_NS:
             self.blind = True
@@ -100,10 +106,13 @@ class Zone:
                 "prediction"
             )
             self._set(controller.predict(), now_ns)
+        elif self.tally is not None:
+            self._set(controller.command, now_ns)  # the first tokens are counted before the first reading
         if controller.floor_w is not None:
+            work = "of the time at work" if self.tally is None else "of the pace of Tessera's own kernels"
             self.notes["floor"] = (
                 f"{self.key}: {cap.power_w:.0f} W cannot be held: {controller.floor_w:.0f} W are drawn with "
-                f"{controller.command.duty:.0%} of the time at work"
+                f"{controller.command.duty:.0%} {work}"
             )
         return self.command
 
@@ -117,6 +126,31 @@ class Zone:
         points = sum(p.passed().points for p in self.pacers)
         went_on, self._points = points != self._points, points
         return went_on
+
+    def count(self, tally: Tally | None) -> None:
+        """Spend tokens from now on, or joules again: what was learnt is in other units, the duty is gone on from."""
+        self.tally, self.controller = tally, None
+
+    @property
+    def token_j(self) -> float | None:
+        """What a token was learnt to cost above idle."""
+        if self.tally is None or self.controller is None or self.tally.token_s == 0.0:
+            return None
+        return (self.controller.burst_w - self.controller.idle_w) * self.tally.token_s
+
+    def _passed(self) -> Passed:
+        """The counts of all pacers together; they end when the last of them does."""
+        found = [p.passed() for p in self.pacers]
+        return Passed(
+            worked_s=sum(p.worked_s for p in found), tokens=sum(p.tokens for p in found),
+            ended_s=max((p.ended_s for p in found), default=0.0),
+        )  # fmt: skip
+
+    def _duty_of(self, reading: Reading) -> float:
+        """That of a reading's span: as commanded, or as tokens were really spent."""
+        if self.tally is None:
+            return self.duty_between(reading.start_ns, reading.time_ns)
+        return self.tally.duty_between(reading.start_ns, reading.time_ns) or 0.0
 
     def restart(self, now_ns: int) -> None:
         """Work begins after a pause: what was measured meanwhile is not of it."""
@@ -145,6 +179,8 @@ class Zone:
         return total / (end_ns - start_ns) if until <= start_ns else self._duties[0][1]
 
     def _set(self, command: Command, now_ns: int) -> Command:
+        if self.tally is not None:
+            command = replace(command, token_s=self.tally.token_s)
         self.command = command
         self.follow(command, now_ns)
         return command

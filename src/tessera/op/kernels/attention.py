@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import MissingExtra
+from .. import hints
 from . import TRITON_TYPE, compiled
 
 try:
@@ -178,6 +179,9 @@ def forward(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, launc
         CAUSAL=causal, MASK=kind, EVEN=block == dims, BM=launch.bm, BN=launch.bn, D=block,
         PRECISION=launch.precision, num_stages=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
+    if hints.listener is not None:
+        step = 2 * launch.bn * block * k.element_size()  # keys and values
+        hints.launched(grid[0], launch.warps, stages=launch.stages, tile_bytes=step)
     return out, lse
 
 

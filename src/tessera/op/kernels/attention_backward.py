@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import hints
 from .attention import LOG2E, Launch, _load, _masked, mask_of, rows_of
 
 ROWS = 32  # queries of a program of `_row_products`: 32 elements a thread at a head of 128
+ROWS_WARPS = 4
 
 
 @triton.jit
@@ -190,8 +192,9 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     block = max(triton.next_power_of_2(dims), 16)
     delta = torch.empty_like(lse)
-    _row_products[(triton.cdiv(queries, ROWS) * batch * heads,)](
-        out.contiguous(), dout, delta, heads, queries, dims, *dout.stride()[:3], BM=ROWS, D=block
+    row_blocks = triton.cdiv(queries, ROWS) * batch * heads
+    _row_products[(row_blocks,)](
+        out.contiguous(), dout, delta, heads, queries, dims, *dout.stride()[:3], BM=ROWS, D=block, num_warps=ROWS_WARPS
     )
     mask, kind, mask_strides = mask_of(mask, q, k)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *dout.stride()[:3])
@@ -202,10 +205,12 @@ def backward(
         "num_stages": launch.stages, "num_warps": launch.warps,
     }  # fmt: skip
     own, walked = launch.bm, launch.bn
-    _keys_backward[(triton.cdiv(keys, own) * batch * kv_heads,)](
-        *read, dk, dv, kv_heads, *sizes, *strides, BM=walked, BN=own, **options
-    )
-    _queries_backward[(triton.cdiv(queries, own) * batch * heads,)](
-        *read, dq, heads, *sizes, *strides, BM=own, BN=walked, **options
-    )
+    key_blocks, query_blocks = triton.cdiv(keys, own) * batch * kv_heads, triton.cdiv(queries, own) * batch * heads
+    _keys_backward[(key_blocks,)](*read, dk, dv, kv_heads, *sizes, *strides, BM=walked, BN=own, **options)
+    _queries_backward[(query_blocks,)](*read, dq, heads, *sizes, *strides, BM=own, BN=walked, **options)
+    if hints.listener is not None:
+        step = 2 * walked * block * q.element_size()  # queries and their gradients, then keys and values
+        hints.launched(row_blocks, ROWS_WARPS)
+        hints.launched(key_blocks, launch.warps, stages=launch.stages, tile_bytes=step)
+        hints.launched(query_blocks, launch.warps, stages=launch.stages, tile_bytes=step)
     return dq, dk, dv

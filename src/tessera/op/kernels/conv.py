@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import MissingExtra
+from .. import hints
 from ..tile import Tile
 from . import TRITON_TYPE, compiled
 from .matmul import GROUP, _place, too_large
@@ -85,6 +86,9 @@ def launch(
         )  # fmt: skip
     except triton.runtime.errors.OutOfResources as e:
         raise too_large("conv2d", tile, e) from e
+    if hints.listener is not None:
+        step = tile.bk * (tile.bm + tile.bn) * x.element_size()
+        hints.launched(grid[0] * groups, warps, stages=stages, tile_bytes=step)
 
 
 def compile_conv(tile: Tile, dtype: str, stages: int, warps: int, target: Any) -> Any:

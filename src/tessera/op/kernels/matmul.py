@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import MissingExtra, TileError
+from .. import hints
 from ..tile import Tile
 from . import TRITON_TYPE, compiled
 
@@ -119,6 +120,9 @@ def launch(
         )  # fmt: skip
     except triton.runtime.errors.OutOfResources as e:
         raise too_large("matmul", tile, e) from e
+    if hints.listener is not None:
+        step = tile.bk * (tile.bm * a.element_size() + tile.bn * b.element_size())
+        hints.launched(grid[0], warps, stages=stages, tile_bytes=step)
 
 
 def too_large(op: str, tile: Tile, refused: Any) -> TileError:

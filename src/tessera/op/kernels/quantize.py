@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import MissingExtra
+from .. import hints
 
 try:
     import triton
@@ -167,10 +168,15 @@ def quantize(x: torch.Tensor, name: str, *, by_row: bool, pad: tuple[int, int] =
     with torch.cuda.device_of(x):  # Triton launches on the current device
         if by_row:
             row_cast[(down,)](x, bits, descale, *common, y_rows, y_cols, **constants(name), **sizes)
+            if hints.listener is not None:
+                hints.launched(down, WARPS)
             return y, descale
         amax = torch.zeros((1,), device=x.device, dtype=torch.float32)
         tensor_amax[down, across](x, amax, *common, **sizes)
         tensor_cast[down, across](x, amax, bits, descale, *common, y_rows, y_cols, **constants(name), **sizes)
+        if hints.listener is not None:
+            for _ in range(2):
+                hints.launched(down * across, WARPS)
     return y, descale
 
 
@@ -183,4 +189,6 @@ def unscale(c: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, rows: i
         row_unscale[grid](
             c, by_row, by_col, y, rows, cols, c.stride(0), ROWS=tile[0], COLS=tile[1], num_warps=WARPS
         )  # fmt: skip
+        if hints.listener is not None:
+            hints.launched(grid[0] * grid[1], WARPS)
     return y

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import MissingExtra
+from .. import hints
 
 try:
     import triton
@@ -144,6 +145,8 @@ def softmax_forward(x: Any, dtype: Any) -> Any:
     if x.numel():
         grid = (triton.cdiv(rows, cut.rows),)
         _softmax_forward[grid](x, y, rows, cols, ROWS=cut.rows, COLS=cut.cols, num_warps=cut.warps)
+        if hints.listener is not None:
+            hints.launched(grid[0], cut.warps)
     return y
 
 
@@ -154,6 +157,8 @@ def softmax_backward(dy: Any, y: Any, dtype: Any) -> Any:
     if y.numel():
         grid = (triton.cdiv(rows, cut.rows),)
         _softmax_backward[grid](dy, y, dx, rows, cols, ROWS=cut.rows, COLS=cut.cols, num_warps=cut.warps)
+        if hints.listener is not None:
+            hints.launched(grid[0], cut.warps)
     return dx
 
 
@@ -167,11 +172,14 @@ def norm_forward(
     mean = torch.empty(rows, device=x.device, dtype=torch.float32) if centered else None
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if x.numel():
-        _norm_forward[(triton.cdiv(rows, cut.rows),)](
+        grid = (triton.cdiv(rows, cut.rows),)
+        _norm_forward[grid](
             x, residual, weight, bias, y, summed, mean, rstd, rows, cols, eps,
             CENTERED=centered, RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
             ROWS=cut.rows, COLS=cut.cols, num_warps=cut.warps,
         )  # fmt: skip
+        if hints.listener is not None:
+            hints.launched(grid[0], cut.warps)
     return y, summed, mean, rstd
 
 
@@ -189,12 +197,15 @@ def norm_backward(
     ]
     if not x.numel():
         return dx, *(None if p is None else p.new_zeros(cols) for p in parts)
+    stages = stages_of(cut, x.element_size())
     _norm_backward[(programs,)](
         dy, dsummed, x, weight, mean, rstd, dx, *parts, rows, cols, blocks,
         CENTERED=mean is not None, RESIDUAL=dsummed is not None, WEIGHT=weight is not None,
-        DWEIGHT=weight_grad, DBIAS=bias_grad, ROWS=cut.rows, COLS=cut.cols, STAGES=stages_of(cut, x.element_size()),
-        num_warps=cut.warps,
+        DWEIGHT=weight_grad, DBIAS=bias_grad, ROWS=cut.rows, COLS=cut.cols, STAGES=stages, num_warps=cut.warps,
     )  # fmt: skip
+    if hints.listener is not None:
+        step = (2 if dsummed is None else 3) * cut.rows * cut.cols * x.element_size()
+        hints.launched(programs, cut.warps, stages=stages, tile_bytes=step)
     dweight, dbias = (None if p is None else p.sum(0) for p in parts)
     return dx, dweight, dbias
 
