@@ -64,6 +64,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/kill9.py
 	$(BIN)/python benchmarks/export_million.py
 	$(BIN)/python benchmarks/page_speed.py
+	$(BIN)/python benchmarks/diff_aa.py
 	$(BIN)/python benchmarks/op_host_cost.py benchmarks/results/op_host_cost.json
 	$(BIN)/python benchmarks/error_bounds.py benchmarks/results/error_bounds.json
 	$(BIN)/python benchmarks/device/checkpointing.py benchmarks/results/checkpoint_plan.json --plan-only

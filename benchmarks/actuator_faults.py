@@ -273,7 +273,10 @@ def scenario(trial: Trial, folder: Path, *, faults: bool) -> str:
 def run(trial: Trial) -> Ran:
     by = trial.help
     ran = Ran(trial.seed, "itself", [s.way for s in trial.schedules])
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a watcher may still be at it
+    # In memory where there is such a place: processes are killed, not machines, and a disk that is being written full
+    # by others makes every fsync take seconds. Cleaning up may fail: a watcher may still be at it.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True, dir=memory) as name:
         folder = Path(name)
         env = fake_env(Scenario()) | {
             "TESSERA_RUNTIME_DIR": str(folder / "run"),

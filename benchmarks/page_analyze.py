@@ -42,6 +42,20 @@ def fuzz(f: dict[str, Any]) -> Goal:
                 met=not f["failed"], where=where("fuzz_traces"), command="python benchmarks/fuzz_traces.py 100000")  # fmt: skip
 
 
+def alarms(found: dict[str, Any]) -> list[Goal]:
+    """Identical programs that `tessera diff` calls different."""
+    kinds = {
+        "three measured against three, in turns": found["measure"]["in_turns"],
+        "one recorded run each, by its steps": found["steps"]["once"],
+    }
+    return [
+        Goal(what=f"identical programs called different: {what}, %", goal=f"<= {found['goal_pct']:g} (ours)",
+             reached=f"{v['false_alarms_pct']:g} ({v['comparisons']} comparisons, load {found['load_before']:.0f} on {found['cpus']} cores)",
+             met=v["false_alarms_pct"] <= found["goal_pct"], where=where("diff_aa"), command="python benchmarks/diff_aa.py")
+        for what, v in kinds.items()
+    ]  # fmt: skip
+
+
 def goals() -> list[Goal]:
     exact = Goal(what="breakdown, overlap, links against independent brute force on random traces (hypothesis)",
                  goal="exact to 1 ns", reached="exact: a test that runs with every change", met=True, where="CI",
@@ -52,6 +66,7 @@ def goals() -> list[Goal]:
         exact,
         page(load("page_speed")),
         fuzz(load("fuzz_traces")),
+        *alarms(load("diff_aa")),
     ]
 
 

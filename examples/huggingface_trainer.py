@@ -1,6 +1,6 @@
 """Joules in the log of Hugging Face's Trainer: every line has the joules of the stretch before it.
 
-    pip install 'tessera-energy[models]' accelerate
+    pip install '.[models]' accelerate   # in the clone
     python examples/huggingface_trainer.py
 
 A small GPT-2 with random weights learns to count. Nothing is downloaded. Callbacks that report elsewhere come first in

@@ -1,6 +1,6 @@
 """Joules in the log of PyTorch Lightning: energy/j_per_step and energy/j_per_sample beside the loss.
 
-pip install 'tessera-energy[lightning]'
+pip install '.[lightning]'  # in the clone
 python examples/lightning_trainer.py
 """
 

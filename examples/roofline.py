@@ -1,4 +1,4 @@
-"""Where a model stands under the roofs of a chip: what bounds each subgraph, and how near to it it runs.
+"""Where a model stands under the roofs of a chip: which roof is over each subgraph, and what holds it back.
 
 python examples/roofline.py [CHIP] [PRECISION]
 """
@@ -11,8 +11,15 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from tessera.estimate.roofline import RooflineAnalyzer, RooflineReport
+from tessera.estimate.roofline import LatencyDescriptor, RooflineAnalyzer, RooflineReport
 from tessera.graph.partition import GraphPartitioner
+
+NOTE = """
+roof     memory below the ridge point of the unit that computes, compute above it
+reached  bytes/s or FLOP/s, as the roof is; bytes from the cache may come faster than the roof (100%)
+held by  the longest part of the kernel model, beside what its own bytes or FLOPs would take at the peak. It need not be
+         the roof: a convolution may be held by bytes that are not its own (tensors brought to another layout and back),
+         a norm by instructions. What cuDNN makes of a convolution's shape comes on top"""
 
 
 def network() -> nn.Module:
@@ -25,13 +32,20 @@ def network() -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
+def reached(d: LatencyDescriptor) -> str:
+    """What it attains, in the unit of its roof."""
+    if d.roof == "compute":
+        return f"{d.attained_flops * 1e-12:.1f} TFLOP/s"
+    return f"{d.attained_bandwidth * 1e-12:.2f} TB/s"
+
+
 def show(title: str, report: RooflineReport) -> None:
-    print(f"\n{title}: {report.total_latency * 1e6:.0f} µs, mostly under the {report.critical_ceiling} ceiling")
-    print(f"  {'subgraph':16} {'µs':>7} {'bound by':>9} {'FLOP/byte':>10} {'TFLOP/s':>8} {'of the roof':>11}")
+    print(f"\n{title}: {report.total_latency * 1e6:.0f} µs, mostly held by {report.critical_ceiling}")
+    print(f"  {'subgraph':16} {'µs':>6} {'FLOP/byte':>9} {'roof':>8} {'reached':>13} {'of it':>6}  held by")
     for d in report.latencies:
         print(
-            f"  {d.subgraph_name[:16]:16} {d.actual_latency * 1e6:7.1f} {d.bottleneck:>9}"
-            f" {d.arithmetic_intensity:10.1f} {d.attained_flops * 1e-12:8.2f} {d.utilization:11.0%}"
+            f"  {d.subgraph_name[:16]:16} {d.actual_latency * 1e6:6.1f} {d.arithmetic_intensity:9.1f} {d.roof:>8}"
+            f" {reached(d):>13} {d.utilization:6.0%}  {d.bottleneck}: {d.reason}"
         )
 
 
@@ -44,8 +58,9 @@ def main() -> None:
         report = GraphPartitioner(fusion=fusion).partition(graph, inputs=torch.empty(32, 3, 224, 224, device="meta"))
         found = analyzer.analyze(report.subgraphs, report)
         show(f"{chip}, {precision}, {'fused' if fusion else 'one kernel per operator'}", found)
-    ridges = {name: value for name, value in found.ridge_points.items() if name.endswith(precision)}
-    print("\nridge point:", ", ".join(f"{name} {value:.0f} FLOP/byte" for name, value in ridges.items()))
+    used = dict.fromkeys(d.unit for d in found.latencies if d.compute_bound)
+    ridges = [f"{unit} {found.ridge_points[unit]:.0f} FLOP/byte" for unit in used if unit in found.ridge_points]
+    print(f"\nridge point: {', '.join(ridges)}\n{NOTE}")
 
 
 if __name__ == "__main__":

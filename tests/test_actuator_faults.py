@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +20,17 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "actuator_faults.py"
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_every_gpu_is_as_it_was():
     # A process of its own: it forks, and this one may have threads (torch's) that do not survive that.
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "60", "--seed", "5000"], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "60", "--seed", "5000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it forked would go on for ever
+    assert process.returncode == 0, said
+    result = json.loads(said.splitlines()[-1])
     assert result["restored"] == result["trials"] == 60
     assert {"kill", "term", "int", "hup", "return", "raise", "sys_exit", "thread", "os_exit"} == set(result["ways_out"])
     assert result["with_faults"] > 15

@@ -275,7 +275,7 @@ def test_without_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     with pytest.raises(SensorUnavailable) as missing:
         AmdSensor().start()
-    assert missing.value.fix == "pip install 'tessera-energy[amd]'"
+    assert missing.value.fix == "pip install amdsmi"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tessera.estimate.concurrency import ConcurrencyAnalyzer
 from tessera.estimate.energy import EnergyAnalyzer
 from tessera.estimate.memory import MemoryEstimator
 from tessera.estimate.precision import Precision, recast
-from tessera.estimate.roofline import RooflineAnalyzer
+from tessera.estimate.roofline import LatencyDescriptor, RooflineAnalyzer
 from tessera.estimate.scratch import scratch, workspaces
 from tessera.graph.capture import capture
 from tessera.graph.partition import GraphPartitioner, PartitionReport
@@ -85,6 +86,42 @@ def test_a_large_product_is_bound_by_compute_and_a_copy_by_memory() -> None:
     assert (product.bottleneck, negation.bottleneck) == ("compute", "memory")
     assert product.utilization > 0.5 and negation.utilization > 0.5
     assert product.attained_flops > 100 * max(1.0, negation.attained_flops)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_roof_is_the_side_of_the_ridge_point(chip: str, net: PartitionReport, block: PartitionReport) -> None:
+    sides = set()
+    for report in (net, block, cut(mlp(8192, 8192), 8192, 8192, precision="bf16")):
+        found = RooflineAnalyzer(chip).analyze(report.subgraphs, report)
+        for d in found.latencies:
+            ridge = found.ridge_points.get(d.unit)
+            if ridge is None:  # a chip without that unit: the product runs on another, and has no ridge of its own
+                continue
+            assert d.roof == ("compute" if d.arithmetic_intensity > ridge else "memory"), d
+            sides.add(d.roof)
+            assert d.reason
+    assert sides == {"compute", "memory"}
+
+
+def test_what_holds_a_kernel_back_is_said_where_it_is_not_its_roof() -> None:
+    def made(**parts: Any) -> LatencyDescriptor:
+        return LatencyDescriptor(
+            subgraph_name="s", actual_latency=1.0, arithmetic_intensity=1.0, attained_flops=1.0, attained_bandwidth=1.0,
+            utilization=0.1, latency_error=0.0, overhead=0.0, **parts,
+        )  # fmt: skip
+
+    layouts = made(bottleneck="memory", memory_time=0.8, compute_time=0.3, memory_bound=0.2, compute_bound=0.3)
+    assert (layouts.roof, layouts.reason) == ("compute", "4.0 times its bytes (other layouts, a lower rate)")
+    plain = made(bottleneck="memory", memory_time=0.22, compute_time=0.0, memory_bound=0.2, compute_bound=0.0)
+    assert (plain.roof, plain.reason) == ("memory", "its bytes")
+    cached = made(bottleneck="memory", memory_time=0.1, compute_time=0.0, memory_bound=0.2, compute_bound=0.0)
+    assert cached.reason == "its bytes, in part from the cache"
+    norm = made(bottleneck="compute", memory_time=0.2, compute_time=0.3, memory_bound=0.2, compute_bound=0.0)
+    assert (norm.roof, norm.reason) == ("memory", "instructions for each element, no FLOPs")
+    small = made(bottleneck="compute", memory_time=0.2, compute_time=0.3, memory_bound=0.2, compute_bound=0.1)
+    assert (small.roof, small.reason) == ("memory", "3.0 times its FLOPs (tiles, waves, padding)")
+    tiny = made(bottleneck="overhead", memory_time=0.2, compute_time=0.3, memory_bound=0.2, compute_bound=0.1)
+    assert tiny.reason == "too little work to fill the chip"
 
 
 def test_lower_precision_is_faster() -> None:

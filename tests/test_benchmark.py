@@ -7,6 +7,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tessera.errors import ArgumentError, SensorLost
 from tessera.monitor import EnergyBenchmark, Monitor, benchmark
 from tessera.monitor.result import BenchmarkResult, Factors, Uncertain
 from tessera.monitor.steady import Row, drift, interval, summarize, t90, warm_up
-from tessera.schema import Domain, Telemetry, Work
+from tessera.schema import Domain, Energy, Telemetry, Work
 from tessera.sensors.base import Batch
 
 from conftest import ScriptSensor
@@ -322,20 +324,22 @@ def test_the_first_calls_are_not_counted(bench: Bench) -> None:
 
 def test_a_slow_function_is_called_one_by_one_until_the_time_is_over(bench: Bench) -> None:
     b = bench(min_seconds=0.1, max_seconds=0.2)
+    calls = []
 
     @b.measure
     def slow() -> None:
-        time.sleep(0.15)
+        calls.append(time.sleep(0.15))
 
-    begin = time.monotonic()
     slow()
-    assert time.monotonic() - begin < 1.0
+    assert len(calls) == 2, "the first, and one that is measured"
     (r,) = b.results
     assert not r.converged
-    assert r.joules_per_call.value == pytest.approx(300.0 * 0.15, rel=0.05)
-    assert r.joules_per_call.error is None
-    assert any("single batch" in n for n in r.notes)
-    assert json.loads(b.to_json())[0]["joules_per_call_error"] is None
+    assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.05)
+    assert r.seconds_per_call.error is None and r.spread_j is None, "how well it repeats is not known"
+    assert r.joules_per_call.error is not None and r.power_w.error is not None
+    assert r.joules_per_call.relative >= 0.01, "the sensor's level is"
+    assert any("single batch" in n for n in r.notes) and not any("repeat within" in n for n in r.notes)
+    assert json.loads(b.to_json())[0]["joules_per_call_error"] == pytest.approx(r.joules_per_call.error)
 
 
 def test_a_noisy_function_that_does_not_converge_says_so(bench: Bench) -> None:
@@ -345,10 +349,64 @@ def test_a_noisy_function_that_does_not_converge_says_so(bench: Bench) -> None:
     def noisy() -> None:
         time.sleep(0.002)
 
+    begin = time.monotonic()
     noisy()
+    took_s = 1.1 * (time.monotonic() - begin)  # it is said in two digits
     (r,) = b.results
     assert not r.converged
-    assert any("did not come under 0.1% within 0.4 s" in n for n in r.notes)
+    (said,) = (n for n in r.notes if "does not repeat within 0.1%" in n)
+    spent_s = float(said.split("after ")[1].split(" s ")[0])
+    assert 0.0 < spent_s <= took_s, "what was spent, not what was allowed"
+
+
+@pytest.mark.parametrize(("target", "said"), [(0.9, []), (0.005, ["does not repeat within 0.5%", "known to ±1%"])])
+def test_repeating_is_told_from_the_level(target: float, said: list[str]) -> None:
+    rng = np.random.default_rng(1)
+    found = summarize(rows([0.01] * 9, (1 + 0.03 * rng.normal(size=9)).tolist()))
+    notes = benchmark._convergence(found, target, 0.01, 2.4)
+    assert len(notes) == len(said) and all(s in n for s, n in zip(said, notes, strict=True))
+    known = benchmark._convergence(found, 0.05, 0.3, 2.4)
+    assert known == [
+        "repeats within 5%; the level is known to ±30% (the sensor's own error, which no repetition makes smaller)"
+    ]
+
+
+def test_a_slow_sensor_that_is_unsure_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What repeats at once is known after five batches of three samples; no repetition would tell its level."""
+    now_s = [0.0]
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Slow:
+        sampler = SimpleNamespace(
+            domains=[Domain(name="cpu0", source="script", resolution_s=0.25, gain_error=0.3)], telemetry={}
+        )
+
+        def open(self, name: str) -> Any:
+            return SimpleNamespace(start=SimpleNamespace(host_ns=0), end=SimpleNamespace(host_ns=1), since=now_s[0])
+
+        def close(self, window: Any) -> None:
+            window.seconds = now_s[0] - window.since
+
+        def read(self, window: Any, **_: object) -> dict[str, Energy]:
+            return {}
+
+        def total(self, window: Any) -> Energy:
+            return Energy(
+                joules=8 * window.seconds, error_j=2.4 * window.seconds, seconds=window.seconds, source="script"
+            )
+
+    b = EnergyBenchmark(target=0.02, monitor=Slow())  # type: ignore[arg-type]
+
+    @b.measure
+    def work() -> None:
+        now_s[0] += 0.01
+
+    work()
+    assert now_s[0] < 5.0, "of thirty"
+    (r,) = b.results
+    assert r.converged and r.calls == 5 * 75
+    assert r.joules_per_call.relative == pytest.approx(0.3)
+    assert r.level_error == 0.3 and "repeats within 2%; the level is known to ±30%" in r.notes[0]
 
 
 def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) -> None:
@@ -392,16 +450,23 @@ def test_a_partial_has_no_name_but_is_measured(bench: Bench) -> None:
     assert b.results[1].name == "napping"
 
 
-def test_batches_are_as_long_as_a_slow_sensor_needs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = bench()
-    assert b._given is not None
-    monkeypatch.setattr(benchmark, "BATCH_RESOLUTIONS", 100)  # of 2 ms each
-    sizes: list[int] = []
-    real = benchmark._batch
-    monkeypatch.setattr(benchmark, "_batch", lambda m, c, n: (sizes.append(n), real(m, c, n))[1])
-    b.measure(functools.partial(time.sleep, 0.01))()
-    assert sizes[0] == 1
-    assert all(15 <= n <= 21 for n in sizes[1:])
+@pytest.mark.parametrize(
+    ("resolution_s", "gain_error", "max_seconds", "wanted_s"),
+    [
+        (0.002, 0.01, 30.0, 0.25),  # ten samples are sooner over than the shortest batch
+        (0.1, 0.01, 30.0, 1.0),
+        (0.1, 0.3, 30.0, 0.3),  # its level is less sure than the target: three are enough
+        (0.1, 0.01, 3.0, 0.5),  # five batches and the first call
+        (0.25, 0.01, 1.0, 0.75),  # no fewer than three
+    ],
+)
+def test_batches_are_as_long_as_the_sensor_needs(
+    resolution_s: float, gain_error: float, max_seconds: float, wanted_s: float
+) -> None:
+    domain = Domain(name="gpu0", source="script", resolution_s=resolution_s, gain_error=gain_error)
+    monitor: Any = SimpleNamespace(sampler=SimpleNamespace(domains=[domain]))
+    assert benchmark._batch_size(monitor, 0.001, 0.02, max_seconds) == round(wanted_s / 0.001)
+    assert benchmark._batch_size(monitor, 10.0, 0.02, max_seconds) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ Skipped where there is no Chromium; TESSERA_BROWSER=require makes that a failure
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tessera.report.run_html import page
@@ -97,6 +99,32 @@ def test_the_plots_have_data(window: Browser) -> None:
     assert window.shot("page_light").exists()
     window.js("document.querySelector('#roofline').scrollIntoView()")
     assert window.shot("page_analyses").stat().st_size > 20_000
+
+
+def test_where_nobody_sampled_there_is_no_curve(browser: Browser, tmp_path: Path) -> None:
+    made = make(steps=12, data_ms=16.0)
+    watts = np.where(np.arange(len(made.watts)) * 4 < len(made.watts), np.nan, made.watts)
+    watts[len(watts) // 2 : len(watts) * 3 // 4] = np.nan
+    late = dataclasses.replace(made, watts=watts)
+    with late.write(tmp_path / "late.tessera") as run:
+        (tmp_path / "late.html").write_text(page(run, made.table, timeline=made.timeline))
+    browser.open(tmp_path / "late.html", PLOTTED)
+    browser.js("document.querySelector('#zoom-all').click()")
+    pixels(browser)
+    # Of 20 columns of the power track, those that have the curve's reddish fill anywhere.
+    found = browser.js(
+        """
+        const c = document.querySelector('#timeline'), k = c.width / c.clientWidth, x = c.getContext('2d');
+        return [...Array(20).keys()].map(i => {
+          const at = Math.round((86 + (i + .5) / 20 * (c.clientWidth - 94)) * k);
+          const d = x.getImageData(at, Math.round(30 * k), 1, Math.round(140 * k)).data;
+          for (let j = 0; j < d.length; j += 4) if (d[j + 3] && d[j] > d[j + 2] + 60) return 1;
+          return 0;
+        });
+        """
+    )
+    assert found[:4] == [0] * 4 and found[6:9] == [1] * 3  # nothing before the first sample, then an area
+    assert found[11:14] == [0] * 3 and found[16:19] == [1] * 3  # a gap in the middle is one too
 
 
 def test_tables_sort(window: Browser) -> None:

@@ -449,6 +449,23 @@ def test_list_fits_the_terminal():
     assert "next: tessera hardware show" in lines[-1]
 
 
+@pytest.mark.parametrize("width", [40, 60, 79, 120])
+def test_a_narrow_list_loses_columns_and_not_parts_of_them(width):
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(cli, ["hardware", "list"], catch_exceptions=False)
+    lines = result.output.splitlines()
+    assert "…" not in result.output
+    assert all(len(line) <= width for line in lines[: len(DEVICES) + 1])
+    h200 = next(line for line in lines if line.startswith("h200 "))
+    assert re.search(r"989 T +140 GiB", h200) and "700 W" in h200
+    assert ("no room here" in result.output) == (width < 79)
+
+
+def test_the_list_counts_chips():
+    chips = [device for device in DEVICES if device.id != "generic-cpu"]
+    assert f"{len(chips)} chips and generic-cpu, for a CPU that is none of them" in run("list").output
+    assert "generic-cpu" not in run("list", "--kind", "gpu").output
+
+
 def test_list_by_kind():
     text = run("list", "--kind", "cpu").output
     assert "epyc-9654" in text

@@ -30,6 +30,7 @@ from tessera import errors
 from tessera.cli import prof
 from tessera.cli.main import cli, main
 from tessera.errors import TesseraError
+from tessera.profile.runfile import RunWriter
 
 from synthetic_run import make
 
@@ -103,6 +104,8 @@ OURS = [
     Case("no such run", "report nothing.tessera", "nothing.tessera"),
     Case("a folder is no run", "report .", "folder"),
     Case("a trace is no run", "report trace.json", "tessera attribute"),
+    Case("a packed trace is no run", "report trace.json.gz", "tessera analyze breakdown trace.json.gz"),
+    Case("JSON of another kind is no run", "report notes.json", "tessera diff"),
     Case("a text is no run", "report notes.txt", "notes.txt"),
     Case("an empty run", "report empty.tessera", "empty.tessera"),
     Case("somebody else's database", "report other.tessera", "another program"),
@@ -116,6 +119,7 @@ OURS = [
     Case("nvidia-smi without power", "attribute trace.json --power smi.csv", "power.draw"),
     Case("a log of another time", "attribute trace.json --power early.csv", "trace"),
     Case("one rank to merge", "merge trace.json", "rank1.tessera"),
+    Case("two runs of one rank to merge", "merge days", "tessera diff days/monday.tessera"),
     Case("an output that is there already", "merge ranks -o run.tessera", "run.tessera"),
     Case("a port that is none", "export run.tessera --otlp http://host:99999", "host:99999"),
     Case("work that is none", "measure --steps -1 -- true", "step=-1.0"),
@@ -268,6 +272,8 @@ CALLS = [
     Case("a package that is missing", _pandas_missing, "pip install"),
     Case("a device file with a wrong key", _bad_device, "did you mean 'tdp_w'"),
     Case("a calibration that cannot be read", _calibration, "tessera calibrate"),
+    Case("a path is no exporter", lambda: _session(exporters=["trace.json"]), 'profile.chrome("trace.json")'),
+    Case("one exporter is no list", lambda: _session(exporters="all.csv"), 'exporters=[profile.summary("all.csv")]'),
     Case("a mode of a session that is none", lambda: _session(mode="timelien"), "did you mean 'timeline'"),
     Case("an option of a session that is none", lambda: _session(shapes=True), "shapes"),
     Case("an activity that is none", lambda: _session(activities=["gpus"]), "did you mean 'gpu'"),
@@ -353,6 +359,9 @@ def prepare(folder: Path) -> None:
     (folder / "ranks").mkdir()
     for rank in ("rank0", "rank1"):
         shutil.copy(HERE / "data" / "ranks" / f"{rank}.json.gz", folder / "ranks")
+    for start_s, day in ((1_000, "monday"), (87_400, "tuesday")):
+        with RunWriter(folder / "days" / f"{day}.tessera") as writer:
+            writer.add_row("region", "work", start_s * 10**9, (start_s + 5) * 10**9)
     (folder / "world").mkdir()
     (folder / "world").chmod(0o777)
     with gzip.open(folder / "trace.json.gz", "wt") as f:

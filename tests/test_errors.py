@@ -94,7 +94,7 @@ def test_a_missing_extra_says_what_to_install():
     assert isinstance(error, ImportError)
     assert "PowerTrace.to_frame" in error.what
     assert "'pandas'" in error.what
-    assert error.fix == "pip install 'tessera-energy[frame]'"
+    assert error.fix == "pip install pandas, or in the clone: pip install '.[frame]'"
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)

@@ -108,6 +108,13 @@ def test_the_reference_table_is_current() -> None:
     assert reference.with_table(page, reference.table()) == page
 
 
+def test_an_interval_ends_at_what_the_board_may_draw() -> None:
+    figure = load(EXAMPLES / "exercises" / "reference.py").figure
+    assert figure(691.0, 273.0, 700.0) == "691 (418 to 700)"
+    assert figure(691.0, 9.0, 700.0) == "691 ± 9"
+    assert figure(12.74, 3.86) == "12.7 ± 3.9"
+
+
 def test_the_reference_keeps_to_physics() -> None:
     """No load draws more than the TDP, nor less than idle; none does more than the peak."""
     from tessera.hardware import lookup

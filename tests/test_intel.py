@@ -268,7 +268,7 @@ def test_without_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyzes", None)
     with pytest.raises(SensorUnavailable) as missing:
         IntelSensor().start()
-    assert missing.value.fix == "pip install 'tessera-energy[intel]'"
+    assert missing.value.fix == "pip install pyzes"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 
@@ -9,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.device import ASSUMED_ERROR
 from tessera.errors import SensorLost, SensorUnavailable
+from tessera.hardware import host_cpu, lookup
 from tessera.schema import Device, Figure, Hold
 from tessera.sensors.base import Sensor
-from tessera.sensors.modelled import MODEL_ERROR, ModelledSensor, proc_stat_busy
+from tessera.sensors.modelled import LINE_ERROR, MODEL_ERROR, ModelledSensor, model_error, proc_stat_busy
 
 CPU = Device(
     id="cpu", name="A CPU", kind="cpu", vendor="?",
@@ -127,11 +130,32 @@ def test_it_says_that_it_is_a_model(machine):
     (domain,) = machine.sensor(domain="host").domains()
     assert isinstance(machine.sensor(), Sensor)
     assert (domain.name, domain.source, domain.basis) == ("host", "modelled", "modelled")
-    assert domain.gain_error == MODEL_ERROR >= 0.2
+    assert domain.gain_error == LINE_ERROR  # both ends are said to be known
     assert domain.hold is Hold.MEAN
     assert domain.label == "A CPU"
     assert "100-300 W" in domain.note
     assert "its box" in domain.note
+
+
+@pytest.mark.parametrize(
+    ("idle", "full", "worse"),
+    [
+        (Figure(value=1.0, error=0.8, source="x"), Figure(value=4.0, error=3.0, source="x"), 0.8),
+        (Figure(value=1.0, error=0.1, source="x"), Figure(value=4.0, error=3.0, source="x"), 0.75),
+        (Figure(value=100.0, source="x", assumed=True), Figure(value=300.0, source="x"), ASSUMED_ERROR),
+        (Figure(value=100.0, source="measured"), Figure(value=300.0, source="measured"), 0.0),
+    ],
+)
+def test_its_error_is_that_of_its_figures_and_of_the_line(machine, idle, full, worse):
+    (domain,) = machine.sensor(dataclasses.replace(CPU, idle_w=idle, tdp_w=full)).domains()
+    assert domain.gain_error == pytest.approx(math.hypot(LINE_ERROR, worse))
+
+
+def test_a_cpu_that_nobody_knows_is_as_uncertain_as_the_catalogue_says(tmp_path):
+    generic, here = lookup("generic-cpu"), host_cpu(tmp_path / "cpuinfo", threads=2)
+    for figure in (generic.idle_w, generic.tdp_w):
+        assert model_error(here) >= figure.error / figure.value
+    assert model_error(generic) == pytest.approx(MODEL_ERROR)  # what a log without a curve is taken for
 
 
 def test_a_device_without_a_curve_is_refused(machine):

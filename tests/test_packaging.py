@@ -144,9 +144,9 @@ def test_it_works_without_the_repository_and_without_torch(bare: Path, tmp_path:
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ("predict resnet18 --on h200", 1, "pip install 'tessera-energy[torch]'"),
-        ("calibrate", 1, "pip install 'tessera-energy[torch]'"),
-        ("metrics --once", 1, "pip install 'tessera-energy[prometheus]'"),
+        ("predict resnet18 --on h200", 1, "pip install torch, or in the clone: pip install '.[torch]'"),
+        ("calibrate", 1, "pip install torch, or in the clone: pip install '.[torch]'"),
+        ("metrics --once", 1, "pip install prometheus_client"),
         ("hardware list", 0, "h200"),
         ("hardware show h200", 0, "141"),
         ("metrics --dashboard", 0, "tessera"),

@@ -311,6 +311,16 @@ def test_precision_may_be_a_torch_dtype():
     assert tessera.predict(net(), torch.randn(2, 64), precision=torch.bfloat16).prediction.precision == "bf16"
 
 
+@pytest.mark.parametrize("batch", [1, 64, 256, 1024, 4096, 65536])
+def test_what_is_as_long_as_the_host_is_bound_by_the_host(batch):
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    found = tessera.predict(model, torch.empty(batch, 256), on="a100", mode="train")
+    of = found.prediction
+    assert (of.bound == "host") == (of.host_s > of.device_s)
+    if of.bound == "host":  # a faster chip would take as long
+        assert found.total_latency_s == pytest.approx(of.host_s)
+
+
 def test_the_peak_is_never_below_the_average():
     for device in ("mi300x", "b200", "h200-nvl"):
         report = tessera.predict(net(), torch.randn(1, 64), on=device, launch="graph")

@@ -163,6 +163,16 @@ def test_mistakes(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("cnn.py", "cnn:make_model"), ("examples/train.py:job", "examples.train:job"), ("./cnn.py", "cnn:make_model")],
+)
+def test_a_script_is_told_how_to_name_its_model(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted(typed, "--on", "h200") == 1
+    said = capsys.readouterr().err
+    assert "is a script, not a model" in said and f"tessera predict {meant}, " in " ".join(said.split())
+
+
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom tessera.cli.main import main\n"

@@ -15,6 +15,8 @@ from torch import nn
 from tessera.estimate.predict import predict
 from tessera.estimate.search import Sweep, SweepRow, sweep
 from tessera.report import predict as shown
+from tessera.report import predict_parts as parts
+from tessera.report.narrow import Column, Pieces, fitting
 from tessera.report.predict_html import card, page
 from tessera.report.scatter import Axis, Dot, scatter
 from tessera.schema import DiffRow, Energy, EnergyDiff, EnergyReport, Opportunity
@@ -91,7 +93,7 @@ def test_a_prediction_says_everything_on_one_screen(report: EnergyReport) -> Non
     out = text_of(shown.prediction(report, top=5, opportunities=[saving()], next_command="tessera predict x"))
     assert "residual on NVIDIA A100" in out
     assert "bf16, infer, eager, batch 8" in out
-    assert re.search(r"\d ± \d.*[mµ]s .*\d ± \d.* mJ .*W average, .*W peak", out)
+    assert re.search(r"\d ± \d.*[mµ]s .*\d ± \d.* mJ .*W average, .*W peak of 20 ms", out)
     assert re.search(r"per sample +\S+ ± \S+ [mµ]?J", out)
     assert re.search(r"memory +\S+ MiB of 80 GiB", out)
     assert "bound by" in out
@@ -120,7 +122,7 @@ def test_blocks_are_exact_to_an_eighth() -> None:
 
 
 def test_top_consumers_are_numbered_and_grouped(report: EnergyReport) -> None:
-    found = shown.consumers(report, 100)
+    found = parts.consumers(report, 100)
     assert sum(c.energy_j for c in found) == pytest.approx(report.total_energy_j)
     assert sum(c.share for c in found) == pytest.approx(1.0)
     assert [c.energy_j for c in found] == sorted((c.energy_j for c in found), reverse=True)
@@ -131,10 +133,10 @@ def test_top_consumers_are_numbered_and_grouped(report: EnergyReport) -> None:
 
 def test_layers_alike_are_one_line() -> None:
     deep = predict(nn.Sequential(*(Block() for _ in range(6))), torch.empty(1, 16, 64), on="h200")
-    found = shown.consumers(deep, 100)
+    found = parts.consumers(deep, 100)
     assert [c.count for c in found if "qkv" in c.name] == [6]
     assert sum(c.energy_j for c in found) == pytest.approx(deep.total_energy_j)
-    assert all(c.count >= shown.STACK for c in found if "*" in c.name)
+    assert all(c.count >= parts.STACK for c in found if "*" in c.name)
 
 
 def test_no_opportunity_is_said(report: EnergyReport) -> None:
@@ -156,6 +158,79 @@ def test_a_sweep_marks_the_frontier_and_says_what_cannot_be(found: Sweep) -> Non
     for words in ("least energy", "fastest", "most throughput", "next"):
         assert words in out
     assert "memory" not in text_of(shown.comparison(found, width=80), width=80).splitlines()[1]
+
+
+UNITS = re.compile(r"±\s+[\d.]+\s(?:[mµ]?s|[mµ]?J)\b")
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 100, 140])
+def test_a_narrow_terminal_loses_no_unit_no_chip_and_no_star(found: Sweep, width: int) -> None:
+    out = text_of(shown.comparison(found, width=width), width=width)
+    assert "…" not in out
+    assert all(len(line) <= width for line in out.splitlines())
+    table = out[: out.index("* on the")]
+    assert len(re.findall(r"^\* (?:a100|h200)", table, re.MULTILINE)) == len(found.pareto())
+    assert len(re.findall(r"^[* ] (?:a100|h200) ", table, re.MULTILINE)) == len(found.feasible)
+    if width >= 50:  # below, a cell goes on in the next line
+        assert len(UNITS.findall(table)) == 2 * len(found.feasible)
+        assert not re.search(r"\d$", out, re.MULTILINE), "a figure stands apart from its unit"
+    gone = re.search(r"no room here for (.*?):", out.replace("\n", " "))
+    for heading in ("samples/s", "W", "bound by"):
+        shown_here = re.search(rf"(?m)^.*chip .*{heading}", out) is not None
+        assert shown_here != (gone is not None and heading in gone[1].split(", "))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_screen_keeps_figures_whole(report: EnergyReport, width: int) -> None:
+    long = dataclasses.replace(report, name="a" * 50)
+    out = text_of(shown.prediction(long, top=5, opportunities=[saving(), saving("raise utilisation")]), width=width)
+    assert all(len(line) <= width for line in out.splitlines())
+    rows = re.findall(r"^ *\d\. .*\S", out, re.MULTILINE)
+    assert len(rows) == 5
+    assert all(re.search(r"\d [mµ]?s +[\d.]+ [mµ]?J +[\d.]+%$", row) for row in rows)
+    assert out.count("saves 12.0 ± 2.0 mJ/sample (30%)") == 2
+    assert out.count("run in fp8; takes 4 ms") == 2
+
+
+def test_pieces_break_only_between_each_other() -> None:
+    pieces = Pieces("5.86 mJ per sample", "5.28 ms", "12,129 samples/s", between=", ")
+    assert text_of(pieces, width=60) == "5.86 mJ per sample, 5.28 ms, 12,129 samples/s\n"
+    assert text_of(pieces, width=30) == "5.86 mJ per sample, 5.28 ms,\n12,129 samples/s\n"
+
+
+def test_columns_leave_in_their_order_and_some_never() -> None:
+    columns = [Column(heading=name, cells=["12345"], leaves=n) for name, n in (("a", 0), ("b", 2), ("c", 1))]
+    assert [c.heading for c in fitting(columns, 17)[0]] == ["a", "b", "c"]
+    assert [c.heading for c in fitting(columns, 16)[0]] == ["a", "c"]
+    assert [c.heading for c in fitting(columns, 3)[0]] == ["a"]
+
+
+def _waiting(device: str, joules: float, *, late: float = 1.0) -> SweepRow:
+    """A row bound by the host: as long on every chip, but for the last bit of the sum."""
+    return SweepRow(device=device, precision=None, batch=32, latency_s=0.00637 * late, energy_j=joules, bound="host")
+
+
+@pytest.mark.parametrize("late", [1.0, 1 + 2e-16, 1 - 2e-16])
+@pytest.mark.parametrize("order", [("h200", "a100"), ("a100", "h200")])
+def test_of_equals_the_cheaper_is_chosen_for_everything(order: tuple[str, str], late: float) -> None:
+    joules = {"h200": 0.9, "a100": 0.7}
+    rows = [_waiting(order[0], joules[order[0]]), _waiting(order[1], joules[order[1]], late=late)]
+    tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
+    assert {row.device for _, row in shown.choices(tied)} == {"a100"}
+    best = tied.best_device(energy_budget_j=1.0)
+    assert best is not None and best.device == "a100"
+
+
+def test_a_power_mode_is_named_once() -> None:
+    assert parts.chip_name("jetson-orin@30W").count("30W") == 1
+    assert parts.chip_name("no such chip") == "no such chip"
+
+
+def test_a_report_as_text() -> None:
+    energy = Energy(joules=12.0, error_j=0.5, seconds=1.0, source="nvml-samples")
+    measured = EnergyReport(name="train", total=energy, by_domain={"gpu0": energy}, peak_w=400.0)
+    assert "peak 400 W" in shown.text(measured)
+    assert "of 20 ms" not in shown.text(measured)  # a measured peak is the sensor's, whatever that is
 
 
 def test_a_sweep_of_nothing_possible_still_says_why() -> None:
@@ -235,6 +310,13 @@ def test_a_sweeps_page_has_the_plot_and_the_table(found: Sweep) -> None:
     assert parser.tags.count("circle") == len(found.feasible)
     assert parser.tags.count("title") == 1 + len(found.feasible), "the page's own and one under each point"
     assert parser.tags.count("polyline") == 1
+
+
+def test_points_are_named_by_what_tells_them_apart(found: Sweep) -> None:
+    svg = page(found).partition("<svg")[2].partition("</svg>")[0]
+    assert re.search(r">(?:a100|h200) (?:bf16|fp8) b[18]<", svg)
+    one = dataclasses.replace(found, rows=[r for r in found.rows if r.precision == "bf16" and r.batch == 8])
+    assert re.search(r">h200<", page(one).partition("<svg")[2].partition("</svg>")[0])
 
 
 def test_a_card_works_for_a_measurement_too(report: EnergyReport) -> None:

@@ -34,7 +34,6 @@ PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if
 # Figures that are no measurements, wherever they stand.
 GIVEN = {
     "90%": "the interval of every uncertainty here",
-    "30%": "the assumed interval of the modelled sensor (sensors/modelled.py)",
     "5%": "NVIDIA's documented accuracy of older boards",
     "200 ms": "the default cap_window_ms of a schedule",
     "5 ms": "an interval somebody asks for",

@@ -369,6 +369,24 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
         merge([one, two])
 
 
+def _span(path: Path, start_ns: int, end_ns: int) -> Path:
+    with RunWriter(path) as out:
+        out.add_row("region", "work", start_ns, end_ns)
+    return path
+
+
+def test_runs_one_after_the_other_are_no_ranks(tmp_path: Path) -> None:
+    first = _span(tmp_path / "cnn.tessera", T0, T0 + 5 * MS)
+    later = _span(tmp_path / "cnn-2.tessera", T0 + 7 * MS, T0 + 9 * MS)
+    with pytest.raises(ArgumentError, match="one after the other") as caught:
+        merge([later, first])
+    assert f"tessera diff {first} {later}" in str(caught.value.fix) and "2 ms" in str(caught.value.why)
+    beside = _span(tmp_path / "cnn-3.tessera", T0 + 4 * MS, T0 + 9 * MS)
+    assert len(merge([first, beside]).sources) == 2, "side by side they may be"
+    named = _span(tmp_path / "cnn.rank1.tessera", T0 + 7 * MS, T0 + 9 * MS)
+    assert len(merge([first, named]).sources) == 2, "a clock may be off by more than the run"
+
+
 def test_the_surer_clock_is_taken_and_a_contradiction_said(tmp_path: Path) -> None:
     def run(name: str, rank: int, offset_ns: float, error_ns: float, group: str) -> Path:
         t = rank_timeline(rank, offset_ns=rank * 3 * MS, group=group)

@@ -339,6 +339,23 @@ def test_names_are_no_markup(made: Made, tmp_path: Path) -> None:
     assert "per [bold]x" in out
 
 
+@pytest.mark.parametrize(
+    ("code", "says"), [(130, "was interrupted (Ctrl-C)"), (-2, "was interrupted"), (1, "failed with exit code 1")]
+)
+def test_how_a_program_ended_is_said(made: Made, tmp_path: Path, code: int, says: str) -> None:
+    with made.write(tmp_path / "x.tessera", returncode=code) as run:
+        assert f"the program {says}" in text_of(text(run, made.table, timeline=made.timeline))
+        assert f"The program {says}" in page(run, made.table, timeline=made.timeline)
+
+
+def test_a_limit_that_cut_nothing_is_not_named(tmp_path: Path) -> None:
+    window = (START_NS, START_NS + 1_900_000_000)
+    record(tmp_path / "p.tessera", stepped(19, 19), windows=[window], notes=[LIMIT]).close()
+    with RunFile(tmp_path / "p.tessera") as run:
+        out, rendered, _ = both(run)
+    assert "19 of 19 steps" in out and "--limit" not in out and "--limit" not in rendered
+
+
 def test_modelled_joules_and_failures_are_said(made: Made, tmp_path: Path) -> None:
     modelled = dataclasses.replace(made.table, basis="modelled", coverage=0.5)
     with made.write(tmp_path / "x.tessera", returncode=3) as run:
@@ -564,15 +581,20 @@ def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
     ]
     regions = [{"name": "step_N", "kind": "region", "calls": 10, "time_s": 1.0}]
     summary = {"windows": 3, "traced_s": 1.0, "kernels": kernels, "ops": [], "regions": regions, "counters": []}
-    record(tmp_path / "s.tessera", mode="summary", summary=summary).close()
+    windows = [(START_NS + 1_000_000_000, START_NS + 2_000_000_000)]
+    record(tmp_path / "s.tessera", mode="summary", summary=summary, windows=windows).close()
     with RunFile(tmp_path / "s.tessera") as run:
         out, rendered, spent = both(run)
         said = answer(run, spent)
-    assert re.search(r"nvjet_\S+ +~36\d J +60\.0%", out)
-    assert re.search(r"CUDAFunctor_add<bf16>> +~12\d J +20\.0%", out)
-    assert "step_N: 10 x ~" in out
-    assert said.kernels[0].energy_j == pytest.approx(0.6 * spent.total_j)
-    assert "Where the joules went" in rendered
+    assert re.search(r"nvjet_\S+ +~300 J +49\.7%", out)  # of the second that had steps, and not of the one before
+    assert re.search(r"CUDAFunctor_add<bf16>> +~100 J +16\.6%", out)
+    assert re.search(r"the rest +~204 J +33\.8%", out)
+    assert "per step  ~" in out and "10 steps" in out
+    assert said.kernels[0].energy_j == pytest.approx(0.6 * 500, rel=0.02)
+    assert sum(r.energy_j for r in said.kernels) + said.rest_j == pytest.approx(spent.total_j)
+    assert said.per_work[0].energy_j == pytest.approx(50, rel=0.02)
+    shown_text = "".join(checked(rendered).text)
+    assert "Where the joules went" in shown_text and "the rest" in shown_text and "~50" in shown_text
 
 
 def test_a_host_alone(tmp_path: Path) -> None:
@@ -617,7 +639,11 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     assert spent.total_j == pytest.approx(55, rel=0.02)
     assert said.whole.energy_j == pytest.approx(600, rel=0.02)
     assert (said.whole.seconds, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
-    first, second = out.splitlines()[1:3]
+    first, second, third = out.splitlines()[1:4]
+    (after,) = said.outside
+    assert (after.where, after.steps) == ("after", 15) and after.seconds == pytest.approx(1.45)
+    assert said.energy_j + after.energy_j == pytest.approx(said.whole.energy_j)
+    assert re.match(r"in no table: 5\d\d J in 1\.45 s after it \(15 steps\)", third)
     assert re.match(r"60\d[.\d]* ± [\d.]+ J   30\d[.\d]* ± [\d.]+ W   2 s   20 steps   peak 500 W", first)
     assert second.startswith("traced 550 ms, 5 of 20 steps, 5")
     assert second.rstrip().endswith("J: the tables are of these (--limit 0 traces all)")
@@ -628,7 +654,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     assert "note" not in out  # it is said in the second line
     text_ = "".join(checked(rendered).text)
     assert "2 swall time, 20 steps" in text_
-    assert "Traced 550 ms, 5 of 20 steps" in text_
+    assert "Traced 550 ms, 5 of 20 steps" in text_ and "In no table: 5" in text_
     assert "per step (of 5 traced)" in text_
     done = invoke(str(tmp_path / "p.tessera"), "--json")
     data = json.loads(done.stdout)
@@ -648,7 +674,33 @@ def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
     assert said.seconds == pytest.approx(0.4)
     assert sum(g.seconds for g in said.gaps) == pytest.approx(0.4 - spent.busy_s)
     assert "traced 400 ms, 4 of 20 steps" in out
+    assert [(o.where, o.steps) for o in said.outside] == [("between", 1), ("after", 15)]
+    assert said.energy_j + sum(o.energy_j for o in said.outside) == pytest.approx(said.whole.energy_j)
     assert "--limit" not in out
+
+
+@pytest.mark.parametrize(
+    ("gap_ns", "command", "steps"), [(0, "python x.py", 6), (1000, "python x.py", 5), (0, None, 5)]
+)
+def test_a_first_step_whose_begin_nobody_saw_is_counted(
+    tmp_path: Path, gap_ns: int, command: str | None, steps: int
+) -> None:
+    b = Builder()
+    for i in range(1, 6):  # as the optimizer's hook tells: step_0 ended where step_1 begins
+        at = START_NS + 1_000_000_000 + i * 100_000_000
+        b.add("region", f"step_{i}", at, at + 100_000_000 - gap_ns, thread=1)
+        b.add("op", "aten::mm", at + 1_000_000, at + 90_000_000, thread=1)
+    windows = [(START_NS + 1_050_000_000, START_NS + 1_600_000_000)]
+    facts = {"command": command} if command else {}
+    record(tmp_path / "f.tessera", b.build(), domain=CPU, windows=windows, **facts).close()
+    with RunFile(tmp_path / "f.tessera") as run:
+        out, _, spent = both(run)
+        said = answer(run, spent)
+    assert (said.whole.steps, said.whole.whole_steps, said.traced_steps) == (steps, 5, 5)
+    assert f"   {steps} steps" in out.splitlines()[1]
+    assert f"5 of {steps} steps{' (the first' * (steps == 6)}" in out
+    assert "before it (imports, preparation)" in out
+    assert said.energy_j + sum(o.energy_j for o in said.outside) == pytest.approx(said.whole.energy_j)
 
 
 def test_steps_without_power_are_left_out(tmp_path: Path) -> None:
@@ -778,7 +830,7 @@ def test_what_is_no_run_is_named(made: Made, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"train\.tessera"):
         invoke(str(tmp_path / "other.tessera"))
     trace = tmp_path / "x.kineto.json.gz"
-    trace.write_bytes(gzip.compress(b"{}"))
+    trace.write_bytes(gzip.compress(b'{"traceEvents": []}'))
     with pytest.raises(ArgumentError, match="tessera analyze"):
         invoke(str(trace))
 

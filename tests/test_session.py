@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +116,24 @@ def test_wrong_words_are_answered_with_the_nearest():
         profile.session(schedule=lambda step: 1)
     with pytest.raises(ArgumentError, match="trace nothing"):
         profile.schedule(active=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (["trace.json"], 'exporters=[profile.chrome("trace.json")]'),
+        ([Path("all.csv")], 'exporters=[profile.summary("all.csv")]'),
+        (["http://host:4318"], 'exporters=[profile.otlp("http://host:4318")]'),
+        ("rows.parquet", 'exporters=[profile.parquet("rows.parquet")]'),
+        (profile.chrome("a.json"), "exporters=[Chrome(path='a.json')]"),
+        ([profile.chrome], 'exporters=[profile.chrome("trace.json")]'),
+        ([None], 'exporters=[profile.chrome("trace.json")]'),
+    ],
+)  # fmt: skip
+def test_what_cannot_export_is_said_before_the_work(given, fix, tmp_path):
+    with pytest.raises(ArgumentError) as caught:
+        profile.session(exporters=given, path=tmp_path / "run.tessera")
+    assert caught.value.fix == fix
 
 
 def test_an_interval_under_a_millisecond_warns():
@@ -392,6 +411,33 @@ def test_a_schedule_traces_its_steps_only(path):
         for name, (start, end) in steps.items() if start <= r.start_ns < end
     }  # fmt: skip
     assert traced == {"step_2", "step_3", "step_6", "step_7"} and len(steps) == 10
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (0, "steps 50 to 59 never came: there were none"),
+        (1, "steps 50 to 59 never came: there was one"),
+        (40, "steps 50 to 59 never came: there were 40 (0 to 39)"),
+        (50, "steps 50 to 59 never came: there were 50 (0 to 49)"),
+        (51, "of steps 50 to 59 only step 50 came"),
+        (59, "of steps 50 to 59 only steps 50 to 58 came"),
+        (60, None),
+        (99, None),
+    ],
+)
+def test_steps_that_never_came_are_said(steps, said):
+    assert between(50, 60).missed(steps) == said
+    assert profile.schedule(active=2).missed(steps) is None, "it began with the session"
+
+
+def test_a_session_that_ends_before_its_schedule_says_so(path):
+    with profile.session(["cpu"], path=path, schedule=profile.schedule(wait=98, warmup=1, active=1)) as sess:
+        for _ in range(3):
+            burn(1)
+            sess.step()
+    with profile.RunFile(path) as run:
+        assert "step 99 never came: there were 3 (0 to 2)" in run.notes
 
 
 def test_a_schedules_joules_are_those_of_its_windows(power, path):

@@ -54,9 +54,11 @@ def predicted(chip: str, size: int, dtype: torch.dtype) -> Row:
     )
 
 
-def figure(value: float, error: float) -> str:
-    """Three digits, and the half-width to the same place."""
+def figure(value: float, error: float, most: float | None = None) -> str:
+    """Three digits, and the half-width to the same place; an interval that would pass `most` ends there."""
     places = 0 if value >= 100 else 1 if value >= 10 else 2
+    if most is not None and value + error > most:
+        return f"{value:.{places}f} ({value - error:.{places}f} to {most:g})"
     return f"{value:.{places}f} ± {error:.{places}f}"
 
 
@@ -78,7 +80,7 @@ def table() -> str:
                 cell
                 for r in rows
                 for cell in (
-                    figure(r.power_w, r.power_error_w),
+                    figure(r.power_w, r.power_error_w, device.tdp_w.value),
                     figure(r.tflops, r.tflops_error),
                     f"{r.tflops_per_w:.3f}",
                 )

@@ -153,7 +153,7 @@ class MissingExtra(TesseraError, ImportError):
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed",
-            fix=f"pip install 'tessera-energy[{extra}]'",
+            fix=f"pip install {package}, or in the clone: pip install '.[{extra}]'",
         )
 
 

@@ -248,7 +248,10 @@ def _prediction(values: dict[str, Any]) -> Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opportunity:
-    """A change that would save joules, with what it would save, computed by predicting it."""
+    """A change that would save joules, with what it would save, computed by predicting it.
+
+    `saves_j` and `error_j` are per `unit` (a sample, a token; else an iteration), `latency_s` is of one iteration.
+    """
 
     name: str
     action: str
@@ -334,7 +337,7 @@ class EnergyReport:
 
     @property
     def peak_power_w(self) -> float | None:
-        """The highest power seen, or predicted for one kernel."""
+        """The highest power seen, or predicted as a mean over 20 ms."""
         return self.peak_w
 
     @property
@@ -387,6 +390,11 @@ class EnergyReport:
         from .analyze.compare import compare
 
         return compare(self, other)
+
+    def __str__(self) -> str:
+        from .report.predict import text
+
+        return text(self)
 
     def _repr_html_(self) -> str:
         from .report.predict_html import card

@@ -16,16 +16,16 @@ import numpy as np
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..profile.runfile import RunFile
-from ..schema import Basis, Energy, Telemetry
+from ..schema import Basis, Telemetry
 from ..timeline.columns import Timeline
-from ..trace import PowerTrace, column_energy, combine
+from ..trace import PowerTrace
 from .findings import Finding, findings
 from .names import CATEGORIES, category
 from .places import HostGap, devices, host_gaps
-from .shared import Shared, from_stacks, from_summary, weighed
+from .shared import Shared, Spent, from_stacks, from_summary, weighed
+from .whole import Outside, Whole, is_partial, outside, whole_of, windows_of
+from .whole import window_of as window_of
 
-FULLY = 0.98
-"""A run of which this much was traced is called traced."""
 TIME_LIMIT = "the time limit for tracing was reached"
 
 
@@ -64,32 +64,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """The run from its start to its end, whether traced or not. `steps` is None where it has none."""
-
-    energy_j: float
-    error_j: float
-    seconds: float
-    power_w: float | None
-    power_error_w: float | None
-    steps: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: what `--json` has as "run"."""
-        return {
-            "energy_j": self.energy_j, "energy_error_j": self.error_j, "seconds": self.seconds, "steps": self.steps,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a run cost. Joules are those of its `EnergyTable`; every error is the half-width of a 90% interval.
 
     `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure is of that
-    part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it.
-    `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run, a CPU)
-    `shared_by` says how the joules were shared out instead, and those rows have no error. `cut` says why the file
-    ends early, where it does.
+    part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it. The
+    part and what is `outside` sum to the whole.
+    `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run)
+    `shared_by` says how the joules were shared out instead, and those rows have no error; `rest_j` are no row's. `cut`
+    says why the file ends early, where it does.
     """
 
     name: str
@@ -115,6 +98,8 @@ class Answer:
     partial: bool = False
     traced_steps: int | None = None
     limited: bool = False
+    outside: Sequence[Outside] = ()
+    rest_j: float = 0.0
     parts: Sequence[Part] = ()
     per_work: Sequence[PerWork] = ()
     ops: Sequence[EnergyRow] = ()
@@ -161,9 +146,9 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     idle_s = max(table.seconds * max(len(devices(lines)), 1) - table.busy_s, 0.0)
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
     error_j = table.total_error_j
-    partial = _partial(run, table)
-    whole = _whole(run, table, lines, power, partial)
-    noted = _notes(run, table, lines)
+    partial = is_partial(run, table)
+    whole = whole_of(run, table, lines, power, partial, shared)
+    noted = [*([shared.note] if shared and shared.note else []), *_notes(run, table, lines)]
     busy_error_j = math.hypot(error_j, table.idle_error_j) if table.idle_error_j > 0 else error_j
     return Answer(
         name=name_of(run),
@@ -187,10 +172,12 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         idle_share=table.idle_j / table.total_j if known and table.total_j > 0 else None,
         whole=whole,
         partial=partial,
-        traced_steps=len(table.steps) if whole.steps is not None else None,
+        traced_steps=len(table.steps) if whole.steps is not None and not shared else None,
         limited=any(TIME_LIMIT in note for note in noted),
+        outside=outside(run, lines, power) if partial else (),
+        rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
-        per_work=_per_work(run, table, whole),
+        per_work=_per_work(run, table, whole, shared),
         ops=_dearest(spent.ops),
         kernels=_dearest(spent.kernels),
         regions=_dearest([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
@@ -205,63 +192,8 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     )
 
 
-def windows_of(run: RunFile) -> list[tuple[int, int]]:
-    """What was accounted for, as in `profile.energy`.
-
-    The traced windows of a schedule each on their own; else from the first to the last; else the whole run.
-    """
-    windows = [(int(a), int(b)) for a, b in run.get("windows") or []]
-    if not windows or run.get("mode") == "summary":
-        return [run.span_ns]
-    return windows if run.get("scheduled") else [(windows[0][0], windows[-1][1])]
-
-
-def window_of(run: RunFile) -> tuple[int, int]:
-    """From the first of `windows_of` to the last."""
-    windows = windows_of(run)
-    return windows[0][0], windows[-1][1]
-
-
-def _partial(run: RunFile, table: EnergyTable) -> bool:
-    """Whether the table is of less than the run: what was not traced is in no row of it."""
-    start_ns, end_ns = run.span_ns
-    traced_s = sum(b - a for a, b in windows_of(run)) * 1e-9
-    return bool(table.kernels or table.ops) and max(traced_s, table.seconds) < FULLY * (end_ns - start_ns) * 1e-9
-
-
-def _whole(run: RunFile, table: EnergyTable, timeline: Timeline, power: PowerTrace, partial: bool) -> Whole:
-    """Of the table where that is all; else from the samples of the devices the table is about."""
-    steps = len(timeline.linked.steps) or None
-    spent = Energy(
-        joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, coverage=table.coverage,
-        source=table.source, basis=table.basis,
-    )  # fmt: skip
-    if partial:
-        start_ns, end_ns = power.start_ns, power.end_ns
-        columns = [power.columns[name] for name in _accounted(power, timeline)]
-        spent = combine([column_energy(c, start_ns, end_ns) for c in columns], (end_ns - start_ns) * 1e-9)
-    seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
-    return Whole(
-        energy_j=spent.joules, error_j=spent.error_j, seconds=spent.seconds, steps=steps,
-        power_w=spent.joules / seen_s if seen_s > 0 else None,
-        power_error_w=spent.error_j / seen_s if seen_s > 0 else None,
-    )  # fmt: skip
-
-
-def _accounted(power: PowerTrace, timeline: Timeline) -> list[str]:
-    """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
-    counted = [name for name, c in power.columns.items() if c.domain.counted]
-    boards = [name for name in counted if name.startswith("gpu")]
-    used = devices(timeline)
-    if not used:
-        hosts = [name for name in counted if name not in boards]
-        return hosts[:1] or boards
-    boards = boards or counted
-    return [name for name in boards if name in {f"gpu{d}" for d in used}] or boards[:1]
-
-
 def _peak_w(power: PowerTrace, table: EnergyTable, whole: Whole) -> float | None:
-    """The highest sample. Of a model there is none: its curve knows means, and rows may lie above them."""
+    """The highest sample. Of a model there is none: its curve knows means only."""
     peak_w = power.peak_w
     if table.basis != "measured" or peak_w is None:
         return None
@@ -325,8 +257,14 @@ def _parts(table: EnergyTable) -> list[Part]:
     return [Part(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
 
 
-def _per_work(run: RunFile, table: EnergyTable, all_of_it: Whole) -> list[PerWork]:
+def _per_work(run: RunFile, table: EnergyTable, all_of_it: Whole, shared: Shared | None) -> list[PerWork]:
     """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
+    if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in _amounts(run.get("work")):
+        of_steps = PerWork(
+            unit="step", amount=float(shared.whole_steps), energy_j=shared.steps_j / shared.whole_steps,
+            error_j=math.nan, rate_per_s=shared.whole_steps / shared.steps_s,
+        )  # fmt: skip
+        return [of_steps, *_per_work(run, table, all_of_it, None)]
     amounts = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
     known = any(not math.isnan(s.energy_j) for s in table.steps)
     counted = known and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
@@ -358,8 +296,11 @@ def _per_step(table: EnergyTable) -> PerWork:
 
 
 def mean_w(row: EnergyRow) -> float | None:
-    """Mean watts of a row: of steps and regions, which hold idle time too, over their wall time."""
-    return row.energy_j / row.wall_s if row.wall_s else row.power_w
+    """Mean watts of a row: of a step, on however many devices, over its wall time.
+
+    A region's wall time is the host's: what it launched runs later, and its joules are over the seconds of that.
+    """
+    return row.energy_j / row.wall_s if row.wall_s and row.kind == "step" else row.power_w
 
 
 def _sum_error(rows: Sequence[EnergyRow], table: EnergyTable) -> float:
@@ -396,9 +337,20 @@ def _shared(run: RunFile, table: EnergyTable, power: PowerTrace) -> Shared | Non
     spent_j = table.total_j
     if not spent_j > 0:
         return None
-    return from_summary(run.get("summary"), spent_j, table.seconds) or from_stacks(
-        stacks_of(run, power, spent_j), spent_j
-    )
+    start_ns, end_ns = (t - power.epoch_offset_ns for t in _traced_ns(run))
+    traced = power.energy(start_ns=start_ns, end_ns=end_ns)
+    known = traced.coverage > 0 and traced.joules > 0
+    spent = Spent(
+        total_j=spent_j, seconds=table.seconds, traced_j=traced.joules / traced.coverage if known else 0.0,
+        traced_s=traced.seconds if known else 0.0,
+    )  # fmt: skip
+    return from_summary(run.get("summary"), spent) or from_stacks(stacks_of(run, power, spent_j), spent_j)
+
+
+def _traced_ns(run: RunFile) -> tuple[int, int]:
+    """From the begin of the first traced window to the end of the last; the whole run where there is none."""
+    windows = run.get("windows") or [run.span_ns]
+    return int(windows[0][0]), int(windows[-1][1])
 
 
 def stacks_of(run: RunFile, power: PowerTrace, total_j: float) -> list[tuple[str, int, float]]:

@@ -15,9 +15,8 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,11 +24,16 @@ import numpy as np
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..errors import ArgumentError, RecordingError
 from ..record import KINDS
-from ..schema import SCHEMA_VERSION, Basis, EnergyDiff, EnergyReport
+from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from ..trace import PowerTrace
 from . import alike
+from .side import Cell, Side
 from .source import Source, open_source
+from .stepwise import stepped, wall
+
+if TYPE_CHECKING:
+    from ..profile.runfile import RunFile
 
 _NAN = float("nan")
 _HEAD = 4096
@@ -37,64 +41,8 @@ _FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
 
 
 _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fields(kind)} | {
-    "answer", "crashed", "opportunities", "report", "returncode", "rows", "run", "summary",
+    "answer", "crashed", "opportunities", "path", "report", "returncode", "rows", "run", "summary",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One row of one side: joules and seconds with 90% half-widths (NaN: unknown), calls, and its kind."""
-
-    energy_j: float
-    error_j: float
-    seconds: float
-    error_s: float
-    calls: float
-    kind: str = ""
-    errors: alike.Errors | None = None  # of a prediction: what its half-widths consist of
-
-    def __add__(self, other: Cell) -> Cell:
-        return Cell(
-            self.energy_j + other.energy_j, math.hypot(self.error_j, other.error_j), self.seconds + other.seconds,
-            math.hypot(self.error_s, other.error_s), self.calls + other.calls, self.kind,
-            self.errors + other.errors if self.errors and other.errors else None,
-        )  # fmt: skip
-
-    def scaled(self, factor: float) -> Cell:
-        """The same, of a part of the work."""
-        return Cell(
-            self.energy_j * factor, self.error_j * factor, self.seconds * factor, self.error_s * factor,
-            self.calls * factor, self.kind, self.errors.scaled(factor) if self.errors else None,
-        )  # fmt: skip
-
-
-ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=alike.NONE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
-
-    `gain` is the share of the joules by which their level may be off, of which `total.error_j` consists among others;
-    sides of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones err alike.
-    """
-
-    name: str
-    basis: Basis
-    total: Cell
-    work: Mapping[str, float] = field(default_factory=dict)
-    steps: Sequence[EnergyRow] = ()
-    views: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
-    components: Mapping[str, float] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    sensors: str = ""
-    gain: float = 0.0
-    model: str = ""
-
-    @property
-    def predicted(self) -> bool:
-        """A prediction, whose rows are subgraphs, not operators."""
-        return self.basis == "predicted"
 
 
 def compare(before: EnergyReport, after: EnergyReport) -> EnergyDiff:
@@ -137,7 +85,7 @@ def _of_report(report: EnergyReport) -> Side:
         cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind, errors)
         ops[d.subgraph_name] = ops[d.subgraph_name] + cell if d.subgraph_name in ops else cell
     regions = {
-        r.name: Cell(r.energy.joules, r.energy.error_j, r.energy.seconds, _NAN, r.calls, "region")
+        r.name: Cell(r.energy.joules, r.energy.error_j, r.energy.seconds, _NAN, r.calls, "region", once=True)
         for r in report.regions
     }
     parts = {"compute": report.compute_energy_j, "memory": report.memory_energy_j, "static": report.static_energy_j}
@@ -146,30 +94,31 @@ def _of_report(report: EnergyReport) -> Side:
         basis="predicted" if of else report.basis,
         total=Cell(
             total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1,
-            errors=alike.whole_errors(report) if of else None,
+            errors=alike.whole_errors(report) if of else None, once=of is None,
         ),
+        span="" if of else "run",
         work={w.unit: w.amount for w in report.work},
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
         model=alike.model_of(report),
-        **_level(total.source, "predicted" if of else report.basis),
+        **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
     )  # fmt: skip
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _level(source: str, basis: str) -> dict[str, Any]:
-    """What is known of the level's error by the name of the source alone: that of the power model."""
-    from ..sensors.modelled import MODEL_ERROR
-
-    return {"sensors": f"model {source}", "gain": MODEL_ERROR} if basis == "modelled" else {}
+def _level(source: str, basis: str, joules: float, error_j: float) -> dict[str, Any]:
+    """What is known of the level's error by the name of the source alone: a power model's error is all of it level."""
+    if basis != "modelled":
+        return {}
+    return {"sensors": f"model {source}", "gain": error_j / joules if joules > 0 else 0.0}
 
 
 def _sensed(source: Source, table: EnergyTable) -> dict[str, Any]:
     """The counted sensors of a recording, and their common error as a share of all joules."""
     if source.power is None or table.basis == "modelled":
-        return _level(table.source, table.basis)
+        return _level(table.source, table.basis, table.total_j, table.total_error_j)
     counted = [d for d in source.power.domains if d.counted]
     spent = {d.name: source.power.energy(d.name).joules for d in counted}
     known_j = math.fsum(j for j in spent.values() if not math.isnan(j))
@@ -183,8 +132,9 @@ def _sensed(source: Source, table: EnergyTable) -> dict[str, Any]:
 
 def _of_table(
     table: EnergyTable, name: str, work: Mapping[str, float], notes: Sequence[str] = (),
-    level: Mapping[str, Any] | None = None,
+    level: Mapping[str, Any] | None = None, **more: Any,
 ) -> Side:  # fmt: skip
+    """A table; `more` is what else its side knows: its span, the whole it is a part of, its rows by step."""
     steps = {s.name for s in table.steps}
     views: dict[str, dict[str, Cell]] = {}
     for view in ("ops", "kernels", "regions", "modules"):
@@ -192,41 +142,53 @@ def _of_table(
         for r in table.rows(view):
             if view == "regions" and r.name in steps:  # they are numbered: none of them is in both
                 continue
-            seconds = r.wall_s if r.wall_s is not None else r.time_s
-            cell = Cell(r.energy_j, r.energy_error_j, seconds, _NAN, r.calls, r.kind)
+            cell = Cell(r.energy_j, r.energy_error_j, wall(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
-        if rows and view in ("ops", "kernels") and table.kernels and not table.idle_j <= 0:  # NaN: time is known
+        if rows and view in ("ops", "kernels") and not table.idle_j <= 0:  # NaN: time is known
             idle_s = max(table.seconds - table.busy_s, 0.0)
-            rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle")
+            rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
+    total = Cell(table.total_j, table.total_error_j, table.seconds, _NAN, 1, once=True)
+    whole = more.pop("whole", None)
+    told = _level(table.source, table.basis, table.total_j, table.total_error_j) if level is None else level
     return Side(
-        name=name,
-        basis=table.basis,
-        total=Cell(table.total_j, table.total_error_j, table.seconds, _NAN, 1),
+        name=name, basis=table.basis, total=whole or total, traced=total if whole else None,
         work={**({"step": float(len(table.steps))} if table.steps else {}), **work},
-        steps=table.steps,
-        views=views,
-        notes=[*notes, *(n for n in table.notes if n not in notes)],
-        **(_level(table.source, table.basis) if level is None else level),
-    )
+        steps=table.steps, views=views, notes=[*notes, *(n for n in table.notes if n not in notes)], **told, **more,
+    )  # fmt: skip
 
 
 def _of_source(source: Source, power: Any) -> Side:
     if isinstance(power, PowerTrace) and source.power is None:
         source.power = power
     table = source.energy()
-    work: dict[str, float] = {}
-    name = source.name
     if source.run is not None:
-        from .answer import _amounts, name_of
-
-        work = {unit.removesuffix("s"): n for unit, n in _amounts(source.run.get("work")).items()}
-        name = f"{name_of(source.run)} ({source.name})" if source.name.endswith(".tessera") else name_of(source.run)
+        return _of_run(source, source.run, table)
     if table is None:
-        return _of_table(
-            timed(source.timeline), name, work, [*source.notes, f"{name} has no power: only time is known"]
-        )
-    return _of_table(table, name, work, source.notes, _sensed(source, table))
+        notes = [*source.notes, f"{source.name} has no power: only time is known"]
+        found = timed(source.timeline)
+        return _of_table(found, source.name, {}, notes, span="trace", stepped=stepped(source.timeline, found))
+    level = _sensed(source, table)
+    by_step = stepped(source.timeline, table)
+    return _of_table(table, source.name, {}, source.notes, level, span="trace", stepped=by_step)
+
+
+def _of_run(source: Source, run: RunFile, table: EnergyTable | None) -> Side:
+    """A run: from its start to its end, whatever part of it was traced."""
+    from .answer import _amounts, name_of
+    from .whole import is_partial, whole_of, windows_of
+
+    work = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
+    name = f"{name_of(run)} ({source.name})" if source.name.endswith(".tessera") else name_of(run)
+    if table is None:
+        notes = [*source.notes, f"{name} has no power: only time is known"]
+        found = timed(source.timeline)
+        return _of_table(found, name, work, notes, span="trace", stepped=stepped(source.timeline, found))
+    more: dict[str, Any] = {"span": "run", "stepped": stepped(source.timeline, table, windows_of(run))}
+    if is_partial(run, table):
+        all_of_it = whole_of(run, table, source.timeline, run.power(), True, None)
+        more["whole"] = Cell(all_of_it.energy_j, all_of_it.error_j, all_of_it.seconds, _NAN, 1, once=True)
+    return _of_table(table, name, work, source.notes, _sensed(source, table), **more)
 
 
 def timed(timeline: Timeline) -> EnergyTable:
@@ -326,9 +288,16 @@ def _json_table(data: Mapping[str, Any], name: str) -> Side:
     for view in VIEWS:
         plain[view] = [{**r, "name": r.get("kernel_name", r.get("name"))} for r in plain.get(view, ())]
     table = msgspec.convert(plain, EnergyTable)
-    said = data.get("answer") or {}
+    said, run = data.get("answer") or {}, data.get("run")
     work = {p["unit"]: p["amount"] for p in said.get("per_work", ()) if p["unit"] != "step"}
-    return _of_table(table, f"{said['name']} ({name})" if said.get("name") else name, work)
+    shown = said.get("name") or (Path(str(data["path"])).name if "path" in data else "")
+    more: dict[str, Any] = {"span": "run" if said or run else "trace"}
+    if isinstance(run, Mapping):
+        found = _unknown(run)
+        whole = Cell(found["energy_j"], found["energy_error_j"], found["seconds"], _NAN, 1, once=True)
+        if whole.seconds > table.seconds * (1 + 1e-9):
+            more["whole"] = whole
+    return _of_table(table, f"{shown} ({name})" if shown else name, work, **more)
 
 
 def _unknown(value: Any, key: str = "") -> Any:

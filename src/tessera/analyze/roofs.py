@@ -45,6 +45,8 @@ _COLUMNS = (
 )  # fmt: skip
 _OF_AN_OP = (Column(key="name", title="Operator"), Column(key="shapes", title="Shapes"))
 _OF_A_KERNEL = (Column(key="name", title="Kernel"),)
+# A host's rows are operators, and mostly without roofs: what they achieve comes first there.
+_OF_A_HOST = ("calls", "time_s", "share_pct", "flop_per_s", "intensity", "energy_j", "flop_per_j", "bytes_per_s")
 _BESIDE_A_KERNEL = (Column(key="op", title="Operator", help="of its longest call; the row has its shapes too"),)
 
 
@@ -96,10 +98,18 @@ def roofline(
         notes.append(f"the work of {1.0 - known_s / total_s:.0%} of the time is not known (fused kernels, lists, NCCL)")
     facts = {**(roofs.facts() if roofs else {}), "by": by, "time_s": total_s, "known_time_s": known_s}
     facts |= _totals(calls, roofs)
-    columns = (*_OF_AN_OP, *_COLUMNS) if by == "op" else (*_OF_A_KERNEL, *_COLUMNS, *_BESIDE_A_KERNEL)
+    columns = _columns(by, on_host=not len(timeline.device_rows))
     return Result(
         kind="roofline", title="Roofline", columns=columns, rows=rows, facts=facts, notes=notes, missing=missing
     )  # fmt: skip
+
+
+def _columns(by: str, *, on_host: bool) -> tuple[Column, ...]:
+    if not on_host:
+        return (*_OF_AN_OP, *_COLUMNS) if by == "op" else (*_OF_A_KERNEL, *_COLUMNS, *_BESIDE_A_KERNEL)
+    named = {c.key: c for c in _COLUMNS} | {"share_pct": Column(key="share_pct", title="Share", unit="%")}
+    first = tuple(named.pop(key) for key in _OF_A_HOST)
+    return (*(_OF_AN_OP if by == "op" else _OF_AN_OP[:1]), *first, *named.values())
 
 
 def _totals(calls: Calls, roofs: Ceilings | None) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def rows_of(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str = 
         keys = np.stack([op_name, np.where(has, timeline["shapes"][calls.op], NONE)], axis=1)
     distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
     inverse = np.asarray(inverse).reshape(-1)
-    joules = np.full(len(rows), np.nan) if timeline.energy_j is None else timeline.energy_j[rows]
+    joules = np.full(len(rows), np.nan) if timeline.energy_j is None else _joules(timeline, rows)
     groups = _Groups(calls, inverse, len(distinct), joules, by)
     found = []
     for i in np.argsort(-groups.seconds, kind="stable").tolist():
@@ -145,8 +155,26 @@ def rows_of(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str = 
     return found
 
 
+def _joules(timeline: Timeline, rows: Ints) -> Floats:
+    """The joules of calls. A call of the host has those of the operators inside it, as it has their seconds."""
+    assert timeline.energy_j is not None
+    if len(timeline.device_rows):
+        return np.asarray(timeline.energy_j[rows], np.float64)
+    parent = timeline.linked.parent
+    place = np.full(len(timeline) + 1, NONE, np.int64)  # one more, for NONE
+    place[rows] = np.arange(len(rows))
+    spends = np.flatnonzero(~np.isnan(timeline.energy_j))
+    owner = spends.copy()
+    while np.any(lost := (owner != NONE) & (place[owner] == NONE)):
+        owner[lost] = parent[owner[lost]]
+    found = owner != NONE
+    at, spent = place[owner[found]], timeline.energy_j[spends[found]]
+    known = np.bincount(at, minlength=len(rows)) > 0
+    return np.where(known, np.bincount(at, spent, minlength=len(rows)), np.nan)
+
+
 class _Groups:
-    """Sums over the calls of each group; rates are over the seconds of the calls whose work is known."""
+    """Sums over the calls of each group; rates are over the seconds, or joules, of the calls whose work is known."""
 
     def __init__(self, calls: Calls, inverse: Ints, count: int, joules: Floats, by: str) -> None:
         each = np.ones(len(inverse))
@@ -164,12 +192,15 @@ class _Groups:
         order = np.lexsort((-calls.seconds, inverse))
         self.first = order[np.searchsorted(inverse[order], np.arange(count))]
         knows_flops, knows_bytes = ~np.isnan(calls.flops), ~np.isnan(calls.bytes)
+        spent = ~np.isnan(joules)
         self.flops, self.bytes, self.l2 = total(calls.flops), total(calls.bytes), total(calls.l2_bytes)
         self.flops_s, self.bytes_s = total(calls.seconds, knows_flops), total(calls.seconds, knows_bytes)
         self.l2_s = total(calls.seconds, ~np.isnan(calls.l2_bytes))
         self.flops_calls = np.bincount(inverse, each * knows_flops, count)
         self.bytes_calls = np.bincount(inverse, each * knows_bytes, count)
         self.joules, self.flops_j, self.bytes_j = total(joules), total(joules, knows_flops), total(joules, knows_bytes)
+        # Of the calls that have joules: those outside the power log computed, and no joule of it is theirs.
+        self.flops_spent, self.bytes_spent = total(calls.flops, spent), total(calls.bytes, spent)
         self.counted = np.bincount(inverse, calls.counted, count) > 0
 
 
@@ -192,8 +223,8 @@ def _under(g: _Groups, i: int, calls: Calls, roofs: Ceilings | None) -> dict[str
     if flop_per_s is not None and bytes_per_s:
         intensity = flop_per_s / bytes_per_s
     has_joules = g.joules[i] > 0
-    flop_per_j = _rate(g.flops[i], g.flops_j[i], knows_flops and has_joules)
-    bytes_per_j = _rate(g.bytes[i], g.bytes_j[i], knows_bytes and has_joules)
+    flop_per_j = _rate(g.flops_spent[i], g.flops_j[i], knows_flops and has_joules)
+    bytes_per_j = _rate(g.bytes_spent[i], g.bytes_j[i], knows_bytes and has_joules)
     row: dict[str, Any] = {
         "unit": unit, "flops_per_call": _rate(g.flops[i], float(g.flops_calls[i]), knows_flops),
         "bytes_per_call": _rate(g.bytes[i], float(g.bytes_calls[i]), knows_bytes),

@@ -5,6 +5,8 @@ It is a model, and a poor one beside attribution: everything is taken to draw th
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,35 +20,75 @@ from ..trace import PowerTrace
 
 FUNCTION = "function"
 """The kind of a row that is a Python function of sampled stacks; its calls are samples."""
+OLDER = "this summary has operators only with what they call, so none has joules of its own: record it again"
+_STEPS = re.compile(r"ProfilerStep#N|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*N", re.IGNORECASE)
 _NAN = float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Rows whose joules are shares of a total, and by what."""
+    """Rows whose joules are shares of a total, and by what. Operators, or kernels, and `rest_j` sum to the total.
+
+    `steps` are those a summary counted, `whole_steps` those whose begin is known too: theirs are `steps_s`, `steps_j`.
+    """
 
     by: str
     ops: Sequence[EnergyRow] = ()
     kernels: Sequence[EnergyRow] = ()
     regions: Sequence[EnergyRow] = ()
+    rest_j: float = 0.0
+    steps: int | None = None
+    whole_steps: int = 0
+    steps_s: float = 0.0
+    steps_j: float = 0.0
+    note: str | None = None
 
 
-def from_summary(summary: Any, total_j: float, seconds: float) -> Shared | None:
-    """From the totals a summary-mode session keeps, by the share of the traced time each kernel ran.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """A run that a summary is of: its joules and seconds, and those from its first traced window to its last."""
 
-    A host alone has operators instead, which contain one another: theirs do not sum to the whole. Regions are counted
-    all the time, not only while tracing.
+    total_j: float
+    seconds: float
+    traced_j: float
+    traced_s: float
+
+    @property
+    def working_w(self) -> float:
+        """Mean watts while work was traced; of the run where that is not known."""
+        if self.traced_s > 0 and self.traced_j > 0:
+            return self.traced_j / self.traced_s
+        return self.total_j / self.seconds if self.seconds > 0 else 0.0
+
+
+def from_summary(summary: Any, run: Spent) -> Shared | None:
+    """From the totals a summary-mode session keeps: its windows stand for all steps, and what came before for none.
+
+    Kernels, or operators of a host alone, have the share of the steps' joules that their time was of the traced time:
+    operators by the time in themselves, not in those they call. Calls and seconds are of all steps, as joules are.
+    Regions are counted all the time, but for those that torch itself names, which are seen in windows.
     """
     if not isinstance(summary, Mapping):
         return None
-    traced_s = float(summary.get("traced_s") or 0.0)
-    kernels = _rows(summary.get("kernels"), "kernel", traced_s, total_j, whole=True)
-    regions = _rows(summary.get("regions"), "region", seconds, total_j, whole=False)
-    if kernels:
-        return Shared(by="the time of each kernel", kernels=kernels, regions=regions)
-    ops = _rows(summary.get("ops"), "op", traced_s, total_j, whole=False)
-    by = "the time inside each operator, with those it calls"
-    return Shared(by=by, ops=ops, regions=regions) if ops or regions else None
+    seen_s = float(summary.get("traced_s") or 0.0)
+    seen_s = seen_s if seen_s > 1e-9 else 0.0  # times are whole nanoseconds
+    stepped = next((r for r in _named(summary.get("regions")) if _STEPS.fullmatch(str(r["name"]))), {})
+    steps, steps_s = int(stepped.get("calls", 0)), float(stepped.get("time_s", 0.0))
+    worked_s = min(max(steps_s or run.traced_s or run.seconds, seen_s), run.seconds)
+    work = _Work(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.total_j), seen_s=seen_s, run=run)
+    regions = [work.region(r) for r in _named(summary.get("regions")) if r is not stepped]
+    kernels = work.rows(summary.get("kernels"), "kernel", "time_s")
+    ops = [] if kernels else work.rows(summary.get("ops"), "op", "self_s")
+    if not kernels and not ops and not regions and not steps:
+        return None
+    older = None if kernels or ops or not summary.get("ops") else OLDER
+    by = "the time of each kernel" if kernels else "the time in each operator itself"
+    rest_j = run.total_j - math.fsum(r.energy_j for r in (*kernels, *ops))
+    return Shared(
+        by=by if kernels or ops else "time", ops=ops, kernels=kernels, regions=regions, rest_j=max(rest_j, 0.0),
+        steps=steps or None, whole_steps=steps - (stepped.get("min_ns") == 0), steps_s=steps_s,
+        steps_j=min(steps_s * run.working_w, run.total_j), note=older,
+    )  # fmt: skip
 
 
 def weighed(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int) -> list[tuple[str, int, float]]:
@@ -89,19 +131,41 @@ def from_stacks(found: Sequence[tuple[str, int, float]], total_j: float) -> Shar
     return Shared(by="the watts at each sampled Python stack", ops=rows)
 
 
-def _rows(found: Any, kind: str, traced_s: float, total_j: float, *, whole: bool) -> list[EnergyRow]:
-    """Rows by time. `whole`: they are parts of the time (kernels), so that together they never exceed it."""
-    rows = [r for r in found or () if isinstance(r, Mapping) and r.get("name")]
-    took_s = sum(float(r.get("time_s", 0.0)) for r in rows)
-    base_s = max(traced_s, took_s) if whole else max(traced_s, 1e-9)
-    out = []
-    for r in rows:
-        seconds = float(r.get("time_s", 0.0))
-        share = min(seconds / base_s, 1.0) if base_s > 0 else 0.0
-        out.append(
-            EnergyRow(
-                name=str(r["name"]), kind=str(r.get("kind", kind)), calls=int(r.get("calls", 0)), time_s=seconds,
-                energy_j=total_j * share, energy_error_j=_NAN, share=share,
-            )
+def _named(found: Any) -> list[Mapping[str, Any]]:
+    return [r for r in found or () if isinstance(r, Mapping) and r.get("name")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """The part of a run that its traced windows stand for, and how much of it they are."""
+
+    seconds: float
+    energy_j: float
+    seen_s: float
+    run: Spent
+
+    def rows(self, found: Any, kind: str, key: str) -> list[EnergyRow]:
+        """Rows that are parts of the traced time: together they never exceed it, however many ran at once."""
+        rows = [r for r in _named(found) if r.get(key) is not None]
+        base_s = max(self.seen_s, math.fsum(float(r[key]) for r in rows))
+        if not base_s > 0:
+            return []
+        return [self._row(r, kind, float(r[key]) / base_s * self.seconds) for r in rows]
+
+    def region(self, row: Mapping[str, Any]) -> EnergyRow:
+        """A region's, which overlap: over all its passes, or those in windows scaled to all of the work."""
+        seconds = float(row.get("time_s", 0.0))
+        if row.get("traced") and self.seen_s > 0:
+            return self._row(row, "region", min(seconds * self.seconds / self.seen_s, self.run.seconds))
+        return self._row(row, "region", min(seconds, self.run.seconds), whole=True)
+
+    def _row(self, row: Mapping[str, Any], kind: str, seconds: float, *, whole: bool = False) -> EnergyRow:
+        """One row, of so many seconds of the work; `whole`: its calls are all there were."""
+        factor = 1.0 if whole or not self.seen_s > 0 else self.seconds / self.seen_s
+        watts = self.energy_j / self.seconds if self.seconds > 0 else 0.0
+        joules = min(seconds * watts, self.run.total_j)
+        return EnergyRow(
+            name=str(row["name"]), kind=str(row.get("kind", kind)), calls=round(int(row.get("calls", 0)) * factor),
+            time_s=seconds, energy_j=joules, energy_error_j=_NAN,
+            share=joules / self.run.total_j if self.run.total_j > 0 else 0.0,
         )  # fmt: skip
-    return out

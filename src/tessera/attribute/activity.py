@@ -6,6 +6,7 @@ joules of a class are its watts times its seconds, so the solver looks for watts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,15 +89,18 @@ def distinct(*columns: Ints) -> tuple[Ints, Ints]:
     return first, cls
 
 
-def shares(start_ns: Ints, end_ns: Ints) -> Floats:
-    """Seconds of the device each interval takes when those that overlap share it evenly; they sum to the busy time."""
+def shares(start_ns: Ints, end_ns: Ints, so_far: Callable[[Ints], Floats] | None = None) -> Floats:
+    """Seconds of the device each interval takes when those that overlap share it evenly; they sum to the busy time.
+
+    `so_far` is the running sum of what else is to be shared: joules.
+    """
     if len(start_ns) == 0:
         return np.zeros(0)
     times = np.concatenate([start_ns, end_ns])
     edge, where = np.unique(times, return_inverse=True)
     n = len(start_ns)
     count = np.cumsum(np.bincount(where[:n], minlength=len(edge)) - np.bincount(where[n:], minlength=len(edge)))
-    dt = np.diff(edge) * 1e-9
+    dt = np.diff(edge) * 1e-9 if so_far is None else np.diff(so_far(edge))
     per = np.where(count[:-1] > 0, dt / np.maximum(count[:-1], 1), 0.0)
     done = np.concatenate([[0.0], np.cumsum(per)])
     found: Floats = done[where[n:]] - done[where[:n]]

@@ -20,7 +20,7 @@ from ..timeline.columns import NONE
 from ..timeline.link import Links
 from ..trace import worst_basis
 from .activity import distinct, summed
-from .solve import Share
+from .share import Share
 from .table import EnergyRow, EnergyTable
 
 Floats = NDArray[np.float64]
@@ -36,6 +36,7 @@ class _Line:
     calls: int = 0
     time_s: float = 0.0
     wall_s: float = 0.0
+    idle_s: float = 0.0
     seconds: dict[int, Floats] = field(default_factory=dict)
     later_j: float = 0.0
     groups: set[int] = field(default_factory=set)
@@ -100,6 +101,11 @@ def _half(seconds: Floats, covariance: Floats) -> float:
 def _said(parts: Sequence[Share]) -> list[str]:
     found = []
     for p in parts:
+        if p.domain.basis == "modelled":
+            found.append(
+                f"{p.domain.name}: its power is modelled and knows no operators: they have joules by their time"
+            )
+            continue
         busy = summed(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
         told = p.fit.told[: p.activity.classes]
         joules = busy * p.watts[: p.activity.classes]
@@ -251,8 +257,13 @@ class _Ledger:
         for key in np.unique(keys[real]).tolist():
             mine = real & (keys == key)
             if key in lines:
-                own = summed(part.gap_cls[mine], seconds[mine], len(part.watts))
-                lines[key].seconds[part.device] = lines[key].seconds.get(part.device, 0.0) + own
+                self._idle_of(lines[key], part, summed(part.gap_cls[mine], seconds[mine], len(part.watts)))
+
+    @staticmethod
+    def _idle_of(line: _Line, part: Share, seconds: Floats) -> None:
+        """Add idle seconds by class to a line."""
+        line.seconds[part.device] = line.seconds.get(part.device, 0.0) + seconds
+        line.idle_s += float(seconds.sum())
 
     def _nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
         """Lines by name over all levels of nesting: level by level, each row of a device counts for its ancestors."""
@@ -265,9 +276,11 @@ class _Ledger:
             while np.any(level != NONE):
                 keys = np.where((level == NONE) | again[level], NONE, names[level])
                 self._add(lines, p, keys, p.activity.rows, kind)
-                if kind == "region":
+                if kind == "region" and p.device != NONE:
                     self._add_gaps_within(lines, p, level, keys)
                 level = np.where(level == NONE, NONE, parent[level])
+            if kind == "region" and p.device == NONE:
+                self._add_gaps_of_host(lines, p, again)
         lines.pop(NONE, None)
         self._count_calls(lines, self._named_rows(kind), again)
         if forward is not None:
@@ -280,12 +293,36 @@ class _Ledger:
 
     def _add_gaps_within(self, lines: dict[int, _Line], part: Share, level: Ints, keys: Ints) -> None:
         """Idle stretches between two kernels of one pass through a region are the region's."""
+        if len(part.activity.rows) < 2:
+            return  # nothing is between one kernel and itself
         passes = np.where(keys == NONE, NONE, level)
         after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
         ok = (after < len(passes)) & (after > 0)
         row = np.where(ok, after, 1)
         same = ok & (passes[row] == passes[row - 1]) & (passes[row] != NONE)
         self._give(lines, part, np.where(same, keys[row], NONE), part.gap_start_ns, part.gap_end_ns)
+
+    def _add_gaps_of_host(self, lines: dict[int, _Line], part: Share, again: NDArray[np.bool_]) -> None:
+        """A region of the host is where its program is: all idle time from its begin to its end is the region's."""
+        rows = self._named_rows("region")
+        rows = rows[~again[rows]]
+        if len(rows) == 0 or len(part.gap_cls) == 0:
+            return
+        origin = int(part.gap_start_ns[0])
+        edges = [(self._timeline[key][rows] - origin).astype(np.float64) for key in ("start_ns", "end_ns")]
+        named, where = np.unique(self._timeline["name"][rows], return_inverse=True)
+        inside = np.zeros((len(named), len(part.watts)))
+        for cls in np.unique(part.gap_cls).tolist():
+            mine = part.gap_cls == cls
+            at = np.column_stack([part.gap_start_ns[mine], part.gap_end_ns[mine]]).reshape(-1) - origin
+            length_s = (part.gap_end_ns[mine] - part.gap_start_ns[mine]) * 1e-9
+            so_far = np.repeat(np.cumsum(length_s), 2)
+            so_far[0::2] -= length_s
+            begun, ended = (np.interp(edge, at.astype(np.float64), so_far) for edge in edges)
+            inside[:, cls] = summed(where, ended - begun, len(named))
+        for i, key in enumerate(named.tolist()):
+            if inside[i].any():
+                self._idle_of(lines.setdefault(key, _Line("region")), part, inside[i])
 
     def _named_rows(self, kind: str) -> Ints:
         """The rows of regions, or of modules."""
@@ -354,6 +391,7 @@ class _Ledger:
             name=name, kind=line.kind, calls=line.calls, time_s=line.time_s, energy_j=joules,
             energy_error_j=variance**0.5, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
             with_backward_j=joules + line.later_j if later else None, wall_s=line.wall_s if wall else None,
+            idle_s=line.idle_s if wall else None,
         )  # fmt: skip
 
 

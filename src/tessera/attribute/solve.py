@@ -7,7 +7,7 @@
     shapes, chip ──► prior ────────────────────────────────┘
 
 Each device is solved on its own. Idle stretches are classes too: the short ones between kernels (clocks up, SMs
-waiting) and the long ones apart.
+waiting) and the long ones apart. Where power is modelled there is nothing to solve: see `by_time`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from numpy.typing import NDArray
 
 from ..errors import MeasurementError
 from ..integral import Z90
-from ..schema import Domain
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links, link
 from ..trace import FULL, Column, PowerTrace, chain, column_energy
 from .activity import Activity, activity, gaps, summed
+from .by_time import by_time
 from .fit import Fit, conserved, exposure, groups, solve
 from .host import host_activity
 from .prior import Board, Prior, board_of, prior
 from .response import Response, response_of
+from .share import Share, idle_class
 from .table import EnergyTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
-_SHORT_GAP_NS = 2_000_000
 _IDLE_SD_W = 40.0
 # More samples than this (2 min of the ring) no longer sharpen the watts of a class: its power drifts by more.
 _MOST_SAMPLES = 6000
@@ -46,40 +45,6 @@ _MOST_SAMPLES = 6000
 # share, that makes the 90% intervals hold on recorded mixtures beside what the loads took alone at the same speed
 # (benchmarks/attribution.py; the set named `final` was not looked at for this).
 _DRIFT = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one device's joules were solved to: intervals (those of `activity`, then its gaps) with watts by class."""
-
-    device: int
-    domain: Domain
-    activity: Activity
-    gap_start_ns: Ints
-    gap_end_ns: Ints
-    gap_cls: Ints
-    watts: Floats
-    covariance: Floats
-    group: Ints
-    joules: float
-    error_j: float
-    coverage: float
-    fit: Fit
-
-    @property
-    def seconds(self) -> Floats:
-        """What each row counts for: its share of the device, times its relative power."""
-        return self.activity.share_s * self.activity.weight
-
-    @property
-    def row_j(self) -> Floats:
-        """Joules of each row of the activity."""
-        return self.seconds * self.watts[self.activity.cls]
-
-    @property
-    def gap_j(self) -> Floats:
-        """Joules of each gap."""
-        return (self.gap_end_ns - self.gap_start_ns) * 1e-9 * self.watts[self.gap_cls]
 
 
 def attribute(
@@ -218,6 +183,8 @@ def _solve(
     response = response_of(column.domain, spacing_s)
     seen = _seen(column, windows)
     found = _clipped(found, seen)
+    if column.domain.basis == "modelled":
+        return by_time(device, column, found, seen, energy)
     board = board_of(board_name or column.domain.label or _named(timeline, device), watts)
     problem = _Problem.of(timeline, links, found, seen, board, response, times_ns, watts)
     result = problem.solved(response)
@@ -299,13 +266,13 @@ class _Problem:
     ) -> _Problem:  # fmt: skip
         idle_in = [gaps(found, *stretch) for stretch in seen]
         gap_start, gap_end = (np.concatenate([part[i] for part in idle_in]) for i in (0, 1))
-        idle = found.classes + ((gap_end - gap_start) >= _SHORT_GAP_NS)
         use = _usable(times_ns, seen, response)
         typical = _typical(found)
         expected = prior(timeline, found.first, typical, links.op, board)
         problem = cls(
-            found=found, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=idle.astype(np.int64),
-            times_ns=times_ns[use], samples_w=watts[use], expected=expected, board=board, design=np.zeros((0, 0)),
+            found=found, gap_start_ns=gap_start, gap_end_ns=gap_end,
+            gap_cls=idle_class(gap_start, gap_end, found.classes), times_ns=times_ns[use], samples_w=watts[use],
+            expected=expected, board=board, design=np.zeros((0, 0)),
         )  # fmt: skip
         problem.design = problem.exposed(response)
         return problem

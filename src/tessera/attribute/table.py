@@ -20,7 +20,8 @@ class EnergyRow:
     Joules are the board's while the kernels ran, its static power included. `group` numbers the kernels that the
     samples cannot tell apart: of those only the sum (`EnergyTable.groups`) is known well. Regions contain the idle
     joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
-    called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took.
+    called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took. `idle_s`
+    are the seconds of those idle joules.
     """
 
     name: str
@@ -33,11 +34,13 @@ class EnergyRow:
     group: int | None = None
     with_backward_j: float | None = None
     wall_s: float | None = None
+    idle_s: float | None = None
 
     @property
     def power_w(self) -> float | None:
-        """Mean watts while it ran; None when it took no time on the device."""
-        return self.energy_j / self.time_s if self.time_s > 0 else None
+        """Mean watts over the seconds its joules are of; None when it took no time on the device."""
+        seconds = self.time_s + (self.idle_s or 0.0)
+        return self.energy_j / seconds if seconds > 0 else None
 
     @property
     def j_per_call(self) -> float:

@@ -43,6 +43,8 @@ _ROWS_FIRST = ("_flash_attention_forward", "_flash_attention_backward", "_effici
 # sum, multiply-subtract, multiply; a norm mean, square, variance, subtract, scale, weight, bias; everything else one.
 _PER_ELEMENT = {"softmax": 5.0, "norm": 7.0, "batch_norm": 7.0, "random": 2.0, "copy": 0.0, "fill": 0.0, "gather": 0.0,
                 "scatter": 1.0, "transfer": 0.0}  # fmt: skip
+# These move nothing by themselves: where a copy is needed they call one, which is counted.
+_MAY_COPY = frozenset({"to", "contiguous", "type_as"})
 _IN_PLACE = re.compile(r"[a-z0-9]_$")
 
 
@@ -79,7 +81,7 @@ def work_of(op: str, shapes: str | None, output: Shape | None = None, *, input_g
     tensors = parse(shapes or "")
     if not op.startswith("aten::") or not tensors or all(not dtype for _, dtype in tensors):
         return None  # autograd's nodes and regions have shapes, but the operators inside do the work
-    if KINDS.get(name) == "view":
+    if KINDS.get(name) == "view" or name in _MAY_COPY:
         return None
     if "attention" in name:
         return _attention(name, tensors)

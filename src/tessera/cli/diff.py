@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ..analyze.change import Difference, Metric, Verdict
 
 VIEWS = ("ops", "kernels", "regions", "modules")
+AFTER = "tessera.diff.after"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -32,12 +34,27 @@ def _fraction(_ctx: click.Context, _param: click.Parameter, value: str | None) -
     return share
 
 
-@click.command("diff")
-@click.argument("a", type=click.Path(exists=True, path_type=Path))
-@click.argument("b", type=click.Path(exists=True, path_type=Path))
+class _Sides(click.Command):
+    """Takes `A... -- B...` beside `A B`: what follows the dashes is kept in `ctx.meta[AFTER]`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Options may stand behind the files, as they may without the dashes."""
+        if "--" in args:
+            at = args.index("--")
+            rest = args[at + 1 :]
+            files = list(takewhile(lambda word: not word.startswith("-"), rest))
+            ctx.meta[AFTER] = [Path(word) for word in files]
+            args = [*args[:at], *rest[len(files) :]]
+        return super().parse_args(ctx, args)
+
+
+@click.command("diff", cls=_Sides)
+@click.argument("a", nargs=-1, metavar="A...", type=click.Path(exists=True, path_type=Path))
+@click.argument("b", metavar="[--] B...", type=click.Path(exists=True, path_type=Path))
 @click.option("--by", type=click.Choice(VIEWS), default="ops", show_default=True, help="What the rows are.")
 @click.option("--fail-above", "fail_above", callback=_fraction, metavar="SHARE",
-              help="Exit with 1 when B is worse by more than this share (5%), and by more than noise.")  # fmt: skip
+              help="Exit with 1 when B is worse by more than this share (5%), and by more than noise. Measured once "
+                   "each, nobody knows: that is 0.")  # fmt: skip
 @click.option("--metric", type=click.Choice(["energy", "time"]),
               help="What worse means: energy, unless joules are not known of both.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1), default=12, show_default=True, help="How many rows to print.")
@@ -45,9 +62,10 @@ def _fraction(_ctx: click.Context, _param: click.Parameter, value: str | None) -
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained page here.")
 @click.option("--power-a", type=_FILE, help="Power log of the same time, where A is a Kineto trace.")
 @click.option("--power-b", type=_FILE, help="The same for B.")
+@click.pass_context
 def command(
-    a: Path, b: Path, by: str, fail_above: float | None, metric: Metric | None, top: int, as_json: bool,
-    html: Path | None, power_a: Path | None, power_b: Path | None,
+    ctx: click.Context, a: tuple[Path, ...], b: Path, by: str, fail_above: float | None, metric: Metric | None,
+    top: int, as_json: bool, html: Path | None, power_a: Path | None, power_b: Path | None,
 ) -> int:  # fmt: skip
     """What changed from A to B in joules and seconds, and whether it is more than noise.
 
@@ -56,16 +74,19 @@ def command(
       tessera diff before.tessera after.tessera
       tessera diff baseline.json runs/train.tessera --fail-above 5%
       tessera diff predicted.json runs/train.tessera --html diff.html
+      tessera diff base1.json base2.json base3.json -- now1.json now2.json now3.json
       tessera diff a.json.gz b.json.gz --power-a a.csv --power-b b.csv --by kernels
 
-    A and B are run files, Kineto traces, or what tessera predict, measure, report or attribute printed with --json.
-    Everything is per step where both have steps. Exit codes: 0, or 1 when B is worse than --fail-above allows and the
-    difference is significant, or 2 when something could not be read.
+    A and B are run files, Kineto traces, or what tessera predict, measure, run, report or attribute printed with
+    --json; with -- between them, several runs of each, whose scatter decides what is noise. Everything is per step
+    where both have steps. Exit codes: 0, or 1 when B is worse than --fail-above allows and the difference is
+    significant, or 2 when something could not be read.
     """
     from ..analyze.change import diff
 
+    before, after = _sides(ctx, a, b)
     try:
-        found = diff(a, b, by=by, power_a=power_a, power_b=power_b)
+        found = diff(before, after, by=by, power_a=power_a, power_b=power_b)
     except TesseraError as exc:  # not 1: a baseline that cannot be read is no regression
         click.echo(f"error: {exc}", err=True)
         return 2
@@ -75,9 +96,23 @@ def command(
     if as_json:
         _print_json(found, verdict)
     else:
-        typed = _typed(a, b, power_a, power_b)
-        _print(found, verdict, top, _next(found, typed, html, b))
+        typed = _typed(before, after, power_a, power_b)
+        _print(found, verdict, top, _next(found, typed, html, after[-1]))
     return 1 if verdict.failed else 0
+
+
+def _sides(ctx: click.Context, a: tuple[Path, ...], b: Path) -> tuple[list[Path], list[Path]]:
+    """The files before and after."""
+    if AFTER not in ctx.meta:
+        if len(a) != 1:
+            raise click.UsageError("give two files, or several of each with -- between them: A1 A2 A3 -- B1 B2 B3", ctx)
+        return list(a), [b]
+    after: list[Path] = ctx.meta[AFTER]
+    missing = next((path for path in after if not path.exists()), None)
+    if missing is not None or not after:
+        what = f"Path '{missing}' does not exist." if missing else "there is no file after --"
+        raise click.UsageError(what, ctx)
+    return [*a, b], after
 
 
 def _write(path: Path, found: Difference, verdict: Verdict) -> bool:
@@ -110,11 +145,12 @@ def _print(found: Difference, verdict: Verdict, top: int, following: str) -> Non
     out.print(shown, crop=False)  # the next command stays in one piece
 
 
-def _typed(a: Path, b: Path, power_a: Path | None, power_b: Path | None) -> str:
-    words = ["tessera", "diff", str(a), str(b)]
-    words += ["--power-a", str(power_a)] if power_a else []
-    words += ["--power-b", str(power_b)] if power_b else []
-    return shlex.join(words)
+def _typed(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:
+    between = ["--"] if len(before) + len(after) > 2 else []
+    files = [*map(str, before), *between, *map(str, after)]
+    options = ["--power-a", str(power_a)] if power_a else []
+    options += ["--power-b", str(power_b)] if power_b else []
+    return shlex.join(["tessera", "diff", *options, *files])
 
 
 def _next(found: Difference, typed: str, html: Path | None, b: Path) -> str:
@@ -122,5 +158,6 @@ def _next(found: Difference, typed: str, html: Path | None, b: Path) -> str:
     if found.by == "ops" and found.significant and "kernels" in found.views and "predicted" not in found.basis:
         return f"{typed} --by kernels"
     if html is None:
-        return f"{typed} --by {found.by} --html diff.html"
+        rows = f" --by {found.by}" if found.rows else ""
+        return f"{typed}{rows} --html diff.html"
     return shlex.join(["tessera", "report", str(b), "--open"]) if b.suffix == ".tessera" else f"{typed} --json"

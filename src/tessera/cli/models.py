@@ -49,6 +49,8 @@ def load(spec: str, shape: Shape, *, training: bool = False) -> Loaded:
         import torch as torch
     except ImportError as e:
         raise MissingExtra("torch", "torch", "tessera predict") from e
+    if spec.partition(":")[0].endswith(".py"):
+        raise _script(spec)
     if spec.startswith("hf:"):
         return _hugging_face(spec.removeprefix("hf:"), shape, training)
     if spec.startswith("timm:"):
@@ -56,6 +58,17 @@ def load(spec: str, shape: Shape, *, training: bool = False) -> Loaded:
     if ":" in spec:
         return _own(spec, shape)
     return _vision(spec, shape)
+
+
+def _script(spec: str) -> ArgumentError:
+    """Whoever names a script is told how to name what is in it."""
+    path, _, name = spec.partition(":")
+    module = ".".join(Path(path.removesuffix(".py")).parts)
+    return ArgumentError(
+        f"{path} is a script, not a model",
+        why="a prediction runs nothing: it needs the model itself and its inputs",
+        fix=f"tessera predict {module}:{name or 'make_model'}, a function that returns (module, inputs)",
+    )
 
 
 # -- torchvision and timm -------------------------------------------------------------------------------------------

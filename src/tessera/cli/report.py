@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 """Runs that are named where the one asked for is not there."""
+GZIP = b"\x1f\x8b"
+HEAD_BYTES = 4 << 20
+"""Where `traceEvents` begins, at the latest: Kineto writes the devices and process groups of a job before it."""
 VIEWS = ("ops", "kernels", "regions", "modules", "steps")
 
 
@@ -64,21 +67,45 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
 
 
 def _check(run: Path) -> None:
-    """Say what to do where there is no such run, or where it is a trace and not a run."""
+    """Say what to do where there is no such run, or where it is something else."""
     if not run.is_file():
-        found = sorted(run.parent.glob("*.tessera")) or sorted(Path("runs").glob("*.tessera"))
-        newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:SHOWN]
-        listed = f"one of: {', '.join(map(str, newest))}" if newest else "record one: tessera run SCRIPT"
         why = "that is a folder" if run.is_dir() else None
-        raise ArgumentError(f"there is no run {run}", why=why, fix=listed)
+        raise ArgumentError(f"there is no run {run}", why=why, fix=_others(run))
     with run.open("rb") as file:
-        start = file.read(16).lstrip()
-    if start.startswith((b"{", b"[", b"\x1f\x8b")):
+        packed = file.read(2) == GZIP
+    start = _start(run, packed)
+    if not start.startswith((b"{", b"[")):
+        return  # RunFile says what it is
+    if b'"traceEvents"' in start or (start.startswith(b"[") and b'"ph"' in start):
         raise ArgumentError(
             f"{run} is no run, but a trace of Kineto (torch.profiler)",
             why="a run (.tessera) holds power beside the trace",
-            fix=f"tessera analyze {run}, or with a power log: tessera attribute {run} --power LOG.csv",
+            fix=f"tessera analyze breakdown {run}, or with a power log: tessera attribute {run} --power LOG.csv",
         )
+    raise ArgumentError(
+        f"{run} is no run, but JSON",
+        why="a run (.tessera) is what `tessera run` and profile.session write; `tessera diff` reads reports in JSON",
+        fix=_others(run),
+    )
+
+
+def _start(path: Path, packed: bool) -> bytes:
+    """The beginning of a file, unpacked; nothing where it cannot be."""
+    import gzip
+    import zlib
+
+    try:
+        with gzip.open(path) if packed else path.open("rb") as file:
+            return file.read(HEAD_BYTES).lstrip()
+    except (OSError, EOFError, zlib.error):
+        return b""
+
+
+def _others(run: Path) -> str:
+    """The runs that are there, the newest first."""
+    found = sorted(run.parent.glob("*.tessera")) or sorted(Path("runs").glob("*.tessera"))
+    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:SHOWN]
+    return f"one of: {', '.join(map(str, newest))}" if newest else "record one: tessera run SCRIPT"
 
 
 def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline, said: Answer) -> Path | None:

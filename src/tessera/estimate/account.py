@@ -11,6 +11,8 @@ import numpy as np
 from ..device import Device
 from ..graph.ir import Graph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
+from .kernel_time import chip
+from .peak import of_iteration
 from .timeline import Array
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def account(
     busy = _utilization(found, device)
     weight = solved.device_s
     average = float((busy * weight).sum() / seconds) if seconds else 0.0
+    highest = of_iteration(solved, found.power, measured=chip(device).calibrated, burst=burst)
     latency = solved.device_s + solved.wait_s
     share = np.divide(busy * solved.device_s, latency, out=np.zeros_like(latency), where=latency > 0)
     prediction = Prediction(
@@ -80,9 +83,9 @@ def account(
             Domain(name=device.id, source="predicted", resolution_s=seconds, basis="predicted", label=device.name),
         ),
         work=_work(graph),
-        peak_w=_peak(found),
+        peak_w=highest.power_w if highest else None,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=_notes(graph, found, burst),
+        notes=(*_notes(graph, found, burst), *((highest.note,) if highest and highest.note else ())),
         descriptors=descriptors,
         prediction=prediction,
     )
@@ -159,9 +162,9 @@ def device_error_s(kernels: Iterable[tuple[str, float]], waits: bool) -> float:
 
 
 def _bound(found: Estimate) -> str:
-    """What most of the time goes to."""
+    """What would have to be faster: the host where the device waits for it in the end, else what most time goes to."""
     solved = found.solved
-    if solved.wait_s.sum() > 0.25 * solved.seconds:
+    if solved.host_s > float(solved.device_s.sum()) or solved.wait_s.sum() > 0.25 * solved.seconds:
         return "host"
     if solved.clock < 0.98:
         return "power"
@@ -170,18 +173,6 @@ def _bound(found: Estimate) -> str:
         parts = {"compute": kernel.compute_s, "memory": kernel.memory_s, "overhead": kernel.overhead_s}
         sums[max(parts, key=lambda name: parts[name])] += float(seconds)
     return max(sums, key=lambda name: sums[name])
-
-
-def _peak(found: Estimate) -> float | None:
-    """The highest power of any operator long enough for a board to show it."""
-    solved = found.solved
-    joules = solved.static_j + solved.compute_j + solved.memory_j
-    seconds = solved.device_s + solved.wait_s
-    if not len(seconds) or seconds.sum() <= 0:
-        return None
-    long = seconds >= min(20e-6, float(seconds.max()))
-    highest = float(np.max(np.divide(joules, seconds, out=np.zeros_like(joules), where=seconds > 0)[long]))
-    return max(highest, float(joules.sum() / seconds.sum()))
 
 
 def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:

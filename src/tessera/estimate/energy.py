@@ -14,6 +14,7 @@ from ..device import Device
 from ..errors import ArgumentError, PredictionError
 from ..graph.partition import PartitionReport, Subgraph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction
+from .peak import highest_mean_w
 from .power import PowerEstimate, PowerModel
 from .precision import Precision
 from .roofline import Cost, Coster, check_subgraphs
@@ -124,13 +125,14 @@ def _report(
     error_j = math.hypot(model.relative_error * joules, _together(descriptors, [_with_time_j(e) for _, e in pairs]))
     total = Energy(joules=joules, error_j=error_j, seconds=seconds, source=source, basis="predicted")
     domain = Domain(name=device.id, source=source, resolution_s=0.0, basis="predicted", gain_error=model.relative_error)
-    watts = [e.power_w for _, e in pairs if e.seconds > 0]
+    # Each subgraph keeps to the limit by itself, and so does any window over several.
+    peak_w = highest_mean_w([d.latency_s for d in descriptors], [d.total_energy_j for d in descriptors])
     return EnergyReport(
         name=report.graph.name if report else "subgraphs",
         total=total,
         by_domain={device.id: total},
         domains=(domain,),
-        peak_w=max(watts, default=None),
+        peak_w=peak_w,
         idle_w=device.idle_w.value if device.idle_w else None,
         descriptors=tuple(descriptors),
         prediction=_prediction(coster, model, descriptors, pairs, report),

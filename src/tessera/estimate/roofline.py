@@ -137,6 +137,10 @@ class LatencyDescriptor:
     (they overlap: their sum is more). `compute_bound` and `memory_bound` are the naive roofs, FLOPs over the peak and
     all its bytes over the bandwidth; where the cache holds the bytes it may be faster than the second. `clock` is
     relative to boost, below 1 where the power limit holds it down.
+
+    `roof` is the longer of the two naive bounds: which side of the ridge point it lies on. `bottleneck` is the longest
+    part of the kernel model, and need not be the same: a kernel may do more than its FLOPs and its bytes. `reason` says
+    what then.
     """
 
     subgraph_name: str
@@ -154,6 +158,31 @@ class LatencyDescriptor:
     latency_error: float
     clock: float = 1.0
     unit: str = ""
+
+    @property
+    def roof(self) -> Literal["compute", "memory"]:
+        """The roof over it: memory below the ridge point of its unit, compute above."""
+        return "compute" if self.compute_bound > self.memory_bound else "memory"
+
+    @property
+    def reason(self) -> str:
+        """Why its bottleneck holds it back, in words."""
+        if self.bottleneck == "overhead":
+            return "too little work to fill the chip"
+        if self.bottleneck == "memory":
+            if self.memory_time < self.memory_bound:
+                return "its bytes, in part from the cache"
+            return _over(self.memory_time, self.memory_bound, "its bytes", "other layouts, a lower rate")
+        if not self.compute_bound:
+            return "instructions for each element, no FLOPs"
+        return _over(self.compute_time, self.compute_bound, "its FLOPs", "tiles, waves, padding")
+
+
+def _over(part_s: float, naive_s: float, what: str, because: str) -> str:
+    """A part of the kernel model beside its naive bound; half as long again is what kernels reach at best."""
+    if not naive_s or part_s < 1.5 * naive_s:
+        return what
+    return f"{part_s / naive_s:.1f} times {what} ({because})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

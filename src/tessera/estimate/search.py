@@ -104,6 +104,14 @@ class Sweep:
         front = [row for row in rows if not any(_dominates(other, row) for other in rows)]
         return sorted(front, key=lambda row: (_rounded(_latency(row)), _joules(row)))
 
+    def fastest(self) -> SweepRow | None:
+        """The row of the least latency; of equals (they wait for the same host) the one of the fewest joules."""
+        return min(self.feasible, key=lambda row: (_rounded(_latency(row)), _joules(row)), default=None)
+
+    def most_throughput(self) -> SweepRow | None:
+        """The row of most samples a second; of equals the one of the fewest joules."""
+        return min(self.feasible, key=_slowness, default=None)
+
     def best_batch(
         self, *, latency_s: float | None = None, device: str | None = None, precision: str | None = None
     ) -> SweepRow | None:
@@ -133,7 +141,7 @@ class Sweep:
     def best_device(self, *, energy_budget_j: float) -> SweepRow | None:
         """The row of most samples a second among those within a budget of joules per sample; None where none is."""
         kept = [row for row in self.feasible if _joules(row) <= energy_budget_j]
-        return max(kept, key=lambda row: row.throughput_per_s or 0.0, default=None)
+        return min(kept, key=_slowness, default=None)
 
     def to_json(self) -> str:
         """The sweep as JSON: its rows with their derived figures, each marked if it is on the Pareto frontier."""
@@ -162,6 +170,11 @@ def _joules(row: SweepRow) -> float:
 def _latency(row: SweepRow) -> float:
     assert row.latency_s is not None
     return row.latency_s
+
+
+def _slowness(row: SweepRow) -> tuple[float, float]:
+    """The less the better: samples a second, then joules."""
+    return -_rounded(row.throughput_per_s or 0.0), _joules(row)
 
 
 def _loss(row: SweepRow) -> tuple[float, int]:

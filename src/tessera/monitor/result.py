@@ -57,7 +57,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """One measured function. All per call; all with 90% half-widths."""
+    """One measured function. All per call; all with 90% half-widths. `converged`: it repeats within `target`."""
 
     name: str
     calls: int
@@ -75,6 +75,8 @@ class BenchmarkResult:
     notes: Sequence[str] = ()
     spread_j: float | None = None
     """What repetitions alone leave unknown of the joules a call: two rows of one sensor share the rest of the error."""
+    level_error: float = 0.0
+    """Relative 90% half-width of the sensor's level: in every ± of joules and watts, and not in `converged`."""
 
     def _amount(self, unit: str) -> float | None:
         return self.work[unit].amount if unit in self.work else None
@@ -159,6 +161,7 @@ class BenchmarkResult:
         return {
             **self.to_row(),
             "target": self.target,
+            "level_error": self.level_error,
             "by_domain": {k: {"joules_per_call": v.value, "error": v.error} for k, v in self.by_domain.items()},
             "notes": list(self.notes),
         }

@@ -96,11 +96,11 @@ def drift(values: Floats) -> float | None:
     return change if abs(slope) > 3 * error and abs(change) > DRIFT else None
 
 
-def summarize(rows: Sequence[Row]) -> Summary:
-    """Find the steady state and sum it up. Time and energy must both have settled."""
+def summarize(rows: Sequence[Row], *, warm: bool = False) -> Summary:
+    """Find the steady state and sum it up. Time and energy must both have settled. `warm`: all of it counts."""
     seconds = np.array([r.seconds / r.calls for r in rows])
     joules = np.array([r.joules / r.calls for r in rows])
-    skip = max(warm_up(seconds), warm_up(joules))
+    skip = 0 if warm else max(warm_up(seconds), warm_up(joules))
     kept = list(rows[skip:])
     watts = np.array([r.joules / r.seconds if r.seconds > 0 else 0.0 for r in kept])
     notes = []
@@ -109,7 +109,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
         if trend is not None:
             notes.append(f"{what} per call drifts by {trend:+.1%} over the run: it is not at a steady state")
     if len(kept) < 2:
-        notes.append("a single batch: there is no interval; give it more time (max_seconds)")
+        notes.append("a single batch: how well it repeats is not known; give it more time (max_seconds)")
     return Summary(
         calls=sum(r.calls for r in kept),
         skipped=skip,

@@ -13,9 +13,9 @@
     print(sess.energy())                     # joules by kernel, operator, region, module, step
     sess.path                                # runs/session.tessera: `tessera report` shows it again
 
-Modules: `session`, `recording` and `assemble` hold it together; `tracing`, `kineto_collector` and `torch_hooks` trace;
-`power_feed` and `sampling` sample; `summary_mode` adds up; `runfile` keeps; `export` writes other tools' forms;
-`launch` runs a script unchanged (`tessera run`).
+Modules: `session`, `recording`, `assemble` and `ending` hold it together; `tracing`, `kineto_collector` and
+`torch_hooks` trace; `power_feed` and `sampling` sample; `summary_mode` adds up; `runfile` keeps; `export` writes other
+tools' forms; `launch` runs a script unchanged (`tessera run`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ArgumentError, TesseraError
+from .ending import DROPPED, Patience
 from .options import DEFAULT, Mode, Options
 from .recording import Session
 from .schedule import between
@@ -72,14 +73,23 @@ def main() -> None:
     steps.install()
     sys.modules["__main__"] = program
     outcome: BaseException | None = None
+    patience = Patience(lambda: session.notes.append(DROPPED), say=os.environ.get("RANK", "0") == "0")
     try:
-        with _terminable():
-            exec(code, program.__dict__)
-            _join_threads()
+        try:
+            with _terminable():
+                exec(code, program.__dict__)
+                _join_threads()
+        finally:  # a second Ctrl-C before this line is the script's as well, and comes to the next one
+            patience.hold()
     except BaseException as exc:  # noqa: BLE001  (whatever ends the script, what was recorded is written)
+        patience.hold()
         outcome = exc
+        if isinstance(exc, KeyboardInterrupt):
+            patience.heard()
         _show(outcome)
-    _finish(session, steps, exit_code(outcome))
+    _finish(session, steps, exit_code(outcome), patience)
+    if not isinstance(outcome, KeyboardInterrupt):
+        patience.release()
     _leave(outcome)
 
 
@@ -220,19 +230,23 @@ def _show(outcome: BaseException) -> None:
     sys.excepthook(type(outcome), outcome.with_traceback(trace), trace)
 
 
-def _finish(session: Session, steps: ScriptSteps, code: int) -> None:
-    """End the session. A second Ctrl-C leaves it: what was written by then stays."""
+def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience) -> None:
+    """End the session. Whoever will not wait for its trace may drop it (`Patience`)."""
     terminal = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-    line = "tessera: reading the trace (Ctrl-C leaves it)"
+    line = "tessera: reading the trace"
     if terminal:
         sys.stderr.write(line)
         sys.stderr.flush()
     try:
-        steps.remove()
-        session.set("returncode", code)
-        session.stop()
+        try:
+            steps.remove()
+            session.set("returncode", code)
+        finally:
+            session.stop()
     except KeyboardInterrupt:
-        pass
+        with contextlib.suppress(TesseraError):  # a full disk: what was committed can be read
+            session.drop()
+        patience.tell(DROPPED)
     except Exception as exc:  # noqa: BLE001  (the script's exit code is not ours to change)
         sys.stderr.write(f"\ntessera: the run could not be written whole: {exc}\n")
     finally:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementError, TesseraError
+from . import ending
 from .options import Options
 from .recorded import Recorded, timeline_of
 from .region import current, install
@@ -63,7 +64,8 @@ def wait_for_device() -> None:
 class Session(Recorded):
     """Records between entering and leaving. Made by `profile.session`.
 
-    Left by an exception it writes what it has and lets the exception go on; `stop` may be called twice.
+    Left by an exception it writes what it has and lets the exception go on; `stop` may be called twice. One that is
+    never left is stopped when the interpreter ends.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Session(Recorded):
         self._windows: list[tuple[int, int]] = []
         self._marks: dict[str, int] = {}
         self._step_ns = 0
+        self._end_ns = self._end_mono_ns = 0
         self._stopped = False
         self._done = threading.Event()
         self._ticker: threading.Thread | None = None
@@ -138,6 +141,7 @@ class Session(Recorded):
                 return self
             assemble(self)
             install(self)
+            ending.stop_at_exit(self)
         self._ticker = threading.Thread(target=self._tick, name="tessera-session", daemon=True)
         self._ticker.start()
         if self._stacks is not None:
@@ -182,15 +186,12 @@ class Session(Recorded):
             return
         self._stopped = True
         install(None)
-        wait_for_device()
-        end_ns, end_mono_ns = time.time_ns(), time.monotonic_ns()
-        if self._scope is not None:
-            self._scope.__exit__(None, None, None)
+        ending.stopped()
+        self._end_ns, self._end_mono_ns = time.time_ns(), time.monotonic_ns()
         with contextlib.ExitStack() as rest:  # each, whatever the others do
             rest.callback(writer.close)
-            rest.callback(self._write_facts, writer, end_ns)
-            if self._feed is not None:
-                rest.callback(self._feed.finish, end_mono_ns)
+            rest.callback(self._write_facts, writer)
+            rest.callback(self._finish_feed)
             rest.callback(self._stop_ticker)
             if self._tracing is not None:
                 rest.callback(self._tracing.end)
@@ -198,7 +199,23 @@ class Session(Recorded):
                 rest.callback(self._modules.remove)
             if self._stacks is not None:  # first: ending the session is nothing the program does
                 rest.callback(self._stop_stacks, writer, self._stacks)
+            wait_for_device()
+            self._end_ns, self._end_mono_ns = time.time_ns(), time.monotonic_ns()
+            if self._scope is not None:
+                self._scope.__exit__(None, None, None)
         self._export()
+
+    def drop(self) -> None:
+        """After a `stop` that was interrupted: close the file without the rest of the trace."""
+        writer = self._writer
+        if writer is not None and not writer.closed:
+            writer.drop_timelines()
+            with contextlib.closing(writer):
+                self._write_facts(writer)
+
+    def _finish_feed(self) -> None:
+        if self._feed is not None:
+            self._feed.finish(self._end_mono_ns)
 
     def _stop_ticker(self) -> None:
         self._done.set()
@@ -215,7 +232,7 @@ class Session(Recorded):
                 "more often would have slowed the program"
             )
 
-    def _write_facts(self, writer: RunWriter, end_ns: int) -> None:
+    def _write_facts(self, writer: RunWriter) -> None:
         from ..timeline.columns import Builder
 
         if self._feed is not None and self._feed.clock_steps:
@@ -224,9 +241,12 @@ class Session(Recorded):
             writer.set("summary", self._summary.to_json())
         if self._tracing is not None:
             self.notes += self._tracing.notes
+            if self._schedule is not None and self._tracing.begun:
+                self.notes += filter(None, [self._schedule.missed(self.steps)])
             writer.set("tracing_s", self._tracing.spent_s)
+        self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
         writer.set("windows", self._windows)
-        writer.set("end_ns", end_ns)
+        writer.set("end_ns", self._end_ns)
         writer.set("notes", self.notes)
         said = Builder()  # a reader's notes come with its timelines
         said.notes = list(self.notes)

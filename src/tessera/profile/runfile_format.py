@@ -243,7 +243,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         raise bad_file(path, "it is a database of another program")
     if version > RUN_VERSION:
         why = f"it has version {version}, and this Tessera reads up to version {RUN_VERSION}"
-        raise bad_file(path, why, "pip install -U tessera-energy")
+        raise bad_file(path, why, "a newer Tessera: git pull and pip install -U . in its clone")
     if not tables >= {"about", "facts", "chunks"}:
         raise bad_file(path, "its tables are missing")
 

@@ -110,6 +110,13 @@ class Store:
         self._domains = {name: (i, text) for i, name, text in db.execute("SELECT id, name, value FROM domains")}
         self._next_row = db.execute("SELECT coalesce(max(first_row + rows), 0) FROM chunks").fetchone()[0]
 
+    def recover(self) -> None:
+        """After an interrupt in the middle of anything: what was executed counts, and we know again what that was."""
+        if self.db.in_transaction:
+            self.execute("COMMIT")
+        self._open_rows = (0, [])
+        self._resume()
+
     def finish(self, clean: bool) -> None:
         """Close the file, and mark it as closed cleanly where it was; no side files stay."""
         try:

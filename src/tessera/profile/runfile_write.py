@@ -166,6 +166,20 @@ class RunWriter:
                 self.error = self.error or exc
         self._raise()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed, or was the parent's."""
+        return self._closed
+
+    def drop_timelines(self) -> None:
+        """Forget the timelines that are still to be written: somebody will not wait for them. All else is kept."""
+        with self._lock:
+            if self._closed:
+                return
+            timeline = self._store.timeline
+            self._jobs = deque(j for j in self._jobs if getattr(j, "func", None) != timeline)
+            self._store.recover()
+
     def __enter__(self) -> RunWriter:
         return self
 

@@ -42,10 +42,36 @@ class Schedule:
             return "warmup"
         return "last" if at == self.wait + self.warmup + self.active - 1 else "active"
 
+    @property
+    def first(self) -> int:
+        """The first step that is traced."""
+        return self.skip_first + self.wait + self.warmup
+
+    def missed(self, steps: int) -> str | None:
+        """What to say of a program that had so many steps, where those to trace did not come, or not all of them."""
+        first, last = self.first, self.first + self.active - 1
+        wanted = _steps(first, last)
+        if 0 < first >= steps:
+            came = (
+                f"there were {steps} (0 to {steps - 1})"
+                if steps > 1
+                else "there was one"
+                if steps
+                else "there were none"
+            )
+            return f"{wanted} never came: {came}"
+        if self.repeat == 1 and first < steps <= last:
+            return f"of {wanted} only {_steps(first, steps - 1)} came"
+        return None
+
     def over(self, step: int) -> bool:
         """Whether nothing will be traced from a step on."""
         cycle = self.wait + self.warmup + self.active
         return bool(self.repeat) and step - self.skip_first >= self.repeat * cycle
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def schedule(*, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0) -> Schedule:

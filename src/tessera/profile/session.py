@@ -71,10 +71,38 @@ def session(
         with_stack=with_stack, with_modules=with_modules, sample_interval_ms=sample_interval_ms, flush_s=flush_s,
         limit_s=limit_s,
     )  # fmt: skip
-    writers = list(exporters)
+    writers = _checked(exporters)
     if tensorboard_dir is not None:
         from .export import TensorBoard
 
         writers.append(TensorBoard(tensorboard_dir))
     target = with_rank(Path(path)) if path is not None else default_path()
     return Session(options, exporters=writers, path=target, schedule=schedule)
+
+
+def _checked(exporters: Sequence[Exporter]) -> list[Exporter]:
+    """Before the work, not after it: what will write the run must be able to."""
+    if isinstance(exporters, (str, Path)) or hasattr(exporters, "write"):
+        raise ArgumentError(f"exporters={exporters!r} is no list", fix=f"exporters=[{_exporter_of(exporters)}]")
+    for exporter in exporters:
+        if isinstance(exporter, type) or not callable(getattr(exporter, "write", None)):
+            raise ArgumentError(
+                f"exporters=[{exporter!r}] is no exporter",
+                why="an exporter says in which form, and writes a run when the session ends",
+                fix=f"exporters=[{_exporter_of(exporter)}]",
+            )
+    return list(exporters)
+
+
+_FORMS = {".csv": "summary", ".parquet": "parquet"}
+
+
+def _exporter_of(given: object) -> str:
+    """How to write what was probably meant."""
+    if not isinstance(given, (str, Path)):
+        return (
+            repr(given) if hasattr(given, "write") and not isinstance(given, type) else 'profile.chrome("trace.json")'
+        )
+    text = str(given)
+    form = "otlp" if text.startswith(("http://", "https://")) else _FORMS.get(Path(text).suffix, "chrome")
+    return f'profile.{form}("{text}")'

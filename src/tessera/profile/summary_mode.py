@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..record import KINDS, ON_DEVICE, Kind
-from ..timeline.columns import Timeline
+from ..timeline.columns import Ints, Timeline
+from ..timeline.nesting import Nesting
 
 MAX_NAMES = 8192
 OTHER = "(other names)"
@@ -28,13 +29,19 @@ _VIEW: dict[str, str] = {**dict.fromkeys(ON_DEVICE, "kernels"), "runtime": "runt
 
 
 class Totals:
-    """Calls, total, least and most nanoseconds of one name; of a counter, of its values."""
+    """Calls, total, least and most nanoseconds of one name; of a counter, of its values.
 
-    __slots__ = ("calls", "maximum", "minimum", "total")
+    `own` are an operator's nanoseconds in itself, without those it calls; `always` says that the name is counted all
+    the time, and not in the windows of the trace only.
+    """
+
+    __slots__ = ("always", "calls", "maximum", "minimum", "own", "total")
 
     def __init__(self) -> None:
         self.calls = 0
         self.total = 0.0
+        self.own = 0
+        self.always = False
         self.minimum = float("inf")
         self.maximum = float("-inf")
 
@@ -66,6 +73,7 @@ class Summary:
         keys = (timeline["kind"][rows] << 32) | timeline["name"][rows]
         order = np.argsort(keys, kind="stable")
         keys, ns = keys[order], (timeline["end_ns"] - timeline["start_ns"])[rows][order]
+        own = _own_ns(timeline)[rows][order]
         first = np.flatnonzero(np.diff(keys, prepend=-1))
         with self._lock:
             self.windows += 1
@@ -74,14 +82,19 @@ class Summary:
                 return
             calls = np.diff(first, append=len(keys))
             parts = (np.add.reduceat(ns, first), np.minimum.reduceat(ns, first), np.maximum.reduceat(ns, first))
-            for key, count, total, low, high in zip(keys[first], calls, *parts, strict=True):
+            own = np.add.reduceat(own, first)
+            for key, count, total, low, high, itself in zip(keys[first], calls, *parts, own, strict=True):
                 kind, name = KINDS[int(key) >> 32], timeline.names[int(key) & 0xFFFFFFFF]
-                self._of(self._by_name, kind, name).add(int(count), int(total), int(low), int(high))
+                found = self._of(self._by_name, kind, name)
+                found.add(int(count), int(total), int(low), int(high))
+                found.own += int(itself)
 
     def add_row(self, kind: Kind, name: str, ns: int) -> None:
         """One region or mark."""
         with self._lock:
-            self._of(self._by_name, kind, name).add(1, ns, ns, ns)
+            found = self._of(self._by_name, kind, name)
+            found.add(1, ns, ns, ns)
+            found.always = True
 
     def add_counter(self, name: str, value: float, unit: str) -> None:
         """One value of a counter."""
@@ -105,7 +118,8 @@ class Summary:
             for (kind, name), t in by_name:
                 views.setdefault(_VIEW.get(kind, kind + "s"), []).append(
                     {"name": name, "kind": kind, "calls": t.calls, "time_s": t.total * 1e-9,
-                     "total_ns": int(t.total), "min_ns": int(t.minimum), "max_ns": int(t.maximum)}
+                     "total_ns": int(t.total), "min_ns": int(t.minimum), "max_ns": int(t.maximum),
+                     "traced": not t.always, **({"self_s": t.own * 1e-9} if kind == "op" else {})}
                 )  # fmt: skip
             counters = [
                 {"name": name, "unit": unit, "calls": t.calls, "mean": t.total / t.calls, "min": t.minimum,
@@ -113,3 +127,15 @@ class Summary:
                 for (name, unit), t in self._counters.items()
             ]  # fmt: skip
         return {"windows": self.windows, "traced_s": self.traced_ns * 1e-9, **views, "counters": counters}
+
+
+def _own_ns(timeline: Timeline) -> Ints:
+    """Nanoseconds of each operator in itself; 0 of every other row. Modules and frames hold operators, and are none."""
+    holders = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
+    ops = timeline.rows("op")
+    ops = ops[~np.isin(timeline["name"][ops], holders)]
+    nested = Nesting(ops, timeline["thread"][ops], timeline["start_ns"][ops], timeline["end_ns"][ops])
+    rows, start, end = nested.stretches()
+    found = np.zeros(len(timeline), np.int64)
+    np.add.at(found, rows, end - start)
+    return found

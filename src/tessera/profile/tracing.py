@@ -210,8 +210,12 @@ class Tracing:
         reader = threading.Thread(
             target=self._read, args=(finished, self._opened_ns, now_ns), name="tessera-trace", daemon=True
         )
+        try:
+            reader.start()
+        except RuntimeError:  # the interpreter ends: Python 3.12 starts no thread then
+            self._read(finished, self._opened_ns, now_ns)
+            return
         self._readers = [r for r in self._readers if r.is_alive()] + [reader]
-        reader.start()
 
     def _read(self, finished: Finished, start_ns: int, end_ns: int) -> None:
         t0 = time.perf_counter_ns()

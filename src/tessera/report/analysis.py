@@ -29,7 +29,7 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "breakdown": (
         ("devices", "devices", "", ""), ("span_s", "first to last kernel", "s", ""), ("compute_s", "compute", "s", ""),
         ("communication_s", "communication", "s", ""), ("exposed_communication_s", "of it exposed", "s", ""),
-        ("copies_s", "copies", "s", ""), ("idle_s", "idle", "s", ""), ("total_j", "energy of the run", "J", ""),
+        ("copies_s", "copies", "s", ""), ("idle_s", "idle", "s", ""), ("total_j", "energy of the trace", "J", ""),
         ("idle_j", "of it idle", "J", ""),
     ),
     "overlap": (
@@ -38,7 +38,7 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "kernels": (
         ("calls", "calls", "", ""), ("names", "different kernels", "", ""), ("total_s", "kernel time", "s", ""),
-        ("total_j", "energy of the run", "J", ""), ("idle_j", "of it idle", "J", ""),
+        ("total_j", "energy of the trace", "J", ""), ("idle_j", "of it idle", "J", ""),
     ),
     "critical_path": (
         ("length_s", "length", "s", ""), ("span_s", "of a recording of", "s", ""),
@@ -74,7 +74,7 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("threshold_pct", "listed above", "%", ""), ("warp_divergence_pct", "mean divergence", "%", ""),
     ),
     "advise": (
-        ("energy_j", "energy of the run", "J", ""), ("time_s", "time", "s", ""), ("basis", "joules are", "", ""),
+        ("energy_j", "energy of the trace", "J", ""), ("time_s", "time", "s", ""), ("basis", "joules are", "", ""),
     ),
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.change import Change, Difference, Verdict, own_error
+from ..analyze.change import Difference, Verdict
+from ..analyze.line import Change, own_error
 from ..analyze.names import distinct, fit
 from ..units import format_duration, format_energy, format_power, parse_duration, parse_energy, parse_power
 from .energy import TITLES, WIDTH
@@ -51,7 +52,7 @@ class Figure:
 
     @property
     def state(self) -> str:
-        """One of "more", "less", "noise", "same", "unsure" (no interval) and "unknown"."""
+        """One of "more", "less", "noise", "same", "unsure" (no scatter is known) and "unknown"."""
         if math.isnan(self.change):
             return "unknown"
         if abs(self.change) <= 1e-9 * max(abs(self.before), abs(self.after)):
@@ -66,7 +67,7 @@ STATES = {
     "less": "more than noise",
     "noise": "noise: within the 90% interval",
     "same": "no change",
-    "unsure": "no interval: steps would give one",
+    "unsure": "unknown: measured once",
     "unknown": "not known of both",
 }
 """What a figure's state means, in words."""
@@ -89,7 +90,7 @@ def headline(found: Difference) -> list[Figure]:
         before_w, after_w = t.before_j / t.before_s, t.after_j / t.after_s
         own = (own_error(before_w, t.before_error_j / t.before_s, found.common),
                own_error(after_w, t.after_error_j / t.after_s, found.common))  # fmt: skip
-        wide = math.hypot(*own, found.common * (after_w - before_w))
+        wide = nan if math.isnan(t.error_j) else math.hypot(*own, found.common * (after_w - before_w))
         figures.append(
             Figure(
                 name="power", unit="W", before=before_w, before_error=t.before_error_j / t.before_s,
@@ -127,9 +128,12 @@ def percent(share: float | None, *, state: str = "both") -> str:
 def about(found: Difference) -> str:
     """What the numbers are: "per step, 12 and 24 steps; measured, predicted"."""
     if found.per == "run":
-        per = "whole runs"
+        per = "what was traced of each" if found.span == "trace" else "whole runs"
     else:
         per = f"per {found.per}: {found.work[0]:,.6g} and {found.work[1]:,.6g} {found.per}s"
+        per += " of a run" if max(found.runs) > 1 else ""
+    if max(found.runs) > 1:
+        per += f", {found.runs[0]} and {found.runs[1]} runs"
     basis = found.basis[0] if found.basis[0] == found.basis[1] else f"{found.basis[0]} → {found.basis[1]}"
     return f"{per}; {basis}; 90% intervals"
 
@@ -163,10 +167,27 @@ def told_notes(found: Difference) -> list[str]:
         a, b = found.matched
         sort = "seconds" if math.isnan(found.total.change_j) else "joules"
         notes.append(f"rows that both have hold {a:.0%} of the {sort} before and {b:.0%} of those after")
-    sure = sum(r.significant for r in found.rows)
-    if len(found.rows) >= 20 and sure:
-        notes.append(f"each row is judged at 90%: of {len(found.rows)} about {len(found.rows) // 10} differ by chance")
+    judged = [r for r in found.rows if not math.isnan(r.error_j if not math.isnan(r.change_j) else r.error_s)]
+    if len(judged) >= 20 and any(r.significant or r.significant_s for r in judged):
+        notes.append(f"each row is judged at 90%: of {len(judged)} up to {len(judged) // 10} differ by chance")
     return notes
+
+
+def legend(found: Difference) -> str:
+    """What the mark beside a row means here."""
+    timed = math.isnan(found.total.change_j)
+    if all(math.isnan(r.error_s if timed else r.error_j) for r in found.rows):
+        return "~ unknown: how rows scatter was not recorded"
+    return "~ noise: within its 90% interval"
+
+
+def outside_text(found: Difference) -> str | None:
+    """What runs spent outside the steps compared, which no row has."""
+    out = found.outside
+    if out is None or math.isnan(out.change_j) or max(out.before_j, out.after_j) <= 0:
+        return None
+    sides = (quantity(out.before_j, math.nan, "J"), quantity(out.after_j, math.nan, "J"))
+    return f"outside these steps {sides[0]} before and {sides[1]} after, of the run, in no row"
 
 
 def shown_names(found: Difference) -> dict[str, str]:
@@ -204,7 +225,9 @@ def renderable(
     parts += [Text(""), _figures(found)]
     if found.rows:
         parts += [Text(""), _rows(found, top, width)]
-        parts.append(Text("~ within its 90% interval: noise, or not known", style="dim"))
+        parts.append(Text(legend(found), style="dim"))
+    if outside := outside_text(found):
+        parts.append(Text(outside, style="dim"))
     parts += [Text(f"note  {note}", style="yellow") for note in told_notes(found)[:4]]
     parts += [Text(""), _verdict(verdict or found.verdict())]
     if next_command:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from ..analyze.change import Change, Difference, Verdict
+from ..analyze.change import Difference, Verdict
+from ..analyze.line import Change
 from ..analyze.names import fit
 from ..units import format_duration
 from .diff import (
@@ -15,6 +16,7 @@ from .diff import (
     calls_text,
     headline,
     modelled,
+    outside_text,
     percent,
     quantity,
     row_sure,
@@ -156,7 +158,7 @@ def _pairs(found: Difference) -> str:
     per = "" if found.per == "run" else f" per {found.per}"
     keys = (
         f"<li><i class='a'></i>before: {escape(fit(found.before, 60))}</li>"
-        f"<li><i class='b'></i>after: {escape(fit(found.after, 60))}</li><li>faint: noise</li>"
+        f"<li><i class='b'></i>after: {escape(fit(found.after, 60))}</li><li>faint: noise, or not known</li>"
     )
     return (
         f"<section><h2>{what}{escape(per)} by {TITLES.get(found.by, found.by)}, largest first</h2>"
@@ -201,7 +203,7 @@ def _table(found: Difference) -> str:
     columns = [
         (TITLES.get(found.by, found.by), False), ("before", True), ("after", True), (f"change of {unit}", True),
         ("%", True), (calls, True), ("time before", True), ("time after", True), ("time %", True),
-        ("noise?", False),
+        ("verdict", False),
     ]  # fmt: skip
     head = "".join(
         f"<th scope='col'{' class=n' if number else ''}><button type='button'>{escape(name)}</button></th>"
@@ -223,8 +225,8 @@ def _row(row: Change, name: str, *, timed: bool) -> str:
     state = "noise" if not sure else "more" if change > 0 else "less"
     calls = calls_text(row)
     sort = math.inf if row.state == "new" else share
-    said = {"new": "new", "vanished": "gone"}.get(row.state, "")
-    noise = "no" if sure else "not known" if math.isnan(error) else "yes"
+    only = {"new": "only after", "vanished": "only before"}.get(row.state, "")
+    noise = "more than noise" if sure else "not known" if math.isnan(error) else "noise"
     cells = (
         f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 90))}</td>",
         _number(quantity(before, math.nan, unit), before), _number(quantity(after, math.nan, unit), after),
@@ -232,7 +234,7 @@ def _row(row: Change, name: str, *, timed: bool) -> str:
         _number(percent(share, state=row.state), sort, state), _number(calls, row.after_calls),
         _number(format_duration(row.before_s, 3), row.before_s), _number(format_duration(row.after_s, 3), row.after_s),
         _number(percent(row.share_s, state=row.state), row.share_s),
-        f"<td>{', '.join(part for part in (said, noise) if part)}</td>",
+        f"<td>{only if only and sure else ', '.join(part for part in (only, noise) if part)}</td>",
     )  # fmt: skip
     return f"<tr{'' if sure else ' class=noise'}>{''.join(cells)}</tr>"
 
@@ -249,6 +251,8 @@ def _origin(found: Difference) -> str:
         ("whole, before", f"{quantity(w.before_j, w.before_error_j, 'J')} in {format_duration(w.before_s)}"),
         ("whole, after", f"{quantity(w.after_j, w.after_error_j, 'J')} in {format_duration(w.after_s)}"),
     ]  # fmt: skip
+    if outside := outside_text(found):
+        rows.append(("of that", outside))
     rows += [
         (c.name, f"{quantity(c.before_j, math.nan, 'J')} → {quantity(c.after_j, math.nan, 'J')}")
         for c in found.components
@@ -257,8 +261,10 @@ def _origin(found: Difference) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in told_notes(found))
     how = (
         "A change is noise where it is smaller than the half-width of its 90% interval: that of both sides in "
-        "quadrature, without what the same sensors or the same model make wrong in both. Of steps it contains how they "
-        "scatter; a row's time is taken to scatter as its steps do."
+        "quadrature, without what the same sensors or the same model make wrong in both. Per step it contains how the "
+        "steps of a run scatter, and of each row how that row does from step to step; what differs between runs of one "
+        "program is in it only where several runs of each were given. What was measured once has no scatter, and is "
+        "called unknown."
     )
     return (
         f"<section><h2>How it was compared</h2><p>{how}</p>{f'<ul>{notes}</ul>' if notes else ''}"

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.answer import mean_w
+from ..analyze.answer import Answer, mean_w
 from ..analyze.names import distinct, fitted
 from ..analyze.shared import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
@@ -84,6 +84,16 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
     )  # fmt: skip
 
 
+def rest_row(said: Answer, view: str) -> EnergyRow | None:
+    """What rows that were shared out by time leave of the run: imports, what lies between operators."""
+    if view not in ("ops", "kernels") or not said.rest_j > 0:
+        return None
+    return EnergyRow(
+        name="the rest", kind="idle", calls=0, time_s=0.0, energy_j=said.rest_j, energy_error_j=math.nan,
+        share=said.rest_j / said.energy_j if said.energy_j > 0 else 0.0,
+    )  # fmt: skip
+
+
 def mark(group: int | None) -> str:
     """The letter of a group of kernels that cannot be told apart."""
     return "" if group is None else LETTERS[group % 26] + ("" if group < 26 else str(group // 26))
@@ -127,7 +137,7 @@ def spenders(
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
     texts = fitted(names.values(), room)
     for row, cells in shown:
-        name = "idle" if row.kind == "idle" else texts[names[row.name]]
+        name = row.name if row.kind == "idle" else texts[names[row.name]]
         table.add_row(
             Text(name), *([Text(mark(row.group), style="magenta")] if grouped else []), *cells,
             style="dim" if row.kind == "idle" else "",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from ..device import Device, Figure
 from ..units import format_bytes
+from .narrow import Column, fitting, table_of
 
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-9, "n"), (1e-12, "p"))
 
 _ENDINGS = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_hz", "Hz"), ("_w", "W"))
 
-# Heading and width of each column of the list; 79 characters in all.
-_COLUMNS = (("id", 17), ("kind", 11), ("fp32", 8), ("16 bit", 8), ("memory", 10), ("B/s", 8), ("TDP", 8), ("idle", 7))
+STAND_IN = "generic-cpu"
+"""The catalogue's entry for a CPU it does not know: no chip (`hardware/host.py`)."""
 
 
 def decimal(value: float, unit: str) -> str:
@@ -26,25 +27,36 @@ def decimal(value: float, unit: str) -> str:
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
     """One line a device; "~" marks what is assumed, "-" what is not known."""
-    console.print(Text(_row([name for name, _ in _COLUMNS]), style="bold"), soft_wrap=True)
-    count = 0
-    for device in devices:
-        half = device.peak("bf16") or device.peak("fp16")
-        cells = [
-            device.id,
-            device.kind,
-            _short(device.peak("fp32")),
-            _short(half),
-            _gibibytes(device.memory.capacity_bytes),
-            _short(device.memory.bandwidth_bytes_per_s),
-            _watts(device.tdp_w),
-            _watts(device.idle_w),
-        ]
-        console.print(Text(_row(cells)), soft_wrap=True)
-        count += 1
+    listed = list(devices)
+    kept, gone = fitting(_columns(listed), console.width, gap=2)
+    console.print(table_of(kept, gap=2), crop=False)
+    if gone:
+        names = ", ".join(c.heading for c in gone)
+        console.print(Text(f"no room here for {names}: a wider terminal or --json has them", style="dim"))
+    chips = sum(device.id != STAND_IN for device in listed)
+    also = f" and {STAND_IN}, for a CPU that is none of them" if chips < len(listed) else ""
     console.print()
-    console.print(Text(f"{count} devices; dense peaks in FLOP/s; ~ assumed, - not known", style="dim"), soft_wrap=True)
+    console.print(Text(f"{chips} chips{also}", style="dim"), soft_wrap=True)
+    console.print(Text("dense peaks in FLOP/s; ~ assumed, - not known", style="dim"), soft_wrap=True)
     console.print(Text("next: tessera hardware show h200", style="cyan"), soft_wrap=True)
+
+
+def _columns(devices: Sequence[Device]) -> list[Column]:
+    """The columns of the list; those a narrow terminal can do without leave it one by one."""
+    figures = {
+        "fp32": [_short(d.peak("fp32")) for d in devices],
+        "16 bit": [_short(d.peak("bf16") or d.peak("fp16")) for d in devices],
+        "memory": [_gibibytes(d.memory.capacity_bytes) for d in devices],
+        "B/s": [_short(d.memory.bandwidth_bytes_per_s) for d in devices],
+        "TDP": [_watts(d.tdp_w) for d in devices],
+        "idle": [_watts(d.idle_w) for d in devices],
+    }
+    leaves = {"fp32": 4, "idle": 2, "B/s": 1}
+    return [
+        Column(heading="id", cells=[d.id for d in devices]),
+        Column(heading="kind", cells=[d.kind for d in devices], leaves=3),
+        *(Column(heading=h, cells=cells, right=True, leaves=leaves.get(h, 0)) for h, cells in figures.items()),
+    ]
 
 
 def print_device(device: Device, console: Console) -> None:
@@ -127,12 +139,6 @@ def _value(figure: Figure, unit: str) -> str:
     counted = unit.endswith("s") and "/" not in unit
     # Boards are compared in watts, a kilowatt board as well.
     return f"{figure.value:.4g} {unit}" if unit == "W" or counted else decimal(figure.value, unit)
-
-
-def _row(cells: list[str]) -> str:
-    first, second, *rest = zip(cells, _COLUMNS, strict=True)
-    left = f"{first[0]:<{first[1][1]}} {second[0]:<{second[1][1]}}"
-    return left + "".join(f"{cell:>{width}}" for cell, (_, width) in rest)
 
 
 def _short(figure: Figure | None) -> str:

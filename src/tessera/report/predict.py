@@ -3,129 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ArgumentError
 from ..estimate.search import Sweep, SweepRow
-from ..hardware import lookup
-from ..schema import DiffRow, EnergyDescriptor, EnergyDiff, EnergyReport, Opportunity
-from ..units import format_bytes, format_duration, format_energy, format_power
-from .text import energy_text, plain_table, with_error
+from ..schema import DiffRow, EnergyDiff, EnergyReport, Opportunity
+from ..units import format_bytes, format_duration, format_energy
+from .narrow import Column, Fitted, Pieces, fitting, table_of
+from .predict_parts import (
+    BOUNDS,
+    chip_name,
+    components,
+    consumers,
+    memory_text,
+    origin,
+    power_text,
+    setting,
+    time_text,
+)
+from .screen import Console
+from .text import answer, energy_text, plain_table
 
 BAR = 40
+_NAME, _HOW = 24, 45  # characters that a subgraph's name and an opportunity's action are given at least
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-# So many subgraphs alike (the layers of a transformer) are one line; fewer keep their own, as in a small ResNet.
-STACK = 4
-_INDEX = re.compile(r"(?:(?<=[._])|^)\d+(?=\.)")
-
-BOUNDS = {
-    "host": "the host: the device waits for launches",
-    "compute": "arithmetic",
-    "memory": "memory bandwidth",
-    "overhead": "overhead: kernels too small to fill the chip",
-    "power": "the power limit: the clock is held down",
-}
-"""What a prediction's `bound` means, in words."""
-
-
-# -- what both the terminal and the page show -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumer:
-    """Subgraphs of one name (or, in a deep stack, of one place in every layer), together."""
-
-    name: str
-    kind: str
-    count: int
-    latency_s: float
-    compute_energy_j: float
-    memory_energy_j: float
-    static_energy_j: float
-    share: float
-
-    @property
-    def energy_j(self) -> float:
-        """All joules of the group."""
-        return self.compute_energy_j + self.memory_energy_j + self.static_energy_j
-
-
-def consumers(report: EnergyReport, count: int) -> list[Consumer]:
-    """The dearest subgraphs, grouped by name."""
-    stacks: dict[tuple[str, str, float], list[EnergyDescriptor]] = {}
-    for d in report.descriptors:
-        stacks.setdefault((_INDEX.sub("*", d.subgraph_name, count=1), d.kind, d.flops), []).append(d)
-    groups: dict[tuple[str, str], list[EnergyDescriptor]] = {}
-    for (pattern, kind, _), members in stacks.items():
-        deep = len({d.subgraph_name for d in members}) >= STACK
-        for d in members:
-            groups.setdefault((pattern if deep else d.subgraph_name, kind), []).append(d)
-    total = report.total_energy_j
-    found = [_consumer(name, kind, members, total) for (name, kind), members in groups.items()]
-    return sorted(found, key=lambda c: c.energy_j, reverse=True)[:count]
-
-
-def _consumer(name: str, kind: str, members: Sequence[EnergyDescriptor], total_j: float) -> Consumer:
-    joules = sum(d.total_energy_j for d in members)
-    return Consumer(
-        name=name,
-        kind=kind,
-        count=sum(d.calls for d in members),
-        latency_s=sum(d.latency_s for d in members),
-        compute_energy_j=sum(d.compute_energy_j for d in members),
-        memory_energy_j=sum(d.memory_energy_j for d in members),
-        static_energy_j=sum(d.static_energy_j for d in members),
-        share=joules / total_j if total_j > 0 else 0.0,
-    )
-
-
-def components(report: EnergyReport | SweepRow | Consumer) -> list[tuple[str, float, float]]:
-    """(name, joules, share of the total) of compute, memory and static energy; [] where they are not known."""
-    parts = [
-        ("Compute", report.compute_energy_j),
-        ("Memory", report.memory_energy_j),
-        ("Static", report.static_energy_j),
-    ]
-    known = [(name, joules) for name, joules in parts if joules is not None]
-    total = sum(joules for _, joules in known)
-    return [(name, joules, joules / total if total > 0 else 0.0) for name, joules in known]
-
-
-def time_text(seconds: float, error_s: float | None = None) -> str:
-    """Seconds in a fitting prefix, with their error: "1.92 ± 0.11 ms"."""
-    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= f * 0.9995), (1e-6, "µs"))
-    return with_error(seconds / factor, None if error_s is None else error_s / factor, unit)
-
-
-def chip_name(device: str) -> str:
-    """A chip's full name by its id, with the power mode if one was chosen; the id where the catalogue lacks it."""
-    point = device.partition("@")[2]
-    try:
-        return lookup(device).name + (f" at {point}" if point else "")
-    except ArgumentError:
-        return device
-
-
-def setting(report: EnergyReport) -> str:
-    """How it runs, in words: "bf16, infer, eager, batch 8"."""
-    of = report.prediction
-    if of is None:
-        return report.total.source
-    parts = [of.precision or "precision as it is", of.mode, of.launch, f"batch {of.batch}" if of.batch else ""]
-    return ", ".join(part for part in parts if part)
-
-
-def origin(report: EnergyReport) -> list[tuple[str, str]]:
-    """(what, where it comes from) for every part of a prediction."""
-    of = report.prediction
-    return [] if of is None else [(name.replace("_", " "), text) for name, text in of.provenance.items() if text]
 
 
 def report_json(report: EnergyReport, opportunities: Sequence[Opportunity] | None = None) -> str:
@@ -142,6 +47,15 @@ def report_json(report: EnergyReport, opportunities: Sequence[Opportunity] | Non
     if opportunities is not None:
         found["opportunities"] = list(opportunities)
     return msgspec.json.encode(found).decode()
+
+
+def text(report: EnergyReport, *, width: int = 100) -> str:
+    """The screen of a report as plain text."""
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        shown = answer(report, advice=None, next_command=None) if report.prediction is None else prediction(report)
+        console.print(shown, crop=False)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 # -- one prediction -------------------------------------------------------------------------------------------------
@@ -165,23 +79,17 @@ def prediction(
     return Group(*parts, *_following(next_command))
 
 
-def _title(report: EnergyReport) -> Text:
+def _title(report: EnergyReport) -> Pieces:
     of = report.prediction
-    title = Text(report.name, style="bold")
-    if of is not None:
-        title.append(f" on {chip_name(of.device)}", style="bold")
-    return title.append(f"   {setting(report)}", style="dim")
+    where = f" on {chip_name(of.device)}" if of is not None else ""
+    return Pieces(Text(report.name + where, style="bold"), Text(setting(report), style="dim"))
 
 
-def _headline(report: EnergyReport) -> Text:
+def _headline(report: EnergyReport) -> Pieces:
     of = report.prediction
     latency = time_text(report.total_latency_s, of.latency_error_s if of else None)
-    watts = report.average_power_w
-    power = "" if watts is None else f"{format_power(watts, 3)} average"
-    if report.peak_w is not None:
-        power += f", {format_power(report.peak_w, 3)} peak"
-    line = Text("   ".join((latency, energy_text(report.total_energy_j, report.total.error_j), power)), style="bold")
-    return line.append("   90% intervals", style="dim")
+    figures = [latency, energy_text(report.total_energy_j, report.total.error_j), ", ".join(power_text(report))]
+    return Pieces(*(Text(figure, style="bold") for figure in figures if figure), Text("90% intervals", style="dim"))
 
 
 def _facts(report: EnergyReport) -> Table:
@@ -190,7 +98,7 @@ def _facts(report: EnergyReport) -> Table:
     for unit, joules, error in report.per_work():
         amount = next(w.amount for w in report.work if w.unit == unit)
         rate = amount / report.total_latency_s if report.total_latency_s > 0 else 0.0
-        table.add_row(f"per {unit}", f"{energy_text(joules, error)}   {_count(rate)} {unit}s/s")
+        table.add_row(f"per {unit}", Pieces(energy_text(joules, error), f"{_count(rate)} {unit}s/s"))
     if of is None:
         return table
     if of.peak_memory_bytes is not None:
@@ -199,15 +107,6 @@ def _facts(report: EnergyReport) -> Table:
     utilised = f"{share:.0%} of the tighter roof reached" if share >= 0.01 else "under 1% of the tighter roof reached"
     table.add_row("bound by", f"{BOUNDS.get(of.bound, of.bound)}; {utilised}")
     return table
-
-
-def memory_text(peak_bytes: int, capacity_bytes: int | None) -> str:
-    """The memory peak against what the chip has: "1.2 GiB of 80 GiB (2%)"."""
-    if not capacity_bytes:
-        return f"{format_bytes(peak_bytes, 3)} at the peak"
-    share = peak_bytes / capacity_bytes
-    part = f"{share:.0%}" if share >= 0.01 else "<1%"
-    return f"{format_bytes(peak_bytes, 3)} of {format_bytes(capacity_bytes, 3)} ({part})"
 
 
 def _bar(name: str, joules: float, share: float) -> Text:
@@ -223,31 +122,45 @@ def blocks(share: float, width: int) -> str:
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
-def _consumers(report: EnergyReport, top: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("Top consumers", no_wrap=True, overflow="ellipsis")
-    table.add_column("kind", style="dim", no_wrap=True)
-    for heading in ("time", "energy", "share"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for i, c in enumerate(consumers(report, top), 1):
-        name = c.name if c.count == 1 else f"{c.name} ×{c.count}"
-        cells = (format_duration(c.latency_s, 3), format_energy(c.energy_j, 3), f"{c.share:.1%}")
-        table.add_row(f"{i}.", Text(name), c.kind, *cells)
-    return table
+def _consumers(report: EnergyReport, top: int) -> Fitted:
+    found = consumers(report, top)
+    names = [c.name if c.count == 1 else f"{c.name} ×{c.count}" for c in found]
+    number = Column(heading="", cells=[f"{i}." for i in range(1, len(found) + 1)], right=True)
+    numbers = [
+        Column(heading="kind", cells=[c.kind for c in found], leaves=1, style="dim"),
+        Column(heading="time", cells=[format_duration(c.latency_s, 3) for c in found], right=True),
+        Column(heading="energy", cells=[format_energy(c.energy_j, 3) for c in found], right=True),
+        Column(heading="share", cells=[f"{c.share:.1%}" for c in found], right=True),
+    ]
+
+    def draw(width: int) -> Table:
+        kept, _ = fitting([number, *numbers], width - _NAME, gap=2)
+        room = max(_NAME, width - sum(c.width + 2 for c in kept))
+        short = [name if len(name) <= room else f"{name[: room - 1]}…" for name in names]
+        return table_of([number, Column(heading="Top consumers", cells=short), *kept[1:]], gap=2)
+
+    return Fitted(draw)
 
 
 def _opportunities(found: Sequence[Opportunity]) -> list[RenderableType]:
     if not found:
         return [Text("Opportunities: none of those tried saves 2% or more", style="dim")]
+    return [Text("Opportunities", style="bold"), Fitted(lambda width: _saving(found, width))]
+
+
+def _saving(found: Sequence[Opportunity], width: int) -> RenderableType:
+    """What, how much, and how: side by side where there is room for the how, else below each other."""
+    names = [Text(capital(o.name), style="bold") for o in found]
+    saves = [f"saves {energy_text(o.saves_j, o.error_j)}/{o.unit} ({o.saves_share:.0%})" for o in found]
+    hows = [Text(o.action).append(f"; takes {format_duration(o.latency_s, 3)}", style="dim") for o in found]
+    beside = width - max(name.cell_len for name in names) - max(map(len, saves)) >= _HOW
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in range(4):
-        table.add_column(no_wrap=column < 3)
-    for o in found:
-        saves = f"saves {energy_text(o.saves_j, o.error_j)}/{o.unit} ({o.saves_share:.0%})"
-        what = Text(o.action).append(f"; takes {format_duration(o.latency_s, 3)}", style="dim")
-        table.add_row(Text("✓", style="green"), Text(capital(o.name), style="bold"), Text(saves, style="green"), what)
-    return [Text("Opportunities", style="bold"), table]
+    for _ in range(4 if beside else 2):
+        table.add_column()
+    for name, much, how in zip(names, saves, hows, strict=True):
+        mark, amount = Text("✓", style="green"), Text(much, style="green")
+        table.add_row(mark, *((name, amount, how) if beside else (Group(Pieces(name, amount, between="  "), how),)))
+    return table
 
 
 def capital(text: str) -> str:
@@ -290,7 +203,7 @@ def comparison(found: Sweep, *, next_command: str | None = None, width: int = 10
     )
     parts: list[RenderableType] = [title]
     if feasible:
-        parts.append(_rows(found, front, wide=width >= 100))
+        parts.append(Fitted(lambda terminal: _rows(found, front, min(width, terminal))))
         parts.append(
             Text("* on the Pareto frontier of energy per sample and latency; ± is a 90% half-width", style="dim")
         )
@@ -304,29 +217,39 @@ def comparison(found: Sweep, *, next_command: str | None = None, width: int = 10
     return Group(*parts, Text(""), ending, *_following(next_command))
 
 
-def _rows(found: Sweep, front: set[int], *, wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("", "chip", "dtype"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("batch", "latency", "per sample", "samples/s", "W", *(("memory",) if wide else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(" bound by", no_wrap=True)
-    for row in found.feasible:
-        style = "bold" if id(row) in front else ""
-        table.add_row("*" if id(row) in front else "", *_cells(row, wide), style=style)
-    return table
+def _rows(found: Sweep, front: set[int], width: int) -> RenderableType:
+    rows = found.feasible
+    kept, gone = fitting(_columns(rows, front, wide=width >= 100), width)
+    table = table_of(kept, styles=["bold" if id(row) in front else "" for row in rows])
+    names = ", ".join(c.heading.strip() for c in gone)
+    return (
+        Group(table, Text(f"no room here for {names}: a wider terminal or --json has them", "dim")) if gone else table
+    )
 
 
-def _cells(row: SweepRow, wide: bool) -> list[str]:
-    joules, latency, rate = row.energy_per_sample_j, row.latency_s, row.throughput_per_s
-    cells = [row.device, row.precision or "-", str(row.batch or "-")]
-    cells.append("-" if latency is None else time_text(latency, row.latency_error_s))
-    cells.append("-" if joules is None else energy_text(joules, row.energy_per_sample_error_j))
-    cells.append("-" if rate is None else _count(rate))
-    cells.append("-" if row.average_power_w is None else f"{row.average_power_w:.0f}")
+def _columns(rows: Sequence[SweepRow], front: set[int], *, wide: bool) -> list[Column]:
+    """The columns of a sweep; those a narrow terminal can do without leave it one by one."""
+    formats = [row.precision or "-" for row in rows]
+    rates = [_count(row.throughput_per_s or 0.0) for row in rows]
+    watts = ["-" if row.average_power_w is None else f"{row.average_power_w:.0f}" for row in rows]
+    joules = [energy_text(row.energy_per_sample_j or 0.0, row.energy_per_sample_error_j) for row in rows]
+    columns = [
+        Column(heading="", cells=["*" if id(row) in front else "" for row in rows]),
+        Column(heading="chip", cells=[row.device for row in rows]),
+        Column(heading="dtype", cells=formats, leaves=1 if len(set(formats)) == 1 else 0),
+        Column(heading="batch", cells=[str(row.batch or "-") for row in rows], right=True),
+        Column(
+            heading="latency", cells=[time_text(row.latency_s or 0.0, row.latency_error_s) for row in rows], right=True
+        ),
+        Column(heading="per sample", cells=joules, right=True),
+        Column(heading="samples/s", cells=rates, right=True, leaves=3),
+        Column(heading="W", cells=watts, right=True, leaves=4),
+        Column(heading=" bound by", cells=[f" {row.bound or '-'}" for row in rows], leaves=2),
+    ]
     if wide:
-        cells.append("-" if row.peak_memory_bytes is None else format_bytes(row.peak_memory_bytes, 3))
-    return [*cells, f" {row.bound or '-'}"]
+        memory = [format_bytes(row.peak_memory_bytes or 0, 3) for row in rows]
+        columns.insert(-1, Column(heading="memory", cells=memory, right=True, leaves=5))
+    return columns
 
 
 def row_name(row: SweepRow) -> str:
@@ -351,21 +274,16 @@ def reasons(rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
 
 def choices(found: Sweep) -> list[tuple[str, SweepRow]]:
     """The rows one would choose: the fewest joules, the shortest, the most samples a second."""
-    rows = found.feasible
-    if not rows:
-        return []
-    return [
-        ("least energy", min(rows, key=lambda row: row.energy_per_sample_j or 0.0)),
-        ("fastest", found.pareto()[0]),
-        ("most throughput", max(rows, key=lambda row: row.throughput_per_s or 0.0)),
-    ]
+    by = {"least energy": found.best_batch(), "fastest": found.fastest(), "most throughput": found.most_throughput()}
+    return [(label, row) for label, row in by.items() if row is not None]
 
 
-def choice_text(row: SweepRow) -> str:
-    """A chosen row in one line."""
+def choice_text(row: SweepRow) -> Pieces:
+    """A chosen row in one line, or broken between its figures."""
     joules, latency = row.energy_per_sample_j or 0.0, row.latency_s or 0.0
     rate = _count(row.throughput_per_s or 0.0)
-    return f"{row_name(row)}: {format_energy(joules, 3)} per sample, {format_duration(latency, 3)}, {rate} samples/s"
+    named = f"{row_name(row)}: {format_energy(joules, 3)} per sample"
+    return Pieces(named, format_duration(latency, 3), f"{rate} samples/s", between=", ")
 
 
 # -- two reports ----------------------------------------------------------------------------------------------------

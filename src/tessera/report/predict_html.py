@@ -8,8 +8,10 @@ from html import escape
 from ..estimate.search import Sweep, SweepRow
 from ..schema import EnergyReport, Opportunity
 from ..units import format_bytes, format_duration, format_energy, format_power
-from . import predict as shared
-from .predict import capital, choices, components, consumers, row_name, time_text
+from . import predict as sweeps
+from . import predict_parts as shared
+from .predict import capital
+from .predict_parts import components, consumers, time_text
 from .scatter import Dot, scatter
 from .text import energy_text
 
@@ -35,7 +37,7 @@ font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-n
 .tessera tr:hover td{background:var(--soft)}
 .tessera ul{list-style:none;padding:0;margin:0}
 .tessera li{margin:3px 0}.tessera li::before{content:"✓";color:var(--c);font-weight:700;margin-right:8px}
-.tessera .scroll{overflow-x:auto}.tessera svg{width:100%;height:auto;max-width:1040px}
+.tessera .scroll{overflow-x:auto}.tessera svg{width:100%;height:auto;max-width:1040px;min-width:620px}
 .tessera .grid{stroke:var(--line)}.tessera .tick,.tessera .label{font-size:11px;fill:currentColor;opacity:.75}
 .tessera .axis{font-size:12px;fill:currentColor;text-anchor:middle}.tessera .label.front{font-weight:600;opacity:1}
 .tessera .frontier{fill:none;stroke:currentColor;stroke-width:1.5;stroke-dasharray:6 4;opacity:.55}
@@ -120,8 +122,7 @@ def _tiles(report: EnergyReport) -> str:
         _tile(energy_text(report.total_energy_j, report.total.error_j), "energy, 90% interval"),
     ]
     if watts is not None:
-        peak = f", {format_power(report.peak_w, 3)} peak" if report.peak_w is not None else ""
-        tiles.append(_tile(format_power(watts, 3), f"average{peak}"))
+        tiles.append(_tile(format_power(watts, 3), ", ".join(("average", *shared.power_text(report)[1:]))))
     tiles += [_tile(energy_text(joules, error), f"per {unit}") for unit, joules, error in report.per_work()]
     if of is not None:
         if of.peak_memory_bytes is not None:
@@ -218,11 +219,11 @@ def _sweep(found: Sweep) -> str:
     front = set(map(id, found.pareto()))
     about = f"{found.mode}, {found.launch}; {len(found.feasible)} of {len(found.rows)} combinations are possible"
     parts = [f"<h2>{escape(found.name)}</h2><div class='dim'>{escape(about)}</div>", _choice_tiles(found)]
-    dots = [_dot(row, id(row) in front) for row in found.feasible]
+    dots = [_dot(row, id(row) in front, label) for row, label in zip(found.feasible, _labels(found), strict=True)]
     if dots:
-        parts.append(f"<h3>Latency against energy per sample</h3>{scatter(dots)}")
+        parts.append(f"<h3>Latency against energy per sample</h3><div class='scroll'>{scatter(dots)}</div>")
     parts.append(_table(found, front))
-    impossible = shared.reasons([row for row in found.rows if not row.feasible])
+    impossible = sweeps.reasons([row for row in found.rows if not row.feasible])
     if impossible:
         cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(reason)}</dd>" for name, reason in impossible)
         parts.append(f"<h3>Not possible</h3><dl>{cells}</dl>")
@@ -232,24 +233,32 @@ def _sweep(found: Sweep) -> str:
 def _choice_tiles(found: Sweep) -> str:
     tiles: list[str] = []
     named: dict[int, tuple[SweepRow, list[str]]] = {}
-    for label, row in choices(found):
+    for label, row in sweeps.choices(found):
         named.setdefault(id(row), (row, []))[1].append(label)
     for row, labels in named.values():
         rate = f"{row.throughput_per_s or 0:,.0f} samples/s"
         joules = format_energy(row.energy_per_sample_j or 0.0, 3)
         detail = f"{', '.join(labels)}: {joules} per sample, {format_duration(row.latency_s or 0.0, 3)}, {rate}"
-        tiles.append(_tile(row_name(row), detail))
+        tiles.append(_tile(sweeps.row_name(row), detail))
     return f"<div class='tiles wide'>{''.join(tiles)}</div>"
 
 
-def _dot(row: SweepRow, frontier: bool) -> Dot:
+def _labels(found: Sweep) -> list[str]:
+    """What tells each point from the others: its chip, precision, batch, as far as they differ."""
+    rows = found.feasible
+    parts = [(row.device, row.precision or "", f"b{row.batch}" if row.batch else "") for row in rows]
+    differs = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    named = [" ".join(part for part, shown in zip(of, differs, strict=True) if shown and part) for of in parts]
+    return [name or row.device for name, row in zip(named, rows, strict=True)]
+
+
+def _dot(row: SweepRow, frontier: bool, label: str) -> Dot:
     joules, latency = row.energy_per_sample_j or 0.0, row.latency_s or 0.0
     error_j, error_s = row.energy_per_sample_error_j or 0.0, row.latency_error_s or 0.0
-    lines = [row_name(row), time_text(latency, error_s), f"{energy_text(joules, error_j)} per sample"]
+    lines = [sweeps.row_name(row), time_text(latency, error_s), f"{energy_text(joules, error_j)} per sample"]
     lines += [f"{row.throughput_per_s or 0:,.0f} samples/s", format_power(row.average_power_w or 0.0, 3)]
-    short = " ".join(part for part in (row.precision or "", f"b{row.batch}" if row.batch else "") if part)
     return Dot(
-        x=latency, y=joules, error_x=error_s, error_y=error_j, group=row.device, label=short or row.device,
+        x=latency, y=joules, error_x=error_s, error_y=error_j, group=row.device, label=label,
         title="\n".join(lines), frontier=frontier,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import signal
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -12,11 +13,12 @@ from rich.text import Text
 
 from ..analyze.answer import TIME_LIMIT, Answer, answer
 from ..analyze.names import fit, region_name
+from ..analyze.whole import Outside
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_energy, format_power
-from .energy import WIDTH, idle_row, joules, legend, spenders
+from .energy import WIDTH, idle_row, joules, legend, rest_row, spenders
 from .text import plain_table, with_error
 
 BAR = 30
@@ -86,19 +88,42 @@ def _headline(said: Answer, width: int) -> Text:
 
 
 def _traced(said: Answer) -> list[RenderableType]:
-    return [Text(f"{traced_text(said)}{_all_of_it(said)}", style="yellow")] if said.partial else []
+    if not said.partial:
+        return []
+    lines = [f"{traced_text(said)}{_all_of_it(said)}", outside_text(said)]
+    return [Text(line, style="yellow") for line in lines if line]
 
 
 def _all_of_it(said: Answer) -> str:
-    return " (--limit 0 traces all)" if said.limited else ""
+    return " (--limit 0 traces all)" if limit_cut(said) else ""
+
+
+def limit_cut(said: Answer) -> bool:
+    """Whether the limit for tracing left steps out; of a run without steps that is not known."""
+    return said.limited and (said.whole.whole_steps is None or said.traced_steps != said.whole.whole_steps)
 
 
 def traced_text(said: Answer) -> str:
     """What the tables are of, where that is not the whole run."""
     steps = said.whole.steps
     some = f", {said.traced_steps:,} of {steps:,} steps" if steps is not None and said.traced_steps is not None else ""
+    if some and said.traced_steps == said.whole.whole_steps != steps:
+        some += " (the first's begin unseen)"
     spent = joules(said.energy_j, said.error_j)
     return f"traced {format_duration(said.seconds, 3)}{some}, {spent}: the tables are of these"
+
+
+def outside_text(said: Answer) -> str:
+    """Where the rest of the run's joules is: with what was traced they sum to the whole."""
+    parts = [f"{format_energy(p.energy_j, 3)} in {format_duration(p.seconds, 3)} {_where(p)}" for p in said.outside]
+    return f"in no table: {', '.join(parts)}" if parts else ""
+
+
+def _where(part: Outside) -> str:
+    place = {"before": "before it", "between": "between its windows", "after": "after it"}[part.where]
+    if part.steps:
+        return f"{place} ({part.steps:,} step{'' if part.steps == 1 else 's'})"
+    return f"{place} (imports, preparation)" if part.where == "before" else place
 
 
 def _warnings(said: Answer) -> list[RenderableType]:
@@ -108,8 +133,15 @@ def _warnings(said: Answer) -> list[RenderableType]:
     if said.cut:
         lines.append(f"CUT: {said.cut}")
     if said.returncode:
-        lines.append(f"the program failed with exit code {said.returncode}: these are the joules until then")
+        lines.append(f"{ended_text(said.returncode)}: these are the joules until then")
     return [Text(line, style="yellow") for line in lines]
+
+
+def ended_text(returncode: int) -> str:
+    """How a program that did not succeed ended: 128 + 2, or -2, is Ctrl-C."""
+    if returncode in (128 + signal.SIGINT, -signal.SIGINT):
+        return "the program was interrupted (Ctrl-C)"
+    return f"the program failed with exit code {returncode}"
 
 
 def _facts(said: Answer) -> Table:
@@ -119,7 +151,8 @@ def _facts(said: Answer) -> Table:
         spread = _spread(said, per.without) if per.unit == "step" else ""
         if per.unit == "step" and said.partial:
             spread = f" (of {per.amount:,.0f} traced){spread}"
-        spent = f"{joules(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
+        about = "~" if math.isnan(per.error_j) else ""
+        spent = f"{about}{joules(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
         table.add_row(Text(f"per {per.unit}"), Text(spent))  # the unit is the user's word, and no markup
     for region in said.regions[:REGIONS]:
         each = joules(region.energy_j / max(region.calls, 1), region.energy_error_j / max(region.calls, 1))
@@ -158,16 +191,21 @@ def _tables(said: Answer, table: EnergyTable, width: int, by: str | None, top: i
     if by is not None:
         rows = table.top(top or 20, by) if by == "steps" else list(said.rows(by)[: top or 20])
         if not rows:
-            return [Text(f"no {by} were recorded", style="yellow")]
-        total, idle = len(table.steps if by == "steps" else said.rows(by)), idle_row(table, by)
+            how = ": tessera run --modules records them" if by == "modules" else ""
+            return [Text(f"no {by} were recorded{how}", style="yellow")]
+        total, idle = len(table.steps if by == "steps" else said.rows(by)), idle_row(table, by) or rest_row(said, by)
         return [Text(""), spenders(rows, by, width=width, total=total, idle=idle), *legend(rows)]
     for view in ("ops", "kernels"):
         found = said.rows(view)
         if not found:
             continue
         rows = list(found[: top or (TOP if said.ops and said.kernels else 2 * TOP)])
-        parts += [Text(""), spenders(rows, view, width=width, total=len(found)), *legend(rows)]
-    if shared:
+        parts += [
+            Text(""),
+            spenders(rows, view, width=width, total=len(found), idle=rest_row(said, view)),
+            *legend(rows),
+        ]
+    if shared and (said.ops or said.kernels):
         parts.append(Text(f"~ shared out by {said.shared_by}: a model, without an interval", style="yellow"))
     return parts
 

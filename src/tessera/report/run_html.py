@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from html import escape
 
@@ -19,7 +20,7 @@ from ..units import format_duration, format_energy, format_power
 from . import run_sections as sections
 from .energy import joules
 from .predict import capital
-from .run import mode_text, traced_text
+from .run import ended_text, limit_cut, mode_text, outside_text, traced_text
 from .run_data import payload
 from .run_origin import origin
 from .run_results import missing, results_of
@@ -56,7 +57,8 @@ def page(
     results = results_of(run, table, lines) if results is None else results
     view = overview(lines, run.power(), by_domain(run.telemetry()), table)
     curves = sections.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
-    view = dataclasses.replace(view, telemetry=[*view.telemetry, *curves])
+    # A host without operators is in Python: that is no level at which it waits.
+    view = dataclasses.replace(view, telemetry=[*view.telemetry, *curves], idle_w=view.idle_w if view.rows else None)
     absent = missing(results, lines, telemetry=bool(view.telemetry))
     parts = [
         _header(said),
@@ -91,8 +93,9 @@ def _traced(said: Answer) -> str:
     """What the pictures and tables are of, where that is not the whole run."""
     if not said.partial:
         return ""
-    more = " `tessera run --limit 0` traces all." if said.limited else ""
-    return f"<p class='dim' role='note'>{escape(capital(traced_text(said)))}.{escape(more)}</p>"
+    more = " `tessera run --limit 0` traces all." if limit_cut(said) else ""
+    rest = f" {capital(outside_text(said))}." if said.outside else ""
+    return f"<p class='dim' role='note'>{escape(capital(traced_text(said)))}.{escape(more)}{escape(rest)}</p>"
 
 
 def _warnings(said: Answer) -> str:
@@ -104,7 +107,7 @@ def _warnings(said: Answer) -> str:
     if said.shared_by:
         lines.append(f"Nothing was attributed: joules are shared out by {said.shared_by}, a model without an interval.")
     if said.returncode:
-        lines.append(f"The program failed with exit code {said.returncode}: these are the joules until then.")
+        lines.append(f"{capital(ended_text(said.returncode))}: these are the joules until then.")
     return "".join(f"<p class='warn' role='note'>{escape(line)}</p>" for line in lines)
 
 
@@ -120,7 +123,8 @@ def _tiles(said: Answer) -> str:
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
         of = f" (of {per.amount:,.0f} traced)" if said.partial and per.unit == "step" else ""
-        tiles.append(_tile(joules(per.energy_j, per.error_j), f"per {per.unit}{of}, {rate} {per.unit}s/s"))
+        about = "~" if math.isnan(per.error_j) else ""
+        tiles.append(_tile(about + joules(per.energy_j, per.error_j), f"per {per.unit}{of}, {rate} {per.unit}s/s"))
     if said.idle_share is not None:
         idle = f"idle: {joules(said.idle_j or 0.0, said.idle_error_j)}, {format_duration(said.idle_s or 0.0, 3)}"
         idle += " of what was traced" if said.partial else ""

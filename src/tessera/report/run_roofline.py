@@ -60,10 +60,16 @@ def _said(result: Result, drawn: Sequence[tuple[int, Mapping[str, Any]]]) -> str
 
 def _caption(result: Result, drawn: int) -> str:
     left = len(result.rows) - drawn
+    chip = result.facts.get("device_name")
+    lines = (
+        f"Lines are what {chip} can do at most: what memory can feed, and what each unit can compute."
+        if chip
+        else "There are no lines: what this chip can do at most is not known."
+    )
+    what = "a kernel" if any(c.key == "op" for c in result.columns) else "an operator"
     out = (
-        "A point is a kernel, its area its joules (its time where there are none), its colour as above. Lines are what "
-        f"{result.facts.get('device_name') or 'the chip'} can do at most: what memory can feed, and what each unit can "
-        "compute. Hover for figures, click for the row."
+        f"A point is {what}, its area its joules (its time where there are none), its colour as above. {lines} "
+        "Hover for figures, click for the row."
     )
     return f"{out} {left:,} without FLOPs or bytes are not drawn." if left else out
 

@@ -11,7 +11,7 @@ from ..analyze.names import CATEGORIES, category, fit, fitted, region_name
 from ..analyze.shared import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_power
-from .energy import TITLES, idle_row, joules, mark, shown_names
+from .energy import TITLES, idle_row, joules, mark, rest_row, shown_names
 from .run_parts import head, number
 
 ROWS = 250
@@ -58,12 +58,12 @@ def _known(table: EnergyTable) -> list[EnergyRow]:
 def _panel(table: EnergyTable, said: Answer, view: str, title: str, *, shown: bool) -> str:
     found = _rows(table, said, view)
     rows = list(found[:ROWS])
-    idle = idle_row(table, view)
+    idle = idle_row(table, view) or rest_row(said, view)
     lines = [*rows, *([idle] if idle else [])]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
     named = shown_names(rows, view)
     cut = fitted(named.values(), _NAME)
-    names = {name: cut[text] for name, text in named.items()} | {"idle": "idle"}
+    names = {name: cut[text] for name, text in named.items()} | ({idle.name: idle.name} if idle else {})
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = "".join(_row(r, names[r.name], most, view) for r in lines)
     sampled = bool(rows) and rows[0].kind == FUNCTION

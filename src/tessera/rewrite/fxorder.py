@@ -9,10 +9,11 @@ from typing import Any
 from torch import fx
 
 from ..device import Device
+from ..estimate.peak import WINDOW_S
 from ..graph.fxrun import captured
 from ..graph.ir import Graph
 from .effects import has_effect
-from .ordering import WINDOW_S, Buffer, Order, Task, best
+from .ordering import Buffer, Order, Task, best
 
 
 def reorder(

@@ -10,13 +10,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..errors import ArgumentError, RewriteError
+from ..estimate.peak import WINDOW_S, highest_mean_w
 from ..graph.rewrites import Rewrite
-
-WINDOW_S = 0.02
-"""The H200's power sensor: one sample in 20 ms (docs/measuring.md)."""
 
 # How far ahead of the program's own order an operator may be taken, in operators, and the level of power that is aimed
 # at, from the mean (0) to the peak of the program's own order (1). All are tried; the best one that fits is kept.
@@ -78,21 +74,9 @@ class Order:
 
 
 def peak_w(tasks: Sequence[Task], order: Sequence[int], window_s: float) -> float:
-    """The highest mean power over any window of an iteration that repeats; the average where it is no longer."""
-    seconds = np.array([tasks[i].seconds for i in order])
-    joules = np.array([tasks[i].energy_j for i in order])
-    whole = float(seconds.sum())
-    if whole <= 0:
-        return 0.0
-    if window_s >= whole:
-        return float(joules.sum()) / whole
-    times = np.concatenate(([0.0], np.cumsum(np.tile(seconds, 2))))
-    energy = np.concatenate(([0.0], np.cumsum(np.tile(joules, 2))))
-    # The mean over a window is linear between the moments at which either of its ends meets an edge.
-    starts = np.concatenate((times, times - window_s))
-    starts = starts[(starts >= 0) & (starts + window_s <= times[-1])]
-    within = np.interp(starts + window_s, times, energy) - np.interp(starts, times, energy)
-    return float(within.max()) / window_s
+    """The highest mean power over any window of an iteration that repeats."""
+    own = [tasks[i] for i in order]
+    return highest_mean_w([t.seconds for t in own], [t.energy_j for t in own], window_s) or 0.0
 
 
 def peak_bytes(buffers: Sequence[Buffer], order: Sequence[int]) -> int:

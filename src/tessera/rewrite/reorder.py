@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..device import Device
+from ..estimate.peak import WINDOW_S
 from ..graph.ir import Graph
-from .ordering import WINDOW_S, Buffer, Order, Task, best
+from .ordering import Buffer, Order, Task, best
 
 
 def plan(

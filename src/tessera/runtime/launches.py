@@ -140,7 +140,7 @@ class OwnLaunches:
         self._here, self._countdown = here, countdown
         self.tokens = "joules"
 
-    def listen(self, wanted: bool) -> None:
+    def hear(self, wanted: bool) -> None:
         """Hear from now on, or no more."""
         hints.listener = self._heard if wanted else None
 

@@ -105,7 +105,7 @@ class Loop:
             time.sleep(0.01)
 
     def _listen(self) -> None:
-        self.own.listen(any(h.inside and h.tokens != "joules" for h in self._held))
+        self.own.hear(any(h.inside and h.tokens != "joules" for h in self._held))
 
     def _agree(self, among: list[Held]) -> None:
         """One bucket for each device: of what all of these count, and of joules where they differ."""
@@ -301,7 +301,7 @@ class Loop:
     def stop(self) -> None:
         """At exit: what is queued must not be waited for."""
         self._stopping = True
-        self.own.listen(False)
+        self.own.hear(False)
         if self._thread is not None:
             self._thread.join(timeout=0.5)
         self.release_all()

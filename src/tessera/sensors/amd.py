@@ -146,9 +146,7 @@ def _load() -> Any:
         with contextlib.redirect_stdout(io.StringIO()):
             import amdsmi
     except ModuleNotFoundError as err:
-        raise SensorUnavailable(
-            "AMD GPUs cannot be read", why=str(err), fix="pip install 'tessera-energy[amd]'"
-        ) from err
+        raise SensorUnavailable("AMD GPUs cannot be read", why=str(err), fix="pip install amdsmi") from err
     except (ImportError, OSError, KeyError) as err:
         raise SensorUnavailable(
             "AMD GPUs cannot be read: libamd_smi.so does not load",

@@ -145,9 +145,7 @@ def _load() -> Any:
     try:
         import pyzes
     except ModuleNotFoundError as err:
-        raise SensorUnavailable(
-            "Intel GPUs cannot be read", why=str(err), fix="pip install 'tessera-energy[intel]'"
-        ) from err
+        raise SensorUnavailable("Intel GPUs cannot be read", why=str(err), fix="pip install pyzes") from err
     except (ImportError, OSError) as err:
         raise SensorUnavailable(
             "Intel GPUs cannot be read: the Level Zero loader does not load",

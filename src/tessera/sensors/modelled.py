@@ -1,7 +1,7 @@
 """A modelled sensor for machines that have none: utilisation times a device's power curve, always marked.
 
 Power is idle + (maximum - idle) x utilisation of all CPUs. It is a model and every figure that comes from it says
-so (`basis="modelled"`); its error is the spread between idle and maximum that a straight line cannot know.
+so (`basis="modelled"`). Its error is that of the two figures, and what a straight line between them misses.
 """
 
 from __future__ import annotations
@@ -12,15 +12,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..clock import now_ns
+from ..device import ASSUMED_ERROR
 from ..errors import SensorLost, SensorUnavailable
 from ..hardware import host_cpu
-from ..schema import Capability, Device, Domain, Hold, Telemetry
+from ..schema import Capability, Device, Domain, Figure, Hold, Telemetry
 from .base import Batch
 
-# A straight line through idle and full power was 10-20% off in Fan, Weber, Barroso, "Power provisioning for a
-# warehouse-sized computer" (ISCA 2007), with both ends measured; here both are assumed, so 30% is stated.
-MODEL_ERROR = 0.30
+LINE_ERROR = 0.15
+"""What a straight line by utilisation is off by, at the same utilisation, from one program to the next.
+
+10-20% in Fan, Weber, Barroso, "Power provisioning for a warehouse-sized computer" (ISCA 2007), with both ends measured.
+"""
+MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
+"""Of modelled power of which nobody says what curve it is from (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
+
+
+def model_error(device: Device) -> float:
+    """The relative error of a device's modelled power at any load: its worse end's, and that of the line between."""
+    ends = [_relative(figure) for figure in (device.idle_w, device.tdp_w) if figure is not None]
+    return math.hypot(LINE_ERROR, max(ends, default=MODEL_ERROR))
+
+
+def _relative(figure: Figure) -> float:
+    """A figure without a stated error is taken as read, or, where it was assumed, as any assumption."""
+    if figure.error is None:
+        return ASSUMED_ERROR if figure.assumed else 0.0
+    return figure.error / figure.value
 
 
 def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
@@ -75,8 +93,9 @@ class ModelledSensor:
         return [
             Domain(
                 name=self._name, source="modelled", label=d.name, resolution_s=self.period_s, hold=Hold.MEAN,
-                gain_error=MODEL_ERROR, basis="modelled",
-                note=f"utilisation x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}",
+                gain_error=model_error(d), basis="modelled",
+                note=f"utilisation x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}; between them a straight "
+                f"line, ±{LINE_ERROR:.0%}",
             )
         ]  # fmt: skip
 

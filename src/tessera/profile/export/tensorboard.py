@@ -49,9 +49,7 @@ class TensorBoard:
         _copy_run(run, target)
         trace = Chrome(target / f"{worker}.{run.span_ns[0] // 1_000_000}.pt.trace.json.gz").write(run, table)
         if importlib.util.find_spec("tensorboard") is None:
-            return (
-                f"{trace} (no scalars: they need the package 'tensorboard': pip install 'tessera-energy[tensorboard]')"
-            )
+            return f"{trace} (no scalars: they need the package 'tensorboard': pip install tensorboard)"
         count = _write_scalars(target, scalars(run, table))
         return f"{trace} and {count} scalars in {target}"
 

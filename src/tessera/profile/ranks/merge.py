@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ...errors import ArgumentError, RecordingError
 from ...timeline import kineto, stream_names
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Ints, Launch, Timeline
+from ...units import format_duration
 from ..runfile import RunFile, RunWriter
 from .clocks import Offset
 from .match import align
@@ -100,9 +101,10 @@ def merge(paths: Iterable[str | Path] | str | Path) -> Merged:
         if a.rank == b.rank:
             raise ArgumentError(
                 f"{a.path} and {b.path} are both of rank {a.rank}",
-                fix="give one file for each rank (rank0, rank1, ...)",
+                fix=f"give one file for each rank (rank0, ...); tessera diff {a.path} {b.path} compares two runs",
             )
     sources, timelines, told = zip(*loaded, strict=True)
+    _check_together(sources, timelines)
     for source, timeline in zip(sources, timelines, strict=True):
         timeline.rank = source.rank
     offsets = _settled(align(timelines), told)
@@ -119,6 +121,22 @@ def _files(path: Path) -> list[Path]:
             fix="give the folder the ranks wrote to",
         )  # fmt: skip
     return found
+
+
+def _check_together(sources: Sequence[Source], timelines: Sequence[Timeline]) -> None:
+    """Refuse runs that say no rank and have no moment in common: ranks of one job run side by side."""
+    spans = [
+        (int(t["start_ns"].min()), int(t["end_ns"].max()), s.path)
+        for s, t in zip(sources, timelines, strict=True)
+        if len(t) and t.rank is None and not _RANK.search(s.path.name)
+    ]
+    for (_, end_ns, before), (start_ns, _, after) in itertools.pairwise(sorted(spans)):
+        if start_ns >= end_ns:
+            raise ArgumentError(
+                f"{before} and {after} are two runs, one after the other",
+                why=f"neither says its rank, and {format_duration((start_ns - end_ns) * 1e-9)} lie between them",
+                fix=f"tessera diff {before} {after} compares them; ranks of one job are named rank0, rank1, ...",
+            )
 
 
 def _load(path: Path, place: int) -> tuple[Source, Timeline, Offset | None]:

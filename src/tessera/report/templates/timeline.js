@@ -144,26 +144,28 @@ const curves = (track, colours, css) => {
   track.lines.forEach((l, i) => {
     const colour = track.kind === "power" && i === 0 ? css("power") : colours[(i + (track.kind === "power" ? 2 : 3)) % 8];
     const first = Math.max(0, after(l.t, view.from) - 2), last = Math.min(l.t.length, after(l.t, view.to) + 2);
-    ctx.strokeStyle = colour;
+    const filled = track.kind === "power" && i === 0;
+    ctx.strokeStyle = ctx.fillStyle = colour;
     ctx.lineWidth = 1.5;
-    ctx.beginPath();
-    let pen = false;
-    for (let k = first; k < last; k++) {
-      if (Number.isNaN(l.v[k])) { pen = false; continue; }
-      const x = X(l.t[k] * unit), at = Y(track, l.v[k]);
-      if (pen) ctx.lineTo(x, at); else ctx.moveTo(x, at);
-      pen = true;
-    }
-    ctx.stroke();
+    // Each stretch of known samples on its own: where nobody sampled (NaN) there is neither a line nor an area.
+    let from = -1;
+    const end = k => {
+      if (from < 0) return;
+      ctx.beginPath();
+      for (let j = from; j < k; j++) ctx.lineTo(X(l.t[j] * unit), Y(track, l.v[j]));
+      ctx.stroke();
+      if (filled) {
+        ctx.lineTo(X(l.t[k - 1] * unit), track.y + track.h);
+        ctx.lineTo(X(l.t[from] * unit), track.y + track.h);
+        ctx.globalAlpha = .12;
+        ctx.fill();
+        ctx.globalAlpha = 1;
+      }
+      from = -1;
+    };
+    for (let k = first; k < last; k++) if (Number.isNaN(l.v[k])) end(k); else if (from < 0) from = k;
+    end(last);
     ctx.lineWidth = 1;
-    if (track.kind === "power" && i === 0 && last > first) {
-      ctx.lineTo(X(l.t[last - 1] * unit), track.y + track.h);
-      ctx.lineTo(X(l.t[first] * unit), track.y + track.h);
-      ctx.globalAlpha = .12;
-      ctx.fillStyle = colour;
-      ctx.fill();
-      ctx.globalAlpha = 1;
-    }
   });
 };
 const REGION = ["#54708c", "#6b8299", "#476079"];

@@ -1,0 +1,153 @@
+"""`Change`: one line of a difference, and `Lines`, which makes them: what two sides differ by, and how sure that is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..schema import DiffRow
+from . import alike, repeats
+from .side import ZERO, Cell, Side
+
+ROUNDING = 1e-9
+"""As a share: less is no change."""
+_NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change(DiffRow):
+    """One line: joules and seconds before and after, in the difference's unit, and the half-widths of their changes.
+
+    What is not known is NaN: joules of a trace without power, the scatter of a single measured run.
+    """
+
+    kind: str = ""
+    before_error_j: float = _NAN
+    after_error_j: float = _NAN
+    error_s: float = _NAN
+    before_calls: float = 0.0
+    after_calls: float = 0.0
+    state: Literal["both", "new", "vanished"] = "both"
+
+    @property
+    def change_s(self) -> float:
+        """Seconds after less seconds before."""
+        return self.after_s - self.before_s
+
+    @property
+    def share_j(self) -> float | None:
+        """The change in joules as a share of those before; None where there were none, or they are unknown."""
+        return _share(self.before_j, self.after_j)
+
+    @property
+    def share_s(self) -> float | None:
+        """The change in seconds as a share of those before."""
+        return _share(self.before_s, self.after_s)
+
+    @property
+    def significant_s(self) -> bool:
+        """Whether the change in seconds is known to be more than noise."""
+        return _moved(self.before_s, self.after_s, self.error_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; None for what is not known."""
+        derived = ("change_j", "share_j", "change_s", "share_s", "significant_s")
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data |= {name: getattr(self, name) for name in derived}
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in data.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """How lines are made: `gain` is the share both sides' joules are off by together, `same`: one model predicted both.
+
+    `mixed`: one side is a prediction, whose error is known, so that a run measured once is good enough beside it.
+    """
+
+    gain: float = 0.0
+    same: bool = False
+    mixed: bool = False
+
+    @classmethod
+    def of_sides(cls, sides: Sequence[Side]) -> Lines:
+        """What the sides have in common."""
+        one, two = sides[0], sides[-1]
+        same = bool(one.model) and all(side.model == one.model for side in sides)
+        return cls(common(sides)[0], same, one.predicted != two.predicted)
+
+    def of_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> Change:
+        """One line, of one run each or of several."""
+        return self.of(name, repeats.mean(before, after), repeats.mean(after, before))
+
+    def of(self, name: str, before: Cell | None, after: Cell | None) -> Change:
+        """One line."""
+        a, b = before or ZERO, after or ZERO
+        error_j, error_s = self._errors(a, b)
+        return Change(
+            name=name, before_j=a.energy_j, after_j=b.energy_j, before_s=a.seconds, after_s=b.seconds, error_j=error_j,
+            significant=_moved(a.energy_j, b.energy_j, error_j), kind=(before or b).kind, before_error_j=a.error_j,
+            after_error_j=b.error_j, error_s=error_s, before_calls=a.calls, after_calls=b.calls,
+            state="new" if before is None else "vanished" if after is None else "both",
+        )  # fmt: skip
+
+    def rows(self, left: Mapping[str, Cell], right: Mapping[str, Cell]) -> list[Change]:
+        """Lines of all names, those that changed most first."""
+        found = [self.of(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
+        return sorted(found, key=_weight, reverse=True)
+
+    def _errors(self, a: Cell, b: Cell) -> tuple[float, float]:
+        """Half-widths of the change in joules and in seconds; NaN where nobody knows how a side scatters."""
+        if (a.once or b.once) and not self.mixed:
+            return _NAN, _NAN
+        level_j = self.gain * (b.energy_j - a.energy_j)
+        if a.runs and b.runs:
+            own = [own_error(c.energy_j, r.sensor_j, self.gain) for c, r in ((a, a.runs), (b, b.runs))]
+            apart_j, apart_s = repeats.apart(a.runs, b.runs)
+            return math.hypot(*own, level_j, apart_j), apart_s
+        own = [own_error(c.energy_j, c.error_j, self.gain) for c in (a, b)]
+        error_j, error_s = math.hypot(*own, level_j), math.hypot(a.error_s, b.error_s)
+        if self.same and a.errors is not None and b.errors is not None:
+            alike_s, alike_j = alike.difference(a.errors, b.errors)
+            alike_s = math.hypot(alike_s, alike.SMALLEST * min(a.seconds, b.seconds))
+            alike_j = math.hypot(alike_j, alike.SMALLEST * min(a.energy_j, b.energy_j))
+            # Errors in common never widen a difference.
+            return min(error_j, alike_j), min(error_s, alike_s)
+        return error_j, error_s
+
+
+def common(sides: Sequence[Side]) -> tuple[float, list[str]]:
+    """The share by which all sides' levels are off together, in words too; 0 where other sensors measured them."""
+    one = sides[0]
+    if not one.sensors or any((side.sensors, side.basis) != (one.sensors, one.basis) for side in sides):
+        return 0.0, []
+    gain = min(side.gain for side in sides)
+    what = "the same power model gave both" if one.basis == "modelled" else "the same sensors measured both"
+    said = f"{what}: their common error of {gain:.0%} is in each ± and cancels in the change"
+    return gain, [said] if gain > 0.005 else []
+
+
+def _weight(row: Change) -> tuple[float, float]:
+    """How much a row changed, then how much it is; a rounding error is no change."""
+    a, b = (row.before_s, row.after_s) if math.isnan(row.change_j) else (row.before_j, row.after_j)
+    size = max(abs(a), abs(b))
+    return (0.0 if abs(b - a) <= ROUNDING * size else abs(b - a)), size
+
+
+def own_error(value: float, error: float, gain: float) -> float:
+    """A half-width without the part of it that both sides share; all of it where it cannot contain that part."""
+    shared = gain * abs(value)
+    if math.isnan(error) or error < 0.999 * shared:
+        return error
+    return math.sqrt(max(0.0, (error - shared) * (error + shared)))
+
+
+def _moved(before: float, after: float, error: float) -> bool:
+    """Whether a change is more than its half-width, and more than rounding; not where either is unknown (NaN)."""
+    return abs(after - before) > error and abs(after - before) > ROUNDING * max(abs(before), abs(after))
+
+
+def _share(before: float, after: float) -> float | None:
+    return (after - before) / before if before > 0 and not math.isnan(after) else None

@@ -1,0 +1,147 @@
+"""A run from its start to its end, how much of that was traced, and where the rest is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ..attribute.table import EnergyTable
+from ..profile.runfile import RunFile
+from ..schema import Energy
+from ..timeline.columns import Timeline
+from ..timeline.link import Step
+from ..trace import PowerTrace, chain, column_energy, combine
+from .places import devices
+from .shared import Shared
+
+FULLY = 0.98
+"""A run of which this much was traced is called traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """Joules of a run that no row has: "before" what was traced, "between" its windows, "after" it; its steps there."""
+
+    where: str
+    energy_j: float
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The run from its start to its end, whether traced or not. `steps` is None where it has none.
+
+    `whole_steps` are those whose begin and end are known: of the first step of a script only the end is.
+    """
+
+    energy_j: float
+    error_j: float
+    seconds: float
+    power_w: float | None
+    power_error_w: float | None
+    steps: int | None
+    whole_steps: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what `--json` has as "run"."""
+        return {
+            "energy_j": self.energy_j, "energy_error_j": self.error_j, "seconds": self.seconds, "steps": self.steps,
+        }  # fmt: skip
+
+
+def windows_of(run: RunFile) -> list[tuple[int, int]]:
+    """What was accounted for, as in `profile.energy`.
+
+    The traced windows of a schedule each on their own; else from the first to the last; else the whole run.
+    """
+    windows = [(int(a), int(b)) for a, b in run.get("windows") or []]
+    if not windows or run.get("mode") == "summary":
+        return [run.span_ns]
+    return windows if run.get("scheduled") else [(windows[0][0], windows[-1][1])]
+
+
+def window_of(run: RunFile) -> tuple[int, int]:
+    """From the first of `windows_of` to the last."""
+    windows = windows_of(run)
+    return windows[0][0], windows[-1][1]
+
+
+def is_partial(run: RunFile, table: EnergyTable) -> bool:
+    """Whether the table is of less than the run: what was not traced is in no row of it."""
+    start_ns, end_ns = run.span_ns
+    traced_s = sum(b - a for a, b in windows_of(run)) * 1e-9
+    return bool(table.kernels or table.ops) and max(traced_s, table.seconds) < FULLY * (end_ns - start_ns) * 1e-9
+
+
+def whole_of(
+    run: RunFile, table: EnergyTable, timeline: Timeline, power: PowerTrace, partial: bool, shared: Shared | None
+) -> Whole:
+    """Of the table where that is all; else from the samples of the devices the table is about."""
+    found = timeline.linked.steps
+    steps, whole_steps = len(found) + _unbegun(run, found), len(found)
+    if shared is not None and shared.steps:
+        steps, whole_steps = shared.steps, shared.whole_steps
+    spent = Energy(
+        joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, coverage=table.coverage,
+        source=table.source, basis=table.basis,
+    )  # fmt: skip
+    if partial:
+        spent = _between(power, timeline, power.start_ns, power.end_ns)
+    seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
+    return Whole(
+        energy_j=spent.joules, error_j=spent.error_j, seconds=spent.seconds, steps=steps or None,
+        power_w=spent.joules / seen_s if seen_s > 0 else None,
+        power_error_w=spent.error_j / seen_s if seen_s > 0 else None, whole_steps=whole_steps if steps else None,
+    )  # fmt: skip
+
+
+def _unbegun(run: RunFile, steps: Sequence[Step]) -> int:
+    """One where the script's first step has no row: its optimizer says when a step ends, and nobody when one begins.
+
+    Steps counted so follow one another without a gap, which regions that a program names itself never do.
+    """
+    if run.get("command") is None or not steps or steps[0].name != "step_1":
+        return 0
+    return int(all(a.end_ns == b.start_ns for a, b in pairwise(steps[:3])))
+
+
+def _between(power: PowerTrace, timeline: Timeline, start_ns: int, end_ns: int) -> Energy:
+    """Joules between two (monotonic) times of the devices that the table is about."""
+    columns = [power.columns[name] for name in _accounted(power, timeline)]
+    return combine([column_energy(c, start_ns, end_ns) for c in columns], (end_ns - start_ns) * 1e-9)
+
+
+def outside(run: RunFile, timeline: Timeline, power: PowerTrace) -> list[Outside]:
+    """Where the joules are that no row has: they and the table's sum to the whole run."""
+    first, last = power.start_ns, power.end_ns
+    offset = power.epoch_offset_ns
+    windows = [(min(max(a - offset, first), last), min(max(b - offset, first), last)) for a, b in windows_of(run)]
+    spans = {
+        "before": [(first, windows[0][0])],
+        "between": [(one[1], two[0]) for one, two in pairwise(windows)],
+        "after": [(windows[-1][1], last)],
+    }
+    middles = [(s.start_ns + s.end_ns) // 2 - offset for s in timeline.linked.steps]
+    found = []
+    for where, stretches in spans.items():
+        spent = [_between(power, timeline, a, b) for a, b in stretches if b > a]
+        whole = chain(spent) if spent else None
+        if whole is not None and whole.joules > 0:
+            steps = sum(a <= middle < b for a, b in stretches for middle in middles)
+            found.append(Outside(where=where, energy_j=whole.joules, seconds=whole.seconds, steps=steps))
+    return found
+
+
+def _accounted(power: PowerTrace, timeline: Timeline) -> list[str]:
+    """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
+    counted = [name for name, c in power.columns.items() if c.domain.counted]
+    boards = [name for name in counted if name.startswith("gpu")]
+    used = devices(timeline)
+    if not used:
+        hosts = [name for name in counted if name not in boards]
+        return hosts[:1] or boards
+    boards = boards or counted
+    return [name for name in boards if name in {f"gpu{d}" for d in used}] or boards[:1]

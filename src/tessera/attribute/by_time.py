@@ -1,0 +1,88 @@
+"""Joules by time, where power is modelled: such samples know of utilisation, and cannot tell an operator from another.
+
+Every moment has the watts its sample says, shared evenly by what runs then; where nothing runs they are idle's. So no
+row draws more than the model's most, nor less than its least, and all of them sum to the modelled joules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..integral import Z90, accumulate
+from ..schema import Energy, Hold
+from ..sensors.modelled import LINE_ERROR
+from ..trace import FULL, Column
+from .activity import Activity, gaps, shares, summed
+from .fit import Fit, conserved
+from .share import Share, idle_class
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def by_time(device: int, column: Column, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy) -> Share:
+    """The share of a device whose power is modelled. `found` lies within `seen`, of which `energy` is."""
+    idle_in = [gaps(found, *stretch) for stretch in seen]
+    none = np.zeros(0, np.int64)
+    gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
+    gap_cls = idle_class(gap_start, gap_end, found.classes)
+    share_s = shares(found.start_ns, found.end_ns)
+    row_j = shares(found.start_ns, found.end_ns, lambda at_ns: _joules_at(column, at_ns))
+    mean_w = energy.joules / max(energy.seconds * energy.coverage, 1e-12)
+    busy_w = float(row_j.sum() / share_s.sum()) if share_s.sum() > 0 else mean_w
+    gap_j = _joules_at(column, gap_end) - _joules_at(column, gap_start)
+    watts = np.full(found.classes + 2, busy_w)
+    watts[found.classes :] = _idle_w(gap_cls - found.classes, gap_end - gap_start, gap_j, mean_w)
+    weight = np.divide(row_j, share_s * busy_w, out=np.ones(len(row_j)), where=share_s * busy_w > 0)
+    told = dataclasses.replace(found, share_s=share_s, weight=weight)
+    seconds = summed(found.cls, share_s * weight, len(watts)) + summed(
+        gap_cls, (gap_end - gap_start) * 1e-9, len(watts)
+    )
+    level, covariance = conserved(watts, _covariance(column, seen, watts), seconds, energy.joules)
+    unseen_j = energy.joules * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
+    covariance = covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.joules / Z90) ** 2
+    return Share(
+        device=device, domain=column.domain, activity=told, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=gap_cls,
+        watts=level, covariance=covariance, group=np.full(found.classes, -1, np.int64), joules=energy.joules,
+        error_j=energy.error_j, coverage=energy.coverage,
+        fit=Fit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
+    )  # fmt: skip
+
+
+def _joules_at(column: Column, at_ns: Ints) -> Floats:
+    """The running sum of a column's joules at some times of the program."""
+    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    if len(times) < 2:
+        return np.zeros(len(at_ns))
+    mean = column.domain.hold is Hold.MEAN
+    sums = accumulate(column.times_ns, column.watts, mean=mean).joules
+    i = np.clip(np.searchsorted(times, at_ns, side="right") - 1, 0, len(times) - 2)
+    after_s = np.clip(at_ns - times[i], 0, times[i + 1] - times[i]) * 1e-9
+    lasts_s = np.maximum((times[i + 1] - times[i]) * 1e-9, 1e-12)
+    end_w = column.watts[i + 1]
+    begin_w = np.where(mean | np.isnan(column.watts[i]), end_w, column.watts[i])
+    inside_j = (begin_w + 0.5 * (end_w - begin_w) * after_s / lasts_s) * after_s
+    return np.asarray(sums[i] + np.nan_to_num(inside_j), np.float64)
+
+
+def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats:
+    """Mean watts of the short gaps, and of the long ones."""
+    seconds, joules = summed(long, length_ns * 1e-9, 2), summed(long, gap_j, 2)
+    found: Floats = np.divide(joules, seconds, out=np.full(2, mean_w), where=seconds > 0)
+    return found
+
+
+def _covariance(column: Column, seen: Sequence[tuple[int, int]], watts: Floats) -> Floats:
+    """What classes may differ by, one from another: by what the line misses, and by what the samples spread."""
+    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    inside = np.zeros(len(times), bool)
+    for begin, end in seen:
+        inside |= (times >= begin) & (times <= end)
+    known = column.watts[inside & ~np.isnan(column.watts)]
+    spread_w = float(known.std()) if len(known) > 1 else 0.0
+    found: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
+    return found

@@ -1,0 +1,103 @@
+"""How a session ends when nobody ends it, and when somebody will not wait for its end.
+
+::
+
+    sys.exit, an exception    atexit ──► Session.stop: torch is taken down after that, not while Kineto records
+    Ctrl-C                    the script ends, its trace is brought home
+    Ctrl-C meanwhile          "one moment"
+    Ctrl-C once more          the trace is dropped; screen and file say so
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .recording import Session
+
+STDERR = 2
+SAME_S = 0.5
+"""Signals this close together are one wish: a killpg reaches us by itself and once more through `tessera run`."""
+DROPPED = "the trace was dropped by a further Ctrl-C while it was being written: regions and power are here"
+
+
+def stop_at_exit(session: Session) -> None:
+    """Stop a session when the interpreter ends, unless somebody has by then.
+
+    To be called once all parts of the session run: handlers are called last first, and the run file, the sensors and
+    torch have their own. A Kineto that records while torch is taken down ends in a segmentation fault (torch 2.13).
+    """
+    atexit.register(_stop, session)
+
+
+def stopped() -> None:
+    """The session has ended: nothing is left to do at exit."""
+    atexit.unregister(_stop)
+
+
+def _stop(session: Session) -> None:
+    try:
+        session.stop()
+    except Exception as exc:  # noqa: BLE001  (the program's exit code is not ours to change)
+        sys.stderr.write(f"tessera: the session was not ended by the program, and could not be written whole: {exc}\n")
+
+
+class Patience:
+    """SIGINT while a trace is brought home: the first is answered, the next drops the trace.
+
+    As a handler it raises KeyboardInterrupt once, when the trace is dropped, and is deaf from then on.
+    """
+
+    def __init__(self, drop: Callable[[], None], *, say: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._drop = drop
+        self._say = say
+        self._clock = clock
+        self._heard_s = -math.inf
+        self._asked = False
+        self._before: Any = None
+
+    def hold(self) -> None:
+        """Take SIGINT over, unless it is ignored here (a shell's background job). Twice is no error."""
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, self.interrupted):
+            return
+        self._before = signal.signal(signal.SIGINT, self.interrupted)
+
+    def heard(self) -> bool:
+        """An interrupt has come; whether it is another wish than the one before."""
+        now_s = self._clock()
+        if now_s - self._heard_s <= SAME_S:
+            return False
+        self._heard_s = now_s
+        return True
+
+    def release(self) -> None:
+        """Give SIGINT back to whoever had it."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def interrupted(self, signum: int, frame: FrameType | None) -> None:
+        """The handler."""
+        if not self.heard():
+            return
+        if not self._asked:
+            self._asked = True
+            self.tell("one moment, writing the trace (Ctrl-C again to drop it)")
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._drop()
+        raise KeyboardInterrupt
+
+    def tell(self, line: str) -> None:
+        """On standard error, past Python's buffers: the signal may have come in the middle of a write."""
+        if self._say:
+            with contextlib.suppress(OSError):
+                os.write(STDERR, f"\ntessera: {line}\n".encode())

@@ -1,0 +1,135 @@
+"""What the terminal and the page both show of a prediction: its subgraphs in groups, its components, its words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ArgumentError
+from ..estimate.peak import WINDOW_S
+from ..estimate.search import SweepRow
+from ..hardware import lookup
+from ..schema import EnergyDescriptor, EnergyReport
+from ..units import format_bytes, format_duration, format_power
+from .text import with_error
+
+# So many subgraphs alike (the layers of a transformer) are one line; fewer keep their own, as in a small ResNet.
+STACK = 4
+_INDEX = re.compile(r"(?:(?<=[._])|^)\d+(?=\.)")
+
+BOUNDS = {
+    "host": "the host: the device waits for launches",
+    "compute": "arithmetic",
+    "memory": "memory bandwidth",
+    "overhead": "overhead: kernels too small to fill the chip",
+    "power": "the power limit: the clock is held down",
+}
+"""What a prediction's `bound` means, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """Subgraphs of one name (or, in a deep stack, of one place in every layer), together."""
+
+    name: str
+    kind: str
+    count: int
+    latency_s: float
+    compute_energy_j: float
+    memory_energy_j: float
+    static_energy_j: float
+    share: float
+
+    @property
+    def energy_j(self) -> float:
+        """All joules of the group."""
+        return self.compute_energy_j + self.memory_energy_j + self.static_energy_j
+
+
+def consumers(report: EnergyReport, count: int) -> list[Consumer]:
+    """The dearest subgraphs, grouped by name."""
+    stacks: dict[tuple[str, str, float], list[EnergyDescriptor]] = {}
+    for d in report.descriptors:
+        stacks.setdefault((_INDEX.sub("*", d.subgraph_name, count=1), d.kind, d.flops), []).append(d)
+    groups: dict[tuple[str, str], list[EnergyDescriptor]] = {}
+    for (pattern, kind, _), members in stacks.items():
+        deep = len({d.subgraph_name for d in members}) >= STACK
+        for d in members:
+            groups.setdefault((pattern if deep else d.subgraph_name, kind), []).append(d)
+    total = report.total_energy_j
+    found = [_consumer(name, kind, members, total) for (name, kind), members in groups.items()]
+    return sorted(found, key=lambda c: c.energy_j, reverse=True)[:count]
+
+
+def _consumer(name: str, kind: str, members: Sequence[EnergyDescriptor], total_j: float) -> Consumer:
+    joules = sum(d.total_energy_j for d in members)
+    return Consumer(
+        name=name,
+        kind=kind,
+        count=sum(d.calls for d in members),
+        latency_s=sum(d.latency_s for d in members),
+        compute_energy_j=sum(d.compute_energy_j for d in members),
+        memory_energy_j=sum(d.memory_energy_j for d in members),
+        static_energy_j=sum(d.static_energy_j for d in members),
+        share=joules / total_j if total_j > 0 else 0.0,
+    )
+
+
+def components(report: EnergyReport | SweepRow | Consumer) -> list[tuple[str, float, float]]:
+    """(name, joules, share of the total) of compute, memory and static energy; [] where they are not known."""
+    parts = [
+        ("Compute", report.compute_energy_j),
+        ("Memory", report.memory_energy_j),
+        ("Static", report.static_energy_j),
+    ]
+    known = [(name, joules) for name, joules in parts if joules is not None]
+    total = sum(joules for _, joules in known)
+    return [(name, joules, joules / total if total > 0 else 0.0) for name, joules in known]
+
+
+def time_text(seconds: float, error_s: float | None = None) -> str:
+    """Seconds in a fitting prefix, with their error: "1.92 ± 0.11 ms"."""
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= f * 0.9995), (1e-6, "µs"))
+    return with_error(seconds / factor, None if error_s is None else error_s / factor, unit)
+
+
+def chip_name(device: str) -> str:
+    """A chip's full name by its id, with the power mode if one was chosen; the id where the catalogue lacks it."""
+    try:
+        return lookup(device).name
+    except ArgumentError:
+        return device
+
+
+def setting(report: EnergyReport) -> str:
+    """How it runs, in words: "bf16, infer, eager, batch 8"."""
+    of = report.prediction
+    if of is None:
+        return report.total.source
+    parts = [of.precision or "precision as it is", of.mode, of.launch, f"batch {of.batch}" if of.batch else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def origin(report: EnergyReport) -> list[tuple[str, str]]:
+    """(what, where it comes from) for every part of a prediction."""
+    of = report.prediction
+    return [] if of is None else [(name.replace("_", " "), text) for name, text in of.provenance.items() if text]
+
+
+def power_text(report: EnergyReport) -> list[str]:
+    """Mean watts, and the highest with the window it is a mean over: "691 W average", "752 W peak of 20 ms"."""
+    known = [] if report.average_power_w is None else [f"{format_power(report.average_power_w, 3)} average"]
+    if report.peak_w is not None:
+        window = f" of {format_duration(WINDOW_S, 3)}" if report.prediction is not None else ""
+        known.append(f"{format_power(report.peak_w, 3)} peak{window}")
+    return known
+
+
+def memory_text(peak_bytes: int, capacity_bytes: int | None) -> str:
+    """The memory peak against what the chip has: "1.2 GiB of 80 GiB (2%)"."""
+    if not capacity_bytes:
+        return f"{format_bytes(peak_bytes, 3)} at the peak"
+    share = peak_bytes / capacity_bytes
+    part = f"{share:.0%}" if share >= 0.01 else "<1%"
+    return f"{format_bytes(peak_bytes, 3)} of {format_bytes(capacity_bytes, 3)} ({part})"

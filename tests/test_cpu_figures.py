@@ -1,0 +1,209 @@
+"""Figures of a run without a power sensor: rows that sum up, lie within the model, and are each of one thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.analyze.roofs import roofline
+from tessera.analyze.shared import OLDER, Spent, from_summary
+from tessera.attribute.by_time import _joules_at
+from tessera.attribute.solve import attribute
+from tessera.attribute.table import EnergyRow, EnergyTable
+from tessera.profile.summary_mode import Summary
+from tessera.report.run_roofline import roofline as drawn
+from tessera.schema import Domain, Hold
+from tessera.timeline import Builder, Timeline
+from tessera.trace import Column, PowerTrace, column_energy
+
+T0 = 1_790_000_000_000_000_000
+MS = 1_000_000
+LEAST_W, MOST_W = 2.0, 8.0
+MODEL = Domain(
+    name="cpu0", source="modelled", resolution_s=0.1, basis="modelled", hold=Hold.MEAN, gain_error=0.8, label="a CPU"
+)  # fmt: skip
+LINEAR = dataclasses.replace(MODEL, hold=Hold.LINEAR)
+watts = st.floats(LEAST_W, MOST_W)
+
+
+def power_of(levels: Sequence[float], domain: Domain = MODEL) -> PowerTrace:
+    """A sample every 100 ms, the first of which knows nothing."""
+    times = T0 + 100 * MS * np.arange(len(levels) + 1)
+    column = Column.of(domain, times, [math.nan, *levels])
+    return PowerTrace({"cpu0": column}, start_ns=int(times[0]), end_ns=int(times[-1]))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Timeline:
+    """Calls one after another on two threads, each with some inside it; regions around them, and a step or two."""
+    b = Builder()
+    for thread in (1, 2):
+        now = T0 + draw(st.integers(1, 60)) * MS
+        for _ in range(draw(st.integers(1, 6))):
+            begun = now
+            lasts, before = draw(st.integers(1, 80)) * MS, draw(st.integers(0, 5)) * MS
+            shapes = b.intern(f"[{draw(st.integers(1, 3))},64]f32 [64,64]f32")
+            b.add("op", "aten::matmul", now, now + lasts, thread=thread, shapes=shapes)
+            if lasts > 2 * MS:
+                b.add("op", "aten::mm", now + MS // 2, now + lasts - MS // 2, thread=thread, shapes=shapes)
+                b.add("op", "aten::empty", now + MS, now + MS + MS // 4, thread=thread)
+            now += lasts + draw(st.integers(0, 30)) * MS
+            b.add("region", draw(st.sampled_from(["load", "train"])), begun - before, now, thread=thread)
+            now += 6 * MS
+    return b.build()
+
+
+def solved(timeline: Timeline, levels: Sequence[float], domain: Domain = MODEL) -> EnergyTable:
+    while len(levels) * 100 * MS < timeline.end_ns - T0:  # power of all of it
+        levels = [*levels, *levels]
+    power = power_of(levels, domain)
+    return attribute(timeline, power, start_ns=power.start_ns, end_ns=power.end_ns)
+
+
+def within(row: EnergyRow, low_w: float, high_w: float) -> bool:
+    power_w = row.power_w
+    return power_w is None or low_w * (1 - 1e-6) <= power_w <= high_w * (1 + 1e-6)
+
+
+@given(programs(), st.lists(watts, min_size=1, max_size=20), st.sampled_from([MODEL, LINEAR]))
+def test_no_row_leaves_the_curve_of_the_model(timeline: Timeline, levels: list[float], domain: Domain) -> None:
+    table = solved(timeline, levels, domain)
+    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.total_j)
+    low, high = min(levels), max(levels)
+    assert all(within(r, low, high) for r in (*table.ops, *table.regions))
+    assert table.idle_w is None or low * (1 - 1e-6) <= table.idle_w <= high * (1 + 1e-6)
+    assert all(r.energy_error_j >= 0.8 * r.energy_j * (1 - 1e-6) for r in table.ops)  # no better than the level
+    assert any("modelled" in note for note in table.notes)
+
+
+@given(
+    st.lists(st.one_of(watts, st.just(math.nan)), min_size=2, max_size=9),
+    st.lists(st.integers(0, 1000), max_size=9),
+    st.sampled_from([MODEL, LINEAR]),
+)
+def test_the_running_sum_is_that_of_the_trace(levels: list[float], at_ms: list[int], domain: Domain) -> None:
+    column = power_of(levels, domain).columns["cpu0"]
+    at = np.array([T0, *(T0 + ms * MS for ms in sorted(at_ms))])
+    found = _joules_at(column, at)
+    for t, joules in zip(at[1:].tolist(), (found[1:] - found[0]).tolist(), strict=True):
+        want = column_energy(column, T0, t).joules
+        assert joules == pytest.approx(0.0 if math.isnan(want) else want, abs=1e-9)
+
+
+def test_idle_time_has_the_watts_of_its_samples() -> None:
+    b = Builder()
+    b.add("op", "aten::mm", T0, T0 + 500 * MS, thread=1)
+    b.add("region", "wait", T0 + 500 * MS, T0 + 1000 * MS, thread=1)
+    table = solved(b.build(), [8.0] * 5 + [2.0] * 5)
+    assert table.ops[0].power_w == pytest.approx(8.0) and table.ops[0].energy_j == pytest.approx(4.0)
+    assert table.idle_w == pytest.approx(2.0) and table.idle_j == pytest.approx(1.0)
+    (wait,) = table.regions  # a region in which no operator ran has the idle joules of its time
+    assert wait.energy_j == pytest.approx(1.0) and wait.power_w == pytest.approx(2.0) and wait.calls == 1
+
+
+# -- roofline -------------------------------------------------------------------------------------------------------
+
+
+@given(programs(), st.lists(watts, min_size=1, max_size=20))
+def test_seconds_flops_and_joules_of_a_point_are_of_the_same_calls(timeline: Timeline, levels: list[float]) -> None:
+    solved(timeline, levels)
+    low, high = min(levels), max(levels)
+    for row in roofline(timeline, by="op").rows:
+        drawn_w = row["energy_j"] / row["time_s"]
+        assert low / 2 * (1 - 1e-6) <= drawn_w <= high * (1 + 1e-6)  # two threads share what the host draws
+        assert row["flop_per_j"] * drawn_w == pytest.approx(row["flop_per_s"])
+
+
+def test_calls_outside_the_power_log_lend_it_no_flops() -> None:
+    b = Builder()
+    shapes = b.intern("[64,64]f32 [64,64]f32")
+    for i in range(10):
+        b.add("op", "aten::mm", T0 + i * 100 * MS, T0 + i * 100 * MS + 50 * MS, thread=1, shapes=shapes)
+    timeline = b.build()
+    power = power_of([8.0] * 5)  # half of the calls
+    attribute(timeline, power, start_ns=power.start_ns, end_ns=power.end_ns)
+    found = roofline(timeline, by="kernel")
+    assert [c.key for c in found.columns][:5] == ["name", "calls", "time_s", "share_pct", "flop_per_s"]
+    assert "op" not in {c.key for c in found.columns}  # it is the name
+    assert "A point is an operator" in drawn(found) and "no lines" in drawn(found)
+    (row,) = found.rows
+    assert row["flop_per_j"] == pytest.approx(row["flop_per_s"] / 8.0)
+
+
+# -- a summary ------------------------------------------------------------------------------------------------------
+
+rows = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["aten::mm", "aten::add", "aten::relu"]), "calls": st.integers(1, 50),
+         "self_s": st.floats(0.0, 3.0), "time_s": st.floats(0.0, 9.0)}
+    ), max_size=6,
+)  # fmt: skip
+
+
+@given(rows, st.floats(0.0, 4.0), st.floats(0.0, 12.0), st.floats(0.1, 60.0), st.booleans())
+def test_rows_of_a_summary_and_the_rest_are_the_run(
+    found: list[dict[str, Any]], traced_s: float, steps_s: float, imports_s: float, kernels: bool
+) -> None:
+    seconds = steps_s + imports_s
+    run = Spent(total_j=5.0 * seconds, seconds=seconds, traced_j=8.0 * min(traced_s, seconds),
+                traced_s=min(traced_s, seconds))  # fmt: skip
+    steps = {"name": "step_N", "calls": 40, "time_s": steps_s, "min_ns": 0}
+    summary = {"traced_s": run.traced_s, "kernels" if kernels else "ops": found, "regions": [steps]}
+    said = from_summary(summary, run)
+    assert said is not None
+    spent = [*said.ops, *said.kernels]
+    assert said.rest_j >= 0 and sum(r.energy_j for r in spent) + said.rest_j == pytest.approx(run.total_j)
+    if steps_s >= run.traced_s and steps_s > 0:
+        assert sum(r.energy_j for r in spent) <= said.steps_j * (1 + 1e-9)  # imports are no operator's
+    assert all(r.power_w is None or r.power_w <= 8.0 * (1 + 1e-9) for r in spent)
+    assert (said.steps, said.whole_steps) == (40, 39) and said.regions == []
+
+
+def test_a_summary_speaks_of_all_steps_though_it_saw_a_few() -> None:
+    ops = [{"name": "aten::conv2d", "calls": 3, "time_s": 0.3, "self_s": 0.0},
+           {"name": "aten::mkldnn_convolution", "calls": 3, "time_s": 0.3, "self_s": 0.15}]  # fmt: skip
+    regions = [{"name": "step_N", "calls": 40, "time_s": 4.0, "min_ns": 5},
+               {"name": "DataLoader", "calls": 3, "time_s": 0.03, "traced": True},
+               {"name": "mine", "calls": 40, "time_s": 2.0, "traced": False}]  # fmt: skip
+    run = Spent(total_j=50.0, seconds=10.0, traced_j=2.4, traced_s=0.3)
+    said = from_summary({"traced_s": 0.3, "ops": ops, "regions": regions}, run)
+    assert said is not None and said.steps_j == pytest.approx(32.0)
+    whole, inner = said.ops
+    assert whole.energy_j == 0.0 and inner.energy_j == pytest.approx(16.0) and inner.calls == 40
+    assert inner.power_w == pytest.approx(8.0) and inner.share == pytest.approx(0.32)
+    loader, mine = said.regions
+    assert loader.calls == mine.calls == 40 and mine.time_s == 2.0
+    assert loader.time_s == pytest.approx(0.4)
+
+
+def test_a_summary_without_times_of_operators_in_themselves_gives_them_no_joules() -> None:
+    ops = [{"name": "aten::conv2d", "calls": 3, "time_s": 0.3}]
+    steps = [{"name": "step_N", "calls": 3, "time_s": 0.3}]
+    run = Spent(total_j=5.0, seconds=1.0, traced_j=2.0, traced_s=0.3)
+    said = from_summary({"traced_s": 0.3, "ops": ops, "regions": steps}, run)
+    assert said is not None and said.ops == [] and said.note == OLDER
+    assert from_summary(None, run) is None and from_summary({"traced_s": 1.0}, run) is None
+
+
+@given(programs())
+def test_a_summary_keeps_the_time_of_operators_in_themselves(timeline: Timeline) -> None:
+    kept = Summary()
+    kept.add_window(timeline, T0, timeline.end_ns)
+    kept.add_row("region", "mine", 5)
+    data = kept.to_json()
+    outer_s = next(r["time_s"] for r in data["ops"] if r["name"] == "aten::matmul")  # everything else is inside these
+    assert sum(r["self_s"] for r in data["ops"]) == pytest.approx(outer_s)
+    assert all(0 <= r["self_s"] <= r["time_s"] * (1 + 1e-9) for r in data["ops"])
+    assert {r["name"]: r["traced"] for r in data["regions"]} == {"mine": False} | {
+        timeline.name(int(r)): True for r in timeline.rows("region")
+    }
+    run = Spent(total_j=100.0, seconds=20.0, traced_j=1.0, traced_s=0.2)
+    said = from_summary(data, run)
+    assert said is not None and sum(r.energy_j for r in said.ops) + said.rest_j == pytest.approx(100.0)

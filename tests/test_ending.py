@@ -1,0 +1,270 @@
+"""Sessions that nobody ends, and traces that somebody will not wait for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import msgspec
+import pytest
+
+from tessera.profile.ending import DROPPED, SAME_S, Patience
+from tessera.profile.launch import Plan
+from tessera.profile.runfile import RunFile, RunWriter
+from tessera.profile.tracing import Tracing
+from tessera.timeline.columns import Builder, Timeline
+
+CLI = "from tessera.cli.main import main; main()"
+
+
+def python(tmp_path, text):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], cwd=tmp_path, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def names(run, kind):
+    rows = run.timeline()
+    return [rows.name(i) for i in rows.rows(kind)]
+
+
+# -- nobody ends it ------------------------------------------------------------------------------------------------
+
+
+def test_a_session_left_open_is_ended_with_the_interpreter(tmp_path):
+    """It was a segmentation fault: Kineto recorded while torch was taken down. A forked child leaves it alone."""
+    code, out, err = python(
+        tmp_path,
+        """
+        import atexit, os, sys, torch
+        from tessera import profile
+        session = profile.session(["cpu"], path="run.tessera").start()
+        torch.ones(3) @ torch.ones(3)
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        with profile.region("after the child"):
+            torch.ones(3) @ torch.ones(3)
+        sys.exit(0)
+        """,
+    )
+    assert (code, out) == (0, "0\n"), err
+    with RunFile(tmp_path / "run.tessera") as run:
+        assert not run.crashed
+        assert names(run, "region") == ["after the child"]
+        assert names(run, "op").count("aten::dot") == 2
+
+
+def test_a_session_of_a_daemon_thread_and_an_exception_that_escapes(tmp_path):
+    code, _, err = python(
+        tmp_path,
+        """
+        import threading
+        from tessera import profile
+        begun = threading.Event()
+        def work():
+            with profile.session([], path="run.tessera"):
+                with profile.region("there"):
+                    pass
+                begun.set()
+                threading.Event().wait()
+        threading.Thread(target=work, daemon=True).start()
+        begun.wait()
+        raise ValueError("the program's own")
+        """,
+    )
+    assert code == 1 and err.endswith("ValueError: the program's own\n")
+    with RunFile(tmp_path / "run.tessera") as run:
+        assert not run.crashed and names(run, "region") == ["there"]
+
+
+def test_what_cannot_be_written_at_exit_is_said_and_changes_no_exit_code(tmp_path):
+    code, _, err = python(
+        tmp_path,
+        """
+        from tessera import profile
+        class Bad:
+            def write(self, run, table=None):
+                raise RuntimeError("no such place")
+        profile.session([], path="run.tessera", exporters=[Bad()]).start()
+        """,
+    )
+    assert code == 0 and "no such place" in err and "Traceback" not in err
+
+
+def test_a_window_is_read_where_no_thread_can_be_started(monkeypatch):
+    """Python 3.12 starts none once the interpreter ends."""
+
+    class Collector:
+        recording = starting = False
+
+        def __init__(self):
+            self.notes = []
+
+        def start(self):
+            self.recording = True
+
+        def stop(self):
+            self.recording = False
+            return self
+
+        def timeline(self):
+            return Builder().build()
+
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    read = []
+    tracing = Tracing(Collector(), lambda *window: read.append(window))  # type: ignore[arg-type]
+    tracing.begin()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tracing.end()
+    assert len(read) == 1 and isinstance(read[0][0], Timeline) and tracing.notes == []
+
+
+# -- somebody will not wait ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sigint():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_interrupt_is_answered_and_the_next_drops(sigint, capfd):
+    dropped, now_s = [], [100.0]
+    patience = Patience(lambda: dropped.append(1), say=True, clock=lambda: now_s[0])
+    patience.hold()
+    patience.hold()
+    patience.heard()  # what ended the script
+    signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == "", "the same wish, by another way"
+    now_s[0] += 1.0
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    assert not dropped and "one moment" in capfd.readouterr().err
+    now_s[0] += 1.0
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert dropped == [1]
+    signal.raise_signal(signal.SIGINT)  # it is being dropped: deaf
+    patience.release()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert capfd.readouterr().err == ""
+
+
+def test_an_ignored_interrupt_stays_ignored(sigint):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    patience = Patience(lambda: None, say=True)
+    patience.hold()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    patience.release()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+SLOW = """
+    import os, torch
+    from tessera import profile
+    from tessera.profile.kineto_collector import Finished
+    read = Finished.timeline
+    def slowly(self):
+        print("reading", flush=True)
+        os.read(0, 1)
+        return read(self)
+    Finished.timeline = slowly
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with profile.region("training"):
+        for _ in range(3):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, drop):
+    (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
+    plan = msgspec.json.encode(Plan(target="slow.py", path="run.tessera")).decode()
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tessera.profile.launch", plan], cwd=tmp_path, text=True, **pipes
+    ) as child:
+        assert child.stdout.readline() == "reading\n"
+        child.send_signal(signal.SIGINT)
+        while "one moment, writing the trace (Ctrl-C again to drop it)" not in (line := child.stderr.readline()):
+            assert line, "it ended without a word"
+        if drop:
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(2 * SAME_S)  # sooner it would be the same wish
+            child.send_signal(signal.SIGINT)
+            err = child.stderr.read()
+        else:
+            _, err = child.communicate("go on\n", timeout=60)
+    assert child.wait(60) == 0, "the script's own"
+    assert (DROPPED in err) is drop
+    with RunFile(tmp_path / "run.tessera") as run:
+        assert not run.crashed and run.get("returncode") == 0
+        assert (DROPPED in run.notes) is drop
+        assert "training" in names(run, "region")
+        assert bool(names(run, "op")) is not drop
+
+
+def test_an_interrupt_of_the_whole_group_keeps_the_trace(tmp_path):
+    """No terminal: the child has the group's signal, and the one that `tessera run` passes on."""
+    (tmp_path / "long.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            step = 0
+            while True:
+                model(torch.ones(4, 8)).sum().backward()
+                optimizer.step()
+                step += 1
+                if step == 3:
+                    print("ready", flush=True)
+            """
+        )
+    )
+    command = [sys.executable, "-c", CLI, "run", "--out", "run.tessera", "long.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, text=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:  # fmt: skip
+        assert child.stdout.readline() == "ready\n"
+        os.killpg(child.pid, signal.SIGINT)
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
+    with RunFile(tmp_path / "run.tessera") as run:
+        assert names(run, "op"), err
+        assert not run.crashed and DROPPED not in run.notes
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+def test_timelines_that_are_dropped_leave_all_else(tmp_path):
+    built = Builder()
+    built.add("op", "aten::mm", start_ns=1, end_ns=2)
+    with RunWriter(tmp_path / "run.tessera") as writer, writer._lock:  # its thread writes nothing meanwhile
+        writer.add_timeline(built.build())
+        writer.add_row("region", "kept", 1, 2)
+        writer.set("key", "kept")
+        writer._store.execute("BEGIN")  # as an interrupt in the middle of a job leaves it
+        writer._store.intern("half")
+        writer.drop_timelines()
+        writer.add_row("region", "later", 3, 4)
+    writer.drop_timelines()
+    with RunFile(tmp_path / "run.tessera") as run:
+        assert not run.crashed and run.get("key") == "kept"
+        assert names(run, "op") == [] and names(run, "region") == ["kept", "later"]
