@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,13 @@ from fakes.nvml import T0_US, FakeNvml, missing_compiler
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("search", print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_configure() -> None:
+    """Under nohup, or as a shell's background job, signals are ignored, and every child would inherit that."""
+    for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, usual)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

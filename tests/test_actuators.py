@@ -604,8 +604,7 @@ def hold():
 
 
 def start(env: dict[str, str], code: str) -> subprocess.Popen:
-    default = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
-    child = subprocess.Popen([sys.executable, "-c", default + HOLD + code], env=env, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", HOLD + code], env=env, stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "held\n"
     return child
 
