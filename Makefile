@@ -56,6 +56,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/scope_cost.py
 	$(BIN)/python benchmarks/fit_response.py
 	$(BIN)/python benchmarks/replay_accuracy.py
+	$(BIN)/python benchmarks/limit_windows.py
 	$(BIN)/python benchmarks/flops.py
 	$(BIN)/python benchmarks/predict_time.py
 	$(BIN)/python benchmarks/attribution.py --json benchmarks/results/attribution.json

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import gzip
-import json
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import nn
 
 import tessera
@@ -22,7 +19,8 @@ from tessera.estimate.power import PowerModel
 from tessera.estimate.timeline import Solved
 from tessera.hardware import lookup
 
-RECORDED = sorted((Path(__file__).parent.parent / "benchmarks" / "data").glob("h200_mixture_*.json.gz"))
+WINDOWS = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "limit_windows.py"))
+RECORDED, highest_w = WINDOWS["RECORDED"], WINDOWS["highest_w"]
 
 
 # -- the window ---------------------------------------------------------------------------------------------------
@@ -103,32 +101,10 @@ def test_no_prediction_passes_the_limit_unsaid(chip: str, batch: int) -> None:
 # -- what was recorded --------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _recorded() -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """(seconds, watts) of the samples of each recording, from half a second on: without the step from idle."""
-    found = []
-    for path in RECORDED:
-        data = json.loads(gzip.decompress(path.read_bytes()))
-        time_s, watts = np.array(data["samples"], float).T
-        time_s = (time_s - data["start_ns"]) * 1e-9
-        found.append((time_s[time_s > 0.5], watts[time_s > 0.5]))
-    return found
-
-
-def _highest_recorded_w(window_s: float) -> float:
-    found = []
-    for time_s, watts in _recorded():
-        energy = np.concatenate(([0.0], np.cumsum(watts[1:] * np.diff(time_s))))
-        starts = time_s[time_s + window_s <= time_s[-1]]
-        ends = np.interp(starts + window_s, time_s, energy)
-        found += list((ends - np.interp(starts, time_s, energy)) / window_s)
-    return max(found)
-
-
 @pytest.mark.skipif(not RECORDED, reason="the recordings are not here")
 def test_the_limiter_is_as_recorded() -> None:
     """What `estimate/peak.py` says of the H200: far above 700 W for a sample, never in the mean over half a second."""
-    assert _highest_recorded_w(WINDOW_S) == pytest.approx(965.0, abs=5.0)
-    assert 740.0 < _highest_recorded_w(0.2) < 780.0
-    assert _highest_recorded_w(0.5) < 700.0
-    assert _highest_recorded_w(1.0) < 690.0
+    assert highest_w(WINDOW_S) == pytest.approx(965.0, abs=5.0)
+    assert 740.0 < highest_w(0.2) < 780.0
+    assert highest_w(0.5) < 700.0
+    assert highest_w(1.0) < 690.0

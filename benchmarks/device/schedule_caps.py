@@ -192,23 +192,33 @@ def load_row(run: Run, step: Step, seconds: float) -> dict[str, float]:
 # -- loads -------------------------------------------------------------------------------------------------------
 
 
-def gemm_step(run: Run) -> Step:
-    n = 128 if run.quick else 4096
-    dtype = torch.bfloat16 if run.cuda else torch.float32
-    a, b = (torch.randn(n, n, device=run.device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
+def few_in_flight(run: Run) -> Callable[[], None]:
+    """Called after each batch: the host goes on until three of them are queued."""
     pending: list[Any] = []
 
-    def step() -> int:
-        """100 GEMMs (about 20 ms), at most three such batches in flight."""
-        for _ in range(100):
-            torch.mm(a, b, out=out)
+    def queued() -> None:
         if run.cuda:
             event = torch.cuda.Event()
             event.record()
             pending.append(event)
             if len(pending) > 3:
                 pending.pop(0).synchronize()
+
+    return queued
+
+
+def gemm_step(run: Run) -> Step:
+    n = 128 if run.quick else 4096
+    dtype = torch.bfloat16 if run.cuda else torch.float32
+    a, b = (torch.randn(n, n, device=run.device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    queued = few_in_flight(run)
+
+    def step() -> int:
+        """100 GEMMs (about 20 ms), at most three such batches in flight."""
+        for _ in range(100):
+            torch.mm(a, b, out=out)
+        queued()
         return 100
 
     return step

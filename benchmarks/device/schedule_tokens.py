@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import torch
-from schedule_caps import Run, Step, load_row, text
+from schedule_caps import Run, Step, few_in_flight, load_row, text
 
 from tessera import op, schedule
 from tessera.op import hints
@@ -36,18 +36,13 @@ def products(run: Run) -> Step:
     """20 products of a tile (some 5 ms), at most three such batches in flight."""
     n = 64 if run.quick else 4096
     a, b = (torch.randn(n, n, device=run.device, dtype=torch.bfloat16) for _ in range(2))
-    pending: list[torch.cuda.Event] = []
+    queued = few_in_flight(run)
 
     def step() -> int:
         for _ in range(20):
             op.matmul(a, b, tile_shape=(128, 128, 64) if run.cuda else (16, 16, 16))
             announce(run, 1024, 4)
-        if run.cuda:
-            event = torch.cuda.Event()
-            event.record()
-            pending.append(event)
-            if len(pending) > 3:
-                pending.pop(0).synchronize()
+        queued()
         return 20
 
     return step

@@ -7,16 +7,17 @@ The sensor draws 40 W when nothing runs, 250 W during the first call of the work
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera import monitor
 from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from grading import finish, graded
 
 IDLE_W, FIRST_W, LOAD_W = 40.0, 250.0, 120.0
 FIRST_S, CALL_S, FLOPS = 0.3, 0.01, 1e9
@@ -114,44 +115,10 @@ def _near(value: float, wanted: float, within: float) -> str | None:
     return None if abs(off) <= within else f"{value:.1f} W, and it draws {wanted:g} W ({off:+.0%})"
 
 
-def load(path: Path) -> Any:
-    """The answer as a module."""
-    spec = importlib.util.spec_from_file_location(f"ex01_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(path: Path) -> int:
     """Check one answer; how many tasks are not done."""
-    bench = Bench()
-    watching = monitor.Monitor([bench]).start()
-    monitor.use(watching)
-    failed = 0
-    try:
-        for title, check in checks(load(path), bench):
-            try:
-                wrong = check()
-            except NotImplementedError as exc:
-                wrong = f"not done yet ({exc})"
-            except Exception as exc:  # noqa: BLE001  (a learner's code may raise anything)
-                wrong = f"{type(exc).__name__}: {exc}"
-            failed += wrong is not None
-            print(f"{'pass' if wrong is None else 'FAIL'}  {title}" + (f": {wrong}" if wrong else ""))
-    finally:
-        monitor.use(None)
-        watching.stop()
-    return failed
-
-
-def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("starter.py")
-    failed = run(path)
-    print("all tasks are done" if not failed else f"{failed} to do")
-    sys.exit(min(failed, 1))
+    return graded(path, Bench(), checks)
 
 
 if __name__ == "__main__":
-    main()
+    finish(run, Path(__file__).with_name("starter.py"))

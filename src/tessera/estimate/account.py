@@ -13,7 +13,7 @@ from ..graph.ir import Graph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
 from .kernel_time import chip
 from .peak import of_iteration
-from .timeline import Array
+from .timeline import Array, Solved
 
 if TYPE_CHECKING:
     from .predict import Estimate
@@ -51,8 +51,6 @@ def account(
     weight = solved.device_s
     average = float((busy * weight).sum() / seconds) if seconds else 0.0
     highest = of_iteration(solved, found.power, measured=chip(device).calibrated, burst=burst)
-    latency = solved.device_s + solved.wait_s
-    share = np.divide(busy * solved.device_s, latency, out=np.zeros_like(latency), where=latency > 0)
     prediction = Prediction(
         device=device.id,
         precision=precision,
@@ -65,7 +63,7 @@ def account(
         clock=solved.clock,
         bound=_bound(found),
         average_utilization=min(1.0, average),
-        wasted_energy_j=float((solved.static_j * (1.0 - share)).sum()),
+        wasted_energy_j=_wasted_j(solved, busy),
         flops=float(graph.flops),
         hbm_bytes=sum(k.hbm_bytes for k in found.kernels),
         peak_memory_bytes=found.memory.peak_bytes,
@@ -89,6 +87,13 @@ def account(
         descriptors=descriptors,
         prediction=prediction,
     )
+
+
+def _wasted_j(solved: Solved, busy: Array) -> float:
+    """Static joules while a subgraph does not use the tighter roof, its waits included."""
+    latency = solved.device_s + solved.wait_s
+    share = np.divide(busy * solved.device_s, latency, out=np.zeros_like(latency), where=latency > 0)
+    return float((solved.static_j * (1.0 - share)).sum())
 
 
 def _work(graph: Graph) -> tuple[Work, ...]:
