@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 DATA = HERE / "data"
 OUT = HERE.parent / "src/tessera/estimate/data"
 sys.path.insert(0, str(HERE))
+from device import vision  # noqa: E402
 from kernel_fits import fit_trees  # noqa: E402
 from tessera.estimate import conv, families, residency, stream  # noqa: E402
 from tessera.estimate.kernel_time import chip  # noqa: E402
@@ -76,12 +77,9 @@ SETS = ("dev", "heldout", "heldout2")
 
 def quiet() -> None:
     """No warnings of model zoos; and what torchvision lacks with a CPU torch, as its wheel is built for CUDA."""
-    import torch
-
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
 
 
 def graphs(cache: Path) -> dict[Any, Any]:

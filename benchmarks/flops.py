@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from device import vision
 from tessera.graph.capture import capture
 
 HERE = Path(__file__).parent
@@ -60,8 +61,7 @@ def theirs(run: Callable[[], Any]) -> int:
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     rows = []
     for name in (*VISION, *(w[0] for w in WORDS)):
         model, inputs = build(name)

@@ -16,12 +16,15 @@ def beside() -> list[str]:
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """One row each for measuring, profiling, attributing, predicting, analysing."""
+    """Measuring, profiling, attributing, predicting, analysing, computing, holding a cap."""
     a = load("h200_accuracy")
     cost, steady = a["scope cost on the user's thread"], a["steady load: fp32"]
     final = load("attribution")["sets"]["final-12"]
     models, t, r, speed = (load(n) for n in ("predict_heldout", "analyze_trace", "region_cost", "predict_time"))
     peers = {k: v for k, v in speed.items() if isinstance(v, dict) and v["graphs_s"]}
+    logits = next(r["ways"] for r in load("ops_gemm")["rows"] if r["name"] == "linear 8192x50257x768")
+    images, caps = load("fused_conv")["model"], load("schedule_caps")
+    held = caps["gpt2 train capped at 400 W"]
     faster = geometric(v["graphs_s"] / v["warm_s"] for v in peers.values())
     return [
         ("a measured block, µs of your thread", f"{cost['tessera, launches between']['median_us']:.1f}",
@@ -38,4 +41,10 @@ def rows() -> list[tuple[str, str, str, str]]:
          "branes-ai/graphs: " + " and ".join(f"{v['graphs_s']:.1f}" for v in peers.values()) + f" ({faster:.0f} times)", "predict_time.py"),
         (f"a {t['megabytes']:.0f} MB trace read and broken down: CPU s, peak MiB", f"{t['tessera']['cpu_s']:.1f}, {t['tessera']['peak_mib']:.0f}",
          f"HolisticTraceAnalysis: {t['hta']['cpu_s']:.1f}, {t['hta']['peak_mib']:.0f}", "analyze_trace.py"),
+        ("the logits of GPT-2 (8192 x 50257 x 768, bf16) by `op.linear`, J", f"{logits['op']['J']:.2f}", f"torch: {logits['torch']['J']:.2f}",
+         "device/ops_gemm.py"),
+        ("ResNet-50 on 64 images in bf16 by `rewrite.fused_conv`, J", f"{images['fused']['j']:.2f}", f"torch eager: {images['eager']['j']:.2f}",
+         "device/fused_conv.py"),
+        ("GPT-2 training held at 400 W without root: mean off, %; J a step", f"{held['mean_off_pct']:+.1f}; {held['joules_per_unit']:.1f}",
+         f"free: {caps['gpt2 train free']['mean_w']:.0f} W, {caps['gpt2 train free']['joules_per_unit']:.1f} J", "device/schedule_caps.py"),
     ]  # fmt: skip

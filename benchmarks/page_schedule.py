@@ -40,11 +40,11 @@ def tuned(t: dict[str, Any] | None) -> list[Goal]:
             rows.append(Goal(what=what, goal=goal, command=TUNE))
             continue
         m = found[name]
+        mode = m["again"].get("best_mode", m["again"]["chosen"])  # what was chosen may be the best mode itself
         met = m["saved_pct"] >= least and m["speedup"] >= 1 and m["below_best_mode_pct"] >= 0
         rows.append(
             Goal(what=what, goal=goal, reached=f"{m['saved_pct']:.1f}; {m['speedup']:.2f}; {m['below_best_mode_pct']:.1f}", met=met,
-                 beside=f"torch.compile {(m['again']['best_mode']['setting'] or {}).get('compile', '')}: "
-                        f"{m['again']['best_mode']['energy_j']:.2f} J; eager {m['again']['eager']['energy_j']:.2f} J",
+                 beside=f"torch.compile {(mode['setting'] or {}).get('compile', '')}: {mode['energy_j']:.2f} J; eager {m['again']['eager']['energy_j']:.2f} J",
                  where=where("tune"), command=TUNE)
         )  # fmt: skip
     far = [name for name, m in found.items() if m["below_best_mode_pct"] >= 5]

@@ -29,6 +29,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import tessera  # noqa: E402
+from device import vision  # noqa: E402
 from tessera.graph.capture import capture  # noqa: E402
 
 import align  # noqa: E402
@@ -193,8 +194,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    for name in ("nms", "qnms"):  # torchvision's wheel is built for CUDA: with a CPU torch these are missing
-        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     rows, failed = [], []
     for r, build in public(given.shared) if given.which == "public" else recorded(given.which):
         try:

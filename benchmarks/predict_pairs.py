@@ -22,9 +22,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import tessera
+from device import vision
 from tessera import analyze
 
 import predict_models
@@ -84,8 +83,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    for name in ("nms", "qnms"):  # torchvision's wheel is built for CUDA: with a CPU torch these are missing
-        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     groups: dict[str, list[dict[str, float]]] = {}
     for which in given.sets:
         for a, b in itertools.combinations(cases(which, given.shared), 2):

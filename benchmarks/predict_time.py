@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import tessera
+from device import vision
 
 HERE = Path(__file__).parent
 GOALS = {"resnet18": 0.5, "vit_b_16": 1.0, "bert-base": 1.0, "llama-70b": 10.0}
@@ -92,8 +93,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     other, found = peer(given.graphs), {}
     for name, build in cases().items():
         model, inputs = build()

@@ -439,9 +439,32 @@ def test_training_has_neither_frozen_nor_fused_layers() -> None:
         "compile", "layout", "graph", "padding", "optimizer", "attention", "cudnn_benchmark", "precision",
     ]  # fmt: skip
     order = tried(knobs(known, seen=Seen(attentions=("flash",))), {"compile": 0.3, "graph": 0.1, "padding": 0.1})
-    quick, slow = (order.index(f"compile=default+graph+{w}") for w in ("optimizer=fused", "attention=flash"))
+    quick, slow = (order.index(f"compile=default+graph+{w}") for w in ("optimizer=fused", "padding"))
     assert quick < slow  # first what the compiled code can be run with
-    assert any("padding" in o for o in order) and not any("compile" in o and "padding" in o for o in order)
+    assert slow < order.index("compile=default+graph+padding+attention=flash")
+
+
+def test_padding_goes_through_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code made without padding is not taken for code with it, and both train alike."""
+    from tessera.op import padding
+
+    seen, plain = [], padding.widened
+    monkeypatch.setattr(padding, "widened", lambda *a: (seen.append(1), plain(*a))[1])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 13), torch.nn.GELU(), torch.nn.Linear(13, 7, bias=False))
+    x = torch.randn(5, 16)
+
+    def step() -> Any:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    found, wanted = reach(step), step()
+    for setting, traced in (({"compile": "default"}, False), ({"compile": "default", "padding": True}, True)):
+        with applied(step, found, setting, {}) as call:
+            torch.testing.assert_close(call(), wanted)
+        assert bool(seen) is traced
 
 
 def test_fp8_is_offered_where_it_may_differ_that_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ changed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 
 import msgspec
 import torch
+import vision
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -312,9 +312,7 @@ def recorded_models(which: str, chips: Mapping[str, Device], found: Mapping[str,
     sys.path.insert(0, str(Path(__file__).parent.parent))
     import predict_models
 
-    for name in ("nms", "qnms"):  # torchvision's wheel is built for CUDA: with a CPU torch these are missing
-        with contextlib.suppress(RuntimeError):  # defined for the set before
-            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     rows = predict_models.public(SHARED) if which == "public" else predict_models.recorded(which)
     overlays = {view: msgspec.structs.replace(c.overlay, host_scale=None) for view, c in found.items()}
     checks = []

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vision
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tessera.rewrite import checkpoint as plans
@@ -68,10 +69,7 @@ class Results:
 
 def llama(args: argparse.Namespace, device: str) -> torch.nn.Module:
     """TinyLlama's shape; random weights."""
-    if not hasattr(torch.ops.torchvision, "nms"):
-        # A CPU wheel of torchvision beside another build of torch cannot load its operators; nothing here calls them.
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, inner, heads, kv_heads, vocabulary = (64, 128, 4, 2, 256) if args.quick else (2048, 5632, 32, 4, 32000)

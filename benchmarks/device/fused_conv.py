@@ -32,6 +32,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
+import vision
+
 from tessera.monitor import EnergyBenchmark
 from tessera.rewrite.fused_conv import fuse
 
@@ -160,9 +162,7 @@ def operator(shape: tuple[int, ...], batch: int, device: str) -> dict[str, Any]:
 
 def resnet(quick: bool, device: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """ResNet-50 in bf16 with batch norms that know their data, an input, and what fp32 makes of both."""
-    if not hasattr(torch.ops.torchvision, "nms"):  # a wheel of torchvision beside another build of torch
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+    vision.importable()
     import torchvision
 
     torch.manual_seed(0)

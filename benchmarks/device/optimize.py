@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vision
 
 import tessera
 from tessera.rewrite.measured import measure
@@ -42,13 +43,6 @@ class Load:
     iteration: Callable[[Callable[..., Any]], Callable[[], Any]]
     to_optimize: Callable[[], tuple[Any, Any]]
     after: Callable[[Any], Callable[[], Any]]
-
-
-def shim() -> None:
-    """A CPU wheel of torchvision beside another build of torch cannot load its operators; nothing here calls them."""
-    if not hasattr(torch.ops.torchvision, "nms"):
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
 
 
 def gpt2(quick: bool, device: str, dtype: torch.dtype) -> Load:
@@ -102,7 +96,7 @@ def bert(quick: bool, device: str, dtype: torch.dtype) -> Load:
 
 def resnet50(quick: bool, device: str, dtype: torch.dtype) -> Load:
     """ResNet-50, batch 64, channels last as torch recommends for bf16."""
-    shim()
+    vision.importable()
     import torchvision
 
     model = (torchvision.models.resnet18 if quick else torchvision.models.resnet50)(weights=None)
@@ -257,7 +251,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.quick and not torch.cuda.is_available():
         sys.exit("no CUDA device: --quick runs the logic on the CPU")
-    shim()
+    vision.importable()
     names = given.only.split(",")
     results = Results(given.out, time.monotonic() + given.budget_s)
     modes = ("default",) if given.quick else (*MODES, *(["max-autotune-no-cudagraphs"] if given.tuned else []))

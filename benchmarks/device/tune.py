@@ -25,6 +25,8 @@ import torch
 
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
+import vision
+
 from tessera.rewrite.state import State
 from tessera.runtime.tuner import Wish, tuned
 from tessera.runtime.tuning.changes import COMPILE_MODES, applied
@@ -210,15 +212,6 @@ def line(t: Trial) -> str:
     return f"{what}: {figures} (prepared in {t.prepared_s:.0f} s)"
 
 
-def cpu_torchvision() -> None:
-    """Declare two operators that torchvision's wheel, built for CUDA, misses beside a CPU build of torch."""
-    if torch.version.cuda is None:
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_library"] = library  # kept: it goes with its operators
-
-
 def tidy() -> None:
     """What the compiler keeps of one model (code, the memory of its graphs) is not the next one's."""
     torch._dynamo.reset()
@@ -243,7 +236,7 @@ def main() -> None:
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.budget_s + 120.0, exit=True)  # what hangs must not take the others' time
     check_applied()
-    cpu_torchvision()
+    vision.importable()
     begun, figures = time.monotonic(), {"date": date.today().isoformat(), "goals": GOALS, "models": []}
     if torch.cuda.is_available():
         os.environ.setdefault("TESSERA_SENSORS", "nvml")  # the GPU's joules alone, whatever RAPL may say

@@ -32,8 +32,9 @@ _GAIN = 1.15  # the predictor's products are good to about a tenth (benchmarks/r
 EXTENTS = True
 """Whether dimensions are padded with zeros, or only the distance between rows.
 
-The first is an aligned product in every respect, for one more copy of an operand. Whether cuBLAS is as fast with an odd
-extent in aligned rows is not yet measured on a GPU (benchmarks/device/ops_gemm.py prints both).
+The first is an aligned product in every respect, for one more copy of an operand. With an odd extent in aligned rows
+cuBLAS was faster than that for none of eight forward products on an H200, and mostly no faster than without
+(benchmarks/results/ops_gemm.json, ways "extents" and "rows").
 """
 
 Mode = Literal["auto", "always", "never"]
@@ -66,6 +67,22 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         if out is not None:
             return out
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def widened(x: Any, weight: Any, bias: Any = None) -> Any:
+    """As torch's linear, written so that a compiler makes aligned products of it, forward and backward.
+
+    Zeros are appended to the weight's unaligned dimensions and the result is a view without them. The compiler writes
+    the gradient of that view with its zeros where it computes it, so that no product of three needs a copy.
+    """
+    pad = torch.nn.functional.pad
+    rows, cols = weight.shape
+    more_rows, more_cols = (_filled(size) - size if size % 8 else 0 for size in (rows, cols))
+    if more_cols:
+        x = pad(x, (0, more_cols))
+    wide = None if bias is None else pad(bias, (0, more_rows))
+    out = torch.nn.functional.linear(x, pad(weight, (0, more_cols, 0, more_rows)), wide)
+    return out[..., :rows]
 
 
 def _tried(a: Any, b: Any, bias: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, did_you_mean
+from . import cudagraph
 from .check import Program, Verdict
 from .inductor import Pass, backend, mode_options
 from .watch import Found, Watch
@@ -145,21 +146,18 @@ class Replayed:
         return _copies(self._outputs)
 
     def _key_of(self, leaves: Sequence[Any], spec: Any) -> Any:
-        shapes = tuple((v.shape, v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
         modules = self._program.modules
         places = tuple(t.data_ptr() for m in modules for t in (*m.parameters(), *m.buffers()))
-        return spec, shapes, places, tuple(m.training for m in modules)
+        return spec, tuple(map(cudagraph.key, leaves)), places, tuple(m.training for m in modules)
 
     def _capture(self, leaves: Sequence[Any], spec: Any, key: Any) -> None:
         self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         args, kwargs = pytree.tree_unflatten(self._inputs, spec)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), torch.no_grad():
-            for _ in range(3):  # lets libraries choose and allocate: that may not happen in a capture
-                self._program.call(*args, **kwargs)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
-            self._outputs = self._program.call(*args, **kwargs)
-        self._graph, self._key = graph, key
+
+        def once() -> Any:
+            with torch.no_grad():
+                return self._program.call(*args, **kwargs)
+
+        cudagraph.warm_up(once)
+        self._graph, self._outputs = cudagraph.recorded(once)
+        self._key = key

@@ -2,8 +2,9 @@
 
 Dynamo keeps code by the code object it was made of, and runs it again for an equal backend where its guards hold. It
 has no guard on the kernel that attention takes, nor on the values of weights that were frozen, nor (when frozen) on
-their layout; AOTAutograd's cache on disk has none either. So these are written into the backend's options, where both
-look: code made under one choice is never run under another, and is run again where the choice is the same.
+their layout, nor on a module's forward that was replaced; AOTAutograd's cache on disk has none either. So these are
+written into the backend's options, where both look: code made under one choice is never run under another, and is run
+again where the choice is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .plan import Setting
 # Every mode, layout or padding tried is one more version of the same code, and dynamo keeps 8: beyond, it runs eagerly.
 RECOMPILES = 256
 # What compiled code depends on without a guard.
-_UNGUARDED = ("attention", "freeze", "layout")
+_UNGUARDED = ("attention", "freeze", "layout", "padding")
 # An option of Inductor's that compiles to nothing here: notes for the readers of an AOTInductor package.
 _NOTES = "aot_inductor.metadata"
 

@@ -7,18 +7,16 @@ reduce-overhead. Tensor arguments are copied into the graph's own; all else must
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...rewrite import cudagraph
 from ...rewrite.state import State
 from .capturable import Capturable
 from .found import Reach
 from .lever import NotHere
-
-# torch's notes on CUDA graphs ask for some eager iterations on a side stream first: allocations, cuBLAS workspaces.
-WARM_UP = 3
 
 
 class Captured:
@@ -45,7 +43,7 @@ class Captured:
         if self._optimizers.rates_changed():
             self._graphs.clear()
         leaves, spec = self._torch.utils._pytree.tree_flatten((args, kwargs))
-        key = (spec, tuple(self._key(leaf) for leaf in leaves), self._optimizers.settings())
+        key = (spec, tuple(map(cudagraph.key, leaves)), self._optimizers.settings())
         found = self._graphs.get(key)
         if found is None:
             found = self._graphs[key] = self._capture(leaves, spec)
@@ -56,24 +54,22 @@ class Captured:
         graph.replay()
         return result
 
-    def _key(self, leaf: Any) -> Any:
-        if self._torch.is_tensor(leaf):
-            return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
-        return leaf
-
     def _capture(self, leaves: list[Any], spec: Any) -> tuple[Any, list[Any], Any]:
         static = [self._static(leaf) for leaf in leaves]
         args, kwargs = self._torch.utils._pytree.tree_unflatten(static, spec)
+        call = functools.partial(self._call, *args, **kwargs)
         with self._optimizers.held():
             state, before = State(self._reach), (self._optimizers.settings(), self._optimizers.rates())
             with self._uncounted():
                 try:
-                    self._warm_up(args, kwargs)
+                    with warnings.catch_warnings():  # it is not captured yet: we know
+                        warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
+                        cudagraph.warm_up(call)
                     if (self._optimizers.settings(), self._optimizers.rates()) != before:
                         raise NotHere("it changes the optimizer's settings, which a graph would not")
                 finally:
                     state.restore()
-            graph, result = self._recorded(args, kwargs, state)
+            graph, result = self._recorded(call, state)
         return graph, static, result
 
     @contextlib.contextmanager
@@ -86,17 +82,10 @@ class Captured:
                     stack.enter_context(kept(tensor))
             yield
 
-    def _recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> tuple[Any, Any]:
-        torch = self._torch
-        here, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
-        gc.collect()  # torch no longer does: what earlier trials left in cycles holds device memory
-        graph = torch.cuda.CUDAGraph()
+    def _recorded(self, call: Callable[[], Any], state: State) -> tuple[Any, Any]:
         try:
-            # Only this thread's calls are held against the capture: others' (a data loader's, a watchdog's) are not.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                return graph, self._call(*args, **kwargs)
+            return cudagraph.recorded(call)
         except RuntimeError as exc:
-            abandon(torch, here, pool)
             state.restore()  # gradients may have been set to the failed graph's memory
             first = exc.__context__ if isinstance(exc.__context__, RuntimeError) else exc  # the second is that it ended
             raise NotHere(f"it cannot be captured: {(str(first).splitlines() or ['no message'])[0]}") from exc
@@ -110,36 +99,7 @@ class Captured:
             raise NotHere("an argument requires a gradient, which the graph's copy of it would get")
         return leaf.clone()
 
-    def _warm_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        torch = self._torch
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")  # we know: not yet
-            for _ in range(WARM_UP):
-                self._call(*args, **kwargs)
-        torch.cuda.current_stream().wait_stream(side)
-
     def release(self) -> None:
         """Give the graphs' memory back, and the optimizers as they were."""
         self._graphs.clear()
         self._optimizers.release()
-
-
-def abandon(torch: Any, stream: Any, pool: tuple[int, int]) -> None:
-    """Tidy up after a capture that failed.
-
-    When ending it raises, torch (2.11 to 2.13, cuda/graphs.py and CUDAGraph::capture_end) leaves the capture's stream
-    current, its allocator filling the graph's pool, and the random generator as if it were still captured.
-    """
-    torch.cuda.set_stream(stream)
-    device = torch.cuda.current_device()
-    older = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
-    ended = getattr(torch._C, "_cuda_endAllocateToPool", older)
-    if ended is not None:
-        with contextlib.suppress(RuntimeError):  # not recording: the capture had ended in order, and keeps its pool
-            ended(device, pool)
-            torch._C._cuda_releasePool(device, pool)
-    generator = torch.cuda.default_generators[device]
-    if hasattr(generator, "graphsafe_set_state"):  # since torch 2.4
-        generator.graphsafe_set_state(generator.clone_state())

@@ -29,10 +29,8 @@ def layout(call: Call, reach: Reach, setting: Setting) -> Iterator[Call]:
 
 @contextlib.contextmanager
 def padding(call: Call, reach: Reach, setting: Setting) -> Iterator[Call]:
-    """Linear layers whose sizes are no multiple of 16 bytes go through `op.linear`, which pads them."""
-    from ...op import linear
-
-    with forwards({m: _padded(linear, m) for m in unaligned(reach)}):
+    """Linear layers whose sizes are no multiple of 16 bytes are padded: by `op.linear`, or as the compiler takes it."""
+    with forwards({m: _padded(m) for m in unaligned(reach)}):
         yield call
 
 
@@ -48,8 +46,16 @@ def forwards(by_module: dict[Any, Call]) -> Iterator[None]:
             del module.forward  # the class's own is behind it
 
 
-def _padded(linear: Any, module: Any) -> Call:
-    return lambda x: linear(x, module.weight, module.bias)
+def _padded(module: Any) -> Call:
+    import torch
+
+    from ...op import linear
+    from ...op.padding import widened
+
+    def forward(x: Any) -> Any:
+        return (widened if torch.compiler.is_compiling() else linear)(x, module.weight, module.bias)
+
+    return forward
 
 
 def plain_linears(reach: Reach) -> list[Any]:
