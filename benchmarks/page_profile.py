@@ -12,16 +12,22 @@ ATTRIBUTION = "python benchmarks/attribution.py"
 def overhead(o: dict[str, Any] | None) -> list[Goal]:
     command = f"{DEVICE}/overhead_profile.py benchmarks/results/overhead_profile.json"
     sampling = Goal(what="slowdown of GPT-2-small training in sampling mode, %", goal="<= 0.5", command=command)
-    timeline = Goal(what="the same in timeline mode, %", goal="<= torch.profiler + 2", command=command)
+    timeline = Goal(what="the same in timeline mode, % over torch.profiler", goal="<= 2", command=command)
     if o is None:
         return [sampling, timeline]
-    s, t, torchs = (o[k]["slowdown_pct"] for k in ("sampling", "timeline", "torch"))
-    error = {k: o[k]["slowdown_error_pct"] for k in ("sampling", "timeline", "torch")}
     here = {"where": where("overhead_profile"), "command": command}
+    s, t = o["sampling"], o["timeline"]
+    if "torch" in o:  # the first recording: three units of all four ways, means of what is noisy
+        said = f"{s['slowdown_pct']:.2f} ± {s['slowdown_error_pct']:.2f}"
+        return [
+            Goal(what=sampling.what, goal=sampling.goal, reached=said, met=s["slowdown_pct"] <= 0.5, **here),
+            Goal(what=timeline.what, goal=timeline.goal, reached=f"{t['over_torch_pct']:+.0f} ± {t['over_torch_error_pct']:.0f} in the mean of three; "
+                 f"median block {t['step_ms']:.1f} ms", met=t["over_torch_pct"] <= 2, beside=f"torch.profiler {o['torch']['step_ms']:.1f} ms", **here),
+        ]  # fmt: skip
     return [
-        Goal(what=sampling.what, goal=sampling.goal, reached=f"{s:.2f} ± {error['sampling']:.2f}", met=s <= 0.5, **here),
-        Goal(what=timeline.what, goal=timeline.goal, reached=f"{t:.1f} ± {error['timeline']:.1f}", met=t <= torchs + 2,
-             beside=f"torch.profiler {torchs:.1f} ± {error['torch']:.1f}", **here),
+        Goal(what=goal.what, goal=goal.goal, met=row["over_pct"] <= most, **here, beside=f"{row['beside']} {row['beside_ms']:.1f} ms",
+             reached=f"{row['over_pct']:+.2f} ({row['low_pct']:+.1f} to {row['high_pct']:+.1f}), {row['step_ms']:.1f} ms, median of {row['units']} units")
+        for goal, row, most in ((sampling, s, 0.5), (timeline, t, 2.0))
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.attribute.activity import activity, gaps, shares
+from tessera.attribute.activity import activity, distinct, gaps, ranked, shares
 from tessera.attribute.fit import conserved, exposure, groups
 from tessera.attribute.prior import board_of, matrix_flops
 from tessera.attribute.response import Response, response_of
@@ -310,6 +310,19 @@ def test_exposures_and_gaps_fill_every_sample(pairs):
     assert np.all(rows > -1e-9)
     if all(b == 0 for _, b in pairs) or len(pairs) == 1:
         assert rows.sum(axis=1) == pytest.approx(np.ones(len(times)))
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([-1, 0, 3, 4, 10**12])] * 2), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_combinations_are_numbered_in_order_and_their_first_places_known(pairs):
+    table = np.array(pairs, np.int64).reshape(-1, 2)
+    first, number = distinct(table[:, 0], table[:, 1])
+    in_order = sorted(set(pairs))
+    assert number.tolist() == [in_order.index(p) for p in pairs]
+    assert first.tolist() == [pairs.index(p) for p in in_order]
+    known, which = ranked(table[:, 0])
+    assert known.tolist() == sorted({a for a, _ in pairs})
+    assert known[which].tolist() == [a for a, _ in pairs]
 
 
 def test_the_response_is_a_step_that_ends_at_one():

@@ -263,7 +263,7 @@ def test_bare_decorator(bench: Bench) -> None:
     assert r.name == "nap"
     assert r.converged
     assert 0 < r.calls < calls
-    assert 0.003 <= r.seconds_per_call.value < 0.006
+    assert 0.003 <= r.seconds_per_call.value < 0.03
     assert r.power_w.value == pytest.approx(300.0, rel=1e-3)
     assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.01)
     assert r.joules_per_call.error is not None
@@ -318,7 +318,7 @@ def test_the_first_calls_are_not_counted(bench: Bench) -> None:
 
     warming()
     (r,) = b.results
-    assert r.seconds_per_call.value < 0.006
+    assert r.seconds_per_call.value < 0.015
     assert any("before the steady state" in n for n in r.notes)
 
 

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.rewrite.check import Program
+from tessera.rewrite.cudagraph import WARM_UP, abandon
 from tessera.rewrite.state import State
+from tessera.rewrite.ways import Replayed
 from tessera.runtime.tuner import Tuned, Wish
 from tessera.runtime.tuning import changes
 from tessera.runtime.tuning.capturable import Capturable
 from tessera.runtime.tuning.changes import NotHere, applied
-from tessera.runtime.tuning.cudagraph import Captured, abandon
+from tessera.runtime.tuning.cudagraph import Captured
 from tessera.runtime.tuning.found import Reach, reach
 from tessera.runtime.tuning.plan import Plan
 from tessera.runtime.tuning.trial import Bench
@@ -170,8 +173,49 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda: FakeCuda) -> None:
 
 
 def test_a_pool_that_had_ended_is_not_released_twice(cuda: FakeCuda) -> None:
-    abandon(torch, cuda, (0, 7))
+    abandon(cuda, (0, 7))
     assert cuda.ended == ["fresh"]
+
+
+def inference(cuda: FakeCuda, *, fails: bool = False) -> tuple[Any, Any, list[str]]:
+    """A model of which every call notes whether it was within a capture, and the same replayed."""
+    model, calls = torch.nn.Linear(4, 2), []
+
+    def call(x: Any) -> Any:
+        calls.append(cuda.stream)
+        if fails and cuda.stream == "capture":
+            raise RuntimeError("not while capturing")
+        return model(x)
+
+    replayed = Replayed(Program(call=call, modules=(model,), optimizers=(), mode="infer"))
+
+    def body() -> None:
+        with torch.no_grad():
+            replayed._outputs.copy_(model(*replayed._inputs))
+
+    cuda.known, cuda.body = reach(model), body
+    return model, replayed, calls
+
+
+def test_an_inference_is_captured_once_and_its_results_stay(cuda: FakeCuda) -> None:
+    model, replayed, calls = inference(cuda)
+    one, two = torch.randn(3, 4), torch.randn(3, 4)
+    first, second = replayed(one), replayed(two)
+    assert calls == [*["default"] * WARM_UP, "capture"] and cuda.replays == 2
+    assert torch.equal(first, model(one)) and torch.equal(second, model(two))
+    assert not first.requires_grad
+    assert replayed(torch.randn(5, 4)).shape == (5, 2) and cuda.replays == 2  # another shape runs eagerly
+    model.eval()
+    assert torch.equal(replayed(one), model(one)) and cuda.replays == 2  # so does another mode
+    assert calls[WARM_UP + 1 :] == ["default"] * 2
+
+
+def test_an_inference_that_cannot_be_captured_leaves_nothing_behind(cuda: FakeCuda) -> None:
+    _, replayed, _ = inference(cuda, fails=True)
+    cuda.broken = True
+    with pytest.raises(RuntimeError, match="invalidated"):
+        replayed(torch.randn(3, 4))
+    assert cuda.stream == "default" and cuda.ended == ["end", "release", "fresh"]
 
 
 def test_a_tensor_in_host_memory_is_not_captured(cuda: FakeCuda) -> None:

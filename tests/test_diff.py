@@ -252,6 +252,16 @@ def test_reports_diff_as_before() -> None:
     assert runs.subgraphs[0].name == "fwd" and not runs.total.significant and not runs.components
 
 
+@pytest.mark.parametrize(
+    ("joules", "device", "limit"), [(13.0, "h200", "700 W"), (12.0, "h200", None), (15.0, "not-here", None)]
+)  # ± 10% in 20 ms: 715 W, 660 W
+def test_watts_past_what_the_board_draws_are_said(joules: float, device: str, limit: str | None) -> None:
+    guess = predicted({"fc.addmm": ("gemm", joules)}, device=device)
+    said = [note for note in analyze.diff(guess, guess).notes if "limiter" in note]
+    assert len(said) == (limit is not None)  # of one chip once
+    assert limit is None or f"past {limit}, where the limiter holds {device}" in said[0]
+
+
 def test_work_both_did_is_the_unit() -> None:
     found = measured(100.0, sample=10.0).diff(measured(400.0, sample=40.0, token=1e6))
     assert found.per == "sample" and found.total.before_j == 10.0 and not found.significant  # type: ignore[attr-defined]

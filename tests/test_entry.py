@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
-from tessera.cli import prof
+import tessera
+from tessera.cli import plain, prof
 from tessera.cli.entry import check_writable, enter
 from tessera.cli.main import main
 from tessera.errors import ArgumentError
@@ -61,3 +67,53 @@ def test_a_path_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert caught.value.fix == "give a path you may write"
     check_writable(deep, parents=True)
     assert deep.parent.is_dir() and not deep.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("84 ± 51 µs   11.2 ± 5.0 mJ", "84 +-51 us   11.2 +-5.0 mJ"),  # as wide as it was: columns stay
+        ("(±12%), ± is a half-width", "(+-12%), +- is a half-width"),
+        ("a_long_na…     3 ×4   x → y", "a_long_na...   3 x4   x -> y"),
+        ("45 °C — ▁▄█ ✓ · 3", "45 C - _=# + - 3"),
+        ("┌─┐ naïve Straße 語 \udcff", "+-+ naive Stra?e ? ?"),
+    ],
+)
+def test_a_terminal_without_our_letters_is_shown_others(text: str, shown: str) -> None:
+    written = io.BytesIO()
+    plain.reconfigure()
+    stream = io.TextIOWrapper(written, encoding="ascii", errors=plain.NAME)
+    stream.write(text)
+    stream.flush()
+    assert written.getvalue().decode() == shown
+
+
+def test_every_letter_we_print_has_one_in_ascii() -> None:
+    root = Path(tessera.__file__).parent
+    files = [
+        f
+        for room in ("cli", "report")
+        for f in (root / room).glob("*.py")
+        if "html" not in f.name and f.name != "shell.py"
+    ]
+    texts = [
+        node.value
+        for file in [*files, root / "units.py"]
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    letters = {c for text in texts for c in text if not c.isascii() and c.isprintable()}
+    assert "±" in letters
+    assert {c for c in letters if plain.plain(c) == "?"} == set()
+
+
+@pytest.mark.parametrize("setting", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_an_ascii_locale_prints_no_question_marks(setting: dict[str, str]) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONIOENCODING", "PYTHONUTF8", "LC_ALL", "LANG")}
+    command = [sys.executable, "-m", "tessera", "hardware", "show", "h200"]
+    ran = subprocess.run(
+        command, env={**kept, "PYTHONCOERCECLOCALE": "0", **setting}, capture_output=True, check=True, timeout=300
+    )
+    assert ran.stdout.isascii() and b"77 W +-3 W" in ran.stdout and b"?" not in ran.stdout
+    said = subprocess.run([*command[:-1], "h200µ"], env={**kept, **setting}, capture_output=True, check=False)
+    assert said.stderr.startswith(b"error: no device 'h200") and said.stderr.isascii()

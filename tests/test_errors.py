@@ -127,6 +127,9 @@ def test_the_caret_is_on_the_line_below_the_text(text, data):
         ("zzz", ["nvml", "rapl"], ""),
         ("", ["nvml"], ""),
         ("nvml", [], ""),
+        ("h201", ("h100", "h20", "h200"), "; did you mean 'h200'?"),  # one wrong letter, not one too many
+        ("b20", ("h20", "b200"), "; did you mean 'b200'?"),
+        ("rela", ("real", "rel"), "; did you mean 'rel'?"),
     ],
 )
 def test_did_you_mean(word, known, answer):

@@ -97,6 +97,24 @@ def test_anchors_lie_at_the_true_energy(fake_nvml: FakeNvml) -> None:
         assert anchor.joules - truth == pytest.approx(base, abs=5.0)  # 5 J at 700 W is 7 ms
 
 
+@pytest.mark.parametrize("stalls_s", [(2.6,), (0.25,) * 12, (6.0, 1.0)])
+def test_stalls_while_the_ticks_are_sought_cost_no_more_than_their_time(
+    fake_nvml: FakeNvml, stalls_s: tuple[float, ...]
+) -> None:
+    """While torch is imported and CUDA starts, the sampler's thread hardly runs: the counter was lost for a minute."""
+    _, sampler = start(fake_nvml, Scenario(wave="const:400", before_w=400))
+    for stall_s in stalls_s:
+        run(fake_nvml, sampler, 0.08)
+        fake_nvml.advance(stall_s)
+    begun_ns = fake_nvml.monotonic_ns()
+    run(fake_nvml, sampler, 8.0)
+    anchors = sampler.anchors["gpu0"]
+    first, last = anchors.first_after(0), anchors.last_before(1 << 62)
+    assert first is not None and last is not None and first.time_ns - begun_ns < 3_000_000_000
+    seconds = (last.time_ns - first.time_ns) * 1e-9
+    assert seconds > 4 and last.joules - first.joules == pytest.approx(400 * seconds, rel=0.005)
+
+
 def test_counter_reset_starts_a_new_epoch(fake_nvml: FakeNvml) -> None:
     _, sampler = start(fake_nvml, Scenario(wave="const:300", counter_reset_at_s=5))
     run(fake_nvml, sampler, 12.0)

@@ -59,6 +59,12 @@ def test_everything_the_report_carries():
     assert report.top(2)[0].total_energy_j >= report.top(2)[1].total_energy_j
 
 
+def test_no_bytes_across_device_memory_are_explained():
+    small, large = (tessera.predict(net(), torch.randn(batch, 64), on="h200") for batch in (8, 1 << 20))
+    assert small.prediction.hbm_bytes == 0 and any("stays in the last-level cache" in n for n in small.notes)
+    assert large.prediction.hbm_bytes > 0 and not any("last-level cache" in n for n in large.notes)
+
+
 def test_components_sum_to_the_total():
     report = tessera.predict(net(256), torch.randn(64, 256), mode="train", optimizer="adamw")
     parts = report.compute_energy_j + report.memory_energy_j + report.static_energy_j

@@ -80,7 +80,7 @@ def checked(html: str) -> Strict:
     parser.close()
     assert parser.open == []
     assert parser.fetches == []
-    assert "http" not in html
+    assert "http://" not in html and "https://" not in html
     assert "url(" not in html
     assert "@import" not in html
     return parser
@@ -284,12 +284,14 @@ def test_a_page_needs_nothing_but_itself(report: EnergyReport) -> None:
     html = page(report, opportunities=[saving()])
     parser = checked(html)
     assert html.startswith("<!doctype html>")
-    assert "prefers-color-scheme:dark" in html
+    assert html.count("id='theme'") == 1 and "script-src 'sha256-" in html
     assert "residual on NVIDIA A100" in html
     assert "Quantise" in html
     assert parser.tags.count("tr") >= 5
     assert parser.tags.count("section") == 1
     assert checked(page([report, report])).tags.count("section") == 2
+    assert page([report, report]).count("id='theme'") == 1 and "id='theme'" not in card(report)
+    assert "<table class='sort'>" in html and "<button" not in card(report)  # page.js sorts; a card has no script
 
 
 def test_every_string_is_escaped(report: EnergyReport, found: Sweep) -> None:

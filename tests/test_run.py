@@ -160,6 +160,7 @@ def test_training_is_traced_by_its_optimizers_steps(tmp_path, script):
     assert code == 0, err
     said = json.loads(out)
     assert said["returncode"] == 0 and said["path"] == "runs/script.tessera" and "trained" in err
+    assert said["tracing"]["basis"] == "events" and "too few" in said["tracing"]["reason"]  # 2 steps were traced
     with RunFile(tmp_path / "runs/script.tessera") as found:
         rows = found.timeline()
         assert found.get("command") == ["python", "script.py"]

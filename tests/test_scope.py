@@ -22,7 +22,7 @@ import pytest
 from tessera import monitor as tm
 from tessera.clock import Clock
 from tessera.errors import ArgumentError, MeasurementError, SensorLost
-from tessera.monitor import Monitor, cuda, energy_scope, power_trace
+from tessera.monitor import Monitor, core, cuda, energy_scope, power_trace
 from tessera.monitor.cuda import DeviceClocks, Edge
 from tessera.monitor.regions import read_regions
 from tessera.monitor.sampler import Sampler
@@ -503,6 +503,25 @@ def test_regions_add_up_by_name_and_keep_the_level_error(started: Started) -> No
     assert a.joules == pytest.approx(100.0 * a.seconds)
     assert a.error_j == pytest.approx(0.05 * a.joules, rel=1e-6), "repeating does not average a level error away"
     assert a.coverage == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("spare_s", "settled"), [(0.0, 5), (0.05, 51), (3.0, 201)])
+def test_settling_ends_when_a_sensor_is_due(monkeypatch: pytest.MonkeyPatch, spare_s: float, settled: int) -> None:
+    """Ten thousand scopes at once must not keep a counter from being read while its ticks are sought."""
+    now_ns, calls = [0], []
+
+    def settle(*_: object, **__: object) -> bool:
+        now_ns[0] += MS
+        calls.append(1)
+        return False
+
+    own = Monitor([])
+    own.sampler = types.SimpleNamespace(spare_s=spare_s, counted=list)  # type: ignore[assignment]
+    own._pending = {i: types.SimpleNamespace(end=None, settle=settle) for i in range(1000)}  # type: ignore[misc]
+    monkeypatch.setattr(core, "time", types.SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
+    own._after_read()
+    assert len(calls) == settled
+    own._pending.clear()
 
 
 def test_settled_windows_are_forgotten(started: Started) -> None:

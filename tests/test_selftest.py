@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from tessera.cli.main import cli
 from tessera.errors import MeasurementError
+from tessera.monitor import Monitor
 from tessera.report.selftest import text
-from tessera.selftest import checks
+from tessera.selftest import checks, gpu
 from tessera.selftest.simulated import worst_error_pct
+
+from fakes.driven import Driven
+from fakes.nvml import FakeNvml, Scenario
 
 
 def test_the_simulated_board_is_told_apart() -> None:
@@ -46,3 +51,49 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told["passed"] and by["simulated"]["value"] < 5
     for name in ("mixture", "prediction"):
         assert by[name]["verdict"] != "skipped" or by[name]["why"]
+
+
+def _on_the_fake(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> tuple[Monitor, Driven]:
+    """A monitor of the fake board; the load, and whoever sleeps, lets virtual time pass."""
+    fake.set(scenario)
+    own, sampler = Monitor([]), Driven(fake)
+    own.sampler = sampler
+    virtual = SimpleNamespace(monotonic=lambda: fake.monotonic_ns() * 1e-9, sleep=sampler.run)
+    monkeypatch.setattr("time.monotonic_ns", fake.monotonic_ns)
+    monkeypatch.setattr(checks, "time", virtual)
+    monkeypatch.setattr(gpu, "load", sampler.run)
+    return own, sampler
+
+
+def test_nvmls_samples_are_checked_against_its_counter(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, sampler = _on_the_fake(fake_nvml, monkeypatch, Scenario(wave="square:100:700:0.5", hbm="off"))
+    checks.find_ticks(own)
+    assert len(sampler.anchors["gpu0"]) == 1, "no longer than needed"
+    found = checks.integral(own, 8.0)
+    assert found.verdict == "pass" and found.value is not None and found.value < 1.5
+
+
+def test_a_board_without_a_counter_is_not_waited_for_long(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = _on_the_fake(fake_nvml, monkeypatch, Scenario(wave="const:300", hbm="off", energy="off"))
+    begun_ns = fake_nvml.monotonic_ns()
+    checks.find_ticks(own)
+    assert 3.9 < (fake_nvml.monotonic_ns() - begun_ns) * 1e-9 < 4.2
+    found = checks.integral(own, 4.0)
+    assert found.verdict == "skipped" and "counter whose ticks" in found.why
+    begun_ns = fake_nvml.monotonic_ns()
+    checks.find_ticks(Monitor([]))
+    assert fake_nvml.monotonic_ns() == begun_ns, "nobody waits where there is no board"
+
+
+def test_torch_is_loaded_before_the_counters_ticks_are_sought(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def default() -> Monitor:
+        order.append("sampling")
+        raise InterruptedError
+
+    monkeypatch.setattr(gpu, "warm_up", lambda: order.append("torch"))
+    monkeypatch.setattr(checks, "default", default)
+    with pytest.raises(InterruptedError):
+        checks.run()
+    assert order == ["torch", "sampling"]

@@ -20,7 +20,7 @@ from tessera.timeline.columns import NONE
 from tessera.timeline.intervals import Spans, union
 from tessera.timeline.kineto import read
 from tessera.timeline.link import link
-from tessera.timeline.nesting import Nesting, latest
+from tessera.timeline.nesting import Nesting, _scan, _tree, latest, single
 
 DATA = Path(__file__).parent / "data"
 GPT2 = Path(__file__).resolve().parents[2] / "shared" / "h200" / "gpt2_train.kineto.json.gz"
@@ -532,6 +532,55 @@ def test_nesting_is_what_brute_force_says(intervals_, questions):
     assert nested.parent.tolist() == [brute_parent(rows, r[0]) for r in rows]
     asked = np.array(questions, np.int64).reshape(-1, 2)
     assert nested.at(asked[:, 0], asked[:, 1]).tolist() == [brute_open(rows, t, at) for t, at in questions]
+
+
+@st.composite
+def families(draw) -> list[tuple[int, int]]:
+    """Intervals of which each that begins inside another ends in it, as operators of one thread do."""
+    found: list[tuple[int, int]] = []
+    rooms = [(0, 40)]
+    for _ in range(draw(st.integers(0, 14))):
+        low, high = rooms[draw(st.integers(0, len(rooms) - 1))]
+        start = draw(st.integers(low, high))
+        end = draw(st.integers(start, high))
+        found.append((start, end))
+        rooms.remove((low, high))
+        rooms += [(low, start), (start, end), (end, high)]
+    return draw(st.permutations(found))
+
+
+@given(families() | st.lists(st.tuples(st.integers(0, 12), st.integers(0, 18)), max_size=10))
+@settings(max_examples=400, deadline=None)
+def test_a_tree_of_intervals_needs_no_scan(intervals_):
+    """`_tree` is right where it answers; it answers where all are nested, and leaves all else to `_scan`."""
+    starts, ends = np.array(intervals_, np.int64).reshape(-1, 2).T
+    rows = np.arange(len(intervals_))
+    order = np.lexsort((rows, -ends, starts))
+    mine = rows[order], starts[order], ends[order]
+    found = _tree(*mine)
+    crossing = any(a[0] < b[0] < a[1] < b[1] for a in intervals_ for b in intervals_)
+    backwards, lasting = bool(np.any(ends < starts)), bool(np.any(ends > starts))
+    assert (found is None) == (crossing or backwards or not lasting)
+    if found is None:
+        return
+    parents, times, tops = _scan(*(v.tolist() for v in mine))
+    assert found[0].tolist() == parents.tolist()
+    assert np.all(np.diff(found[1]) >= 0)
+    innermost = []
+    for changes, top in ((found[1], found[2]), (times, tops)):
+        last = np.searchsorted(changes, np.arange(-1, 45), side="right") - 1
+        innermost.append(np.where(last < 0, NONE, top[last]).tolist())
+    assert innermost[0] == innermost[1]
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.lists(st.integers(-1, 10), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_a_key_of_one_entry_is_found_and_one_of_two_is_left_to_others(keys, asked):
+    found = single(np.array(keys, np.int64), np.array(asked, np.int64))
+    if len(set(keys)) < len(keys):
+        assert found is None
+    else:
+        assert found.tolist() == [keys.index(a) if a in keys else NONE for a in asked]
 
 
 @given(st.lists(small, max_size=14), st.lists(small, max_size=10), st.booleans())

@@ -1,24 +1,26 @@
 """Slowdown of GPT-2-small training by sampling mode, torch.profiler and our timeline mode, on the GPU at hand.
 
-    PYTHONPATH=src:.carry/site python benchmarks/device/overhead_profile.py RESULTS.json [--quick]
+    PYTHONPATH=src:.carry/site python benchmarks/device/overhead_profile.py RESULTS.json [--budget-s 180]
 
-Blocks of steps go plain, torch, sampling, timeline, timeline, sampling, torch, plain, and again: drift of clocks and
-temperature falls on all alike, and each unit of eight gives one slowdown of each. "torch" is torch.profiler with
-record_shapes on CPU and CUDA, "timeline" our session with the same options and power beside it. Step times are of the
-steps alone; what starting and stopping takes is given apart. "plain" and "torch" have no thread of ours at all; the
-sampler of the others has run for `SETTLED_S`, as in every session but the first half second of a program's first one,
-in which it looks for the ticks of the energy counter (a host that cannot keep up is slowed by some 5% then). Each block runs
-`LEAD` steps before those that count: while a trace is read the device idles, and its first step then takes 7 to 10 ms
-longer, whoever traces. Python's collector is frozen at the start: one pass over torch and transformers takes 0.7 s,
-and which block it falls into is chance (both seen with overhead_why.py).
+Sampling mode beside nothing, our timeline beside torch.profiler with the same options (record_shapes, CPU and CUDA):
+units of four blocks, each way twice, the order turned round from unit to unit, so that drift of clocks and temperature
+falls on both alike. Each unit gives one ratio; their median stands with a 90% interval by order statistics, because a
+host that a trace makes the bottleneck is noisy (single blocks of torch.profiler lay between 51 and 70 ms).
+
+Step times are of the steps alone; what starting and stopping takes is given apart. "plain" and "torch" have no thread of
+ours at all; the sampler of the others has run for `SETTLED_S`, as in every session but the first half second of a
+program's first one, in which it looks for the ticks of the energy counter. Each block runs `LEAD` steps before those
+that count: while a trace is read the device idles, and its first step then takes 7 to 10 ms longer, whoever traces.
+Python's collector is frozen at the start: one pass over torch and transformers takes 0.7 s, and which block it falls
+into is chance (both seen with overhead_why.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
+import math
 import statistics as st
 import tempfile
 import time
@@ -30,14 +32,12 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
-from tessera.monitor.steady import t90
 
 LEAD = 6
 SETTLED_S = 2.5
-ORDER = ("plain", "torch", "sampling", "timeline")
 OURS = ("sampling", "timeline")
+PAIRS = {"sampling": ("plain", 40), "timeline": ("torch", 12)}  # beside what, and the steps of a block
 Step = Callable[[], None]
-Unit = dict[str, list[float]]
 
 
 def timed(step: Step, steps: int) -> float:
@@ -94,72 +94,86 @@ def settled(step: Step) -> None:
         torch.cuda.synchronize()
 
 
-def over(units: list[Unit], how: str, base: str) -> tuple[float, float]:
-    """Percent over another way, unit by unit, with the half-width of the 90% interval of the mean."""
-    each = [100 * (st.mean(u[how]) / st.mean(u[base]) - 1) for u in units]
-    error = t90(len(each) - 1) * st.stdev(each) / len(each) ** 0.5 if len(each) > 1 else float("nan")
-    return st.mean(each), error
+def unit_of(how: str, step: Step, turned: bool, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Four blocks: one way twice, then the other."""
+    beside, steps = PAIRS[how]
+    found: dict[str, list[dict[str, float]]] = {}
+    for way in (how, beside) if turned else (beside, how):
+        if way in OURS:
+            settled(step)
+        found[way] = [block(way, step, steps, folder) for _ in range(2)]
+        monitor.use(None)
+    return found
 
 
-def slowdown(units: list[Unit], how: str) -> dict[str, float]:
-    """Milliseconds, and percent over plain; of the timeline also over torch's profiler."""
-    ms = [m for u in units for m in u[how]]
-    found = dict(zip(("slowdown_pct", "slowdown_error_pct"), over(units, how, "plain"), strict=True))
-    if how == "timeline":
-        found |= zip(("over_torch_pct", "over_torch_error_pct"), over(units, how, "torch"), strict=True)
-    return {"step_ms": st.median(ms), **found}
+def middle(ratios: list[float]) -> dict[str, float]:
+    """The median in percent over, and the order statistics around it that hold it nine times of ten."""
+    n, sorted_pct = len(ratios), sorted(100 * (r - 1) for r in ratios)
+    tail, k = 0.0, 0
+    while k < n // 2 and tail + math.comb(n, k) / 2**n <= 0.05:
+        tail, k = tail + math.comb(n, k) / 2**n, k + 1
+    if k == 0:  # too few: the smallest and the largest
+        tail, k = 1 / 2**n, 1
+    low, high = k - 1, n - k
+    return {
+        "over_pct": st.median(sorted_pct),
+        "low_pct": sorted_pct[low],
+        "high_pct": sorted_pct[high],
+        "covers": 1 - 2 * tail,
+    }
+
+
+def written(out: Path, units: dict[str, list[dict[str, list[dict[str, float]]]]], seconds: float) -> None:
+    """What there is so far."""
+    rows: dict[str, object] = {
+        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "torch_version": torch.__version__,
+        "model": "GPT-2 small, 8x1024, bf16, AdamW", "seconds": seconds,
+    }  # fmt: skip
+    for how, found in units.items():
+        if not found:
+            continue
+        beside = PAIRS[how][0]
+        means = {way: [st.mean(b["ms"] for b in u[way]) for u in found] for way in (how, beside)}
+        rows[how] = {
+            "beside": beside, "units": len(found), "steps": 2 * PAIRS[how][1],
+            **middle([a / b for a, b in zip(means[how], means[beside], strict=True)]),
+            "step_ms": st.median(means[how]), "beside_ms": st.median(means[beside]),
+            "each_ms": means[how], "each_beside_ms": means[beside],
+            **{key: st.median(b[key] for u in found for b in u[how]) for key in found[0][how][0] if key != "ms"},
+            "beside_end_s": st.median(b["end_s"] for u in found for b in u[beside]),
+        }  # fmt: skip
+    out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="about 100 s")
+    parser.add_argument("--budget-s", type=float, default=180.0)
     args = parser.parse_args()
-    units_count, long, short = (3, 40, 12) if args.quick else (6, 100, 20)
     started = time.perf_counter()
     from overhead import make_step  # transformers is loaded only to run
 
     step = make_step()
     for _ in range(15):
         step()
-    units: list[Unit] = []
-    ends: dict[str, list[dict[str, float]]] = {how: [] for how in ORDER}
+    units: dict[str, list[dict[str, list[dict[str, float]]]]] = {how: [] for how in PAIRS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for how in ORDER:  # each once: libraries are loaded, files made
+        for how in ("torch", *OURS):  # each once: libraries are loaded, files made
             block(how, step, 3, folder)
         gc.collect()
         gc.freeze()
-        for _ in range(units_count):
-            unit: Unit = {how: [] for how in ORDER}
-            for before, how in itertools.pairwise(("", *ORDER, *reversed(ORDER))):
-                if how in OURS and before not in OURS:
-                    settled(step)
-                elif how not in OURS:
-                    monitor.use(None)
-                found = block(how, step, long if how in ("plain", "sampling") else short, folder)
-                unit[how].append(found["ms"])
-                ends[how].append(found)
-            units.append(unit)
-            print("  " + "  ".join(f"{h} {st.mean(unit[h]):.2f} ms" for h in ORDER), flush=True)
-            write(args.out, units, ends, [long, short], time.perf_counter() - started)
-
-
-def write(
-    out: Path, units: list[Unit], ends: dict[str, list[dict[str, float]]], steps: list[int], seconds: float
-) -> None:
-    """What there is so far."""
-    rows: dict[str, object] = {
-        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "torch_version": torch.__version__,
-        "model": "GPT-2 small, 8x1024, bf16, AdamW", "units": len(units), "steps": steps,
-        "seconds": seconds,
-    }  # fmt: skip
-    for how in ORDER:
-        rows[how] = slowdown(units, how) | {
-            key: st.median(e[key] for e in ends[how]) for key in ends[how][0] if key != "ms"
-        }
-        print(f"  {how:9s} {json.dumps(rows[how])}")
-    out.write_text(json.dumps(rows, indent=1) + "\n")
+        turn = 0
+        while time.perf_counter() < started + args.budget_s - 20:
+            how = "sampling" if turn % 3 == 2 else "timeline"  # the noisier one twice as often
+            units[how].append(found := unit_of(how, step, len(units[how]) % 2 == 1, folder))
+            print(
+                f"  {how} " + "  ".join(f"{w} {st.mean(b['ms'] for b in bs):.2f} ms" for w, bs in found.items()),
+                flush=True,
+            )
+            written(args.out, units, time.perf_counter() - started)
+            turn += 1
+    print(args.out.read_text())
 
 
 if __name__ == "__main__":

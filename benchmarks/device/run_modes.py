@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -142,6 +143,9 @@ def main() -> None:
             found["ways"][way] = row = ran(script, folder, WAYS[way], device, seconds)
             if way == "timeline" and "error" not in row:
                 row["screen"] = screen(folder / "0.tessera")
+                for kept in (folder / "0.tessera", folder / "0.html"):  # a real page, to be looked at
+                    if kept.exists():
+                        shutil.copy(kept, given.out.parent / f"gpt2_train{kept.suffix}")
                 print("\n".join(row["screen"]))
             print(way, json.dumps({k: v for k, v in row.items() if k not in ("top", "screen")})[:900], flush=True)
             given.out.write_text(json.dumps(found, indent=1))

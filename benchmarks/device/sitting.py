@@ -23,11 +23,12 @@ HERE = Path(__file__).parent
 # Name: the seconds it takes, then its command; OUT is the JSON it writes, FOLDER a folder of its own.
 SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "selftest": (75, ("-m", "tessera", "selftest", "--json")),
-    "run_modes": (110, ("run_modes.py", "OUT")),
+    "run_modes": (220, ("run_modes.py", "OUT")),
     "schedule_caps": (270, ("schedule_caps.py", "OUT", "--budget-s", "260")),
     "overhead_why": (110, ("overhead_why.py", "OUT")),
-    "overhead_profile": (105, ("overhead_profile.py", "OUT", "--quick")),
+    "overhead_profile": (190, ("overhead_profile.py", "OUT", "--budget-s", "180")),
     "attach": (45, ("attach.py", "OUT", "--why")),
+    "after_script": (45, ("after_script.py", "OUT")),
     "fused_conv": (65, ("fused_conv.py", "OUT", "--budget-s", "60")),
     "compiled_profile": (160, ("compiled_profile.py", "OUT", "--budget-s", "140")),
     "tune": (430, ("tune.py", "OUT", "--budget-s", "420")),

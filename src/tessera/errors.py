@@ -162,5 +162,32 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     import difflib
 
     lowered = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    return f"; did you mean {lowered[near[0]]!r}?" if near else ""
+    typed = word.lower()
+    near = difflib.get_close_matches(typed, lowered, n=9, cutoff=0.6)
+    if not near:
+        return ""
+    # difflib counts letters in common, of which "h20" has more with "h201" than "h200" has. Of words as many slips
+    # away, the one that begins like it: mistakes are made late in a word.
+    nearest = min(near, key=lambda k: (_edits(typed, k), -_alike(typed, k), abs(len(k) - len(typed))))
+    return f"; did you mean {lowered[nearest]!r}?"
+
+
+def _alike(one: str, two: str) -> int:
+    """How many letters they begin with are the same."""
+    differ = (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    return next(differ, min(len(one), len(two)))
+
+
+def _edits(one: str, two: str) -> int:
+    """How many letters to add, drop, replace or swap with the next make one word the other."""
+    older: list[int] = []
+    last = list(range(len(two) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(two, 1):
+            cost = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == two[j - 2] and b == one[i - 2]:
+                cost = min(cost, older[j - 2] + 1)
+            row.append(cost)
+        older, last = last, row
+    return last[-1]

@@ -211,7 +211,8 @@ class Prediction:
     """What a predicted report knows beside its joules: for which chip and how, what bounds it, and how sure it is.
 
     `clock` is relative to the boost clock (below 1 where the power limit holds it down), `bound` what the time is
-    spent on ("host", "compute", "memory", "overhead", "power"). `provenance` says for each part whether it is a
+    spent on ("host", "compute", "memory", "overhead", "power"). `hbm_bytes` cross device memory in one iteration of
+    many: 0 where all that it touches stays in the last-level cache. `provenance` says for each part whether it is a
     datasheet's figure, calibrated on a measurement, or assumed.
     """
 

@@ -58,8 +58,10 @@ def advise(
         said = "joules are modelled: no power was recorded" if known else "no joules: no power, and no chip is named"
         notes.append(said)
     gaps = host_gaps(source.timeline, table, *_window(source)) if table.kernels else []
+    tracing = source.tracing()
     found = findings(
-        table, by_domain(source.telemetry), gaps, timeline=source.timeline, power=source.power, arch=arch
+        table, by_domain(source.telemetry), gaps, timeline=source.timeline, power=source.power, arch=arch,
+        tracing=tracing,
     )  # fmt: skip
     rows = [
         {
@@ -69,6 +71,8 @@ def advise(
         }
         for f in found
     ]  # fmt: skip
+    if tracing is not None and tracing.text:
+        notes.append(tracing.text)
     if not rows:
         notes.append(NOTHING)
     facts = {

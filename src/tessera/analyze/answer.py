@@ -23,6 +23,7 @@ from .findings import Finding, findings
 from .names import CATEGORIES, category
 from .places import HostGap, devices, host_gaps
 from .shared import Shared, Spent, from_stacks, from_summary, weighed
+from .slowdown import Slowdown, slowdown_of
 from .whole import Outside, Whole, is_partial, outside, whole_of, windows_of
 from .whole import window_of as window_of
 
@@ -31,7 +32,10 @@ TIME_LIMIT = "the time limit for tracing was reached"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerWork:
-    """Joules of one step, sample, token, and how many there were a second. `without` names a step that was left out."""
+    """Joules of one step, sample, token, and how many there were a second. `without` names a step that was left out.
+
+    `traced_j`: these are steps that were not traced, as tracing slowed the others; those cost so much.
+    """
 
     unit: str
     amount: float
@@ -39,6 +43,7 @@ class PerWork:
     error_j: float
     rate_per_s: float
     without: str | None = None
+    traced_j: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ class Answer:
     part and what is `outside` sum to the whole.
     `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run)
     `shared_by` says how the joules were shared out instead, and those rows have no error; `rest_j` are no row's. `cut`
-    says why the file ends early, where it does.
+    says why the file ends early, where it does. `tracing` is what tracing did to the program.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Answer:
     shared_by: str | None = None
     findings: Sequence[Finding] = ()
     gaps: Sequence[HostGap] = ()
+    tracing: Slowdown | None = None
     cut: str | None = None
     returncode: int | None = None
     notes: Sequence[str] = ()
@@ -147,6 +153,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
     error_j = table.total_error_j
     partial = is_partial(run, table)
+    tracing = slowdown_of(run, table, lines, power)
     whole = whole_of(run, table, lines, power, partial, shared)
     noted = [*([shared.note] if shared and shared.note else []), *_notes(run, table, lines)]
     busy_error_j = math.hypot(error_j, table.idle_error_j) if table.idle_error_j > 0 else error_j
@@ -177,15 +184,18 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         outside=outside(run, lines, power) if partial else (),
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
-        per_work=_per_work(run, table, whole, shared),
+        per_work=_per_work(run, table, whole, shared, tracing),
         ops=_dearest(spent.ops),
         kernels=_dearest(spent.kernels),
         regions=_dearest([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
         modules=_dearest(table.modules),
         steps=_spread(table.steps),
         shared_by=shared.by if shared else None,
-        findings=findings(spent, telemetry, gaps, timeline=lines, power=power if power.columns else None),
+        findings=findings(
+            spent, telemetry, gaps, timeline=lines, power=power if power.columns else None, tracing=tracing
+        ),
         gaps=gaps,
+        tracing=tracing,
         cut=_cut(run),
         returncode=run.get("returncode"),
         notes=noted,
@@ -257,14 +267,16 @@ def _parts(table: EnergyTable) -> list[Part]:
     return [Part(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
 
 
-def _per_work(run: RunFile, table: EnergyTable, all_of_it: Whole, shared: Shared | None) -> list[PerWork]:
+def _per_work(
+    run: RunFile, table: EnergyTable, all_of_it: Whole, shared: Shared | None, tracing: Slowdown | None
+) -> list[PerWork]:
     """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
     if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in _amounts(run.get("work")):
         of_steps = PerWork(
             unit="step", amount=float(shared.whole_steps), energy_j=shared.steps_j / shared.whole_steps,
             error_j=math.nan, rate_per_s=shared.whole_steps / shared.steps_s,
         )  # fmt: skip
-        return [of_steps, *_per_work(run, table, all_of_it, None)]
+        return [of_steps, *_per_work(run, table, all_of_it, None, tracing)]
     amounts = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
     known = any(not math.isnan(s.energy_j) for s in table.steps)
     counted = known and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
@@ -275,7 +287,7 @@ def _per_work(run: RunFile, table: EnergyTable, all_of_it: Whole, shared: Shared
         )
         for unit, n in amounts.items() if not (counted and unit == "step")
     ]  # fmt: skip
-    return [_per_step(table), *whole] if counted else whole
+    return [_as_untraced(_per_step(table), tracing), *whole] if counted else whole
 
 
 def _per_step(table: EnergyTable) -> PerWork:
@@ -293,6 +305,17 @@ def _per_step(table: EnergyTable) -> PerWork:
         rate_per_s=len(steps) / seconds if seconds > 0 else 0.0,
         without=first.name if first else None,
     )
+
+
+def _as_untraced(per: PerWork, tracing: Slowdown | None) -> PerWork:
+    """Of the steps that were not traced, where tracing slowed the others: those are the program's own."""
+    if tracing is None or not tracing.matters or tracing.untraced_step_j is None:
+        return per
+    return PerWork(
+        unit=per.unit, amount=float(tracing.untraced_steps), energy_j=tracing.untraced_step_j,
+        error_j=tracing.untraced_step_error_j or 0.0, rate_per_s=tracing.untraced_steps_per_s or 0.0,
+        traced_j=per.energy_j,
+    )  # fmt: skip
 
 
 def mean_w(row: EnergyRow) -> float | None:

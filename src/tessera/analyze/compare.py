@@ -31,6 +31,7 @@ from . import alike
 from .side import Cell, Side
 from .source import Source, open_source
 from .stepwise import stepped, wall
+from .told import past_limit
 
 if TYPE_CHECKING:
     from ..profile.runfile import RunFile
@@ -101,6 +102,7 @@ def _of_report(report: EnergyReport) -> Side:
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
         model=alike.model_of(report),
+        notes=past_limit(report),
         **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
     )  # fmt: skip
 

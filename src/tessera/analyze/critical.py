@@ -89,9 +89,11 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
         Column(key="segments", title="segments", help="pieces of the path, not calls"),
         Column(key="seconds", title="on the path", unit="s"), Column(key="share_pct", title="share", unit="%"),
     )  # fmt: skip
+    tracing = source.tracing()
+    slowed = [tracing.text] if tracing is not None and tracing.text else []
     return Result(
         kind="critical_path", title=f"Critical path of {source.name}", columns=columns, rows=rows, facts=facts,
-        notes=[*source.notes, *([ASSUMED] if places(timeline) else [])],
+        notes=[*source.notes, *slowed, *([ASSUMED] if places(timeline) else [])],
         missing={} if found else {"path": no_device(source)},
     )  # fmt: skip
 

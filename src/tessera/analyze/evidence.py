@@ -25,7 +25,8 @@ from ..trace import PowerTrace
 from ..units import format_duration, format_energy
 from .calls import Calls, calls_of
 from .ceilings import Ceilings, ceilings, device_of
-from .places import Floats, HostGap, row_joules
+from .places import UNFED, Floats, HostGap, row_joules
+from .slowdown import Slowdown
 
 By = Literal["prediction", "roofline", "counters", "energy table", "experience"]
 Confidence = Literal["high", "medium", "low"]
@@ -83,6 +84,7 @@ class Case:
     timeline: Timeline | None = None
     power: PowerTrace | None = None
     arch: str | Device | None = None
+    tracing: Slowdown | None = None
 
     @functools.cached_property
     def device(self) -> Device | None:
@@ -107,6 +109,14 @@ class Case:
         """Joules of every call."""
         assert self.timeline is not None and self.calls is not None
         return row_joules(self.timeline, self.calls.rows, self.table)
+
+    @functools.cached_property
+    def own(self) -> float:
+        """The share of the time a device waited for the host that is the program's own doing, and not the tracer's."""
+        waited_s = sum(g.seconds for g in self.gaps if g.during not in UNFED)
+        if self.tracing is None or not self.tracing.matters or waited_s <= 0:
+            return 1.0
+        return max(0.0, 1.0 - self.tracing.idle_s / waited_s)
 
     def named(self, matches: Callable[[str], Any]) -> NDArray[np.bool_]:
         """Which calls have a kernel whose name matches."""

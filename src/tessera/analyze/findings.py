@@ -19,6 +19,7 @@ from .evidence import SAVES as SAVES
 from .evidence import Case
 from .evidence import Finding as Finding
 from .places import HostGap
+from .slowdown import Slowdown
 
 RULES: tuple[Callable[[Case], Finding | None], ...] = (
     rules_host.idle,
@@ -57,11 +58,15 @@ def findings(
     timeline: Timeline | None = None,
     power: PowerTrace | None = None,
     arch: str | Device | None = None,
+    tracing: Slowdown | None = None,
 ) -> list[Finding]:
-    """All that stands out, most joules saved first; [] when nothing does. With a timeline, savings are computed."""
+    """All that stands out, most joules saved first; [] when nothing does. With a timeline, savings are computed.
+
+    `tracing` is what the tracer did: what a device waited for it is in no finding.
+    """
     if not table.total_j > 0:
         return []
-    case = Case(table=table, telemetry=telemetry, gaps=gaps, timeline=timeline, power=power, arch=arch)
+    case = Case(table=table, telemetry=telemetry, gaps=gaps, timeline=timeline, power=power, arch=arch, tracing=tracing)
     found = [f for rule in RULES if (f := rule(case)) is not None]
     kernels_j = max((f.energy_j for f in found if f.kind in _OF_KERNELS), default=0.0)
     found = [f for f in found if f.kind != "one operator" or kernels_j < COVERED * f.energy_j]

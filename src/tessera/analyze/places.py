@@ -21,6 +21,11 @@ Floats = NDArray[np.float64]
 
 LAUNCHING = "launching kernels"
 BEFORE, AFTER = "before the first kernel", "after the last kernel"
+PREPARING = "before the first whole step"
+UNFED = (BEFORE, PREPARING, AFTER)
+"""Gaps that no step has: nobody meant to feed the device then."""
+STEPS = 3
+"""A program of fewer steps may be what comes before them."""
 LAUNCH_GAP_S = 100e-6
 """A gap up to this long is the host being late with a launch; a longer one is the host doing something else."""
 _COUNTER = re.compile(r"[ _#:/-]*\d+$")
@@ -132,6 +137,7 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
     links = timeline.linked
     steps = {s.row for s in links.steps}
     middle = (starts + ends) // 2
+    begun = links.steps[0].start_ns if len(links.steps) >= STEPS else first
     regions = timeline.rows("region")
     ops = timeline.rows("op")
     ops = ops[links.op[ops] != NONE]  # without the Python tracer's frames
@@ -140,6 +146,9 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
     for i, (region, op, call) in enumerate(zip(*(found.tolist() for found in inside), strict=True)):
         if ends[i] <= first or starts[i] >= last:
             out.append(BEFORE if ends[i] <= first else AFTER)
+            continue
+        if middle[i] < begun:
+            out.append(PREPARING)
             continue
         name = "" if region == NONE else region_name(timeline.name(region))
         where = family(name) if region in steps else name

@@ -13,7 +13,7 @@ from ..errors import MeasurementError, TesseraError
 from ..units import format_duration, format_energy
 from .evidence import SAVES, Case, Finding
 from .names import short
-from .places import AFTER, BEFORE, LAUNCHING
+from .places import LAUNCHING, PREPARING, UNFED
 from .shared import FUNCTION
 from .spikes import curve_of, find, threshold_of
 
@@ -33,21 +33,25 @@ SPIKE_OVER_LIMIT = 1.1
 SPIKES = 3
 # A cap of this share of the limit, looked at where the board is held by its own: chosen.
 LOWER_CAP = 0.8
+BESIDE = "beside what tracing explains"
 
 
 def idle(case: Case) -> Finding | None:
     """The device waited while it was the program's turn, for 12% of the joules or more.
 
-    Late launches, and what lies before and after, are findings of their own. At best all those joules are saved.
+    Late launches, and what lies before and after, are findings of their own; what the tracer explains is nobody's. At
+    best all those joules are saved.
     """
-    waiting = [g for g in case.gaps if g.during not in (LAUNCHING, BEFORE, AFTER)]
-    joules = sum(g.energy_j for g in waiting) if case.gaps else case.table.idle_j
+    waiting = [g for g in case.gaps if g.during not in (LAUNCHING, *UNFED)]
+    joules = case.own * (sum(g.energy_j for g in waiting) if case.gaps else case.table.idle_j)
     if not case.table.kernels or not case.share(joules) >= IDLE_SHARE:
         return None
     evidence = f"the device idled for {case.amount(joules)}"
-    seconds = sum(g.seconds for g in waiting) if waiting else None
+    seconds = case.own * sum(g.seconds for g in waiting) if waiting else None
     most = waiting[0] if waiting else None
-    if most is not None:
+    if most is not None and case.own < 1.0:
+        evidence += f" {BESIDE}, most of it while {most.during}"
+    elif most is not None:
         each = format_duration(most.each_s, 3)
         during = f"{most.count} x {each}" if most.count > 1 else each
         evidence += f", {format_energy(most.energy_j, 3)} of it {during} while {most.during}"
@@ -79,11 +83,13 @@ def launch(case: Case) -> Finding | None:
     from ..estimate.predict import GAP_S
 
     late = next((g for g in case.gaps if g.during == LAUNCHING), None)
-    if late is None or case.share(late.energy_j) < LAUNCH_SHARE:
+    if late is None or case.share(case.own * late.energy_j) < LAUNCH_SHARE:
         return None
+    late = dataclasses.replace(late, seconds=case.own * late.seconds, energy_j=case.own * late.energy_j)
     left = min(1.0, late.count * GAP_S["graph"] / late.seconds) if late.seconds > 0 else 1.0
     each = format_duration(late.each_s, 2)
     evidence = f"the device waited for {late.count:,} launches, {each} each: {case.amount(late.energy_j)} idle"
+    evidence += f" {BESIDE}" if case.own < 1.0 else ""
     action = 'torch.compile(mode="reduce-overhead") or a CUDA graph launches them at once; so does a larger batch'
     return case.finding(
         "launch", late.energy_j, evidence, action, saves=(late.energy_j * (1.0 - left), late.seconds * (1.0 - left)),
@@ -93,10 +99,12 @@ def launch(case: Case) -> Finding | None:
 
 def outside(case: Case) -> Finding | None:
     """Nothing ran yet, or any more, for 30% of the joules or more."""
-    joules = sum(g.energy_j for g in case.gaps if g.during in (BEFORE, AFTER))
+    joules = sum(g.energy_j for g in case.gaps if g.during in UNFED)
     if case.share(joules) < OUTSIDE_SHARE:
         return None
-    evidence = f"{case.amount(joules)} went before the first kernel and after the last"
+    stepped = any(g.during == PREPARING for g in case.gaps)
+    first = "whole step" if stepped else "kernel"
+    evidence = f"{case.amount(joules)} went before the first {first} and after the last kernel"
     action = "start up faster, or record more steps to see the program itself"
     return case.finding("outside", joules, evidence, action)
 

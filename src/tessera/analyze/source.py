@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a Kineto trace needs none of them: what reads run files and
     from ..profile.runfile import RunFile
     from ..schema import Telemetry
     from ..trace import PowerTrace
+    from .slowdown import Slowdown
 
 Progress = Callable[[float], None]
 
@@ -45,6 +46,15 @@ class Source:
                 self.notes.append(f"no joules: {exc.what}")
                 self.power = None
         return self._energy
+
+    def tracing(self) -> Slowdown | None:
+        """What tracing did to the program; None where nothing was traced, and of several ranks at once.
+
+        Its joules are known once `energy` was asked for.
+        """
+        from .slowdown import slowdown_of
+
+        return slowdown_of(self.run, self._energy, self.timeline, self.power) if not self.ranks else None
 
     def _attributed(self) -> EnergyTable:
         if self.run is not None:

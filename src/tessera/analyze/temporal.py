@@ -81,6 +81,8 @@ def breakdown(
     if len(found) > 1 and by != "step":
         rows += _summed(rows)
     notes = list(source.notes)
+    if found and (tracing := source.tracing()) is not None and tracing.text:
+        notes.append(tracing.text)
     if unlaunched:
         notes.append(f"{unlaunched} gaps end with a row whose launch was not recorded: they count as waiting when long")
     if table is not None and found:

@@ -1,14 +1,17 @@
-"""A difference in one sentence."""
+"""What is said of a difference, each in one sentence."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from ..units import format_duration, format_energy
+from ..errors import ArgumentError
+from ..hardware import lookup
+from ..units import format_duration, format_energy, format_power
 from .line import ROUNDING
 
 if TYPE_CHECKING:
+    from ..schema import EnergyReport
     from .change import Difference, Metric
 
 REPEAT = "tessera diff A1 A2 A3 -- B1 B2 B3"
@@ -53,3 +56,20 @@ def _unseen(error: float, before: float) -> str:
     if math.isnan(error) or not before > 0 or error < 0.005 * before:
         return ""
     return f" (it cannot see changes under {error / before:.0%})"
+
+
+def past_limit(report: EnergyReport) -> list[str]:
+    """Where the ± of a predicted power reaches what the board cannot draw: that of joules and time knows no limiter."""
+    of, total = report.prediction, report.total
+    if of is None or not total.seconds > 0:
+        return []
+    try:
+        limit = lookup(of.device).tdp_w
+    except ArgumentError:  # predicted elsewhere, for a chip described there
+        return []
+    if limit is None or (total.joules + total.error_j) / total.seconds <= limit.value:
+        return []
+    return [
+        f"the ± of the watts reaches past {format_power(limit.value)}, where the limiter holds {of.device}: "
+        "only the part below is possible"
+    ]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..attribute.table import EnergyTable
+from ..monitor.anchors import recorded_energy
 from ..profile.runfile import RunFile
 from ..schema import Energy
 from ..timeline.columns import Timeline
@@ -89,7 +90,7 @@ def whole_of(
         source=table.source, basis=table.basis,
     )  # fmt: skip
     if partial:
-        spent = _between(power, timeline, power.start_ns, power.end_ns)
+        spent = _filled(run, power, timeline)
     seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
     return Whole(
         energy_j=spent.joules, error_j=spent.error_j, seconds=spent.seconds, steps=steps or None,
@@ -108,7 +109,14 @@ def _unbegun(run: RunFile, steps: Sequence[Step]) -> int:
     return int(all(a.end_ns == b.start_ns for a, b in pairwise(steps[:3])))
 
 
-def _between(power: PowerTrace, timeline: Timeline, start_ns: int, end_ns: int) -> Energy:
+def _filled(run: RunFile, power: PowerTrace, timeline: Timeline) -> Energy:
+    """The whole run's, holes in the samples filled by the counter: no row can be given those joules, the sum can."""
+    names = _accounted(power, timeline)
+    parts = [recorded_energy(power.columns[n], *run.anchors(n), power.start_ns, power.end_ns) for n in names]
+    return combine(parts, power.seconds)
+
+
+def accounted_energy(power: PowerTrace, timeline: Timeline, start_ns: int, end_ns: int) -> Energy:
     """Joules between two (monotonic) times of the devices that the table is about."""
     columns = [power.columns[name] for name in _accounted(power, timeline)]
     return combine([column_energy(c, start_ns, end_ns) for c in columns], (end_ns - start_ns) * 1e-9)
@@ -127,7 +135,7 @@ def outside(run: RunFile, timeline: Timeline, power: PowerTrace) -> list[Outside
     middles = [(s.start_ns + s.end_ns) // 2 - offset for s in timeline.linked.steps]
     found = []
     for where, stretches in spans.items():
-        spent = [_between(power, timeline, a, b) for a, b in stretches if b > a]
+        spent = [accounted_energy(power, timeline, a, b) for a, b in stretches if b > a]
         whole = chain(spent) if spent else None
         if whole is not None and whole.joules > 0:
             steps = sum(a <= middle < b for a, b in stretches for middle in middles)

@@ -16,7 +16,7 @@ from ..integral import Z90, accumulate
 from ..schema import Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from ..trace import FULL, Column
-from .activity import Activity, gaps, shares, summed
+from .activity import Activity, Sharing, gaps, summed
 from .fit import Fit, conserved
 from .share import Share, idle_class
 
@@ -30,8 +30,8 @@ def by_time(device: int, column: Column, found: Activity, seen: Sequence[tuple[i
     none = np.zeros(0, np.int64)
     gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
     gap_cls = idle_class(gap_start, gap_end, found.classes)
-    share_s = shares(found.start_ns, found.end_ns)
-    row_j = shares(found.start_ns, found.end_ns, lambda at_ns: _joules_at(column, at_ns))
+    sharing = Sharing(found.start_ns, found.end_ns)
+    share_s, row_j = sharing.of(), sharing.of(lambda at_ns: _joules_at(column, at_ns))
     mean_w = energy.joules / max(energy.seconds * energy.coverage, 1e-12)
     busy_w = float(row_j.sum() / share_s.sum()) if share_s.sum() > 0 else mean_w
     gap_j = _joules_at(column, gap_end) - _joules_at(column, gap_start)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..record import CODE
 from ..timeline import Timeline
-from ..timeline.columns import NONE
 from ..timeline.link import Links
-from ..timeline.nesting import Nesting
 from .activity import Activity, distinct, shares
 
 
 def host_activity(timeline: Timeline, links: Links) -> Activity:
     """Self time of the host's operators as intervals; classes are operators of one name and one set of shapes."""
-    ops = np.flatnonzero((timeline["kind"] == CODE["op"]) & (links.op != NONE))
-    nested = Nesting(ops, timeline["thread"][ops], timeline["start_ns"][ops], timeline["end_ns"][ops])
-    rows, start, end = nested.stretches()
+    assert links.ops is not None, "what ran on a device has the joules"
+    rows, start, end = links.ops.stretches()
     order = np.argsort(start, kind="stable")
     rows, start, end = rows[order], start[order], end[order]
     first, cls = distinct(timeline["name"][rows], timeline["shapes"][rows])

@@ -19,7 +19,7 @@ from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
 from ..trace import worst_basis
-from .activity import distinct, summed
+from .activity import ranked, summed
 from .share import Share
 from .table import EnergyRow, EnergyTable
 
@@ -148,8 +148,10 @@ class _Ledger:
 
     def _op_calls(self) -> dict[int, int]:
         """How often operators that launched something were called (a call may launch several kernels)."""
-        used = np.unique(np.concatenate([self._links.op[p.activity.rows] for p in self._parts]))
-        used = used[used != NONE]
+        calls = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
+        for p in self._parts:
+            calls[self._links.op[p.activity.rows]] = True
+        used = np.flatnonzero(calls[:-1])
         names, counts = np.unique(self._timeline["name"][used], return_counts=True)
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
@@ -169,10 +171,12 @@ class _Ledger:
             self._add(lines, p, step, p.activity.rows, "step")
             self._add_gaps(lines, p, step)
         steps = self._links.steps
+        edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
+        wall_s = self._wall_s(edges[:, 0], edges[:, 1])
         found = []
         for index, line in sorted(lines.items()):
             if index != NONE:
-                line.calls, line.wall_s = 1, self._wall_s(steps[index].start_ns, steps[index].end_ns)
+                line.calls, line.wall_s = 1, float(wall_s[index])
                 found.append(self._row(steps[index].name, line, wall=True))
         return found
 
@@ -222,7 +226,7 @@ class _Ledger:
         """Add every row of a device to the line of its key."""
         if len(keys) == 0:
             return
-        found, where = np.unique(keys, return_inverse=True)
+        found, where = ranked(keys)
         classes = len(part.watts)
         flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(found) * classes)
         by_key = flat.reshape(len(found), classes)
@@ -254,10 +258,12 @@ class _Ledger:
         """Add one idle stretch of every gap to the line of its key."""
         seconds = np.maximum(end_ns - start_ns, 0) * 1e-9
         real = (seconds > 0) & (keys != NONE)
-        for key in np.unique(keys[real]).tolist():
-            mine = real & (keys == key)
+        found, where = ranked(keys[real])
+        classes = len(part.watts)
+        by_key = summed(where * classes + part.gap_cls[real], seconds[real], len(found) * classes)
+        for key, idle_s in zip(found.tolist(), by_key.reshape(-1, classes), strict=True):
             if key in lines:
-                self._idle_of(lines[key], part, summed(part.gap_cls[mine], seconds[mine], len(part.watts)))
+                self._idle_of(lines[key], part, idle_s)
 
     @staticmethod
     def _idle_of(line: _Line, part: Share, seconds: Floats) -> None:
@@ -348,19 +354,19 @@ class _Ledger:
         begun = np.searchsorted(self._windows[:, 0], timeline["end_ns"][rows], side="left")
         over = np.searchsorted(self._windows[:, 1], timeline["start_ns"][rows], side="right")
         rows = rows[begun > over]
-        for row in rows.tolist():
-            line = lines.get(int(timeline["name"][row]))
-            if line is not None:
-                if line.wall_s == 0.0:
-                    line.calls, line.wall_s = 0, 1e-12
-                line.calls += 1
-                if not again[row]:
-                    line.wall_s += self._wall_s(int(timeline["start_ns"][row]), int(timeline["end_ns"][row]))
+        found, where = ranked(timeline["name"][rows])
+        wall_s = np.where(again[rows], 0.0, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]))
+        calls, wall_s = np.bincount(where, minlength=len(found)), summed(where, wall_s, len(found))
+        for key, passes, seconds in zip(found.tolist(), calls.tolist(), wall_s.tolist(), strict=True):
+            if key in lines:
+                lines[key].calls, lines[key].wall_s = passes, seconds
 
-    def _wall_s(self, start_ns: int, end_ns: int) -> float:
-        """Seconds of a stretch that lie in the windows of the joules."""
-        inside = np.minimum(self._windows[:, 1], end_ns) - np.maximum(self._windows[:, 0], start_ns)
-        return float(np.maximum(inside, 0).sum()) * 1e-9
+    def _wall_s(self, start_ns: Ints, end_ns: Ints) -> Floats:
+        """Seconds of some stretches that lie in the windows of the joules."""
+        inside = np.zeros(len(start_ns), np.int64)
+        for begin_ns, stop_ns in self._windows.tolist():
+            inside += np.maximum(np.minimum(end_ns, stop_ns) - np.maximum(start_ns, begin_ns), 0)
+        return np.asarray(inside * 1e-9, np.float64)
 
     def _add_later(self, lines: dict[int, _Line], innermost: Ints, forward: Ints) -> None:
         """What autograd spent elsewhere on behalf of a region's forward operators."""
@@ -396,9 +402,10 @@ class _Ledger:
 
 
 def _distinct(where: Ints, rows: Ints, count: int) -> Ints:
-    """How many different rows each key has: an operator's self time comes in several stretches."""
-    first, _ = distinct(where, rows)
-    return np.bincount(where[first], minlength=count).astype(np.int64)
+    """How many different rows each key has: an operator's self time comes in several stretches, of one key all."""
+    key = np.full(int(rows.max(initial=NONE)) + 1, NONE, np.int64)
+    key[rows] = where
+    return np.bincount(key[key != NONE], minlength=count).astype(np.int64)
 
 
 def _dearest(rows: list[EnergyRow]) -> list[EnergyRow]:

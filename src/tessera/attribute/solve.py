@@ -24,7 +24,7 @@ from ..errors import MeasurementError
 from ..integral import Z90
 from ..timeline import Timeline
 from ..timeline.columns import NONE
-from ..timeline.link import Links, link
+from ..timeline.link import Links
 from ..trace import FULL, Column, PowerTrace, chain, column_energy
 from .activity import Activity, activity, gaps, summed
 from .by_time import by_time
@@ -58,7 +58,7 @@ def attribute(
     """
     from .ledger import table
 
-    links = link(timeline)
+    links = timeline.linked
     if windows:
         traced_s = sum(b - a for a, b in windows) * 1e-9
         said = f"{len(windows)} windows were traced, {traced_s:.3g} s in all: joules and seconds are of those"

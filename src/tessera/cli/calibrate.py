@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .plain import say
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -56,11 +58,11 @@ def _say(done: int, steps: int, name: str) -> None:
     """Where we are, on standard error: one line that is written over in a terminal, a line each in a log."""
     line = f"[{done + 1}/{steps}] {name}"
     if not sys.stderr.isatty():
-        click.echo(line, err=True)
+        say(line, err=True)
         return
-    click.echo(f"\r\x1b[K{line[:100]}", err=True, nl=False)
+    say(f"\r\x1b[K{line[:100]}", err=True, nl=False)
     if done + 1 == steps:
-        click.echo("\r\x1b[K", err=True, nl=False)
+        say("\r\x1b[K", err=True, nl=False)
 
 
 def _print_json(found: Calibration, path: Path | None) -> None:

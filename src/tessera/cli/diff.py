@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TesseraError
+from .plain import say
 
 if TYPE_CHECKING:
     from ..analyze.change import Difference, Metric, Verdict
@@ -88,7 +89,7 @@ def command(
     try:
         found = diff(before, after, by=by, power_a=power_a, power_b=power_b)
     except TesseraError as exc:  # not 1: a baseline that cannot be read is no regression
-        click.echo(f"error: {exc}", err=True)
+        say(f"error: {exc}", err=True)
         return 2
     verdict = found.verdict(metric, fail_above)
     if html is not None and not _write(html, found, verdict):
@@ -121,9 +122,9 @@ def _write(path: Path, found: Difference, verdict: Verdict) -> bool:
     try:
         path.write_text(page(found, verdict=verdict), encoding="utf-8")
     except OSError as exc:
-        click.echo(f"error: the page could not be written to {path}: {exc.strerror}", err=True)
+        say(f"error: the page could not be written to {path}: {exc.strerror}", err=True)
         return False
-    click.echo(f"wrote {path}", err=True)
+    say(f"wrote {path}", err=True)
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,14 @@ from pathlib import Path
 import click
 
 from ..errors import ArgumentError, TesseraError
+from . import plain
+from .plain import say
 
 
 def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
     """Run a command: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
     args = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no "±" must not end in a traceback
-            stream.reconfigure(errors="replace")
+    plain.reconfigure()
     # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
     debug = "--debug" in args[: args.index("--")] if "--" in args else "--debug" in args
     try:
@@ -25,13 +24,13 @@ def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) 
     except click.exceptions.Abort:
         code = 130
     except click.ClickException as exc:
-        exc.show()
+        exc.show(file=sys.stderr)
         code = exc.exit_code
     except TesseraError as exc:
         if debug:
             raise
         text = "".join(c if c.isprintable() or c == "\n" else " " for c in str(exc))  # a file's name may have escapes
-        click.echo(f"error: {text}", err=True)
+        say(f"error: {text}", err=True)
         code = 1
     except BrokenPipeError:  # `tessera ... | head`: not an error of ours
         sys.stderr.close()
@@ -40,7 +39,7 @@ def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) 
         if debug:
             raise
         what = "the output could not be written" if exc.filename is None else f"{exc.filename} could not be used"
-        click.echo(f"error: {what}: {exc.strerror}\n  fix: --debug shows where", err=True)
+        say(f"error: {what}: {exc.strerror}\n  fix: --debug shows where", err=True)
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .plain import say
+
 if TYPE_CHECKING:
     from ..attribute.table import EnergyTable
     from ..profile.export import Exporter
@@ -70,9 +72,9 @@ def command(
         click.echo(msgspec.json.encode({"run": str(run), "written": done, "notes": notes}).decode())
         return
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     for form, where in done.items():
-        click.echo(f"{form}: {where}")
+        say(f"{form}: {where}")
 
 
 def _joules(run: RunFile, notes: list[str]) -> EnergyTable | None:

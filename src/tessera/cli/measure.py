@@ -11,6 +11,7 @@ import click
 from ..errors import ArgumentError
 from . import completion
 from .entry import check_writable
+from .plain import say
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -79,7 +80,7 @@ def command(
     try:
         run = measure_command(command, monitor, work=given, quiet=as_json)
     except CommandNotRun as exc:
-        click.echo(f"error: {exc}", err=True)
+        say(f"error: {exc}", err=True)
         return exc.exit_code
     finally:
         monitor.stop()
@@ -88,7 +89,7 @@ def command(
         try:
             run.trace.to_csv(trace)
         except OSError as exc:  # the disk filled up meanwhile: the answer above stands
-            click.echo(f"error: the power samples could not be written to {trace}: {exc.strerror}", err=True)
+            say(f"error: the power samples could not be written to {trace}: {exc.strerror}", err=True)
     return run.returncode
 
 

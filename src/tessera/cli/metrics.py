@@ -17,6 +17,7 @@ from ..monitor.now import Watch
 from ..report import prometheus as report
 from ..sensors.discover import discover
 from . import completion
+from .plain import say
 from .watch import ONCE_S, SENSOR_HELP, Quit
 
 # "Power now" is the mean of the newest second: a scrape every 15 s would alias anything shorter.
@@ -59,7 +60,7 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
             return
         host, port = server.server_name, server.server_port
         with report.serving(server, collector):
-            click.echo(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics (Ctrl-C stops)")
+            say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics (Ctrl-C stops)")
             quit_.wait()
 
 
@@ -106,7 +107,7 @@ def _bound(address: Address) -> contextlib.AbstractContextManager[Any]:
     except OSError as exc:
         raise _refused(address, exc) from exc
     if not address.loopback:
-        click.echo(f"warning: {address.text} can be reached from other machines, without any authentication", err=True)
+        say(f"warning: {address.text} can be reached from other machines, without any authentication", err=True)
     return server
 
 

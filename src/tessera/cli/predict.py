@@ -12,6 +12,7 @@ import click
 from ..errors import ArgumentError
 from . import completion
 from .entry import check_writable
+from .plain import say
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
@@ -218,4 +219,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix="give --html another path") from exc
-    click.echo(f"wrote {path}", err=True)
+    say(f"wrote {path}", err=True)

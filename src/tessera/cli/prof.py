@@ -15,6 +15,7 @@ from ..errors import ArgumentError, TesseraError
 from ..units import parse_duration
 from . import completion
 from .entry import check_writable, enter
+from .plain import say
 
 if TYPE_CHECKING:
     from ..profile.attach import Attached
@@ -133,7 +134,7 @@ def _write(attached: Attached, files: dict[str, Path]) -> None:
                 write(files[what])
             except (OSError, TesseraError) as exc:
                 path = files.pop(what)
-                click.echo(f"error: {path} could not be written: {exc}", err=True)
+                say(f"error: {path} could not be written: {exc}", err=True)
 
 
 def _show(attached: Attached, files: dict[str, Path], as_json: bool) -> None:

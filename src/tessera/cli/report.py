@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError, TesseraError
+from .plain import say
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -116,7 +117,7 @@ def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline,
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as exc:
-        click.echo(f"error: the page could not be written to {page}: {exc.strerror}", err=True)
+        say(f"error: the page could not be written to {page}: {exc.strerror}", err=True)
         return None
     return page
 
@@ -137,7 +138,8 @@ def _print_json(run: RunFile, table: EnergyTable, said: Answer) -> None:
     import msgspec
 
     about = {"path": str(run.path), "run": said.whole.to_json(), "crashed": run.crashed}
-    data = {**about, **table.to_json(), "answer": said.to_json()}
+    tracing = said.tracing.to_json() if said.tracing is not None else None
+    data = {**about, **table.to_json(), "tracing": tracing, "answer": said.to_json()}
     click.echo(msgspec.json.encode(data).decode())
 
 
@@ -156,4 +158,4 @@ def print_answer(
         return
     with out.capture() as captured:
         out.print(shown, crop=False)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), err=stderr)
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()), err=stderr)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +15,14 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from .entry import check_writable
+from .plain import say
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
     from ..attribute.table import EnergyTable
     from ..profile.launch import Plan
     from ..profile.runfile import RunFile
+    from ..timeline.columns import Timeline
 
 STDERR = 2
 EXIT_SIGNAL = 128
@@ -100,15 +105,30 @@ def command(
         modules=modules, memory=memory, steps=steps, flush_s=flush_s or None,
         limit_s=None if steps or chosen == "summary" else limit_s or None,
     )  # fmt: skip
-    code = _run(plan, quiet=as_json)
+    with contextlib.ExitStack() as opened:
+        return _run_and_answer(plan, counters, html, as_json, opened)
+
+
+def _run_and_answer(plan: Plan, counters: bool, html: Path | None, as_json: bool, opened: contextlib.ExitStack) -> int:
+    found: list[tuple[RunFile, Timeline, EnergyTable]] = []
+
+    def early() -> None:
+        """Read the run while the script's process takes itself apart; what fails here is told when it is gone."""
+        with contextlib.suppress(TesseraError):
+            found.append(_read(plan, opened))
+
+    first = os.environ.get("RANK", "0") == "0"
+    code = _run(plan, as_json, early if first and not counters else None)
     if os.environ.get("RANK", "0") != "0":
         return code
     if not Path(plan.path).exists():
         return code or 1  # it said why
     try:
-        _answer(plan, code, counters, html, as_json)
+        if counters:
+            _counters(plan)
+        _answer(*(found[0] if found else _read(plan, opened)), code, html, as_json)
     except TesseraError as exc:
-        click.echo(f"error: {exc}", err=True)
+        say(f"error: {exc}", err=True)
         return code or 1
     return code
 
@@ -126,41 +146,85 @@ def _path(out: Path | None, target: str, module: bool) -> Path:
     return default_path(target.replace(".", "-") if module else Path(target).stem or "run")
 
 
-def _run(plan: Plan, quiet: bool) -> int:
-    """Run the plan in a child of this interpreter; its exit code, as a shell would say it."""
+def _run(plan: Plan, quiet: bool, early: Callable[[], None] | None) -> int:
+    """Run the plan in a child of this interpreter; its exit code, as a shell would say it.
+
+    `early` is called when the run file is whole and the child still there: torch and CUDA take a second to go.
+    """
     import msgspec
 
     from ..monitor.command import signals_to
 
-    argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode()]
-    child = subprocess.Popen(argv, stdout=STDERR if quiet else None)
+    told, tells = os.pipe()
+    argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode(), str(tells)]
+    try:
+        child = subprocess.Popen(argv, stdout=STDERR if quiet else None, pass_fds=(tells,))
+    finally:
+        os.close(tells)
     with signals_to(child):
+        if early is not None:
+            _listen(child, told, early)
         code = child.wait()
+    os.close(told)
     return EXIT_SIGNAL - code if code < 0 else code
 
 
-def _answer(plan: Plan, code: int, counters: bool, html: Path | None, as_json: bool) -> None:
-    from ..analyze.answer import answer
+def _listen(child: subprocess.Popen[bytes], told: int, early: Callable[[], None]) -> None:
+    """Follow what the child says of its end, until it is gone or has said all. Nothing is lost where we cannot."""
+    from ..profile.launch import CLOSED, ENDED
+
+    try:
+        gone = os.pidfd_open(child.pid)
+    except (AttributeError, OSError):  # neither macOS nor Linux before 5.3 have it
+        return
+    try:
+        while told in select.select([told, gone], [], [])[0]:
+            said = os.read(told, 1)
+            if said == ENDED:
+                _import()
+            elif said == CLOSED:
+                early()
+                return
+            else:
+                return
+    finally:
+        os.close(gone)
+
+
+def _import() -> None:
+    """What the answer needs, while the trace is brought home."""
+    from ..analyze import answer
+    from ..attribute import ledger, solve
+    from ..profile import untraced
+    from . import report
+
+    del answer, ledger, solve, untraced, report
+
+
+def _read(plan: Plan, opened: contextlib.ExitStack) -> tuple[RunFile, Timeline, EnergyTable]:
     from ..profile.recorded import timeline_of
     from ..profile.runfile import RunFile
     from ..profile.untraced import table_of
+
+    run = opened.enter_context(RunFile(plan.path))
+    _progress(f"reading {run.rows:,} events")
+    timeline = timeline_of(run)
+    _progress("attributing joules")
+    return run, timeline, table_of(run, timeline)
+
+
+def _answer(run: RunFile, timeline: Timeline, table: EnergyTable, code: int, html: Path | None, as_json: bool) -> None:
+    from ..analyze.answer import answer
     from .report import print_answer, write_page
 
-    if counters:
-        _counters(plan)
-    with RunFile(plan.path) as run:
-        _progress(f"reading {run.rows:,} events")
-        timeline = timeline_of(run)
-        _progress("attributing joules")
-        table = table_of(run, timeline)
-        found = answer(run, table, timeline)
-        page = html or (None if as_json else Path(plan.path).with_suffix(".html"))
-        written = write_page(page, run, table, timeline, found) if page else None
-        _progress("")
-        if as_json:
-            _json(run, table, found, code)
-        else:
-            print_answer(run, table, found, written, stderr=True)
+    found = answer(run, table, timeline)
+    page = html or (None if as_json else run.path.with_suffix(".html"))
+    written = write_page(page, run, table, timeline, found) if page else None
+    _progress("")
+    if as_json:
+        _json(run, table, found, code)
+    else:
+        print_answer(run, table, found, written, stderr=True)
 
 
 def _counters(plan: Plan) -> None:
@@ -180,6 +244,7 @@ def _json(run: RunFile, table: EnergyTable, found: Answer, code: int) -> None:
     sys.stdout.flush()
     said = {"returncode": code, "path": str(run.path), "mode": run.get("mode"), "run": found.whole.to_json()}
     said |= table.to_json()
+    said["tracing"] = found.tracing.to_json() if found.tracing is not None else None
     summary = run.get("summary")
     if summary:
         said["summary"] = summary
@@ -189,4 +254,4 @@ def _json(run: RunFile, table: EnergyTable, found: Answer, code: int) -> None:
 def _progress(text: str, width: int = 60) -> None:
     """One line on a terminal, overwritten by the next; nothing elsewhere."""
     if sys.stderr.isatty():
-        click.echo("\r" + f"tessera: {text}".ljust(width) if text else "\r" + " " * width + "\r", nl=False, err=True)
+        say("\r" + f"tessera: {text}".ljust(width) if text else "\r" + " " * width + "\r", nl=False, err=True)

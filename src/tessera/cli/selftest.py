@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from .plain import say
+
 
 @click.command("selftest")
 @click.option(
@@ -30,7 +32,7 @@ def command(seconds: float, as_json: bool) -> int:
     else:
         from ..report.selftest import text
 
-        click.echo(text(found, _machine()))
+        say(text(found, _machine()))
     return int(any(c.verdict == "fail" for c in found))
 
 
@@ -38,7 +40,7 @@ def _progress(done: int, total: int, name: str) -> None:
     import sys
 
     if sys.stderr.isatty():
-        click.echo(f"\r\033[K{done + 1}/{total} {name}", nl=False, err=True)
+        say(f"\r\033[K{done + 1}/{total} {name}", nl=False, err=True)
 
 
 def _machine() -> str:

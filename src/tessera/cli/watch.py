@@ -23,6 +23,7 @@ from ..report import watch as report
 from ..sensors.discover import discover
 from ..units import parse_duration
 from . import completion
+from .plain import say
 
 MIN_INTERVAL_S = 0.05
 ONCE_S = 1.2  # telemetry comes once a second, and SM activity is what lies between two of them
@@ -62,7 +63,7 @@ def command(interval: str, sensors: tuple[str, ...], once: bool, as_json: bool, 
             _print(watch.look(), as_json)
         elif live:
             _screen(watch, _looks(quit_, interval_s, duration_s))
-            click.echo(report.summary(watch.look()))
+            say(report.summary(watch.look()))
         else:
             for _ in _looks(quit_, interval_s, duration_s):
                 _print(watch.look(), as_json)
@@ -90,7 +91,7 @@ def _print(snapshot: Snapshot, as_json: bool) -> None:
         console.print(report.screen(snapshot, width=console.width, keys=False))
     else:
         for line in report.plain_lines(snapshot):
-            click.echo(line)
+            say(line)
 
 
 def _screen(watch: Watch, looks: Iterator[None]) -> None:

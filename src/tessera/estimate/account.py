@@ -198,4 +198,6 @@ def _notes(graph: Graph, found: Estimate, burst: bool) -> tuple[str, ...]:
     notes = [f"assumed while capturing: {line}" for line in graph.assumptions]
     if found.solved.clock < 0.98 and not burst:
         notes.append(f"the power limit holds the clock at {100 * found.solved.clock:.0f}% of boost")
+    if found.kernels and not any(k.hbm_bytes for k in found.kernels):
+        notes.append("what it touches stays in the last-level cache between iterations: none crosses device memory")
     return tuple(notes)

@@ -11,11 +11,16 @@ for that span, and the samples fill the rests at both ends:
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
 from dataclasses import dataclass
 
-from ..integral import Z90, Mark
-from ..schema import MAX_BOARD_W
+import numpy as np
+
+from ..integral import Z90, Floats, Ints, Mark, accumulate, mark
+from ..schema import MAX_BOARD_W, Domain, Energy, Hold
+from ..trace import FULL, Column, column_energy, energy_between
 from .series import Series
 
 # Two seconds hold twenty ticks of an H200's counter: a tick misplaced by its ±3 ms is then under 0.2% of the span.
@@ -124,6 +129,46 @@ def correction(first: Anchor | None, last: Anchor | None) -> Correction | None:
     edges = (TICK_S * first.mark.swing_w) ** 2 + (TICK_S * last.mark.swing_w) ** 2
     error_j = float(((ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * edges / 3.0) ** 0.5)
     return Correction(counted_j, error_j, span_s, span_s, sampled, used=True)
+
+
+def with_counter(start: Mark, end: Mark, fix: Correction, domain: Domain, seconds: float) -> Energy:
+    """Joules between two marks of the samples, of which the span of a correction is the counter's."""
+    begin = dataclasses.replace(
+        start,
+        joules=start.joules + fix.sampled.joules,
+        covered_s=start.covered_s + fix.sampled.covered_s,
+        variance_j2=start.variance_j2 + fix.sampled.variance_j2,
+    )
+    ends_s = max(seconds - fix.span_s, 0.0)
+    ends = energy_between(domain, begin, end, ends_s)
+    unseen = math.isnan(ends.joules)  # then they may have drawn what the span did on average
+    return dataclasses.replace(
+        ends,
+        joules=fix.joules + (0.0 if unseen else ends.joules),
+        error_j=fix.error_j + fix.joules / fix.span_s * ends_s if unseen else math.hypot(ends.error_j, fix.error_j),
+        seconds=seconds,
+        source=domain.source + ("+counter" if fix.used else ""),
+        coverage=min((ends.coverage * ends_s + fix.seen_s) / seconds, 1.0),
+    )
+
+
+def recorded_energy(column: Column, ticks_ns: Ints, joules: Floats, start_ns: int, end_ns: int) -> Energy:
+    """Joules of a recorded domain between two times, holes in its samples filled by its counter's recorded ticks.
+
+    Samples without a hole stand as they are: what a table shares out of them should sum to the whole.
+    """
+    sampled = column_energy(column, start_ns, end_ns)
+    inside = (ticks_ns >= start_ns) & (ticks_ns <= end_ns)
+    times, counted = ticks_ns[inside], joules[inside]
+    if sampled.coverage >= FULL or len(times) < 2 or np.any(np.diff(counted) < 0):  # less than before: it was reset
+        return sampled
+    domain = column.domain
+    lag_ns, mean = round(domain.lag_s * 1e9), domain.hold is Hold.MEAN
+    sums = accumulate(column.times_ns, column.watts, mean=mean, noise=domain.sample_noise)
+    at = [start_ns, int(times[0]), int(times[-1]), end_ns]
+    start, first, last, end = (mark(column.times_ns, column.watts, sums, t + lag_ns, mean=mean) for t in at)
+    fix = correction(Anchor(at[1], float(counted[0]), first, epoch=0), Anchor(at[2], float(counted[-1]), last, epoch=0))
+    return sampled if fix is None else with_counter(start, end, fix, domain, (end_ns - start_ns) * 1e-9)
 
 
 def _plausible(counted_j: float, sampled_j: float, missing_s: float) -> bool:

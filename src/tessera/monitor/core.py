@@ -28,7 +28,9 @@ GIVE_UP_NS = 10_000_000_000
 MAX_REGIONS = 10_000
 # A window waits here for a second or two; more than this are opened faster than they can be settled.
 MAX_PENDING = 50_000
-SETTLE_NS = 200_000_000
+# How long the sampler's thread settles windows before it reads again: what is left until the next sensor is due, within
+# these. A counter whose ticks are sought is due every 3 ms, and thousands of short scopes take seconds to settle.
+SETTLE_NS = (4_000_000, 200_000_000)
 LAST_WAIT_S = 0.5
 OTHER_REGION = "(other regions)"
 
@@ -80,7 +82,7 @@ class Monitor:
         """
         self.settle_all(LAST_WAIT_S)
         self.sampler.stop()
-        self._settle_pending()
+        self._settle_pending(SETTLE_NS[1])
 
     def abandon(self) -> None:
         """In a forked child: locks and threads are the parent's. A monitor given by hand measures nothing here."""
@@ -136,12 +138,13 @@ class Monitor:
     def _after_read(self) -> None:
         """On the sampler's thread: renew clock anchors, settle the windows whose data have come."""
         self.clocks.renew()
-        self._settle_pending()
+        least_ns, most_ns = SETTLE_NS
+        self._settle_pending(min(max(round(self.sampler.spare_s * 1e9), least_ns), most_ns))
 
-    def _settle_pending(self) -> None:
-        """Only the counted domains, and only for a slice of time: the sensors must be read again in a second."""
+    def _settle_pending(self, slice_ns: int) -> None:
+        """Only the counted domains, and only for a slice of time: the sensors must be read again."""
         now = time.monotonic_ns()
-        until = now + SETTLE_NS
+        until = now + slice_ns
         counted = self.sampler.counted()
         for key, window in list(self._pending.items()):
             end = window.end

@@ -10,6 +10,7 @@ the data are there; otherwise a sensor is read at its `period_s`, about once a s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -32,6 +33,7 @@ KEPT_TELEMETRY = 2048
 KEPT_EVENTS = 1024
 KEPT_GAPS = 1024
 _URGENT_S = 0.01
+_POLL_S = 0.003
 _IDLE_S = 5.0
 _LEARN_NS = 2_000_000_000
 
@@ -103,6 +105,13 @@ class Sampler:
         with self._lock:
             return sum(s.nbytes for s in self.series.values())
 
+    @property
+    def spare_s(self) -> float:
+        """Seconds until the next sensor is due."""
+        if not self._slots:
+            return _IDLE_S
+        return max(min(s.due_ns for s in self._slots) - self._clock(), 0) * 1e-9
+
     def on_read(self, call: Callable[[], None]) -> None:
         """Call something on the sampler's thread after each round of reads."""
         self._after_read.append(call)
@@ -121,30 +130,43 @@ class Sampler:
         with self._lock:
             return all(self._covered(n, time_ns) for n in (self.series if names is None else names))
 
-    def wait_for(self, time_ns: int, timeout_s: float = 3.0, names: Collection[str] | None = None) -> bool:
-        """Wait until the named domains have data up to a time; False when a sensor did not deliver in time."""
+    def wait_for(
+        self,
+        time_ns: int,
+        timeout_s: float = 3.0,
+        names: Collection[str] | None = None,
+        *,
+        keep_lock: bool = False,
+    ) -> bool:
+        """Wait until the named domains have data up to a time; False when a sensor did not deliver in time.
+
+        `keep_lock` is for a call that comes between any two bytecodes of a thread (`torch_hooks.MainThread`), perhaps
+        in the middle of a window being read: then it waits in vain, but never lets data in there.
+        """
         wanted = list(self.series) if names is None else list(names)
         deadline = time.monotonic() + timeout_s
         try:
-            return self._wait(time_ns, wanted, deadline)
+            return self._wait(time_ns, wanted, deadline, keep_lock)
         finally:  # met, timed out or interrupted: nobody waits for this any more
             with self._lock:
                 self._give_up(time_ns, wanted)
 
-    def _wait(self, time_ns: int, wanted: Sequence[str], deadline: float) -> bool:
+    def _wait(self, time_ns: int, wanted: Sequence[str], deadline: float, keep_lock: bool) -> bool:
         with self._wake:
             for name in wanted:
                 self._wanted[name] = max(self._wanted.get(name, 0), time_ns)
             self._wake.notify_all()
+        with contextlib.nullcontext() if keep_lock else self._wake:
             while not self.covers(time_ns, wanted):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stopping or (self._thread is not None and not self._thread.is_alive()):
                     return False
                 if self._thread is None:  # driven by hand
                     self.read_due()
-                    self._wake.wait(min(left, _URGENT_S))
+                if keep_lock:
+                    time.sleep(min(left, _POLL_S))
                 else:
-                    self._wake.wait(min(left, 0.1))
+                    self._wake.wait(min(left, _URGENT_S if self._thread is None else 0.1))
         return True
 
     def _give_up(self, time_ns: int, names: Collection[str]) -> None:
@@ -225,10 +247,7 @@ class Sampler:
         for slot in self._slots:
             if now >= slot.due_ns or (not slot.lost and slot.names & urgent):
                 self._read(slot)
-        now = self._clock()
-        if self._slots:
-            return max(min(s.due_ns for s in self._slots) - now, 0) * 1e-9
-        return _IDLE_S
+        return self.spare_s
 
     def _unmet(self) -> set[str]:
         """Domains that lack data somebody waits for; what is met is forgotten."""

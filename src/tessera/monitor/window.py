@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Collection, Mapping
 
 from ..integral import Mark
 from ..schema import Domain, Energy
 from ..trace import energy_between
-from .anchors import Anchor, Anchors, correction
+from .anchors import Anchor, Anchors, correction, with_counter
 from .cuda import DeviceClocks, Edge
 from .sampler import Sampler
 from .series import Series
@@ -99,21 +97,4 @@ class Window:
         fix = correction(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
         if fix is None:
             return energy_between(domain, start_mark, end_mark, seconds)
-        # The span is the counter's: what is left to the samples are the two ends.
-        begin = dataclasses.replace(
-            start_mark,
-            joules=start_mark.joules + fix.sampled.joules,
-            covered_s=start_mark.covered_s + fix.sampled.covered_s,
-            variance_j2=start_mark.variance_j2 + fix.sampled.variance_j2,
-        )
-        ends_s = max(seconds - fix.span_s, 0.0)
-        ends = energy_between(domain, begin, end_mark, ends_s)
-        unseen = math.isnan(ends.joules)  # then they may have drawn what the span did on average
-        return dataclasses.replace(
-            ends,
-            joules=fix.joules + (0.0 if unseen else ends.joules),
-            error_j=fix.error_j + fix.joules / fix.span_s * ends_s if unseen else math.hypot(ends.error_j, fix.error_j),
-            seconds=seconds,
-            source=domain.source + ("+counter" if fix.used else ""),
-            coverage=min((ends.coverage * ends_s + fix.seen_s) / seconds, 1.0),
-        )
+        return with_counter(start_mark, end_mark, fix, domain, seconds)

@@ -124,6 +124,7 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
         flush_s=options.flush_s,
         limit_s=options.limit_s,
         lead=not session._begin_tracing,
+        before_stall=session._feed.catch_up if session._feed is not None else lambda: None,
     )
     if options.with_modules:
         session._modules = ModuleRanges(lambda: collector.recording)

@@ -6,6 +6,7 @@ torch's own `events()` and `key_averages()` are never called: they make a Python
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -13,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +35,9 @@ def torch_installed() -> bool:
 class Finished:
     """One window that has ended: Kineto holds its events until `timeline` has read them."""
 
+    process_ends: ClassVar[bool] = False
+    """Set when nothing but the end of the process is to come: its memory is then given back at once, not piecemeal."""
+
     def __init__(self, prof: Any, options: Options, streams: Mapping[str, str] | None = None) -> None:
         self._prof = prof
         self._options = options
@@ -47,11 +51,22 @@ class Finished:
         with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
             path = Path(folder) / "trace.json"
             prof.export_chrome_trace(str(path))
+            self._let_go(prof)
             del prof
             found = kineto.read(path)
         put(found, self._streams)
         _as_sensors_count(found)
         return chosen(found, self._options)
+
+    def _let_go(self, prof: Any) -> None:
+        """Free Kineto's events: 3 us each with shapes, the interpreter's lock held; not where the process ends anyway.
+
+        torch's profiler is in a reference cycle. Left alone its events stay until garbage is collected or the
+        interpreter ends, and the program stands still then.
+        """
+        held, prof.profiler = prof.profiler, None
+        if self.process_ends:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class KinetoCollector:
@@ -84,7 +99,7 @@ class KinetoCollector:
             raise _busy("another profiler is running")  # starting ours would end in a segmentation fault (2.13)
         prof = torch.profiler.profile(
             activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack,
-            profile_memory="memory" in options.chosen,
+            profile_memory="memory" in options.chosen, experimental_config=_trace_only(options),
         )  # fmt: skip
         self.starting = True
         try:
@@ -150,6 +165,18 @@ class KinetoCollector:
         if prof is not None:  # Kineto has no other way back
             prof.start_trace()
             prof.stop_trace()
+
+
+def _trace_only(options: Options) -> Any:
+    """Have torch make no events for Python, which we never ask for (from 2.13 on; it refuses stacks then)."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    if options.with_stack:
+        return None
+    try:
+        return _ExperimentalConfig(trace_only=True)
+    except TypeError:
+        return None
 
 
 def _busy(why: str) -> MeasurementError:

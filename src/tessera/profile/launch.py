@@ -1,6 +1,8 @@
 """Runs a script or module unchanged, with a session around it: the child process of `tessera run`.
 
-    python -m tessera.profile.launch PLAN_JSON
+    python -m tessera.profile.launch PLAN_JSON [FD]
+
+`FD` is a pipe of `tessera run`'s: a byte `ENDED` when the script has ended, and `CLOSED` when the run file is whole.
 
 The script finds `__main__`, `sys.argv` and `sys.path` as Python would have made them, also in what it pickles and
 spawns. Its exit code, its traceback and the signal that ended it are its own. torch is not imported before the script
@@ -17,7 +19,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -32,6 +34,7 @@ from .recording import Session
 from .schedule import between
 from .script_steps import ScriptSteps
 
+ENDED, CLOSED = b"e", b"c"
 MISSING = 2
 """Python's exit code for a script that is not there."""
 
@@ -61,6 +64,7 @@ class Terminated(SystemExit):
 def main() -> None:
     """Run the plan given as the first argument."""
     plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    tell = _teller(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     _end_with_parent()
     code, program = load(plan)
     try:
@@ -87,10 +91,25 @@ def main() -> None:
         if isinstance(exc, KeyboardInterrupt):
             patience.heard()
         _show(outcome)
+    tell(ENDED)
     _finish(session, steps, exit_code(outcome), patience)
+    tell(CLOSED)
     if not isinstance(outcome, KeyboardInterrupt):
         patience.release()
     _leave(outcome)
+
+
+def _teller(pipe: int | None) -> Callable[[bytes], None]:
+    """Says something to `tessera run`, if that is who started us and is still there."""
+    if pipe is not None:
+        os.set_inheritable(pipe, False)  # the script's own children have no part in it
+
+    def tell(what: bytes) -> None:
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                os.write(pipe, what)
+
+    return tell
 
 
 def _end_with_parent() -> None:
@@ -233,6 +252,10 @@ def _show(outcome: BaseException) -> None:
 def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience) -> None:
     """End the session. Whoever will not wait for its trace may drop it (`Patience`)."""
     terminal = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    if "torch" in sys.modules:
+        from .kineto_collector import Finished
+
+        Finished.process_ends = True
     line = "tessera: reading the trace"
     if terminal:
         sys.stderr.write(line)

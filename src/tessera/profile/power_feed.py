@@ -19,6 +19,8 @@ BEFORE_NS = 1_000_000_000
 # Sensors this fine are read again for each pull (the ring of NVML, at 0.5 ms a read); slower ones when they are due.
 PROMPT_S = 0.05
 BEHIND_NS = 100_000_000
+# A sample of NVML's ring comes 8 to 46 ms after the one before it, and shows the power of 15 ms before.
+CATCH_UP_S = 0.1
 THIN_NS = 1_000_000_000
 THIN_TELEMETRY_NS = 10_000_000_000
 
@@ -46,10 +48,23 @@ class PowerFeed:
 
     def pull(self) -> None:
         """What is new since the last time."""
-        prompt = [d.name for d in self._sampler.domains if d.resolution_s <= PROMPT_S]
+        prompt = self._prompt()
         if prompt:
             self._sampler.wait_for(self._clock() - BEHIND_NS, 0.05, prompt)
         self.take()
+
+    def catch_up(self) -> None:
+        """Have the fine sensors read up to now: what comes next keeps every thread from running, perhaps for seconds.
+
+        The driver's ring holds 2.4 s. Without this, what a longer stall costs is also what had not been read before it:
+        the end of the window that is being closed.
+        """
+        prompt = self._prompt()
+        if prompt:
+            self._sampler.wait_for(self._clock(), CATCH_UP_S, prompt, keep_lock=True)
+
+    def _prompt(self) -> list[str]:
+        return [d.name for d in self._sampler.domains if d.resolution_s <= PROMPT_S]
 
     def finish(self, end_ns: int) -> None:
         """The rest, up to a (monotonic) time: waits until the sensors have caught up, as long as they can."""

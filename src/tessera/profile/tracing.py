@@ -10,6 +10,13 @@
 Closing a window costs the program's thread: measured on 2 cores of a Xeon, 7 us an event in Kineto's stop (a second
 for 150 000), and about 5 us an event more of the interpreter's lock while it is exported and read in the background.
 GPT-2's training makes 12 000 events a step. That is what `flush_s` costs, and why `paced` waits.
+
+Stop and export each hold the lock from their begin to their end (torch 2.13: a thread that wanted to run every
+millisecond did so once in the 2.4 s and once in the 0.7 s of 300 000 events; our reader lets it run all the time).
+So no sensor is read meanwhile, and the driver's ring of power samples holds 2.4 s: `before_stall` is called right
+before each, to have it read. What a longer stop loses then lies after the window. To hold the lock for less there is
+no good way: torch's bindings keep it, a fork of a process with CUDA and threads may hang, and calling the C++ past the
+bindings would end the program at its first exception (a full disk).
 """
 
 from __future__ import annotations
@@ -56,6 +63,7 @@ class Tracing:
         flush_s: float | None = None,
         limit_s: float | None = None,
         lead: bool = False,
+        before_stall: Callable[[], None] = lambda: None,
     ) -> None:
         self.collector = collector
         self.notes: list[str] = collector.notes
@@ -68,6 +76,7 @@ class Tracing:
         self._flush_ns = None if flush_s is None else round(flush_s * 1e9)
         self._limit_ns = None if limit_s is None else round(limit_s * 1e9)
         self._lead = lead
+        self._before_stall = before_stall
         self._thread: int | None = None
         self._hooks: list[OpenRanges | OtherProfilers] = []
         self._ranges: OpenRanges | None = None
@@ -204,6 +213,7 @@ class Tracing:
             self._ranges.cut()
         synchronize()  # Kineto would anyway; so the window ends when its last kernel does
         now_ns = time.time_ns()
+        self._before_stall()
         finished = self.collector.stop()
         self._cost_ns += time.perf_counter_ns() - t0
         self.due_ns = NEVER
@@ -220,6 +230,7 @@ class Tracing:
     def _read(self, finished: Finished, start_ns: int, end_ns: int) -> None:
         t0 = time.perf_counter_ns()
         try:
+            self._before_stall()  # again: nothing was read during Kineto's stop
             self._deliver(finished.timeline(), start_ns, end_ns)
         except Exception as exc:  # noqa: BLE001  (one window less must not cost the run)
             self.notes.append(f"a window of the trace could not be read: {type(exc).__name__}: {exc}")

@@ -36,10 +36,11 @@ def _whole_steps(table: EnergyTable, timeline: Timeline) -> EnergyTable:
     took_s: dict[str, float] = {}
     for s in timeline.linked.steps:
         took_s[s.name] = min(took_s.get(s.name, math.inf), (s.end_ns - s.start_ns) * 1e-9)
-    kept = [r for r in table.steps if r.wall_s is None or r.wall_s >= WHOLE * took_s.get(r.name, 0.0)]
-    if not kept or len(kept) == len(table.steps):
+    whole = [r.wall_s is None or r.wall_s >= WHOLE * took_s.get(r.name, 0.0) for r in table.steps]
+    if not any(whole) or all(whole):
         return table
-    cut = [r.name for r in table.steps if r not in kept]
+    kept = [r for r, is_whole in zip(table.steps, whole, strict=True) if is_whole]
+    cut = [r.name for r, is_whole in zip(table.steps, whole, strict=True) if not is_whole]
     note = f"traced in part, and left out of the steps: {', '.join(cut[:3])}{' ...' if len(cut) > 3 else ''}"
     return dataclasses.replace(table, steps=kept, notes=[*table.notes, note])
 

@@ -24,7 +24,7 @@ from .diff import (
     told_notes,
 )  # fmt: skip
 from .energy import TITLES
-from .shell import document
+from .shell import SWITCH, document
 
 BARS = 14
 ROWS = 400
@@ -110,8 +110,7 @@ def _header(found: Difference) -> str:
     tiles = "".join(_tile(f) for f in headline(found))
     return (
         f"<header><div class='top'><div><h1>{escape(found.before)} → {escape(found.after)}</h1>"
-        f"<div class='dim'>{escape(about(found))}</div></div>"
-        "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button></div>"
+        f"<div class='dim'>{escape(about(found))}</div></div>{SWITCH}</div>"
         f"<div class='tiles'>{tiles}</div></header>"
     )
 

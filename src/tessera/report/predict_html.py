@@ -1,4 +1,4 @@
-"""Predictions as HTML: a card for notebooks, and one page that needs no network, light or dark as its reader is."""
+"""Predictions as HTML: a card for notebooks, and one page that needs no network, light or dark as its reader likes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from . import predict_parts as shared
 from .predict import capital
 from .predict_parts import components, consumers, time_text
 from .scatter import Dot, scatter
+from .shell import SWITCH, document
 from .text import energy_text
 
 _STYLE = """
@@ -24,14 +25,13 @@ font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-n
 .tessera .tile b{display:block;font-size:18px;font-weight:600;white-space:nowrap}
 .tessera .tile small{opacity:.68;font-size:12px;display:block}.tessera .wide .tile{flex:1 1 0;min-width:250px}
 .tessera .bar{display:flex;height:18px;border-radius:5px;overflow:hidden;background:var(--soft)}
-.tessera .bar i{display:block}.tessera .compute{background:var(--c)}.tessera .memory{background:var(--m)}
+.tessera .bar i{display:block;min-width:0}.tessera .compute{background:var(--c)}.tessera .memory{background:var(--m)}
 .tessera .static{background:var(--s)}.tessera .legend{margin:6px 0 0;display:flex;flex-wrap:wrap;gap:4px 18px}
 .tessera .legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
 .tessera .legend i.line{height:0;width:18px;border-top:2px dashed currentColor;border-radius:0;vertical-align:middle}
 .tessera table{border-collapse:collapse;width:100%;font-size:13px}
 .tessera th,.tessera td{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap}
-.tessera th{font-weight:600}.tessera th[data-sort]{cursor:pointer}
-.tessera th[data-sort]:hover{text-decoration:underline}
+.tessera th{font-weight:600}
 .tessera .n{text-align:right}.tessera td.name{white-space:normal;word-break:break-word}
 .tessera td .bar{height:9px;width:110px;border-radius:3px}.tessera tr.front td{background:rgba(47,158,110,.13)}
 .tessera tr:hover td{background:var(--soft)}
@@ -49,20 +49,10 @@ font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-n
 .tessera dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:8px 0}
 .tessera dt{opacity:.68}.tessera dd{margin:0}
 """
+# Beside what the pages of runs have.
 _PAGE_STYLE = """
-:root{color-scheme:light dark}body{--paper:#fff;margin:0;background:var(--paper);color:#1b1f24}
-main{max-width:1120px;margin:0 auto;padding:28px 24px 60px}
+main{max-width:1120px}.tessera #theme{float:right}.tessera .dim{opacity:1}
 section+section{border-top:1px solid rgba(128,128,128,.28);margin-top:34px;padding-top:26px}
-@media (prefers-color-scheme:dark){body{--paper:#14171b;color:#e4e7eb}}
-"""
-# Sorts a table by the column clicked: by data-v where a cell has it, otherwise by its text.
-_SCRIPT = """
-document.querySelectorAll('.tessera th[data-sort]').forEach(th=>th.addEventListener('click',()=>{
-const body=th.closest('table').tBodies[0],i=th.cellIndex,up=th.dataset.sort!=='up';
-th.dataset.sort=up?'up':'down';const key=r=>{const c=r.cells[i];
-return c?(c.dataset.v!==undefined?Number(c.dataset.v):c.textContent):Infinity};
-[...body.rows].sort((a,b)=>{const x=key(a),y=key(b);const d=typeof x==='number'&&typeof y==='number'?x-y:
-String(x).localeCompare(String(y));return up?d:-d}).forEach(r=>body.appendChild(r))}));
 """
 
 
@@ -80,20 +70,18 @@ def page(
     else:
         reports = [shown] if isinstance(shown, EnergyReport) else list(shown)
         title = ", ".join(dict.fromkeys(report.name for report in reports)) or "nothing"
-        sections = [_report(report, top=20, opportunities=opportunities) for report in reports]
+        sections = [_report(report, top=20, sort=True, opportunities=opportunities) for report in reports]
     body = "".join(f"<section>{section}</section>" for section in sections)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)} - tessera predict</title><style>{_STYLE}{_PAGE_STYLE}</style></head>"
-        f'<body><main class="tessera">{body}</main><script>{_SCRIPT}</script></body></html>\n'
-    )
+    frame = f"<div class='tessera'>{SWITCH}{body}</div>"
+    return document(f"{title} - tessera predict", frame, style=_STYLE + _PAGE_STYLE)
 
 
 # -- one report -----------------------------------------------------------------------------------------------------
 
 
-def _report(report: EnergyReport, *, top: int, opportunities: Sequence[Opportunity] | None = None) -> str:
+def _report(
+    report: EnergyReport, *, top: int, sort: bool = False, opportunities: Sequence[Opportunity] | None = None
+) -> str:
     of = report.prediction
     where = f" on {shared.chip_name(of.device)}" if of else ""
     parts = [
@@ -102,9 +90,9 @@ def _report(report: EnergyReport, *, top: int, opportunities: Sequence[Opportuni
     ]
     parts.append(_component_bar(report))
     if report.descriptors:
-        parts.append(_consumers(report, top))
+        parts.append(_consumers(report, top, sort=sort))
     elif report.by_domain:
-        parts.append(_domains(report))
+        parts.append(_domains(report, sort=sort))
     if opportunities:
         parts.append(f"<h3>Opportunities</h3><ul>{''.join(map(_opportunity, opportunities))}</ul>")
     parts.append(_origins(report))
@@ -153,18 +141,23 @@ def _bar(parts: Sequence[tuple[str, float, float]], length_pct: float = 100.0) -
     return f"<div class='bar'>{pieces}</div>"
 
 
-def _head(columns: Sequence[tuple[str, bool]], *, sort: bool = True) -> str:
-    """A heading row of (name, whether it holds numbers)."""
-    mark = " data-sort=''" if sort else ""
-    cells = "".join(f"<th{' class=n' if number else ''}{mark}>{escape(name)}</th>" for name, number in columns)
-    return f"<thead><tr>{cells}</tr></thead>"
+def _grid(columns: Sequence[tuple[str, bool]], rows: str, *, sort: bool) -> str:
+    """A table under (name, whether it holds numbers); a page sorts it by the heading clicked, a card has no script."""
+    cells = "".join(
+        f"<th scope='col'{' class=n' if number else ''}>"
+        f"{f'<button type=button>{escape(name)}</button>' if sort and name else escape(name)}</th>"
+        for name, number in columns
+    )
+    kind = " class='sort'" if sort else ""
+    head = f"<thead><tr>{cells}</tr></thead>"
+    return f"<div class='scroll'><table{kind}>{head}<tbody>{rows}</tbody></table></div>"
 
 
 def _number(text: str, value: float | None) -> str:
     return f"<td class='n' data-v='{value:.6g}'>{escape(text)}</td>" if value is not None else "<td class='n'>-</td>"
 
 
-def _consumers(report: EnergyReport, top: int) -> str:
+def _consumers(report: EnergyReport, top: int, *, sort: bool) -> str:
     found = consumers(report, top)
     most = max((c.share for c in found), default=1.0) or 1.0
     rows = []
@@ -180,11 +173,10 @@ def _consumers(report: EnergyReport, top: int) -> str:
             f"<td>{_bar(components(c), 100 * c.share / most)}</td></tr>"
         )
     columns = (("", True), ("subgraph", False), ("kind", False), ("time", True), ("energy", True), ("share", True))
-    head = _head((*columns, ("", False)))
-    return f"<h3>Top consumers</h3><div class='scroll'><table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
+    return f"<h3>Top consumers</h3>{_grid((*columns, ('', False)), ''.join(rows), sort=sort)}"
 
 
-def _domains(report: EnergyReport) -> str:
+def _domains(report: EnergyReport, *, sort: bool) -> str:
     """A measurement has no subgraphs: what it has are the places where power is drawn, and its regions."""
     named = [*report.by_domain.items(), *((region.name, region.energy) for region in report.regions)]
     rows = "".join(
@@ -192,8 +184,8 @@ def _domains(report: EnergyReport) -> str:
         f"<td>{escape(e.source)}</td></tr>"
         for name, e in named
     )
-    head = _head((("where", False), ("energy", True), ("source", False)))
-    return f"<h3>Where</h3><div class='scroll'><table>{head}<tbody>{rows}</tbody></table></div>"
+    columns = (("where", False), ("energy", True), ("source", False))
+    return f"<h3>Where</h3>{_grid(columns, rows, sort=sort)}"
 
 
 def _opportunity(o: Opportunity) -> str:
@@ -272,10 +264,7 @@ def _table(found: Sweep, front: set[int]) -> str:
     note = (
         "Highlighted rows are on the Pareto frontier; ± is the half-width of a 90% interval. Click a heading to sort."
     )
-    return (
-        f"<h3>All combinations</h3><div class='scroll'><table>{_head(columns)}<tbody>{rows}</tbody></table></div>"
-        f"<p class='dim'>{escape(note)}</p>"
-    )
+    return f"<h3>All combinations</h3>{_grid(columns, rows, sort=True)}<p class='dim'>{escape(note)}</p>"
 
 
 def _row(row: SweepRow, frontier: bool) -> str:

@@ -149,7 +149,9 @@ def _facts(said: Answer) -> Table:
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
         spread = _spread(said, per.without) if per.unit == "step" else ""
-        if per.unit == "step" and said.partial:
+        if per.traced_j is not None:
+            spread = f" (of {per.amount:,.0f} untraced; {format_energy(per.traced_j, 3)} traced)"
+        elif per.unit == "step" and said.partial:
             spread = f" (of {per.amount:,.0f} traced){spread}"
         about = "~" if math.isnan(per.error_j) else ""
         spent = f"{about}{joules(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
@@ -215,13 +217,20 @@ def _ending(said: Answer, html: Path | None, width: int) -> Table:
     table.add_row("", "")
     telling = [note for note in said.notes if note != said.cut and "left out" not in note]
     telling = [note for note in telling if not (said.partial and TIME_LIMIT in note)]  # said above already
-    for note in telling[:1]:
+    slowed = said.tracing.text if said.tracing is not None else None
+    for note in [*([f"{slowed}{_measure_it(said)}"] if slowed else []), *telling[:1]]:
         table.add_row("note", Text(note, style="yellow"))
     if said.advice:
         table.add_row("do", Text(said.advice, style="bold"))
     if html is not None:
         table.add_row("report", Text(str(html), style="cyan"))
     return table
+
+
+def _measure_it(said: Answer) -> str:
+    """How to know instead of bounding it: leave steps untraced."""
+    known = said.tracing is None or said.tracing.basis == "steps" or said.whole.steps is None
+    return "" if known else " (untraced steps beside traced ones would tell: --steps 10:20)"
 
 
 def _following(

@@ -26,7 +26,7 @@ from .run_origin import origin
 from .run_results import missing, results_of
 from .run_roofline import roofline
 from .run_tables import gaps, steps, tables
-from .shell import document
+from .shell import SWITCH, document
 from .text import with_error
 
 _LEVEL_PX = 26
@@ -84,7 +84,7 @@ def _header(said: Answer) -> str:
     where = " · ".join(part for part in (said.device, mode_text(said), said.source) if part)
     return (
         f"<header><div class='top'><div><h1>{escape(said.name)}</h1><div class='dim'>{escape(where)}</div></div>"
-        f"<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button></div>"
+        f"{SWITCH}</div>"
         f"{_warnings(said)}{_tiles(said)}{_traced(said)}{_parts(said)}</header>"
     )
 
@@ -106,6 +106,8 @@ def _warnings(said: Answer) -> str:
         lines.append(f"Cut: {said.cut}.")
     if said.shared_by:
         lines.append(f"Nothing was attributed: joules are shared out by {said.shared_by}, a model without an interval.")
+    if said.tracing is not None and said.tracing.text:
+        lines.append(f"{capital(said.tracing.text)}.")
     if said.returncode:
         lines.append(f"{capital(ended_text(said.returncode))}: these are the joules until then.")
     return "".join(f"<p class='warn' role='note'>{escape(line)}</p>" for line in lines)
@@ -123,6 +125,8 @@ def _tiles(said: Answer) -> str:
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
         of = f" (of {per.amount:,.0f} traced)" if said.partial and per.unit == "step" else ""
+        if per.traced_j is not None:
+            of = f" (of {per.amount:,.0f} untraced; {format_energy(per.traced_j, 3)} traced)"
         about = "~" if math.isnan(per.error_j) else ""
         tiles.append(_tile(about + joules(per.energy_j, per.error_j), f"per {per.unit}{of}, {rate} {per.unit}s/s"))
     if said.idle_share is not None:

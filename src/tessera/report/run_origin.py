@@ -9,6 +9,7 @@ from html import escape
 from ..analyze.answer import Answer
 from ..analyze.names import fit
 from ..analyze.result import Result
+from ..analyze.slowdown import Slowdown
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..units import format_duration, format_power
@@ -69,8 +70,18 @@ def _joules(run: RunFile, table: EnergyTable, said: Answer) -> Iterator[Known]:
         yield what, "attributed", "fitted to the power samples by when each ran, with an interval"
     if table.idle_w is not None:
         yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between kernels"
+    if said.tracing is not None:
+        yield "what tracing did", *_tracing(said.tracing)
     if told := _told(run):
         yield told, "measured", "the device's own readings"
+
+
+def _tracing(found: Slowdown) -> tuple[str, str]:
+    times = f"{found.slowdown:.2f}x" if found.slowdown is not None else "unknown"
+    if found.basis == "steps":
+        steps = f"{found.traced_steps:,} traced steps against {found.untraced_steps:,} untraced"
+        return "measured", f"{times} ± {found.slowdown_error:.2f}: {steps}"
+    return "modelled", f"{times} at most, by the number of events: {found.reason}"
 
 
 def _told(run: RunFile) -> str:

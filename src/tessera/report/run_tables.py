@@ -185,6 +185,15 @@ def gaps(said: Answer) -> str:
         "<section><h2>What the device waited for</h2><div class='scroll'><table class='sort'>"
         "<caption class='sr'>Idle joules by what the host did</caption>"
         f"{head(columns)}<tbody>{rows}</tbody></table></div>"
-        "<p class='dim'>The idle joules, shared out by time among the gaps; a gap up to 0.1 ms is a late launch.</p>"
-        "</section>"
+        "<p class='dim'>The idle joules, shared out by time among the gaps; a gap up to 0.1 ms is a late launch."
+        f"{_slowed(said)}</p></section>"
     )
+
+
+def _slowed(said: Answer) -> str:
+    """What of the gaps is the tracer's, where that matters: in which of them it waited nobody knows."""
+    if said.tracing is None or not said.tracing.matters or not said.tracing.idle_s > 0:
+        return ""
+    most = "up to" if said.tracing.basis == "events" else "about"
+    waited = f"{most} {format_duration(said.tracing.idle_s, 3)} and {format_energy(said.tracing.idle_j, 3)}"
+    return f" Of all of it, {escape(waited)} are the tracer's, in which gaps is not known."

@@ -12,6 +12,8 @@ from functools import cache
 from html import escape
 from importlib import resources
 
+SWITCH = "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button>"
+"""For the reader who wants the other: every page has it once, page.js does the rest."""
 _SCRIPTS = ("page.js", "timeline.js")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
@@ -26,6 +27,20 @@ def _torch() -> Any | None:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
+
+
+def warm_up() -> None:
+    """Load torch, CUDA and a kernel, before sampling begins.
+
+    Loading keeps other threads from running for seconds. NVML's counter is of use once its ticks are found, which takes
+    many reads in the sampler's first seconds; one that was kept from reading leaves it alone for a while.
+    """
+    torch = _torch()
+    if torch is not None:
+        with contextlib.suppress(RuntimeError):  # a device that fails here fails in the checks too, which say so
+            a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+            a @ a
+            torch.cuda.synchronize()
 
 
 def load(seconds: float) -> None:

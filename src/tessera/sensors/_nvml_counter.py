@@ -18,8 +18,9 @@ COUNTER_LAG_NS = 8_000_000
 READ_EVERY_NS = 1_000_000_000
 WATCH_EVERY_NS = 15_000_000_000
 LEARN_NS = 3_000_000
-# Give up looking for ticks after this: an idle or odd counter may not tick at all. Tried again later.
-LEARN_FOR_NS = 2_500_000_000
+# Give up looking for ticks after so many reads, 2.5 s of them: an idle or odd counter may not tick at all. Tried again
+# later. Reads, not time: while torch is imported this thread may not run for seconds.
+LEARN_READS = 400
 RETRY_NS = 60_000_000_000
 
 
@@ -32,7 +33,7 @@ class EnergyCounter:
         self._handle = handle
         self.ticks = TickFinder()
         self.due_ns = 0
-        self._learning_since: int | None = None
+        self._tries = 0
         self._last: tuple[int, int, int] | None = None  # start and end of the last read, its value
         self._watch_ns = 0
         self._watching = False
@@ -66,7 +67,7 @@ class EnergyCounter:
         if not self.ticks.known:
             self._plan_learning(now)
             return
-        self._learning_since = None
+        self._tries = 0
         if self._watching:  # this was the read before a tick: the next one goes just after it
             self._watching = False
             self.due_ns = self.ticks.next_tick_ns(now) + round(self.ticks.uncertainty_ns) + 500_000
@@ -79,10 +80,9 @@ class EnergyCounter:
             self.due_ns = self.ticks.next_quiet_ns(now + READ_EVERY_NS)
 
     def _plan_learning(self, now: int) -> None:
-        if self._learning_since is None:
-            self._learning_since = now
-        if now - self._learning_since < LEARN_FOR_NS:
+        self._tries += 1
+        if self._tries < LEARN_READS:
             self.due_ns = now + LEARN_NS
         else:
-            self._learning_since = None
+            self._tries = 0
             self.due_ns = now + RETRY_NS

@@ -29,7 +29,8 @@ class Nesting:
         edges = [*first.tolist(), len(rows)]
         for begin, end in pairwise(edges):
             part = order[begin:end]
-            parents, times, tops = _scan(rows[part].tolist(), starts[part].tolist(), ends[part].tolist())
+            mine = rows[part], starts[part], ends[part]
+            parents, times, tops = _tree(*mine) or _scan(*(values.tolist() for values in mine))
             self.parent[part] = parents
             self._times.append(times)
             self._tops.append(tops)
@@ -54,6 +55,36 @@ class Nesting:
             ends.append(times[1:][real])
         none = np.zeros(0, np.int64)
         return tuple(np.concatenate([none, *part]) for part in (rows, starts, ends))  # type: ignore[return-value]
+
+
+def _tree(rows: Ints, starts: Ints, ends: Ints) -> tuple[Ints, Ints, Ints] | None:
+    """What `_scan` finds, in a quarter of its time, where all that begins in another ends in it; None where not.
+
+    How many are open when one begins is its depth, and the last one before it that is less deep by one holds it.
+    """
+    lasting = np.flatnonzero(ends > starts)  # the others hold nothing, and are never the innermost for any time
+    if not len(lasting) or np.any(ends < starts):
+        return None
+    late = ends[lasting[::-1]]
+    closing = np.argsort(late, kind="stable")  # of those that close together the outermost is the last
+    closed = late[closing]
+    begun: Ints = np.cumsum(ends > starts) - (ends > starts)  # before each
+    depth = begun - np.searchsorted(closed, starts, side="right")
+    parent = np.full(len(rows), NONE, np.int64)
+    by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
+    for outer, inner in pairwise(by_depth):
+        parent[inner] = outer[np.searchsorted(outer, inner) - 1]
+    if np.any((parent != NONE) & (ends > ends[parent])):
+        return None
+    parent = np.where(parent == NONE, NONE, rows[parent])
+    # Where each opening and each closing comes in the order of all: what closes at a time comes before what opens then.
+    opened, place = starts[lasting], np.arange(len(lasting))
+    opening_at = place + np.searchsorted(closed, opened, side="right")
+    closing_at = place + np.searchsorted(opened, closed, side="left")
+    times, tops = np.empty((2, 2 * len(lasting)), np.int64)
+    times[opening_at], tops[opening_at] = opened, rows[lasting]
+    times[closing_at], tops[closing_at] = closed, parent[lasting[::-1][closing]]
+    return parent, times, tops
 
 
 def _scan(rows: list[int], starts: list[int], ends: list[int]) -> tuple[Ints, Ints, Ints]:
@@ -121,3 +152,15 @@ def latest(
     for key, question in zip(keys, asked_keys, strict=True):
         same &= key[found] == question
     return np.where(same, found, NONE)
+
+
+def single(keys: Ints, asked: Ints) -> Ints | None:
+    """For each question the place of the one entry with its key, or `NONE`; None where two entries have one key."""
+    if not len(keys):
+        return np.full(len(asked), NONE, np.int64)
+    order = np.argsort(keys, kind="stable")
+    known = keys[order]
+    if np.any(known[1:] == known[:-1]):
+        return None
+    at = np.searchsorted(known, asked).clip(max=len(known) - 1)
+    return np.where(known[at] == asked, order[at], NONE)

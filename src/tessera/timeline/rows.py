@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import Raw
 from numpy.typing import NDArray
 
 from ..record import CODE, KINDS
@@ -20,18 +22,22 @@ from .transfers import collective, copy, is_collective
 MODULE = "nn.Module: "
 """How the Python tracer's names of modules begin."""
 
-_SKIP, _FRAME, _UNKNOWN, _ARROW = -1, -2, -3, -4
+_SKIP, _FRAME, _UNKNOWN, _ARROW, _FLOW = -1, -2, -3, -4, -5
 _CATEGORIES: dict[str, int] = {
     "kernel": CODE["kernel"], "concurrent_kernel": CODE["kernel"], "collective_comm": CODE["collective"],
     "gpu_memcpy": CODE["memcpy"], "gpu_memset": CODE["memset"], "cpu_op": CODE["op"], "operator": CODE["op"],
     "user_annotation": CODE["region"], "python_function": _FRAME,
     **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
 }  # fmt: skip
+_ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
 # What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost.
 _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
 _WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
+
+
+_both = b",".join  # of two JSON texts, either of which may be missing; a third of the time that a tuple of them takes
 
 
 class Known(dict[Any, int]):
@@ -74,7 +80,7 @@ class Rows:
         starts, lasting = _times(events)
         codes = self._codes
         kinds = np.array(
-            [codes.get(e.cat, _UNKNOWN) if e.ph == "X" else _ARROW if e.cat == "ac2g" else _SKIP for e in events],
+            [codes.get(e.cat, _UNKNOWN) if e.ph == "X" else _ARROWS.get(e.cat, _SKIP) for e in events],
             np.int64,
         )
         for i in np.flatnonzero(kinds == _UNKNOWN).tolist():
@@ -82,6 +88,8 @@ class Rows:
         for i in np.flatnonzero(kinds == _FRAME).tolist():
             kinds[i] = self._frame(events[i].name)
         timed = starts != NO_TIME
+        flows = np.flatnonzero((kinds == _FLOW) & timed)
+        self._side.flows([events[i] for i in flows.tolist()], starts[flows].tolist())
         for i in np.flatnonzero((kinds == _SKIP) & timed).tolist():
             self._side.add(events[i], int(starts[i]), i, text)
         for i in np.flatnonzero(~timed).tolist():  # metadata needs no time
@@ -148,7 +156,7 @@ class Rows:
         chosen = [args[i] for i in ops.tolist()]
         columns["sequence"][ops] = _ints([a.sequence for a in chosen])
         columns["forward_thread"][ops] = _ints([a.forward_thread for a in chosen])
-        columns["shapes"][ops] = [shapes[bytes(a.dims), bytes(a.types)] for a in chosen]
+        columns["shapes"][ops] = [shapes[_both((a.dims, a.types))] for a in chosen]
         for a in chosen:
             if a.collective is not None and a.external > 0:
                 self._said[a.external] = a
@@ -181,8 +189,12 @@ class Rows:
         columns["launch"][rows] = launches
         self._side.devices.update(np.unique(columns["device"][rows]).tolist())
 
-    def _shape(self, key: tuple[bytes, bytes]) -> int:
-        text = compact(*key) if key[0] else ""
+    def _shape(self, key: bytes) -> int:
+        """Of an operator's "Input Dims" and "Input type", as `_both` makes one text of them."""
+        dims, types = key[:-1], b""
+        if not key.endswith(b","):
+            dims, types = msgspec.json.decode(b"[%b]" % key, type=tuple[Raw, Raw]) if key[:1] != b"," else (b"", b"")
+        text = compact(dims, types) if dims else ""
         return self._builder.intern(text) if text else NONE
 
     def _launch(self, key: tuple[Any, ...]) -> int:

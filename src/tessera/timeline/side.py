@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from ..record import CODE
 from .columns import NONE, Builder, Timeline
-from .events import Event, LateEvent, RawArgs, fit
+from .events import Batch, Event, LateEvent, RawArgs, fit
 from .stream_names import key as stream_key
 from .stream_names import name_in
 
@@ -54,9 +55,6 @@ class Side:
             self._metadata(event)
         elif start_ns == NO_TIME:
             self.odd["left out, without a time"] += 1
-        elif phase in ("s", "f"):
-            if event.cat == "fwdbwd":
-                self._flow(event, start_ns)
         elif phase == "C":
             self._counters(event, start_ns, index, text)
         elif phase in ("i", "I", "R"):
@@ -65,7 +63,7 @@ class Side:
             self._open.setdefault(self.thread(event.tid), []).append((event.name, event.cat, start_ns))
         elif phase == "E":
             self._close(self.thread(event.tid), start_ns)
-        elif phase != "t":
+        elif phase not in ("s", "t", "f"):
             self.odd[f"left out, of phase {phase!r}"] += 1
 
     def _metadata(self, event: Event | LateEvent) -> None:
@@ -127,14 +125,13 @@ class Side:
         self._builder.extend({**columns, "value": np.array(self._values)}, len(table))
         self._rows, self._values = [], []
 
-    def _flow(self, event: Event | LateEvent, at_ns: int) -> None:
+    def flows(self, events: Batch, times_ns: Sequence[int]) -> None:
         """Arrows from forward to backward operators: they tell which thread autograd's thread numbers mean."""
-        if not isinstance(event.id, int):
-            return
-        if event.ph == "s":
-            self._flow_starts.extend((fit(event.id), self.thread(event.tid)))
-        else:
-            self._flow_ends.extend((fit(event.id), self.thread(event.tid), at_ns))
+        for event, at_ns in zip(events, times_ns, strict=True):
+            if isinstance(event.id, int) and event.ph == "s":
+                self._flow_starts.extend((fit(event.id), self.thread(event.tid)))
+            elif isinstance(event.id, int) and event.ph == "f":
+                self._flow_ends.extend((fit(event.id), self.thread(event.tid), at_ns))
 
     def finish(self) -> None:
         """Append what was opened and never closed."""

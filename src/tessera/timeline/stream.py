@@ -77,6 +77,17 @@ def _unpacked(packed: Iterator[bytes], notes: list[str]) -> Iterator[bytes]:
         notes.append(f"the compressed file is damaged ({error}): what comes before that was read")
 
 
+def _chunks(source: Iterator[bytes]) -> Iterator[bytes]:
+    """Pieces put together: adding each to what is left over would copy that time and again."""
+    held: list[bytes] = []
+    for piece in source:
+        held.append(piece)
+        if sum(map(len, held)) >= CHUNK_BYTES:
+            yield b"".join(held)
+            held.clear()
+    yield b"".join(held)
+
+
 class Events:
     """The events of a trace in batches; afterwards `meta` has the fields beside them, and `cut_bytes` what was lost."""
 
@@ -93,8 +104,8 @@ class Events:
         """Batches of events, each with its JSON list (for the few events of which more is wanted)."""
         head, buffer = self._head()
         tail = b""
-        for piece in self._source:
-            buffer += piece
+        for chunk in _chunks(self._source):
+            buffer += chunk
             if len(buffer) < CHUNK_BYTES:
                 continue
             left, batches = self._take(buffer)
@@ -139,7 +150,7 @@ class Events:
         """The whole events at the start of a buffer, and what is left of it."""
         cut = _guess(buffer)
         if cut is not None:
-            text = b"[" + buffer[:cut] + b"]"
+            text = b"".join((b"[", memoryview(buffer)[:cut], b"]"))  # one copy, not three
             if (decoded := self._decoded(text)) is not None:
                 return _after_comma(buffer, cut), [decoded]
         return self._scan(buffer)
@@ -195,7 +206,7 @@ def _first_key(buffer: bytes) -> re.Match[bytes] | None:
 
 def _guess(buffer: bytes) -> int | None:
     """The end of what looks like the last event that has another one after it."""
-    window = 1 << 16
+    window = 1 << 12
     while True:
         if found := list(_BETWEEN.finditer(buffer, max(0, len(buffer) - window))):
             return found[-1].start() + 1

@@ -1,0 +1,282 @@
+"""What tracing did to the program it traced: longer steps, and a device that waited for the tracer.
+
+::
+
+    steps       | | | |   |   |   |   |   |·······|··|··| | | | |
+    Kineto              w |<---- window ---->| stop, read |            w: its warm-up
+    counted       u u       t   t   t   t                 u u u        u: untraced, t: traced, the others neither
+
+Kineto makes an event of every operator and launch, on the thread that runs it. A step whose kernels take longer than
+its launches hides that; one whose launches take longer does not, and then every kernel waits for the tracer. Untraced
+steps of the same run tell by how much. Where there are too few of them, the events that were made tell how much it can
+have been at most: never more than the device waited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..attribute.table import EnergyTable
+from ..profile.runfile import RunFile
+from ..record import ON_DEVICE, Kind
+from ..schema import Energy
+from ..timeline.columns import Ints, Timeline
+from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
+from ..timeline.link import steps_of
+from ..trace import PowerTrace, chain
+from ..units import format_duration, format_energy
+from .places import devices
+from .repeats import BLOCKS, between
+from .whole import accounted_energy
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+By = Literal["steps", "events"]
+
+HOST: tuple[Kind, ...] = ("op", "runtime", "graph_launch")
+# What one event of the host costs at most: the dearest of benchmarks/device/overhead_why.py. On an H200's host 6,500 a
+# step of GPT-2 made steps of 36 ms (the launches alone, seen while they run ahead of the device) take 51 to 70 ms; on
+# 2 cores of a Xeon without a device 2,100 a step made 1.5 ms 2.7 to 3.5 ms.
+EVENT_S = {"device": 5.5e-6, "host": 1.0e-6}
+FIRST = 3
+"""Steps of a run that count for nothing: they compile, allocate and warm up."""
+UNTRACED, TRACED = 5, 3
+"""Fewer steps say nothing."""
+SURE = 0.1
+"""A ratio known worse than this (90%) is not known: the steps of that program differ too much, or are too few."""
+MATTERS = 1.05
+"""Slower by less is not worth a line."""
+BOUNDED = 0.75
+"""Where events may have cost more than this of the time, they bound no factor."""
+SEEN = 0.98
+"""Steps of which the sensor saw less have no joules."""
+# 90% of a normal distribution; a median's error against a mean's; a deviation from its median absolute one.
+_HALF_WIDTH = 1.645 * math.sqrt(math.pi / 2) * 1.4826
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """How much longer the program took for being traced: `slowdown` 1.4 is 40% longer; None where nobody knows.
+
+    `basis` "steps": traced steps against untraced ones of the run, with the half-width of a 90% interval. "events":
+    the most it can have been, from the events that were made. `reason` says why untraced steps do not tell. `idle_s`
+    and `idle_j` are what the devices waited for the tracer, of the time that was traced.
+    """
+
+    slowdown: float | None
+    basis: By
+    slowdown_error: float | None = None
+    traced_step_s: float | None = None
+    untraced_step_s: float | None = None
+    traced_steps: int = 0
+    untraced_steps: int = 0
+    untraced_step_j: float | None = None
+    untraced_step_error_j: float | None = None
+    untraced_steps_per_s: float | None = None
+    idle_s: float = 0.0
+    idle_j: float = 0.0
+    reason: str | None = None
+
+    @property
+    def matters(self) -> bool:
+        """Whether a reader must know: slower by 5% or more, and not by chance; or by nobody knows how much."""
+        if self.slowdown is None:
+            return True
+        return self.slowdown > MATTERS and self.slowdown - 1.0 > (self.slowdown_error or 0.0)
+
+    @property
+    def text(self) -> str | None:
+        """One line for a reader; None where it does not matter."""
+        if not self.matters:
+            return None
+        at_most = self.basis == "events"
+        what = "steps" if self.traced_step_s is not None else "the program"
+        lasted = [format_duration(s, 3) for s in (self.traced_step_s, self.untraced_step_s) if s is not None]
+        took = f" ({lasted[0]}{f', {lasted[1]} untraced' if len(lasted) > 1 else ''})" if lasted else ""
+        times = f"{'up to ' * at_most}{self.slowdown:.2f}x as long" if self.slowdown else "longer, unknown by how much"
+        line = f"tracing made {what} {times}{took}"
+        if self.idle_j > 0:
+            spent = format_energy(self.idle_j, 3)
+            line += f": {'up to' if at_most else 'about'} {spent} of idle are the tracer's, which no advice counts"
+        return line
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what `--json` has as "tracing"."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def slowdown_of(
+    run: RunFile | None, table: EnergyTable | None, timeline: Timeline, power: PowerTrace | None
+) -> Slowdown | None:
+    """What tracing cost a run; None where nothing was traced (or, in a summary, hardly anything).
+
+    Of a trace alone (`run` is None) only the events tell. Without a table or power, the joules are not known.
+    """
+    if not len(timeline.rows(*HOST)):
+        return None
+    if run is None:
+        windows, tracing_s = _spans([(timeline.start_ns, timeline.end_ns)]), None
+    else:
+        windows, tracing_s = _spans(run.get("windows") or ()), run.get("tracing_s")
+        if run.get("mode") == "summary":
+            return None
+    if not windows.total_ns > 0:
+        return None
+    seen = _Seen(timeline, windows, tracing_s)
+    found = seen.by_steps() or seen.by_events()
+    if table is not None and table.idle_j > 0:
+        idle_s = max(table.seconds * seen.devices - table.busy_s, found.idle_s)
+        found = dataclasses.replace(found, idle_j=table.idle_j * found.idle_s / idle_s if idle_s > 0 else 0.0)
+    return _with_joules(found, seen, power) if power is not None and found.basis == "steps" else found
+
+
+class _Seen:
+    """The steps of a run, which of them were traced, and what its devices and host did meanwhile."""
+
+    def __init__(self, timeline: Timeline, windows: Spans, tracing_s: float | None) -> None:
+        self.timeline = timeline
+        edges = np.array([(s.start_ns, s.end_ns) for s in steps_of(timeline)], np.int64).reshape(-1, 2)
+        self.begins, self.ends = edges[:, 0], edges[:, 1]
+        self.seconds: Floats = np.asarray((self.ends - self.begins) * 1e-9, np.float64)
+        self.traced, self.untraced = _sorted_out(self.begins, self.ends, windows, tracing_s)
+        self.devices = len(devices(timeline))
+        self.busy = _busiest(timeline)
+        self.host_ns = np.sort(timeline["start_ns"][timeline.rows(*HOST)])
+        whole = union(*windows)
+        self.spans = intersection(whole, union(self.begins, self.ends)) if self.traced.any() else whole
+        """What tracing made longer: the steps; of a run without any, all that was traced."""
+        self.passes = float((covered_ns(whole, self.begins, self.ends) / np.maximum(self.ends - self.begins, 1)).sum())
+        """How many steps were traced, with parts of some."""
+
+    def waited_s(self, spans: Spans) -> float:
+        """How long even the busiest device had nothing to do."""
+        return (spans.total_ns - int(covered_ns(self.busy, *spans).sum())) * 1e-9
+
+    def by_steps(self) -> Slowdown | None:
+        """Traced steps against untraced ones; None where they do not tell."""
+        if self.reason is not None:
+            return None
+        traced_s, untraced_s = (float(np.median(self.seconds[m])) for m in (self.traced, self.untraced))
+        lost_s = max(traced_s - untraced_s, 0.0) * self.passes
+        return Slowdown(
+            slowdown=traced_s / untraced_s, slowdown_error=traced_s / untraced_s * self.doubt, basis="steps",
+            traced_step_s=traced_s, untraced_step_s=untraced_s, traced_steps=int(self.traced.sum()),
+            untraced_steps=int(self.untraced.sum()), idle_s=self.devices * min(lost_s, self.waited_s(self.spans)),
+        )  # fmt: skip
+
+    def by_events(self) -> Slowdown:
+        """The most it can have been. The factor is that of whole steps: a run's first do other things too."""
+        clean = union(self.begins[self.traced], self.ends[self.traced]) if self.traced.any() else self.spans
+        whole_s, lost_s = clean.total_ns * 1e-9, self._cost_s(clean)
+        return Slowdown(
+            slowdown=whole_s / (whole_s - lost_s) if lost_s < BOUNDED * whole_s else None,
+            traced_step_s=float(np.median(self.seconds[self.traced])) if self.traced.any() else None,
+            traced_steps=int(self.traced.sum()), untraced_steps=int(self.untraced.sum()),
+            idle_s=self.devices * self._cost_s(self.spans), basis="events", reason=self.reason,
+        )  # fmt: skip
+
+    def _cost_s(self, spans: Spans) -> float:
+        """What the events in some spans cost at most; a device that is busy hides it."""
+        first, last = (np.searchsorted(self.host_ns, edge) for edge in spans)
+        cost_s = int((last - first).sum()) * EVENT_S["device" if self.devices else "host"]
+        return min(cost_s, self.waited_s(spans) if self.devices else spans.total_ns * 1e-9)
+
+    @property
+    def doubt(self) -> float:
+        """The half-width of the 90% interval of the ratio, of the ratio."""
+        return math.hypot(*(_doubt(self.seconds[m]) for m in (self.traced, self.untraced)))
+
+    @property
+    def reason(self) -> str | None:
+        """Why untraced steps do not tell; None where they do."""
+        traced, untraced = int(self.traced.sum()), int(self.untraced.sum())
+        if not len(self.begins):
+            return "the run has no steps"
+        if traced < TRACED or untraced < UNTRACED:
+            least = f"it takes {TRACED} and {UNTRACED} whole ones, without the first {FIRST} of the run"
+            return f"{traced} traced and {untraced} untraced steps are too few: {least}"
+        if self.doubt > SURE:
+            return f"the steps differ too much: their ratio is known to ± {self.doubt:.0%}"
+        return None
+
+
+def _spans(windows: Sequence[Sequence[int]]) -> Spans:
+    """Windows as spans: each on its own, also where one begins as another ends."""
+    edges = np.array(sorted((int(a), int(b)) for a, b in windows), np.int64).reshape(-1, 2)
+    return Spans(edges[:, 0], edges[:, 1]) if len(edges) else EMPTY
+
+
+def _sorted_out(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | None) -> tuple[Bools, Bools]:
+    """Which steps were traced whole and undisturbed, and which not at all.
+
+    A closed window is exported and read on a thread that holds the interpreter's lock: what all of that took is known,
+    and each window's part of it by its length. Of a run that was cut that is not known, and steps after a window tell
+    nothing.
+    """
+    lengths = windows.end_ns - windows.start_ns
+    reading = np.full(len(lengths), np.iinfo(np.int64).max // 2)
+    if tracing_s is not None and lengths.sum() > 0:
+        reading = windows.end_ns + (tracing_s * 1e9 * lengths / lengths.sum()).astype(np.int64)
+    inside, touched, disturbed = (np.zeros(len(begins), bool) for _ in range(3))
+    for begin, end, until in zip(windows.start_ns.tolist(), windows.end_ns.tolist(), reading.tolist(), strict=True):
+        inside |= (begins >= begin) & (ends <= end)
+        touched |= (ends > begin) & (begins < end)
+        disturbed |= (ends > end) & (begins < until)
+    warming = np.r_[touched[1:], False] & ~touched  # Kineto is got ready in the step before a window
+    later = (np.arange(len(begins)) >= FIRST) & (ends > begins)
+    return inside & ~disturbed & later, ~touched & ~disturbed & ~warming & later
+
+
+def _doubt(seconds: Floats) -> float:
+    """The half-width of the 90% interval of some steps' median, of the median.
+
+    The wider of two, as in `repeats.scatter`: by the steps, and by stretches of them. Somebody else on the machine
+    makes many steps in a row longer.
+    """
+    middle = float(np.median(seconds))
+    by_step = _HALF_WIDTH * float(np.median(np.abs(seconds - middle))) / math.sqrt(len(seconds))
+    stretches = np.array_split(seconds, min(BLOCKS, len(seconds) // 2))
+    by_stretch = between([float(np.median(part)) for part in stretches])
+    return max(by_step, 0.0 if math.isnan(by_stretch) else by_stretch) / middle
+
+
+def _busiest(timeline: Timeline) -> Spans:
+    """When the device that waited least had something to do: a step is never shorter than that."""
+    rows, found = timeline.rows(*ON_DEVICE), [EMPTY]
+    for device in devices(timeline):
+        mine = rows[timeline["device"][rows] == device]
+        found.append(union(timeline["start_ns"][mine], timeline["end_ns"][mine]))
+    return max(found, key=lambda spans: spans.total_ns)
+
+
+def _with_joules(found: Slowdown, seen: _Seen, power: PowerTrace) -> Slowdown:
+    """With those of an untraced step, where the sensor saw them: what a traced one cost beyond is the tracer's."""
+    traced, untraced = (_spent(seen, steps, power) for steps in (seen.traced, seen.untraced))
+    if untraced is None:
+        return found
+    known = dataclasses.replace(
+        found, untraced_step_j=untraced.joules / found.untraced_steps,
+        untraced_step_error_j=untraced.error_j / found.untraced_steps,
+        untraced_steps_per_s=found.untraced_steps / untraced.seconds,
+    )  # fmt: skip
+    if traced is None:
+        return known
+    more_j = traced.joules / found.traced_steps - untraced.joules / found.untraced_steps
+    return dataclasses.replace(known, idle_j=min(found.idle_j, max(more_j, 0.0) * seen.passes))
+
+
+def _spent(seen: _Seen, steps: Bools, power: PowerTrace) -> Energy | None:
+    """Joules of some steps; None where the sensor did not see them."""
+    chosen = np.flatnonzero(steps)
+    stretches = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)
+    edges = [(int(seen.begins[s[0]]), int(seen.ends[s[-1]])) for s in stretches]
+    offset_ns = power.epoch_offset_ns
+    spent = chain([accounted_energy(power, seen.timeline, a - offset_ns, b - offset_ns) for a, b in edges])
+    return spent if spent.coverage >= SEEN and spent.joules > 0 else None
