@@ -54,7 +54,7 @@ def attribution(a: dict[str, Any]) -> list[Goal]:
         Goal(what="the same against steady state, where the power limit holds clocks that it does not hold in the mixture",
              beside=f"plain non-negative least squares {final['nnls_mean_pct']:.1f}; on the mixture with memsets "
                     f"{memsets['nnls_mean_pct']:.0f} (ours {memsets['alone']['mean_pct']:.1f})", **errors(final["alone"])),
-        Goal(what="kernels inside the stated 90% interval, four recordings, %", goal=">= 90", reached=f"{inside:.0f} of {count}",
+        Goal(what=f"kernels inside the stated 90% interval, {len(seen)} recordings, %", goal=">= 90", reached=f"{inside:.0f} of {count}",
              met=inside >= 90, **here),
     ]  # fmt: skip
 
