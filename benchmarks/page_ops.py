@@ -170,15 +170,16 @@ def saved(p: dict[str, Any] | None) -> Goal:
     rows = [r for r in (p or {}).get("rows", []) if r.get("part") == "joules" and r.get("J") and r["n"] >= 4096]
     joules = {(r["n"], r["precision"], r["counted"]): r["J"] for r in rows}
     found = {
-        (n, counted): 100 * (1 - j / joules[n, "bf16", "bf16 operands"])
+        (n, f"{precision}, {counted.removeprefix('bf16 operands, ')}"): 100
+        * (1 - j / joules[n, "bf16", "bf16 operands"])
         for (n, precision, counted), j in joules.items()
-        if precision == "fp8" and counted.startswith("bf16 operands") and (n, "bf16", "bf16 operands") in joules
+        if precision in ("fp8", "fp8 fast")
+        and counted.startswith("bf16 operands")
+        and (n, "bf16", "bf16 operands") in joules
     }
     if not found:
         return Goal(what=what, goal=goal, command=PRECISION)
-    said = "; ".join(
-        f"{n}, {counted.removeprefix('bf16 operands, ')}: {v:.0f}" for (n, counted), v in sorted(found.items())
-    )
+    said = "; ".join(f"{n}, {how}: {v:.0f}" for (n, how), v in sorted(found.items()))
     return Goal(
         what=what,
         goal=goal,

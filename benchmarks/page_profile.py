@@ -17,13 +17,6 @@ def overhead(o: dict[str, Any] | None) -> list[Goal]:
         return [sampling, timeline]
     here = {"where": where("overhead_profile"), "command": command}
     s, t = o["sampling"], o["timeline"]
-    if "torch" in o:  # the first recording: three units of all four ways, means of what is noisy
-        said = f"{s['slowdown_pct']:.2f} ± {s['slowdown_error_pct']:.2f}"
-        return [
-            Goal(what=sampling.what, goal=sampling.goal, reached=said, met=s["slowdown_pct"] <= 0.5, **here),
-            Goal(what=timeline.what, goal=timeline.goal, reached=f"{t['over_torch_pct']:+.0f} ± {t['over_torch_error_pct']:.0f} in the mean of three; "
-                 f"median block {t['step_ms']:.1f} ms", met=t["over_torch_pct"] <= 2, beside=f"torch.profiler {o['torch']['step_ms']:.1f} ms", **here),
-        ]  # fmt: skip
     return [
         Goal(what=goal.what, goal=goal.goal, met=row["over_pct"] <= most, **here, beside=f"{row['beside']} {row['beside_ms']:.1f} ms",
              reached=f"{row['over_pct']:+.2f} ({row['low_pct']:+.1f} to {row['high_pct']:+.1f}), {row['step_ms']:.1f} ms, median of {row['units']} units")
@@ -122,8 +115,12 @@ NOTES = [
     "- Steady state and a mixture are not the same state: alone for seconds, a 4096^3 bf16 GEMM runs at 1.5 GHz under the power",
     "  limit, in bursts of 2-60 ms at nearly full clock, 15% faster and 12-15% dearer per call. `record_mixture.py` measures both,",
     "  and the truth at the mixture's own speed is read between them by the duration of a call.",
-    "- The 5 ms region has no burst reference (recorded before it existed): its figure is against steady state.",
+    "- One of the two recordings of a 5 ms region has no burst reference (it is older): its figure is against steady state.",
     "- Kineto hands out its events only when it stops: kernels of a process killed by -9 are lost unless `flush_s` is set.",
-    "- Attached by time (no optimizer), the H200's trace had runtime calls but no kernels; with an optimizer it had them.",
-    "- The session, its overhead and `tessera run` have run on CPU only: the device time of the sitting was spent on recordings.",
+    "- Attached by time (no optimizer), an earlier trace of the H200 had runtime calls but no kernels; of four later ones, with",
+    "  two lengths and with and without a warm-up, all had them (`attach.json`).",
+    "- A trace makes GPT-2's training wait for its host (45.5 ms a step, 51 to 70 ms under torch.profiler or ours,",
+    "  `overhead_why.json`). Blocks of the recording above contain stalls of 0.2 to 0.7 s in which Python's collector frees the events",
+    "  of profilers that ended before, torch's and ours: the figure is to be measured again without them.",
+    "- `tessera run` has run on the H200 in the modes of `run_modes.json`; summary, counters and a session with exporters not yet.",
 ]

@@ -193,4 +193,8 @@ def faults(f: dict[str, Any] | None) -> list[Goal]:
 NOTES = [
     "- The clocks and the power limit of the H200 are never changed: what needs permission runs against the fake NVML.",
     "- Pacing holds a cap and costs joules per unit of work: both stand in the rows of the token bucket.",
+    "- Windows are the ring's samples. Fixed duty cycles, which are perfectly periodic, show windows up to a quarter above their",
+    "  own mean there (`schedule_caps.json`): part of what exceeds a cap is the sensor's.",
+    "- The tuner's trials after a failed graph capture ran slower than before it (25.6 to 30.7 ms for the same setting): what is",
+    "  said of GPT-2 contains that.",
 ]

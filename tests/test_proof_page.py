@@ -133,7 +133,8 @@ def test_precision_and_whole_models(pages: dict[str, ModuleType], tmp_path: Path
     write(tmp_path, "optimize", {"torch": "2.11.0+cu130", "models": {"gpt2": ways, "bert": {"eager": {"error": "x"}}}})
     ops = pages["ops"]
     assert (
-        rows_of(ops, "fp8 against bf16")[0].reached == "4096, both cast: 40" and rows_of(ops, "fp8 against bf16")[0].met
+        rows_of(ops, "fp8 against bf16")[0].reached == "4096, fp8, both cast: 40"
+        and rows_of(ops, "fp8 against bf16")[0].met
     )
     assert rows_of(ops, "the same layers")[0].reached == "0.05: 40 / 95"
     assert rows_of(ops, "GPU, random")[0].reached == "0 of 300 (fp8 102)"
@@ -156,7 +157,8 @@ def test_schedules(pages: dict[str, ModuleType], tmp_path: Path) -> None:
         "overhead, nothing limits": {"slowdown_pct": 0.2, "error_pct": 0.3},
     }  # fmt: skip
     write(tmp_path, "schedule_caps", caps)
-    modes = {k: {"setting": {"compile": "x"}, "energy_j": j} for k, j in (("best_mode", 17.5), ("eager", 26.5))}
+    both = (("best_mode", 17.5), ("eager", 26.5), ("chosen", 16.0))
+    modes = {k: {"setting": {"compile": "x"}, "energy_j": j} for k, j in both}
     models = [
         {"model": "gpt2", "saved_pct": 41.0, "speedup": 1.9, "below_best_mode_pct": 6.0, "again": modes},
         {"model": "bert", "saved_pct": 30.0, "speedup": 0.9, "below_best_mode_pct": 6.0, "again": modes},
@@ -176,12 +178,20 @@ def test_schedules(pages: dict[str, ModuleType], tmp_path: Path) -> None:
 
 def test_profilers_overhead(pages: dict[str, ModuleType], tmp_path: Path) -> None:
     parts = {
-        k: {"slowdown_pct": v, "slowdown_error_pct": 0.1}
-        for k, v in (("sampling", 0.6), ("torch", 20.0), ("timeline", 21.0))
+        how: {
+            "over_pct": v,
+            "low_pct": -0.1,
+            "high_pct": 2.5,
+            "step_ms": 60.0,
+            "units": 8,
+            "beside": beside,
+            "beside_ms": 59.0,
+        }
+        for how, beside, v in (("sampling", "plain", 0.6), ("timeline", "torch", 1.0))
     }
     write(tmp_path, "overhead_profile", {**H200, **parts})
     sampling, timeline = pages["profile"].goals()[:2]
-    assert sampling.met is False and timeline.met and "torch.profiler 20.0" in timeline.beside
+    assert sampling.met is False and timeline.met and "torch 59.0" in timeline.beside
 
 
 # What the page reads, by script: a key renamed there must be renamed here.
@@ -198,7 +208,7 @@ READ = {
         " capped at ", " free",
     ),
     "tune": ("saved_pct", "speedup", "below_best_mode_pct", "regret_pct", "best_mode", "again"),
-    "overhead_profile": ("slowdown_pct", "slowdown_error_pct", "sampling", "timeline"),
+    "overhead_profile": ("over_pct", "low_pct", "high_pct", "beside_ms", "sampling", "timeline"),
 }  # fmt: skip
 
 

@@ -101,7 +101,10 @@ def unit_of(how: str, step: Step, turned: bool, folder: Path) -> dict[str, list[
     for way in (how, beside) if turned else (beside, how):
         if way in OURS:
             settled(step)
-        found[way] = [block(way, step, steps, folder) for _ in range(2)]
+        found[way] = []
+        for _ in range(2):
+            found[way].append(block(way, step, steps, folder))
+            gc.collect()  # torch's profiler is in a cycle: its events would be freed, 3 us each, in a later block
         monitor.use(None)
     return found
 

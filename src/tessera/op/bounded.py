@@ -3,7 +3,8 @@
 Candidates are tried from the fewest joules up, by the energy model of `predict` for the chip at hand (an H200's figures
 on a CPU), casts included. One is skipped if its operands' rounding foretells too large an error, run if not, and taken
 if random probes of the computed product stay under the tolerance at their upper end (`bounds.py` has both). If none is,
-full precision runs and the `Choice` says so; `ToleranceError` only if even that is too coarse.
+full precision runs and the `Choice` says so; `ToleranceError` only if even that is too coarse. Unless `accumulate` is
+given, fp8 is tried with the tensor core's fast sums too, where there are such.
 
 A choice is kept for the shapes, layouts, type, device and tolerance, and for each `nn.Parameter` by itself (a layer's
 product and its gradients differ in layout). A kept choice costs no look at the data and no wait, so it can be wrong: it
@@ -25,8 +26,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, ToleranceError
-from . import bounds, lowprec
-from .product_cost import chip_of, energy_j
+from . import bounds, lowprec, prepared
+from .candidates import Way, order
 
 RECHECK_EVERY = 1000
 _WATCH_EVERY = 16
@@ -43,6 +44,7 @@ class Candidate:
     """A precision that was considered: what it was predicted to cost and err, what was found, and the verdict."""
 
     precision: str
+    accumulate: str = "fp32"
     energy_j: float
     bound: float | None = None
     sampled_error: float | None = None
@@ -53,13 +55,15 @@ class Candidate:
 class Choice:
     """What a product runs in, and why.
 
-    `bound` is the error foretold from the operands, `sampled_error` the upper end of what probes of the computed
-    product say, None where nothing was probed. `checked` is whether the operands were looked at.
+    `accumulate` is how it is summed, "fp32" or "fast". `bound` is the error foretold from the operands, `sampled_error`
+    the upper end of what probes of the computed product say, None where nothing was probed. `checked` is whether the
+    operands were looked at.
     """
 
     kind: str
     shape: tuple[int, ...]
     precision: str
+    accumulate: str = "fp32"
     tolerance: float
     bound: float | None
     sampled_error: float | None
@@ -83,7 +87,7 @@ def choose(
     tolerance: float,
     allowed: Sequence[str] | None = None,
     first: str | None = None,
-    accumulate: str = "fp32",
+    accumulate: str | None = None,
     out_dtype: torch.dtype | None = None,
     recheck_every: int = RECHECK_EVERY,
     costs: Mapping[str, float] | None = None,
@@ -91,28 +95,29 @@ def choose(
     """The cheapest precision of `a @ b` within a relative Frobenius error; `lowprec.mm` runs it.
 
     `kind` is "matmul". `allowed` limits the candidates (full precision always is one). `first` is the precision that
-    was asked for by name: it is tried before cheaper or dearer ones, then only finer ones are. `costs` replaces the
-    predicted joules by precision. Where values cannot be looked at (meta tensors, a CUDA graph under capture without a
-    kept choice, torch.compile) full precision is the answer; `bounded_product.bounded_mm` chooses under torch.compile.
+    was asked for by name: it is tried before cheaper or dearer ones, then only finer ones are. `accumulate` is kept to
+    where it is given. `costs` replaces the predicted joules by precision. Where values cannot be looked at (meta
+    tensors, a CUDA graph under capture without a kept choice, torch.compile) full precision is the answer;
+    `bounded_product.bounded_mm` chooses under torch.compile.
     """
     if torch.compiler.is_compiling():
-        return _unchecked(kind, operands[0], operands[1], tolerance)
-    a, b = _checked(kind, operands, tolerance)
+        return _unchecked(kind, operands[0], operands[1], tolerance, accumulate)
+    a, b = _checked(kind, operands, tolerance, accumulate)
     if first is not None and first not in lowprec.PRECISIONS:
         raise lowprec.unknown("precision", first)
     out = a.dtype if out_dtype is None else out_dtype
     key = (
         a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, tolerance, out, accumulate, first,
-        None if allowed is None else tuple(allowed), _identity(a), _identity(b),
+        None if allowed is None else tuple(allowed), _identity(a), _identity(b), prepared.which(b),
     )  # fmt: skip
     kept = _choices.get(key)
     if kept is not None and _still_good(kept, a, b, recheck_every):
         return kept.choice
     if a.device.type == "meta" or _capturing(a):
-        return _unchecked(kind, a, b, tolerance)
-    order = _order(a, b, out, allowed, first, costs)
+        return _unchecked(kind, a, b, tolerance, accumulate)
+    ways = order(a, b, out, allowed=allowed, first=first, accumulate=accumulate, costs=costs)
     with torch.no_grad():
-        choice, amax = _decide(kind, a, b, tolerance, out, accumulate, order)
+        choice, amax = _decide(kind, a, b, tolerance, out, ways)
     with _lock:
         _choices[key] = _Kept(choice, amax)
         _choices.move_to_end(key)
@@ -139,31 +144,32 @@ def forget() -> None:
 
 
 def _decide(
-    kind: str, a: Any, b: Any, tolerance: float, out: Any, accumulate: str, order: Sequence[tuple[str, float]]
+    kind: str, a: Any, b: Any, tolerance: float, out: Any, ways: Sequence[Way]
 ) -> tuple[Choice, tuple[float, float]]:
     look, full = bounds.operands(a, b), lowprec.FULL[a.dtype]
     common: dict[str, Any] = {"kind": kind, "shape": _shape(a, b), "tolerance": tolerance}
     if not look.finite:
         why = "an operand has values that are not finite: no error can be bounded, full precision runs"
-        return Choice(**common, precision=full, bound=None, sampled_error=None, checked=True, why=why), look.amax
+        sums = ways[-1].accumulate
+        found = Choice(**common, precision=full, accumulate=sums, bound=None, sampled_error=None, checked=True, why=why)
+        return found, look.amax
     seen: list[Candidate] = []
-    for precision, joules in order:
-        bound = bounds.foretold(look, precision, out)
+    for precision, sums, joules in ways:
+        bound = bounds.foretold(look, precision, out, sums)
+        way: dict[str, Any] = {"precision": precision, "accumulate": sums, "bound": bound}
         if bound > tolerance and precision != full:
-            seen.append(Candidate(precision=precision, energy_j=joules, bound=bound, verdict="foretold too coarse"))
+            seen.append(Candidate(**way, energy_j=joules, verdict="foretold too coarse"))
             continue
-        error = bounds.found(look, lowprec.mm(a, b, precision, accumulate, out)).upper
+        error = bounds.found(look, lowprec.mm(a, b, precision, sums, out)).upper
         if precision == "fp64":  # the probes are fp64 themselves: they cannot see its error
             error = max(error, bound)
         verdict = "taken" if error <= tolerance else "found too coarse"
-        seen.append(Candidate(precision=precision, energy_j=joules, bound=bound, sampled_error=error, verdict=verdict))
+        seen.append(Candidate(**way, energy_j=joules, sampled_error=error, verdict=verdict))
         if verdict == "taken":
             why = _why(seen, full)
-            taken = Choice(
-                **common, precision=precision, bound=bound, sampled_error=error, checked=True, why=why,
-                candidates=tuple(seen),
-            )  # fmt: skip
-            return taken, look.amax
+            return Choice(
+                **common, **way, sampled_error=error, checked=True, why=why, candidates=tuple(seen)
+            ), look.amax  # fmt: skip
     raise _too_tight(seen[-1], tolerance, out, a.dtype)
 
 
@@ -174,13 +180,13 @@ def _why(seen: Sequence[Candidate], full: str) -> str:
         if refused:
             return f"full precision runs: nothing cheaper holds ({'; '.join(_refusal(c) for c in refused)})"
         return "full precision is the cheapest here: the casts of a narrower one cost more than they save"
-    text = f"error at most {taken.sampled_error:.1e}"
+    text = f"error at most {taken.sampled_error:.1e}{', with fast sums' if taken.accumulate == 'fast' else ''}"
     return text if len(seen) == 1 else f"{text}; before it {'; '.join(_refusal(c) for c in seen[:-1])}"
 
 
 def _refusal(c: Candidate) -> str:
     error = c.bound if c.sampled_error is None else c.sampled_error
-    return f"{c.precision} {c.verdict}, {error:.1e}"
+    return f"{c.precision}{' with fast sums' if c.accumulate == 'fast' else ''} {c.verdict}, {error:.1e}"
 
 
 def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> ToleranceError:
@@ -192,13 +198,15 @@ def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> Toler
     )
 
 
-def _checked(kind: str, operands: Sequence[Any], tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _checked(
+    kind: str, operands: Sequence[Any], tolerance: float, accumulate: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if kind != "matmul" or len(operands) != 2:
         raise ArgumentError(f"kind={kind!r} with {len(operands)} operands", fix='"matmul" of two matrices is bounded')
     a, b = operands
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):  # vectors, as torch.matmul takes them
         a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
-    lowprec.check(a, b, "fp32")
+    lowprec.check(a, b, "fp32", accumulate or "fp32")
     if not 0 < tolerance < math.inf:
         raise ToleranceError(
             f"error_tolerance={tolerance!r}", why="it is a relative Frobenius error", fix="a positive number, as 1e-2"
@@ -211,11 +219,12 @@ def _checked(kind: str, operands: Sequence[Any], tolerance: float) -> tuple[torc
     return a, b
 
 
-def _unchecked(kind: str, a: Any, b: Any, tolerance: float) -> Choice:
+def _unchecked(kind: str, a: Any, b: Any, tolerance: float, accumulate: str | None) -> Choice:
     reason = "meta tensors have no values" if a.device.type == "meta" else "a graph is being captured or compiled"
     return Choice(
-        kind=kind, shape=_shape(a, b), precision=lowprec.FULL[a.dtype], tolerance=tolerance, bound=None,
-        sampled_error=None, checked=False, why=f"{reason}: nothing can be checked, full precision runs",
+        kind=kind, shape=_shape(a, b), precision=lowprec.FULL[a.dtype], accumulate=accumulate or "fp32",
+        tolerance=tolerance, bound=None, sampled_error=None, checked=False,
+        why=f"{reason}: nothing can be checked, full precision runs",
     )  # fmt: skip
 
 
@@ -273,37 +282,3 @@ def _same_bucket(kept: _Kept) -> bool:
         if not (math.isfinite(now) and min(now, then) > 0 and max(now, then) < _BUCKET * min(now, then)):
             return False
     return True
-
-
-# -- what is tried -------------------------------------------------------------------------------------------------
-
-
-def _order(
-    a: Any, b: Any, out: Any, allowed: Sequence[str] | None, first: str | None, costs: Mapping[str, float] | None
-) -> list[tuple[str, float]]:
-    """Candidates with their joules, cheapest first, full precision among them and nothing dearer than it after it."""
-    full = lowprec.FULL[a.dtype]
-    names = [p for p in lowprec.PRECISIONS if p == full or _runs(p, a, full)]
-    for name in allowed or ():
-        if name not in lowprec.PRECISIONS:
-            raise lowprec.unknown("allowed", name)
-    names = [p for p in names if allowed is None or p in allowed or p == full]
-    if first is not None:
-        names = names[names.index(first) :] if first in names else [full]
-    batch, m, n, k = math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
-    chip = chip_of(a.device.index if a.device.type == "cuda" else None)
-    joules = {p: (costs or {}).get(p, energy_j(p, m, n, k, batch, a.dtype, out, chip)) for p in names}
-    order = sorted(names, key=lambda p: (p != first, joules[p]))
-    return [(p, joules[p]) for p in order[: order.index(full) + 1]]
-
-
-def _runs(precision: str, a: Any, full: str) -> bool:
-    """Whether a precision can be cheaper than full on this device: narrower, and with units of its own."""
-    wider = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": lowprec.PRECISIONS[:6], "fp64": lowprec.PRECISIONS}
-    if precision not in (*wider[full], "fp8", "fp8_row"):
-        return False
-    if a.device.type != "cuda":
-        return True
-    if precision in ("fp8", "fp8_row"):
-        return lowprec.fp8_units(a.device.index)
-    return precision not in ("bf16", "tf32") or bool(torch.cuda.get_device_capability(a.device.index) >= (8, 0))

@@ -22,12 +22,13 @@ def bounded_mm(
     tolerance: float,
     allowed: Sequence[str] | None = None,
     first: str | None = None,
-    accumulate: str = "fp32",
+    accumulate: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`a @ b` in the cheapest precision within a relative Frobenius error; arguments as in `bounded.choose`."""
     names = ",".join(lowprec.PRECISIONS if allowed is None else allowed)
-    return product(a, b, float(tolerance), names, first or "", accumulate, a.dtype if out_dtype is None else out_dtype)
+    out = a.dtype if out_dtype is None else out_dtype
+    return product(a, b, float(tolerance), names, first or "", accumulate or "", out)
 
 
 @torch.library.custom_op("tessera::bounded_mm", mutates_args=())
@@ -49,10 +50,10 @@ def product(
         tolerance=tolerance,
         allowed=names,
         first=first or None,
-        accumulate=accumulate,
+        accumulate=accumulate or None,
         out_dtype=out_dtype,
     )
-    return lowprec.mm(a, b, choice.precision, accumulate, out_dtype)
+    return lowprec.mm(a, b, choice.precision, choice.accumulate, out_dtype)
 
 
 @product.register_fake

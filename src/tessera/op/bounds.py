@@ -6,9 +6,9 @@ on one another along k, the expected square of the error is exactly
     |dA B + A dB|^2  =  sum over l of  |dA[:, l]|^2 |B[l, :]|^2 + |A[:, l]|^2 |dB[l, :]|^2
 
 with the rounding errors that these operands really have, underflow included; the roundings of sums and result are added
-by their formats' unit roundoff. Equal entries round alike, so on constant or few-valued matrices the premise fails and
-the error can be sqrt(k) times larger. (The deterministic bound, k times the unit roundoff times |A||B|, is of no use:
-it refuses fp8 for k > 1.) Hence the second look.
+by their formats' unit roundoff, those of fp8's fast sums by the bits that tensor cores keep. Equal entries round alike,
+so on constant or few-valued matrices the premise fails and the error can be sqrt(k) times larger. (The deterministic
+bound, k times the unit roundoff times |A||B|, is of no use: it refuses fp8 for k > 1.) Hence the second look.
 
 `found` takes the product C' that the hardware computed and bounds |C' - AB| by random vectors, after Freivalds (1977):
 E[|Mx|^2] = |M|^2 for Gaussian x, and (C' - AB)x costs three products with a few columns, in fp64. Sixteen probes find
@@ -20,7 +20,7 @@ Gram matrix; the upper end is taken at one in 100,000. It covers everything: sum
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ MARGIN = 1.1
 _SEED = 0x7E55E7A  # of the probes: fixed, so that a program chooses the same twice; unlikely to be the data's own
 _CHUNK = 1 << 24  # elements converted to fp64 at a time
 _EXACT = 1 << 19  # products of fewer multiplications are checked against the whole product in fp64
+# Hopper's tensor cores sum fp8 products in about 14 bits (DeepSeek-V3 technical report, 2024, 3.3.2), 32 of them along
+# k with each instruction (PTX ISA, wgmma: .k32), and cut the rest off: towards zero, so that the losses add up.
+_FAST_ROUNDOFF = 2.0**-14
+_FAST_STEP = 32
 _ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -48,6 +52,8 @@ class Operands:
     b_squares: torch.Tensor
     norm: float
     amax: tuple[float, float]
+    rounded: dict[str, float] = field(default_factory=dict)
+    """The squared error that rounding to a precision foretells: it is looked at once."""
 
     @property
     def finite(self) -> bool:
@@ -75,18 +81,29 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
     return Operands(a=a, b=b, a_squares=squares[0], b_squares=squares[1], norm=norm, amax=(amax[0], amax[1]))
 
 
-def foretold(of: Operands, precision: str, out_dtype: torch.dtype) -> float:
+def foretold(of: Operands, precision: str, out_dtype: torch.dtype, accumulate: str = "fp32") -> float:
     """The relative Frobenius error to expect of a precision, times a margin; see the module."""
     if of.norm == 0.0:
         return 0.0 if min(of.amax) == 0.0 else math.inf
-    rounded = 0.0
-    for x, other in ((of.a, of.b_squares), (of.b.mT, of.a_squares)):
-        if not _lossless(x.dtype, precision):
-            rounded += float((_rounding_squares(x, precision) * other).sum())
-    sums = _ROUNDOFF[torch.float64 if precision == "fp64" else torch.float32] ** 2 * of.a.shape[-1]
-    rounded += sums * float((of.a_squares * of.b_squares).sum())
+    if precision not in of.rounded:
+        of.rounded[precision] = _rounding(of, precision)
+    k = of.a.shape[-1]
+    sums = _ROUNDOFF[torch.float64 if precision == "fp64" else torch.float32] ** 2 * k
+    if accumulate == "fast" and precision in ("fp8", "fp8_row"):
+        # After j steps of J a running sum has about sqrt(j / J) of the last one's size: two thirds in the mean.
+        sums += (_FAST_ROUNDOFF * 2 / 3 * math.ceil(k / _FAST_STEP)) ** 2
+    rounded = of.rounded[precision] + sums * float((of.a_squares * of.b_squares).sum())
     # Values spread evenly over a binade round by 0.4 unit roundoffs in the root mean square.
     return MARGIN * math.hypot(math.sqrt(rounded) / of.norm, 0.4 * 2 * _ROUNDOFF[out_dtype])
+
+
+def _rounding(of: Operands, precision: str) -> float:
+    """The expected square of what rounding the operands does to the product."""
+    total = 0.0
+    for x, other in ((of.a, of.b_squares), (of.b.mT, of.a_squares)):
+        if not _lossless(x.dtype, precision):
+            total += float((_rounding_squares(x, precision) * other).sum())
+    return total
 
 
 def found(of: Operands, c: torch.Tensor) -> Found:

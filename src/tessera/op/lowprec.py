@@ -3,8 +3,9 @@
 Operands are rounded to the format, multiplied exactly, and summed in fp32 (`accumulate="fast"` allows what the library
 likes: fp8's short accumulator, split sums in 16 bits). On CUDA the product is cuBLAS's; on a CPU, and for fp8 on a GPU
 without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly: the same numbers, no
-saving. fp8 is e4m3 with one power-of-two scale a matrix, `fp8_row` with one for each row of `a` and column of `b`; fp16
-from a wider type is scaled the same way, so neither overflows. Values that are not finite come out as NaN.
+saving, and "fast" is the same as "fp32". fp8 is e4m3 with one power-of-two scale a matrix, `fp8_row` with one for each
+row of `a` and column of `b`; fp16 from a wider type is scaled the same way, so neither overflows. Values that are not
+finite come out as NaN.
 """
 
 from __future__ import annotations
@@ -208,6 +209,11 @@ def _written(out: torch.dtype) -> torch.dtype:
 
 def _native(device: torch.device) -> bool:
     return device.type == "cuda" and fp8_units(device.index)
+
+
+def fast_sums(device: torch.device) -> bool:
+    """Whether fp8's `accumulate="fast"` differs from fp32 on a device: only where it multiplies e4m3 itself."""
+    return _native(device)
 
 
 @functools.cache

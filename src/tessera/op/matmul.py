@@ -23,7 +23,7 @@ class _How(NamedTuple):
 
     tile_shape: Any = None
     precision: str | None = None
-    accumulate: str = "fp32"
+    accumulate: str | None = None
     tolerance: float | None = None
 
     @property
@@ -41,7 +41,7 @@ def matmul(
     *,
     tile_shape: tuple[int, int, int] | None = None,
     precision: str | None = None,
-    accumulate: str = "fp32",
+    accumulate: str | None = None,
     error_tolerance: float | None = None,
     stream: Stream | None = None,
 ) -> Any:
@@ -49,8 +49,9 @@ def matmul(
 
     `tile_shape=(BM, BN, BK)` runs our kernel of that tile; one that cannot work is a `TileError` with the nearest that
     does. `precision` ("fp8", "bf16", "fp16", "tf32", "fp32") rounds the operands, `error_tolerance` takes the cheapest
-    that holds; given both, the coarsest allowed is `precision`. Sums are fp32. A large unaligned 16-bit product comes
-    back as a view with padded rows.
+    that holds; given both, the coarsest allowed is `precision`. Sums are fp32, or as the library likes them with
+    `accumulate="fast"`; a tolerance may take fp8's fast sums unless `accumulate` is given. A large unaligned 16-bit
+    product comes back as a view with padded rows.
     """
     arguments.product("matmul", a, b)
     with arguments.on(stream, a, b):
@@ -69,7 +70,7 @@ def gemm(
     beta: float = 1.0,
     tile_shape: tuple[int, int, int] | None = None,
     precision: str | None = None,
-    accumulate: str = "fp32",
+    accumulate: str | None = None,
     error_tolerance: float | None = None,
     stream: Stream | None = None,
 ) -> Any:
@@ -103,7 +104,7 @@ def linear(
     activation: str | None = None,
     tile_shape: tuple[int, int, int] | None = None,
     precision: str | None = None,
-    accumulate: str = "fp32",
+    accumulate: str | None = None,
     error_tolerance: float | None = None,
     stream: Stream | None = None,
 ) -> Any:
@@ -148,7 +149,7 @@ def _result_shape(a: Any, b: Any) -> tuple[int, ...]:
 
 
 def _linear(
-    x: Any, weight: Any, bias: Any, activation: str, tile_shape: Any, precision: str | None, accumulate: str,
+    x: Any, weight: Any, bias: Any, activation: str, tile_shape: Any, precision: str | None, accumulate: str | None,
     error_tolerance: float | None,
 ) -> Any:  # fmt: skip
     how = _how("linear", x, weight, tile_shape, precision, accumulate, error_tolerance)
@@ -187,8 +188,9 @@ def _needs_gradient(*values: Any) -> bool:
 
 
 def _how(
-    op: str, a: Any, b: Any, tile_shape: Any, precision: str | None, accumulate: str, error_tolerance: float | None
-) -> _How:
+    op: str, a: Any, b: Any, tile_shape: Any, precision: str | None, accumulate: str | None,
+    error_tolerance: float | None,
+) -> _How:  # fmt: skip
     """What runs: what was asked, else what a schedule hints; hints are not read under torch.compile (see docs)."""
     if not torch.compiler.is_compiling():
         hinted = hints.current()
@@ -200,30 +202,35 @@ def _how(
     if error_tolerance is not None and tile_shape is None and torch.compiler.is_compiling():
         return _How(None, precision, accumulate, float(error_tolerance))  # values are there when the graph runs
     b = b.mT if op == "linear" else b
-    return _How(tile_shape, _chosen(op, a, b, precision, accumulate, error_tolerance, tile_shape), accumulate)
+    return _How(tile_shape, *_chosen(op, a, b, precision, accumulate, error_tolerance, tile_shape))
 
 
 def _chosen(
-    op: str, a: Any, b: Any, precision: str | None, accumulate: str, error_tolerance: float | None, tile_shape: Any
-) -> str | None:
-    """The precision that runs; None for the operands' own, which needs no rounding."""
+    op: str, a: Any, b: Any, precision: str | None, accumulate: str | None, error_tolerance: float | None,
+    tile_shape: Any,
+) -> tuple[str | None, str]:  # fmt: skip
+    """The precision that runs, None for the operands' own, which needs no rounding; and how it is summed."""
     from . import lowprec
 
     known = [name for name in lowprec.PRECISIONS if tile_shape is None or name != "fp8_row"]
     if precision is not None:
         arguments.one_of(op, "precision", precision, known)
-    arguments.one_of(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
+    if accumulate is not None:
+        arguments.one_of(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
+    elif error_tolerance is None or tile_shape is not None:
+        accumulate = "fp32"
     if error_tolerance is not None:
         from .bounded import choose
 
         # An explicit precision is tried first: where it does not hold, the next finer one does.
         allowed = None if tile_shape is None else known
         left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
-        precision = choose(
+        choice = choose(
             "matmul", left, right, tolerance=error_tolerance, allowed=allowed, first=precision, accumulate=accumulate
-        ).precision
+        )
+        precision, accumulate = choice.precision, choice.accumulate
     # fp32 that was promised is said: torch's own path may be switched to tf32.
-    return None if precision == lowprec.FULL.get(a.dtype) != "fp32" else precision
+    return None if precision == lowprec.FULL.get(a.dtype) != "fp32" else precision, accumulate or "fp32"
 
 
 def _product(a: Any, b: Any, how: _How) -> Any:
@@ -237,6 +244,6 @@ def _product(a: Any, b: Any, how: _How) -> Any:
     else:
         from .lowprec import mm
 
-        out = mm(left, right, how.precision or "", how.accumulate)
+        out = mm(left, right, how.precision or "", how.accumulate or "fp32")
     out = out.squeeze(-2) if a.ndim == 1 else out
     return out.squeeze(-1) if b.ndim == 1 else out

@@ -68,5 +68,10 @@ def find(b: torch.Tensor, by_row: bool) -> _Kept | None:
     return entry
 
 
+def which(b: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a weight is kept in `fp8`, and in `fp8_row`."""
+    return (find(b, False) is not None, find(b, True) is not None) if _kept else (False, False)
+
+
 def _key(b: torch.Tensor, by_row: bool) -> tuple[Any, ...]:
     return (b.data_ptr(), tuple(b.shape), b.stride(), b.dtype, b.device, by_row)

@@ -2,6 +2,15 @@
 
 A power of two changes no mantissa, so the scale itself adds no error, and a floating format loses nothing by it but at
 most one step of range. Values that are not finite do not count for the scale and become NaN: never a finite number.
+
+Bytes of an n x n bf16 matrix cast to fp8, and launches (n = 4096: 33.6 MB read, 16.8 MB written):
+
+    one scale, either layout           2n^2 read for the largest value, 2n^2 read again, n^2 written   2 launches
+    a scale a row, rows along memory   2n^2 read once (a row waits in registers), n^2 written          1 launch
+    a scale a row, columns along it    as one scale, and 4 bytes a strip and row between the two       2 launches
+
+The second read comes from the L2 as far as the matrix fits there. Largest values go from the first launch to the second
+as partial ones, one for each program or strip: nothing has to be zeroed before, and no two programs write one address.
 """
 
 from __future__ import annotations
@@ -32,15 +41,28 @@ FORMATS = {
     "fp8": Format(torch.float8_e4m3fn, 8, 0x600000),  # 448 = 1.75 x 2^8: the largest e4m3 (OCP 8-bit formats, 2023)
     "fp16": Format(torch.float16, 14, 0x7FFFFF),  # under 2^15: a step below 65504, so that no rounding overflows
 }
-# Tiles whose longer side lies along memory: 128 bytes and more in a run. The rows that all programs hold at once then
-# fit the L2 (132 SMs x 2 x 8 rows of 4096 fp32 are 35 MB of an H200's 60), so a second pass does not go to memory.
-TILES = {"rows": (8, 512), "columns": (64, 64)}
-WARPS = 4
+WARPS = 8
+# Elements of a program's tile: 64 a thread are eight loads of 16 bytes in bf16, and leave registers for two programs on
+# an SM: 132 x 2 x 256 threads x 128 bytes are 8.7 MB under way, twice what 4.8 TB/s at 0.8 us needs. (Of fp32, one
+# program or two of twice the bytes.)
+HELD = 16384
+# Of casts: (rows, cols). Runs of 512 bytes read and 256 written along rows; where columns lie along memory a tile goes
+# through shared memory, and runs are 256 bytes read, 128 written.
+TILES = {"rows": (64, 256), "columns": (128, 128)}
+# Of looking for the largest values, which keeps a register for each element beside the loads: half as large.
+AMAX_TILES = {"rows": (8, 1024), "columns": (64, 128)}
+PARTS = 512  # programs that look for the largest value of a matrix; the cast reads 2 kB of theirs
+STRIPS = (8, 64)  # of each row, for many rows and for few; a cast reads 4 bytes for each strip and row of its tile
 
 
 @triton.jit
 def _finite(x):
     return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _magnitude(x):
+    return tl.where(_finite(x), tl.abs(x), 0.0)
 
 
 @triton.jit
@@ -80,53 +102,96 @@ def _narrow(value, scale, LARGEST: tl.constexpr, EIGHT: tl.constexpr):
 
 
 @triton.jit
-def tensor_amax(x, out, rows, cols, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The largest finite magnitude of a matrix, into a zeroed scalar."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    value = _tile(x, row, col, rows, cols, stride_row, stride_col)
-    largest = tl.max(tl.max(tl.where(_finite(value), tl.abs(value), 0.0), 1), 0)
-    tl.atomic_max(out, largest)
+def _store(y, bits, row, col, y_rows, y_cols):
+    inside = (row < y_rows)[:, None] & (col < y_cols)[None, :]
+    tl.store(y + row.to(tl.int64)[:, None] * y_cols + col[None, :], bits.to(y.dtype.element_ty), mask=inside)
+
+
+# Counts that no vector load depends on are not specialised: each would double the variants to compile.
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def tensor_amax(x, parts, rows, cols, stride_row, stride_col, tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The largest finite magnitude of each program's tiles: every so many-th, neighbours at the same time."""
+    largest = tl.zeros((ROWS, COLS), tl.float32)
+    across = tl.cdiv(cols, COLS)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        col = (tile % across) * COLS + tl.arange(0, COLS)
+        largest = tl.maximum(largest, _magnitude(_tile(x, row, col, rows, cols, stride_row, stride_col)))
+    tl.store(parts + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit
-def tensor_cast(
-    x, amax, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols,
-    TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+def row_amax(
+    x, parts, rows, cols, stride_row, stride_col, STRIPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Cast by the scale that `amax` asks for, into a contiguous matrix that may be padded: the padding is zero."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    exponent = _exponent(tl.load(amax), TOP, THRESHOLD)
+    """The largest finite magnitude of each row in every `STRIPS`-th tile of it: (strips, rows) of them."""
+    down = tl.cdiv(rows, ROWS)
+    row = (tl.program_id(0) % down) * ROWS + tl.arange(0, ROWS)
+    strip = tl.program_id(0) // down
+    largest = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(strip * COLS, cols, STRIPS * COLS):
+        value = _tile(x, row, start + tl.arange(0, COLS), rows, cols, stride_row, stride_col)
+        largest = tl.maximum(largest, _magnitude(value))
+    tl.store(parts + strip.to(tl.int64) * rows + row, tl.max(largest, 1), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["count"])
+def tensor_cast(
+    x, parts, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols, count,
+    TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
+    PARTS: tl.constexpr, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Cast by one scale, into a contiguous matrix that may be padded: the padding is zero."""
+    row, col, first = _place(y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
     value = _tile(x, row, col, rows, cols, stride_row, stride_col)
-    narrow = _narrow(value, _power_of_two(exponent), LARGEST, EIGHT).to(y.dtype.element_ty)
-    inside = (row < y_rows)[:, None] & (col < y_cols)[None, :]
-    tl.store(y + row.to(tl.int64)[:, None] * y_cols + col[None, :], narrow, mask=inside)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    part = tl.arange(0, PARTS)
+    exponent = _exponent(tl.max(tl.load(parts + part, mask=part < count, other=0.0), 0), TOP, THRESHOLD)
+    _store(y, _narrow(value, _power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
+    if first:
         tl.store(descale, _power_of_two(-exponent))
 
 
 @triton.jit
+def strip_cast(
+    x, parts, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols,
+    TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
+    STRIPS: tl.constexpr, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Cast by a scale for each row, whose strips' largest values are known."""
+    row, col, _ = _place(y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
+    value = _tile(x, row, col, rows, cols, stride_row, stride_col)
+    at = tl.arange(0, STRIPS).to(tl.int64)[:, None] * rows + row[None, :]
+    exponent = _exponent(tl.max(tl.load(parts + at, mask=(row < rows)[None, :], other=0.0), 0), TOP, THRESHOLD)
+    _store(y, _narrow(value, _power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
+    tl.store(descale + row, _power_of_two(-exponent), mask=(row < y_rows) & (tl.min(col, 0) == 0))
+
+
+@triton.jit
+def _place(y_rows, y_cols, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A program's rows and columns: neighbours in number are neighbours along the memory that is read.
+
+    From the end to the beginning: what the launch before touched last is in the cache yet, however large the matrix.
+    """
+    at = tl.num_programs(0) - 1 - tl.program_id(0)
+    down, across = tl.cdiv(y_rows, ROWS), tl.cdiv(y_cols, COLS)
+    if DOWN_FIRST:
+        at_row, at_col = at % down, at // down
+    else:
+        at_row, at_col = at // across, at % across
+    return at_row * ROWS + tl.arange(0, ROWS), at_col * COLS + tl.arange(0, COLS), at == 0
+
+
+@triton.jit(do_not_specialize=["rows", "y_rows"])
 def row_cast(
     x, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Both passes for a block of rows, one scale for each row: the second read finds the rows in the cache."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    largest = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, cols, COLS):
-        value = _tile(x, row, start + tl.arange(0, COLS), rows, cols, stride_row, stride_col)
-        largest = tl.maximum(largest, tl.max(tl.where(_finite(value), tl.abs(value), 0.0), 1))
-    exponent = _exponent(largest, TOP, THRESHOLD)
-    scale = _power_of_two(exponent)[:, None]
-    for start in range(0, y_cols, COLS):
-        col = start + tl.arange(0, COLS)
-        value = _tile(x, row, col, rows, cols, stride_row, stride_col)
-        narrow = _narrow(value, scale, LARGEST, EIGHT).to(y.dtype.element_ty)
-        inside = (row < y_rows)[:, None] & (col < y_cols)[None, :]
-        tl.store(y + row.to(tl.int64)[:, None] * y_cols + col[None, :], narrow, mask=inside)
+    """Whole rows at once, a scale for each: they are read a single time."""
+    row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    value = _tile(x, row, col, rows, cols, stride_row, stride_col)
+    exponent = _exponent(tl.max(_magnitude(value), 1), TOP, THRESHOLD)
+    _store(y, _narrow(value, _power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
     tl.store(descale + row, _power_of_two(-exponent), mask=row < y_rows)
 
 
@@ -135,8 +200,7 @@ def row_unscale(
     c, row_scale, col_scale, y, rows, cols, stride_row, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """A product brought back by the scales of its rows and columns, in one pass, without its padding."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    row, col, _ = _place(rows, cols, False, ROWS, COLS)
     value = _tile(c, row, col, rows, cols, stride_row, 1)
     left = tl.load(row_scale + row, mask=row < rows, other=0.0)
     right = tl.load(col_scale + col, mask=col < cols, other=0.0)
@@ -161,34 +225,80 @@ def quantize(x: torch.Tensor, name: str, *, by_row: bool, pad: tuple[int, int] =
     y = torch.empty((y_rows, y_cols), device=x.device, dtype=FORMATS[name].dtype)
     descale = torch.empty((y_rows if by_row else 1,), device=x.device, dtype=torch.float32)
     bits = y.view(torch.uint8 if name == "fp8" else torch.int16)
-    common = (rows, cols, x.stride(0), x.stride(1))
-    tile = TILES["rows" if x.stride(1) <= x.stride(0) else "columns"]
-    down, across = triton.cdiv(y_rows, tile[0]), triton.cdiv(y_cols, tile[1])
-    sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        if by_row:
-            row_cast[(down,)](x, bits, descale, *common, y_rows, y_cols, **constants(name), **sizes)
-            if hints.listener is not None:
-                hints.launched(down, WARPS)
-            return y, descale
-        amax = torch.zeros((1,), device=x.device, dtype=torch.float32)
-        tensor_amax[down, across](x, amax, *common, **sizes)
-        tensor_cast[down, across](x, amax, bits, descale, *common, y_rows, y_cols, **constants(name), **sizes)
-        if hints.listener is not None:
-            for _ in range(2):
-                hints.launched(down * across, WARPS)
+        if not by_row:
+            _by_tensor(x, bits, descale, constants(name))
+        elif x.stride(1) <= x.stride(0) and triton.next_power_of_2(y_cols) <= HELD:
+            _by_whole_rows(x, bits, descale, constants(name))
+        else:
+            _by_strips(x, bits, descale, constants(name))
     return y, descale
+
+
+def _by_tensor(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
+    along = x if x.stride(1) <= x.stride(0) else x.mT  # the largest value of the transposed is the same
+    tile = AMAX_TILES["rows"]
+    tiles = triton.cdiv(along.shape[0], tile[0]) * triton.cdiv(along.shape[1], tile[1])
+    count = min(tiles, PARTS)
+    parts = torch.empty((count,), device=x.device, dtype=torch.float32)
+    sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
+    tensor_amax[(count,)](along, parts, *along.shape, *along.stride(), tiles, **sizes)
+    _told(count)
+    programs, sizes = _cut(x, y)
+    tensor_cast[(programs,)](
+        x, parts, y, descale, *x.shape, *x.stride(), *y.shape, count, **known, PARTS=PARTS, **sizes
+    )  # fmt: skip
+    _told(programs)
+
+
+def _by_whole_rows(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
+    rows, cols = y.shape
+    wide = max(256, triton.next_power_of_2(cols))
+    # Several rows a program only where programs enough remain for two on each SM.
+    held = HELD // wide if rows * wide >= 256 * HELD else 1
+    programs = triton.cdiv(rows, held)
+    row_cast[(programs,)](
+        x, y, descale, *x.shape, *x.stride(), rows, cols, **known, ROWS=held, COLS=wide, num_warps=WARPS
+    )  # fmt: skip
+    _told(programs)
+
+
+def _by_strips(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
+    rows, cols = x.shape
+    tile = AMAX_TILES["rows" if x.stride(1) <= x.stride(0) else "columns"]
+    down, across = triton.cdiv(rows, tile[0]), triton.cdiv(cols, tile[1])
+    # Two programs for each SM; no other numbers, since each is a variant to compile. An empty strip's largest is 0.
+    strips = STRIPS[1] if down < 32 and across > STRIPS[0] else STRIPS[0]
+    parts = torch.empty((strips, rows), device=x.device, dtype=torch.float32)
+    sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
+    row_amax[(down * strips,)](x, parts, rows, cols, *x.stride(), STRIPS=strips, **sizes)
+    _told(down * strips)
+    programs, sizes = _cut(x, y)
+    strip_cast[(programs,)](x, parts, y, descale, rows, cols, *x.stride(), *y.shape, **known, STRIPS=strips, **sizes)
+    _told(programs)
+
+
+def _cut(x: torch.Tensor, y: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """The programs of a cast and their tile."""
+    transposing = x.stride(1) > x.stride(0)
+    tile = TILES["columns" if transposing else "rows"]
+    programs = triton.cdiv(y.shape[0], tile[0]) * triton.cdiv(y.shape[1], tile[1])
+    return programs, {"DOWN_FIRST": transposing, "ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
+
+
+def _told(programs: int) -> None:
+    if hints.listener is not None:
+        hints.launched(programs, WARPS)
 
 
 def unscale(c: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, rows: int, cols: int, dtype: Any) -> Any:
     """`c[:rows, :cols] * by_row[:, None] * by_col[None, :]` in a type of its own."""
     y = torch.empty((rows, cols), device=c.device, dtype=dtype)
     tile = TILES["rows"]
-    grid = triton.cdiv(rows, tile[0]), triton.cdiv(cols, tile[1])
+    programs = triton.cdiv(rows, tile[0]) * triton.cdiv(cols, tile[1])
     with torch.cuda.device_of(c):
-        row_unscale[grid](
+        row_unscale[(programs,)](
             c, by_row, by_col, y, rows, cols, c.stride(0), ROWS=tile[0], COLS=tile[1], num_warps=WARPS
         )  # fmt: skip
-        if hints.listener is not None:
-            hints.launched(grid[0] * grid[1], WARPS)
+        _told(programs)
     return y
