@@ -297,12 +297,20 @@ def _csv_sample(row: Mapping[str, str]) -> tuple[int, float]:
 
 def column_energy(column: Column, start_ns: int, end_ns: int) -> Energy:
     """Joules of one domain between two times."""
+    return column_energies(column, [(start_ns, end_ns)])[0]
+
+
+def column_energies(column: Column, spans: Sequence[tuple[int, int]]) -> list[Energy]:
+    """Joules of one domain in each of some stretches of time; its samples are summed up once for all of them."""
     d = column.domain
     mean = d.hold is Hold.MEAN
     lag_ns = round(d.lag_s * 1e9)
     sums = accumulate(column.times_ns, column.watts, mean=mean, noise=d.sample_noise)
-    marks = [mark(column.times_ns, column.watts, sums, t + lag_ns, mean=mean) for t in (start_ns, end_ns)]
-    return energy_between(d, marks[0], marks[1], max(end_ns - start_ns, 0) * 1e-9)
+
+    def at(time_ns: int) -> Mark:
+        return mark(column.times_ns, column.watts, sums, time_ns + lag_ns, mean=mean)
+
+    return [energy_between(d, at(start), at(end), max(end - start, 0) * 1e-9) for start, end in spans]
 
 
 def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> Energy:

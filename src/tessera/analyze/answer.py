@@ -74,7 +74,7 @@ class Answer:
 
     `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure is of that
     part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it. The
-    part and what is `outside` sum to the whole.
+    part and what is `outside` sum to the whole, but for what the counter alone saw in a hole of the samples.
     `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run)
     `shared_by` says how the joules were shared out instead, and those rows have no error; `rest_j` are no row's. `cut`
     says why the file ends early, where it does. `tracing` is what tracing did to the program.

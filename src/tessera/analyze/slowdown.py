@@ -34,7 +34,7 @@ from ..trace import PowerTrace, chain
 from ..units import format_duration, format_energy
 from .places import devices
 from .repeats import BLOCKS, between
-from .whole import accounted_energy
+from .whole import accounted_energies
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -274,9 +274,7 @@ def _with_joules(found: Slowdown, seen: _Seen, power: PowerTrace) -> Slowdown:
 
 def _spent(seen: _Seen, steps: Bools, power: PowerTrace) -> Energy | None:
     """Joules of some steps; None where the sensor did not see them."""
-    chosen = np.flatnonzero(steps)
-    stretches = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)
-    edges = [(int(seen.begins[s[0]]), int(seen.ends[s[-1]])) for s in stretches]
-    offset_ns = power.epoch_offset_ns
-    spent = chain([accounted_energy(power, seen.timeline, a - offset_ns, b - offset_ns) for a, b in edges])
+    # Steps that follow one another as one: what lies between two (a validation, a data loader) is no step's.
+    edges = np.stack(union(seen.begins[steps], seen.ends[steps]), axis=1) - power.epoch_offset_ns
+    spent = chain(accounted_energies(power, seen.timeline, edges.tolist()))
     return spent if spent.coverage >= SEEN and spent.joules > 0 else None

@@ -13,7 +13,7 @@ from ..profile.runfile import RunFile
 from ..schema import Energy
 from ..timeline.columns import Timeline
 from ..timeline.link import Step
-from ..trace import PowerTrace, chain, column_energy, combine
+from ..trace import PowerTrace, chain, column_energies, combine
 from .places import devices
 from .shared import Shared
 
@@ -116,14 +116,14 @@ def _filled(run: RunFile, power: PowerTrace, timeline: Timeline) -> Energy:
     return combine(parts, power.seconds)
 
 
-def accounted_energy(power: PowerTrace, timeline: Timeline, start_ns: int, end_ns: int) -> Energy:
-    """Joules between two (monotonic) times of the devices that the table is about."""
-    columns = [power.columns[name] for name in _accounted(power, timeline)]
-    return combine([column_energy(c, start_ns, end_ns) for c in columns], (end_ns - start_ns) * 1e-9)
+def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tuple[int, int]]) -> list[Energy]:
+    """Joules of some stretches of (monotonic) time, of the devices that the table is about."""
+    columns = [column_energies(power.columns[name], spans) for name in _accounted(power, timeline)]
+    return [combine([c[i] for c in columns], (end - start) * 1e-9) for i, (start, end) in enumerate(spans)]
 
 
 def outside(run: RunFile, timeline: Timeline, power: PowerTrace) -> list[Outside]:
-    """Where the joules are that no row has: they and the table's sum to the whole run."""
+    """Where the joules are that no row has: with the table's they are the whole run's, less what `_filled` adds."""
     first, last = power.start_ns, power.end_ns
     offset = power.epoch_offset_ns
     windows = [(min(max(a - offset, first), last), min(max(b - offset, first), last)) for a, b in windows_of(run)]
@@ -135,7 +135,7 @@ def outside(run: RunFile, timeline: Timeline, power: PowerTrace) -> list[Outside
     middles = [(s.start_ns + s.end_ns) // 2 - offset for s in timeline.linked.steps]
     found = []
     for where, stretches in spans.items():
-        spent = [accounted_energy(power, timeline, a, b) for a, b in stretches if b > a]
+        spent = accounted_energies(power, timeline, [(a, b) for a, b in stretches if b > a])
         whole = chain(spent) if spent else None
         if whole is not None and whole.joules > 0:
             steps = sum(a <= middle < b for a, b in stretches for middle in middles)

@@ -34,6 +34,8 @@ def plain(text: str) -> str:
             return _LETTERS[letter]
         if "\u2500" <= letter <= "\u257f":
             return "+"  # corners and crossings
+        if unicodedata.combining(letter):
+            return ""  # an accent by itself, on the letter before it
         alike = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
         return alike.strip() or "?"
 

@@ -161,32 +161,34 @@ def _run(plan: Plan, quiet: bool, early: Callable[[], None] | None) -> int:
         child = subprocess.Popen(argv, stdout=STDERR if quiet else None, pass_fds=(tells,))
     finally:
         os.close(tells)
-    with signals_to(child):
-        if early is not None:
-            _listen(child, told, early)
-        code = child.wait()
-    os.close(told)
+    try:
+        with signals_to(child):
+            whole = early is not None and _listen(child, told)
+        if early is not None and whole:
+            early()  # signals are our own here: whoever will not wait for our reading may end it
+    finally:
+        with signals_to(child):
+            code = child.wait()
+        os.close(told)
     return EXIT_SIGNAL - code if code < 0 else code
 
 
-def _listen(child: subprocess.Popen[bytes], told: int, early: Callable[[], None]) -> None:
-    """Follow what the child says of its end, until it is gone or has said all. Nothing is lost where we cannot."""
+def _listen(child: subprocess.Popen[bytes], told: int) -> bool:
+    """Follow what the child says of its end; whether its file is whole and it still there. False where we cannot."""
     from ..profile.launch import CLOSED, ENDED
 
     try:
         gone = os.pidfd_open(child.pid)
     except (AttributeError, OSError):  # neither macOS nor Linux before 5.3 have it
-        return
+        return False
     try:
         while told in select.select([told, gone], [], [])[0]:
             said = os.read(told, 1)
             if said == ENDED:
                 _import()
-            elif said == CLOSED:
-                early()
-                return
             else:
-                return
+                return said == CLOSED
+        return False
     finally:
         os.close(gone)
 

@@ -231,12 +231,13 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stopping:
-            delay_s = self.read_due()
+            self.read_due()
             self._call_back()
             self.cpu_time_s = time.thread_time()
             with self._wake:
                 self._wake.notify_all()
                 if not self._stopping:
+                    delay_s = self.spare_s  # what the calls have left of it
                     self._wake.wait(min(delay_s, _URGENT_S) if self._unmet() else delay_s)
 
     def read_due(self) -> float:

@@ -100,13 +100,19 @@ def main() -> None:
 
 
 def _teller(pipe: int | None) -> Callable[[bytes], None]:
-    """Says something to `tessera run`, if that is who started us and is still there."""
-    if pipe is not None:
-        os.set_inheritable(pipe, False)  # the script's own children have no part in it
+    """Says something to `tessera run`, if that is who started us and is still there.
+
+    Not from a child that the script forked and that comes to the script's end too; nor where the script closed the
+    pipe, whose number may then be that of a file of its own.
+    """
+    if pipe is None:
+        return lambda what: None
+    os.set_inheritable(pipe, False)  # the programs that the script starts have no part in it
+    process, opened = os.getpid(), os.fstat(pipe)
 
     def tell(what: bytes) -> None:
-        if pipe is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if os.getpid() == process and os.path.samestat(os.fstat(pipe), opened):
                 os.write(pipe, what)
 
     return tell

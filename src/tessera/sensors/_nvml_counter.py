@@ -18,8 +18,8 @@ COUNTER_LAG_NS = 8_000_000
 READ_EVERY_NS = 1_000_000_000
 WATCH_EVERY_NS = 15_000_000_000
 LEARN_NS = 3_000_000
-# Give up looking for ticks after so many reads, 2.5 s of them: an idle or odd counter may not tick at all. Tried again
-# later. Reads, not time: while torch is imported this thread may not run for seconds.
+# Give up looking for ticks after so many reads, seconds of them: an idle or odd counter may not tick at all. Tried
+# again later. Reads, not time: while torch is imported this thread may not run for seconds.
 LEARN_READS = 400
 RETRY_NS = 60_000_000_000
 
