@@ -260,6 +260,8 @@ def test_a_domain_seen_by_two_counts_once_and_a_stale_one_not_at_all():
     )
     view = View(True, members, Command(), 0.0)
     assert view.power_w(now) == 510.0
+    assert view.power_w(now, {key: (290.0, now - 60)}) == 490.0  # our own span, not a newer one of another's
+    assert view.power_w(now, {key: (290.0, now - 2 * STALE_NS)}) == 510.0
     assert view.cap is not None and (view.cap.power_w, view.cap.window_s) == (800.0, 0.1)
     assert View(True, (), Command(), 0.0).power_w(now) is None
 

@@ -80,7 +80,8 @@ for centered, residual in ((True, x), (False, None)):
 rows.norm_forward(rand(1, 1), None, None, None, eps=1e-5, centered=True)
 for by_row in (False, True):
     quantize.quantize(rand(1 << 20, 8192), "fp8", by_row=by_row, pad=(16, 16))
-quantize.quantize(rand(8192, 1 << 20).mT, "fp16", by_row=False)
+for by_row in (False, True):
+    quantize.quantize(rand(8192, 1 << 20).mT, "fp16", by_row=by_row)
 y, scale = quantize.quantize(rand(3, 0), "fp16", by_row=False)
 assert y.shape == (3, 0) and scale.shape == (1,)
 c = rand(1024, 512, dtype=torch.float32)
@@ -121,7 +122,8 @@ WANTED = {
     "rows": (
         ROWS,
         ["_softmax_forward", "_softmax_backward", "_norm_forward", "_norm_backward", "_norm_forward", "_norm_backward",
-         "_norm_forward", "tensor_amax", "tensor_cast", "row_cast", "tensor_amax", "tensor_cast", "row_unscale"],
+         "_norm_forward", "tensor_amax", "tensor_cast", "row_cast", "tensor_amax", "tensor_cast", "row_amax",
+         "strip_cast", "row_unscale"],
     ),
     "attention": (ATTENTION, ["_forward", "_row_products", "_keys_backward", "_queries_backward"] * 3),
     "convolutions": (CONVOLUTIONS, ["conv_kernel"] * 2),

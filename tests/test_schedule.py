@@ -370,21 +370,76 @@ def test_a_cap_that_never_binds_is_entered_without_the_mode():
         assert torch._C._len_torch_function_stack() == 1
 
 
+def test_what_launches_nothing_is_not_counted(counted):
+    """An optimizer asks every parameter for its gradient; points among that would follow no work."""
+    cadence, seen = counted
+    x = torch.randn(8, 8)
+    with seen:
+        cadence.every = 3
+        torch.add(x, x)
+        before = len(cadence.pacer.threads)
+        for _ in range(50):
+            x.view(64).reshape(8, 8).transpose(0, 1).size()
+            _ = (x.grad, x.shape, x.is_contiguous())
+        assert len(cadence.pacer.threads) == before
+        for _ in range(6):
+            torch.add(x, x)
+        assert len(cadence.pacer.threads) == before + 2
+
+
+def test_a_call_on_much_data_has_a_point_after_it(counted):
+    cadence, seen = counted
+    large, small = torch.empty(40, launches.LAUNCH_ELEMENTS, device="meta"), torch.ones(2)
+    with seen:
+        cadence.every = 30
+        torch.add(small, small)
+        before = len(cadence.pacer.threads)
+        torch.add(small, small)
+        assert len(cadence.pacer.threads) == before
+        torch.neg(large)  # 40 times as much as a launch is worth
+        assert len(cadence.pacer.threads) == before + 1
+        large.sum()  # and where it only goes in
+        assert len(cadence.pacer.threads) == before + 2
+        torch._foreach_add([small] * 31, 1.0)
+        assert len(cadence.pacer.threads) == before + 3
+
+
 def test_how_often_points_come_follows_the_time_of_launches():
     cadence = Cadence(CountingPacer())
-    for _ in range(100):
-        cadence.point()
+    cadence.point(100)
     cadence.pacer.worked_s = 0.01  # 100 launches in 10 ms
     cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))
     assert cadence.every == 20  # two points in a slice of 4 ms
     for _ in range(10):
-        cadence.point()
+        cadence.point(20)
     cadence.pacer.worked_s += 5.0  # then a launch takes 25 ms
     cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))
     assert cadence.every == 1
     assert cadence.pacer.ahead == 4  # 5 s for ten points: the host may not be far ahead
     cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))  # nothing new: no change
     assert cadence.every == 1
+
+
+def test_launches_that_have_yet_to_run_do_not_count():
+    """A host launches a step at once and then stands for a while: by that, points came in heaps."""
+    cadence, ran = Cadence(CountingPacer()), 0
+    for tick in range(200):
+        if tick % 10 == 0:
+            for _ in range(50):
+                cadence.point(10)
+        ran += 5
+        cadence.adapt(Passed(ran, 0, 0.0, ran * 0.001), Command(1.0, 0.004))
+        assert cadence.every == 20  # 10 launches take a millisecond, whenever they were launched
+
+
+def test_points_of_a_replayed_graph_teach_nothing():
+    cadence = Cadence(CountingPacer())
+    for _ in range(10):
+        cadence.point(10)
+    cadence.adapt(Passed(10, 0, 0.0, 0.010), Command(1.0, 0.004))
+    assert cadence.every == 20
+    cadence.adapt(Passed(500, 0, 0.0, 0.9), Command(1.0, 0.004))
+    assert cadence.every == 20
 
 
 # -- the loop, in real time -------------------------------------------------------------------------------------
@@ -642,11 +697,60 @@ def test_the_pace_kernel_computes_the_waits_in_the_interpreter():
     assert seen[2][3] == 400_000
     assert seen[5][2] - seen[4][2] == pytest.approx(25_000_000 // 128, rel=0.1)
     assert seen[6][2] - seen[5][2] == pytest.approx(200_000, rel=0.1)
-    assert passed == [5, 1, pytest.approx(0.0002, rel=0.1), pytest.approx(0.0004)]
+    assert passed == [7, 1, pytest.approx(0.0002, rel=0.1), pytest.approx(0.0004)]
     assert queued == 0
     assert after_capture == [0, 2, 0]  # timed with the stream before it; no count is left that would never run
     assert stuck <= 4
     assert "captured" in refused
+
+
+BOUND = """
+    import json, torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    calls = []
+    class Launcher:  # what Triton's own launcher is called with
+        def __init__(self, src, metadata):
+            pass
+        def __call__(self, *args):
+            words = [a.data_ptr() if hasattr(a, "data_ptr") else a for a in args]
+            calls.append([w for w in words if isinstance(w, int)])  # not the hooks and what they would be told
+    class Utils:
+        def load_binary(self, *args):
+            return 1, 2, 16, 0, 1024
+        def get_device_properties(self, device):
+            return {"max_shared_mem": 232448}
+    class Driver:
+        utils, launcher_cls = Utils(), Launcher
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 7)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    driver.set_active(Driver())
+    from tessera.runtime import pace_kernel as k
+
+    control, bucket, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(4))
+    for restart in (True, False):
+        compiled = k.launch(control, state, stats, restart=restart)
+        k.bind(compiled, control, state, stats, restart)(7)
+    k.bind(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
+    print(json.dumps(calls))
+"""
+
+
+def test_a_bound_point_is_launched_as_triton_launches_it():
+    """The same arguments in the same places, without looking for the kernel again."""
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BOUND)], capture_output=True, text=True, check=False,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    import json
+
+    calls = json.loads(ran.stdout)
+    assert [len(call) for call in calls] == [9, 9, 9, 9, 11, 11]  # grid, stream, function, arguments
+    assert calls[0::2] == calls[1::2]
 
 
 def test_the_mode_is_made_once():

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "selftest": (75, ("-m", "tessera", "selftest", "--json")),
     "run_modes": (220, ("run_modes.py", "OUT")),
-    "schedule_caps": (270, ("schedule_caps.py", "OUT", "--budget-s", "260")),
+    "schedule_caps": (210, ("schedule_caps.py", "OUT", "--budget-s", "200")),
     "overhead_why": (110, ("overhead_why.py", "OUT")),
     "overhead_profile": (190, ("overhead_profile.py", "OUT", "--budget-s", "180")),
     "attach": (45, ("attach.py", "OUT", "--why")),

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 
 # The mean is held this far below the cap, so that ripple stays under it: half of the 3% the mean may be off.
 TARGET = 0.985
-# A window may exceed the mean by this much because work comes in slices: sets how long a slice may be.
-RIPPLE = 0.01
+# A window may exceed the mean by this much because work comes in slices: sets how long a slice may be. Three times as
+# much would still be little, but an H200's ring shows a multiple of it: it looks every 20 ms through a filter of 11 ms,
+# and beats with slices and waits of milliseconds (docs/schedules.md).
+RIPPLE = 0.003
 # The level of the bucket acts within this time, many round trips of the sensor (15 ms lag, 20 ms samples, a tick).
 SETTLE_S = 0.9
 # The power of working is the mean since the load last changed, of at most LEARN_S: training swings within its steps,
@@ -38,6 +40,10 @@ JUMP = 0.25
 SURGE = 0.35
 # So few readings say nothing of a load that swings: neither of a window, nor that it has changed.
 FEW = 4
+# A reading of less than QUIET of what the load draws is of a pause: the host had nothing to launch, another process was
+# taken off the GPU. Learning from it would let the work after it burst. What lasts for PAUSE_S is a lighter load.
+QUIET = 0.25
+PAUSE_S = 1.0
 # Whatever the mean allows, the next AHEAD of a window may not bring it above TOP x cap by what was measured before.
 TOP = 1.04
 AHEAD = 0.3
@@ -116,12 +122,12 @@ class Bucket:
 class Controller:
     """Holds the mean power of one zone at a cap by the duty of its work."""
 
-    def __init__(self, cap: Cap, *, idle_w: float, burst_w: float) -> None:
-        self.idle_w = idle_w
+    def __init__(self, cap: Cap, *, idle_w: float, burst_w: float, blur_s: float = 0.0) -> None:
+        self.idle_w, self._blur_s = idle_w, blur_s
         self.burst_w = max(burst_w, idle_w + 1.0)
         self.floor_w: float | None = None
         self._quick_w = self._last_w = self.burst_w
-        self._known_s = 0.0
+        self._known_s = self._learnt_s = self._quiet_s = 0.0
         self._usual_s = QUICK_S / FEW  # the time of a reading
         self._stuck_s = 0.0
         self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a pace point last ended
@@ -139,6 +145,7 @@ class Controller:
         """Take the duty another controller had found: the load is such that it meets the target."""
         room_w = max((self.target_w - self.idle_w) / command.duty, 1.0)
         self.burst_w = self._quick_w = self.idle_w + room_w
+        self._learnt_s = PAUSE_S  # by the other: the GPU may stand for a while as its process ends
         self.command = self._command(self.target_w)
 
     def rescale(self, factor: float) -> None:
@@ -164,7 +171,9 @@ class Controller:
         self._past.append((seconds, power_w))
         was_s, was_j, was_duty_s = self._slow if active else (0.0, 0.0, 0.0)
         self._slow = (was_s + seconds, was_j + power_w * seconds, was_duty_s + duty * seconds)
-        if active and moved:
+        if active and self._pauses(power_w, seconds, duty):
+            self._slow = (0.0, 0.0, 0.0)
+        elif active and moved:
             span_s, joules, duty_s = self._slow
             self._slow = (0.0, 0.0, 0.0)
             self._learn(joules / span_s, span_s, duty_s / span_s)
@@ -178,13 +187,20 @@ class Controller:
         self.command = self._command(self.target_w)
         return self.command
 
+    def _pauses(self, power_w: float, seconds: float, duty: float) -> bool:
+        """Whether nothing worked, for a while; only told of a load that is known, and whose slices end in a reading."""
+        known = self._learnt_s >= PAUSE_S and self._usual_s <= 2 * QUICK_S / FEW
+        quiet = power_w - self.idle_w < QUIET * (self.burst_w - self.idle_w) * duty
+        self._quiet_s = self._quiet_s + seconds if quiet else 0.0
+        return known and quiet and self._quiet_s < PAUSE_S
+
     def _learn(self, power_w: float, seconds: float, duty: float) -> None:
         seen_w = self.idle_w + max(power_w - self.idle_w, 0.0) / max(duty, MIN_DUTY)
         self._usual_s += 0.1 * (seconds - self._usual_s)
         quick_s = max(QUICK_S, FEW * self._usual_s)
         self._quick_w += (seen_w - self._quick_w) * -math.expm1(-seconds / quick_s)
         both_w, self._last_w = min(seen_w, self._last_w), seen_w
-        self._known_s += seconds
+        self._known_s, self._learnt_s = self._known_s + seconds, self._learnt_s + seconds
         if (
             both_w > (1.0 + SURGE) * self.burst_w and quick_s <= 2 * QUICK_S
         ):  # twice in a row: too much at once is worse than too little
@@ -198,6 +214,9 @@ class Controller:
     def _window_allows_w(self) -> float:
         """The most that the rest of a window may draw after what was measured before it."""
         rest_s = AHEAD * self.cap.window_s
+        if self._blur_s > rest_s:  # what a reading tells is older than the window: it would be paid for twice
+            self._past.clear()
+            return math.inf
         span_s = self.cap.window_s - rest_s
         joules, seen_s, kept = 0.0, 0.0, 0
         for seconds, power_w in reversed(self._past):

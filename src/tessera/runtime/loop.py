@@ -243,7 +243,7 @@ class Loop:
         if zone is None or cap is None:
             return
         if view.leads:
-            power_w = view.power_w(now)
+            power_w = view.power_w(now, zone.latest)
             if zone.controller is None:
                 zone.begin(sampler, now)
             zone.steer(sampler, _of_the_node(readings.get("node"), power_w), now, cap=view.cap)

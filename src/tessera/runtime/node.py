@@ -69,13 +69,17 @@ class View:
         caps = [m for m in self.members if m.cap_w > 0]
         return Cap(min(m.cap_w for m in caps), min(m.window_s for m in caps)) if caps else None
 
-    def power_w(self, now_ns: int) -> float | None:
-        """The newest power of every domain somebody sees, added up; None where nothing is fresh."""
+    def power_w(self, now_ns: int, own: Mapping[int, tuple[float, int]] | None = None) -> float | None:
+        """The power of every domain somebody sees, added up; None where nothing is fresh.
+
+        Ours (`own`) as we read it, so that each span of ours is paid for once; what only others see as they read last.
+        """
         newest: dict[int, tuple[float, int]] = {}
         for member in self.members:
             for domain, (power_w, time_ns) in member.power_w.items():
                 if now_ns - time_ns < STALE_NS and time_ns > newest.get(domain, (0.0, 0))[1]:
                     newest[domain] = (power_w, time_ns)
+        newest |= {d: (p, t) for d, (p, t) in (own or {}).items() if now_ns - t < STALE_NS}
         return sum(p for p, _ in newest.values()) if newest else None
 
 

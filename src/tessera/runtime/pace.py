@@ -24,8 +24,10 @@ from typing import Any, Protocol
 from ..errors import ScheduleError
 from .bucket import Command
 
-# A stream or thread without a point for this long stood idle, and idling owes nothing.
-LIMIT_S = 0.25
+# A stream without a point for longer than this stood idle, mostly, and idling owes nothing; what a longer kernel drew
+# the sensor sees. What a thread takes is mostly its own work.
+LIMIT_S = 0.05
+HOST_LIMIT_S = 0.25
 # One wait is never longer: whoever waits for this stream (a collective) waits for minutes before giving up.
 LONGEST_S = 5.0
 # Points launched and not yet run may be worth so many seconds: beyond, the host waits too, so that leaving a schedule
@@ -99,7 +101,7 @@ class HostPacer:
     def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         began = self._clock_ns()
         resume: int = getattr(self._threads, "resume_ns", began)
-        busy_s = 0.0 if restart else min(max((began - resume) * 1e-9, 0.0), LIMIT_S)
+        busy_s = 0.0 if restart else min(max((began - resume) * 1e-9, 0.0), HOST_LIMIT_S)
         waited_s = 0.0
         full = tokens is not None or busy_s >= self._command.slice_s
         if tokens is not None:
@@ -139,7 +141,8 @@ class HostPacer:
             slept_s = self._wait(began_ns, lambda: before_s + now_s - began_s if (now_s := cost_s()) else 0.0)
         newest, now = cost_s(), self._clock_ns() * 1e-9
         with self._lock:
-            self._whole_s = min(self._whole_s + newest - cost, now + LONGEST_S if newest else now)
+            # released: nothing is owed
+            self._whole_s = min(self._whole_s + newest - cost, now + LONGEST_S if self._command.ratio else now)
         return slept_s
 
 
@@ -169,16 +172,18 @@ class StreamPacer:
         self._spends = False  # whether the kernel of tokens is loaded
         # numpy sees the same memory, and needs no torch call (which a function mode would see) to read it
         self._words, self._counts = self._control.numpy(), self._stats.numpy()
+        self._points = self._counts[:, kernel.POINTS]
         self._slots: dict[int, tuple[Any, Any]] = {}
+        self._bound: dict[tuple[int, str], Callable[..., None]] = {}
         self._home = 0  # the stream in which work last began
         self._launched = 0
         self._words[kernel.LIMIT_NS] = round(LIMIT_S * 1e9)
         self._words[kernel.LONGEST_NS] = round(LONGEST_S * 1e9)
         self.obey(Command())
-        for restart in (True, False):  # compiled and loaded now: neither may happen while a graph is captured
+        for restart in (True, False) * 2:  # compiled, loaded and bound now: not while a graph is captured
             self.point(restart=restart)
         torch.cuda.synchronize(device)
-        if self._ran() < 2:
+        if self._ran() < self._launched:
             raise ScheduleError(
                 f"pace points do not run on {torch.cuda.get_device_name(device)}",
                 why="the kernel's counts in pinned host memory do not reach the host",
@@ -214,15 +219,32 @@ class StreamPacer:
         torch: Any = sys.modules["torch"]
         # What is captured runs where it is replayed, mostly the stream in which the schedule was entered: it is timed
         # together with what stands between replays.
-        stream = self._home if captured else torch.cuda.current_stream().cuda_stream
+        here = torch.cuda.current_stream().cuda_stream
+        stream = self._home if captured else here
         if restart:
             self._home = stream
-        state, stats = self._slot(stream)
-        if tokens is None:
-            self._kernel.launch(self._control, state, stats, restart=restart)
+        kind = "spends" if tokens is not None else "restarts" if restart else "times"
+        bound = self._bound.get((stream, kind))
+        if bound is None:
+            self._put_first(stream, kind, restart, tokens)
+        elif tokens is None:
+            bound(here)
         else:
-            self._kernel.spend(self._control, self._bucket, state, stats, tokens, restart=restart)
+            bound(here, tokens, int(restart))
+
+    def _put_first(self, stream: int, kind: str, restart: bool, tokens: int | None) -> None:
+        """The first point of its kind in a stream; the next are launched with the same words."""
+        state, stats = self._slot(stream)
+        words: tuple[Any, ...]
+        if tokens is None:
+            compiled = self._kernel.launch(self._control, state, stats, restart=restart)
+            words = (self._control, state, stats, restart)
+        else:
+            compiled = self._kernel.spend(self._control, self._bucket, state, stats, tokens, restart=restart)
+            words = (self._control, self._bucket, state, stats)
             self._spends = True
+        if compiled is not None:
+            self._bound[stream, kind] = self._kernel.bind(compiled, *words)
 
     def _slot(self, stream: int) -> tuple[Any, Any]:
         """The words of a stream. More streams than slots share: their points then time each other's work."""
@@ -242,7 +264,7 @@ class StreamPacer:
             self._launched = self._ran()
 
     def _ran(self) -> int:
-        return int(self._counts[:, self._kernel.POINTS].sum())
+        return int(sum(self._points.tolist()))
 
     def queued(self) -> int:
         return max(self._launched - self._ran(), 0)

@@ -11,6 +11,7 @@ launches, or a captured graph, obeys the newest command, and one that waits is r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import MissingExtra
@@ -90,9 +91,23 @@ def tessera_pace(control, state, stats, restart: tl.constexpr):
     tl.store(stats + 1, points)
 
 
-def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> None:
-    """Put a pace point on the current stream."""
-    tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)
+def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> Any:
+    """Put a pace point on the current stream; the compiled kernel (None in the interpreter)."""
+    return tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)
+
+
+def bind(compiled: Any, *args: Any) -> Callable[..., None]:
+    """Launches a compiled kernel on the stream it is given, with these arguments and then its own.
+
+    `kernel[(1,)](...)` looks at every argument to find what was compiled for them, which takes the host longer than the
+    launch; a point's are always the same. It ends in the very call that is made here.
+    """
+    run = compiled[(1, 1, 1)]
+
+    def launch_on(stream: int, *more: int) -> None:
+        run(*args, *more, stream=stream)
+
+    return launch_on
 
 
 @triton.jit
@@ -129,7 +144,8 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
             newest = _cost_ns(control, tokens, busy, longest)  # at the newest price
             naps += 1
     tl.atomic_add(bucket, newest - cost)
-    tl.atomic_min(bucket, tl.where(newest == 0, now, now + longest))  # released: nothing is owed
+    released = tl.load(control, volatile=True) == 0
+    tl.atomic_min(bucket, tl.where(released, now, now + longest))  # then nothing is owed
     waits = tl.load(state + 2) + tl.where(naps > 0, 1, 0)
     waited = tl.load(state + 3) + (now - began)
     worked = tl.load(state + 4) + busy
@@ -149,6 +165,6 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
     tl.store(stats + 5, counted)
 
 
-def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> None:
-    """Put a pace point on the current stream that spends tokens."""
-    tessera_spend[(1,)](control, bucket, state, stats, tokens, int(restart), num_warps=1, num_stages=1)
+def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> Any:
+    """Put a pace point on the current stream that spends tokens; the compiled kernel (None in the interpreter)."""
+    return tessera_spend[(1,)](control, bucket, state, stats, tokens, int(restart), num_warps=1, num_stages=1)

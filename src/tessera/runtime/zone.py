@@ -41,7 +41,8 @@ class Zone:
     latest: dict[int, tuple[float, int]] = field(default_factory=dict)
     tally: Tally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
-    _points: int = -1
+    _points: int = -1  # that had ended at the last reading
+    _looked: int = -1  # and at the last look
 
     def hold(self, cap: Cap, owner: int) -> None:
         """Add a cap; the tightest holds."""
@@ -87,8 +88,9 @@ class Zone:
             self.controller = None
             return self._set(Command(), now_ns)
         controller = self._controller(cap, sampler)
-        moved = self._moved()
-        active = moved or self.inside or any(p.queued() for p in self.pacers)
+        ended = sum(p.passed().points for p in self.pacers)
+        active = ended != self._looked or self.inside or any(p.queued() for p in self.pacers)
+        self._looked = ended
         if self.tally is not None:
             controller.rescale(self.tally.note(self._passed(), now_ns))
         if reading is not None:
@@ -97,7 +99,9 @@ class Zone:
             duty = self._duty_of(reading)
             # With hardly a token spent what is drawn is not ours, and says nothing of our work.
             learns = active and (self.tally is None or duty >= 0.5 * MIN_DUTY)
+            moved = ended != self._points  # since the last reading: looks come more often than a slow sensor's
             told = controller.observe(reading.power_w, reading.seconds, duty=duty, active=learns, moved=moved)
+            self._points = ended
             self._set(told, now_ns)
         elif active and now_ns - self.asked_ns > BLIND_NS:
             self.blind = True
@@ -120,12 +124,6 @@ class Zone:
         """Before the first reading: by the catalogue's figures, or by what was learnt before."""
         cap = self.tightest(sampler)
         return self.command if cap is None else self._set(self._controller(cap, sampler).command, now_ns)
-
-    def _moved(self) -> bool:
-        """Whether a pace point ended since the last look."""
-        points = sum(p.passed().points for p in self.pacers)
-        went_on, self._points = points != self._points, points
-        return went_on
 
     def count(self, tally: Tally | None) -> None:
         """Spend tokens from now on, or joules again: what was learnt is in other units, the duty is gone on from."""
@@ -190,7 +188,8 @@ class Zone:
             boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
             known = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
             idle_w, burst_w = figures(known, cap.power_w)
-            self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w)
+            blur_s = max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
+            self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s)
             if self.command.ratio > 0:  # taken over from another leader
                 self.controller.go_on_from(self.command)
         elif cap != self.controller.cap:
