@@ -732,8 +732,8 @@ BOUND = """
     control, bucket, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(4))
     for restart in (True, False):
         compiled = k.launch(control, state, stats, restart=restart)
-        k.bind(compiled, control, state, stats, restart)(7)
-    k.bind(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
+        k.launcher(compiled, control, state, stats, restart)(7)
+    k.launcher(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
     print(json.dumps(calls))
 """
 

@@ -244,7 +244,7 @@ class StreamPacer:
             words = (self._control, self._bucket, state, stats)
             self._spends = True
         if compiled is not None:
-            self._bound[stream, kind] = self._kernel.bind(compiled, *words)
+            self._bound[stream, kind] = self._kernel.launcher(compiled, *words)
 
     def _slot(self, stream: int) -> tuple[Any, Any]:
         """The words of a stream. More streams than slots share: their points then time each other's work."""

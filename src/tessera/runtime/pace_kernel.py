@@ -96,7 +96,7 @@ def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> An
     return tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)
 
 
-def bind(compiled: Any, *args: Any) -> Callable[..., None]:
+def launcher(compiled: Any, *args: Any) -> Callable[..., None]:
     """Launches a compiled kernel on the stream it is given, with these arguments and then its own.
 
     `kernel[(1,)](...)` looks at every argument to find what was compiled for them, which takes the host longer than the
