@@ -120,7 +120,7 @@ NOTES = [
     "- Attached by time (no optimizer), an earlier trace of the H200 had runtime calls but no kernels; of four later ones, with",
     "  two lengths and with and without a warm-up, all had them (`attach.json`).",
     "- A trace makes GPT-2's training wait for its host (45.5 ms a step, 51 to 70 ms under torch.profiler or ours,",
-    "  `overhead_why.json`). Blocks of the recording above contain stalls of 0.2 to 0.7 s in which Python's collector frees the events",
-    "  of profilers that ended before, torch's and ours: the figure is to be measured again without them.",
+    "  `overhead_why.json`). Single steps of 0.65 to 0.73 s stand there too, most likely Python's collector freeing the events of",
+    "  profilers that had ended, torch's and ours; the recording above did not keep them apart, and is to be made again.",
     "- `tessera run` has run on the H200 in the modes of `run_modes.json`; summary, counters and a session with exporters not yet.",
 ]

@@ -8,9 +8,12 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import click
 import hypothesis
 import pytest
+from click.testing import CliRunner
 
 from tessera.clock import Clock
 from tessera.schema import Capability, Domain
@@ -56,6 +59,13 @@ def fake_nvml() -> Iterator[FakeNvml]:
     with FakeNvml() as fake:
         fake.set_time_us(T0_US)
         yield fake
+
+
+def invoked(command: click.Command, *words: object) -> Any:
+    """A command of the CLI run in this process; `code` is what it returned, or the exception it ended with."""
+    result: Any = CliRunner().invoke(command, [str(w) for w in words], standalone_mode=False)
+    result.code = result.return_value if result.exception is None else result.exception
+    return result
 
 
 def clock_of(fake: FakeNvml) -> Clock:

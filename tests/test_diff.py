@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +29,7 @@ from tessera.report.predict import report_json
 from tessera.schema import Energy, EnergyDescriptor, EnergyReport, Prediction, RegionEnergy, Work
 
 import synthetic_run
+from conftest import invoked
 from test_run_report import checked
 
 EVIL = "<script>alert('x')</script>&\"op\""
@@ -450,12 +451,7 @@ def test_pages_need_nothing_but_themselves() -> None:
 
 @pytest.fixture
 def run() -> Callable[..., Any]:
-    def call(*words: object) -> Any:
-        result = CliRunner().invoke(command, [str(w) for w in words], standalone_mode=False)
-        result.code = result.return_value if result.exception is None else result.exception
-        return result
-
-    return call
+    return functools.partial(invoked, command)
 
 
 def test_exit_codes_tell_a_regression_from_noise(run: Callable[..., Any], files: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -32,6 +33,7 @@ from tessera.timeline import Builder, Timeline
 from tessera.trace import Column, PowerTrace
 
 import synthetic_run
+from conftest import invoked
 
 T0 = 1_790_000_000_000_000_000
 US = 1000
@@ -54,12 +56,7 @@ def saved(path: Path, given: Any) -> Path:
 
 @pytest.fixture
 def run() -> Callable[..., Any]:
-    def call(*words: object) -> Any:
-        result = CliRunner().invoke(command, [str(w) for w in words], standalone_mode=False)
-        result.code = result.return_value if result.exception is None else result.exception
-        return result
-
-    return call
+    return functools.partial(invoked, command)
 
 
 # -- measured once --------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ Step times are of the steps alone; what starting and stopping takes is given apa
 ours at all; the sampler of the others has run for `SETTLED_S`, as in every session but the first half second of a
 program's first one, in which it looks for the ticks of the energy counter. Each block runs `LEAD` steps before those
 that count: while a trace is read the device idles, and its first step then takes 7 to 10 ms longer, whoever traces.
-Python's collector is frozen at the start: one pass over torch and transformers takes 0.7 s, and which block it falls
-into is chance (both seen with overhead_why.py).
+Single steps of 0.65 to 0.73 s were seen too (both with overhead_why.py), in sessions and without a trace: most likely
+Python's collector, at work on torch's heap or freeing the events of profilers that had ended. So it is frozen at the
+start and runs between blocks.
 """
 
 from __future__ import annotations
@@ -152,8 +153,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--budget-s", type=float, default=180.0)
+    parser.add_argument("--quick", action="store_true", help="a unit or two of each: for faults, not for figures")
     args = parser.parse_args()
     started = time.perf_counter()
+    budget_s = 60.0 if args.quick else args.budget_s
     from overhead import make_step  # transformers is loaded only to run
 
     step = make_step()
@@ -167,7 +170,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         turn = 0
-        while time.perf_counter() < started + args.budget_s - 20:
+        while time.perf_counter() < started + budget_s - 20:
             how = "sampling" if turn % 3 == 2 else "timeline"  # the noisier one twice as often
             units[how].append(found := unit_of(how, step, len(units[how]) % 2 == 1, folder))
             print(

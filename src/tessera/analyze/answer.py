@@ -138,6 +138,22 @@ class Answer:
         return {**kept, "advice": self.advice, **spent}
 
 
+_BUSY_AND_IDLE = ("busy_s", "busy_j", "busy_error_j", "idle_s", "idle_j", "idle_error_j", "idle_share")
+
+
+def _busy_and_idle(table: EnergyTable, boards: int, known: bool) -> dict[str, Any]:
+    """What ran and what stood still; all None where nothing was attributed."""
+    if not known:
+        return dict.fromkeys(_BUSY_AND_IDLE)
+    error_j, idle_error_j = table.total_error_j, table.idle_error_j
+    figures = (
+        table.busy_s, table.total_j - table.idle_j, math.hypot(error_j, idle_error_j) if idle_error_j > 0 else error_j,
+        max(table.seconds * max(boards, 1) - table.busy_s, 0.0), table.idle_j, idle_error_j,
+        table.idle_j / table.total_j if table.total_j > 0 else None,
+    )  # fmt: skip
+    return dict(zip(_BUSY_AND_IDLE, figures, strict=True))
+
+
 def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -> Answer:
     """Everything the screen and the page say. `timeline` saves reading it again where the caller has it."""
     lines = run.timeline() if timeline is None else timeline
@@ -149,14 +165,12 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     shared = None if known else _shared(run, table, power)
     spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
     seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0
-    idle_s = max(table.seconds * max(len(devices(lines)), 1) - table.busy_s, 0.0)
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
     error_j = table.total_error_j
     partial = is_partial(run, table)
     tracing = slowdown_of(run, table, lines, power)
     whole = whole_of(run, table, lines, power, partial, shared)
     noted = [*([shared.note] if shared and shared.note else []), *_notes(run, table, lines)]
-    busy_error_j = math.hypot(error_j, table.idle_error_j) if table.idle_error_j > 0 else error_j
     return Answer(
         name=name_of(run),
         device=_device(run, power, lines),
@@ -170,13 +184,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         power_w=table.total_j / seen_s if seen_s > 0 else None,
         power_error_w=error_j / seen_s if seen_s > 0 else None,
         peak_w=_peak_w(power, table, whole),
-        busy_s=table.busy_s if known else None,
-        busy_j=table.total_j - table.idle_j if known else None,
-        busy_error_j=busy_error_j if known else None,
-        idle_s=idle_s if known else None,
-        idle_j=table.idle_j if known else None,
-        idle_error_j=table.idle_error_j if known else None,
-        idle_share=table.idle_j / table.total_j if known and table.total_j > 0 else None,
+        **_busy_and_idle(table, len(devices(lines)), known),
         whole=whole,
         partial=partial,
         traced_steps=len(table.steps) if whole.steps is not None and not shared else None,

@@ -105,11 +105,14 @@ def command(
         modules=modules, memory=memory, steps=steps, flush_s=flush_s or None,
         limit_s=None if steps or chosen == "summary" else limit_s or None,
     )  # fmt: skip
+    if os.environ.get("RANK", "0") != "0":
+        return _run(plan, as_json, None)
     with contextlib.ExitStack() as opened:
         return _run_and_answer(plan, counters, html, as_json, opened)
 
 
 def _run_and_answer(plan: Plan, counters: bool, html: Path | None, as_json: bool, opened: contextlib.ExitStack) -> int:
+    """Run it and say what it cost; `opened` closes the run file when all is said."""
     found: list[tuple[RunFile, Timeline, EnergyTable]] = []
 
     def early() -> None:
@@ -117,10 +120,7 @@ def _run_and_answer(plan: Plan, counters: bool, html: Path | None, as_json: bool
         with contextlib.suppress(TesseraError):
             found.append(_read(plan, opened))
 
-    first = os.environ.get("RANK", "0") == "0"
-    code = _run(plan, as_json, early if first and not counters else None)
-    if os.environ.get("RANK", "0") != "0":
-        return code
+    code = _run(plan, as_json, None if counters else early)
     if not Path(plan.path).exists():
         return code or 1  # it said why
     try:

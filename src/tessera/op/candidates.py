@@ -53,9 +53,9 @@ def order(
 
 
 def _joules(a: Any, b: Any, out: Any, precision: str, sums: str, costs: Mapping[str, float] | None) -> float:
-    given = (costs or {}).get(precision)
+    given = (costs or {}).get(f"{precision} {sums}", (costs or {}).get(precision))
     if given is not None:
-        return given if costs is None or sums == "fp32" else costs.get(f"{precision} {sums}", given)
+        return given
     batch, m, n, k = math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
     chip = chip_of(a.device.index if a.device.type == "cuda" else None)
     kept = precision in ("fp8", "fp8_row") and prepared.find(b, precision == "fp8_row") is not None

@@ -27,7 +27,7 @@ def key(leaf: Any) -> Any:
 def warm_up(call: Callable[[], Any]) -> None:
     """Lets libraries choose and allocate, which may not happen in a capture. The call does its work each time."""
     # Autograd's last nodes live as long as a backward pass that is kept in cycles, and belong to the stream they were
-    # made in: with those of the default stream a capture fails (seen on an H200, torch 2.11).
+    # made in: with those of the default stream a capture fails, says torch's warning (on an H200, torch 2.11).
     gc.collect()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -20,8 +20,7 @@ Progress = Callable[[int, int, str], None]
 # 21 us there, the integral 0.3 to 1.8% on ten loads, a mixture of kernels 1.7% in the mean, kernels 12% in the mean.
 SCOPE_US, SAMPLER_PCT, INTEGRAL_PCT, SIMULATED_PCT, MIXTURE_PCT, PREDICTION_PCT = 60.0, 1.0, 3.0, 5.0, 15.0, 25.0
 _SCOPES = 2000
-# NVML's counter is read densely until its ticks are found, and left alone for a minute where 2.5 s were not enough
-# (sensors/_nvml_counter.py); in peace half a second is.
+# NVML's counter is read densely until its ticks are found (sensors/_nvml_counter.py): half a second of reads in peace.
 _TICKS_S = 4.0
 
 
@@ -73,10 +72,7 @@ def run(*, seconds: float = 45.0, progress: Progress | None = None, monitor: Mon
 
 
 def find_ticks(monitor: Monitor) -> None:
-    """Wait until NVML's counter is of use: the checks keep the sampler busy, and it may not find the ticks beside them.
-
-    Ten thousand scopes to settle were enough to miss them, and the integral had nothing to be checked against.
-    """
+    """Wait until NVML's counter is of use: the integral is checked against it from its first second on."""
     boards = [d.name for d in monitor.sampler.domains if d.counted and d.source.startswith("nvml")]
     deadline = time.monotonic() + _TICKS_S
     while boards and not any(len(monitor.sampler.anchors[b]) for b in boards) and time.monotonic() < deadline:

@@ -32,8 +32,7 @@ def _torch() -> Any | None:
 def warm_up() -> None:
     """Load torch, CUDA and a kernel, before sampling begins.
 
-    Loading keeps other threads from running for seconds. NVML's counter is of use once its ticks are found, which takes
-    many reads in the sampler's first seconds; one that was kept from reading leaves it alone for a while.
+    Loading keeps other threads from running for seconds, longer than the driver's ring of samples reaches back.
     """
     torch = _torch()
     if torch is not None:

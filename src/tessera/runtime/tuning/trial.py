@@ -45,8 +45,8 @@ class Bench:
         """Apply, check, measure, undo, and put the state back. What fails is a trial that was refused."""
         found = self._tried(setting)
         if found.refused:
-            # What a failed capture leaves in cycles (a backward pass whose last nodes belong to its stream) would make
-            # every later trial wait between streams.
+            # After a failed capture later trials ran slower (benchmarks/results/tune.json). What it leaves in cycles, a
+            # backward pass whose last nodes belong to its stream, is the cause that torch's warning names.
             gc.collect()
         return found
 
