@@ -18,7 +18,7 @@ from .seen import Seen
 
 # Expected shares of the joules, to begin with the largest. Measured on an H200 (results/tune.json, fused_conv.json):
 # GPT-2's training compiled 33% fewer, padded 14%; ResNet-50 with fused convolutions 42%. channels_last and cuDNN's
-# search are from convolutions recorded for `predict`; graphs and fused updates are guesses (their trials were disturbed).
+# search are from convolutions recorded for `predict`; graphs and fused updates are guesses (trials were disturbed).
 _COMPILE, _LAYOUT, _PADDING, _GRAPH, _OPTIMIZER, _CUDNN, _PRECISION = 0.33, 0.3, 0.14, 0.1, 0.05, 0.05, 0.4
 _CONVOLUTIONS = 0.4
 # Guesses: freezing makes three products one and folds batch norms; of attention's kernels torch's own choice was the
