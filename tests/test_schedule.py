@@ -408,15 +408,15 @@ def test_how_often_points_come_follows_the_time_of_launches():
     cadence = Cadence(CountingPacer())
     cadence.point(100)
     cadence.pacer.worked_s = 0.01  # 100 launches in 10 ms
-    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))
-    assert cadence.every == 20  # two points in a slice of 4 ms
+    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.006))
+    assert cadence.every == 20  # three points in a slice of 6 ms
     for _ in range(10):
         cadence.point(20)
     cadence.pacer.worked_s += 5.0  # then a launch takes 25 ms
-    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))
+    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.006))
     assert cadence.every == 1
     assert cadence.pacer.ahead == 4  # 5 s for ten points: the host may not be far ahead
-    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.004))  # nothing new: no change
+    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.006))  # nothing new: no change
     assert cadence.every == 1
 
 
@@ -428,7 +428,7 @@ def test_launches_that_have_yet_to_run_do_not_count():
             for _ in range(50):
                 cadence.point(10)
         ran += 5
-        cadence.adapt(Passed(ran, 0, 0.0, ran * 0.001), Command(1.0, 0.004))
+        cadence.adapt(Passed(ran, 0, 0.0, ran * 0.001), Command(1.0, 0.006))
         assert cadence.every == 20  # 10 launches take a millisecond, whenever they were launched
 
 
@@ -436,9 +436,9 @@ def test_points_of_a_replayed_graph_teach_nothing():
     cadence = Cadence(CountingPacer())
     for _ in range(10):
         cadence.point(10)
-    cadence.adapt(Passed(10, 0, 0.0, 0.010), Command(1.0, 0.004))
+    cadence.adapt(Passed(10, 0, 0.0, 0.010), Command(1.0, 0.006))
     assert cadence.every == 20
-    cadence.adapt(Passed(500, 0, 0.0, 0.9), Command(1.0, 0.004))
+    cadence.adapt(Passed(500, 0, 0.0, 0.9), Command(1.0, 0.006))
     assert cadence.every == 20
 
 

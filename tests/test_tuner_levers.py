@@ -257,19 +257,23 @@ def test_which_settings_keep_copies() -> None:
 
 
 class Attention(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout_p: float = 0.0) -> None:
         super().__init__()
-        self.project = torch.nn.Linear(16, 48)
+        self.project, self.dropout_p = torch.nn.Linear(16, 48), dropout_p
 
     def forward(self, x: Any) -> Any:
         query, key, value = self.project(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        return functional.scaled_dot_product_attention(query, key, value)
+        return functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout_p)
+
+
+def takes(call: Any, kernel: str) -> bool:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        call()
+    return any(kernel in event.key for event in profiled.key_averages())
 
 
 def takes_flash(call: Any) -> bool:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        call()
-    return any("_flash_attention" in event.key for event in profiled.key_averages())
+    return takes(call, "_flash_attention")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
@@ -298,7 +302,7 @@ def test_a_look_sees_gradients_writes_and_failures() -> None:
     model = Attention().eval()
     infer, _ = inferring(model, 2, 8, 16)
     known, x = reach(infer), torch.randn(2, 8, 16)
-    assert look(infer, known) == Seen(infers=True)  # a CPU has one fused kernel: nothing to choose
+    assert look(infer, known) == Seen(infers=True, attends=True)  # a CPU has one fused kernel: nothing to choose
     assert not look(lambda: model(x), known).infers
     assert not look(x.sum, known).infers  # no module ran
 
@@ -354,10 +358,17 @@ def test_fused_convolutions() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [{}, {"compile": "default"}], ids=["eager", "compiled"])
-def test_linear_layers_in_fp8(quick_compiler: None, compiled: dict[str, Any]) -> None:
-    from tessera.op import prepared
+@pytest.mark.parametrize(
+    ("compiled", "by_rows"),
+    [({}, False), ({}, True), ({"compile": "default"}, False)],
+    ids=["eager", "rows", "compiled"],
+)
+def test_linear_layers_in_fp8(
+    quick_compiler: None, compiled: dict[str, Any], by_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tessera.op import lowprec, prepared
 
+    monkeypatch.setattr(lowprec, "rows_in_product", lambda *_: by_rows)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 7))
     infer, untouched = inferring(model.bfloat16().eval(), 64, 32)
@@ -367,6 +378,7 @@ def test_linear_layers_in_fp8(quick_compiler: None, compiled: dict[str, Any]) ->
         assert [("forward" in vars(m)) for m in model] == [True, False, False]  # 7 columns are left as they are
         mine = list(prepared._kept.values())[kept:]
         assert len(mine) == 1 and mine[0].values.dtype == torch.float8_e4m3fn
+        assert mine[0].scale.numel() == (48 if by_rows else 1)
         values = mine[0].values
         assert torch.equal(call(), call()) and mine[0].values is values
         with torch.no_grad():

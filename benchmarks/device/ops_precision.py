@@ -1,20 +1,28 @@
 """Error-bounded precision on the GPU at hand: numerics of the quantise kernels, violations, chosen precision, joules.
 
     PYTHONPATH=src:.carry/site python benchmarks/device/ops_precision.py RESULTS.json [--budget-s 160] [--quick]
+        [--only quantise products layers random]
 
-Four parts, in order of what matters if time runs out: the quantise kernels bit for bit against torch's own cast, and
-what fp8's fast sums lose; joules of one square product in each precision, with and without the casts, and the native
-row-wise product beside ours; the linear layers of GPT-2, BERT and a Llama, freshly initialised and with outlier channels,
-at three tolerances: the way that its predicted joules chose, true error against fp64, violations, true joules of the
-choice against fp32 and bf16; random cases (the kinds of benchmarks/error_bounds.py, a seed of their own). "fp8 fast" is
-fp8 with the tensor core's fast sums. Expected on an H200: 65 s for kernels and products, 45 for the layers, 25 for 1,000
-cases. `--quick` is a rehearsal on tiny shapes that also runs on a CPU, where nothing is measured in joules. No clock,
-limit or mode is changed.
+Four parts, in order of what matters if time runs out. quantise: the kernels bit for bit against torch's own cast, rows
+scaled in the product against rows scaled after it, what fp8's fast sums lose; if named, joules of casts cut otherwise.
+products: joules of one square product in each precision, with and without the casts, and the native row-wise product
+beside ours. layers: the linear layers of GPT-2, BERT and a Llama, freshly initialised and with outlier channels, at three
+tolerances: the way that its predicted joules chose, true error against fp64, violations, true joules of the choice
+against fp32 and bf16. random: cases of the kinds of benchmarks/error_bounds.py, a seed of their own, every other one with
+costs by which scales a row come first, some with bf16 results. "fp8 fast" is fp8 with the tensor core's fast sums.
+
+With `--only` the parts that are named are run and take the place of theirs in RESULTS.json, whose others stay.
+`--only products` measures only bf16, fp8 and its parts at 4096 and 8192, in turns there and back: every row is the mean
+of two that lie as far from one end as from the other. It replaces these sizes' rows of bf16 operands, all of them, since
+they are compared with one another. Expected on an H200: 67 s for kernels and products, 45 for the layers, 25 for 1,000
+cases; alone, 15 for `quantise`, 30 for `products`. `--quick` is a rehearsal on tiny shapes that also runs on a CPU, where
+nothing is measured in joules. No clock, limit or mode is changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics as st
 import sys
 import time
@@ -47,7 +55,12 @@ CASES_SEED = 3  # 1 tuned the constants, 2 is reported from the CPU
 SETTLE_S, MEASURED_S, GRAPH_S = 0.2, 0.3, 0.004
 CAPPED_S = 0.5  # more to settle where the power limit holds: its controller takes about that long to come to rest
 WRITE_EVERY_S = 2.0
+# In turns: two of these are one row, and the rows beside it draw about the same.
+TURN_SETTLE_S, TURN_CAPPED_S, TURN_S = 0.15, 0.25, 0.2
 FAST = " fast"
+PARTS = {"quantise": ("quantise", "rows", "sums", "cast"), "products": ("joules",), "layers": ("layer", "layer joules"),
+         "random": ("random",)}  # fmt: skip
+TURNED = (4096, 8192)
 
 
 @dataclass
@@ -101,23 +114,8 @@ class Run:
             fn()
             self.add({**row, "ms": 1e3 * (time.perf_counter() - begin), "J": None})
             return
-        from record_kernels import capture, quick_time
-        from record_models import nvml_state, states_of, steady
-
-        for _ in range(2):
-            fn()
-        copies = max(1, min(200, round(GRAPH_S / quick_time(fn))))
-        replay = capture([fn], copies, keep=False).replay
-        for seconds in (SETTLE_S, CAPPED_S):
-            end = time.perf_counter() + seconds
-            while time.perf_counter() < end:
-                replay()
-                replay()
-                torch.cuda.synchronize()
-            if not settled or not states_of([nvml_state()])["throttle"] & 4:
-                break
-        # By the graph: a call of several launches takes longer on the host than on the device.
-        self.waiting.append((row, *steady(replay, quick_time(replay), MEASURED_S, reads=2), copies))
+        replay, copies = replayed(fn)
+        self.waiting.append((row, *spent(replay, settled, SETTLE_S, CAPPED_S, MEASURED_S), copies))
         self.flush(4)
 
     def flush(self, left: int = 0) -> None:
@@ -126,6 +124,33 @@ class Run:
         while len(self.waiting) > left:
             row, scope, n, state, copies = self.waiting.popleft()
             self.add({**row, **figures(scope, n * copies, state)})
+
+
+def replayed(fn: Step) -> tuple[Step, int]:
+    """A graph of several calls, to be replayed, and how many are in it."""
+    from record_kernels import capture, quick_time
+
+    for _ in range(2):
+        fn()
+    copies = max(1, min(200, round(GRAPH_S / quick_time(fn))))
+    return capture([fn], copies, keep=False).replay, copies
+
+
+def spent(replay: Step, settled: bool, settle_s: float, capped_s: float, seconds: float) -> tuple[Any, int, Row]:
+    """The energy scope of a graph in steady state, not yet read."""
+    from record_kernels import quick_time
+    from record_models import nvml_state, states_of, steady
+
+    for wait_s in (settle_s, capped_s):
+        end = time.perf_counter() + wait_s
+        while time.perf_counter() < end:
+            replay()
+            replay()
+            torch.cuda.synchronize()
+        if not settled or not states_of([nvml_state()])["throttle"] & 4:
+            break
+    # By the graph: a call of several launches takes longer on the host than on the device.
+    return steady(replay, quick_time(replay), seconds, reads=2)
 
 
 # -- 1. the quantise kernels -------------------------------------------------------------------------------------
@@ -181,15 +206,76 @@ def fast_sums(run: Run) -> None:
         })  # fmt: skip
 
 
+def check_rows(run: Run) -> None:
+    """The product that multiplies by its rows' scales itself against the one whose result is multiplied afterwards."""
+    shapes = (
+        ((33, 47, 65), (5, 16, 32)) if run.quick else ((33, 47, 65), (1, 5, 300), (1000, 1000, 1000), (4096, 512, 2048))
+    )
+    for shape in shapes:
+        for out in (torch.bfloat16, torch.float32, torch.float16):
+            for sums in ("fp32", "fast"):
+                call = lambda shape=shape, out=out, sums=sums: one_by_rows(run, shape, out, sums)  # noqa: E731
+                run.guarded(f"rows of {shape} to {out}, {sums} sums", call)
+
+
+def one_by_rows(run: Run, shape: tuple[int, int, int], out: torch.dtype, sums: str) -> None:
+    m, n, k = shape
+    a = torch.randn(m, k, device=run.device) * torch.logspace(-3, 1, m, device=run.device)[:, None]
+    b = torch.randn(k, n, device=run.device) * torch.logspace(1, -2, n, device=run.device)
+    where = torch.device(run.device, 0) if run.device == "cuda" else torch.device("cpu")
+    inside, asked = lowprec.mm(a, b, "fp8_row", sums, out).double(), lowprec.rows_in_product
+    lowprec.rows_in_product = lambda *_: False
+    try:
+        after = lowprec.mm(a, b, "fp8_row", sums, out).double()
+    finally:
+        lowprec.rows_in_product = asked
+    # Of each column, since theirs are the sizes that differ most within a row; fp16's least step lies beneath.
+    off = (inside - after).norm(dim=0) / (after.norm(dim=0) + 6e-8 * m**0.5)
+    worst = float(off.max())
+    most = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}.get(out, 1e-5) + (1e-2 if sums == "fast" else 1e-5)
+    run.add({
+        "part": "rows", "shape": shape, "out": str(out), "sums": sums, "in_product": asked(where, out),
+        "worst": worst, "wrong": not worst <= most,
+    })  # fmt: skip
+
+
+def cut_otherwise(run: Run) -> None:
+    """Joules of casts by rows as they are cut, and of others that could be."""
+    for n in (64,) if run.quick else TURNED:
+        x = torch.randn(n, n, device=run.device).bfloat16()
+        for at_once in (16384, 8192, 4096):
+            cast_joules(run, x, f"{at_once} elements at once", "AT_ONCE", at_once)
+        for tile in ((64, 128), (128, 64)):
+            named = {**kernels.AMAX_TILES, "columns": tile}
+            cast_joules(run, x.mT, f"transposing, largest values of {tile[0]} x {tile[1]}", "AMAX_TILES", named)
+    if run.waiting:
+        run.guarded("the last joules of casts", run.flush, needs_s=0.0)
+
+
+def cast_joules(run: Run, x: torch.Tensor, named: str, constant: str, value: Any) -> None:
+    """It is read when a cast is launched: the graph keeps what was launched."""
+    row: Row = {"part": "cast", "n": x.shape[0], "cut": named, "as_is": getattr(kernels, constant) == value}
+    before = getattr(kernels, constant)
+    setattr(kernels, constant, value)
+    try:
+        run.guarded(f"cast of {x.shape[0]}, {named}", lambda: run.measure(row, lambda: by_rows(x)))
+    finally:
+        setattr(kernels, constant, before)
+
+
+def by_rows(x: torch.Tensor) -> Any:
+    return kernels.quantize(x, "fp8", by_row=True) if x.is_cuda else lowprec._quantized(x, "fp8", True, (1, 1))
+
+
 # -- 2. joules of a square product -------------------------------------------------------------------------------
 
 
-WAYS = ("fp8", "fp8 fast", "fp8_row")
+WAYS = ("fp8", "fp8 fast", "fp8_row fast")
 
 
-def product(a: torch.Tensor, b: torch.Tensor, way: str) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, way: str, out: torch.dtype | None = None) -> torch.Tensor:
     """The product in a precision, with fast sums where its name says so."""
-    return lowprec.mm(a, b, way.removesuffix(FAST), "fast" if way.endswith(FAST) else "fp32")
+    return lowprec.mm(a, b, way.removesuffix(FAST), "fast" if way.endswith(FAST) else "fp32", out)
 
 
 def alone(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, str, Step]]:
@@ -241,18 +327,90 @@ def joules(run: Run) -> None:
 
 def joules_of(run: Run, n: int) -> None:
     for precision, counted, fn in product_calls(n, run.device):
-        row: Row = {"part": "joules", "n": n, "precision": precision, "counted": counted}
-        if precision.removesuffix(FAST) in lowprec.PRECISIONS and "operands" in counted:
-            dtype = torch.bfloat16 if counted.startswith("bf16") else torch.float32
-            row["J_predicted"] = predicted(precision, n, dtype, "prepared" in counted)
-        settled = n >= 4096 and (counted.startswith("bf16 operands") or "product alone" in counted)
-        call = lambda row=row, fn=fn, settled=settled: run.measure(row, fn, settled)  # noqa: E731
-        run.guarded(f"joules {n} {precision} {counted}", call, needs_s=3.0)
+        row = product_row(run, n, precision, counted)
+        run.guarded(f"joules {n} {precision} {counted}", partial(run.measure, row, fn, heavy(row)), needs_s=3.0)
 
 
-def predicted(way: str, n: int, dtype: torch.dtype, kept: bool) -> float:
+def product_row(run: Run, n: int, precision: str, counted: str) -> Row:
+    row: Row = {"part": "joules", "n": n, "precision": precision, "counted": counted}
+    if precision.removesuffix(FAST) in lowprec.PRECISIONS and "operands" in counted:
+        dtype = torch.bfloat16 if counted.startswith("bf16") else torch.float32
+        row["J_predicted"] = predicted(run, precision, n, dtype, "prepared" in counted)
+    return row
+
+
+def heavy(row: Row) -> bool:
+    """Whether it may meet the power limit."""
+    return row["n"] >= 4096 and (row["counted"].startswith("bf16 operands") or "product alone" in row["counted"])
+
+
+def predicted(run: Run, way: str, n: int, dtype: torch.dtype, kept: bool) -> float:
     sums = "fast" if way.endswith(FAST) else "fp32"
-    return energy_j(way.removesuffix(FAST), n, n, n, 1, dtype, dtype, accumulate=sums, prepared=kept)
+    inside = lowprec.rows_in_product(torch.device("cuda", 0), dtype) if run.device == "cuda" else None
+    return energy_j(
+        way.removesuffix(FAST), n, n, n, 1, dtype, dtype, accumulate=sums, prepared=kept, rows_in_product=inside
+    )
+
+
+def turned_calls(n: int, device: str) -> Iterator[tuple[str, str, Step]]:
+    """What the saving of fp8 at a size is made of; graphs of all are held at once, so that prepared weights stay."""
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    kept = b.clone()
+    for p in ("fp8", "fp8_row"):
+        prepared.prepare(kept, p)
+    yield "bf16", "bf16 operands", lambda: lowprec.mm(a, b, "bf16")
+    for p in ("fp8 fast", "fp8_row fast"):
+        yield p, "bf16 operands, weight prepared", partial(product, a, kept, p)
+        yield p, "bf16 operands, both cast", partial(product, a, b, p)
+    if device == "cuda":
+        parts = [(p, counted, fn) for p, counted, fn in alone(a, b) if "cast" in counted or p.endswith(FAST)]
+        yield from sorted(parts, key=lambda part: "cast" in part[1])  # those at the power limit beside one another
+
+
+def in_turns(run: Run) -> None:
+    for n in (64,) if run.quick else TURNED:
+        run.guarded(f"products of {n} in turns", lambda n=n: turns_of(run, n), needs_s=8.0)  # type: ignore[misc]
+
+
+@torch.no_grad()
+def turns_of(run: Run, n: int) -> None:
+    """Every call there and back, from graphs that were captured once."""
+    calls = list(turned_calls(n, run.device))  # they hold what their graphs read
+    rows = [product_row(run, n, p, counted) for p, counted, _ in calls]
+    if run.device == "cpu":
+        for row, (_, _, fn) in zip(rows, calls, strict=True):
+            run.measure(row, fn)
+        return
+    from record_models import figures
+
+    graphs = [replayed(fn) for _, _, fn in calls]
+    there = list(range(len(calls)))
+    found: list[list[Row]] = [[] for _ in calls]
+    unread: deque[Any] = deque()
+
+    def read(left: int) -> None:  # some rows later, so that nobody waits for the sensor
+        while len(unread) > left:
+            at, *measured = unread.popleft()
+            found[at].append(figures(*measured))
+
+    for i in (*there, *reversed(there)):
+        replay, copies = graphs[i]
+        scope, times, state = spent(replay, heavy(rows[i]), TURN_SETTLE_S, TURN_CAPPED_S, TURN_S)
+        unread.append((i, scope, times * copies, state))
+        read(4)
+    read(0)
+    for row, turns in zip(rows, found, strict=True):
+        run.add({**row, **mean_of(turns)})
+
+
+def mean_of(turns: list[Row]) -> Row:
+    """One row of several measurements."""
+    mean = {name: st.fmean(turn[name] for turn in turns) for name in ("ms", "W", "J", "sm_mhz", "temp_c")}
+    error = sum(turn["J_error"] ** 2 for turn in turns) ** 0.5 / len(turns)
+    capped = 0
+    for turn in turns:
+        capped |= turn["throttle"]
+    return {**mean, "J_error": error, "throttle": capped, "J_turns": [turn["J"] for turn in turns]}
 
 
 # -- 3. layers of models -----------------------------------------------------------------------------------------
@@ -265,18 +423,20 @@ def relative(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     return 0.0 if error == 0 else error / size if size > 0 else float("inf")
 
 
-def bounded_row(a: torch.Tensor, b: torch.Tensor, tolerance: float, costs: Any = None, **more: Any) -> Row:
+def bounded_row(
+    a: torch.Tensor, b: torch.Tensor, tolerance: float, costs: Any = None, out: torch.dtype | None = None, **more: Any
+) -> Row:
     """What is chosen, by `costs` or else by the predicted joules of this very product, and how far off it is."""
     bounded.forget()
     row = {**more, "shape": (a.shape[0], b.shape[1], a.shape[1]), "tolerance": tolerance}
     begin = time.perf_counter()
     try:
-        choice = bounded.choose("matmul", a, b, tolerance=tolerance, costs=costs)
+        choice = bounded.choose("matmul", a, b, tolerance=tolerance, costs=costs, out_dtype=out)
     except ToleranceError as e:
         return {**row, "chosen": None, "why": e.what}
     took = time.perf_counter() - begin
     way = choice.precision + (FAST if choice.accumulate == "fast" else "")
-    error = relative(product(a, b, way), a, b)
+    error = relative(product(a, b, way, out), a, b)
     return {
         **row, "chosen": way, "true_error": error, "said": choice.sampled_error, "foretold": choice.bound,
         "violated": error > tolerance, "check_ms": 1e3 * took, "why": choice.why,
@@ -382,6 +542,8 @@ COSTS |= {
     p + FAST: energy_j(p, 4096, 4096, 4096, 1, torch.float32, torch.float32, accumulate="fast")
     for p in ("fp8", "fp8_row")
 }
+BY_ROWS = {**COSTS, "fp8": COSTS["fp8_row"], "fp8_row": COSTS["fp8"]}
+BY_ROWS |= {"fp8 fast": COSTS["fp8_row fast"], "fp8_row fast": COSTS["fp8 fast"]}
 
 
 def random_cases(run: Run, count: int) -> None:
@@ -395,14 +557,20 @@ def random_cases(run: Run, count: int) -> None:
         largest = 5.0 if run.quick else 10.5 if index % 5 == 0 else 8.5
         m, n, k = (int(2 ** (float(torch.rand((), generator=rng)) * (largest - 4) + 4)) for _ in range(3))
         name, tolerance = names[index % len(names)], error_bounds.TOLERANCES[index % 3]
-        case = lambda m=m, n=n, k=k, name=name, tolerance=tolerance: one_case(run, there, name, m, n, k, tolerance)  # noqa: E731
+        of_kind = index // len(names)
+        costs = BY_ROWS if of_kind % 2 else COSTS
+        # Two of four, but where a bf16 result itself is too coarse.
+        out = torch.bfloat16 if of_kind % 4 >= 2 and tolerance >= 1e-2 else torch.float32
+        case = partial(one_case, run, there, name, (m, n, k), tolerance, costs, out)
         run.guarded(f"case {index} {name}", case)
 
 
-def one_case(run: Run, rng: Any, name: str, m: int, n: int, k: int, tolerance: float) -> None:
+def one_case(
+    run: Run, rng: Any, name: str, shape: tuple[int, int, int], tolerance: float, costs: Row, out: torch.dtype
+) -> None:
     with torch.device(run.device):
-        a, b = error_bounds.KINDS[name](m, n, k, rng)
-    run.add(bounded_row(a, b, tolerance, COSTS, part="random", kind=name))
+        a, b = error_bounds.KINDS[name](*shape, rng)
+    run.add(bounded_row(a, b, tolerance, costs, out, part="random", kind=name, result=str(out)))
 
 
 # -- what it comes to --------------------------------------------------------------------------------------------
@@ -413,6 +581,7 @@ def summary(run: Run) -> Row:
     of = lambda part: [r for r in rows if r.get("part") == part]  # noqa: E731
     found: Row = {
         "quantise_checked": len(of("quantise")), "quantise_differing": sum(r["differing"] for r in of("quantise")),
+        "rows_checked": len(of("rows")), "rows_wrong": sum(r["wrong"] for r in of("rows")),
         "seconds": time.perf_counter() - run.start,
     }  # fmt: skip
     for part in ("random", "layer"):
@@ -458,10 +627,61 @@ def show(run: Run) -> None:
     for r in run.results["rows"]:
         if r.get("part") == "sums":
             print(f"  sums of {r['k']:6} in fp8: fast ones lose {r['lost']:.1e}, foretold {r['foretold']:.1e}")
+    for r in run.results["rows"]:
+        if r.get("part") == "cast":
+            joule = "-" if r.get("J") is None else f"{1e3 * r['J']:9.2f} mJ"
+            print(
+                f"  cast of {r['n']:5} by rows, {r['cut']:48} {r['ms']:8.4f} ms {joule}{' as it is' if r['as_is'] else ''}"
+            )
     for name, value in run.results["summary"].items():
         print(f"  {name:48} {value}")
     for what in ("errors", "skipped"):
         print(f"  {what}: {len(run.results[what])}", *run.results[what][:8], sep="\n    ")
+
+
+def kept(results: Row, only: list[str]) -> list[Row]:
+    """The rows of a file that are not measured anew."""
+    replaced = [part for name in only for part in PARTS[name]]
+
+    def stays(row: Row) -> bool:
+        if row["part"] == "joules" and "products" in only:
+            return row["n"] not in TURNED or row["counted"].startswith("fp32 operands")
+        return row["part"] not in replaced
+
+    return [row for row in results["rows"] if stays(row)]
+
+
+def resume(run: Run, only: list[str]) -> str:
+    """Go on with what the file has; why not, where that was measured elsewhere."""
+    if not run.out.exists():
+        return ""
+    before = json.loads(run.out.read_text())
+    for name in ("device", "quick"):
+        if before["machine"][name] != run.results["machine"][name]:
+            return f"{run.out} is of {name} {before['machine'][name]}, not of {run.results['machine'][name]}"
+    run.results |= {name: before[name] for name in ("skipped", "errors")}
+    run.results["rows"] = kept(before, only)
+    run.results["parts"] = before.get("parts", dict.fromkeys(PARTS, before["machine"]))
+    return ""
+
+
+def measure(run: Run, only: list[str], cases: int) -> None:
+    """The parts that are wanted: all, where none is named."""
+    if not only or "quantise" in only:
+        check_kernels(run)
+        check_rows(run)
+        run.guarded("fast sums", lambda: fast_sums(run))
+    if "quantise" in only or run.quick:
+        cut_otherwise(run)
+    if not only:
+        joules(run)
+    elif "products" in only:
+        in_turns(run)
+    if not only or "layers" in only:
+        rows = run.guarded("the models' layers", lambda: model_layers(run), needs_s=5.0) or []
+        layer_joules(run, rows)
+    if not only or "random" in only:
+        random_cases(run, cases)
 
 
 def main() -> None:
@@ -470,15 +690,20 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=160.0)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=[])
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
         parser.error("no CUDA device: --quick rehearses on a CPU")
     run = Run(args.out, args.budget_s, args.quick, device)
-    run.results["machine"] = {
+    machine = run.results["machine"] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
         "date": str(date.today()), "quick": args.quick,
     }  # fmt: skip
+    if args.only and (why := resume(run, args.only)):
+        parser.error(why)
+    # What each part was measured with: `--only` may bring them together from several days.
+    run.results["parts"] = run.results.get("parts", {}) | dict.fromkeys(args.only or PARTS, machine)
     if device == "cuda":
         import pynvml
 
@@ -486,12 +711,7 @@ def main() -> None:
 
         pynvml.nvmlInit()
         monitor.default()
-    check_kernels(run)
-    run.guarded("fast sums", lambda: fast_sums(run))
-    joules(run)
-    rows = run.guarded("the models' layers", lambda: model_layers(run), needs_s=5.0) or []
-    layer_joules(run, rows)
-    random_cases(run, 12 if args.quick else args.cases)
+    measure(run, args.only, 12 if args.quick else args.cases)
     run.results["summary"] = summary(run)
     run.write(last=True)
     show(run)

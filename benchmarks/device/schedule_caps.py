@@ -1,6 +1,7 @@
 """Power caps by waits in the stream on the GPU at hand: what is held, and what it costs.
 
     PYTHONPATH=src:.carry/site python benchmarks/device/schedule_caps.py RESULTS.json [--budget-s 200] [--quick]
+        [--only gemm,node] [--curve EARLIER.json]
 
 A GEMM loop at 600/500/400/300 W and GPT-2-small training at 500/400/300 W: mean and worst 200 ms window after the first
 second, by the driver's ring and by the energy counter, and the throughput against the best fixed duty cycle at that
@@ -10,6 +11,10 @@ and the overhead where nothing limits. No clock, limit or mode is changed.
 The ring looks every 20 ms through a filter of about 11 ms: work that switches every few milliseconds beats with that,
 and its windows are then the ring's own (tests/fakes/plant.py). The counter's windows, between every second of its ticks
 of 100 ms, are beside them; where both agree they were drawn.
+
+`--only` takes some of points, gemm, node, gpt2, graphs, ripple. `--curve` takes the fixed duty cycles of an earlier run instead of
+measuring them, where the free power of each load is that of now within 2%; the result says so. Under 120 s fewer of
+them are measured. The ring's samples and the counter's ticks of every row go to RESULTS.series.json.
 
 `--quick` runs the logic on a CPU with tiny shapes; its watts are modelled and say nothing.
 """
@@ -21,6 +26,7 @@ import faulthandler
 import itertools
 import json
 import os
+import re
 import signal
 import statistics as st
 import subprocess
@@ -57,6 +63,13 @@ Step = Callable[[], int]  # does some work, and says how many units
 # bursts gave the same joules per GEMM on 2026-11-15, as far as the sensors can tell; two of them are there to see it.
 GEMM_DUTIES = {0.0012: (0.6, 0.49, 0.38, 0.27, 0.17), 0.004: (0.49, 0.27)}
 GPT2_DUTIES = {0.0024: (0.9, 0.7, 0.55, 0.38)}
+FEW_GEMM_DUTIES = {0.0012: (0.57, 0.45, 0.33, 0.21)}
+SHORT_S = 120.0  # with less time than this they will do
+# Neighbours of a curve further apart are not joined: power stands still from a duty of 0.7 on, throughput does not, and
+# a line from 0.49 to 1.0 is 11% above what 0.6 gave (2026-11-15).
+APART = 0.21
+SAME_W = 0.02  # by so much the free power of an earlier curve may differ
+PARTS = ("points", "gemm", "node", "gpt2", "graphs", "ripple")
 
 
 class Run:
@@ -66,6 +79,9 @@ class Run:
         self.out, self.quick = out, quick
         self.end = time.monotonic() + budget_s
         self.rows: dict[str, Any] = {}
+        self.series: dict[str, Any] = {}
+        self.earlier: dict[str, Any] = {}  # the rows of another run, for its curves
+        self.short = budget_s < SHORT_S
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.cuda else "cpu")
         self.domain = next(iter(monitor.default().sampler.counted()))
@@ -83,10 +99,17 @@ class Run:
                 value = {"error": f"{type(exc).__name__}: {exc}"}
             if isinstance(value, dict):
                 value["took_s"] = round(time.monotonic() - began, 2)
+                self._keep(name, value.pop("series", None))
         self.rows[name] = value
         print(f"  {name:44s} {text(value)}", flush=True)
         self.out.write_text(json.dumps(self.rows, indent=1, default=str))
         return value if isinstance(value, dict) and "error" not in value and "skipped" not in value else None
+
+    def _keep(self, name: str, series: Any) -> None:
+        """The samples of a row: what a window that went over looked like."""
+        if series is not None and self.out != Path(os.devnull):
+            self.series[name] = series
+            self.out.with_suffix(".series.json").write_text(json.dumps(self.series))
 
     def built(self, name: str, make: Callable[[], Step]) -> Step | None:
         """A load; None, with a row that says why, where it cannot be made."""
@@ -201,6 +224,11 @@ def measured(run: Run) -> Iterator[dict[str, float]]:
     found["first_second_worst_w"] = float(meter.first_peak_w or 0.0)
     found["mean_w"] = (counter.mean_w() if counter else None) or found["ring_mean_w"]
     found |= counter.windows() if counter else {}
+    found["series"] = {  # type: ignore[assignment]
+        "ring_ms_w": [[round((t - begin) * 1e-6, 1), round(float(w), 1)] for t, w in zip(times, column.watts, strict=True)
+                      if begin <= t <= end and w == w],
+        "counter_ms_j": [[round(t * 1e3 - begin * 1e-6, 1), j] for t, j in (counter.ticks if counter else [])],
+    }  # fmt: skip
 
 
 def timed(run: Run, step: Step, seconds: float) -> tuple[int, float]:
@@ -313,8 +341,26 @@ def duty_curve(
 
         found = run.row(f"{name} fixed duty {duty} x {slice_s * 1e3:g} ms", run.s(seconds) + 1.0, row)
         if found:
-            curve.append({"slice_s": slice_s, **found})
+            curve.append({"slice_s": slice_s, "duty": duty, **found})
     cadence.pacer.obey(Command())
+    return curve
+
+
+def earlier_curve(run: Run, name: str, free: dict[str, float] | None) -> list[dict[str, float]] | None:
+    """The fixed duty cycles of another run, where its board drew the same without a cap."""
+    was = run.earlier.get(f"{name} free", {}).get("mean_w")
+    if was is None or free is None:
+        return None
+    off = free["mean_w"] / was - 1
+    taken = abs(off) <= SAME_W
+    run.rows[f"{name} curve"] = {"earlier_free_w": was, "off_pct": 100 * off, "taken_from_an_earlier_run": taken}
+    if not taken:
+        return None
+    curve = []
+    for row, found in run.earlier.items():
+        told = re.fullmatch(rf"{re.escape(name)} fixed duty ([\d.]+) x ([\d.]+) ms", row)
+        if told and "mean_w" in found:
+            curve.append({"slice_s": float(told[2]) * 1e-3, "duty": float(told[1]), **found})
     return curve
 
 
@@ -334,16 +380,16 @@ def waits_of(before: Passed, after: Passed) -> dict[str, float]:
 def best_fixed(curve: list[dict[str, float]], free: dict[str, float] | None, power_w: float) -> float | None:
     """The most units a second that a fixed duty cycle gives at a power: between its neighbours, the better length.
 
-    Where ring and counter do not agree on the mean (`AGREE`), one of them beats with the bursts, and it is not known.
+    Neighbours are at most `APART`. Where ring and counter do not agree on the mean (`AGREE`), one of them beats with the bursts, and it is not known.
     """
     curve = [c for c in curve if abs(c["ring_mean_w"] / c["mean_w"] - 1) <= AGREE]
     rates = []
     for slice_s in sorted({c["slice_s"] for c in curve}):
-        points = sorted((c["mean_w"], c["units_per_s"]) for c in curve if c["slice_s"] == slice_s)
+        points = sorted((c["duty"], c["mean_w"], c["units_per_s"]) for c in curve if c["slice_s"] == slice_s)
         if free:
-            points.append((free["mean_w"], free["units_per_s"]))
-        for (w0, r0), (w1, r1) in itertools.pairwise(points):
-            if w0 <= power_w <= w1 and w1 > w0:
+            points.append((1.0, free["mean_w"], free["units_per_s"]))
+        for (d0, w0, r0), (d1, w1, r1) in itertools.pairwise(points):
+            if w0 <= power_w <= w1 and w1 > w0 and d1 - d0 <= APART:
                 rates.append(r0 + (r1 - r0) * (power_w - w0) / (w1 - w0))
     return max(rates, default=None)
 
@@ -387,8 +433,10 @@ def drain() -> None:
 def caps(
     run: Run, name: str, step: Step, watts: tuple[float, ...], duties: dict[float, tuple[float, ...]], seconds: float
 ) -> None:
-    free = run.row(f"{name} free", run.s(4.0) + 1.0, lambda: load_row(run, step, 4.0))
-    curve = duty_curve(run, name, step, duties, 3.3)
+    free_s, duty_s = (3.0, 2.4) if run.short else (4.0, 3.3)
+    free = run.row(f"{name} free", run.s(free_s) + 1.0, lambda: load_row(run, step, free_s))
+    known = earlier_curve(run, name, free)
+    curve = duty_curve(run, name, step, duties, duty_s) if known is None else known
     for cap_w in watts:
         run.row(
             f"{name} capped at {cap_w:g} W", run.s(seconds) + 1.5,
@@ -617,6 +665,8 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--budget-s", type=float, default=200.0)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
+    parser.add_argument("--curve", type=Path, help="results of an earlier run, for its fixed duty cycles")
     parser.add_argument("--worker")
     parser.add_argument("--seconds", type=float, default=10.0)
     args = parser.parse_args()
@@ -631,18 +681,33 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name() if run.cuda else "cpu", "torch": torch.__version__,
         "date": str(date.today()), "quick": args.quick,
     }  # fmt: skip
+    if args.curve is not None:
+        run.earlier = json.loads(args.curve.read_text())
+    only = args.only.split(",")
+    if unknown := set(only) - set(PARTS):
+        parser.error(f"--only: no such part: {', '.join(sorted(unknown))}")
     time.sleep(run.s(1.5))
-    run.row("points", 3.0, lambda: point_cost(run))
+    measure(run, only)
+    summary(run)
+
+
+def measure(run: Run, only: list[str]) -> None:
+    """The parts that are wanted, in order."""
     watts = (600.0, 500.0, 400.0, 300.0) if not run.quick else (6.0,)
     gemm = gemm_step(run)
-    caps(run, "gemm", gemm, watts, GEMM_DUTIES, 6.0)
-    run.row("node: two processes, one killed", 30.0, lambda: node_row(run))
-    train = run.built("gpt2", lambda: gpt2_step(run))
+    if "points" in only:
+        run.row("points", 3.0, lambda: point_cost(run))
+    if "gemm" in only:
+        caps(run, "gemm", gemm, watts, FEW_GEMM_DUTIES if run.short else GEMM_DUTIES, 6.0)
+    if "node" in only:
+        run.row("node: two processes, one killed", 20.0, lambda: node_row(run))
+    train = run.built("gpt2", lambda: gpt2_step(run)) if "gpt2" in only else None
     if train is not None:
         training(run, train)
-    graph_rows(run)
-    ripple_rows(run, gemm, watts[-2] if len(watts) > 1 else watts[0])
-    summary(run)
+    if "graphs" in only:
+        graph_rows(run)
+    if "ripple" in only:
+        ripple_rows(run, gemm, watts[-2] if len(watts) > 1 else watts[0])
 
 
 def summary(run: Run) -> None:

@@ -4,7 +4,8 @@
 
 Each model: the function as it is, each compile mode alone, and what the tuner came to; then the chosen setting and the
 best compile mode once more, in turns, so that drift falls on both. Regret: for the model with the smallest space every
-setting is measured, and the search's choice is set against the best of them.
+setting is measured, and the search's choice is set against the best of them. `--warm` compiles beforehand, several
+settings at once: it shortens the search, and changes no figure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import faulthandler
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
@@ -31,10 +35,11 @@ from tessera.rewrite.state import State
 from tessera.runtime.tuner import Wish, tuned
 from tessera.runtime.tuning.changes import COMPILE_MODES, applied
 from tessera.runtime.tuning.found import reach
-from tessera.runtime.tuning.plan import Setting, Trial
+from tessera.runtime.tuning.plan import Setting, Trial, same
 from tessera.runtime.tuning.trial import Bench
 
 Step = Callable[[], Any]
+WARMING_S = 150.0
 # Of the time, by model: GPT-2's training has the largest space, and compiles forward and backward.
 SHARES = {"gpt2": 2.0, "bert": 1.0, "resnet": 1.0}
 GOALS = {
@@ -206,6 +211,45 @@ def regret(name: str, quick: bool) -> dict[str, Any]:
     }
 
 
+def ended(figures: dict[str, Any]) -> dict[str, Any]:
+    """A run that was cut off: the model it was at, compared by the trials of its search, and the regret they tell."""
+    running = figures.pop("running", None)
+    if running and "chosen" in running:
+        trials = [msgspec.convert(t, Trial) for t in running["trials"]]
+        least = {
+            "eager": next(t for t in trials if not t.setting),
+            "chosen": next(t for t in trials if same(t.setting, running["chosen"])),
+            "best_mode": min((t for t in trials if set(t.setting) == {"compile"}), key=lambda t: t.energy_j or 1e9),
+        }
+        running["compared_by"] = "the search's own trials, once each: the run was cut off before its turns"
+        figures["models"].append(running | compared(least, True))
+    for model in figures["models"]:
+        known = {json.dumps(t["setting"], sort_keys=True): msgspec.convert(t, Trial) for t in model.get("trials", ())}
+        told = told_regret(known)
+        if "regret" not in figures and told is not None:
+            figures["regret"] = {**told, "model": model["model"], "of": "trials of the search: all of compile x graph"}
+    return figures
+
+
+def told_regret(known: dict[str, Trial]) -> dict[str, Any] | None:
+    """The regret in compile x graph, where every setting of it was measured anyway."""
+    from tessera.runtime.tuning import search as searching
+
+    space = [
+        searching.Knob(name="compile", values=(None, *COMPILE_MODES[:2])),
+        searching.Knob(name="graph", values=(None, True), instead={"compile": {COMPILE_MODES[1]: COMPILE_MODES[0]}}),
+    ]
+    every = [json.dumps(s, sort_keys=True) for s in searching._every(space)]
+    if any(key not in known or known[key].refused for key in every):
+        return None
+    goal = searching.Goal(policy="energy")
+    searching.EXHAUSTIVE, before = 0, searching.EXHAUSTIVE
+    descent = searching.search(space, lambda setting: known[json.dumps(setting, sort_keys=True)], goal)
+    searching.EXHAUSTIVE = before
+    best = min(known[key].energy_j or 1e9 for key in every)
+    return {"settings": len(every), "regret_pct": 100 * ((descent.best.energy_j or best) / best - 1)}
+
+
 def line(t: Trial) -> str:
     what = ", ".join(f"{k}={v}" for k, v in t.setting.items()) or "as it is"
     figures = t.refused or f"{(t.seconds or 0) * 1e3:.2f} ms  {t.energy_j or float('nan'):.3f} J"
@@ -221,6 +265,42 @@ def tidy() -> None:
         torch.cuda.empty_cache()
 
 
+# What the search is likely to compile. Only the time that it takes depends on this list.
+WARMED: dict[str, list[Setting]] = {
+    "gpt2": [{"compile": "default"}, {"compile": "reduce-overhead"}, {"compile": "default", "masks": "folded"},
+             {"compile": "default", "masks": "folded", "padding": True}],
+    "bert": [{"compile": "default"}, {"compile": "reduce-overhead"}, {"compile": "default", "masks": "folded"},
+             {"compile": "default", "freeze": True}, {"compile": "default", "freeze": True, "masks": "folded"}],
+    "resnet": [{"compile": "default"}, {"compile": "reduce-overhead"}, {"compile": "default", "freeze": True}],
+}  # fmt: skip
+
+
+def called(name: str, quick: bool, setting: Setting) -> None:
+    """A model under a setting, three times: whatever it compiles is in the cache then."""
+    step = MODELS[name](quick)
+    with applied(step, reach(step), setting, {}) as call:
+        for _ in range(3):
+            call()
+
+
+def warmed(given: argparse.Namespace) -> None:
+    """Compile what the search will want in processes side by side. The search itself then finds it in the cache."""
+    begun = time.monotonic()
+    jobs = [(name, json.dumps(setting)) for name in given.only for setting in WARMED[name]]
+    more = ["--quick"] if given.quick else []
+    command = [sys.executable, __file__, str(given.out), *more, "--compile"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    running = [subprocess.Popen([*command, *job], **quiet) for job in jobs]
+    codes = []
+    for each in running:
+        try:
+            codes.append(each.wait(timeout=max(1.0, begun + WARMING_S - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            each.kill()
+            codes.append(None)
+    print(f"warmed in {time.monotonic() - begun:.0f} s: {dict(zip(map(str, jobs), codes, strict=True))}", flush=True)
+
+
 def check_applied() -> None:
     """The settings used here exist: a typo would be a silent no-op."""
     with applied(lambda: None, reach(lambda: None), {}, {}):
@@ -233,10 +313,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MODELS))
     parser.add_argument("--budget-s", type=float, default=420.0)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ended", action="store_true", help="finish the file of a run that was cut off; no GPU")
+    parser.add_argument("--warm", action="store_true", help="first fill the compiler's cache, several at once")
+    parser.add_argument("--compile", nargs=2, metavar=("MODEL", "SETTING"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.ended:
+        given.out.write_text(json.dumps(ended(json.loads(given.out.read_text())), indent=1) + "\n")
+        return
+    if given.compile:
+        vision.importable()
+        called(given.compile[0], given.quick, json.loads(given.compile[1]))
+        return
     faulthandler.dump_traceback_later(given.budget_s + 120.0, exit=True)  # what hangs must not take the others' time
     check_applied()
     vision.importable()
+    if given.warm:
+        warmed(given)
     begun, figures = time.monotonic(), {"date": date.today().isoformat(), "goals": GOALS, "models": []}
     if torch.cuda.is_available():
         os.environ.setdefault("TESSERA_SENSORS", "nvml")  # the GPU's joules alone, whatever RAPL may say

@@ -97,7 +97,7 @@ def gpt2_step(host: Host) -> list[Op]:
     return queue
 
 
-TURN_S = 0.002  # how long a context of several runs at a time
+TURN_S = 0.002  # how long a context of several runs at a time; not known of an H200
 _QUANTUM_S = 0.00005
 
 
@@ -123,6 +123,7 @@ class Shared(Plant):
         super().__post_init__()
         self._op = next(self.ops)
         self.processes = [Process(self.every, self._op.seconds) for _ in range(2)]
+        self.turn_s = TURN_S
         self._turn, self._turn_ends_s = 0, TURN_S
 
     def _step(self) -> None:
@@ -130,12 +131,12 @@ class Shared(Plant):
         while at < end - 1e-9:
             if at >= self._turn_ends_s:
                 self._turn = (self._turn + 1) % len(self.processes)
-                self._turn_ends_s = at + TURN_S * self.rng.uniform(0.9, 1.1)
+                self._turn_ends_s = at + self.turn_s * self.rng.uniform(0.9, 1.1)
             for process in self.processes:
                 if process.waits is not None and at >= self._until(*process.waits):
                     self._go_on(process, at)
             at += _QUANTUM_S
-            joules += self._run(self.processes[self._turn], at) * _QUANTUM_S
+            joules += self._draw(self._run(self.processes[self._turn], at), at - _QUANTUM_S, at)
         self._account(joules / STEP_S)
         self.now_s = end
 

@@ -158,10 +158,11 @@ class Optimized:
         return Program(call=self.original, modules=tuple(modules), optimizers=tuple(optimizers), mode="step")
 
     def _passes(self) -> list[Pass]:
+        from .masks import masks
         from .patterns import attention
         from .spectral import spectral
 
-        return [attention, spectral(self.priced_for)]
+        return [masks, attention, spectral(self.priced_for)]
 
     def _explain(self, trial: Trial, best: Way) -> None:
         from .ways import EAGER

@@ -29,6 +29,19 @@ TARGET = 0.985
 # much would still be little, but an H200's ring shows a multiple of it: it looks every 20 ms through a filter of 11 ms,
 # and beats with slices and waits of milliseconds (docs/schedules.md).
 RIPPLE = 0.003
+# Nor are slices shorter than SHORT_S where a slice and its wait take less than PERIOD_S: what the filter is given are
+# moments about half a millisecond apart (inferred: tests/fakes/plant.py), which beat with slices of that length.
+SHORT_S = 0.0007
+PERIOD_S = 0.004
+# Processes that share a GPU take turns of milliseconds, and what each times as its work has the others' turns in it:
+# what they draw together depends on how their waits lie to each other, which wanders. Least so with slices this long.
+SHARED_S = 0.0025
+# A beat is slow: for the length of a window everything seems to draw more, or less. Where the mean is off by BEAT
+# slices are made longer, by up to LONGER, in steps that do not come back soon: the beat is then another. A load that
+# really draws more is braked all the same.
+BEAT = 0.025
+LONGER = 1.5
+STEP = 0.618
 # The level of the bucket acts within this time, many round trips of the sensor (15 ms lag, 20 ms samples, a tick).
 SETTLE_S = 0.9
 # The power of working is the mean since the load last changed, of at most LEARN_S: training swings within its steps,
@@ -45,7 +58,7 @@ FEW = 4
 QUIET = 0.25
 PAUSE_S = 1.0
 # Whatever the mean allows, the next AHEAD of a window may not bring it above TOP x cap by what was measured before.
-TOP = 1.04
+TOP = 1.03
 AHEAD = 0.3
 # Unspent joules are kept for so many seconds of the cap: idling for a minute must not allow a minute's burst.
 DEPTH_S = 0.015
@@ -54,7 +67,7 @@ DEBT_S = 0.08
 # A bucket of tokens saves as much, and no more than so many slices, which are shorter where windows are.
 SAVED = 4
 MIN_DUTY = 0.02
-SLICE_S = (0.0003, 0.025)
+SLICE_S = (0.0005, 0.025)
 # Before anything was measured: an H200 limited to 700 W draws 918 W in short bursts (shared/design.md: 510 W at a duty
 # of 0.5 and 304 W at 0.25 both lie on 100 W + 818 W x duty).
 FIRST_BURST = 1.31
@@ -132,6 +145,8 @@ class Controller:
         self._stuck_s = 0.0
         self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a pace point last ended
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts), newest last, a window of them
+        self._longer, self._same_s = 0.0, 0.0  # by how much slices are longer, and since when
+        self.shared = False  # whether processes take turns on a GPU
         self.set_cap(cap)
         self.command = self._command(self.target_w)
 
@@ -178,7 +193,9 @@ class Controller:
             self._slow = (0.0, 0.0, 0.0)
             self._learn(joules / span_s, span_s, duty_s / span_s)
             self._find_floor(joules / span_s, span_s, duty_s / span_s)
-        self.command = self._command(min(self.target_w + level / SETTLE_S, self._window_allows_w()))
+        lately_w = self._lately_w()
+        self._leave_beat(lately_w, seconds)
+        self.command = self._command(min(self.target_w + level / SETTLE_S, self._window_allows_w(lately_w)))
         return self.command
 
     def predict(self) -> Command:
@@ -211,13 +228,12 @@ class Controller:
             within_s = min(max(self._known_s, quick_s), LEARN_S)  # the running mean since the load changed
             self.burst_w += (seen_w - self.burst_w) * -math.expm1(-seconds / within_s)
 
-    def _window_allows_w(self) -> float:
-        """The most that the rest of a window may draw after what was measured before it."""
-        rest_s = AHEAD * self.cap.window_s
-        if self._blur_s > rest_s:  # what a reading tells is older than the window: it would be paid for twice
+    def _lately_w(self) -> float | None:
+        """The mean of a window but for its last AHEAD; None where too little is known of it."""
+        if self._blur_s > AHEAD * self.cap.window_s:  # what a reading tells is older: it would be paid for twice
             self._past.clear()
-            return math.inf
-        span_s = self.cap.window_s - rest_s
+            return None
+        span_s = (1.0 - AHEAD) * self.cap.window_s
         joules, seen_s, kept = 0.0, 0.0, 0
         for seconds, power_w in reversed(self._past):
             used_s = min(seconds, span_s - seen_s)
@@ -226,9 +242,18 @@ class Controller:
                 break
         while len(self._past) > kept:
             self._past.popleft()
-        if seen_s < span_s or kept < FEW:  # too little is known: a few samples of a training step may be its peaks
-            return math.inf
-        return (TOP * self.cap.power_w * self.cap.window_s - joules) / rest_s
+        # a few samples of a training step may be its peaks
+        return joules / seen_s if seen_s >= span_s and kept >= FEW else None
+
+    def _window_allows_w(self, lately_w: float | None) -> float:
+        """The most that the rest of a window may draw after what was measured before it."""
+        return math.inf if lately_w is None else (TOP * self.cap.power_w - (1.0 - AHEAD) * lately_w) / AHEAD
+
+    def _leave_beat(self, lately_w: float | None, seconds: float) -> None:
+        """Slices of another length where windows are off; one length for half a window at least."""
+        self._same_s += seconds
+        if lately_w is not None and abs(lately_w / self.target_w - 1.0) > BEAT and self._same_s > self.cap.window_s / 2:
+            self._longer, self._same_s = (self._longer + STEP) % 1.0, 0.0
 
     def _find_floor(self, power_w: float, seconds: float, duty: float) -> None:
         """A second at the least duty and still above the cap: that is what the device draws whatever we do."""
@@ -247,4 +272,6 @@ class Controller:
         """Slices of s, then s x ratio of waiting: the worst window is room_w (1 - duty) s / window_s above the mean."""
         above_w = room_w * (1.0 - duty)
         longest = RIPPLE * self.cap.power_w * self.cap.window_s / above_w if above_w > 0 else math.inf
-        return min(max(longest, SLICE_S[0]), SLICE_S[1])
+        whole_s = max(PERIOD_S * duty, SLICE_S[0])  # of work in PERIOD_S
+        usual = max(longest, SHARED_S if self.shared else min(SHORT_S, whole_s))
+        return min(usual * math.pow(LONGER, self._longer), max(usual, whole_s), SLICE_S[1])

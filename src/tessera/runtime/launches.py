@@ -25,8 +25,9 @@ from .bucket import Command
 from .pace import AHEAD, AHEAD_S, Pacer, Passed
 from .tokens import spent
 
-# Points per slice: enough that a slice ends near its length, few enough that launching them costs little.
-PER_SLICE = 2
+# Points per slice: enough that a slice ends near its length (where the sensor beats with it, it has to become another),
+# few enough that launching them costs little.
+PER_SLICE = 3
 # While nothing has to wait, a point this often (device seconds) keeps the counts going.
 SLACK_S = 0.005
 MOST = 1024

@@ -246,6 +246,9 @@ class Loop:
             power_w = view.power_w(now, zone.latest)
             if zone.controller is None:
                 zone.begin(sampler, now)
+            if zone.controller is not None:  # more of them than GPUs: some take turns
+                gpus = sum(n.startswith("gpu") for n in zone.names)
+                zone.controller.shared = 0 < gpus < sum(m.cap_w > 0 for m in view.members)
             zone.steer(sampler, _of_the_node(readings.get("node"), power_w), now, cap=view.cap)
             node.command(zone.command, power_w or 0.0, now)
         else:

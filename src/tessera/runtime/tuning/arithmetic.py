@@ -73,7 +73,7 @@ def _fp8(reach: Reach) -> Iterator[None]:
     if any(m.weight.is_inference() for m in layers):
         raise NotHere("weights made in inference mode do not count their changes", knob="precision")
     for module in layers:
-        prepare(module.weight.mT, FP8)
+        prepare(module.weight.mT, _fp8_of(module))
     try:
         with forwards({m: _in_fp8(linear, m) for m in layers}):
             yield
@@ -83,7 +83,15 @@ def _fp8(reach: Reach) -> Iterator[None]:
 
 
 def _in_fp8(linear: Any, module: Any) -> Call:
-    return lambda x: linear(x, module.weight, module.bias, precision=FP8, accumulate="fast")
+    name = _fp8_of(module)
+    return lambda x: linear(x, module.weight, module.bias, precision=name, accumulate="fast")
+
+
+def _fp8_of(module: Any) -> str:
+    """With a scale a row, whose cast reads activations once, where the product multiplies by the scales itself."""
+    from ...op.lowprec import rows_in_product
+
+    return "fp8_row" if rows_in_product(module.weight.device, module.weight.dtype) else FP8
 
 
 @contextlib.contextmanager

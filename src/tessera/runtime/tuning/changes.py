@@ -14,12 +14,24 @@ from .compiling import compiled
 from .copies import Copies, keeps_copies
 from .found import Reach
 from .layers import convolutions, layout, optimizer, padding, steps_on, unaligned
-from .lever import BF16, CHANNELS_LAST, COMPILE_MODES, FP8, FUSED, REDUCE_OVERHEAD, TF32, Call, Lever, NotHere
+from .lever import (
+    BF16,
+    CHANNELS_LAST,
+    COMPILE_MODES,
+    FOLDED,
+    FP8,
+    FUSED,
+    REDUCE_OVERHEAD,
+    TF32,
+    Call,
+    Lever,
+    NotHere,
+)  # fmt: skip
 from .plan import Setting
 
 __all__ = [
-    "BF16", "CHANNELS_LAST", "COMPILE_MODES", "FP8", "FUSED", "REDUCE_OVERHEAD", "TF32", "NotHere", "applied",
-    "steps_on", "unaligned",
+    "BF16", "CHANNELS_LAST", "COMPILE_MODES", "FOLDED", "FP8", "FUSED", "REDUCE_OVERHEAD", "TF32", "NotHere",
+    "applied", "steps_on", "unaligned",
 ]  # fmt: skip
 
 
@@ -43,6 +55,8 @@ def applied(fn: Call, reach: Reach, setting: Setting, given: Mapping[str, Any]) 
 def _once(fn: Call, reach: Reach, setting: Setting, given: Mapping[str, Any]) -> Iterator[Call]:
     if setting.get("freeze") and not setting.get("compile"):
         raise NotHere("weights are frozen by the compiler: freeze needs compile", knob="freeze")
+    if setting.get("masks") and not setting.get("compile"):
+        raise NotHere("masks are read in the graph that the compiler is given: masks needs compile", knob="masks")
     if setting.get("convolutions") and setting.get("compile"):
         raise NotHere("the compiler makes its own of a module's forward: fused convolutions exclude compile")
     with contextlib.ExitStack() as stack:

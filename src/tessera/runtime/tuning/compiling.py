@@ -10,6 +10,7 @@ again where the choice is the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from .plan import Setting
 # Every mode, layout or padding tried is one more version of the same code, and dynamo keeps 8: beyond, it runs eagerly.
 RECOMPILES = 256
 # What compiled code depends on without a guard.
-_UNGUARDED = ("attention", "freeze", "layout", "padding")
+_UNGUARDED = ("attention", "freeze", "layout", "masks", "padding")
 # An option of Inductor's that compiles to nothing here: notes for the readers of an AOTInductor package.
 _NOTES = "aot_inductor.metadata"
 
@@ -75,8 +76,26 @@ def _how(setting: Setting) -> dict[str, Any]:
 
     if not hasattr(torch._inductor.config.aot_inductor, "metadata"):  # torch 2.4, 2.5
         raise NotHere("this torch has no option to tell compiled code apart by", knob=next(iter(said)))
-    options = {**torch._inductor.list_mode_options(mode), _NOTES: {"tessera": json.dumps(said, sort_keys=True)}}
-    return {"options": options | ({"freezing": True} if "freeze" in said else {})}
+    if "masks" in said:
+        return {"backend": _passing(mode, json.dumps(said, sort_keys=True))}
+    return {"options": _options(mode, json.dumps(said, sort_keys=True))}
+
+
+def _options(mode: str, said: str) -> dict[str, Any]:
+    import torch._inductor
+
+    options = {**torch._inductor.list_mode_options(mode), _NOTES: {"tessera": said}}
+    return options | ({"freezing": True} if "freeze" in json.loads(said) else {})
+
+
+@functools.cache  # dynamo runs code again for the very backend that made it
+def _passing(mode: str, said: str) -> Any:
+    """Inductor, with our pass over masks before it."""
+    from ...rewrite.inductor import backend
+    from ...rewrite.masks import masks
+    from ...rewrite.watch import Watch
+
+    return backend(Watch(looks=False), [masks], _options(mode, said))
 
 
 def _frozen(code: Call) -> Call:

@@ -16,7 +16,7 @@ Lever = Callable[[Call, Reach, Setting], AbstractContextManager[Call]]
 REDUCE_OVERHEAD = "reduce-overhead"
 COMPILE_MODES = ("default", REDUCE_OVERHEAD, "max-autotune-no-cudagraphs")
 """torch.compile's, as its documentation names them."""
-CHANNELS_LAST, FUSED, TF32, BF16, FP8 = "channels_last", "fused", "tf32", "bf16", "fp8"
+CHANNELS_LAST, FUSED, FOLDED, TF32, BF16, FP8 = "channels_last", "fused", "folded", "tf32", "bf16", "fp8"
 
 
 class NotHere(Exception):

@@ -20,11 +20,12 @@ from .found import Reach
 class Seen:
     """`infers`: its modules ran without gradients and left their weights alone. `attentions`: worth preferring.
 
-    As made without arguments: nothing was seen.
+    `attends`: it calls torch's attention. As made without arguments: nothing was seen.
     """
 
     infers: bool = False
     attentions: tuple[str, ...] = ()
+    attends: bool = False
 
 
 def look(call: Callable[[], Any], reach: Reach) -> Seen:
@@ -37,7 +38,8 @@ def look(call: Callable[[], Any], reach: Reach) -> Seen:
     except Exception:  # noqa: BLE001  (the user's function may fail in any way: the search's first trial says it)
         return Seen()
     same = before == [t._version for t in weights]
-    return Seen(infers=bool(kept) and not any(kept) and same, attentions=_new(taken))
+    infers = bool(kept) and not any(kept) and same
+    return Seen(infers=infers, attentions=_new(taken), attends=bool(taken[None]))
 
 
 @contextlib.contextmanager

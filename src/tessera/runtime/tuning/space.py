@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ArgumentError
 from .arithmetic import fp8_layers
-from .changes import BF16, CHANNELS_LAST, COMPILE_MODES, FP8, FUSED, REDUCE_OVERHEAD, TF32, unaligned
+from .changes import BF16, CHANNELS_LAST, COMPILE_MODES, FOLDED, FP8, FUSED, REDUCE_OVERHEAD, TF32, unaligned
 from .found import Reach
 from .plan import Value
 from .search import COMPILE, Knob
@@ -21,11 +21,13 @@ from .seen import Seen
 # search are from convolutions recorded for `predict`; graphs and fused updates are guesses (trials were disturbed).
 _COMPILE, _LAYOUT, _PADDING, _GRAPH, _OPTIMIZER, _CUDNN, _PRECISION = 0.33, 0.3, 0.14, 0.1, 0.05, 0.05, 0.4
 _CONVOLUTIONS = 0.4
-# Guesses: freezing makes three products one and folds batch norms; of attention's kernels torch's own choice was the
-# best for GPT-2 (results/tune.json), but that is one shape.
-_FREEZE, _ATTENTION = 0.08, 0.03
+# A guess: freezing makes three products one and folds batch norms. Of attention's kernels torch's own choice was the
+# best for 16 shapes on an H200 (results/ops_rows.json): the others are tried where there is time.
+_FREEZE, _ATTENTION = 0.08, 0.01
+# A third of compiled GPT-2's joules are attention with a mask that is_causal would do without (compiled_profile.json).
+_MASKS = 0.12
 _LAYOUT_COMPILED = 0.02  # Inductor lays convolutions out itself (its `layout_optimization`)
-_PADDING_COMPILED = 0.06  # not yet measured: what its copies of GPT-2's logits would take
+_PADDING_COMPILED = 0.02  # GPT-2's training, an H200: 16.99 J as it is, 17.14 padded (results/compiled_profile.json)
 # Measured on an H200 for GPT-2's training: 333 s to compile, and no better than the modes before it.
 SLOW_COMPILE = "max-autotune-no-cudagraphs"
 # fp8 (e4m3) rounds to 3 bits: a product of two such operands errs by some percent.
@@ -44,7 +46,7 @@ def knobs(
     infers = seen.infers and not reach.trains and not any(m.training for m in reach.submodules())
     found = [_own(name, values) for name, values in (own or {}).items()]
     if compile_modes:
-        found += _compiled(cuda=cuda, infers=infers, slow=slow_compile)
+        found += _compiled(cuda=cuda, infers=infers, slow=slow_compile, attends=seen.attends)
     convolves = any(isinstance(m, torch.nn.Conv2d) for m in reach.submodules())
     if convolves:
         found.append(Knob(name="layout", values=(None, CHANNELS_LAST), gain=_LAYOUT, compiled_gain=_LAYOUT_COMPILED,
@@ -57,12 +59,16 @@ def knobs(
     return found
 
 
-def _compiled(*, cuda: bool, infers: bool, slow: bool) -> list[Knob]:
+def _compiled(*, cuda: bool, infers: bool, slow: bool, attends: bool) -> list[Knob]:
     modes = [m for m in COMPILE_MODES if (cuda or m == "default") and (slow or m != SLOW_COMPILE)]
     found = [Knob(name=COMPILE, values=(None, *modes), gain=_COMPILE, why="fuses, and launches less")]
     if infers:
         found.append(Knob(name="freeze", values=(None, True), gain=_FREEZE, recompiles=True, needs=(COMPILE,),
                           along={COMPILE: modes[0]}, why="what depends on weights alone is computed once"))  # fmt: skip
+    if attends:
+        found.append(Knob(name="masks", values=(None, FOLDED), gain=_MASKS, recompiles=True, needs=(COMPILE,),
+                          along={COMPILE: modes[0]},
+                          why="a mask made of constants becomes is_causal, or nothing"))  # fmt: skip
     return found
 
 

@@ -1,0 +1,147 @@
+"""Masks that say what `is_causal` says, or nothing: found in a Dynamo graph, and only where they are that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tessera.rewrite.inductor import recorder
+from tessera.rewrite.masks import masks
+from tessera.rewrite.watch import Watch
+from tessera.runtime.tuning.changes import NotHere, applied
+from tessera.runtime.tuning.found import reach
+from tessera.runtime.tuning.seen import Seen, look
+from tessera.runtime.tuning.space import knobs
+
+LENGTH = 12
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def anew() -> None:
+    """One code, many masks: dynamo keeps eight of them."""
+    torch._dynamo.reset()
+
+
+def index(length: int = LENGTH) -> Any:
+    return torch.arange(length)
+
+
+def compared(x: Any) -> Any:
+    """As transformers makes it: positions compared, repeated for every sequence."""
+    return (index()[None, None, None, :] <= index()[None, None, :, None]).expand(x.shape[0], -1, LENGTH, LENGTH)
+
+
+MASKS = {
+    "compared": (compared, "causal"),
+    "a triangle": (lambda x: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), "causal"),
+    "added": (lambda x: torch.full((LENGTH, LENGTH), -torch.inf).triu(1), "causal"),
+    "all true": (lambda x: torch.ones(x.shape[0], 1, 1, LENGTH, dtype=torch.bool), ""),
+    "all zero": (lambda x: torch.zeros(LENGTH, LENGTH), ""),
+    "a window": (lambda x: compared(x) & (index()[:, None] - index()[None, :] < 4), None),
+    "strictly below": (lambda x: index()[None, :] < index()[:, None] + (index()[:, None] == 0), None),
+    "a bias": (lambda x: -(index()[:, None] - index()[None, :]).abs().float(), None),
+    "one of two sequences": (lambda x: torch.stack([compared(x)[0, 0], compared(x)[0, 0].T])[:, None], None),
+    "of the input": (lambda x: compared(x) & (x[:, None, None, :, 0] > -9), None),
+    "blocks": (lambda x: index()[None, :] // 4 <= index()[:, None] // 4, None),
+}
+
+
+@pytest.mark.parametrize("by_place", [False, True], ids=["by name", "by place"])
+@pytest.mark.parametrize("case", MASKS)
+def test_only_masks_that_are_known_are_taken_out(case: str, by_place: bool) -> None:
+    make, says = MASKS[case]
+
+    def attend(x: Any) -> Any:
+        heads, mask = x[:, None], make(x)
+        if by_place:
+            return functional.scaled_dot_product_attention(heads, heads, heads, mask, 0.0, False)
+        return functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+
+    torch.manual_seed(0)
+    x, watch = torch.randn(2, LENGTH, 8), Watch()
+    found = torch.compile(attend, backend=recorder(watch, [masks]), fullgraph=True, dynamic=False)(x)
+    torch.testing.assert_close(found, attend(x))
+    named = f"scaled_dot_product_attention{' (causal)' if says else ''}"
+    assert [f.after for f in watch.found] == ([] if says is None else [named])
+
+
+def test_lengths_that_differ_keep_the_upper_left_triangle() -> None:
+    def attend(q: Any, k: Any, offset: int) -> Any:
+        return functional.scaled_dot_product_attention(q, k, k, index(9)[None, :] <= index(5)[:, None] + offset)
+
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 9, 8)
+    for offset, expected in ((0, 1), (4, 0)):  # 4: the last query sees the last key, which is_causal does not mean
+        watch = Watch()
+        found = torch.compile(attend, backend=recorder(watch, [masks]), dynamic=False)(q, k, offset)
+        torch.testing.assert_close(found, attend(q, k, offset))
+        assert len(watch.found) == expected
+
+
+def test_sizes_that_are_not_known_keep_their_mask() -> None:
+    def attend(x: Any) -> Any:
+        heads, at = x[:, None], torch.arange(x.shape[1])
+        return functional.scaled_dot_product_attention(heads, heads, heads, at[None, :] <= at[:, None])
+
+    watch = Watch()
+    compiled = torch.compile(attend, backend=recorder(watch, [masks]), dynamic=True)
+    for length in (6, 9):
+        x = torch.randn(2, length, 8)
+        torch.testing.assert_close(compiled(x), attend(x))
+    assert not watch.found
+
+
+class Masked(torch.nn.Module):
+    """Makes its mask where it is compiled, and leaves it out elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        heads = self.project(x)[:, None]
+        if torch.compiler.is_compiling():
+            return functional.scaled_dot_product_attention(heads, heads, heads, compared(x))
+        return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def test_the_tuner_takes_masks_out_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as config
+
+    if not hasattr(config, "fallback_by_default"):
+        pytest.skip("this Inductor has no fallback_by_default")
+    from tessera.rewrite import inductor
+
+    given: list[Any] = []
+    made = inductor._applied
+
+    def noted(module: Any, passes: Any, watch: Any) -> None:
+        made(module, passes, watch)
+        given.extend(n.kwargs for n in module.graph.nodes if "scaled_dot" in str(n.target))
+
+    monkeypatch.setattr(inductor, "_applied", noted)
+    torch.manual_seed(0)
+    model, x = Masked().eval(), torch.randn(2, LENGTH, 8)
+
+    def infer() -> Any:
+        with torch.no_grad():
+            return model(x)
+
+    known = reach(infer)
+    assert look(infer, known) == Seen(infers=True, attends=True)
+    space = {k.name: k for k in knobs(known, seen=Seen(attends=True))}
+    assert space["masks"].needs == ("compile",) and "masks" not in {k.name for k in knobs(known, seen=Seen())}
+    with config.patch(fallback_by_default=True):
+        for _ in range(2):  # the second time the code is there
+            with applied(infer, known, {"compile": "default", "masks": "folded"}, {}) as call:
+                torch.testing.assert_close(call(), infer())
+    assert given == [{"attn_mask": None, "is_causal": True}] or given == [{"is_causal": True}]
+    with pytest.raises(NotHere, match="masks needs compile"), applied(infer, known, {"masks": "folded"}, {}):
+        pass
