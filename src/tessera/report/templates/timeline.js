@@ -90,7 +90,10 @@ const draw = () => {
       data.throttle.forEach(([, a, b]) => ctx.fillRect(X(a), track.y, Math.max(1, X(b) - X(a)), track.h));
     } else curves(track, colours, css);
     ctx.restore();
-    if (track.lines) scale(track, dim, rule, right, css("card"));
+    if (track.lines) {
+      scale(track, dim, rule, right, css("card"));
+      legend(track, colours, css, right, css("card"));
+    }
   }
   marks(css, right);
   if (hover !== null) {
@@ -105,9 +108,8 @@ const Y = (track, v) => track.y + track.h - (v - track.low) / (track.high - trac
 const scale = (track, dim, rule, right, card) => {
   ctx.strokeStyle = rule;
   ctx.textAlign = "left";
-  const room = track.high - track.low, step = track.kind === "power" ? steps(room * 2.4) : room * .8;
-  const first = track.kind === "power" ? 0 : track.low + room * .1;
-  for (let v = first; v <= track.high; v += step) {
+  const step = steps((track.high - track.low) * (track.kind === "power" ? 2.4 : 4.4));
+  for (let v = Math.ceil(track.low / step) * step; v <= track.high; v += step) {
     const at = Y(track, v);
     ctx.beginPath(); ctx.moveTo(LEFT, at); ctx.lineTo(right, at); ctx.stroke();
     const text = `${+v.toPrecision(4)} ${track.unit}`, ty = Math.max(at - 7, track.y + 5);
@@ -118,6 +120,42 @@ const scale = (track, dim, rule, right, card) => {
     ctx.fillStyle = dim;
     ctx.fillText(text, LEFT + 4, ty);
   }
+};
+// Which line is which, where there are several: at the right, in their colours.
+const legend = (track, colours, css, right, card) => {
+  if (track.lines.length < 2) return;
+  const heads = new Set(track.lines.map(l => l.name.split(/[ .]/)[0]));
+  let x = right - 6;
+  ctx.textAlign = "right";
+  [...track.lines.entries()].reverse().forEach(([i, l]) => {
+    const text = heads.size > 1 ? l.name : l.name.slice(l.name.split(/[ .]/)[0].length + 1) || "board";
+    const w = ctx.measureText(text).width, at = track.y + 6;
+    if (x - w < LEFT + 90) return;
+    ctx.globalAlpha = .78;
+    ctx.fillStyle = card;
+    ctx.fillRect(x - w - 3, at - 7, w + 6, 13);
+    ctx.globalAlpha = 1;
+    ctx.fillStyle = colourOf(track, i, colours, css);
+    ctx.fillText(text, x, at);
+    x -= w + 14;
+  });
+};
+const colourOf = (track, i, colours, css) =>
+  track.kind === "power" && i === 0 ? css("power") : colours[(i + (track.kind === "power" ? 2 : 3)) % 8];
+// Where nobody sampled: hatched, and said where there is room.
+const unsampled = (track, from, to, css) => {
+  const a = Math.max(X(from), LEFT), b = Math.min(X(to), wide - 8);
+  if (b - a < 6) return;
+  ctx.save();
+  ctx.beginPath(); ctx.rect(a, track.y, b - a, track.h); ctx.clip();
+  ctx.strokeStyle = css("line");
+  for (let x = a - track.h; x < b; x += 9) {
+    ctx.beginPath(); ctx.moveTo(x, track.y + track.h); ctx.lineTo(x + track.h, track.y); ctx.stroke();
+  }
+  ctx.fillStyle = css("dim");
+  ctx.textAlign = "center";
+  if (b - a > 80) ctx.fillText("not sampled", (a + b) / 2, track.y + track.h / 2);
+  ctx.restore();
 };
 const curves = (track, colours, css) => {
   if (track.kind === "power") {
@@ -142,7 +180,7 @@ const curves = (track, colours, css) => {
     });
   }
   track.lines.forEach((l, i) => {
-    const colour = track.kind === "power" && i === 0 ? css("power") : colours[(i + (track.kind === "power" ? 2 : 3)) % 8];
+    const colour = colourOf(track, i, colours, css);
     const first = Math.max(0, after(l.t, view.from) - 2), last = Math.min(l.t.length, after(l.t, view.to) + 2);
     const filled = track.kind === "power" && i === 0;
     ctx.strokeStyle = ctx.fillStyle = colour;
@@ -151,6 +189,12 @@ const curves = (track, colours, css) => {
     let from = -1;
     const end = k => {
       if (from < 0) return;
+      if (filled && k < l.t.length && Number.isNaN(l.v[k])) {
+        let next = k;
+        while (next < l.t.length && Number.isNaN(l.v[next])) next++;
+        unsampled(track, l.t[k - 1] * unit, next < l.t.length ? l.t[next] * unit : span, css);
+        ctx.strokeStyle = ctx.fillStyle = colour;
+      }
       ctx.beginPath();
       for (let j = from; j < k; j++) ctx.lineTo(X(l.t[j] * unit), Y(track, l.v[j]));
       ctx.stroke();
