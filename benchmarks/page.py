@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[list[Goal], list[str]]] = {
     "Profiling": (page_profile.goals(), page_profile.NOTES),
     "Analysing": (page_analyze.goals(), page_analyze.NOTES),
     "Operators": (page_ops.goals(), page_ops.NOTES),
-    "Schedules": (page_schedule.goals(), page_schedule.NOTES),
+    "Schedules": (page_schedule.goals(), page_schedule.notes()),
     "The first hour": (page_first_hour.goals(), page_first_hour.notes()),
 }
 

@@ -19,9 +19,33 @@ def overhead(o: dict[str, Any] | None) -> list[Goal]:
     s, t = o["sampling"], o["timeline"]
     return [
         Goal(what=goal.what, goal=goal.goal, met=row["over_pct"] <= most, **here, beside=f"{row['beside']} {row['beside_ms']:.1f} ms",
-             reached=f"{row['over_pct']:+.2f} ({row['low_pct']:+.1f} to {row['high_pct']:+.1f}), {row['step_ms']:.1f} ms, median of {row['units']} units")
+             reached=f"{row['over_pct']:+.2f} ({row['low_pct']:+.1f} to {row['high_pct']:+.1f}{held(row)}), {row['step_ms']:.1f} ms, median of {row['units']} units")
         for goal, row, most in ((sampling, s, 0.5), (timeline, t, 2.0))
     ]  # fmt: skip
+
+
+def held(row: dict[str, Any]) -> str:
+    """How surely the interval holds the median: the extremes of three units do it three times of four."""
+    return f": {row['covers']:.0%} sure" if "covers" in row else ""
+
+
+def modes(m: dict[str, Any] | None) -> Goal:
+    """Not among the goals: in which modes `tessera run` has run there, and whether what it printed sums to the whole."""
+    what = "`tessera run` on GPT-2 training, by mode: launches traced, their joules over the measured sum; a session with exporters"
+    command = f"{DEVICE}/run_modes.py benchmarks/results/run_modes.json"
+    if m is None:
+        return Goal(what=what, command=command)
+    said = [
+        f"{name}: {row['launches']:,}, {row['parts_over_total']:.3f}"
+        if row["launches"]
+        else f"{name}: power alone, {row['total_j'] / 1e3:.2f} kJ"
+        for name, row in m["ways"].items()
+    ]
+    if "session" in m:
+        said.append(
+            f"exporters: {m['session']['events']:,} events as Chrome JSON, {m['session']['csv_lines']} lines of CSV"
+        )
+    return Goal(what=what, reached="; ".join(said), where=where("run_modes", H200), command=command)
 
 
 def attribution(a: dict[str, Any]) -> list[Goal]:
@@ -106,7 +130,7 @@ def region(r: dict[str, Any]) -> Goal:
 def goals() -> list[Goal]:
     a = load("attribution")
     return [
-        *overhead(load_device("overhead_profile")), *attribution(a), *regions(a),
+        *overhead(load_device("overhead_profile")), modes(load("run_modes")), *attribution(a), *regions(a),
         *files(load("export_million"), load("kill9"), load("summary_24h")), region(load("region_cost")), *attach(load("attach")),
     ]  # fmt: skip
 
@@ -119,8 +143,10 @@ NOTES = [
     "- Kineto hands out its events only when it stops: kernels of a process killed by -9 are lost unless `flush_s` is set.",
     "- Attached by time (no optimizer), an earlier trace of the H200 had runtime calls but no kernels; of four later ones, with",
     "  two lengths and with and without a warm-up, all had them (`attach.json`).",
-    "- A trace makes GPT-2's training wait for its host (45.5 ms a step, 51 to 70 ms under torch.profiler or ours,",
-    "  `overhead_why.json`). Single steps of 0.65 to 0.73 s stand there too, most likely Python's collector freeing the events of",
-    "  profilers that had ended, torch's and ours; the recording above did not keep them apart, and is to be made again.",
-    "- `tessera run` has run on the H200 in the modes of `run_modes.json`; summary, counters and a session with exporters not yet.",
+    "- A trace makes GPT-2's training wait for its host (45.5 ms a step, 50 to 67 ms under torch.profiler or ours,",
+    "  `overhead_profile.json`, `overhead_why.json`): steps of one way differ by a fifth from unit to unit, so the two ways run",
+    "  in turns. An earlier recording said +12%: most likely the events of profilers that had ended were freed within later",
+    "  blocks; now they are freed between them. Left out of the row: ending our session, which exports and writes, takes",
+    "  longer than torch's `stop` (`end_s`, `beside_end_s`).",
+    "- `run_modes.json` is of two runs: its `recorded` says which mode is of which. `--counters` has not run on the H200.",
 ]

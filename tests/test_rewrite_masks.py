@@ -72,6 +72,54 @@ def test_only_masks_that_are_known_are_taken_out(case: str, by_place: bool) -> N
     assert [f.after for f in watch.found] == ([] if says is None else [named])
 
 
+def written(write: Any) -> Any:
+    def attend(x: Any) -> Any:
+        mask, heads = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), x[:, None]
+        write(mask)
+        return functional.scaled_dot_product_attention(heads, heads, heads, mask)
+
+    return attend
+
+
+def set_column(mask: Any) -> None:
+    mask[:, 3] = False
+
+
+WRITES = {
+    "setitem": set_column,
+    "a view": lambda mask: mask[:, 3].fill_(False),
+    "masked_fill_": lambda mask: mask.masked_fill_(index()[None, :] == 3, False),
+    "logical_and_": lambda mask: mask.logical_and_(index()[None, :] != 3),
+    ".data": lambda mask: mask.data.logical_and_(index()[None, :] != 3),
+    "out=": lambda mask: torch.logical_and(mask, index()[None, :] != 3, out=mask),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_mask_that_is_written_into_is_not_known(how: str) -> None:
+    attend, x, watch = written(WRITES[how]), torch.randn(2, LENGTH, 8), Watch()
+    found = torch.compile(attend, backend=recorder(watch, [masks]), dynamic=False)(x)
+    torch.testing.assert_close(found, attend(x))
+    assert not watch.found
+
+
+def test_chance_and_strange_masks_are_left_alone() -> None:
+    cases: list[Any] = [
+        lambda x: torch.rand(LENGTH, LENGTH) < 2.0,  # all true today, and who knows tomorrow
+        lambda x: torch.empty(LENGTH, LENGTH).zero_(),
+        lambda x: torch.ones(9000, 9000, dtype=torch.bool).tril()[:LENGTH, :LENGTH],  # too large to look at
+    ]
+    for make in cases:
+        torch._dynamo.reset()
+
+        def attend(x: Any, make: Any = make) -> Any:
+            return functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], make(x))
+
+        x, watch = torch.randn(2, LENGTH, 8), Watch()
+        torch.testing.assert_close(torch.compile(attend, backend=recorder(watch, [masks]), dynamic=False)(x), attend(x))
+        assert not watch.found
+
+
 def test_lengths_that_differ_keep_the_upper_left_triangle() -> None:
     def attend(q: Any, k: Any, offset: int) -> Any:
         return functional.scaled_dot_product_attention(q, k, k, index(9)[None, :] <= index(5)[:, None] + offset)

@@ -74,10 +74,11 @@ def params_of_ours(short: str, args: Sequence[Any]) -> dict[str, Any]:
     """The same for operators of `tessera.op`, in the words of the operators of torch that do the same."""
     if short == "attention":
         q, k, v, mask, _, causal = args[:6]
-        return attention_params(q, k, v, mask, causal, tf32=args[-1] == "tf32")
+        return attention_params(q, k, v, mask, causal, dropout=args[-2], tf32=args[-1] == "tf32")
     if short == "attention_backward":
         q, k, v, mask, _, _, _, causal = args[1:9]
-        return {**attention_params(q, k, v, mask, causal, tf32=args[-1] == "tf32"), "backward": True}
+        known = attention_params(q, k, v, mask, causal, dropout=args[-2], tf32=args[-1] == "tf32")
+        return {**known, "backward": True}
     if short in ("softmax", "softmax_backward"):
         return {"dim": 1}  # rows of a matrix
     if short == "norm":

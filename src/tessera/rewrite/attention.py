@@ -186,7 +186,11 @@ def _fits(match: Attention) -> bool:
 
 
 def constant(node: fx.Node) -> torch.Tensor | None:
-    """The value of a node that depends on constants alone, computed on the CPU."""
+    """The value of a node that depends on constants alone, computed on the CPU; None where that is not certain.
+
+    Writes into tensors (`mask[:, 0] = False`) have no user, so they are not among what a node depends on: Dynamo's fake
+    tensors counted them. What chance or unwritten memory decides is no constant either.
+    """
     needed, stack = set[fx.Node](), [node]
     while stack:
         here = stack.pop()
@@ -196,20 +200,42 @@ def constant(node: fx.Node) -> torch.Tensor | None:
             needed.add(here)
             stack += here.all_input_nodes
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for here in node.graph.nodes:
-        if here in needed:
-            made[here] = graph.node_copy(here, lambda n: made[n])
-            if "device" in made[here].kwargs:
-                made[here].kwargs = {**made[here].kwargs, "device": "cpu"}
-    graph.output(made[node])
-    value = value_of(node)
-    if value is None or prod(size_of(s) for s in value.shape) > _CONSTANT_MASK:
-        return None
     try:
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-        with unset_fake_temporarily():
-            found = fx.GraphModule(torch.nn.Module(), graph)()
+        if not all(_plain(here) for here in needed):
+            return None
+        for here in node.graph.nodes:
+            if here in needed:
+                made[here] = graph.node_copy(here, lambda n: made[n])
+                if "device" in made[here].kwargs:
+                    made[here].kwargs = {**made[here].kwargs, "device": "cpu"}
+        graph.output(made[node])
+        found = _computed(graph)
     except (ImportError, *STRANGE):
         return None
-    return found if isinstance(found, torch.Tensor) else None
+    return found.cpu() if isinstance(found, torch.Tensor) else None
+
+
+def _plain(node: fx.Node) -> bool:
+    """Whether a node's value is no larger than a mask may be, and nobody writes into it."""
+    value = value_of(node)
+    if any(name_of(user) == "_get_data_attr" for user in node.users):  # what is written through .data is not counted
+        return False
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.is_inference():  # such tensors do not count what is written into them
+        return False
+    return prod(size_of(s) for s in value.shape) <= _CONSTANT_MASK and value._version == 0
+
+
+def _computed(graph: fx.Graph) -> Any:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Certain(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch.Tag.nondeterministic_seeded in func.tags or "empty" in str(func):
+                raise RuntimeError(f"{func} is no constant")
+            return func(*args, **(kwargs or {}))
+
+    with unset_fake_temporarily(), Certain():
+        return fx.GraphModule(torch.nn.Module(), graph).forward()

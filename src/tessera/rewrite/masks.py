@@ -1,8 +1,9 @@
 """A mask made of constants that says what `is_causal` says, or nothing at all: attention without it.
 
 Models of transformers leave such a mask out when they run eagerly, and make it where they are compiled (5.17 looks at
-`is_tracing`, for exported programs' sake). Attention then reads a mask and computes both halves of the scores: compiled
-GPT-2 small's kernels took 225 and 320 us, 112 and 180 with `is_causal` (results/compiled_profile.json, dropout.json).
+`is_tracing`, for exported programs' sake; 5.22 no longer with torch 2.14). Attention then reads a mask and computes
+both halves of the scores: compiled GPT-2 small's kernels took 225 and 320 us, 112 and 180 with `is_causal`
+(results/compiled_profile.json, dropout.json).
 Dynamo guards the sizes that a mask was made for, so what is known here stays true for the compiled code.
 """
 
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
-from .attention import argument, constant, name_of, value_of
+from .attention import STRANGE, argument, constant, name_of, value_of
 from .pieces import size_of
 from .watch import Found
 
@@ -26,15 +28,19 @@ def masks(module: fx.GraphModule) -> list[Found]:
     """Take masks that are known out of every attention; a `Pass`."""
     found, known = [], dict[tuple[fx.Node, int, int], str | None]()
     for node in module.graph.nodes:
-        mask = argument(node, _MASK, "attn_mask", None) if name_of(node) == _ATTENTION else None
+        ours = node.op == "call_function" and node.target is functional.scaled_dot_product_attention
+        mask = argument(node, _MASK, "attn_mask", None) if ours else None
         if not isinstance(mask, fx.Node) or argument(node, _CAUSAL, "is_causal", False) is not False:
             continue
-        lengths = _lengths(node)
-        if lengths is None:
+        try:
+            lengths = _lengths(node)
+            if lengths is None:
+                continue
+            key = (_unexpanded(mask), *lengths)
+            if key not in known:
+                known[key] = said(*key)
+        except STRANGE:  # a size that only the data tells, a mask in somebody's vmap: it stays as it is
             continue
-        key = (_unexpanded(mask), *lengths)
-        if key not in known:
-            known[key] = said(*key)
         if known[key] is None:
             continue
         _set(node, _MASK, "attn_mask", None)

@@ -36,6 +36,7 @@ PERIOD_S = 0.004
 # Processes that share a GPU take turns of milliseconds, and what each times as its work has the others' turns in it:
 # what they draw together depends on how their waits lie to each other, which wanders. Least so with slices this long.
 SHARED_S = 0.0025
+USUAL_WINDOW_S = 0.2  # of shorter windows both are the same part
 # A beat is slow: for the length of a window everything seems to draw more, or less. Where the mean is off by BEAT
 # slices are made longer, by up to LONGER, in steps that do not come back soon: the beat is then another. A load that
 # really draws more is braked all the same.
@@ -273,5 +274,6 @@ class Controller:
         above_w = room_w * (1.0 - duty)
         longest = RIPPLE * self.cap.power_w * self.cap.window_s / above_w if above_w > 0 else math.inf
         whole_s = max(PERIOD_S * duty, SLICE_S[0])  # of work in PERIOD_S
-        usual = max(longest, SHARED_S if self.shared else min(SHORT_S, whole_s))
+        part = min(1.0, self.cap.window_s / USUAL_WINDOW_S)  # ripple is in proportion to a slice's part of the window
+        usual = max(longest, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
         return min(usual * math.pow(LONGER, self._longer), max(usual, whole_s), SLICE_S[1])

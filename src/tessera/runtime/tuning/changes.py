@@ -30,7 +30,7 @@ from .lever import (
 from .plan import Setting
 
 __all__ = [
-    "BF16", "CHANNELS_LAST", "COMPILE_MODES", "FOLDED", "FP8", "FUSED", "REDUCE_OVERHEAD", "TF32", "NotHere",
+    "BF16", "CHANNELS_LAST", "COMPILE_MODES", "FOLDED", "FP8", "FUSED", "REDUCE_OVERHEAD", "TF32", "TURNED", "NotHere",
     "applied", "steps_on", "unaligned",
 ]  # fmt: skip
 
@@ -92,3 +92,5 @@ _CHANGES: dict[str, Lever] = {
     "compile": compiled,
     "graph": _graph,
 }
+TURNED = frozenset({*_CHANGES, "freeze", "masks"})
+"""Every knob's name; an argument of the function cannot have one of them and be searched too."""
