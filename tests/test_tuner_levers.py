@@ -295,6 +295,30 @@ def test_only_attentions_that_are_new_are_tried() -> None:
     assert _new({None: [], "cudnn": [], "flash": [], "efficient": []}) == ()
 
 
+def test_outputs_that_graphs_keep_are_let_go_of(quick_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's trees of graphs are recorded on a GPU alone: these have their shape, and torch's names."""
+    from types import SimpleNamespace
+
+    from torch._inductor import cudagraph_trees as trees
+
+    assert {"remove_node_cached_tensors", "reconstruct_outputs"} <= set(dir(trees.CUDAGraphNode))
+    cleared: list[str] = []
+
+    def node(name: str, *children: Any) -> Any:
+        return SimpleNamespace(children={0: list(children)}, remove_node_cached_tensors=lambda: cleared.append(name))
+
+    manager = SimpleNamespace(roots={0: [node("a", node("b"), node("c", node("d")))], 1: [node("e")]})
+    kept = {0: SimpleNamespace(tree_manager=manager), 1: SimpleNamespace(tree_manager=None)}
+    monkeypatch.setattr(torch._C, "_is_key_in_tls", lambda name: name == "tree_manager_containers")
+    monkeypatch.setattr(trees, "get_obj", lambda local, name: kept)
+    infer, untouched = inferring(Attention().eval(), 2, 8, 16)
+    for mode, expected in (("default", []), ("reduce-overhead", ["a", "b", "c", "d", "e"])):
+        with applied(infer, reach(infer), {"compile": mode}, {}):
+            pass
+        assert sorted(cleared) == expected
+    assert untouched().shape == (2, 2, 8, 8)
+
+
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,30 @@ def compiled(call: Call, reach: Reach, setting: Setting) -> Iterator[Call]:
     finally:
         for module, code in before:
             module._compiled_call_impl = code
+        if setting["compile"] == REDUCE_OVERHEAD:
+            _forget_outputs()
+
+
+def _forget_outputs() -> None:
+    """Let go of the tensors that reduce-overhead's graphs gave last. Torch keeps them to give them again.
+
+    In training they hold the autograd graph of that step, and with it the nodes that accumulate gradients, which were
+    made for its stream: a capture on another one then fails ("operation would make the legacy stream depend on a
+    capturing blocking stream", results/tune.json). Torch makes such tensors anew where they are missing.
+    """
+    import torch
+
+    if not torch._C._is_key_in_tls("tree_manager_containers"):
+        return
+    from torch._inductor import cudagraph_trees as trees
+
+    with contextlib.suppress(AttributeError, AssertionError):  # private to torch; the worst is a graph that is refused
+        managers = [held.tree_manager for held in trees.get_obj(trees.local, "tree_manager_containers").values()]
+        nodes = [node for manager in managers if manager for roots in manager.roots.values() for node in roots]
+        while nodes:
+            node = nodes.pop()
+            nodes += itertools.chain.from_iterable(node.children.values())
+            node.remove_node_cached_tensors()
 
 
 def _whole(module: Any) -> Call:
