@@ -211,7 +211,7 @@ def test_gradients_of_the_registered_norm_are_exact(centered, residual, affine):
 
     assert torch.autograd.gradcheck(call, given_)
     torch.library.opcheck(
-        row_ops.norm,
+        row_ops.norm_op,
         (x.float().detach(), None if added is None else added.float().detach(), weight, bias, 1e-5, centered),
     )
 
@@ -219,7 +219,7 @@ def test_gradients_of_the_registered_norm_are_exact(centered, residual, affine):
 def test_gradients_of_the_registered_softmax_are_exact():
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: row_ops.softmax(x, torch.float64), (x,))
-    torch.library.opcheck(row_ops.softmax, (torch.randn(3, 5, requires_grad=True), torch.bfloat16))
+    torch.library.opcheck(row_ops.softmax_op, (torch.randn(3, 5, requires_grad=True), torch.bfloat16))
 
 
 def test_a_sum_or_a_norm_that_nobody_uses_costs_no_gradient():

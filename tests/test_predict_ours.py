@@ -61,7 +61,8 @@ def test_our_attention_is_counted_as_torch_s(causal: bool, kv_heads: int, dtype:
         return [tensor(8, heads, 2048, 64, dtype=dtype, grad=train) for heads in (16, kv_heads, kv_heads)]
 
     attended(
-        graph_of(lambda *qkv: attention(*qkv, None, 0.125, causal, 64, 32, 2, 4, "ieee")[0], *tensors(), train=train),
+        graph_of(lambda *qkv: attention(*qkv, None, None, 0.0, 0.125, causal, 64, 32, 2, 4, "ieee")[0],
+                 *tensors(), train=train),
         graph_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads < 16),
                  *tensors(), train=train),
         ["forward", "backward"] if train else ["forward"],
@@ -80,7 +81,8 @@ def test_tf32_attention_runs_on_the_matrix_units() -> None:
 
     q, model, found = tensor(2, 8, 1024, 64, dtype=torch.float32), OpModel(lookup("h200")), {}
     for fp32 in ("ieee", "tf32"):
-        graph = graph_of(lambda x, fp32=fp32: attention(x, x, x, None, 0.125, False, 64, 32, 2, 4, fp32)[0], q)
+        given = (None, None, 0.0, 0.125, False, 64, 32, 2, 4, fp32)
+        graph = graph_of(lambda x, given=given: attention(x, x, x, *given)[0], q)
         [one] = [o for o in graph.kernels if o.kind == "attention"]
         found[fp32] = (one.precision, one.unit, model.time(one).seconds)
     assert found["ieee"][:2] == ("fp32", "vector") and found["tf32"][:2] == ("tf32", "matrix")

@@ -2,10 +2,13 @@
 
 (batch, heads, sequence, dim) tensors; keys and values may have fewer heads. `bm`, `bn` are the tile of the forward
 kernel; `stages` and `warps` 0 mean the kernel's own choice. Tiles are checked when the operator runs, on any device.
+With a `seed` (one int64, drawn by the caller) probabilities are dropped: which ones, it alone decides, here and there.
+The operators take it late: `graph/costing.py` reads what stands before it, and the last one, by position.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor
 
 from . import hints, tile
+from .eager import at, differentiated, straight
+from .layouts import alike
 
 LOG2E = math.log2(math.e)
 STAGES = 2  # double-buffered: the next tile of keys and values loads while one is multiplied
@@ -57,10 +62,17 @@ def pipeline(bm: int, bn: int, dims: int) -> tuple[int, int]:
 
 def checked(q: Tensor, masked: bool, bm: int, bn: int, stages: int, warps: int) -> tile.Fit:
     """The fit of a tile on the tensors' device (Hopper, for a CPU's); TileError where there is none."""
-    shape = tile.Tile(bm, bn, block_dim(q.shape[-1]))
+    return _fit(q.dtype, q.device, q.shape[-1], masked, bm, bn, stages, warps)
+
+
+@functools.lru_cache(maxsize=256)
+def _fit(
+    dtype: torch.dtype, device: torch.device, dims: int, masked: bool, bm: int, bn: int, stages: int, warps: int
+) -> tile.Fit:
+    shape = tile.Tile(bm, bn, block_dim(dims))
     # fp64 runs on a CPU alone: the tile is checked as for fp32.
-    dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
-    return tile.check(MASKED if masked else PLAIN, shape, dtype, stages, warps, tile.arch_of(q.device))
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    return tile.check(MASKED if masked else PLAIN, shape, dtype, stages, warps, tile.arch_of(device))
 
 
 # Tiles of the backward kernels by the bytes of a head's row: (owned, walked at a time). The largest whose dK and dV
@@ -68,19 +80,32 @@ def checked(q: Tensor, masked: bool, bm: int, bn: int, stages: int, warps: int) 
 # is below 99 KiB, the smallest limit since Ampere.
 _BACKWARD = ((128, (128, 64)), (256, (128, 32)), (512, (64, 16)), (1024, (32, 16)))
 _BACKWARD_WARPS = 8
+# With dropout, whose hash wants registers too, at the narrowest rows: 231 us for 8x12x1024x64 on an H200, where twice
+# the keys and warps took 289 (results/dropout.json). At 256 bytes a smaller tile was slower.
+_DROPPING = (64, 32, STAGES, 4)
 
 
-def backward_launch(dims: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def backward_launch(dims: int, dtype: torch.dtype, drops: bool = False) -> tuple[int, int, int, int]:
     """(owned, walked, stages, warps) of the backward kernels."""
     row_bytes = block_dim(dims) * dtype.itemsize
     owned, walked = next(cut for most, cut in _BACKWARD if row_bytes <= most)
+    if drops and row_bytes <= _BACKWARD[0][0]:
+        return _DROPPING
     return owned, walked, STAGES, _BACKWARD_WARPS
 
 
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """Imported at the first launch: they need Triton."""
+    from .kernels import attention, attention_backward
+
+    return attention, attention_backward
+
+
 @torch.library.custom_op("tessera::attention", mutates_args=())
-def attention(
+def attention_op(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, bm: int, bn: int,
-    stages: int, warps: int, precision: str,
+    stages: int, warps: int, seed: Tensor | None, dropout_p: float, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, log2 of the sum of each row's exponentials; +inf of a row that sees no key)."""
     checked(q, mask is not None, bm, bn, *_resolved(q, bm, bn, stages, warps))
@@ -88,8 +113,29 @@ def attention(
     lse = torch.logsumexp(scores, -1)
     blind = lse == -math.inf
     p = torch.exp(scores - torch.where(blind, math.inf, lse)[..., None])
-    out = torch.einsum("bhgqk,bhkd->bhgqd", p, v.to(p.dtype)).reshape(q.shape).to(q.dtype)
+    if seed is not None:
+        p = p * _kept(seed, dropout_p, p.shape, p.dtype)
+    out = alike(q).copy_(torch.einsum("bhgqk,bhkd->bhgqd", p, v.to(p.dtype)).reshape(q.shape))
     return out, torch.where(blind, math.inf, lse * LOG2E).reshape(q.shape[:3])
+
+
+def _spread(x: Tensor) -> Tensor:
+    """As the kernels': 32-bit numbers, held in int64."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _kept(seed: Tensor, dropout_p: float, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """0 where the kernels drop, elsewhere what a probability that stays counts for, as the scores are laid out."""
+    keys = shape[-1]
+    rows = torch.arange(math.prod(shape[:-1]), device=seed.device)
+    number = _spread(_spread((rows + (seed & 0xFFFFFFFF)) & 0xFFFFFFFF) ^ (seed >> 32 & 0xFFFFFFFF))
+    key = torch.arange(keys, device=seed.device) * 0x9E3779B1 & 0xFFFFFFFF
+    x = (number[:, None] ^ key) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0xC2B2AE35 & 0xFFFFFFFF
+    signed = (x ^ 2**31) - 2**31  # the kernels compare signed numbers: -2^31 and up
+    return ((signed >= round(dropout_p * 2**32) - 2**31).to(dtype) / (1.0 - dropout_p)).reshape(shape)
 
 
 def _resolved(q: Tensor, bm: int, bn: int, stages: int, warps: int) -> tuple[int, int]:
@@ -115,31 +161,31 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, causal: boo
     return scores.masked_fill(~given, -math.inf) if mask.dtype == torch.bool else scores + given
 
 
-@attention.register_kernel("cuda")
+@attention_op.register_kernel("cuda")
 def _attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, bm: int, bn: int,
-    stages: int, warps: int, precision: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from .kernels import attention as kernel
-
+    stages: int, warps: int, seed: Tensor | None, dropout_p: float, precision: str,
+) -> Any:  # fmt: skip
+    kernel, _ = _kernels()
     stages, warps = _resolved(q, bm, bn, stages, warps)
     checked(q, mask is not None, bm, bn, stages, warps)
-    with torch.cuda.device(q.device):  # Triton launches on the current device, whatever the tensors' is
-        return kernel.forward(q, k, v, mask, scale, causal, kernel.Launch(bm, bn, stages, warps, precision))
+    with at(q):
+        launch = kernel.Launch(bm, bn, stages, warps, precision)
+        return kernel.forward(q, k, v, mask, scale, causal, launch, kernel.Drop(dropout_p, seed))
 
 
-@attention.register_fake
+@attention_op.register_fake
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, bm: int, bn: int,
-    stages: int, warps: int, precision: str,
+    stages: int, warps: int, seed: Tensor | None, dropout_p: float, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return alike(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("tessera::attention_backward", mutates_args=())
-def attention_backward(
+def attention_backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float,
-    causal: bool, precision: str,
+    causal: bool, seed: Tensor | None, dropout_p: float, precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), the probabilities made again from `lse`."""
     scores = _scores(q, k, mask, scale, causal)
@@ -147,44 +193,73 @@ def attention_backward(
     p = torch.exp(scores - lse.reshape(shape)[..., None] / LOG2E)
     gradient = dout.to(p.dtype).reshape(*shape, -1)
     delta = (gradient * out.to(p.dtype).reshape(*shape, -1)).sum(-1, keepdim=True)
-    ds = p * (torch.einsum("bhgqd,bhkd->bhgqk", gradient, v.to(p.dtype)) - delta) * scale
+    change, weight = torch.einsum("bhgqd,bhkd->bhgqk", gradient, v.to(p.dtype)), p
+    if seed is not None:
+        kept = _kept(seed, dropout_p, p.shape, p.dtype)
+        change, weight = change * kept, p * kept
+    ds = p * (change - delta) * scale
     dq = torch.einsum("bhgqk,bhkd->bhgqd", ds, k.to(p.dtype)).reshape(q.shape)
     dk = torch.einsum("bhgqk,bhgqd->bhkd", ds, q.to(p.dtype).reshape(*shape, -1))
-    dv = torch.einsum("bhgqk,bhgqd->bhkd", p, gradient)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dv = torch.einsum("bhgqk,bhgqd->bhkd", weight, gradient)
+    return alike(q).copy_(dq), alike(k).copy_(dk), alike(v).copy_(dv)
 
 
-@attention_backward.register_kernel("cuda")
+@attention_backward_op.register_kernel("cuda")
 def _attention_backward_cuda(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float,
-    causal: bool, precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from .kernels import attention as kernel
-    from .kernels import attention_backward as backward
+    causal: bool, seed: Tensor | None, dropout_p: float, precision: str,
+) -> Any:  # fmt: skip
+    kernel, backward = _kernels()
+    launch = kernel.Launch(*backward_launch(q.shape[-1], q.dtype, drops=seed is not None), precision)
+    drop = kernel.Drop(dropout_p, seed)
+    with at(q):
+        return backward.backward(dout, q, k, v, mask, out, lse, scale, causal, launch, drop)
 
-    launch = kernel.Launch(*backward_launch(q.shape[-1], q.dtype), precision)
-    with torch.cuda.device(q.device):
-        return backward.backward(dout, q, k, v, mask, out, lse, scale, causal, launch)
 
-
-@attention_backward.register_fake
+@attention_backward_op.register_fake
 def _attention_backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float,
-    causal: bool, precision: str,
+    causal: bool, seed: Tensor | None, dropout_p: float, precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return alike(q), alike(k), alike(v)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, ctx.scale, ctx.causal = inputs[:6]
-    ctx.precision = inputs[-1]
-    ctx.save_for_backward(q, k, v, mask, *output)
+    seed, ctx.dropout_p, ctx.precision = inputs[10:]
+    ctx.save_for_backward(q, k, v, mask, seed, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradient(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, mask, out, lse = ctx.saved_tensors
-    return *attention_backward(dout, q, k, v, mask, out, lse, ctx.scale, ctx.causal, ctx.precision), *(None,) * 8
+    q, k, v, mask, seed, out, lse = ctx.saved_tensors
+    given = (dout, q, k, v, mask, out, lse, ctx.scale, ctx.causal, seed, ctx.dropout_p, ctx.precision)
+    here = straight(q, dout, k, v, mask) and not differentiated(dout, q, k, v)
+    way = _attention_backward_cuda if here else attention_backward_op
+    return *way(*given), *(None,) * 10
 
 
-attention.register_autograd(_gradient, setup_context=_setup)
+attention_op.register_autograd(_gradient, setup_context=_setup)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator's forward and backward pass, without the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _attention_cuda(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradient)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, dropout_p: float, scale: float,
+    causal: bool, bm: int, bn: int, stages: int, warps: int, precision: str,
+) -> Any:  # fmt: skip
+    """What the operator gives; straight by its kernel where nobody would see the operator (eager.py)."""
+    given = (q, k, v, mask, scale, causal, bm, bn, stages, warps, seed, dropout_p, precision)
+    if type(scale) is not float or type(dropout_p) is not float or not straight(q, k, v, mask, seed):
+        return attention_op(*given)
+    return _Attention.apply(*given) if differentiated(q, k, v, mask) else _attention_cuda(*given)

@@ -59,8 +59,10 @@ def _joules(a: Any, b: Any, out: Any, precision: str, sums: str, costs: Mapping[
     batch, m, n, k = math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
     chip = chip_of(a.device.index if a.device.type == "cuda" else None)
     kept = precision in ("fp8", "fp8_row") and prepared.find(b, precision == "fp8_row") is not None
+    inside = lowprec.rows_in_product(a.device, out) if precision == "fp8_row" and a.device.type == "cuda" else None
     return energy_j(
-        precision, m, n, k, batch, a.dtype, out, chip, accumulate=sums, layout=layout_of(a, b), prepared=kept
+        precision, m, n, k, batch, a.dtype, out, chip, accumulate=sums, layout=layout_of(a, b), prepared=kept,
+        rows_in_product=inside,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ Operands are rounded to the format, multiplied exactly, and summed in fp32 (`acc
 likes: fp8's short accumulator, split sums in 16 bits). On CUDA the product is cuBLAS's; on a CPU, and for fp8 on a GPU
 without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly: the same numbers, no
 saving, and "fast" is the same as "fp32". fp8 is e4m3 with one power-of-two scale a matrix, `fp8_row` with one for each
-row of `a` and column of `b`; fp16 from a wider type is scaled the same way, so neither overflows. Values that are not
-finite come out as NaN.
+row of `a` and column of `b`, which the product itself multiplies by where torch has that; fp16 from a wider type is
+scaled the same way, so neither overflows. Values that are not finite come out as NaN.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _STORED = {
     "tf32": torch.float32, "fp32": torch.float32, "fp64": torch.float64,
 }  # fmt: skip
 _E4M3_MAX = 448.0
+_PROBED = 128  # rows and columns of the product that asks whether there is one: a tile of every kernel
 _ALIGN = 16  # cuBLAS takes fp8 matrices whose rows are multiples of 16 bytes
 
 
@@ -163,20 +164,29 @@ def _fp8(a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: str, out:
     pad = (_ALIGN, _ALIGN) if native else (1, 1)
     left, left_scale = _quantized(a, "fp8", by_row, pad)
     right, right_scale = _right(b, by_row, pad)
-    # A row's scale could overflow or leave an fp16 result before it is put right, so those come out wider.
-    result = torch.float32 if by_row and out == torch.float16 else out
-    if native:
+    if native and not by_row:
+        c = _multiplied(left, right, left_scale.reshape(()), right_scale.reshape(()), accumulate, _written(out))
+    elif native and rows_in_product(a.device, _written(out)):
+        c = _multiplied(left, right, left_scale[:, None], right_scale[None, :], accumulate, _written(out))
+    elif native:
         one = torch.ones((), device=a.device, dtype=torch.float32)
-        scales = (one, one) if by_row else (left_scale.reshape(()), right_scale.reshape(()))
-        c = torch._scaled_mm(
-            left, right.mT, scale_a=scales[0], scale_b=scales[1], out_dtype=_written(result),
-            use_fast_accum=accumulate == "fast",
-        )[:m, :n]  # fmt: skip
+        # A row's scale could overflow or leave an fp16 result before it is put right, so those come out wider.
+        wide = _written(torch.float32 if out == torch.float16 else out)
+        c = _multiplied(left, right, one, one, accumulate, wide)
+        return _unscaled(c, left_scale, right_scale, m, n, out)
     else:
         exact = torch.bfloat16 if a.device.type == "cuda" else torch.float32  # both hold every e4m3 value
         c = _widely(left.to(exact), right.mT.to(exact), torch.float32)
-        c = c if by_row else c * (left_scale * right_scale)
-    return _unscaled(c, left_scale, right_scale, m, n, out) if by_row else c.to(out).contiguous()
+        if by_row:
+            return _unscaled(c, left_scale, right_scale, m, n, out)
+        c = c * (left_scale * right_scale)
+    return c[:m, :n].to(out).contiguous()
+
+
+def _multiplied(left: Any, right: Any, left_scale: Any, right_scale: Any, accumulate: str, out: torch.dtype) -> Any:
+    return torch._scaled_mm(
+        left, right.mT, scale_a=left_scale, scale_b=right_scale, out_dtype=out, use_fast_accum=accumulate == "fast"
+    )
 
 
 def _unscaled(c: torch.Tensor, by_row: Any, by_col: Any, m: int, n: int, out: torch.dtype) -> torch.Tensor:
@@ -185,7 +195,7 @@ def _unscaled(c: torch.Tensor, by_row: Any, by_col: Any, m: int, n: int, out: to
             from .kernels.quantize import unscale
 
             return unscale(c, by_row, by_col, m, n, out)
-    return (c * by_row[:m, None] * by_col[None, :n]).to(out).contiguous()
+    return (c[:m, :n] * by_row[:m, None] * by_col[None, :n]).to(out).contiguous()
 
 
 def _right(b: torch.Tensor, by_row: bool, pad: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,6 +231,26 @@ def fast_sums(device: torch.device) -> bool:
 def fp8_units(index: int | None) -> bool:
     """Whether a CUDA device multiplies e4m3 itself: NVIDIA from compute capability 8.9 on."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def rows_in_product(device: torch.device, out: torch.dtype) -> bool:
+    """Whether a device's product multiplies by the scales of rows and columns itself, before it writes its result."""
+    return _native(device) and _asked_rows(device, out)
+
+
+@functools.cache
+def _asked_rows(device: torch.device, out: torch.dtype) -> bool:
+    # cuBLAS does it from 12.9 and compute capability 9.0 on, into every type; else torch has kernels of its own for
+    # some architectures, of which most versions write bf16 alone. Nothing names what a build has: a small one is tried.
+    values = torch.ones((_PROBED, _PROBED), device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scale = torch.ones((_PROBED,), device=device, dtype=torch.float32)
+    try:
+        _multiplied(values, values, scale[:, None], scale[None, :], "fast", out)
+    except torch.OutOfMemoryError:  # says nothing of the build, and is not kept
+        raise
+    except (RuntimeError, ValueError):  # torch's checks raise either
+        return False
+    return True
 
 
 def _scaled(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:

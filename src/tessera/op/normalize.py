@@ -41,14 +41,49 @@ class Rule:
         )
 
 
-# Where our kernels beat torch's. Empty until measured: `benchmarks/device/ops_rows.py` prints these lines refitted.
-# Source: ours are not yet measured on a GPU. Of torch's, the softmax of 65536 x 4096 bf16 took 0.83 ms and 0.49 J on an
-# H200 where the layer norm of as many bytes took 0.42 ms and 0.29 J (shared/h200/kernels.jsonl): ours may win there.
-RULES: dict[str, tuple[Rule, ...]] = {"softmax": (), "layer_norm": (), "rms_norm": ()}
+_BF16, _FP16, _FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
+# Where our kernels took at most 0.98 of torch's time and joules, as `benchmarks/device/ops_rows.py` printed it: 59
+# cases in CUDA graphs on an H200, 2026-11-15, torch 2.11 (benchmarks/results/ops_rows.json: "kernels", "rules").
+# Intervals end at widths that were measured; one that did not win (softmax of 197 columns, RMS norm of 5,120) parts
+# them. The host is not in them: that day a launch of ours took it 123 µs more than torch's (RMS norm; "host" there).
+# Most of it was the dispatcher's and Triton's, which plain calls now leave out (eager.py, kernels/direct.py): by
+# benchmarks/op_host_cost.py, not yet measured again beside a GPU.
+RULES: dict[str, tuple[Rule, ...]] = {
+    "softmax": (
+        Rule(least_cols=128, most_cols=128, least_rows=1024, dtypes=_BF16, training=False),
+        Rule(least_cols=512, most_cols=32768, least_rows=1024, dtypes=_BF16, training=False),
+        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP16, training=False),
+        Rule(least_cols=8192, most_cols=8192, least_rows=1024, dtypes=_FP32, training=False),
+        Rule(least_cols=1024, most_cols=4096, least_rows=1024, dtypes=_BF16, training=True),
+    ),
+    "layer_norm": (
+        Rule(least_cols=384, most_cols=16384, least_rows=1024, dtypes=_BF16, training=False),
+        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP16, training=False),
+        Rule(least_cols=1024, most_cols=4096, least_rows=1024, dtypes=_FP32, training=False),
+        Rule(least_cols=768, most_cols=4096, least_rows=1024, dtypes=_BF16, training=True),
+        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP32, training=True),
+    ),
+    "rms_norm": (
+        Rule(least_cols=384, most_cols=4096, least_rows=1024, dtypes=_BF16, training=False),
+        Rule(least_cols=8192, most_cols=16384, least_rows=1024, dtypes=_BF16, training=False),
+        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP16, training=False),
+        Rule(least_cols=1024, most_cols=4096, least_rows=1024, dtypes=_FP32, training=False),
+        Rule(least_cols=768, most_cols=4096, least_rows=1024, dtypes=_BF16, training=True),
+        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP32, training=True),
+    ),
+}
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_COLS = 32768  # kernels.rows.MAX_COLS, here so that Triton is not imported to ask
 FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # torch 2.8 on; before it F.rms_norm is seven kernels
+
+
+@functools.cache
+def _row_ops() -> Any:
+    """Imported where our kernel is asked for: torch registers its operators then."""
+    from . import row_ops
+
+    return row_ops
 
 
 @functools.cache
@@ -70,10 +105,13 @@ def possible(x: Any, cols: int) -> bool:
 
 def _ours(op: str, x: Any, cols: int) -> bool:
     rules = RULES[op]
-    if not rules or not possible(x, cols) or arguments.autocasts(x):  # under autocast torch's results are fp32
+    if not rules or not possible(x, cols):
         return False
-    rows, training = x.numel() // cols, torch.is_grad_enabled() and x.requires_grad
-    return any(rule.covers(rows, cols, x.dtype, training) for rule in rules)
+    rows, dtype, training = x.numel() // cols, x.dtype, torch.is_grad_enabled() and x.requires_grad
+    for rule in rules:
+        if rule.covers(rows, cols, dtype, training):
+            return not arguments.autocasts(x)  # under autocast torch's results are fp32
+    return False
 
 
 def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None = None) -> Any:
@@ -102,9 +140,7 @@ def _softmax(x: Any, dim: int, dtype: Any) -> Any:
 
 def softmax_rows(x: Any, dtype: Any = None) -> Any:
     """Softmax of the last dimension by our kernel, whatever the rule says."""
-    from . import row_ops
-
-    return row_ops.softmax(x.reshape(-1, x.shape[-1]), dtype or x.dtype).view(x.shape)
+    return _row_ops().softmax(x, dtype or x.dtype)
 
 
 def layer_norm(
@@ -157,7 +193,10 @@ def _together(x: Any, *others: Any) -> bool:
     """Floating tensors on one device: the way that is always taken, in as few calls as it can be."""
     try:
         where = x.device
-        return bool(x.is_floating_point()) and all(t is None or t.device == where for t in others)
+        for t in others:
+            if t is not None and t.device != where:
+                return False
+        return bool(x.is_floating_point())
     except AttributeError:
         return False
 
@@ -167,17 +206,17 @@ def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual:
     if not _together(x, weight, bias, residual):
         arguments.tensors(op, one_dtype=False, x=x, weight=weight, bias=bias, residual=residual)
     if normalized is None:
-        shape = tuple(x.shape[-1:] if weight is None else weight.shape)
+        shape: tuple[int, ...] = x.shape[-1:] if weight is None else weight.shape
     else:
         shape = (normalized,) if isinstance(normalized, int) else tuple(normalized)
-    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+    if not shape or x.shape[-len(shape) :] != shape:
         what = "normalized_shape" if normalized is not None or weight is None else "weight"
         size = "x".join(map(str, shape)) or "a scalar"
         raise ArgumentError(
             f"op.{op}: {what} is {size}", why=f"x is {arguments.shape(x)}", fix="the last dimensions of x"
         )
     for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != shape:
+        if value is not None and value.shape != shape:
             raise ArgumentError(
                 f"op.{op}: {name} is {arguments.shape(value)}",
                 why=f"the norm is over {'x'.join(map(str, shape))}",
@@ -201,22 +240,25 @@ def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: 
     alone = alone and possible(x, cols) and (mixed or not arguments.autocasts(x))
     if alone or _ours(op, x, cols):
         return norm_rows(op, x, weight, bias, eps, residual, cols)
+    way = _widest if mixed else _by_torch
     if residual is None:
-        return _composed(op, x, shape, weight, bias, eps)
+        return way(op, x, shape, weight, bias, eps)
     summed = x + residual
-    return _composed(op, summed, shape, weight, bias, eps), summed
+    return way(op, summed, shape, weight, bias, eps), summed
 
 
 def _mixed(x: Any, weight: Any, bias: Any) -> bool:
     return (weight is not None and weight.dtype is not x.dtype) or (bias is not None and bias.dtype is not x.dtype)
 
 
-def _composed(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
-    """By torch. Where the dtypes differ, everything is computed in the widest and rounded to that of `x`."""
-    if _mixed(x, weight, bias):
-        wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
-        cast = (None if t is None else t.to(wide) for t in (x, weight, bias))
-        return _composed(op, next(cast), shape, next(cast), next(cast), eps).to(x.dtype)
+def _widest(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
+    """Of several dtypes: everything is computed in the widest and rounded to that of `x`."""
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    cast = (None if t is None else t.to(wide) for t in (x, weight, bias))
+    return _by_torch(op, next(cast), shape, next(cast), next(cast), eps).to(x.dtype)
+
+
+def _by_torch(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
     if op == "layer_norm":
         return F.layer_norm(x, shape, weight, bias, eps)
     return F.rms_norm(x, shape, weight, eps)
@@ -224,9 +266,10 @@ def _composed(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, e
 
 def norm_rows(op: str, x: Any, weight: Any, bias: Any, eps: float, residual: Any, cols: int) -> Any:
     """The norm of rows of `cols` elements by our kernel, whatever the rule says; with a residual also the sum."""
-    from . import row_ops
-
-    flat = [None if t is None else t.reshape(-1, cols) for t in (x, residual)]
-    line = [None if t is None else t.reshape(cols) for t in (weight, bias)]
-    y, summed, _, _ = row_ops.norm(*flat, *line, eps, op == "layer_norm")
+    if x.shape[-1] == cols and (weight is None or weight.ndim == 1) and (bias is None or bias.ndim == 1):
+        y, summed = _row_ops().norm(x, residual, weight, bias, eps, op == "layer_norm")
+        return y if residual is None else (y, summed)
+    flat = (None if t is None else t.reshape(-1, cols) for t in (x, residual))
+    line = (None if t is None else t.reshape(cols) for t in (weight, bias))
+    y, summed = _row_ops().norm(*flat, *line, eps, op == "layer_norm")
     return y.view(x.shape) if residual is None else (y.view(x.shape), summed.view(x.shape))

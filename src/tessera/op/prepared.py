@@ -32,7 +32,10 @@ class _Kept:
 
 
 def prepare(b: torch.Tensor, precision: str = "fp8") -> None:
-    """Keep the right operand of a product in fp8 (or `fp8_row`) from its first use on: one byte a weight more."""
+    """Keep the right operand of a product in fp8 (or `fp8_row`) from its first use on: one byte a weight more.
+
+    `fp8_row` is the cheaper where the product multiplies by the scales of rows itself (`lowprec.rows_in_product`).
+    """
     if precision not in ("fp8", "fp8_row"):
         raise ArgumentError(f"precision={precision!r} needs no preparing", fix='"fp8" or "fp8_row"')
     if b.dim() != 2 or b.is_inference():

@@ -1,10 +1,10 @@
 """What a product costs in each precision, by the energy model of `predict`: the product, and the casts around it.
 
-Casts are counted in passes over memory, each with a launch: the largest value of a matrix, the cast by its scale, the
-result multiplied by the scales of its rows and columns. A pass is bound by the bytes that cross device memory and the
-cache, at the rates fitted for products (`h200_gemm.json`). On an H200 this came within 9% of the joules of casts by one
-scale at 2048, 4096 and 8192 (transposing at 8192: 16% below), with the kernels of November 2026 that took one launch
-more. The kernels as they are now, and casts by rows, are not yet measured on a GPU.
+Casts are counted in passes over memory, each with a launch: the largest value of a matrix, the cast by its scale, and,
+where the product cannot multiply by the scales of its rows and columns itself, the result by them. A pass is bound by
+the bytes that cross device memory and the cache, at the rates fitted for products (`h200_gemm.json`), times what an
+H200 took more (`_MORE`). With that, casts of 2048, 4096 and 8192 come within 6% of their joules there; the product by
+rows itself costs what the one by matrices does (within 4%).
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ _EXPONENT = 3.0  # of device memory against cache, as in `estimate/stream.py`
 # fp32 operations on an element: its magnitude, whether it is finite, the maximum; and then the scale, two clamps, the
 # comparison, the choice and the conversion.
 _AMAX_FLOPS, _CAST_FLOPS = 3.0, 6.0
+# Measured joules of casts alone over those of their passes, the mean of 2048, 4096 and 8192 (H200, 2026-11-15,
+# ops_precision.py), by (a scale a row?, does it transpose?). A row's program waits for the whole of it before it
+# writes; what transposes goes through shared memory, and by rows reads short runs for the largest values.
+_MORE = {(False, False): 1.10, (False, True): 1.20, (True, False): 1.17, (True, True): 1.32}
 
 
 @functools.cache
@@ -65,11 +69,13 @@ def energy_j(
     accumulate: str = "fp32",
     layout: str = "nn",
     prepared: bool = False,
+    rows_in_product: bool | None = None,
 ) -> float:
     """Predicted joules of a product in a precision: the product, and the casts of its operands from `dtype`.
 
     `layout` is that of the operands (fp8's casts transpose them into the one its product takes). A `prepared` right
-    operand is in fp8 already.
+    operand is in fp8 already. `rows_in_product` is `lowprec.rows_in_product` of the device; None takes it for bf16
+    results, which every torch that has such products writes.
     """
     if min(m, n, k, batch) == 0:
         return 0.0
@@ -78,7 +84,9 @@ def energy_j(
     work = _product(device, name, m, n, k, batch, out_bytes, layout)
     lossless = lowprec.FULL[dtype] == name or (name == "tf32" and dtype == torch.float32)
     if not lossless:
-        work = work + _casts(of, precision, m, n, k, batch, dtype.itemsize, out_bytes, layout, prepared)
+        inside = out_dtype == torch.bfloat16 if rows_in_product is None else rows_in_product
+        unscaled = name == "fp16" or (precision == "fp8_row" and not inside)
+        work = work + _casts(of, precision, m, n, k, batch, dtype.itemsize, out_bytes, layout, prepared, unscaled)
     joules = model.estimate(work).energy_j
     if name == "fp8" and accumulate == "fast":
         joules -= float(batch) * m * n * k / _PROMOTED_EVERY * model.j_per_flop.get("vector.fp32", 0.0)
@@ -98,7 +106,7 @@ def _product(device: Device, name: str, m: int, n: int, k: int, batch: int, out_
 
 def _casts(
     of: Chip, precision: str, m: int, n: int, k: int, batch: int, size: int, out_bytes: float, layout: str,
-    prepared: bool,
+    prepared: bool, unscaled: bool,
 ) -> Work:  # fmt: skip
     """The passes before and after a product of rounded operands."""
     name = precision.removesuffix("_row")
@@ -114,15 +122,27 @@ def _casts(
         # A row that lies along memory waits in registers for its scale; every other cast reads its matrix again, of
         # which the cache still holds what it can.
         along = layout != "tn" if index == 0 else layout == "nt"
-        twice = scaled and not (precision == "fp8_row" and along)
+        by_row = precision == "fp8_row"
+        twice = scaled and not (by_row and along)
+        passes = Work()
         if twice:
-            work = work + _pass(of, read, read * spilt, _AMAX_FLOPS * count, launches)
+            passes = passes + _pass(of, read, read * spilt, _AMAX_FLOPS * count, launches)
         again = max(0.0, read - _kept(of)) if twice else read * spilt
-        work = work + _pass(of, read + written, again + written * spilt, _CAST_FLOPS * count, launches)
-    if precision == "fp8_row" or name == "fp16":  # the result is multiplied by its scales
+        passes = passes + _pass(of, read + written, again + written * spilt, _CAST_FLOPS * count, launches)
+        work = work + (_times(passes, _MORE[by_row, not along]) if name == "fp8" else passes)
+    if unscaled:  # the result is multiplied by its scales
         fresh = max(0.0, result - _kept(of))
         work = work + _pass(of, 2.0 * result, fresh + result * spilt, 2.0 * batch * m * n, launches)
     return work
+
+
+def _times(work: Work, factor: float) -> Work:
+    """The same work, taking and drawing more."""
+    flops = {unit: factor * value for unit, value in work.flops.items()}
+    more = {
+        name: factor * getattr(work, name) for name in ("clock_s", "fixed_s", "busy_s", "hbm_bytes", "l2_bytes")
+    }  # fmt: skip
+    return replace(work, flops=flops, **more)
 
 
 def _kept(of: Chip) -> float:

@@ -1,15 +1,27 @@
 """Softmax and the norms as torch custom operators (`tessera::softmax`, `tessera::norm`): our kernels on CUDA.
 
 They take matrices, one row a line; off CUDA torch computes the same. What is registered here is what autograd,
-torch.compile, meta tensors and the profiler see; which rows come here at all is decided in `normalize.py`.
+torch.compile, meta tensors and the profiler see; `softmax` and `norm` leave it out where none of them does (eager.py).
+Which rows come here at all is decided in `normalize.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .eager import at, differentiated, straight
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Imported at the first launch: it needs Triton."""
+    from .kernels import rows
+
+    return rows
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -17,46 +29,42 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _dense(*tensors: Tensor | None) -> Any:
+def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
     """As the kernels read them: row after row."""
-    return (None if t is None else t.contiguous() for t in tensors)
+    return [None if t is None else t.contiguous() for t in tensors]
 
 
 @torch.library.custom_op("tessera::softmax", mutates_args=())
-def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
+def softmax_op(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Softmax of each row of a matrix, written as `dtype`."""
     return torch.softmax(x, 1, dtype=_wide(x.dtype)).to(dtype)
 
 
-@softmax.register_kernel("cuda")
+@softmax_op.register_kernel("cuda")
 def _softmax_cuda(x: Tensor, dtype: torch.dtype) -> Tensor:
-    from .kernels import rows
-
-    with torch.cuda.device(x.device):  # Triton launches on the current device, whatever the tensors' is
-        return rows.softmax_forward(x.contiguous(), dtype)
+    with at(x):
+        return _kernels().softmax_forward(x.contiguous(), dtype)
 
 
-@softmax.register_fake
+@softmax_op.register_fake
 def _softmax_fake(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
 @torch.library.custom_op("tessera::softmax_backward", mutates_args=())
-def softmax_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+def softmax_backward_op(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Gradient by the input, from the output."""
     dy, y = dy.to(_wide(y.dtype)), y.to(_wide(y.dtype))
     return (y * (dy - (dy * y).sum(1, keepdim=True))).to(dtype)
 
 
-@softmax_backward.register_kernel("cuda")
+@softmax_backward_op.register_kernel("cuda")
 def _softmax_backward_cuda(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    from .kernels import rows
-
-    with torch.cuda.device(y.device):
-        return rows.softmax_backward(dy.contiguous(), y, dtype)
+    with at(y):
+        return _kernels().softmax_backward(dy.contiguous(), y, dtype)
 
 
-@softmax_backward.register_fake
+@softmax_backward_op.register_fake
 def _softmax_backward_fake(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return y.new_empty(y.shape, dtype=dtype)
 
@@ -67,14 +75,37 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _softmax_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    return softmax_backward(dy, ctx.saved_tensors[0], ctx.dtype), None
+    y, dtype = ctx.saved_tensors[0], ctx.dtype
+    way = _softmax_backward_cuda if straight(y, dy) and not differentiated(dy, y) else softmax_backward_op
+    return way(dy, y, dtype), None
 
 
-softmax.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
+softmax_op.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
+
+
+class _Softmax(torch.autograd.Function):
+    """The operator's forward and backward pass, without the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        y = _softmax_cuda(*inputs)
+        _softmax_setup(ctx, inputs, y)
+        return y
+
+    backward = staticmethod(_softmax_gradient)
+
+
+def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax of the last dimension, written as `dtype`."""
+    here = straight(x)
+    if here and not differentiated(x):
+        return _softmax_cuda(x, dtype)
+    way = _Softmax.apply if here else softmax_op
+    return way(x, dtype) if x.ndim == 2 else way(x.reshape(-1, x.shape[-1]), dtype).view(x.shape)
 
 
 @torch.library.custom_op("tessera::norm", mutates_args=())
-def norm(
+def norm_op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, x + residual, mean, 1/deviation) of each row, empty if not there: layer norm if `centered`, else RMS norm."""
@@ -92,18 +123,23 @@ def norm(
     return value.to(x.dtype), summed if residual is not None else x.new_empty(0), mean, rstd
 
 
-@norm.register_kernel("cuda")
+def _normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
+) -> Any:
+    """As `norm_op`, None for what is not there."""
+    with at(x):
+        return _kernels().norm_forward(*_dense(x, residual, weight, bias), eps=eps, centered=centered)
+
+
+@norm_op.register_kernel("cuda")
 def _norm_cuda(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from .kernels import rows
-
-    with torch.cuda.device(x.device):
-        y, summed, mean, rstd = rows.norm_forward(*_dense(x, residual, weight, bias), eps=eps, centered=centered)
+    y, summed, mean, rstd = _normed(x, residual, weight, bias, eps, centered)
     return y, x.new_empty(0) if summed is None else summed, rstd.new_empty(0) if mean is None else mean, rstd
 
 
-@norm.register_fake
+@norm_op.register_fake
 def _norm_fake(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,11 +149,11 @@ def _norm_fake(
 
 
 @torch.library.custom_op("tessera::norm_backward", mutates_args=())
-def norm_backward(
+def norm_backward_op(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     centered: bool, weight_grad: bool, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dweight, dbias) of `norm`, the last two fp32 or wider, empty where not asked; `x` is what was normalized."""
+    """(dx, dweight, dbias) of a norm, the last two fp32 or wider, empty where not asked; `x` is what was normalized."""
     gradient, value = dy.to(rstd.dtype), x.to(rstd.dtype)
     value = (value - mean[:, None] if centered else value) * rstd[:, None]
     dweight = (gradient * value).sum(0) if weight_grad else rstd.new_empty(0)
@@ -133,23 +169,29 @@ def norm_backward(
     return dx.to(x.dtype), dweight, dbias
 
 
-@norm_backward.register_kernel("cuda")
+def _normed_backward(
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    centered: bool, weight_grad: bool, bias_grad: bool,
+) -> Any:  # fmt: skip
+    """As `norm_backward_op`, None for what was not asked."""
+    middle = mean if centered else None
+    with at(x):
+        return _kernels().norm_backward(
+            *_dense(dy, dsummed, x, weight), mean=middle, rstd=rstd, weight_grad=weight_grad, bias_grad=bias_grad
+        )
+
+
+@norm_backward_op.register_kernel("cuda")
 def _norm_backward_cuda(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     centered: bool, weight_grad: bool, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from .kernels import rows
-
-    middle = mean if centered else None
-    with torch.cuda.device(x.device):
-        dx, dweight, dbias = rows.norm_backward(
-            *_dense(dy, dsummed, x, weight), mean=middle, rstd=rstd, weight_grad=weight_grad, bias_grad=bias_grad
-        )
+    dx, dweight, dbias = _normed_backward(dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad)
     nothing = rstd.new_empty(0)
     return dx, nothing if dweight is None else dweight, nothing.clone() if dbias is None else dbias
 
 
-@norm_backward.register_fake
+@norm_backward_op.register_fake
 def _norm_backward_fake(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     centered: bool, weight_grad: bool, bias_grad: bool,
@@ -175,7 +217,9 @@ def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any)
     if dy is None:
         dy = torch.zeros_like(x)
     dweight_asked, dbias_asked = ctx.needs_input_grad[2:4]
-    dx, dweight, dbias = norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.centered, dweight_asked, dbias_asked)
+    here = straight(x, dy, dsummed, weight) and not differentiated(dy, dsummed, x, weight)
+    way = _normed_backward if here else norm_backward_op
+    dx, dweight, dbias = way(dy, dsummed, x, weight, mean, rstd, ctx.centered, dweight_asked, dbias_asked)
     return (
         dx,
         None if residual_dtype is None else dx.to(residual_dtype),
@@ -186,4 +230,33 @@ def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any)
     )
 
 
-norm.register_autograd(_norm_gradient, setup_context=_norm_setup)
+norm_op.register_autograd(_norm_gradient, setup_context=_norm_setup)
+
+
+class _Norm(torch.autograd.Function):
+    """As `_Softmax`; what is saved is the operator's too, so that a checkpoint may take either way the second time."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _norm_cuda(*inputs)
+        _norm_setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_norm_gradient)
+
+
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(y, x + residual or None) of the last dimension: layer norm if `centered`, else RMS norm."""
+    here = type(eps) is float and straight(x, residual, weight, bias)
+    if here and not differentiated(x, residual, weight, bias):
+        y, summed, _, _ = _normed(x, residual, weight, bias, eps, centered)
+        return y, summed
+    way = _Norm.apply if here else norm_op
+    if x.ndim == 2:
+        y, summed, _, _ = way(x, residual, weight, bias, eps, centered)
+        return y, None if residual is None else summed
+    flat = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))
+    y, summed, _, _ = way(*flat, weight, bias, eps, centered)
+    return y.view(x.shape), None if residual is None else summed.view(x.shape)

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ArgumentError
 from . import arguments, tile
+from .eager import at, differentiated, straight
 from .switches import tf32_allowed
 from .tile import Tile
 
@@ -55,9 +56,13 @@ def product(
         arguments.expandable(op, "c", residual, full)
         stack = max(stack_a.shape[0], stack_b.shape[0]) if lead and right.ndim > 2 else 1
         residual = residual.expand(full).reshape(stack, stack_a.shape[1], full[-1])
-    out = tiled_mm(
-        stack_a, stack_b, bias, residual, alpha, beta, activation, precision, list(shape.sides), stages, warps
-    ).reshape(full)
+    given = stack_a, stack_b, bias, residual
+    if straight(*given) and not differentiated(*given):  # nobody would see the operator (eager.py)
+        epilogue = {"bias": bias, "residual": residual, "alpha": alpha, "beta": beta, "activation": activation}
+        out = _launched(stack_a, stack_b, precision, shape, stages, warps, epilogue).reshape(full)
+    else:
+        sides = list(shape.sides)
+        out = tiled_mm(*given, alpha, beta, activation, precision, sides, stages, warps).reshape(full)
     out = out.squeeze(-2) if a.ndim == 1 else out
     return out.squeeze(-1) if b.ndim == 1 else out
 
@@ -116,7 +121,7 @@ def _launched(a: Any, b: Any, precision: str, shape: Tile, stages: int, warps: i
     out = a.new_empty((max(a.shape[0], b.shape[0]), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
     left, right, scales = _rounded(a, b, precision)
     dot = "tf32" if precision == "tf32" or (not precision and tf32_allowed()) else "ieee"
-    with torch.cuda.device(a.device):  # Triton launches on the current device, whatever the tensors' is
+    with at(a):
         launch(left, right, out, tile=shape, stages=stages, warps=warps, scales=scales, dot=dot, **epilogue)
     return out
 

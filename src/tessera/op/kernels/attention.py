@@ -3,6 +3,11 @@
 A program takes BM queries of one head and walks the keys BN at a time. Exponentials are base 2 (one instruction), so
 the saved `lse` is log2 of a row's sum. A row that sees no key gives zeros, and an `lse` of +inf, which makes its
 probabilities zero again in the backward pass.
+
+Dropout costs a hash an element: a number of the query and one of the key, both spread well, mixed by
+multiplications. Philox, which torch's kernels run for it, takes some hundred instructions for four numbers, and with it
+cuDNN's forward kernel takes 4.8 times as long (results/compiled_profile.json, ops_rows.json). The backward kernels hash
+again: no mask is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ import torch
 
 from ...errors import MissingExtra
 from .. import hints
+from ..layouts import alike
 from . import TRITON_TYPE, compiled
+from .direct import Kernel
 
 try:
     import triton
@@ -65,9 +72,37 @@ def _masked(scores, mask, row, col, queries, keys, mask_row, mask_col, CAUSAL: t
 
 
 @triton.jit
+def _spread(x):
+    """A 32-bit number whose every bit depends on every bit of `x` (the finalizer of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _number_of(seed, row):
+    """The number of a query, by its index among those of all heads: where the numbers of its scores start."""
+    drawn = tl.load(seed)
+    low, high = (drawn & 0xFFFFFFFF).to(tl.uint32), ((drawn >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return _spread(_spread(row.to(tl.uint32) + low) ^ high)
+
+
+@triton.jit
+def _kept(number, col, limit):
+    """Whether a score stays, by the number of its query and its key, which broadcast.
+
+    `limit` is 2^32 times the probability to drop, less 2^31: compared as signed numbers are.
+    """
+    x = (number ^ (col.to(tl.uint32) * 0x9E3779B1)) * 0x85EBCA6B
+    x = (x ^ (x >> 15)) * 0xC2B2AE35
+    return x.to(tl.int32, bitcast=True) >= limit
+
+
+@triton.jit
 def _scan(
     acc, total, top, q, k, v, mask, row, begin, end, queries, keys, dims, k_row, v_row, mask_row, mask_col, factor,
-    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    number, limit,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk the keys from `begin` to `end`; EDGE tiles may hold keys that some query must not see."""
@@ -91,6 +126,8 @@ def _scan(
             weight = tl.exp2(scores * factor - pivot[:, None])
         shrink = tl.exp2(top - pivot)
         total = total * shrink + tl.sum(weight, 1)
+        if DROP:
+            weight = tl.where(_kept(number[:, None], col[None, :], limit), weight, 0.0)
         v_at = v + col.to(tl.int64)[:, None] * v_row + dim[None, :]
         tile = _load(v_at, col[:, None], dim[None, :], keys, dims, EDGE, not EVEN)
         acc = tl.dot(weight.to(tile.dtype), tile, acc * shrink[:, None], input_precision=PRECISION)
@@ -98,12 +135,12 @@ def _scan(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _forward(
-    q, k, v, mask, out, lse, heads, group, queries, keys, dims, factor,
+    q, k, v, mask, out, lse, seed, heads, group, queries, keys, dims,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    mask_batch, mask_head, mask_row, mask_col, out_batch, out_head, out_row,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    mask_batch, mask_head, mask_row, mask_col, out_batch, out_head, out_row, limit, factor, gain,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, BM)
@@ -123,6 +160,9 @@ def _forward(
     acc = tl.zeros((BM, D), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), -float("inf"), tl.float32)
+    number = row
+    if DROP:
+        number = _number_of(seed, which * queries + row)
     end, plain = keys, (keys // BN) * BN
     if CAUSAL:
         end = tl.minimum(keys, first + BM)
@@ -132,14 +172,16 @@ def _forward(
     else:
         acc, total, top = _scan(
             acc, total, top, tile, k, v, mask, row, 0, plain, queries, keys, dims,
-            k_row, v_row, mask_row, mask_col, factor, False, CAUSAL, MASK, EVEN, BN, D, PRECISION,
+            k_row, v_row, mask_row, mask_col, factor, number, limit,
+            False, CAUSAL, MASK, EVEN, DROP, BN, D, PRECISION,
         )  # fmt: skip
     acc, total, top = _scan(
         acc, total, top, tile, k, v, mask, row, plain, end, queries, keys, dims,
-        k_row, v_row, mask_row, mask_col, factor, True, CAUSAL, MASK, EVEN, BN, D, PRECISION,
+        k_row, v_row, mask_row, mask_col, factor, number, limit,
+        True, CAUSAL, MASK, EVEN, DROP, BN, D, PRECISION,
     )  # fmt: skip
     blind = total == 0.0
-    acc /= tl.where(blind, 1.0, total)[:, None]
+    acc *= (gain / tl.where(blind, 1.0, total))[:, None]
     stored = (row < queries)[:, None] & (dim < dims)[None, :]
     tl.store(out + at * out_row + dim[None, :], acc, mask=stored)
     tl.store(lse + which * queries + row, tl.where(blind, float("inf"), top + tl.log2(total)), mask=row < queries)
@@ -155,55 +197,82 @@ def mask_of(mask: Any, q: Any, k: Any) -> tuple[Any, int, tuple[int, ...]]:
     return wide, ADDED_MASK, wide.stride()
 
 
+def block_of(dims: int) -> int:
+    """The power of two that holds a head; Triton's own function for it takes microseconds."""
+    return max(16, 1 << (dims - 1).bit_length())
+
+
 def rows_of(x: Any) -> Any:
     """`x`, its last dimension contiguous, as the kernels read it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def forward(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, launch: Launch) -> tuple[Any, Any]:
+class Drop(NamedTuple):
+    """Dropout of probabilities: how likely, and what is drawn (one int64, on the device: a CUDA graph draws anew)."""
+
+    p: float
+    seed: Any
+
+    def arguments(self) -> tuple[int, float]:
+        """(limit, what a probability that stays counts for) as the kernels take them."""
+        return round(self.p * 2**32) - 2**31, 1.0 / (1.0 - self.p)
+
+
+NONE_DROPPED = Drop(0.0, None)
+_FORWARD = Kernel(_forward)
+
+
+def forward(
+    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, launch: Launch, drop: Drop = NONE_DROPPED
+) -> tuple[Any, Any]:
     """(output, log2 of the rows' sums) of (batch, heads, sequence, dim) tensors; k and v may have fewer heads."""
+    out = alike(q)
     if scale < 0:  # the kernel takes maxima before it scales
         q, scale = -q, -scale
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     batch, heads, queries, dims = q.shape
-    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
     if not out.numel():
         return out, lse.fill_(float("inf"))
     mask, kind, mask_strides = mask_of(mask, q, k)
-    block = max(triton.next_power_of_2(dims), 16)
-    grid = (triton.cdiv(queries, launch.bm) * batch * heads,)
-    _forward[grid](
-        q, k, v, mask, out, lse, heads, heads // max(k.shape[1], 1), queries, k.shape[2], dims, scale * LOG2E,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *out.stride()[:3],
-        CAUSAL=causal, MASK=kind, EVEN=block == dims, BM=launch.bm, BN=launch.bn, D=block,
-        PRECISION=launch.precision, num_stages=launch.stages, num_warps=launch.warps,
+    block, drops = block_of(dims), drop.seed is not None
+    limit, gain = drop.arguments()
+    blocks = -(-queries // launch.bm) * batch * heads
+    _FORWARD.launch(
+        blocks, (q, k, v, mask, out, lse, drop.seed),
+        (heads, heads // max(k.shape[1], 1), queries, k.shape[2], dims,
+         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *out.stride()[:3], limit),
+        (scale * LOG2E, gain),
+        (causal, kind, block == dims, drops, launch.bm, launch.bn, block, launch.precision),
+        warps=launch.warps, stages=launch.stages,
     )  # fmt: skip
     if hints.listener is not None:
         step = 2 * launch.bn * block * k.element_size()  # keys and values
-        hints.launched(grid[0], launch.warps, stages=launch.stages, tile_bytes=step)
+        hints.launched(blocks, launch.warps, stages=launch.stages, tile_bytes=step)
     return out, lse
 
 
 def compile_forward(
-    sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any, masked: bool = False
-) -> Any:
+    sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any, masked: bool = False,
+    drops: bool = False,
+) -> Any:  # fmt: skip
     """The forward kernel of a tile (BM, BN, D), compiled for a target; `.metadata.shared` are its bytes."""
-    return compile_kernel(_forward, sides, dtype, stages, warps, target, masked)
+    return compile_kernel(_forward, sides, dtype, stages, warps, target, masked, drops)
 
 
 def compile_kernel(
-    kernel: Any, sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any, masked: bool = False
-) -> Any:
+    kernel: Any, sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any, masked: bool = False,
+    drops: bool = False,
+) -> Any:  # fmt: skip
     """One of the attention kernels for causal heads of aligned tensors; a mask is of their dtype, and added."""
     bm, bn, block = sides
     item = f"*{TRITON_TYPE[dtype]}"
     constants = {
         "CAUSAL": True, "MASK": ADDED_MASK if masked else NO_MASK, "EVEN": True, "BM": bm, "BN": bn, "D": block,
-        "PRECISION": "tf32", **({} if masked else {"mask": None}),
+        "PRECISION": "tf32", "DROP": drops, **({} if masked else {"mask": None}), **({} if drops else {"seed": None}),
     }  # fmt: skip
     known = dict.fromkeys(("q", "k", "v", "mask", "out", "dout", "dq", "dk", "dv"), item)
-    known |= {"lse": "*fp32", "delta": "*fp32", "factor": "fp32", "scale": "fp32"}
+    known |= {"lse": "*fp32", "delta": "*fp32", "factor": "fp32", "scale": "fp32", "gain": "fp32", "seed": "*i64"}
     types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    counts = ("heads", "kv_heads", "group", "queries", "keys", "mask_col")
+    counts = ("heads", "kv_heads", "group", "queries", "keys", "mask_col", "limit")
     return compiled(kernel, types, constants, counts, stages=stages, warps=warps, target=target)

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from .. import hints
-from .attention import LOG2E, Launch, _load, _masked, mask_of, rows_of
+from ..layouts import alike
+from .attention import LOG2E, NONE_DROPPED, Drop, Launch, _kept, _load, _masked, _number_of, block_of, mask_of, rows_of
+from .direct import Kernel
 
 ROWS = 32  # queries of a program of `_row_products`: 32 elements a thread at a head of 128
 ROWS_WARPS = 4
@@ -21,28 +23,33 @@ ROWS_WARPS = 4
 
 @triton.jit
 def _row_products(
-    out, dout, delta, heads, queries, dims, dout_batch, dout_head, dout_row, BM: tl.constexpr, D: tl.constexpr
-):
+    out, dout, delta, heads, queries, dims, out_batch, out_head, out_row, dout_batch, dout_head, dout_row,
+    BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """The product of each row of the output with its gradient: what the softmax takes off every gradient of a score."""
     blocks = tl.cdiv(queries, BM)
     row, dim = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM), tl.arange(0, D)
     which = (tl.program_id(0) // blocks).to(tl.int64)
+    out += (which // heads) * out_batch + (which % heads) * out_head
     dout += (which // heads) * dout_batch + (which % heads) * dout_head
     inside = (row < queries)[:, None] & (dim < dims)[None, :]
     at = row.to(tl.int64)[:, None]
     gradient = tl.load(dout + at * dout_row + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(out + (which * queries + at) * dims + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(out + at * out_row + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(delta + which * queries + row, tl.sum(gradient * value, 1), mask=row < queries)
 
 
 @triton.jit
 def _walk_queries(
     k_sum, v_sum, k, v, q, mask, dout, lse, delta, col, begin, end, queries, keys, dims,
-    q_row, dout_row, mask_row, mask_col, factor,
-    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    q_row, dout_row, mask_row, mask_col, factor, seed, first, limit, gain,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from `begin` to `end` give to dK and dV of the keys `col`; scores are kept key by query."""
+    """Add what the queries from `begin` to `end` give to dK and dV of the keys `col`; scores are kept key by query.
+
+    `first` is the index among those of all heads that this head's queries start from.
+    """
     dim = tl.arange(0, D)
     for start in tl.range(begin, end, BM):
         row = start + tl.arange(0, BM)
@@ -54,19 +61,24 @@ def _walk_queries(
         # Queries past the end get an infinite sum, so a probability of zero. Keys past the end are never stored.
         p = tl.exp2(scores - tl.load(lse + row, mask=row < queries, other=float("inf"))[None, :])
         d_tile = _load(dout + far * dout_row + dim[None, :], row[:, None], dim[None, :], queries, dims, True, not EVEN)
-        v_sum = tl.dot(p.to(d_tile.dtype), d_tile, v_sum, input_precision=PRECISION)
         change = tl.dot(v, tl.trans(d_tile), input_precision=PRECISION)
+        weight = p
+        if DROP:
+            kept = _kept(_number_of(seed, first + row)[None, :], col[:, None], limit)
+            weight, change = tl.where(kept, p, 0.0), tl.where(kept, change * gain, 0.0)
+        v_sum = tl.dot(weight.to(d_tile.dtype), d_tile, v_sum, input_precision=PRECISION)
         change -= tl.load(delta + row, mask=row < queries, other=0.0)[None, :]
         k_sum = tl.dot((p * change).to(q_tile.dtype), q_tile, k_sum, input_precision=PRECISION)
     return k_sum, v_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _keys_backward(
-    q, k, v, mask, dout, lse, delta, dk, dv, kv_heads, group, queries, keys, dims, factor, scale,
+    q, k, v, mask, dout, lse, delta, dk, dv, seed, kv_heads, group, queries, keys, dims,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_col, dout_batch, dout_head, dout_row,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, limit, factor, scale, gain,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(keys, BN)
@@ -99,25 +111,26 @@ def _keys_backward(
             k_sum, v_sum = _walk_queries(
                 k_sum, v_sum, k_tile, v_tile, q_here, mask_here, dout_here, lse + sums, delta + sums, col,
                 begin, plain, queries, keys, dims, q_row, dout_row, mask_row, mask_col, factor,
-                True, CAUSAL, MASK, EVEN, BM, D, PRECISION,
+                seed, sums, limit, gain, True, CAUSAL, MASK, EVEN, DROP, BM, D, PRECISION,
             )  # fmt: skip
         if MASK == 0:
             k_sum, v_sum = _walk_queries(
                 k_sum, v_sum, k_tile, v_tile, q_here, mask_here, dout_here, lse + sums, delta + sums, col,
                 plain, queries, queries, keys, dims, q_row, dout_row, mask_row, mask_col, factor,
-                False, CAUSAL, MASK, EVEN, BM, D, PRECISION,
+                seed, sums, limit, gain, False, CAUSAL, MASK, EVEN, DROP, BM, D, PRECISION,
             )  # fmt: skip
     stored = (col < keys)[:, None] & (dim < dims)[None, :]
-    to = (which * keys + at) * dims + dim[None, :]
-    tl.store(dk + to, k_sum * scale, mask=stored)
-    tl.store(dv + to, v_sum, mask=stored)
+    dk_at = dk + batch * dk_batch + kv_head * dk_head + at * dk_row + dim[None, :]
+    dv_at = dv + batch * dv_batch + kv_head * dv_head + at * dv_row + dim[None, :]
+    tl.store(dk_at, k_sum * scale, mask=stored)
+    tl.store(dv_at, v_sum * gain, mask=stored)
 
 
 @triton.jit
 def _walk_keys(
     q_sum, q, dout, lse, delta, k, v, mask, row, begin, end, queries, keys, dims,
-    k_row, v_row, mask_row, mask_col, factor,
-    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    k_row, v_row, mask_row, mask_col, factor, number, limit, gain,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys from `begin` to `end` give to dQ of the queries `row`."""
@@ -130,18 +143,21 @@ def _walk_keys(
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * factor
         if EDGE:
             scores = _masked(scores, mask, row[:, None], col[None, :], queries, keys, mask_row, mask_col, CAUSAL, MASK)
-        change = tl.dot(dout, tl.trans(v_tile), input_precision=PRECISION) - delta[:, None]
-        ds = tl.exp2(scores - lse[:, None]) * change
+        change = tl.dot(dout, tl.trans(v_tile), input_precision=PRECISION)
+        if DROP:
+            change = tl.where(_kept(number[:, None], col[None, :], limit), change * gain, 0.0)
+        ds = tl.exp2(scores - lse[:, None]) * (change - delta[:, None])
         q_sum = tl.dot(ds.to(k_tile.dtype), k_tile, q_sum, input_precision=PRECISION)
     return q_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _queries_backward(
-    q, k, v, mask, dout, lse, delta, dq, heads, group, queries, keys, dims, factor, scale,
+    q, k, v, mask, dout, lse, delta, dq, seed, heads, group, queries, keys, dims,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    mask_batch, mask_head, mask_row, mask_col, dout_batch, dout_head, dout_row,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    mask_batch, mask_head, mask_row, mask_col, dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
+    limit, factor, scale, gain,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, BM)
@@ -161,6 +177,9 @@ def _queries_backward(
     known = tl.load(lse + which * queries + row, mask=row < queries, other=float("inf"))
     mean = tl.load(delta + which * queries + row, mask=row < queries, other=0.0)
     q_sum = tl.zeros((BM, D), tl.float32)
+    number = row
+    if DROP:
+        number = _number_of(seed, which * queries + row)
     end, plain = keys, (keys // BN) * BN
     if CAUSAL:
         end = tl.minimum(keys, first + BM)
@@ -170,44 +189,58 @@ def _queries_backward(
     else:
         q_sum = _walk_keys(
             q_sum, q_tile, d_tile, known, mean, k, v, mask, row, 0, plain, queries, keys, dims,
-            k_row, v_row, mask_row, mask_col, factor, False, CAUSAL, MASK, EVEN, BN, D, PRECISION,
+            k_row, v_row, mask_row, mask_col, factor, number, limit, gain,
+        False, CAUSAL, MASK, EVEN, DROP, BN, D, PRECISION,
         )  # fmt: skip
     q_sum = _walk_keys(
         q_sum, q_tile, d_tile, known, mean, k, v, mask, row, plain, end, queries, keys, dims,
-        k_row, v_row, mask_row, mask_col, factor, True, CAUSAL, MASK, EVEN, BN, D, PRECISION,
+        k_row, v_row, mask_row, mask_col, factor, number, limit, gain,
+        True, CAUSAL, MASK, EVEN, DROP, BN, D, PRECISION,
     )  # fmt: skip
     stored = (row < queries)[:, None] & (dim < dims)[None, :]
-    tl.store(dq + (which * queries + at) * dims + dim[None, :], q_sum * scale, mask=stored)
+    dq_at = dq + batch * dq_batch + head * dq_head + at * dq_row + dim[None, :]
+    tl.store(dq_at, q_sum * scale, mask=stored)
+
+
+_ROW_PRODUCTS, _KEYS_BACKWARD, _QUERIES_BACKWARD = (
+    Kernel(kernel) for kernel in (_row_products, _keys_backward, _queries_backward)
+)
 
 
 def backward(
-    dout: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, scale: float, causal: bool, launch: Launch
-) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv), contiguous. A program owns `launch.bm` queries or keys and walks the others by `launch.bn`."""
-    q, k, v, dout = (rows_of(x) for x in (q, k, v, dout))
+    dout: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, scale: float, causal: bool, launch: Launch,
+    drop: Drop = NONE_DROPPED,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """(dq, dk, dv). A program owns `launch.bm` queries or keys and walks the others by `launch.bn`."""
+    dq, dk, dv = alike(q), alike(k), alike(v)
+    q, k, v, dout, out = (rows_of(x) for x in (q, k, v, dout, out))
     batch, heads, queries, dims = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    block = max(triton.next_power_of_2(dims), 16)
+    block = block_of(dims)
     delta = torch.empty_like(lse)
-    row_blocks = triton.cdiv(queries, ROWS) * batch * heads
-    _row_products[(row_blocks,)](
-        out.contiguous(), dout, delta, heads, queries, dims, *dout.stride()[:3], BM=ROWS, D=block, num_warps=ROWS_WARPS
-    )
+    row_blocks = -(-queries // ROWS) * batch * heads
+    sizes = heads, queries, dims, *out.stride()[:3], *dout.stride()[:3]
+    _ROW_PRODUCTS.launch(row_blocks, (out, dout, delta), sizes, (), (ROWS, block), warps=ROWS_WARPS)
     mask, kind, mask_strides = mask_of(mask, q, k)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *dout.stride()[:3])
-    read = (q, k, v, mask, dout, lse, delta)
-    sizes = (heads // kv_heads, queries, keys, dims, scale * LOG2E, scale)
-    options = {
-        "CAUSAL": causal, "MASK": kind, "EVEN": block == dims, "D": block, "PRECISION": launch.precision,
-        "num_stages": launch.stages, "num_warps": launch.warps,
-    }  # fmt: skip
+    read = q, k, v, mask, dout, lse, delta
+    numbers = (
+        heads // kv_heads, queries, keys, dims,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *dout.stride()[:3],
+    )  # fmt: skip
+    limit, gain = drop.arguments()
+    free, flags = (scale * LOG2E, scale, gain), (causal, kind, block == dims, drop.seed is not None)
     own, walked = launch.bm, launch.bn
-    key_blocks, query_blocks = triton.cdiv(keys, own) * batch * kv_heads, triton.cdiv(queries, own) * batch * heads
-    _keys_backward[(key_blocks,)](*read, dk, dv, kv_heads, *sizes, *strides, BM=walked, BN=own, **options)
-    _queries_backward[(query_blocks,)](*read, dq, heads, *sizes, *strides, BM=own, BN=walked, **options)
+    key_blocks, query_blocks = -(-keys // own) * batch * kv_heads, -(-queries // own) * batch * heads
+    _KEYS_BACKWARD.launch(
+        key_blocks, (*read, dk, dv, drop.seed), (kv_heads, *numbers, *dk.stride()[:3], *dv.stride()[:3], limit), free,
+        (*flags, walked, own, block, launch.precision), warps=launch.warps, stages=launch.stages,
+    )  # fmt: skip
+    _QUERIES_BACKWARD.launch(
+        query_blocks, (*read, dq, drop.seed), (heads, *numbers, *dq.stride()[:3], limit), free,
+        (*flags, own, walked, block, launch.precision), warps=launch.warps, stages=launch.stages,
+    )  # fmt: skip
     if hints.listener is not None:
         step = 2 * walked * block * q.element_size()  # queries and their gradients, then keys and values
         hints.launched(row_blocks, ROWS_WARPS)

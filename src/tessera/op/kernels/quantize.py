@@ -46,6 +46,10 @@ WARPS = 8
 # an SM: 132 x 2 x 256 threads x 128 bytes are 8.7 MB under way, twice what 4.8 TB/s at 0.8 us needs. (Of fp32, one
 # program or two of twice the bytes.)
 HELD = 16384
+# Of rows that are cast whole: shorter ones share a program up to so many elements. On an H200 a cast of 4096 x 4096
+# took 20.8 us with twice as many, 17.5 with these or half of them; of 8192 x 8192 59.6 to 60.3
+# (results/ops_precision.json).
+AT_ONCE = 8192
 # Of casts: (rows, cols). Runs of 512 bytes read and 256 written along rows; where columns lie along memory a tile goes
 # through shared memory, and runs are 256 bytes read, 128 written.
 TILES = {"rows": (64, 256), "columns": (128, 128)}
@@ -255,7 +259,7 @@ def _by_whole_rows(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, know
     rows, cols = y.shape
     wide = max(256, triton.next_power_of_2(cols))
     # Several rows a program only where programs enough remain for two on each SM.
-    held = HELD // wide if rows * wide >= 256 * HELD else 1
+    held = max(1, AT_ONCE // wide) if rows * wide >= 256 * HELD else 1
     programs = triton.cdiv(rows, held)
     row_cast[(programs,)](
         x, y, descale, *x.shape, *x.stride(), rows, cols, **known, ROWS=held, COLS=wide, num_warps=WARPS

@@ -7,12 +7,14 @@ so the same input gives the same bits.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import MissingExtra
 from .. import hints
+from .direct import Kernel
 
 try:
     import triton
@@ -34,6 +36,7 @@ class Shape(NamedTuple):
     warps: int
 
 
+@functools.lru_cache(maxsize=1024)
 def shape_of(cols: int) -> Shape:
     """The program for rows of `cols` elements: 16 elements a thread or more, and never more than 32 warps."""
     block = max(triton.next_power_of_2(cols), 16)
@@ -138,48 +141,53 @@ def _norm_backward(
         tl.store(dbias + part, tl.sum(bias_sum, 0), mask=in_row)
 
 
+_SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = Kernel(_softmax_forward), Kernel(_softmax_backward)
+_NORM_FORWARD, _NORM_BACKWARD = Kernel(_norm_forward), Kernel(_norm_backward)
+
+
 def softmax_forward(x: Any, dtype: Any) -> Any:
-    """Softmax of the rows of a contiguous matrix, written as `dtype`."""
-    rows, cols = x.shape
+    """Softmax of the rows (the last dimension) of a contiguous tensor, written as `dtype`."""
+    cols = x.shape[-1]
     y, cut = torch.empty_like(x, dtype=dtype), shape_of(cols)
-    if x.numel():
-        grid = (triton.cdiv(rows, cut.rows),)
-        _softmax_forward[grid](x, y, rows, cols, ROWS=cut.rows, COLS=cut.cols, num_warps=cut.warps)
-        if hints.listener is not None:
-            hints.launched(grid[0], cut.warps)
+    _softmax(_SOFTMAX_FORWARD, (x, y), x.numel(), cols, cut)
     return y
 
 
 def softmax_backward(dy: Any, y: Any, dtype: Any) -> Any:
     """Gradient by the input of softmax, from its output; both contiguous matrices."""
-    rows, cols = y.shape
+    cols = y.shape[-1]
     dx, cut = torch.empty_like(y, dtype=dtype), shape_of(cols)
-    if y.numel():
-        grid = (triton.cdiv(rows, cut.rows),)
-        _softmax_backward[grid](dy, y, dx, rows, cols, ROWS=cut.rows, COLS=cut.cols, num_warps=cut.warps)
-        if hints.listener is not None:
-            hints.launched(grid[0], cut.warps)
+    _softmax(_SOFTMAX_BACKWARD, (dy, y, dx), y.numel(), cols, cut)
     return dx
+
+
+def _softmax(kernel: Kernel, tensors: tuple[Any, ...], elements: int, cols: int, cut: Shape) -> None:
+    if not elements:
+        return
+    rows = elements // cols
+    blocks = -(-rows // cut.rows)
+    kernel.launch(blocks, tensors, (rows, cols), (), (cut.rows, cut.cols), warps=cut.warps)
+    if hints.listener is not None:
+        hints.launched(blocks, cut.warps)
 
 
 def norm_forward(
     x: Any, residual: Any, weight: Any, bias: Any, *, eps: float, centered: bool
 ) -> tuple[Any, Any | None, Any | None, Any]:
-    """(y, x + residual or None, mean or None, 1/deviation) of the rows of a contiguous matrix."""
-    rows, cols = x.shape
+    """(y, x + residual or None, mean or None, 1/deviation) of the rows (the last dimension) of a contiguous tensor."""
+    cols, elements = x.shape[-1], x.numel()
+    rows = elements // cols if cols else x.shape[:-1].numel()
     y, cut = torch.empty_like(x), shape_of(cols)
     summed = torch.empty_like(x) if residual is not None else None
     mean = torch.empty(rows, device=x.device, dtype=torch.float32) if centered else None
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
-    if x.numel():
-        grid = (triton.cdiv(rows, cut.rows),)
-        _norm_forward[grid](
-            x, residual, weight, bias, y, summed, mean, rstd, rows, cols, eps,
-            CENTERED=centered, RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
-            ROWS=cut.rows, COLS=cut.cols, num_warps=cut.warps,
-        )  # fmt: skip
+    if elements:
+        blocks = -(-rows // cut.rows)
+        flags = centered, residual is not None, weight is not None, bias is not None, cut.rows, cut.cols
+        tensors = x, residual, weight, bias, y, summed, mean, rstd
+        _NORM_FORWARD.launch(blocks, tensors, (rows, cols), (eps,), flags, warps=cut.warps)
         if hints.listener is not None:
-            hints.launched(grid[0], cut.warps)
+            hints.launched(blocks, cut.warps)
     return y, summed, mean, rstd
 
 
@@ -189,7 +197,7 @@ def norm_backward(
     """(dx, dweight, dbias), the last two in fp32; `mean` is None for RMS norm, `x` what was normalized."""
     rows, cols = x.shape
     dx, cut = torch.empty_like(x), shape_of(cols)
-    blocks = triton.cdiv(rows, cut.rows)
+    blocks = -(-rows // cut.rows)
     programs = max(min(blocks, programs_of(x.device, cut.warps)), 1)
     parts = [
         torch.empty(programs, cols, device=x.device, dtype=torch.float32) if g else None
@@ -198,11 +206,11 @@ def norm_backward(
     if not x.numel():
         return dx, *(None if p is None else p.new_zeros(cols) for p in parts)
     stages = stages_of(cut, x.element_size())
-    _norm_backward[(programs,)](
-        dy, dsummed, x, weight, mean, rstd, dx, *parts, rows, cols, blocks,
-        CENTERED=mean is not None, RESIDUAL=dsummed is not None, WEIGHT=weight is not None,
-        DWEIGHT=weight_grad, DBIAS=bias_grad, ROWS=cut.rows, COLS=cut.cols, STAGES=stages, num_warps=cut.warps,
+    flags = (
+        mean is not None, dsummed is not None, weight is not None, weight_grad, bias_grad, cut.rows, cut.cols, stages
     )  # fmt: skip
+    tensors = dy, dsummed, x, weight, mean, rstd, dx, *parts
+    _NORM_BACKWARD.launch(programs, tensors, (rows, cols, blocks), (), flags, warps=cut.warps)
     if hints.listener is not None:
         step = (2 if dsummed is None else 3) * cut.rows * cut.cols * x.element_size()
         hints.launched(programs, cut.warps, stages=stages, tile_bytes=step)
@@ -215,6 +223,7 @@ def stages_of(cut: Shape, item_bytes: int) -> int:
     return 2 if 3 * cut.rows * cut.cols * item_bytes <= 96 << 10 else 1
 
 
+@functools.lru_cache(maxsize=64)
 def programs_of(device: Any, warps: int) -> int:
     """Programs that fill the device once: 16 warps on a multiprocessor, of 128 registers a thread."""
     if device.type != "cuda":

@@ -1,0 +1,59 @@
+"""Whether a call may go straight to its kernel: plain CUDA tensors, and nobody who would see or change the operator.
+
+What is registered with torch is what compilers, modes, transforms, tracers and profilers work with, and each of those
+gets it. Without any of them the way through the dispatcher and `torch.library`'s wrappers changes nothing and is most
+of what a small call costs the host (benchmarks/op_host_cost.py), so it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+_HERE = contextlib.nullcontext()
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+_compiling, _profiler = torch.compiler.is_compiling, torch.autograd.profiler
+
+try:
+    _function_mode = torch._C._is_torch_function_mode_enabled
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _transforms = torch._C._are_functorch_transforms_active
+    _profiled = torch._C._autograd._profiler_enabled
+    _tracing = torch._C._get_tracing_state
+    KNOWN = hasattr(_profiler, "_is_profiler_enabled")
+except AttributeError:  # a torch that cannot be asked: everything goes by the dispatcher
+    KNOWN = False
+
+
+def straight(x: Any, *others: Any) -> bool:
+    """Whether a call with these tensors (None is left out) may leave the dispatcher out; the first decides where."""
+    # Modes first: under one of functions every question to a tensor is a call of its own.
+    if _compiling() or not KNOWN or _function_mode() or _dispatch_modes() or not x.is_cuda:
+        return False
+    # The profiler's flag is the process's, the function its thread's: one started elsewhere may record this thread too.
+    if _transforms() or _profiler._is_profiler_enabled or _profiled() or _tracing() is not None:
+        return False
+    if type(x) not in _TYPES or x.is_neg():
+        return False
+    for t in others:  # noqa: SIM110 - half the time of all()
+        if t is not None and (type(t) not in _TYPES or t.is_neg()):
+            return False
+    return True
+
+
+def differentiated(*tensors: Any) -> bool:
+    """Whether autograd will want a gradient by one of these (None is left out)."""
+    if not torch.is_grad_enabled():
+        return False
+    for t in tensors:  # noqa: SIM110
+        if t is not None and t.requires_grad:
+            return True
+    return False
+
+
+def at(x: Any) -> contextlib.AbstractContextManager[Any]:
+    """The tensor's device as the current one: Triton launches there, whatever the tensors' is."""
+    index = x.get_device()
+    return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
