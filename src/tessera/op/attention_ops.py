@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import hints, tile
-from .eager import at, differentiated, straight
+from .eager import at, differentiated, function, straight
 from .layouts import alike
 
 LOG2E = math.log2(math.e)
@@ -242,16 +242,11 @@ def _gradient(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
 attention_op.register_autograd(_gradient, setup_context=_setup)
 
 
-class _Attention(torch.autograd.Function):
-    """The operator's forward and backward pass, without the operator."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _attention_cuda(*inputs)
-        _setup(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_gradient)
+_attention_function = function(
+    lambda *given: _attention_cuda(*given),  # noqa: PLW0108 - looked up at the call, where tests put another
+    _setup,
+    _gradient,
+)
 
 
 def attention(
@@ -262,4 +257,4 @@ def attention(
     given = (q, k, v, mask, scale, causal, bm, bn, stages, warps, seed, dropout_p, precision)
     if type(scale) is not float or type(dropout_p) is not float or not straight(q, k, v, mask, seed):
         return attention_op(*given)
-    return _Attention.apply(*given) if differentiated(q, k, v, mask) else _attention_cuda(*given)
+    return _attention_function(*given) if differentiated(q, k, v, mask) else _attention_cuda(*given)

@@ -8,6 +8,7 @@ of what a small call costs the host (benchmarks/op_host_cost.py), so it is left 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,3 +58,23 @@ def at(x: Any) -> contextlib.AbstractContextManager[Any]:
     """The tensor's device as the current one: Triton launches there, whatever the tensors' is."""
     index = x.get_device()
     return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+def function(
+    forward: Callable[..., Any], setup: Callable[[Any, tuple[Any, ...], Any], None], gradient: Callable[..., Any]
+) -> Any:
+    """An operator's forward and backward pass for autograd, without the operator.
+
+    What is saved is the operator's too, so that a checkpoint may take either way the second time.
+    """
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = forward(*inputs)
+            setup(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradient)
+
+    return Straight.apply

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .eager import at, differentiated, straight
+from .eager import at, differentiated, function, straight
 
 
 @functools.cache
@@ -83,16 +83,11 @@ def _softmax_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
 softmax_op.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
 
 
-class _Softmax(torch.autograd.Function):
-    """The operator's forward and backward pass, without the operator."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        y = _softmax_cuda(*inputs)
-        _softmax_setup(ctx, inputs, y)
-        return y
-
-    backward = staticmethod(_softmax_gradient)
+_softmax_function = function(
+    lambda *given: _softmax_cuda(*given),  # noqa: PLW0108 - looked up at the call, where tests put another
+    _softmax_setup,
+    _softmax_gradient,
+)
 
 
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,7 +95,7 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     here = straight(x)
     if here and not differentiated(x):
         return _softmax_cuda(x, dtype)
-    way = _Softmax.apply if here else softmax_op
+    way = _softmax_function if here else softmax_op
     return way(x, dtype) if x.ndim == 2 else way(x.reshape(-1, x.shape[-1]), dtype).view(x.shape)
 
 
@@ -233,16 +228,11 @@ def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any)
 norm_op.register_autograd(_norm_gradient, setup_context=_norm_setup)
 
 
-class _Norm(torch.autograd.Function):
-    """As `_Softmax`; what is saved is the operator's too, so that a checkpoint may take either way the second time."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _norm_cuda(*inputs)
-        _norm_setup(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_norm_gradient)
+_norm_function = function(
+    lambda *given: _norm_cuda(*given),  # noqa: PLW0108
+    _norm_setup,
+    _norm_gradient,
+)
 
 
 def norm(
@@ -253,7 +243,7 @@ def norm(
     if here and not differentiated(x, residual, weight, bias):
         y, summed, _, _ = _normed(x, residual, weight, bias, eps, centered)
         return y, summed
-    way = _Norm.apply if here else norm_op
+    way = _norm_function if here else norm_op
     if x.ndim == 2:
         y, summed, _, _ = way(x, residual, weight, bias, eps, centered)
         return y, None if residual is None else summed
