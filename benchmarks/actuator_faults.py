@@ -238,6 +238,8 @@ def fork(body: Callable[[Callable[[], None]], None], env: dict[str, str]) -> tup
         atexit._clear()
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for ended_by in (signal.SIGTERM, signal.SIGHUP):  # under nohup a child would not end by it
+            signal.signal(ended_by, signal.SIG_DFL)
         threading.excepthook = lambda args: os._exit(BROKEN) if issubclass(args.exc_type, Broken) else None
         os.environ.clear()
         os.environ.update(env)
