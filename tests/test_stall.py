@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tessera import monitor, profile
+from tessera.analyze import whole
 from tessera.analyze.whole import whole_of
 from tessera.monitor import Monitor
 from tessera.monitor.anchors import recorded_energy
@@ -115,6 +116,21 @@ def test_the_sum_of_a_run_has_the_joules_of_the_holes_too(recorded, fake_nvml: F
     timeline = run.timeline()
     found = whole_of(run, untraced(run, timeline), timeline, run.power(), True, None)
     assert abs(found.energy_j - truth) < found.error_j < 0.01 * truth
+
+
+def test_what_no_row_has_is_told_with_the_holes(recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, start_ns, _, closed_ns, _ = recorded
+    power, timeline = run.power(), run.timeline()
+    window = (start_ns + power.epoch_offset_ns, closed_ns + power.epoch_offset_ns)
+    monkeypatch.setattr(whole, "windows_of", lambda run: [window])
+    traced = power.energy("gpu0", start_ns, closed_ns)
+    all_of_it = whole_of(run, untraced(run, timeline), timeline, power, True, None)
+    parts = {p.where: p for p in whole.outside(run, timeline, power, traced.joules, all_of_it)}
+    assert parts.keys() == {"after", "unsampled"}
+    holes_s = sum(g.end_ns - g.start_ns for g in power.gaps if g.domain == "gpu0") / S
+    assert parts["unsampled"].seconds == pytest.approx(holes_s) and holes_s > 5.0
+    assert sum(p.energy_j for p in parts.values()) + traced.joules == pytest.approx(all_of_it.energy_j)
+    assert sum(p.seconds for p in parts.values()) + traced.seconds == pytest.approx(all_of_it.seconds, abs=0.2)
 
 
 @pytest.mark.parametrize("power", [True, False])

@@ -74,7 +74,7 @@ class Answer:
 
     `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure is of that
     part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it. The
-    part and what is `outside` sum to the whole, but for what the counter alone saw in a hole of the samples.
+    part and what is `outside` sum to the whole, what the counter alone saw in a hole of the samples among them.
     `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run)
     `shared_by` says how the joules were shared out instead, and those rows have no error; `rest_j` are no row's. `cut`
     says why the file ends early, where it does. `tracing` is what tracing did to the program.
@@ -189,7 +189,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         partial=partial,
         traced_steps=len(table.steps) if whole.steps is not None and not shared else None,
         limited=any(TIME_LIMIT in note for note in noted),
-        outside=outside(run, lines, power) if partial else (),
+        outside=outside(run, lines, power, table.total_j, whole) if partial else (),
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
         per_work=_per_work(run, table, whole, shared, tracing),

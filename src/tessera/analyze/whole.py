@@ -23,7 +23,10 @@ FULLY = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """Joules of a run that no row has: "before" what was traced, "between" its windows, "after" it; its steps there."""
+    """Joules of a run that no row has: "before" what was traced, "between" its windows, "after" it; its steps there.
+
+    "unsampled": while no sensor was read. The counter knows how many there were, and nobody where.
+    """
 
     where: str
     energy_j: float
@@ -122,8 +125,8 @@ def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tu
     return [combine([c[i] for c in columns], (end - start) * 1e-9) for i, (start, end) in enumerate(spans)]
 
 
-def outside(run: RunFile, timeline: Timeline, power: PowerTrace) -> list[Outside]:
-    """Where the joules are that no row has: with the table's they are the whole run's, less what `_filled` adds."""
+def outside(run: RunFile, timeline: Timeline, power: PowerTrace, table_j: float, whole: Whole) -> list[Outside]:
+    """Where the joules are that no row has: with the table's they are the whole run's."""
     first, last = power.start_ns, power.end_ns
     offset = power.epoch_offset_ns
     windows = [(min(max(a - offset, first), last), min(max(b - offset, first), last)) for a, b in windows_of(run)]
@@ -136,10 +139,17 @@ def outside(run: RunFile, timeline: Timeline, power: PowerTrace) -> list[Outside
     found = []
     for where, stretches in spans.items():
         spent = accounted_energies(power, timeline, [(a, b) for a, b in stretches if b > a])
-        whole = chain(spent) if spent else None
-        if whole is not None and whole.joules > 0:
+        part = chain(spent) if spent else None
+        if part is not None and part.joules > 0:
             steps = sum(a <= middle < b for a, b in stretches for middle in middles)
-            found.append(Outside(where=where, energy_j=whole.joules, seconds=whole.seconds, steps=steps))
+            seconds = part.seconds * part.coverage
+            found.append(Outside(where=where, energy_j=part.joules, seconds=seconds, steps=steps))
+    rest_j = whole.energy_j - table_j - sum(known.energy_j for known in found)
+    if rest_j > max(whole.error_j, (1.0 - FULLY) * whole.energy_j):
+        names = _accounted(power, timeline)
+        gaps = [(max(g.start_ns, first), min(g.end_ns or last, last)) for g in power.gaps if g.domain in names]
+        blind_s = sum(max(0, end - start) for start, end in gaps) * 1e-9 / max(1, len(names))
+        found.append(Outside(where="unsampled", energy_j=rest_j, seconds=blind_s, steps=0))
     return found
 
 

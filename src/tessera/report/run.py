@@ -107,7 +107,7 @@ def traced_text(said: Answer) -> str:
     """What the tables are of, where that is not the whole run."""
     steps = said.whole.steps
     some = f", {said.traced_steps:,} of {steps:,} steps" if steps is not None and said.traced_steps is not None else ""
-    if some and said.traced_steps == said.whole.whole_steps != steps:
+    if some and said.whole.whole_steps is not None and said.whole.whole_steps != steps:
         some += " (the first's begin unseen)"
     spent = joules(said.energy_j, said.error_j)
     return f"traced {format_duration(said.seconds, 3)}{some}, {spent}: the tables are of these"
@@ -120,7 +120,10 @@ def outside_text(said: Answer) -> str:
 
 
 def _where(part: Outside) -> str:
-    place = {"before": "before it", "between": "between its windows", "after": "after it"}[part.where]
+    place = {
+        "before": "before it", "between": "between its windows", "after": "after it",
+        "unsampled": "while no sensor was read (by the counter)",
+    }[part.where]  # fmt: skip
     if part.steps:
         return f"{place} ({part.steps:,} step{'' if part.steps == 1 else 's'})"
     return f"{place} (imports, preparation)" if part.where == "before" else place

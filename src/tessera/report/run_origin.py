@@ -24,6 +24,11 @@ _HOW = (
     "while none did, and all rows sum to the total. ± is the half-width of a 90% interval. Kernels with the same "
     "letter always ran together, so that only their sum is known well."
 )
+_HOW_MODELLED = (
+    "Joules are {known} over the {span}: power modelled by the host's utilisation, which cannot tell what ran apart. "
+    "So each row has its share by the time it ran; idle is what was drawn while nothing did, and all rows sum to the "
+    "total. ± is the half-width of a 90% interval."
+)
 _HOW_SHARED = (
     "Joules of the whole run, of regions and of steps are {known}. Nothing was traced, so what is below "
     "them is shared out, as if everything drew the same watts at the same time. ± is the half-width of a 90% interval."
@@ -42,7 +47,7 @@ def origin(run: RunFile, table: EnergyTable, said: Answer, results: Mapping[str,
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in said.notes)
     known = "measured by the sensor" if said.basis == "measured" else f"{said.basis}, not measured by any sensor,"
-    how = _HOW_SHARED if said.shared_by else _HOW
+    how = _HOW_SHARED if said.shared_by else _HOW_MODELLED if said.basis == "modelled" else _HOW
     how = how.format(known=known, span="part that was traced" if said.partial else "whole run")
     how = how.replace(",.", ".")
     return (
@@ -67,7 +72,9 @@ def _joules(run: RunFile, table: EnergyTable, said: Answer) -> Iterator[Known]:
         yield "energy of what ran", "modelled", f"shared out by {said.shared_by}, without an interval"
     elif table.kernels or table.ops:
         what = "energy of kernels" if table.kernels else "energy of operators"
-        yield what, "attributed", "fitted to the power samples by when each ran, with an interval"
+        fitted = "fitted to the power samples by when each ran, with an interval"
+        by_time = "shared out by the time of each: modelled power knows no operators"
+        yield what, "attributed", by_time if said.basis == "modelled" else fitted
     if table.idle_w is not None:
         yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between kernels"
     if said.tracing is not None:

@@ -95,7 +95,7 @@ class ModelledSensor:
                 name=self._name, source="modelled", label=d.name, resolution_s=self.period_s, hold=Hold.MEAN,
                 gain_error=model_error(d), basis="modelled",
                 note=f"utilisation x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}; between them a straight "
-                f"line, ±{LINE_ERROR:.0%}",
+                f"line, which alone is off by {LINE_ERROR:.0%}: ±{model_error(d):.0%} in all",
             )
         ]  # fmt: skip
 
