@@ -55,7 +55,8 @@ def row_joules(timeline: Timeline, rows: Ints, table: EnergyTable) -> Floats:
 def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, ...]]]:
     """For each row the number of its path, and the paths: names of the regions around it, outermost first.
 
-    A step is called by what steps have in common, so that all of them are one path.
+    A step is called by what steps have in common, so that all of them are one path; a region of the program's own with
+    that very name in it is the same.
     """
     links = timeline.linked
     steps = {s.row for s in links.steps}
@@ -64,7 +65,8 @@ def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, 
     found = []
     for region in innermost.tolist():
         around = links.path(region)
-        path = tuple(family(timeline.name(r)) if r in steps else timeline.name(r) for r in around)
+        names = [(family(timeline.name(r)) if r in steps else timeline.name(r), r in steps) for r in around]
+        path = tuple(name for i, (name, _) in enumerate(names) if not i or names[i - 1] != (name, True))
         found.append(numbers.setdefault(path, len(numbers)))
     return np.array(found, np.int64)[np.asarray(inverse).reshape(-1)], list(numbers)
 

@@ -37,7 +37,8 @@ def told(found: Difference, metric: Metric, share: float | None, sure: bool, fai
         return f"unknown: measured once, and {said} may be noise{limit}. Record steps, or repeat both: {REPEAT}"
     wide = f"90% interval ± {show(error, 2)}{_of(found)}"
     if not sure:
-        return f"{said}: noise, it lies within its {wide}{_unseen(error, before)}"
+        passed = "" if fail_above is None else f"; passed: beyond {fail_above:.1%} fails only what is more than noise"
+        return f"{said}: noise, it lies within its {wide}{_unseen(error, before)}{passed}"
     limit = ""
     if fail_above is not None and share is not None:
         limit = f"; {'above' if share > fail_above else 'within'} the limit of {fail_above:.1%}"
