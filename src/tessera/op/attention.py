@@ -19,6 +19,7 @@ from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
 from . import arguments, hints, tile
+from .layouts import block_dim
 
 DTYPE_OF = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_TILE = (128, 64)  # used where a precision needs our kernel and no tile is given
@@ -219,7 +220,7 @@ def tiled(
     if not torch.compiler.is_compiling():
         stages, warps = attention_ops.pipeline(bm, bn, q.shape[-1])
         attention_ops.checked(q, mask is not None, bm, bn, stages, warps)
-        tile.advise("flash_attention", tile.Tile(bm, bn, attention_ops.block_dim(q.shape[-1])), _named(q))
+        tile.advise("flash_attention", tile.Tile(bm, bn, block_dim(q.shape[-1])), _named(q))
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     fp32 = "tf32" if precision == "tf32" else "ieee"
     seed = torch.randint(_SEEDS, (1,), device=q.device) if dropout_p else None

@@ -17,16 +17,11 @@ from torch import Tensor
 
 from . import hints, tile
 from .eager import at, differentiated, function, straight
-from .layouts import alike
+from .layouts import alike, block_dim
 
 LOG2E = math.log2(math.e)
 STAGES = 2  # double-buffered: the next tile of keys and values loads while one is multiplied
 PLAIN, MASKED = "flash_attention", "flash_attention with attn_mask"
-
-
-def block_dim(dims: int) -> int:
-    """The width the kernels work with: a power of two that holds the head."""
-    return max(16, 1 << (dims - 1).bit_length())
 
 
 def forward_bytes(shape: tile.Tile, dtype: str, stages: int) -> int:

@@ -28,8 +28,8 @@ def masks(module: fx.GraphModule) -> list[Found]:
     """Take masks that are known out of every attention; a `Pass`."""
     found, known = [], dict[tuple[fx.Node, int, int], str | None]()
     for node in module.graph.nodes:
-        ours = node.op == "call_function" and node.target is functional.scaled_dot_product_attention
-        mask = argument(node, _MASK, "attn_mask", None) if ours else None
+        attends = node.op == "call_function" and node.target is functional.scaled_dot_product_attention
+        mask = argument(node, _MASK, "attn_mask", None) if attends else None
         if not isinstance(mask, fx.Node) or argument(node, _CAUSAL, "is_causal", False) is not False:
             continue
         try:

@@ -19,7 +19,7 @@ import torch
 
 from ...errors import MissingExtra
 from .. import hints
-from ..layouts import alike
+from ..layouts import alike, block_dim
 from . import TRITON_TYPE, compiled
 from .direct import Kernel
 
@@ -197,11 +197,6 @@ def mask_of(mask: Any, q: Any, k: Any) -> tuple[Any, int, tuple[int, ...]]:
     return wide, ADDED_MASK, wide.stride()
 
 
-def block_of(dims: int) -> int:
-    """The power of two that holds a head; Triton's own function for it takes microseconds."""
-    return max(16, 1 << (dims - 1).bit_length())
-
-
 def rows_of(x: Any) -> Any:
     """`x`, its last dimension contiguous, as the kernels read it."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -235,7 +230,7 @@ def forward(
     if not out.numel():
         return out, lse.fill_(float("inf"))
     mask, kind, mask_strides = mask_of(mask, q, k)
-    block, drops = block_of(dims), drop.seed is not None
+    block, drops = block_dim(dims), drop.seed is not None
     limit, gain = drop.arguments()
     blocks = -(-queries // launch.bm) * batch * heads
     _FORWARD.launch(

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from .. import hints
-from ..layouts import alike
-from .attention import LOG2E, NONE_DROPPED, Drop, Launch, _kept, _load, _masked, _number_of, block_of, mask_of, rows_of
+from ..layouts import alike, block_dim
+from .attention import LOG2E, NONE_DROPPED, Drop, Launch, _kept, _load, _masked, _number_of, mask_of, rows_of
 from .direct import Kernel
 
 ROWS = 32  # queries of a program of `_row_products`: 32 elements a thread at a head of 128
@@ -190,7 +190,7 @@ def _queries_backward(
         q_sum = _walk_keys(
             q_sum, q_tile, d_tile, known, mean, k, v, mask, row, 0, plain, queries, keys, dims,
             k_row, v_row, mask_row, mask_col, factor, number, limit, gain,
-        False, CAUSAL, MASK, EVEN, DROP, BN, D, PRECISION,
+            False, CAUSAL, MASK, EVEN, DROP, BN, D, PRECISION,
         )  # fmt: skip
     q_sum = _walk_keys(
         q_sum, q_tile, d_tile, known, mean, k, v, mask, row, plain, end, queries, keys, dims,
@@ -218,7 +218,7 @@ def backward(
     kv_heads, keys = k.shape[1], k.shape[2]
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    block = block_of(dims)
+    block = block_dim(dims)
     delta = torch.empty_like(lse)
     row_blocks = -(-queries // ROWS) * batch * heads
     sizes = heads, queries, dims, *out.stride()[:3], *dout.stride()[:3]

@@ -52,6 +52,10 @@ class Kernel:
 
         Floats are never specialised, so that any of them goes with what was compiled for others.
         """
+        options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
+        if not (ASKED and KNOWN):  # then nothing is kept, and nothing need be looked at
+            self.jit[(blocks,)](*tensors, *numbers, *floats, *constants, **options)
+            return
         pointers: list[int | None] = []
         kind: list[Any] = []  # with the numbers it decides all that Triton specialises on, but for alignment
         bits = 0
@@ -66,13 +70,12 @@ class Kernel:
                 pointers.append(at)
         key = (*kind, numbers, constants, warps, stages)
         known = self._known.get(key)
-        same = ASKED and KNOWN and not bits % ALIGNED and not _watched(self.jit)
+        same = not bits % ALIGNED and not _watched(self.jit)
         if known is not None and same:
             run, function, packed = known
             stream = driver.active.get_current_stream(kind[1])
             run(blocks, 1, 1, stream, function, packed, None, None, None, *pointers, *numbers, *floats, *constants)
             return
-        options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
         made = self.jit[(blocks,)](*tensors, *numbers, *floats, *constants, **options)
         if same and made is not None and made.metadata.target.backend == BACKEND:  # the interpreter makes none
             if len(self._known) >= MOST:
