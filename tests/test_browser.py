@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,33 @@ def test_where_nobody_sampled_there_is_no_curve(browser: Browser, tmp_path: Path
     )
     assert found[:4] == [0] * 4 and found[6:9] == [1] * 3  # nothing before the first sample, then an area
     assert found[11:14] == [0] * 3 and found[16:19] == [1] * 3  # a gap in the middle is one too
+
+
+LABELS = """
+const c = document.querySelector('#timeline'), x = c.getContext('2d'), said = [];
+x.fillText = function (text, at, y) {
+  if (/^(step_)?\\d+$/.test(text)) said.push([text, at, at + this.measureText(text).width, y]);
+  Object.getPrototypeOf(this).fillText.call(this, text, at, y);
+};
+window.said = said;
+document.querySelector('#zoom-all').click();
+"""
+
+
+@pytest.mark.parametrize("steps", [3, 12, 40, 150])
+def test_labels_of_steps_do_not_touch(browser: Browser, tmp_path: Path, steps: int) -> None:
+    made = make(steps=steps, layers=2)
+    with made.write(tmp_path / "many.tessera") as run:
+        (tmp_path / "many.html").write_text(page(run, made.table, timeline=made.timeline))
+    browser.open(tmp_path / "many.html", PLOTTED)
+    browser.js(LABELS)
+    pixels(browser)
+    labels = browser.js("return window.said")
+    assert len(labels) >= min(steps, 4), "some are named"
+    for (_, _, end, y), (_, start, _, next_y) in itertools.pairwise(labels):
+        assert y == next_y and start > end + 2
+    assert len({name.startswith("step_") for name, *_ in labels}) == 1, "all by name, or all by number"
+    assert browser.console() == []
 
 
 def test_tables_sort(window: Browser) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.analyze.correlate import Correlation, correlate
-from tessera.analyze.spikes import Chance, curve_of, find, p_values, threshold_of
+from tessera.analyze.spikes import Chance, curve_of, find, level_text, p_values, threshold_of
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.schema import Domain, Hold, PowerEvent, Telemetry
 from tessera.sensors._nvml_power import RING_BLUR_S, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
@@ -187,6 +187,15 @@ def test_a_flat_load_has_no_spike_and_says_so() -> None:
     assert {a.key: a.verdict for a in found.checklist} == {
         "aligned": "no", "throttle": "no", "feeds": "unknown", "links": "no"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("threshold_w", [8.4837, 0.25, 412.449, 1234.5])
+def test_one_threshold_is_written_one_way(threshold_w: float) -> None:
+    level = level_text(threshold_w)
+    flat = correlate(timeline(4.0), power([], 4.0, base_w=threshold_w / 2), threshold_w=threshold_w)
+    assert f"no spike above {level} " in str(flat) and f"nothing exceeds {level}\n" in str(flat)
+    held = correlate(timeline(4.0), power([], 4.0, base_w=threshold_w * 2), threshold_w=threshold_w)
+    assert f"1 spike above {level}," in str(held) and f"the power is above {level} for" in str(held)
 
 
 def test_spikes_that_rise_after_idling_are_tied_to_it() -> None:

@@ -105,7 +105,8 @@ def test_repeated_runs_decide_by_their_scatter(run: Callable[..., Any], tmp_path
 def test_usage_of_several_files(run: Callable[..., Any], tmp_path: Path) -> None:
     a = saved(tmp_path / "a.json", measured(1.0))
     for words in ((a, a, a), (a,), (a, "--"), (a, "--", tmp_path / "none.json"), ()):
-        assert run(*words).code.exit_code == 2
+        found = run(*words)
+        assert found.code == 2 and found.output.startswith("error: ") and "  fix: " in found.output
     assert run(a, "--", a).code == 0
 
 

@@ -36,7 +36,7 @@ from synthetic_run import make
 
 HERE = Path(__file__).parent
 SNAPSHOT = HERE / "data" / "error_texts.txt"
-MOST_LINES, MOST_WIDTH = 6, 600  # the widest lists the whole catalogue
+MOST_LINES, MOST_WIDTH = 6, 230  # the widest lists the keys of a device file
 TESTED_ELSEWHERE = {  # they need a machine in a state that a test cannot make here, or a stand-in for its library
     "SensorPermission": "test_rapl.py, test_ipmi.py",
     "SensorLost": "test_nvml.py, test_redfish.py",
@@ -129,6 +129,13 @@ OURS = [
     Case("a row that is none", "analyze breakdown trace.json --by day", "--by"),
     Case("a chip that is not known", "analyze roofline trace.json --arch h2000", "h2000"),
     Case("a report that is none", "diff notes.json a.json", "notes.json", 2),
+    Case("nothing to compare", "diff", "tessera diff BEFORE AFTER", 2),
+    Case("one thing to compare", "diff a.json", "one file was given", 2),
+    Case("three things to compare", "diff a.json b.json notes.json", "A1 A2 A3 -- B1 B2 B3", 2),
+    Case("nothing after the dashes", "diff a.json --", "no file after --", 2),
+    Case("a file to compare that is not there", "diff a.json nots.json", "did you mean 'notes.json'", 2),
+    Case("a repeat that is not there", "diff a.json -- nots.json", "did you mean 'notes.json'", 2),
+    Case("a folder that is not there", "diff a.json nowhere/b.json", "there is no folder nowhere", 2),
     Case("no such chip", "hardware show h2000", "h2000"),
     Case("no such power mode", "hardware show jetson-orin@17W", "jetson-orin@15W"),
     Case("no such model", "predict resnet81", "resnet81"),

@@ -63,10 +63,10 @@ def test_a_near_miss_is_answered(name):
 
 
 @pytest.mark.parametrize("name", ["", "zzzzzz", "²"])
-def test_an_unknown_name_is_answered_with_the_known_ones(name):
+def test_an_unknown_name_is_answered_with_where_the_known_ones_are(name):
     with pytest.raises(ArgumentError) as caught:
         lookup(name)
-    assert all(device.id in caught.value.fix for device in DEVICES)
+    assert caught.value.fix.startswith(f"`tessera hardware list` shows all {len(DEVICES)};")
 
 
 @pytest.mark.parametrize(
@@ -115,3 +115,15 @@ def test_this_machine():
     device = host_cpu()
     assert device.kind == "cpu"
     assert 0 < device.idle_w.value < device.tdp_w.value
+
+
+@pytest.mark.parametrize("name", ["h2000", "rtx4080", "jetson", "mi300", "zzz"])
+def test_an_unknown_chip_is_answered_with_the_nearest_not_with_all(name: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        lookup(name)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 3 and max(map(len, lines[:2])) <= 100, lines  # the third has the user's folder
+    assert (
+        lines[1].endswith(f"`tessera hardware list` shows all {len(catalogue())};") and "file of your own" in lines[2]
+    )
+    assert ("nearest: " in lines[1]) == (name != "zzz") and sum(chip in lines[1] for chip in catalogue()) < 8

@@ -21,6 +21,7 @@ from tessera.rewrite import hooks, ways
 from tessera.rewrite.candidates import Trial
 from tessera.rewrite.check import Program, compare
 from tessera.rewrite.inductor import recorder
+from tessera.rewrite.lowered import after_pieces
 from tessera.rewrite.measured import Measured
 from tessera.rewrite.patterns import attention
 from tessera.rewrite.pieces import pieces_of
@@ -249,6 +250,47 @@ def test_without_a_chip_bytes_are_still_counted():
     priced = trace(watch, lookup("a100"), replayed=True)
     assert "cuda_graph" in {r.rule for r in priced.rewrites}
     assert priced.after_s < priced.before_s
+
+
+@pytest.fixture(scope="module")
+def convolved():
+    """A compilation of two convolutions with a batch norm between them, of a program with channels first."""
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
+    ).eval()
+    watch = Watch()
+    with torch.no_grad():
+        torch.compile(model, backend=ways.backend(watch, [], {}))(torch.randn(2, 16, 16, 16))
+    return watch
+
+
+def test_convolutions_that_inductor_lays_out_anew_are_a_line(convolved):
+    calls = [k.call for k in convolved.kernels if k.call is not None]
+    assert all(t.stride[1] == 1 for call in calls for _, t in call.reads if len(t.shape) == 4)
+    (line,) = [r for r in trace(convolved, lookup("h200"), replayed=False).rewrites if r.rule == "layout"]
+    assert (line.before, line.after, line.times) == ("convolution", "with channels last", 2)
+
+
+def test_a_batch_norm_with_fixed_statistics_in_a_generated_kernel_is_elementwise(convolved):
+    (fused,) = [p for p in after_pieces(convolved) if any(n.endswith("relu") for n in p.nodes)]
+    assert fused.kind == "elementwise"
+    assert len(fused.reads) == 1, "its channels' statistics stay in the cache"
+    (line,) = [r for r in trace(convolved, lookup("h200"), replayed=False).rewrites if r.rule.startswith("fuse")]
+    assert line.before == "batch_norm + relu"
+
+
+@pytest.mark.parametrize(("times", "pace"), [(1.3, 1.3), (0.1, 1.0), (50.0, 2.0)])
+def test_the_measured_eager_time_says_how_fast_the_host_is(convolved, times, pace):
+    """A step that takes longer than any host would make it is as slow as the slowest; a faster one says nothing."""
+    device = lookup("h200")
+    usual = trace(convolved, device, replayed=True)
+    here = trace(convolved, device, replayed=True, eager_s=usual.before_s * times)
+    assert here.host_pace == pytest.approx(pace, rel=0.05)
+    if times == 1.3:
+        assert here.before_s == pytest.approx(usual.before_s * times, rel=0.02)
+        assert "this host takes 1.3 times" in next(r.why for r in here.rewrites if r.rule == "cuda_graph")
+    assert here.after_s == usual.after_s
+    assert sum(r.saved_s or 0.0 for r in here.rewrites) == pytest.approx(here.before_s - here.after_s, rel=1e-2)
 
 
 def test_what_inductor_does_not_say_is_said():

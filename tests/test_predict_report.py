@@ -221,6 +221,35 @@ def test_of_equals_the_cheaper_is_chosen_for_everything(order: tuple[str, str], 
     assert best is not None and best.device == "a100"
 
 
+def _row(device: str, time: tuple[float, float], joules: tuple[float, float]) -> SweepRow:
+    return SweepRow(
+        device=device, precision=None, batch=1, latency_s=time[0], latency_error_s=time[1], energy_j=joules[0],
+        energy_error_j=joules[1], compute_energy_j=0.1, memory_energy_j=0.1, static_energy_j=0.1,
+    )  # fmt: skip
+
+
+def test_a_tie_is_said_and_what_is_apart_is_not() -> None:
+    rows = [_row("h200", (6.4, 3.8), (30, 1)), _row("a100", (6.4, 3.8), (24, 1)), _row("t4", (60, 9), (90, 20))]
+    tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
+    sentence = (
+        "tied: a100 batch 1 (6.4 ± 3.8 s) and h200 batch 1 (6.4 ± 3.8 s) differ by less than their 90% intervals, "
+        "so which of them is fastest is not known"
+    )
+    assert parts.ties(tied) == [sentence]
+    assert f"<p role='note'>T{sentence[1:]}.</p>" in page(tied)
+    apart = dataclasses.replace(tied, rows=rows[1:])
+    assert parts.ties(apart) == [] and "Tied" not in page(apart)
+    many = dataclasses.replace(tied, rows=[_row(f"chip{i}", (6.4, 3.8), (24, 9)) for i in range(6)])
+    assert all(" and 3 more differ" in said for said in parts.ties(many)) and len(parts.ties(many)) == 2
+    assert parts.ties(dataclasses.replace(tied, rows=rows[:1])) == parts.ties(dataclasses.replace(tied, rows=[])) == []
+
+
+def test_the_page_of_chips_says_what_its_colours_are(found: Sweep) -> None:
+    html = page(found).partition("All combinations")[2]
+    for colour in ("compute", "memory", "static"):
+        assert f"<i class='{colour}'></i>{colour}: " in html
+
+
 def test_a_power_mode_is_named_once() -> None:
     assert parts.chip_name("jetson-orin@30W").count("30W") == 1
     assert parts.chip_name("no such chip") == "no such chip"

@@ -32,6 +32,8 @@ from tessera.profile.untraced import table_of
 from tessera.report import energy as shown
 from tessera.report.run import text
 from tessera.report.run_html import page
+from tessera.report.run_parts import prose
+from tessera.report.text import with_error
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Timeline
 
@@ -289,7 +291,7 @@ def test_everything_on_one_screen(run: RunFile, made: Made) -> None:
     )
     assert re.search(r"per step +[\d.]+ ± [\d.]+ J +[\d.]+ steps/s", out)
     assert re.search(r"per token +[\d.]+ ± [\d.]+ mJ", out)
-    assert re.search(r"busy █+░+ idle +[\d.]+ J in .* busy, [\d.]+ ± [\d.]+ J \(\d+%\) idle", out)
+    assert re.search(r"busy █+░+ idle +[\d.]+ J in .* busy, [\d.]+ ± [\d.]+ J \([\d.]+%\) idle", out)
     assert re.search(r"region +backward: 12 x [\d.]+ ± [\d.]+ J", out)
     assert re.search(r"aten::mm +[\d.]+ ± [\d.]+ J +\d+\.\d% +640 W +[\d.]+ mJ +288", out)
     assert "nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_TNT" in out
@@ -421,6 +423,30 @@ def test_the_tables_can_be_used_from_the_keyboard(html: str) -> None:
     assert "tabindex='0' role='img' aria-label='Power over time" in html
     assert "prefers-color-scheme: dark" in html
     assert "@media print" in html
+
+
+def test_a_sentence_shows_what_is_typed_as_code() -> None:
+    said = prose("see `tessera hardware show <chip>` & run `a`; a lone ` stays")
+    assert said == (
+        "see <code>tessera hardware show &lt;chip&gt;</code> &amp; run <code>a</code>; a lone ` stays"
+    )  # fmt: skip
+
+
+def test_the_marks_of_the_profiler_are_in_plain_words(made: Made) -> None:
+    b = Builder()
+    b.add("kernel", "gemm", START_NS, START_NS + 1_000_000, device=0, stream=7)
+    names = ("Iteration Start: PyTorch Profiler", "epoch 1", "Record Window End")
+    for i, name in enumerate(names):
+        b.add("mark", name, START_NS + i * 1000, START_NS + i * 1000, thread=1)
+    view = overview(b.build(), None, {}, made.table)
+    assert [name for name, _ in view.marks] == ["tracing begins", "epoch 1", "tracing ends"]
+
+
+def test_the_watts_of_a_row_have_an_error(html: str, made: Made) -> None:
+    row = made.table.kernels[0]
+    assert row.power_w is not None
+    shown = with_error(row.power_w, row.power_w * row.energy_error_j / row.energy_j, "W")
+    assert "±" in shown and f">{shown}</td>" in html
 
 
 def test_what_is_drawn_is_what_was_recorded(html: str, made: Made) -> None:
@@ -654,7 +680,8 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     assert "note" not in out  # it is said in the second line
     text_ = "".join(checked(rendered).text)
     assert "2 swall time, 20 steps" in text_
-    assert "Traced 550 ms, 5 of 20 steps" in text_ and "In no table: 5" in text_
+    assert text_.count("Traced 550 ms, 5 of 20 steps") == 1 and "In no table: 5" in text_
+    assert "<code>tessera run --limit 0</code> traces all." in rendered and "`" not in text_
     assert "per step (of 5 traced)" in text_
     done = invoke(str(tmp_path / "p.tessera"), "--json")
     data = json.loads(done.stdout)
@@ -714,7 +741,7 @@ def test_steps_without_power_are_left_out(tmp_path: Path) -> None:
         out, rendered, spent = both(run)
     writer.close()
     assert len(spent.steps) == 20
-    assert re.search(r"per step +30\.\d+ ± ", out)
+    assert re.search(r"per step +30 ± ", out)
     assert "4 of 24 steps have no power sample" in "".join([out, rendered])
     assert "nan" not in out
     assert "unknown" not in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from click.testing import CliRunner
 from tessera.cli.main import cli
 from tessera.errors import MeasurementError
 from tessera.monitor import Monitor
-from tessera.report.selftest import text
+from tessera.report.screen import Console
+from tessera.report.selftest import print_checks
 from tessera.selftest import checks, gpu
 from tessera.selftest.simulated import worst_error_pct
 
@@ -37,7 +39,9 @@ def test_a_check_that_breaks_is_a_failure_with_its_reason() -> None:
     assert found.verdict == "fail" and "went away" in found.why
     other = checks._guarded("mixture", lambda: next(iter(())))  # nor may another kind of error end the others
     assert (other.verdict, other.why) == ("fail", "StopIteration: ")
-    shown = text([found, checks.skipped("mixture", "joules", "no CUDA device")], "here")
+    out = Console(file=io.StringIO(), width=100)
+    print_checks([found, checks.skipped("mixture", "joules", "no CUDA device")], "here", out)
+    shown = out.file.getvalue()
     assert "FAIL" in shown and "0 passed, 1 failed, 1 could not be made here" in shown
 
 

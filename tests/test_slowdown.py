@@ -136,6 +136,17 @@ def test_untraced_steps_tell(slowed: RunFile) -> None:
     assert found.idle_j == pytest.approx(20 * 0.020 * IDLE_W, rel=0.02)
 
 
+def test_untraced_steps_scatter_too(slowed: RunFile, tmp_path: Path) -> None:
+    """The ± of an untraced step is made as that of a traced one: the sensor's error, and how the steps differ."""
+    uneven = Program().train(10, 45.0).trace(20, 65.0).train(8, 90.0)
+    for length_ms in (42.0, 48.0, 44.0, 46.0):
+        uneven.train(5, length_ms)
+    with uneven.write(tmp_path / "uneven.tessera", tracing_s=1.1) as run:
+        found = tracing_of(run)
+    even_j, uneven_j = tracing_of(slowed).untraced_step_error_j, found.untraced_step_error_j
+    assert found.basis == "steps" and even_j is not None and uneven_j is not None and uneven_j > 3 * even_j
+
+
 def test_the_joules_of_a_step_are_those_of_an_untraced_one(slowed: RunFile) -> None:
     said = said_of(slowed)
     step = said.per_work[0]
@@ -144,7 +155,8 @@ def test_the_joules_of_a_step_are_those_of_an_untraced_one(slowed: RunFile) -> N
     assert step.traced_j == pytest.approx(0.044 * BUSY_W + 0.021 * IDLE_W, rel=0.02)
     assert step.rate_per_s == pytest.approx(1 / 0.045)
     out = screen(slowed)
-    assert "22.2 steps/s (of 26 untraced; 24.1 J traced)" in out
+    left_out = "without the run's first 3 and those the tracer disturbed"
+    assert f"22.2 steps/s (of 26 untraced, {left_out}; 24.1 J traced)" in out
     assert "note tracing made steps 1.44x as long (65 ms, 45 ms untraced): about 40 J of idle" in out
     assert "are the tracer's, which no advice counts" in out
 

@@ -254,6 +254,13 @@ def test_the_resolution_is_that_of_the_slowest_counted_domain() -> None:
     assert trace(fast).true_resolution_ms == pytest.approx(20.0)
 
 
+def test_the_resolution_is_never_finer_than_the_sensor() -> None:
+    short = Column.of(domain(), [0, 3_000_000], [100.0, 101.0])  # a block of 3 ms, read at its end
+    assert trace(short).true_resolution_ms == pytest.approx(20.0)
+    slow = Column.of(domain(), [0, 30_000_000], [100.0, 101.0])
+    assert trace(slow).true_resolution_ms == pytest.approx(30.0), "what was really had may be coarser"
+
+
 # -- files ---------------------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,10 @@ class PowerTrace:
 
     @property
     def true_resolution_ms(self) -> float | None:
-        """Median spacing of the samples there really are (of the slowest counted domain); None without any."""
+        """Median spacing of the samples there really are (of the slowest counted domain); None without any.
+
+        It is never finer than the period at which the sensor has something new.
+        """
         spacings = [_spacing_ms(c) for c in self._counted(None)]
         known = [s for s in spacings if s is not None]
         return max(known) if known else None
@@ -374,8 +377,14 @@ def worst_basis(bases: Iterable[Basis]) -> Basis:
 
 
 def _spacing_ms(column: Column) -> float | None:
+    """Median spacing of a column's samples, and no less than the sensor's period.
+
+    The sensor is read once more where a block ends: in a short block that spacing is the block's, not the sensor's.
+    """
     known = column.times_ns[~np.isnan(column.watts)]
-    return float(np.median(np.diff(known)) * 1e-6) if len(known) > 1 else None
+    if len(known) < 2:
+        return None
+    return max(float(np.median(np.diff(known)) * 1e-6), column.domain.resolution_s * 1e3)
 
 
 def _shared_grid(moved: Sequence[tuple[Ints, Column]]) -> Ints:

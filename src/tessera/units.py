@@ -233,6 +233,18 @@ def format_duration(duration_s: float, digits: int = 4) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
 
+def format_share(share: float, *, signed: bool = False) -> str:
+    """A share for people: 0.284 -> "28.4%". What is there and would round to nothing is "<0.1%", nothing is "0%"."""
+    if not math.isfinite(share):
+        return str(share)
+    if share == 0:
+        return "0%"
+    if abs(share) < 0.001:
+        return "<0.1%"
+    sign = "+" if signed else ""
+    return f"{share:{sign}.1%}" if abs(share) < 0.9995 else f"{share:{sign}.0%}"
+
+
 def format_frequency(frequency_hz: float, digits: int = 4) -> str:
     """Hertz for people: 1.98e9 -> "1.98 GHz"."""
     return _format(frequency_hz, _FREQUENCY, digits)

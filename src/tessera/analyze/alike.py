@@ -87,9 +87,39 @@ def whole_errors(report: EnergyReport) -> Errors:
     return Errors(found.kernels, (host_s, PER_SECOND * watts * host_s), launched)
 
 
+def watts_error(report: EnergyReport) -> float | None:
+    """90% half-width of a prediction's mean watts: joules follow the time by PER_SECOND, so that not all of it counts.
+
+    None of what is no prediction, or takes no time.
+    """
+    of, total = report.prediction, report.total
+    if of is None or not (total.seconds > 0 and total.joules > 0):
+        return None
+    return _ratio_error(of.latency_error_s, total.error_j, total.joules / total.seconds) / total.seconds
+
+
+def _ratio_error(error_s: float, error_j: float, power_w: float) -> float:
+    """What a half-width of the seconds and one of the joules do to joules over seconds, times the seconds."""
+    late_j = power_w * error_s
+    level_j = math.sqrt(max(0.0, error_j**2 - (PER_SECOND * late_j) ** 2))
+    return math.hypot(level_j, (1.0 - PER_SECOND) * late_j)
+
+
 def difference(before: Errors, after: Errors) -> tuple[float, float]:
     """90% half-widths (seconds, joules) of a difference of two predictions by one model."""
     return _one(before, after, 0), _one(before, after, 1)
+
+
+def difference_w(before: Errors, before_w: float, before_s: float, after: Errors, after_w: float,
+                 after_s: float) -> float:  # fmt: skip
+    """90% half-width of the difference of their mean watts; each side with its watts and seconds."""
+    return _one(_in_watts(before, before_w, before_s), _in_watts(after, after_w, after_s), 0)
+
+
+def _in_watts(errors: Errors, power_w: float, seconds: float) -> Errors:
+    """What each kernel and the host do to the mean watts, in place of their seconds; joules are in that."""
+    kernels = {k: (_ratio_error(s, j, power_w) / seconds, 0.0) for k, (s, j) in errors.kernels.items()}
+    return Errors(kernels, (_ratio_error(*errors.host, power_w) / seconds, 0.0), errors.launched)
 
 
 def _one(before: Errors, after: Errors, which: int) -> float:

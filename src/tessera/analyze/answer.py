@@ -20,10 +20,11 @@ from ..schema import Basis, Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
 from .findings import Finding, findings
+from .mean_step import counted, mean_step
 from .names import CATEGORIES, category
 from .places import HostGap, devices, host_gaps
 from .shared import Shared, Spent, from_stacks, from_summary, weighed
-from .slowdown import Slowdown, slowdown_of
+from .slowdown import FIRST, Slowdown, slowdown_of
 from .whole import Outside, Whole, is_partial, outside, whole_of, windows_of
 from .whole import window_of as window_of
 
@@ -32,9 +33,10 @@ TIME_LIMIT = "the time limit for tracing was reached"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerWork:
-    """Joules of one step, sample, token, and how many there were a second. `without` names a step that was left out.
+    """Joules of one step, sample, token, and how many there were a second.
 
-    `traced_j`: these are steps that were not traced, as tracing slowed the others; those cost so much.
+    `without` names first steps that were left out, `left_out` says which do not count and why. `traced_j`: these are
+    steps that were not traced, as tracing slowed the others; those cost so much.
     """
 
     unit: str
@@ -43,6 +45,7 @@ class PerWork:
     error_j: float
     rate_per_s: float
     without: str | None = None
+    left_out: str | None = None
     traced_j: float | None = None
 
 
@@ -299,20 +302,14 @@ def _per_work(
 
 
 def _per_step(table: EnergyTable) -> PerWork:
-    """The mean of the steps; without the first where it is far dearer (it compiles, and holds what came before)."""
-    steps = [s for s in table.steps if not math.isnan(s.energy_j)]
-    first = None
-    if len(steps) >= 3 and steps[0].energy_j > 1.5 * float(np.median([s.energy_j for s in steps])):
-        first, steps = steps[0], steps[1:]
-    seconds = sum(s.wall_s if s.wall_s is not None else s.time_s for s in steps)
+    """The mean of the steps that count, as `analyze.diff` states it too."""
+    which = counted(table.steps)
+    level = table.total_error_j / table.total_j if table.total_j > 0 else 0.0
+    found = mean_step([table.steps[i] for i in which.places], level)
     return PerWork(
-        unit="step",
-        amount=float(len(steps)),
-        energy_j=math.fsum(s.energy_j for s in steps) / len(steps),
-        error_j=_sum_error(steps, table) / len(steps),
-        rate_per_s=len(steps) / seconds if seconds > 0 else 0.0,
-        without=first.name if first else None,
-    )
+        unit="step", amount=float(len(which.places)), energy_j=found.energy_j, error_j=found.error_j,
+        rate_per_s=1.0 / found.seconds if found.seconds > 0 else 0.0, without=which.names, left_out=which.left_out,
+    )  # fmt: skip
 
 
 def _as_untraced(per: PerWork, tracing: Slowdown | None) -> PerWork:
@@ -322,7 +319,7 @@ def _as_untraced(per: PerWork, tracing: Slowdown | None) -> PerWork:
     return PerWork(
         unit=per.unit, amount=float(tracing.untraced_steps), energy_j=tracing.untraced_step_j,
         error_j=tracing.untraced_step_error_j or 0.0, rate_per_s=tracing.untraced_steps_per_s or 0.0,
-        traced_j=per.energy_j,
+        traced_j=per.energy_j, left_out=f"without the run's first {FIRST} and those the tracer disturbed",
     )  # fmt: skip
 
 
@@ -332,12 +329,6 @@ def mean_w(row: EnergyRow) -> float | None:
     A region's wall time is the host's: what it launched runs later, and its joules are over the seconds of that.
     """
     return row.energy_j / row.wall_s if row.wall_s and row.kind == "step" else row.power_w
-
-
-def _sum_error(rows: Sequence[EnergyRow], table: EnergyTable) -> float:
-    """Of a sum of rows: their own noise in quadrature, but never better than the level of the sensor."""
-    level = table.total_error_j / table.total_j if table.total_j > 0 else 0.0
-    return max(math.hypot(*(r.energy_error_j for r in rows)), level * math.fsum(r.energy_j for r in rows))
 
 
 def _amounts(work: Any) -> dict[str, float]:

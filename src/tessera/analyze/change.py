@@ -26,8 +26,9 @@ from . import repeats
 from .compare import side_of
 from .line import Change, Lines, common
 from .matching import aligned
-from .per_unit import amount, dear, outside_of, rows_of, span_of, total_of, unit_of
-from .side import Cell, Side, Span
+from .mean_step import counted
+from .per_unit import amount, outside_of, rows_of, span_of, total_of, unit_of
+from .side import UNSTATED, Cell, Side, Span
 from .told import REPEAT, told
 
 VIEWS = ("ops", "kernels", "regions", "modules")
@@ -58,8 +59,10 @@ class Difference(EnergyDiff):
 
     Rows are those that changed most first. Operators and kernels sum to the total; per step, `outside` is what the
     runs spent outside the steps compared, in all. `span` says what `per` "run" is: whole runs, or the "trace" of each.
-    `runs` counts the runs of either side. `matched` is the share of each side's joules (seconds, without power) in
-    rows that both sides have, `views` what rows of both there are; `common` the share by which both are off together.
+    `runs` counts the runs of either side. A row that one side does not tell apart ("unstated": the idle of a run beside
+    a prediction) has no change, and is no part of such a sum. `matched` is the share of each side's joules (seconds,
+    without power) in rows that both sides have, `views` what rows of both there are; `common` the share by which both
+    are off together.
     """
 
     by: str
@@ -160,7 +163,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     total = line.of_runs("total", *([total_of(side, unit, span) for side in group] for group in (before, after)))
     rows = line.rows(*_rows(before, after, unit, view, span, notes))
     stepped = unit == "step" and one.steps and two.steps
-    notes = _noted(sides, unit, line, notes, alone=total.significant and len(sides) == 2)
+    notes = _noted(sides, unit, line, rows, notes, alone=total.significant and len(sides) == 2)
     amounts = (amount(one, unit), amount(two, unit))
     return Difference(
         before=_named(before), after=_named(after), by=view, per=unit or "run", span=span, total=total,
@@ -203,12 +206,17 @@ def _rows(
         notes.append(f"{lacking[0].name} has rows of all that was traced, not by step: rows are scaled to a step")
     found = [[rows_of(side, unit, view, span, by_step=not lacking) for side in group] for group in (before, after)]
     left, right = repeats.rows(*found)
-    if view == "ops" and before[0].predicted != after[0].predicted:
-        return aligned(left, right) if before[0].predicted else aligned(right, left)[::-1]
-    return left, right
+    if view != "ops" or before[0].predicted == after[0].predicted:
+        return left, right
+    meant, ran = aligned(left, right) if before[0].predicted else aligned(right, left)
+    if "idle" in ran:  # a prediction's operators hold what the chip draws while it waits
+        meant = {"idle": UNSTATED, **meant}
+    return (meant, ran) if before[0].predicted else (ran, meant)
 
 
-def _noted(sides: Sequence[Side], unit: str | None, line: Lines, notes: list[str], *, alone: bool) -> list[str]:
+def _noted(
+    sides: Sequence[Side], unit: str | None, line: Lines, rows: Sequence[Change], notes: list[str], *, alone: bool
+) -> list[str]:
     """All notes, those first that change how a number is read. `alone`: one run each is said to differ."""
     one, two = sides[0], sides[-1]
     _, said = common(sides)
@@ -216,7 +224,13 @@ def _noted(sides: Sequence[Side], unit: str | None, line: Lines, notes: list[str
         said = ["one model predicted both: what it errs alike for both is in each ± and cancels in the change"]
     if alone and not (one.predicted or two.predicted):
         said.insert(0, f"the ± is by steps within one run each; what differs from run to run, repeats show: {REPEAT}")
-    first = [*said, *_batches(one, two, unit), *_first(sides, unit), *([] if unit else _uneven(one, two))]
+    first = [
+        *said,
+        *_batches(one, two, unit),
+        *_first(sides, unit),
+        *_unstated(one, two, rows),
+        *([] if unit else _uneven(one, two)),
+    ]
     return list(dict.fromkeys([*first, *notes]))
 
 
@@ -237,9 +251,16 @@ def _batches(one: Side, two: Side, unit: str | None) -> list[str]:
 
 
 def _first(sides: Sequence[Side], unit: str | None) -> list[str]:
-    """Which steps are left out."""
-    found = [(side.name, dear(side)) for side in sides] if unit == "step" else []
-    return [f"{name}: without {step.name}, which is far dearer than the other steps" for name, step in found if step]
+    """Which steps are left out, and why."""
+    found = [(side.name, counted(side.steps).left_out) for side in sides if side.steps] if unit == "step" else []
+    return [f"{name}: {said}" for name, said in found if said]
+
+
+def _unstated(one: Side, two: Side, rows: Sequence[Change]) -> list[str]:
+    """Why a row has no change."""
+    name = one.name if one.predicted else two.name
+    why = "its operators hold what the chip draws while it waits, so idle is neither new nor gone"
+    return [f"{name} states no idle: {why}" for r in rows if r.state == "unstated"]
 
 
 def _uneven(one: Side, two: Side) -> list[str]:
@@ -279,7 +300,7 @@ def _matched(rows: Iterable[Change]) -> tuple[float, float]:
     shares = []
     for side in ("before", "after"):
         known = [(getattr(r, f"{side}_j"), getattr(r, f"{side}_s"), r.state) for r in rows]
-        weights = [s if math.isnan(j) else j for j, s, _ in known]
+        weights = [0.0 if state == "unstated" and math.isnan(s) else s if math.isnan(j) else j for j, s, state in known]
         both = math.fsum(w for w, (_, _, state) in zip(weights, known, strict=True) if state == "both")
         whole = math.fsum(weights)
         shares.append(both / whole if whole > 0 else 0.0)

@@ -15,7 +15,7 @@ import numpy as np
 from ..record import ON_DEVICE
 from ..schema import PowerEvent, Telemetry
 from .names import short_name
-from .spikes import Curve, Spike
+from .spikes import Curve, Spike, level_text
 
 if TYPE_CHECKING:
     from .ties import Alignment, Traffic
@@ -55,8 +55,9 @@ def alignment(spikes: Sequence[Spike], aligned: Sequence[Alignment], threshold_w
     key = "aligned"
     if not spikes:
         return Answer(
-            key=key, question=question, verdict="no", evidence=f"there is no spike: nothing exceeds {threshold_w:.0f} W"
-        )
+            key=key, question=question, verdict="no",
+            evidence=f"there is no spike: nothing exceeds {level_text(threshold_w)}",
+        )  # fmt: skip
     asked = [a for a in aligned if a.name == "collectives" or a.kind not in RUNNING]
     kernels = [a for a in aligned if a.kind in RUNNING and a.name != "collectives" and a.verdict == "aligned"]
     hits = [a for a in asked if a.verdict == "aligned"]

@@ -95,7 +95,7 @@ def _of_report(report: EnergyReport) -> Side:
         basis="predicted" if of else report.basis,
         total=Cell(
             total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1,
-            errors=alike.whole_errors(report) if of else None, once=of is None,
+            errors=alike.whole_errors(report) if of else None, once=of is None, error_w=alike.watts_error(report),
         ),
         span="" if of else "run",
         work={w.unit: w.amount for w in report.work},

@@ -22,7 +22,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
 from . import checklist
 from .checklist import Answer
-from .spikes import Spike, curve_of, find, threshold_of
+from .spikes import Spike, curve_of, find, level_text, threshold_of
 from .ties import Alignment, Work, boundaries, edge_alignments
 
 WITHIN_S = 0.2
@@ -116,7 +116,9 @@ def correlate(
     spikes = find(curve, level_w, rise_w_per_s)
     share = sum(s.seconds for s in spikes) / float(np.sum(curve.seconds))
     if share > LEVEL_SHARE:
-        notes.append(f"the power is above {level_w:.0f} W for {share:.0%} of the time: that is a level, not spikes")
+        notes.append(
+            f"the power is above {level_text(level_w)} for {share:.0%} of the time: that is a level, not spikes"
+        )
     told = _epoch(telemetry or _own_telemetry(power), power.epoch_offset_ns)
     logged = [dataclasses.replace(e, time_ns=e.time_ns + power.epoch_offset_ns) for e in events]
     mine = [t for t in told if t.domain == curve.domain or "+" in curve.domain]

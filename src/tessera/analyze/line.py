@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..schema import DiffRow
+from ..units import format_share
 from . import alike, repeats
-from .side import ZERO, Cell, Side
+from .side import UNSTATED, ZERO, Cell, Side
 
 ROUNDING = 1e-9
 """As a share: less is no change."""
@@ -21,21 +22,35 @@ _NAN = float("nan")
 class Change(DiffRow):
     """One line: joules and seconds before and after, in the difference's unit, and the half-widths of their changes.
 
-    What is not known is NaN: joules of a trace without power, the scatter of a single measured run.
+    What is not known is NaN: joules of a trace without power, the scatter of a single measured run. `state` "unstated":
+    one side does not tell this row apart (a prediction its idle), and nothing can be said of a change.
     """
 
     kind: str = ""
     before_error_j: float = _NAN
     after_error_j: float = _NAN
     error_s: float = _NAN
+    before_error_w: float = _NAN
+    after_error_w: float = _NAN
+    error_w: float = _NAN
     before_calls: float = 0.0
     after_calls: float = 0.0
-    state: Literal["both", "new", "vanished"] = "both"
+    state: Literal["both", "new", "vanished", "unstated"] = "both"
 
     @property
     def change_s(self) -> float:
         """Seconds after less seconds before."""
         return self.after_s - self.before_s
+
+    @property
+    def before_w(self) -> float:
+        """Mean watts before; NaN where joules or seconds are not known."""
+        return self.before_j / self.before_s if self.before_s > 0 else _NAN
+
+    @property
+    def after_w(self) -> float:
+        """Mean watts after."""
+        return self.after_j / self.after_s if self.after_s > 0 else _NAN
 
     @property
     def share_j(self) -> float | None:
@@ -85,12 +100,13 @@ class Lines:
     def of(self, name: str, before: Cell | None, after: Cell | None) -> Change:
         """One line."""
         a, b = before or ZERO, after or ZERO
-        error_j, error_s = self._errors(a, b)
+        error_j, error_s, error_w = self._errors(a, b)
         return Change(
             name=name, before_j=a.energy_j, after_j=b.energy_j, before_s=a.seconds, after_s=b.seconds, error_j=error_j,
             significant=_moved(a.energy_j, b.energy_j, error_j), kind=(before or b).kind, before_error_j=a.error_j,
-            after_error_j=b.error_j, error_s=error_s, before_calls=a.calls, after_calls=b.calls,
-            state="new" if before is None else "vanished" if after is None else "both",
+            after_error_j=b.error_j, error_s=error_s, before_error_w=a.power_error_w, after_error_w=b.power_error_w,
+            error_w=error_w, before_calls=a.calls, after_calls=b.calls,
+            state=_state(before, after),
         )  # fmt: skip
 
     def rows(self, left: Mapping[str, Cell], right: Mapping[str, Cell]) -> list[Change]:
@@ -98,24 +114,37 @@ class Lines:
         found = [self.of(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
         return sorted(found, key=_weight, reverse=True)
 
-    def _errors(self, a: Cell, b: Cell) -> tuple[float, float]:
-        """Half-widths of the change in joules and in seconds; NaN where nobody knows how a side scatters."""
+    def _errors(self, a: Cell, b: Cell) -> tuple[float, float, float]:
+        """Half-widths of the change in joules, seconds and watts; NaN where nobody knows how a side scatters."""
         if (a.once or b.once) and not self.mixed:
-            return _NAN, _NAN
-        level_j = self.gain * (b.energy_j - a.energy_j)
+            return _NAN, _NAN, _NAN
         if a.runs and b.runs:
-            own = [own_error(c.energy_j, r.sensor_j, self.gain) for c, r in ((a, a.runs), (b, b.runs))]
-            apart_j, apart_s = repeats.apart(a.runs, b.runs)
-            return math.hypot(*own, level_j, apart_j), apart_s
-        own = [own_error(c.energy_j, c.error_j, self.gain) for c in (a, b)]
-        error_j, error_s = math.hypot(*own, level_j), math.hypot(a.error_s, b.error_s)
+            sensed_j = self._apart(a.energy_j, a.runs.sensor_j, b.energy_j, b.runs.sensor_j)
+            sensed_w = self._apart(a.power_w, a.runs.sensor_w, b.power_w, b.runs.sensor_w)
+            apart_j, apart_s, apart_w = repeats.apart(a.runs, b.runs)
+            return math.hypot(sensed_j, apart_j), apart_s, math.hypot(sensed_w, apart_w)
+        error_j, error_s = self._apart(a.energy_j, a.error_j, b.energy_j, b.error_j), math.hypot(a.error_s, b.error_s)
+        error_w = self._apart(a.power_w, a.power_error_w, b.power_w, b.power_error_w)
         if self.same and a.errors is not None and b.errors is not None:
             alike_s, alike_j = alike.difference(a.errors, b.errors)
             alike_s = math.hypot(alike_s, alike.SMALLEST * min(a.seconds, b.seconds))
             alike_j = math.hypot(alike_j, alike.SMALLEST * min(a.energy_j, b.energy_j))
             # Errors in common never widen a difference.
-            return min(error_j, alike_j), min(error_s, alike_s)
-        return error_j, error_s
+            if min(a.seconds, b.seconds) > 0:
+                alike_w = alike.difference_w(a.errors, a.power_w, a.seconds, b.errors, b.power_w, b.seconds)
+                error_w = min(error_w, math.hypot(alike_w, alike.SMALLEST * min(a.power_w, b.power_w)))
+            return min(error_j, alike_j), min(error_s, alike_s), error_w
+        return error_j, error_s, error_w
+
+    def _apart(self, a: float, error_a: float, b: float, error_b: float) -> float:
+        """The half-width of b - a, of which both are off by `gain` together."""
+        return math.hypot(own_error(a, error_a, self.gain), own_error(b, error_b, self.gain), self.gain * (b - a))
+
+
+def _state(before: Cell | None, after: Cell | None) -> Literal["both", "new", "vanished", "unstated"]:
+    if before is UNSTATED or after is UNSTATED:
+        return "unstated"
+    return "new" if before is None else "vanished" if after is None else "both"
 
 
 def common(sides: Sequence[Side]) -> tuple[float, list[str]]:
@@ -125,12 +154,14 @@ def common(sides: Sequence[Side]) -> tuple[float, list[str]]:
         return 0.0, []
     gain = min(side.gain for side in sides)
     what = "the same power model gave both" if one.basis == "modelled" else "the same sensors measured both"
-    said = f"{what}: their common error of {gain:.0%} is in each ± and cancels in the change"
+    said = f"{what}: their common error of {format_share(gain)} is in each ± and cancels in the change"
     return gain, [said] if gain > 0.005 else []
 
 
 def _weight(row: Change) -> tuple[float, float]:
-    """How much a row changed, then how much it is; a rounding error is no change."""
+    """How much a row changed, then how much it is; a rounding error is no change, and what is not stated none known."""
+    if row.state == "unstated":
+        return -1.0, 0.0
     a, b = (row.before_s, row.after_s) if math.isnan(row.change_j) else (row.before_j, row.after_j)
     size = max(abs(a), abs(b))
     return (0.0 if abs(b - a) <= ROUNDING * size else abs(b - a)), size

@@ -31,6 +31,8 @@ LANES = 10
 REGIONS = 3000
 """Bars of one lane of regions that are drawn each on its own."""
 MARKS = 400
+KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
+"""What Kineto marks by itself, in words that need no knowledge of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,8 @@ def _throttle(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> l
 def _marks(timeline: Timeline, start_ns: int) -> list[tuple[str, int]]:
     rows = timeline.rows("mark")
     step = max(1, -(-len(rows) // MARKS))
-    return [(timeline.name(int(r)), int(timeline["start_ns"][r]) - start_ns) for r in rows[::step]]
+    named = [(timeline.name(int(r)), int(timeline["start_ns"][r]) - start_ns) for r in rows[::step]]
+    return [(KINETO_MARKS.get(name, name), at_ns) for name, at_ns in named]
 
 
 # -- lanes ----------------------------------------------------------------------------------------------------------

@@ -16,12 +16,10 @@ import numpy as np
 
 from ..attribute.table import EnergyRow
 from ..errors import ArgumentError
-from .repeats import scatter
+from .mean_step import MeanStep, counted, mean_of, mean_step
 from .side import OUTSIDE, Cell, Side, Span
 from .stepwise import wall
 
-# A first step this much dearer than the middle one compiles, and says nothing of the others (as in `answer`).
-FIRST = 1.5
 _NAN = float("nan")
 
 
@@ -53,21 +51,15 @@ def span_of(sides: Sequence[Side]) -> Span:
     return "trace"
 
 
-def dear(side: Side) -> EnergyRow | None:
-    """The first step, where it is far dearer than the others and no part of them."""
-    steps = side.steps
-    weighed = [s.energy_j for s in steps] if steps and not math.isnan(steps[0].energy_j) else [wall(s) for s in steps]
-    return steps[0] if len(steps) >= 3 and weighed[0] > FIRST * float(np.median(weighed)) else None
-
-
-def _kept(side: Side) -> slice:
-    return slice(1 if dear(side) else 0, None)
+def _kept(side: Side) -> list[EnergyRow]:
+    """The steps that count."""
+    return [side.steps[i] for i in counted(side.steps).places]
 
 
 def amount(side: Side, unit: str | None) -> float:
     """How many units a side did: of recorded steps, those that count."""
     if unit == "step" and side.steps:
-        return float(len(side.steps[_kept(side)]))
+        return float(len(_kept(side)))
     return side.work[unit] if unit else 1.0
 
 
@@ -75,16 +67,14 @@ def total_of(side: Side, unit: str | None, span: Span) -> Cell:
     """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
     if unit != "step" or not side.steps:
         return _whole(side, span).scaled(1.0 / amount(side, unit))
-    steps = side.steps[_kept(side)]
-    joules, seconds = [s.energy_j for s in steps], [wall(s) for s in steps]
     whole = side.traced or side.total
-    level = whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0
-    own_j = max(math.hypot(*(s.energy_error_j for s in steps)) / len(steps), level * float(np.mean(joules)))
-    once = len(steps) < 2
+    return _cell(mean_step(_kept(side), whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0), 1.0)
+
+
+def _cell(mean: MeanStep, calls: float, kind: str = "") -> Cell:
     return Cell(
-        float(np.mean(joules)), own_j if once else math.hypot(own_j, scatter(joules)), float(np.mean(seconds)),
-        scatter(seconds), 1.0, once=once,
-    )  # fmt: skip
+        mean.energy_j, mean.error_j, mean.seconds, mean.error_s, calls, kind, once=mean.once, error_w=mean.error_w
+    )
 
 
 def _whole(side: Side, span: Span) -> Cell:
@@ -104,26 +94,23 @@ def rows_of(side: Side, unit: str | None, view: str, span: Span, *, by_step: boo
 
 def _inside(side: Side, view: str) -> dict[str, Cell]:
     """Rows by what they spent in each step, which is how they scatter."""
-    rows, kept = side.views.get(view) or {}, _kept(side)
+    rows, kept = side.views.get(view) or {}, list(counted(side.steps).places)
     if side.stepped is None or not rows:
         return {}
     found = {}
     for name, series in side.stepped.rows(view).items():
         joules, seconds, calls = series.joules[kept], series.seconds[kept], series.calls[kept]
-        known, mean_j = rows.get(name), float(np.mean(joules))
+        known = rows.get(name)
         level = known.error_j / known.energy_j if known and known.energy_j > 0 else 0.0
-        once = len(joules) < 2
-        found[name] = Cell(
-            mean_j, level * abs(mean_j) if once else math.hypot(level * mean_j, scatter(joules)),
-            float(np.mean(seconds)), scatter(seconds), float(np.mean(calls)),
-            known.kind if known else "idle" if name == "idle" else "op", once=once,
-        )  # fmt: skip
+        kind = known.kind if known else "idle" if name == "idle" else "op"
+        mean = mean_of(joules, seconds, level * abs(float(np.mean(joules))))
+        found[name] = _cell(mean, float(np.mean(calls)), kind)
     return {n: c for n, c in found.items() if c.calls > 0 or c.kind == "idle"}
 
 
 def _shared(side: Side, rows: Mapping[str, Cell]) -> dict[str, Cell]:
     """Rows of all that was traced, scaled to one step: how they lie in steps, and scatter, nobody says."""
-    whole, steps = side.traced or side.total, side.steps[_kept(side)]
+    whole, steps = side.traced or side.total, _kept(side)
     part_j = math.fsum(s.energy_j for s in steps) / whole.energy_j if whole.energy_j > 0 else _NAN
     part_s = math.fsum(wall(s) for s in steps) / whole.seconds if whole.seconds > 0 else _NAN
     per_j, per_s = part_j / len(steps), part_s / len(steps)
@@ -135,6 +122,6 @@ def _shared(side: Side, rows: Mapping[str, Cell]) -> dict[str, Cell]:
 
 def outside_of(side: Side) -> Cell:
     """What a run spent outside the steps that are compared, in all."""
-    steps = side.steps[_kept(side)]
+    steps = _kept(side)
     inside = Cell(math.fsum(s.energy_j for s in steps), 0.0, math.fsum(wall(s) for s in steps), 0.0, 0.0)
     return side.total - inside

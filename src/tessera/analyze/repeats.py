@@ -52,25 +52,34 @@ def mean(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Cell:
     """
     if len(cells) > 1:
         joules, seconds = [c.energy_j for c in cells], [c.seconds for c in cells]
-        sensor_j, calls = float(np.mean([c.error_j for c in cells])), float(np.mean([c.calls for c in cells]))
+        watts, calls = [c.power_w for c in cells], float(np.mean([c.calls for c in cells]))
+        sensor_j, sensor_w = (float(np.mean([getattr(c, n) for c in cells])) for n in ("error_j", "power_error_w"))
+        by_run = Runs(
+            len(cells), _standard_error(joules), _standard_error(seconds), _standard_error(watts), sensor_j, sensor_w
+        )
         return Cell(
             float(np.mean(joules)), math.hypot(sensor_j, between(joules)), float(np.mean(seconds)), between(seconds),
-            calls, cells[0].kind, runs=Runs(len(cells), _standard_error(joules), _standard_error(seconds), sensor_j),
+            calls, cells[0].kind, runs=by_run, error_w=math.hypot(sensor_w, between(watts)),
         )  # fmt: skip
     only = cells[0]
     if len(others) < 2 or only.errors is not None:  # a prediction does not scatter
         return only
     single = math.sqrt(len(others))  # one run scatters so much more than their mean
-    wide_j, wide_s = (single * between([getattr(c, name) for c in others]) for name in ("energy_j", "seconds"))
+    named = ("energy_j", "seconds", "power_w")
+    wide_j, wide_s, wide_w = (single * between([getattr(c, name) for c in others]) for name in named)
     error_s = wide_s if only.once else max(only.error_s, wide_s)
-    return dataclasses.replace(only, error_j=math.hypot(only.error_j, wide_j), error_s=error_s, once=False)
+    return dataclasses.replace(
+        only, error_j=math.hypot(only.error_j, wide_j), error_s=error_s, once=False,
+        error_w=math.hypot(only.power_error_w, wide_w),
+    )  # fmt: skip
 
 
-def apart(before: Runs, after: Runs) -> tuple[float, float]:
-    """90% half-widths (joules, seconds) of the difference of two means of runs, by their scatter (Welch, 1947)."""
+def apart(before: Runs, after: Runs) -> tuple[float, float, float]:
+    """90% half-widths (joules, seconds, watts) of a difference of two means of runs, by their scatter (Welch, 1947)."""
     return (
         _welch(before.joules, before.count, after.joules, after.count),
         _welch(before.seconds, before.count, after.seconds, after.count),
+        _welch(before.watts, before.count, after.watts, after.count),
     )
 
 

@@ -12,6 +12,7 @@ from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
 from ..units import format_duration, format_energy
 from .evidence import SAVES, Case, Finding
+from .mean_step import dear
 from .names import short
 from .places import LAUNCHING, PREPARING, UNFED
 from .shared import FUNCTION
@@ -116,13 +117,13 @@ def outliers(case: Case) -> Finding | None:
         return None
     spent = np.array([s.with_backward_j if s.with_backward_j is not None else s.energy_j for s in steps])
     middle = float(np.median(spent))
-    dear = np.flatnonzero(spent > 1.5 * middle)
-    joules = float((spent[dear] - middle).sum())
-    if not len(dear) or len(dear) > len(spent) // 4 or case.share(joules) < OUTLIER_SHARE:
+    high = np.flatnonzero(dear(spent))
+    joules = float((spent[high] - middle).sum())
+    if not len(high) or len(high) > len(spent) // 4 or case.share(joules) < OUTLIER_SHARE:
         return None
     worst = steps[int(np.argmax(spent))]
     evidence = (
-        f"{len(dear)} of {len(spent)} steps cost {format_energy(joules, 3)} more than the middle one "
+        f"{len(high)} of {len(spent)} steps cost {format_energy(joules, 3)} more than the middle one "
         f"({worst.name}: {spent.max() / middle:.1f} times)"
     )
     action = "see in the page's timeline what they do that the others do not"

@@ -25,7 +25,9 @@ class Runs:
     count: int
     joules: float
     seconds: float
+    watts: float
     sensor_j: float
+    sensor_w: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Cell:
     """One row of one side: joules and seconds with 90% half-widths (NaN: unknown), calls, and its kind.
 
     `once`: it was measured once, so that its half-width is the sensor's alone and nobody knows how it scatters.
+    `error_w` is that of its mean watts, whose joules and seconds err together; None where that is not known.
     """
 
     energy_j: float
@@ -44,6 +47,17 @@ class Cell:
     errors: alike.Errors | None = None  # of a prediction: what its half-widths consist of
     once: bool = False
     runs: Runs | None = None
+    error_w: float | None = None
+
+    @property
+    def power_w(self) -> float:
+        """Mean watts; NaN where there were no seconds."""
+        return self.energy_j / self.seconds if self.seconds > 0 else _NAN
+
+    @property
+    def power_error_w(self) -> float:
+        """Their half-width. Where nobody knows how joules and seconds err together, as if the seconds were exact."""
+        return self.error_w if self.error_w is not None else self.error_j / self.seconds if self.seconds > 0 else _NAN
 
     def __add__(self, other: Cell) -> Cell:
         return Cell(
@@ -57,6 +71,7 @@ class Cell:
         return Cell(
             self.energy_j * factor, self.error_j * factor, self.seconds * factor, self.error_s * factor,
             self.calls * factor, self.kind, self.errors.scaled(factor) if self.errors else None, self.once,
+            error_w=self.error_w,
         )  # fmt: skip
 
     def __sub__(self, part: Cell) -> Cell:
@@ -67,6 +82,8 @@ class Cell:
 
 
 ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=alike.NONE)
+UNSTATED = Cell(_NAN, _NAN, _NAN, _NAN, 0.0, "idle")
+"""A row that a side may have spent, and does not tell apart: neither nothing, nor known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from ..timeline.link import steps_of
 from ..trace import PowerTrace, chain
 from ..units import format_duration, format_energy
 from .places import devices
-from .repeats import BLOCKS, between
+from .repeats import BLOCKS, between, scatter
 from .whole import accounted_energies
 
 Floats = NDArray[np.float64]
@@ -261,15 +261,22 @@ def _with_joules(found: Slowdown, seen: _Seen, power: PowerTrace) -> Slowdown:
     traced, untraced = (_spent(seen, steps, power) for steps in (seen.traced, seen.untraced))
     if untraced is None:
         return found
+    own_j, apart_j = untraced.error_j / found.untraced_steps, scatter(_each(seen, seen.untraced, power))
     known = dataclasses.replace(
         found, untraced_step_j=untraced.joules / found.untraced_steps,
-        untraced_step_error_j=untraced.error_j / found.untraced_steps,
+        untraced_step_error_j=own_j if math.isnan(apart_j) else math.hypot(own_j, apart_j),
         untraced_steps_per_s=found.untraced_steps / untraced.seconds,
     )  # fmt: skip
     if traced is None:
         return known
     more_j = traced.joules / found.traced_steps - untraced.joules / found.untraced_steps
     return dataclasses.replace(known, idle_j=min(found.idle_j, max(more_j, 0.0) * seen.passes))
+
+
+def _each(seen: _Seen, steps: Bools, power: PowerTrace) -> list[float]:
+    """Joules of some steps one by one, for how they scatter: as in `mean_step`, where each has a row."""
+    edges = np.stack([seen.begins[steps], seen.ends[steps]], axis=1) - power.epoch_offset_ns
+    return [spent.joules for spent in accounted_energies(power, seen.timeline, edges.tolist())]
 
 
 def _spent(seen: _Seen, steps: Bools, power: PowerTrace) -> Energy | None:

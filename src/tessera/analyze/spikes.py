@@ -25,6 +25,7 @@ from ..errors import ArgumentError, MeasurementError
 from ..integral import Floats, Ints
 from ..timeline.intervals import Spans, covered_ns, union
 from ..trace import PowerTrace, _between, _shared_grid
+from ..units import format_power
 
 # A flat load's samples scatter by the sensor's noise: of 100,000 samples the highest lies 4.3 standard deviations up.
 NOISE_SIGMAS = 5.0
@@ -164,6 +165,11 @@ def curve_of(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) 
 
 def _range(times_ns: Ints | list[int]) -> str:
     return f"{times_ns[0] * 1e-9:.3f} to {times_ns[-1] * 1e-9:.3f}" if len(times_ns) else "empty"
+
+
+def level_text(threshold_w: float) -> str:
+    """The threshold as every sentence writes it: two roundings of one level read as two levels."""
+    return format_power(threshold_w, 3)
 
 
 def threshold_of(curve: Curve, percentile: float) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import ArgumentError, MeasurementError
 from ..graph.rewrites import listening
 from ..profile.session import session
+from .mean_step import mean_step
 from .tiles import GraphProfile, joined, operators
 
 
@@ -37,14 +38,13 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     found = operators(timeline, steps=steps)
     told = [rewrite for program in heard for rewrite in program]
     found = dataclasses.replace(found, rewrites=joined(found.rewrites, told))
-    step_s = sum(s.wall_s or 0.0 for s in table.steps) / len(table.steps) if table and table.steps else 0.0
     if table is None or not table.steps:
         return dataclasses.replace(found, notes=notes)
+    # Of all steps, as its operators are: the first ones were run before.
+    mean = mean_step(table.steps, table.total_error_j / table.total_j if table.total_j > 0 else 0.0)
     return dataclasses.replace(
-        found, step_s=step_s, step_j=sum(s.energy_j for s in table.steps) / len(table.steps),
-        step_error_j=sum(s.energy_error_j**2 for s in table.steps) ** 0.5 / len(table.steps), basis=table.basis,
-        notes=notes,
-    )  # fmt: skip
+        found, step_s=mean.seconds, step_j=mean.energy_j, step_error_j=mean.error_j, basis=table.basis, notes=notes
+    )
 
 
 def _wait() -> None:

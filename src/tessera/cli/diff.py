@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import TesseraError
-from .plain import say
+from ..errors import ArgumentError, TesseraError, did_you_mean
+from .plain import printable, say
 
 if TYPE_CHECKING:
     from ..analyze.change import Difference, Metric, Verdict
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 AFTER = "tessera.diff.after"
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+# Not `exists`: click would answer with its usage, and not with the files that are there.
+_FILE = click.Path(path_type=Path)
+_READABLE = (".tessera", ".json", ".gz")
+_SHOWN = 3
 
 
 def _fraction(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
@@ -50,8 +53,7 @@ class _Sides(click.Command):
 
 
 @click.command("diff", cls=_Sides)
-@click.argument("a", nargs=-1, metavar="A...", type=click.Path(exists=True, path_type=Path))
-@click.argument("b", metavar="[--] B...", type=click.Path(exists=True, path_type=Path))
+@click.argument("files", nargs=-1, metavar="A... [--] B...", type=_FILE)
 @click.option("--by", type=click.Choice(VIEWS), default="ops", show_default=True, help="What the rows are.")
 @click.option("--fail-above", "fail_above", callback=_fraction, metavar="SHARE",
               help="Exit with 1 when B is worse by more than this share (5%), and by more than noise. Measured once "
@@ -65,8 +67,8 @@ class _Sides(click.Command):
 @click.option("--power-b", type=_FILE, help="The same for B.")
 @click.pass_context
 def command(
-    ctx: click.Context, a: tuple[Path, ...], b: Path, by: str, fail_above: float | None, metric: Metric | None,
-    top: int, as_json: bool, html: Path | None, power_a: Path | None, power_b: Path | None,
+    ctx: click.Context, files: tuple[Path, ...], by: str, fail_above: float | None, metric: Metric | None, top: int,
+    as_json: bool, html: Path | None, power_a: Path | None, power_b: Path | None,
 ) -> int:  # fmt: skip
     """What changed from A to B in joules and seconds, and whether it is more than noise.
 
@@ -85,11 +87,16 @@ def command(
     """
     from ..analyze.change import diff
 
-    before, after = _sides(ctx, a, b)
     try:
+        before, after = _sides(list(files), ctx.meta.get(AFTER))
+        for path in (*before, *after):
+            _check(path, _READABLE, "record a run: tessera run SCRIPT, or write one with --json")
+        for log in (power_a, power_b):
+            if log is not None:
+                _check(log, (".csv",), "give the power log of the same time as the trace")
         found = diff(before, after, by=by, power_a=power_a, power_b=power_b)
     except TesseraError as exc:  # not 1: a baseline that cannot be read is no regression
-        say(f"error: {exc}", err=True)
+        say(f"error: {printable(str(exc))}", err=True)
         return 2
     verdict = found.verdict(metric, fail_above)
     if html is not None and not _write(html, found, verdict):
@@ -102,18 +109,44 @@ def command(
     return 1 if verdict.failed else 0
 
 
-def _sides(ctx: click.Context, a: tuple[Path, ...], b: Path) -> tuple[list[Path], list[Path]]:
-    """The files before and after."""
-    if AFTER not in ctx.meta:
-        if len(a) != 1:
-            raise click.UsageError("give two files, or several of each with -- between them: A1 A2 A3 -- B1 B2 B3", ctx)
-        return list(a), [b]
-    after: list[Path] = ctx.meta[AFTER]
-    missing = next((path for path in after if not path.exists()), None)
-    if missing is not None or not after:
-        what = f"Path '{missing}' does not exist." if missing else "there is no file after --"
-        raise click.UsageError(what, ctx)
-    return [*a, b], after
+def _sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path], list[Path]]:
+    """The files before and after; `after` are those behind the dashes, None where there are no dashes."""
+    if after is None and len(files) == 2:
+        return files[:1], files[1:]
+    if files and after:
+        return files, after
+    if after is None:
+        count = {0: "no file was given", 1: "one file was given"}.get(len(files), f"{len(files)} files were given")
+        why = (
+            "it takes two: one before, one after" if len(files) < 2 else "which are before and which after is not said"
+        )
+    else:
+        count = f"there is no file {'before' if not files else 'after'} --"
+        why = "the runs before stand in front of --, the runs after behind it"
+    raise ArgumentError(
+        f"nothing can be compared: {count}", why=why,
+        fix="tessera diff BEFORE AFTER, or of several runs each: tessera diff A1 A2 A3 -- B1 B2 B3",
+    )  # fmt: skip
+
+
+def _check(path: Path, suffixes: tuple[str, ...], otherwise: str) -> None:
+    """Say which files of its kind are there, where this one is not; `otherwise` is what to do where there is none."""
+    import difflib
+
+    if path.exists():
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise ArgumentError(f"there is no file {path}", why=f"there is no folder {folder}", fix="check the path")
+    there = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in (*suffixes, path.suffix))
+    names = [p.name for p in there]
+    shown = difflib.get_close_matches(path.name, names, n=_SHOWN, cutoff=0.4)
+    if not shown:  # nothing like it: the newest
+        shown = [p.name for p in sorted(there, key=lambda p: p.stat().st_mtime, reverse=True)[:_SHOWN]]
+    raise ArgumentError(
+        f"there is no file {path}{did_you_mean(path.name, names)}",
+        fix=f"in that folder: {', '.join(str(folder / name) for name in shown)}" if shown else otherwise,
+    )
 
 
 def _write(path: Path, found: Difference, verdict: Verdict) -> bool:
@@ -143,7 +176,12 @@ def _print(found: Difference, verdict: Verdict, top: int, following: str) -> Non
 
     out = Console(highlight=False)
     shown = renderable(found, verdict=verdict, next_command=following, top=top, width=out.width)
-    out.print(shown, crop=False)  # the next command stays in one piece
+    if out.is_terminal:
+        out.print(shown, crop=False)  # the next command stays in one piece
+        return
+    with out.capture() as captured:
+        out.print(shown, crop=False)
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _typed(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:

@@ -32,11 +32,10 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
 
         click.echo(msgspec.json.encode({**msgspec.to_builtins(health), "control": control}).decode())
     else:
-        from rich.console import Console
-
         from ..report.doctor import print_health
+        from ..report.screen import readable
 
-        print_health(health, Console(highlight=False), control, restored=restore)
+        print_health(health, readable(), control, restored=restore)
     if restore:
         return 1 if any(c.error for c in control) else 0
     return 0 if health.measures else 1

@@ -10,7 +10,7 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from . import plain
-from .plain import say
+from .plain import printable, say
 
 
 def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
@@ -29,8 +29,7 @@ def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) 
     except TesseraError as exc:
         if debug:
             raise
-        text = "".join(c if c.isprintable() or c == "\n" else " " for c in str(exc))  # a file's name may have escapes
-        say(f"error: {text}", err=True)
+        say(f"error: {printable(str(exc))}", err=True)
         code = 1
     except BrokenPipeError:  # `tessera ... | head`: not an error of ours
         sys.stderr.close()

@@ -55,9 +55,9 @@ def list_devices(kind: str | None, as_json: bool) -> None:
         click.echo(msgspec.json.encode(devices).decode())
         return
     from ..report.hardware import print_devices
-    from ..report.screen import Console
+    from ..report.screen import readable
 
-    print_devices(devices, Console(highlight=False))
+    print_devices(devices, readable())
 
 
 @command.command("show")
@@ -81,6 +81,6 @@ def show(name: str, as_json: bool) -> None:
         click.echo(msgspec.json.encode(device).decode())
         return
     from ..report.hardware import print_device
-    from ..report.screen import Console
+    from ..report.screen import readable
 
-    print_device(device, Console(highlight=False))
+    print_device(device, readable())

@@ -61,6 +61,11 @@ def reconfigure() -> None:
             stream.reconfigure(errors=NAME)
 
 
+def printable(text: str) -> str:
+    """A text whose letters command no terminal: a file's name may hold escape sequences."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print for a person. `click.echo` alone writes UTF-8 where it finds ASCII, which is right for JSON only."""
     click.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)

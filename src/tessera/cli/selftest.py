@@ -30,9 +30,10 @@ def command(seconds: float, as_json: bool) -> int:
 
         click.echo(msgspec.json.encode(to_json(found)).decode())
     else:
-        from ..report.selftest import text
+        from ..report.screen import readable
+        from ..report.selftest import print_checks
 
-        say(text(found, _machine()))
+        print_checks(found, _machine(), readable())
     return int(any(c.verdict == "fail" for c in found))
 
 

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, did_you_mean
 from .load import Table, bad, build, merge, read
 
 _PACKAGED = "the catalogue"
+_NEAREST = 3
 
 
 def catalogue() -> Mapping[str, Device]:
@@ -36,10 +37,22 @@ def lookup(name: str) -> Device:
     for device in devices.values():
         if wanted == device.id or wanted in device.aliases:
             return device.at(point) if point else device
+    raise _unknown(name, devices)
+
+
+def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
+    """The error for a name nobody has: the nearest ones, not all of them."""
+    import difflib
+
+    wanted = name.strip().lower().partition("@")[0]
     known = [n for d in devices.values() for n in (d.id, *d.aliases)]
-    raise ArgumentError(
+    near = difflib.get_close_matches(wanted, devices, n=_NEAREST, cutoff=0.4)
+    nearest = f"nearest: {', '.join(near)}; " if near else ""
+    return ArgumentError(
         f"no device {name!r} in the catalogue{did_you_mean(wanted, known)}",
-        fix=f"known: {', '.join(devices)}; or describe it in a file of your own in {user_folder()}",
+        # The folder on a line of its own, below the first one's text: its path may be long.
+        fix=f"{nearest}`tessera hardware list` shows all {len(devices)};\n"
+        f"       or describe it in a file of your own in {user_folder()}",
     )
 
 

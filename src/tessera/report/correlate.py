@@ -7,8 +7,9 @@ from html import escape
 from ..analyze.checklist import Answer, told
 from ..analyze.correlate import Correlation
 from ..analyze.names import fit, short
-from ..analyze.spikes import Spike
+from ..analyze.spikes import Spike, level_text
 from ..units import format_duration, format_power
+from .run_parts import prose
 
 SHOWN = 10
 """Spikes in the text; the highest, in time order. `Correlation.spikes` has all."""
@@ -32,11 +33,11 @@ def html(found: Correlation) -> str:
     """A table of the spikes and the checklist, without scripts or outside resources."""
     spikes = "".join(f"<li>{escape(_spike(s, found.start_ns))}</li>" for s in _highest(found))
     rows = "".join(
-        f"<tr><td>{escape(a.question)}</td><td><b>{a.verdict}</b></td><td>{escape(a.evidence)}"
-        f"{f'<br><i>needs {escape(a.needs)}</i>' if a.needs else ''}</td></tr>"
+        f"<tr><td>{escape(a.question)}</td><td><b>{a.verdict}</b></td><td>{prose(a.evidence)}"
+        f"{f'<br><i>needs {prose(a.needs)}</i>' if a.needs else ''}</td></tr>"
         for a in found.checklist
     )
-    notes = "".join(f"<p>{escape(n)}</p>" for n in found.notes)
+    notes = "".join(f"<p>{prose(n)}</p>" for n in found.notes)
     return f"<div><p><b>{escape(_headline(found))}</b></p><ul>{spikes}</ul><table>{rows}</table>{notes}</div>"
 
 
@@ -45,10 +46,10 @@ def _headline(found: Correlation) -> str:
     where = f"{found.domain}, {format_duration(span_s)}, mean {format_power(found.mean_w)}"
     count = len(found.spikes)
     if count == 0:
-        return f"no spike above {format_power(found.threshold_w)} ({where})"
+        return f"no spike above {level_text(found.threshold_w)} ({where})"
     above_s = sum(s.seconds for s in found.spikes)
     return (
-        f"{count} spike{'s' if count > 1 else ''} above {format_power(found.threshold_w)},"
+        f"{count} spike{'s' if count > 1 else ''} above {level_text(found.threshold_w)},"
         f" {format_duration(above_s)} in all ({where}; times are within {format_duration(found.reach_s)})"
     )
 

@@ -13,12 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.change import Difference, Verdict
-from ..analyze.line import Change, own_error
+from ..analyze.line import Change
 from ..analyze.names import distinct, fit
-from ..units import format_duration, format_energy, format_power, parse_duration, parse_energy, parse_power
+from ..units import (
+    format_duration,
+    format_energy,
+    format_power,
+    format_share,
+    parse_duration,
+    parse_energy,
+    parse_power,
+)
 from .energy import TITLES, WIDTH
 from .screen import Console
-from .text import with_error
+from .text import plain_table, with_error
 
 TOP = 12
 _SHOW = {
@@ -86,15 +94,11 @@ def headline(found: Difference) -> list[Figure]:
             change_error=t.error_s,
         ),
     ]  # fmt: skip
-    if t.before_s > 0 and t.after_s > 0 and not math.isnan(t.change_j):
-        before_w, after_w = t.before_j / t.before_s, t.after_j / t.after_s
-        own = (own_error(before_w, t.before_error_j / t.before_s, found.common),
-               own_error(after_w, t.after_error_j / t.after_s, found.common))  # fmt: skip
-        wide = nan if math.isnan(t.error_j) else math.hypot(*own, found.common * (after_w - before_w))
+    if not math.isnan(t.after_w - t.before_w):
         figures.append(
             Figure(
-                name="power", unit="W", before=before_w, before_error=t.before_error_j / t.before_s,
-                after=after_w, after_error=t.after_error_j / t.after_s, change_error=wide,
+                name="power", unit="W", before=t.before_w, before_error=t.before_error_w, after=t.after_w,
+                after_error=t.after_error_w, change_error=t.error_w,
             )
         )  # fmt: skip
     return figures
@@ -117,12 +121,12 @@ def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> 
 
 
 def percent(share: float | None, *, state: str = "both") -> str:
-    """A signed share; "new" and "gone" where there is none."""
+    """A signed share; "new", "gone" and "not stated" where there is none."""
     if state != "both":
-        return {"new": "new", "vanished": "gone"}[state]
+        return {"new": "new", "vanished": "gone", "unstated": "not stated"}[state]
     if share is None:
         return "-"
-    return f"{share:+.0%}" if abs(share) >= 0.1 else f"{share:+.1%}"
+    return format_share(share, signed=True)
 
 
 def about(found: Difference) -> str:
@@ -166,7 +170,9 @@ def told_notes(found: Difference) -> list[str]:
     if found.rows and low < 0.995:
         a, b = found.matched
         sort = "seconds" if math.isnan(found.total.change_j) else "joules"
-        notes.append(f"rows that both have hold {a:.0%} of the {sort} before and {b:.0%} of those after")
+        notes.append(
+            f"rows that both have hold {format_share(a)} of the {sort} before and {format_share(b)} of those after"
+        )
     judged = [r for r in found.rows if not math.isnan(r.error_j if not math.isnan(r.change_j) else r.error_s)]
     if len(judged) >= 20 and any(r.significant or r.significant_s for r in judged):
         notes.append(f"each row is judged at 90%: of {len(judged)} up to {len(judged) // 10} differ by chance")
@@ -205,7 +211,7 @@ def text(found: Difference, *, top: int = TOP, width: int = WIDTH) -> str:
     console = Console(width=width, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(renderable(found, top=top, width=width), crop=False)
-    return captured.get().rstrip()
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def renderable(
@@ -228,7 +234,8 @@ def renderable(
         parts.append(Text(legend(found), style="dim"))
     if outside := outside_text(found):
         parts.append(Text(outside, style="dim"))
-    parts += [Text(f"note  {note}", style="yellow") for note in told_notes(found)[:4]]
+    if notes := told_notes(found)[:4]:
+        parts.append(_hanging(*((Text("note"), Text(note, style="yellow")) for note in notes)))
     parts += [Text(""), _verdict(verdict or found.verdict())]
     if next_command:
         line = Text("next     ", style="dim", no_wrap=True, overflow="ignore")
@@ -279,6 +286,10 @@ def row_sure(row: Change, *, timed: bool) -> bool:
 
 
 def _cells(row: Change, *, timed: bool) -> list[Text]:
+    if row.state == "unstated":
+        sides = (row.before_s, row.after_s) if timed else (row.before_j, row.after_j)
+        known = [Text("-" if math.isnan(v) else quantity(v, math.nan, "s" if timed else "J")) for v in sides]
+        return [*known, Text("-"), Text(percent(None, state=row.state)), *([] if timed else [Text("")])]
     sure = row_sure(row, timed=timed)
     change = row.change_s if timed else row.change_j
     style = ("red" if change > 0 else "green") if sure else "dim"
@@ -293,9 +304,18 @@ def _cells(row: Change, *, timed: bool) -> list[Text]:
     return [*(Text(n) for n in numbers), moved, Text(share, style=style), took]
 
 
-def _verdict(verdict: Verdict) -> Text:
+def _hanging(*lines: tuple[Text, Text]) -> Table:
+    """Lines that go on below their own text, not below the word before it."""
+    table = plain_table()
+    for head, said in lines:
+        table.add_row(head, said)
+    return table
+
+
+def _verdict(verdict: Verdict) -> Table:
     style = (
         "bold red" if verdict.failed else "bold green" if verdict.significant and (verdict.share or 0) < 0 else "bold"
     )
     head = "FAILED" if verdict.failed else "verdict"
-    return Text(f"{head:<7}  ", style="bold red" if verdict.failed else "dim").append(verdict.text, style=style)
+    said = Text(f"{head:<7}", style="not dim bold red" if verdict.failed else "")
+    return _hanging((said, Text(verdict.text, style=style)))

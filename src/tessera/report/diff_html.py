@@ -145,7 +145,8 @@ def _said(verdict: Verdict) -> str:
 
 def _pairs(found: Difference) -> str:
     timed = math.isnan(found.total.change_j)
-    rows = sorted(found.rows, key=lambda r: -max(_numbers(r, timed=timed)[:2]))[:BARS]
+    known = [r for r in found.rows if r.state != "unstated"]  # of half a pair no bar says anything
+    rows = sorted(known, key=lambda r: -max(_numbers(r, timed=timed)[:2]))[:BARS]
     if not rows:
         return ""
     errors = [_errors(r, timed=timed) for r in rows]
@@ -224,14 +225,16 @@ def _row(row: Change, name: str, *, timed: bool) -> str:
     state = "noise" if not sure else "more" if change > 0 else "less"
     calls = calls_text(row)
     sort = math.inf if row.state == "new" else share
-    only = {"new": "only after", "vanished": "only before"}.get(row.state, "")
+    only = {"new": "only after", "vanished": "only before", "unstated": "not stated by both"}.get(row.state, "")
     noise = "more than noise" if sure else "not known" if math.isnan(error) else "noise"
+    noise = "" if row.state == "unstated" else noise
     cells = (
         f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 90))}</td>",
         _number(quantity(before, math.nan, unit), before), _number(quantity(after, math.nan, unit), after),
         _number(quantity(change, error, unit, signed=True), change, state),
         _number(percent(share, state=row.state), sort, state), _number(calls, row.after_calls),
-        _number(format_duration(row.before_s, 3), row.before_s), _number(format_duration(row.after_s, 3), row.after_s),
+        _number(quantity(row.before_s, math.nan, "s"), row.before_s),
+        _number(quantity(row.after_s, math.nan, "s"), row.after_s),
         _number(percent(row.share_s, state=row.state), row.share_s),
         f"<td>{only if only and sure else ', '.join(part for part in (only, noise) if part)}</td>",
     )  # fmt: skip

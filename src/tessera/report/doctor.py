@@ -11,6 +11,7 @@ from ..actuators.outstanding import Outstanding
 from ..schema import Capability, Domain
 from ..sensors.health import Check, Health, SensorHealth
 from ..units import format_duration
+from .narrow import Hanging
 
 _MARKS = {"ok": ("✓", "green"), "no permission": ("!", "yellow"), "missing": ("·", "dim")}
 _CHECKS = {True: ("✓", "green"), False: ("!", "yellow"), None: ("·", "dim")}
@@ -31,22 +32,19 @@ def print_health(
         _check(Check(name="power limits and clocks", ok=True, detail="nothing was left to put back"), console)
     console.print()
     if health.measures:
-        console.print(
-            Text("Power is measured here.", style="bold"),
-            Text("next: tessera measure -- python train.py", style="cyan"),
-        )
+        conclusion = Text("Power is measured here.", style="bold")
     else:
-        console.print(
-            Text("No power sensor is readable here: joules will be modelled, and say so.", style="bold yellow"),
-            Text("next: tessera measure -- python train.py", style="cyan"),
-        )
+        said = "No power sensor is readable here: joules will be modelled, and say so."
+        conclusion = Text(said, style="bold yellow")
+    console.print(Hanging(conclusion, 2))
+    console.print(Text("next: tessera measure -- python train.py", style="cyan"), soft_wrap=True)
 
 
 def _line(mark: str, style: str, name: str, text: str, console: Console) -> None:
     line = Text(f"{mark} ", style=style)
     line.append(f"{name:<10} ", style="bold")
     line.append(text, style="" if style == "green" else style)
-    console.print(line, soft_wrap=True)
+    console.print(Hanging(line, 13))
 
 
 def _sensor(sensor: SensorHealth, console: Console) -> None:
@@ -57,9 +55,9 @@ def _sensor(sensor: SensorHealth, console: Console) -> None:
         return
     _line(mark, style, sensor.name, f"{len(sensor.domains)} domain{'s' if len(sensor.domains) != 1 else ''}", console)
     for domain in sensor.domains:
-        console.print(Text(f"    {_domain(domain)}"), soft_wrap=True)
+        console.print(Hanging(f"    {_domain(domain)}", 6))
     for lack in sensor.lacks:
-        console.print(Text(f"    without {lack.name}: {_lack(lack)}", style="dim"), soft_wrap=True)
+        console.print(Hanging(Text(f"    without {lack.name}: {_lack(lack)}", style="dim"), 6))
 
 
 def _domain(domain: Domain) -> str:
@@ -85,7 +83,7 @@ def _check(check: Check, console: Console) -> None:
     line = Text(f"{mark} ", style=style)
     line.append(f"{check.name}: ", style="bold")
     line.append(check.detail)
-    console.print(line, soft_wrap=True)
+    console.print(Hanging(line, 4))
     _fix(check.fix, console)
 
 
@@ -103,4 +101,4 @@ def _outstanding(found: Outstanding, console: Console, restored: bool) -> None:
 
 def _fix(fix: str | None, console: Console) -> None:
     if fix:
-        console.print(Text(f"    fix: {fix}", style="cyan"), soft_wrap=True)
+        console.print(Hanging(Text(f"    fix: {fix}", style="cyan"), 9))

@@ -14,7 +14,7 @@ from ..analyze.answer import Answer, mean_w
 from ..analyze.names import distinct, fitted
 from ..analyze.shared import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
-from ..units import format_duration, format_energy, format_power
+from ..units import format_duration, format_energy, format_power, format_share
 from .screen import Console
 from .text import with_error
 
@@ -150,7 +150,7 @@ def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
         spent = f"~{format_energy(row.energy_j, 3)}"  # shared out by time, not measured
     else:
         spent = joules(row.energy_j, row.energy_error_j)
-    share = "<0.1%" if 0 < row.share < 0.001 else f"{row.share:.1%}"
+    share = format_share(row.share)
     calls = f"{row.calls:,}" if row.calls else ""
     if not wide:
         return [spent, share, calls]

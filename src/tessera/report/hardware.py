@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..device import Device, Figure
 from ..units import format_bytes
-from .narrow import Column, fitting, table_of
+from .narrow import Column, Hanging, fitting, table_of
 
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-9, "n"), (1e-12, "p"))
 
@@ -63,7 +63,7 @@ def print_device(device: Device, console: Console) -> None:
     """Every figure with its unit and source; what is assumed is marked, what is not known says why."""
     console.print(Text(device.name, style="bold"), soft_wrap=True)
     for label, value in _identity(device):
-        console.print(Text(f"  {label:<12} {value}"), soft_wrap=True)
+        console.print(Hanging(f"  {label:<12} {value}", 15))
     group = ""
     shown = set()
     for name, figure in device.figures():
@@ -80,7 +80,7 @@ def print_device(device: Device, console: Console) -> None:
         if notes:
             console.print(Text(f"\n{title}", style="bold"))
             for key, text in notes.items():
-                console.print(Text(f"  {key}: {text}"), soft_wrap=True)
+                console.print(Hanging(f"  {key}: {text}", 4))
 
 
 def _identity(device: Device) -> list[tuple[str, str]]:
@@ -98,8 +98,8 @@ def _figure(name: str, figure: Figure, unit: str, console: Console) -> None:
     line = Text(f"  {name:<25} {value}")
     if figure.assumed:
         line.append("  ASSUMED", style="bold yellow")
-    console.print(line, soft_wrap=True)
-    console.print(Text(f"      {figure.source}", style="dim"), soft_wrap=True)
+    console.print(Hanging(line, 28))
+    console.print(Hanging(Text(f"      {figure.source}", style="dim"), 6))
 
 
 def _points(device: Device, console: Console) -> None:
@@ -116,8 +116,8 @@ def _points(device: Device, console: Console) -> None:
             parts.append(_value(point.bandwidth_bytes_per_s, "B/s"))
         mark = "  (this one)" if point.name == device.point else ""
         base = device.id.partition("@")[0]
-        console.print(Text(f"  {f'{base}@{point.name}':<25} {', '.join(parts)}{mark}"), soft_wrap=True)
-        console.print(Text(f"      {point.power_w.source}", style="dim"), soft_wrap=True)
+        console.print(Hanging(f"  {f'{base}@{point.name}':<25} {', '.join(parts)}{mark}", 28))
+        console.print(Hanging(Text(f"      {point.power_w.source}", style="dim"), 6))
 
 
 def _unit(device: Device, name: str) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+LEAST = 24
+"""Columns that a hanging text needs: beside a lead that leaves less, it begins further left."""
+# A number and the unit after it are one word.
+_WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:W|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*|\S+")
 
 
 class Pieces:
@@ -28,6 +34,38 @@ class Pieces:
                 line.append(self._between)
             line.append_text(text)
         yield line
+
+
+class Hanging:
+    """One text: what does not fit into its line goes on `hang` columns to the right in the next."""
+
+    def __init__(self, text: Text | str, hang: int) -> None:
+        self._text = text if isinstance(text, Text) else Text(text)
+        self._hang = hang
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._text.cell_len <= options.max_width:
+            yield self._text
+            return
+        width = options.max_width
+        hang = self._hang if width - self._hang >= LEAST else width // 6
+        for i, line in enumerate(self._text.divide(_breaks(self._text.plain, width, hang))):
+            line.rstrip()
+            yield Text(" " * hang).append_text(line) if i else line
+
+
+def _breaks(text: str, width: int, hang: int) -> list[int]:
+    """Where the lines after the first begin: at words, and within one only if it is longer than a line."""
+    breaks: list[int] = []
+    begin, room = 0, width
+    for word in _WORD.finditer(text):
+        if cell_len(text[begin : word.end()]) > room and text[begin : word.start()].strip():
+            begin, room = word.start(), width - hang
+            breaks.append(begin)
+        while cell_len(text[begin : word.end()]) > room:
+            begin, room = begin + len(set_cell_size(text[begin:], max(room, 1))), width - hang
+            breaks.append(begin)
+    return breaks
 
 
 class Fitted:

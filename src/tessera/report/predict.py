@@ -22,6 +22,7 @@ from .predict_parts import (
     memory_text,
     origin,
     power_text,
+    row_name,
     setting,
     time_text,
 )
@@ -250,13 +251,6 @@ def _columns(rows: Sequence[SweepRow], front: set[int], *, wide: bool) -> list[C
         memory = [format_bytes(row.peak_memory_bytes or 0, 3) for row in rows]
         columns.insert(-1, Column(heading="memory", cells=memory, right=True, leaves=5))
     return columns
-
-
-def row_name(row: SweepRow) -> str:
-    """A combination in words: "a100 bf16 batch 8"."""
-    return " ".join(
-        part for part in (row.device, row.precision or "", f"batch {row.batch}" if row.batch else "") if part
-    )
 
 
 def reasons(rows: Sequence[SweepRow]) -> list[tuple[str, str]]:

@@ -11,7 +11,8 @@ from ..units import format_bytes, format_duration, format_energy, format_power
 from . import predict as sweeps
 from . import predict_parts as shared
 from .predict import capital
-from .predict_parts import components, consumers, time_text
+from .predict_parts import components, consumers, ties, time_text
+from .run_parts import prose
 from .scatter import Dot, scatter
 from .shell import SWITCH, document
 from .text import energy_text
@@ -49,6 +50,12 @@ font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-n
 .tessera dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:8px 0}
 .tessera dt{opacity:.68}.tessera dd{margin:0}
 """
+# The colours of a bar, as a stranger would ask for them.
+_KEY = {
+    "compute": "arithmetic",
+    "memory": "moving data",
+    "static": "power the chip draws whatever it does",
+}
 # Beside what the pages of runs have.
 _PAGE_STYLE = """
 main{max-width:1120px}.tessera #theme{float:right}.tessera .dim{opacity:1}
@@ -191,7 +198,7 @@ def _domains(report: EnergyReport, *, sort: bool) -> str:
 def _opportunity(o: Opportunity) -> str:
     saves = f"saves {energy_text(o.saves_j, o.error_j)} per {o.unit} ({o.saves_share:.0%})"
     rest = f"{o.action}; takes {format_duration(o.latency_s, 3)}"
-    return f"<li><b>{escape(capital(o.name))}</b>: {escape(saves)} <span class='dim'>- {escape(rest)}</span></li>"
+    return f"<li><b>{escape(capital(o.name))}</b>: {escape(saves)} <span class='dim'>- {prose(rest)}</span></li>"
 
 
 def _origins(report: EnergyReport) -> str:
@@ -200,7 +207,7 @@ def _origins(report: EnergyReport) -> str:
     rows += [*shared.origin(report), *(("note", note) for note in report.notes)]
     if not rows:
         return ""
-    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{prose(text)}</dd>" for name, text in rows)
     return f"<details><summary>Where the numbers come from</summary><dl>{cells}</dl></details>"
 
 
@@ -211,13 +218,14 @@ def _sweep(found: Sweep) -> str:
     front = set(map(id, found.pareto()))
     about = f"{found.mode}, {found.launch}; {len(found.feasible)} of {len(found.rows)} combinations are possible"
     parts = [f"<h2>{escape(found.name)}</h2><div class='dim'>{escape(about)}</div>", _choice_tiles(found)]
+    parts += [f"<p role='note'>{escape(capital(tie))}.</p>" for tie in ties(found)]
     dots = [_dot(row, id(row) in front, label) for row, label in zip(found.feasible, _labels(found), strict=True)]
     if dots:
         parts.append(f"<h3>Latency against energy per sample</h3><div class='scroll'>{scatter(dots)}</div>")
     parts.append(_table(found, front))
     impossible = sweeps.reasons([row for row in found.rows if not row.feasible])
     if impossible:
-        cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(reason)}</dd>" for name, reason in impossible)
+        cells = "".join(f"<dt>{escape(name)}</dt><dd>{prose(reason)}</dd>" for name, reason in impossible)
         parts.append(f"<h3>Not possible</h3><dl>{cells}</dl>")
     return "".join(parts)
 
@@ -231,7 +239,7 @@ def _choice_tiles(found: Sweep) -> str:
         rate = f"{row.throughput_per_s or 0:,.0f} samples/s"
         joules = format_energy(row.energy_per_sample_j or 0.0, 3)
         detail = f"{', '.join(labels)}: {joules} per sample, {format_duration(row.latency_s or 0.0, 3)}, {rate}"
-        tiles.append(_tile(sweeps.row_name(row), detail))
+        tiles.append(_tile(shared.row_name(row), detail))
     return f"<div class='tiles wide'>{''.join(tiles)}</div>"
 
 
@@ -247,7 +255,7 @@ def _labels(found: Sweep) -> list[str]:
 def _dot(row: SweepRow, frontier: bool, label: str) -> Dot:
     joules, latency = row.energy_per_sample_j or 0.0, row.latency_s or 0.0
     error_j, error_s = row.energy_per_sample_error_j or 0.0, row.latency_error_s or 0.0
-    lines = [sweeps.row_name(row), time_text(latency, error_s), f"{energy_text(joules, error_j)} per sample"]
+    lines = [shared.row_name(row), time_text(latency, error_s), f"{energy_text(joules, error_j)} per sample"]
     lines += [f"{row.throughput_per_s or 0:,.0f} samples/s", format_power(row.average_power_w or 0.0, 3)]
     return Dot(
         x=latency, y=joules, error_x=error_s, error_y=error_j, group=row.device, label=label,
@@ -258,13 +266,17 @@ def _dot(row: SweepRow, frontier: bool, label: str) -> Dot:
 def _table(found: Sweep, front: set[int]) -> str:
     columns = (
         ("", False), ("chip", False), ("precision", False), ("batch", True), ("latency", True), ("energy/sample", True),
-        ("samples/s", True), ("power", True), ("memory", True), ("bound by", False), ("compute, memory, static", False),
+        ("samples/s", True), ("power", True), ("memory", True), ("bound by", False), ("joules go to", False),
     )  # fmt: skip
     rows = "".join(_row(row, id(row) in front) for row in found.feasible)
     note = (
         "Highlighted rows are on the Pareto frontier; ± is the half-width of a 90% interval. Click a heading to sort."
     )
-    return f"<h3>All combinations</h3>{_grid(columns, rows, sort=True)}<p class='dim'>{escape(note)}</p>"
+    keys = "".join(f"<span><i class='{name}'></i>{name}: {escape(what)}</span>" for name, what in _KEY.items())
+    return (
+        f"<h3>All combinations</h3>{_grid(columns, rows, sort=True)}"
+        f"<p class='legend'>{keys}</p><p class='dim'>{escape(note)}</p>"
+    )
 
 
 def _row(row: SweepRow, frontier: bool) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from ..estimate.peak import WINDOW_S
-from ..estimate.search import SweepRow
+from ..estimate.search import Sweep, SweepRow
 from ..hardware import lookup
 from ..schema import EnergyDescriptor, EnergyReport
-from ..units import format_bytes, format_duration, format_power
-from .text import with_error
+from ..units import format_bytes, format_duration, format_power, format_share
+from .text import energy_text, with_error
 
 # So many subgraphs alike (the layers of a transformer) are one line; fewer keep their own, as in a small ResNet.
 STACK = 4
+TIED = 3
+"""Combinations that a tie names; the rest are counted."""
 _INDEX = re.compile(r"(?:(?<=[._])|^)\d+(?=\.)")
 
 BOUNDS = {
@@ -94,6 +97,49 @@ def time_text(seconds: float, error_s: float | None = None) -> str:
     return with_error(seconds / factor, None if error_s is None else error_s / factor, unit)
 
 
+def row_name(row: SweepRow) -> str:
+    """A combination in words: "a100 bf16 batch 8"."""
+    return " ".join(
+        part for part in (row.device, row.precision or "", f"batch {row.batch}" if row.batch else "") if part
+    )
+
+
+def ties(found: Sweep) -> list[str]:
+    """Where the best combinations differ by less than their errors: a sentence for time, one for joules."""
+    fastest, least = found.fastest(), found.best_batch()
+    if fastest is None or least is None:
+        return []
+    # The chosen one first: of equals it is the one of the fewest joules.
+    time = [(r.latency_s, r.latency_error_s, row_name(r)) for r in _first(fastest, found.feasible)]
+    joules = [(r.energy_per_sample_j, r.energy_per_sample_error_j, row_name(r)) for r in _first(least, found.feasible)]
+    said = (_tie(time, time_text, "is fastest"), _tie(joules, energy_text, "needs the fewest joules per sample"))
+    return [sentence for sentence in said if sentence]
+
+
+def _first(chosen: SweepRow, rows: Sequence[SweepRow]) -> list[SweepRow]:
+    return [chosen, *(row for row in rows if row is not chosen)]
+
+
+def _tie(
+    figures: Sequence[tuple[float | None, float | None, str]],
+    text: Callable[[float, float | None], str],
+    question: str,
+) -> str:
+    known = [(value, error or 0.0, name) for value, error, name in figures if value is not None]
+    if len(known) < 2:
+        return ""
+    (best, error, _), *others = known
+    # Two predictions err each for itself, as far as they say.
+    tied = sorted((v, e, name) for v, e, name in others if v - best <= math.hypot(e, error))
+    if not tied:
+        return ""
+    tied.insert(0, known[0])
+    shown = [f"{name} ({text(v, e)})" for v, e, name in tied[:TIED]]
+    shown += [f"{len(tied) - TIED} more"] if len(tied) > TIED else []
+    names = f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"tied: {names} differ by less than their 90% intervals, so which of them {question} is not known"
+
+
 def chip_name(device: str) -> str:
     """A chip's full name by its id, with the power mode if one was chosen; the id where the catalogue lacks it."""
     try:
@@ -131,5 +177,5 @@ def memory_text(peak_bytes: int, capacity_bytes: int | None) -> str:
     if not capacity_bytes:
         return f"{format_bytes(peak_bytes, 3)} at the peak"
     share = peak_bytes / capacity_bytes
-    part = f"{share:.0%}" if share >= 0.01 else "<1%"
+    part = format_share(share)
     return f"{format_bytes(peak_bytes, 3)} of {format_bytes(capacity_bytes, 3)} ({part})"

@@ -17,7 +17,7 @@ from ..analyze.whole import Outside
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
-from ..units import format_duration, format_energy, format_power
+from ..units import format_duration, format_energy, format_power, format_share
 from .energy import WIDTH, idle_row, joules, legend, rest_row, spenders
 from .text import plain_table, with_error
 
@@ -151,9 +151,10 @@ def _facts(said: Answer) -> Table:
     table = plain_table()
     for per in said.per_work:
         rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
-        spread = _spread(said, per.without) if per.unit == "step" else ""
+        spread = _spread(said, per.left_out) if per.unit == "step" else ""
         if per.traced_j is not None:
-            spread = f" (of {per.amount:,.0f} untraced; {format_energy(per.traced_j, 3)} traced)"
+            which = f"{per.amount:,.0f} untraced, {per.left_out}"
+            spread = f" (of {which}; {format_energy(per.traced_j, 3)} traced)"
         elif per.unit == "step" and said.partial:
             spread = f" (of {per.amount:,.0f} traced){spread}"
         about = "~" if math.isnan(per.error_j) else ""
@@ -164,17 +165,18 @@ def _facts(said: Answer) -> Table:
         back = region.with_backward_j
         more = f", {format_energy(back, 3)} with backward" if back is not None and back > region.energy_j * 1.01 else ""
         about = "~" if said.shared_by and math.isnan(region.energy_error_j) else ""
-        whole = f"{format_energy(region.energy_j, 3)} ({region.share:.0%}{more})"
+        whole = f"{format_energy(region.energy_j, 3)} ({format_share(region.share)}{more})"
         table.add_row("region", Text(f"{region_name(region.name)}: {region.calls:,} x {about}{each} = {about}{whole}"))
     return table
 
 
-def _spread(said: Answer, without: str | None) -> str:
+def _spread(said: Answer, left_out: str | None) -> str:
+    """Which steps do not count, and why; where all do, the least and the most of them."""
     s = said.steps
     if s is None:
         return ""
-    if without:
-        return f"   without {without}, which took {format_energy(s.first_j, 3)}"
+    if left_out:
+        return f"   {left_out}"
     return f"   {format_energy(s.least_j, 3)} ({s.least}) to {format_energy(s.most_j, 3)} ({s.most})"
 
 
@@ -186,7 +188,7 @@ def _split(said: Answer, width: int) -> Text:
     line = Text("busy ", style="dim")
     line.append("█" * (room - idle), style="green").append("░" * idle, style="yellow").append(" idle   ", style="dim")
     line.append(f"{joules(said.busy_j or 0.0, None)} in {format_duration(said.busy_s or 0.0, 3)} busy, ")
-    line.append(f"{joules(said.idle_j or 0.0, said.idle_error_j)} ({share:.0%}) idle")
+    line.append(f"{joules(said.idle_j or 0.0, said.idle_error_j)} ({format_share(share)}) idle")
     return line
 
 

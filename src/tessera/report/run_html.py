@@ -13,16 +13,18 @@ from ..analyze.icicle import Node, icicle, stack_tree
 from ..analyze.names import CATEGORIES, category, fit
 from ..analyze.overview import overview
 from ..analyze.result import Result
+from ..analyze.spikes import level_text
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
-from ..units import format_duration, format_energy, format_power
+from ..units import format_duration, format_energy, format_power, format_share
 from . import run_sections as sections
 from .energy import joules
 from .predict import capital
 from .run import ended_text, limit_cut, mode_text, outside_text, traced_text
 from .run_data import payload
 from .run_origin import origin
+from .run_parts import note, prose
 from .run_results import missing, results_of
 from .run_roofline import roofline
 from .run_tables import gaps, steps, tables
@@ -65,7 +67,6 @@ def page(
         _findings(said),
         _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, said),
         _tree(stack_tree(stacks) if stacks else icicle(lines, table), bool(stacks)),
-        _traced(said),
         tables(table, said),
         steps(table),
         *(section(results[kind]) for kind, section in _SECTIONS.items() if kind in results),
@@ -95,7 +96,7 @@ def _traced(said: Answer) -> str:
         return ""
     more = " `tessera run --limit 0` traces all." if limit_cut(said) else ""
     rest = f" {capital(outside_text(said))}." if said.outside else ""
-    return f"<p class='dim' role='note'>{escape(capital(traced_text(said)))}.{escape(more)}{escape(rest)}</p>"
+    return f"<p class='dim' role='note'>{prose(f'{capital(traced_text(said))}.{more}{rest}')}</p>"
 
 
 def _warnings(said: Answer) -> str:
@@ -110,7 +111,7 @@ def _warnings(said: Answer) -> str:
         lines.append(f"{capital(said.tracing.text)}.")
     if said.returncode:
         lines.append(f"{capital(ended_text(said.returncode))}: these are the joules until then.")
-    return "".join(f"<p class='warn' role='note'>{escape(line)}</p>" for line in lines)
+    return "".join(f"<p class='warn' role='note'>{prose(line)}</p>" for line in lines)
 
 
 def _tiles(said: Answer) -> str:
@@ -127,12 +128,14 @@ def _tiles(said: Answer) -> str:
         of = f" (of {per.amount:,.0f} traced)" if said.partial and per.unit == "step" else ""
         if per.traced_j is not None:
             of = f" (of {per.amount:,.0f} untraced; {format_energy(per.traced_j, 3)} traced)"
+        which = f"; {per.left_out}" if per.left_out is not None and per.unit == "step" else ""
         about = "~" if math.isnan(per.error_j) else ""
-        tiles.append(_tile(about + joules(per.energy_j, per.error_j), f"per {per.unit}{of}, {rate} {per.unit}s/s"))
+        label = f"per {per.unit}{of}, {rate} {per.unit}s/s{which}"
+        tiles.append(_tile(about + joules(per.energy_j, per.error_j), label))
     if said.idle_share is not None:
         idle = f"idle: {joules(said.idle_j or 0.0, said.idle_error_j)}, {format_duration(said.idle_s or 0.0, 3)}"
         idle += " of what was traced" if said.partial else ""
-        tiles.append(_tile(f"{said.idle_share:.0%}", idle))
+        tiles.append(_tile(format_share(said.idle_share), idle))
     return f"<div class='tiles'>{''.join(tiles)}</div>"
 
 
@@ -153,7 +156,7 @@ def _parts(said: Answer) -> str:
     pieces = "".join(
         f"<i class='{kind_class(p.name)}' style='width:{100 * p.share:.2f}%'></i>" for p in said.parts if p.share > 0
     )
-    shares = ["<1%" if 0 < p.share < 0.005 else f"{p.share:.0%}" for p in said.parts]
+    shares = [format_share(p.share) for p in said.parts]
     said_of = [
         (kind_class(p.name), f"{p.name} {format_energy(p.energy_j, 3)} ({share})")
         for p, share in zip(said.parts, shares, strict=True)
@@ -166,9 +169,9 @@ def _findings(said: Answer) -> str:
     if not said.findings:
         return ""
     first, *rest = said.findings
-    more = "".join(f"<li>{escape(capital(f.text))}</li>" for f in rest)
+    more = "".join(f"<li>{prose(capital(f.text))}</li>" for f in rest)
     also = f"<ul class='also'>{more}</ul>" if more else ""
-    return f"<section class='do'><b>Do this first</b><p>{escape(capital(first.text))}.</p></section>{also}"
+    return f"<section class='do'><b>Do this first</b><p>{prose(capital(first.text))}.</p></section>{also}"
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------
@@ -184,16 +187,16 @@ def _timeline(rows: int, merged: int, any_lines: bool, one: bool, said: Answer) 
         f"Power over time with {rows} kernels beneath; {joules(said.whole.energy_j, said.whole.error_j)} in all. "
         "The tables below have the same numbers."
     )
-    note = f"{rows:,} kernels"
+    drawn = f"{rows:,} kernels"
     if merged:
-        note += f"; {merged:,} of them, too short to see, are drawn together, but for one step that is whole"
-    note = f"{note}. Colours are those of the bar above." if rows else ""
+        drawn += f"; {merged:,} of them, too short to see, are drawn together, but for one step that is whole"
+    drawn = f"{drawn}. Colours are those of the bar above." if rows else ""
     return (
         "<section><h2>Power and what ran</h2>"
         f"<div class='tools'>{buttons}<span class='dim'>drag to pan, Ctrl or Shift + wheel or double click to zoom; "
         "keys ← → + − 0</span></div>"
         f"<figure><div class='plot'><canvas id='timeline' tabindex='0' role='img' aria-label='{escape(label)}'>"
-        f"</canvas></div><figcaption>{escape(note)}</figcaption></figure>"
+        f"</canvas></div><figcaption>{escape(drawn)}</figcaption></figure>"
         "</section>"
     )
 
@@ -238,13 +241,13 @@ def _cells(node: Node, depth: int, left_j: float, whole_j: float, out: list[str]
 def _checklist(found: Correlation) -> str:
     rows = "".join(
         f"<li><span class='v {escape(a.verdict)}'>{escape(a.verdict)}</span><b>{escape(a.question)}</b>"
-        f"<p class='dim'>{escape(a.evidence.rstrip('.'))}.{escape(f' Needs {a.needs}.') if a.needs else ''}</p></li>"
+        f"<p class='dim'>{prose(a.evidence.rstrip('.'))}.{prose(f' Needs {a.needs}.') if a.needs else ''}</p></li>"
         for a in found.checklist
     )
     count = len(found.spikes)
     about = (
-        f"{count} spike{'' if count == 1 else 's'} above {format_power(found.threshold_w, 3)} on {found.domain} "
+        f"{count} spike{'' if count == 1 else 's'} above {level_text(found.threshold_w)} on {found.domain} "
         f"(mean {format_power(found.mean_w, 3)}); they are shaded in the timeline."
     )
-    notes = "".join(f"<p class='dim'>{escape(note)}</p>" for note in found.notes)
+    notes = "".join(map(note, found.notes))
     return f"<section><h2>Spikes</h2><p>{escape(about)}</p><ul class='checks'>{rows}</ul>{notes}</section>"

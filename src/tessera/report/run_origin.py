@@ -13,6 +13,7 @@ from ..analyze.slowdown import Slowdown
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..units import format_duration, format_power
+from .run_parts import prose
 
 _TELEMETRY = ("clocks", "temperature", "throttling")
 
@@ -42,10 +43,10 @@ def origin(run: RunFile, table: EnergyTable, said: Answer, results: Mapping[str,
         rows.append(("the rest", "missing", f"{lacking} things, each with what would provide it: see above"))
     body = "".join(
         f"<tr><td>{escape(what)}</td><td><span class='tag {how.split()[0]}'>{escape(how)}</span></td>"
-        f"<td class='wrap'>{escape(where)}</td></tr>"
+        f"<td class='wrap'>{prose(where)}</td></tr>"
         for what, how, where in rows
     )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in said.notes)
+    notes = "".join(f"<li>{prose(note)}</li>" for note in said.notes)
     known = "measured by the sensor" if said.basis == "measured" else f"{said.basis}, not measured by any sensor,"
     how = _HOW_SHARED if said.shared_by else _HOW_MODELLED if said.basis == "modelled" else _HOW
     how = how.format(known=known, span="part that was traced" if said.partial else "whole run")

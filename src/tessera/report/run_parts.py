@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 
+_TYPED = re.compile(r"`([^`]+)`")
 _PREFIX = (
     (1e15, "P"),
     (1e12, "T"),
@@ -47,6 +49,11 @@ def head(columns: Sequence[tuple[str, bool]], by: str = "energy") -> str:
     return f"<thead><tr>{''.join(cells)}</tr></thead>"
 
 
+def prose(text: str) -> str:
+    """A sentence, escaped; what stands between backticks is typed, and looks so."""
+    return _TYPED.sub(r"<code>\1</code>", escape(text))
+
+
 def note(text: str) -> str:
     """A line in small print."""
-    return f"<p class='dim'>{escape(text)}</p>"
+    return f"<p class='dim'>{prose(text)}</p>"

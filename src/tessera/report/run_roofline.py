@@ -10,7 +10,7 @@ from typing import Any
 from ..analyze.names import CATEGORIES, category, fit, short
 from ..analyze.result import Result
 from ..units import format_duration, format_energy
-from .run_parts import head, note, number, si
+from .run_parts import head, note, number, prose, si
 
 SIZE = (590, 380)
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 40
@@ -33,8 +33,8 @@ def roofline(result: Result) -> str:
         panels.append(_panel("Energy", "FLOP/J", drawn, "flop_per_j", facts.get("best_flop_per_j"),
                              facts.get("best_bytes_per_j"), used))  # fmt: skip
     return (
-        f"<section id='roofline'><h2>Roofline</h2><p>{escape(_said(result, drawn))}</p><div class='panels'>"
-        f"{''.join(panels)}</div><p class='dim'>{escape(_caption(result, len(drawn)))}</p>{_table(rows)}"
+        f"<section id='roofline'><h2>Roofline</h2><p>{prose(_said(result, drawn))}</p><div class='panels'>"
+        f"{''.join(panels)}</div>{note(_caption(result, len(drawn)))}{_table(rows)}"
         f"{''.join(note(n) for n in result.notes[-2:])}</section>"
     )
 

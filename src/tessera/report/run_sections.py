@@ -13,7 +13,7 @@ from ..analyze.names import fit, short
 from ..analyze.overview import Line
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy
-from .run_parts import head, note, number, si
+from .run_parts import head, note, number, prose, si
 
 STALLS = (("memory_stall_pct", "memory", "c3"), ("dependency_stall_pct", "dependency", "c5"),
           ("structural_stall_pct", "structural", "c1"))  # fmt: skip
@@ -204,7 +204,7 @@ def lacking(lines: Sequence[tuple[str, str]]) -> str:
     """One line for each remedy: what it would show."""
     if not lines:
         return ""
-    body = "".join(f"<dt>{escape(_sentence(what))}</dt><dd>{_coded(fix)}</dd>" for what, fix in lines)
+    body = "".join(f"<dt>{prose(_sentence(what))}</dt><dd>{_coded(fix)}</dd>" for what, fix in lines)
     return (
         "<section id='missing'><h2>What is missing, and what would provide it</h2>"
         f"<dl class='missing'>{body}</dl></section>"
@@ -218,5 +218,5 @@ def _sentence(text: str) -> str:
 def _coded(text: str) -> str:
     """Commands and calls look like what is typed."""
     head_, colon, tail = text.rpartition(": ")
-    typed = colon and (tail.startswith("tessera ") or "=" in tail)
-    return f"{escape(head_)}: <code>{escape(tail)}</code>" if typed else escape(text)
+    typed = colon and "`" not in tail and (tail.startswith("tessera ") or "=" in tail)
+    return f"{prose(head_)}: <code>{escape(tail)}</code>" if typed else prose(text)

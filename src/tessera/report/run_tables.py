@@ -10,9 +10,10 @@ from ..analyze.answer import Answer, mean_w
 from ..analyze.names import CATEGORIES, category, fit, fitted, region_name
 from ..analyze.shared import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
-from ..units import format_duration, format_energy, format_power
+from ..units import format_duration, format_energy, format_power, format_share
 from .energy import TITLES, idle_row, joules, mark, rest_row, shown_names
 from .run_parts import head, number
+from .text import with_error
 
 ROWS = 250
 FOLDED = 15
@@ -102,13 +103,20 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
         f"{letter if row.group is not None else ''}</td>",
         number(spent, row.energy_j),
         f"<td>{_meter(row, most_j, kind)}</td>",
-        number("<0.1%" if 0 < row.share < 0.001 else f"{row.share:.1%}", row.share),
-        number(format_power(watts, 3) if watts is not None else "-", watts),
+        number(format_share(row.share), row.share),
+        number(_power(row, watts) if watts is not None else "-", watts),
         number(format_energy(each, 3) if each is not None else "-", each),
         number(f"{row.calls:,}" if row.calls else "-", row.calls or None),
         number(format_duration(row.time_s, 3) if row.time_s > 0 else "-", row.time_s),
     ]
     return f"<tr{' class=idle' if row.kind == 'idle' else ''}>{''.join(cells)}</tr>"
+
+
+def _power(row: EnergyRow, watts: float) -> str:
+    """Watts with their error: those of a short kernel may lie above the board's limit, and the error says why."""
+    if not (row.energy_j > 0 and _error(row) > 0):
+        return format_power(watts, 3)
+    return with_error(watts, watts * _error(row) / row.energy_j, "W")
 
 
 def _meter(row: EnergyRow, most_j: float, kind: str) -> str:

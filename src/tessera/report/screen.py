@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+
+PIPED_COLUMNS = 100
+"""What is read later, in a log or an issue: rich's own 80 would break most of our lines."""
 
 
 class Console(RichConsole):
@@ -15,6 +19,14 @@ class Console(RichConsole):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments whose text is only text."""
         return map(_plain, super().render(renderable, options))
+
+
+def readable() -> Console:
+    """A console for sentences: as wide as the terminal, or COLUMNS says; 100 columns in a pipe or a file."""
+    found = Console(highlight=False)
+    if not found.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        found.width = PIPED_COLUMNS
+    return found
 
 
 def _plain(segment: Segment) -> Segment:

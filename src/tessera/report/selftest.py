@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from ..selftest.checks import Check
+from .narrow import Hanging
 
 _MARK = {"pass": "pass", "fail": "FAIL", "skipped": "skip"}
 
 
-def text(found: Sequence[Check], machine: str) -> str:
+def print_checks(found: Sequence[Check], machine: str, console: Console) -> None:
     """A line a check, and the sum of them."""
     width = max(len(c.what) for c in found)
-    lines = [machine, *(_line(c, width) for c in found)]
+    console.print(Hanging(machine, 2))
+    for check in found:
+        console.print(Hanging(_line(check, width), 6 + width + 2))
     failed, left_out = (sum(c.verdict == v for c in found) for v in ("fail", "skipped"))
     rest = f", {left_out} could not be made here" if left_out else ""
-    lines.append(f"{len(found) - failed - left_out} passed, {failed} failed{rest}")
-    return "\n".join(lines)
+    console.print(Hanging(f"{len(found) - failed - left_out} passed, {failed} failed{rest}", 2))
 
 
 def _line(check: Check, width: int) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..monitor.result import BenchmarkResult, Uncertain
 from ..schema import Domain, Energy, EnergyReport
-from ..units import format_duration, format_energy, format_power
+from ..units import format_duration, format_energy, format_power, format_share
 from .screen import Console
 
 
@@ -164,16 +164,16 @@ def _headline(report: EnergyReport) -> Text:
 def _region_text(name: str, calls: int, energy: Energy, total_j: float) -> str:
     share = energy.joules / total_j if total_j > 0 else 0.0
     each = energy_text(energy.joules / calls, energy.error_j / calls)
-    return f"{name}: {calls} x {each} = {format_energy(energy.joules)} ({share:.0%})"
+    return f"{name}: {calls} x {each} = {format_energy(energy.joules)} ({format_share(share)})"
 
 
 def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
     domain = next((d for d in report.domains if d.name == name), None)
     share = energy.joules / report.total.joules if report.total.joules > 0 else 0.0
     label = f"  {domain.label}" if domain and domain.label else ""
-    part = f"{share:.0%}" if domain is None or domain.counted else f"{share:.0%}, inside another domain"
+    inside = "" if domain is None or domain.counted else ", inside another domain"
     seen = "" if energy.coverage > 0.995 else f", seen {energy.coverage:.0%} of the time"
-    return f"{energy_text(energy.joules, energy.error_j)} ({part}{seen}){label}"
+    return f"{energy_text(energy.joules, energy.error_j)} ({format_share(share)}{inside}{seen}){label}"
 
 
 def command_line(argv: Sequence[str]) -> str:

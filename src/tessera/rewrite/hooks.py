@@ -6,12 +6,12 @@ compilation goes on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from .pieces import Piece, memory_of, name_of, params_of, pieces_of, tensor_of
+from .pieces import Piece, Tensor, memory_of, name_of, params_of, pieces_of, tensor_of
 from .watch import Kernel, Watch
 
 # What reading another torch's private objects may raise; a compilation must never fail for being watched.
@@ -142,6 +142,17 @@ def _bytes(name: str, points: int | None) -> float | None:
         return None
 
 
+def _laid_out(node: Any) -> Callable[[Tensor], Tensor]:
+    """How images lie in the memory of a call: Inductor puts channels last for convolutions, whatever there was."""
+    strides = {}
+    for each in (node, *getattr(node, "inputs", ())):
+        layout = getattr(each, "maybe_get_layout", lambda: None)()
+        size, stride = getattr(layout, "size", None), getattr(layout, "stride", None)
+        if size is not None and stride is not None and len(size) in (4, 5):
+            strides[tuple(_plain(s) for s in size)] = tuple(_plain(s) for s in stride)
+    return lambda tensor: replace(tensor, stride=strides.get(tensor.shape, tensor.stride))
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """Reads the scheduler's nodes of one graph; `memory` names buffers as the aten graph does, where it can."""
@@ -191,10 +202,13 @@ class _Reader:
         origin = _origin(part.node)
         if origin is None or type(part.node).__name__ == "MultiOutput":
             return None
-        given = {memory_of(n): t for n in origin.all_input_nodes if (t := tensor_of(n.meta.get("val"))) is not None}
+        laid = _laid_out(part.node)
+        given = {
+            memory_of(n): laid(t) for n in origin.all_input_nodes if (t := tensor_of(n.meta.get("val"))) is not None
+        }
         value = origin.meta.get("val")
         outs = list(value) if isinstance(value, (tuple, list)) else [value]
-        made = {f"{origin.name}.{i}" if len(outs) > 1 else origin.name: t
+        made = {f"{origin.name}.{i}" if len(outs) > 1 else origin.name: laid(t)
                 for i, v in enumerate(outs) if (t := tensor_of(v)) is not None}  # fmt: skip
         piece = Piece(name=name_of(origin.target), nodes=(origin.name,), reads=tuple(given.items()),
                       writes=tuple(made.items()), backward=self.backward, params=params_of(origin))  # fmt: skip

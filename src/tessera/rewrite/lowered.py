@@ -11,6 +11,7 @@ from .pieces import Piece, Tensor
 from .watch import Kernel, Watch
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
+_SMALL = 1 / 64  # of the largest operand
 # A fused kernel costs what its heaviest part costs with all its operands: products first, then what needs whole rows.
 _HEAVY = ("gemm", "conv", "softmax", "norm", "batch_norm", "reduce", "pool")
 
@@ -63,11 +64,16 @@ def _fused(kernel: Kernel, pieces: Sequence[Piece]) -> Piece:
     main = _main([p for p in pieces if p.launches])
     if main is not None and main.kind in ("gemm", "conv"):
         return main  # a template with an epilogue: the product decides
+    reads = _largest_first(kernel.reads.items())
+    if (
+        main is None
+    ):  # a bias or a channel's scale stays in the cache; torch's own kernels slow down for one, these do not
+        reads = [(name, nbytes) for name, nbytes in reads if nbytes > _SMALL * reads[0][1]]
     like = max((t for _, t in main.reads), key=lambda t: prod(t.shape), default=None) if main else None
     dtype = _DTYPES.get(kernel.dtype, kernel.dtype)
     return Piece(
         name=main.name if main else "aten.add", nodes=kernel.nodes, backward=kernel.backward,
-        reads=tuple((name, _shaped(nbytes, dtype, like)) for name, nbytes in _largest_first(kernel.reads.items())),
+        reads=tuple((name, _shaped(nbytes, dtype, like)) for name, nbytes in reads),
         writes=tuple((name, _shaped(nbytes, dtype, like)) for name, nbytes in _largest_first(kernel.writes.items())),
         params=main.params if main else {},
     )  # fmt: skip
@@ -75,7 +81,8 @@ def _fused(kernel: Kernel, pieces: Sequence[Piece]) -> Piece:
 
 def _main(pieces: Sequence[Piece]) -> Piece | None:
     for kind in _HEAVY:
-        found = [p for p in pieces if p.kind == kind]
+        # a batch norm with fixed statistics is elementwise in a generated kernel, whatever torch's own takes for it
+        found = [p for p in pieces if p.kind == kind and (p.sums or kind != "batch_norm")]
         if found:
             return max(found, key=lambda p: sum(t.nbytes for _, t in p.reads))
     return None

@@ -181,7 +181,10 @@ class Optimized:
 
             trial.settle(best)
             host = self._host(trial) if self.priced_for is not None else None
-            self.trace = trace(best.watch.of_those_that_ran(), self.priced_for, replayed=best.replayed, host=host)
+            self.trace = trace(
+                best.watch.of_those_that_ran(), self.priced_for, replayed=best.replayed, host=host,
+                eager_s=self._measured_here(),
+            )  # fmt: skip
             self.rewrites.extend(self.trace.rewrites)
             self.notes.extend(self.trace.notes)
         else:
@@ -189,6 +192,13 @@ class Optimized:
                 Rewrite(rule=f.rule, before=f.before, after=f.after, by="tessera", where=f.where, why="explain=False")
                 for f in best.watch.found
             )
+
+    def _measured_here(self) -> float | None:
+        """Seconds of the eager program, where it ran on the chip that savings are priced for."""
+        from .ways import EAGER
+
+        eager = next((w.seconds for w in self.ways if w.mode == EAGER), None)
+        return eager if self._options["device"] is None else None
 
     def _host(self, trial: Trial) -> Host | None:
         """What eager Python does beside dispatching, by a capture on meta tensors."""

@@ -18,6 +18,7 @@ from ..graph import costing
 from ..graph.ir import DTYPE_BYTES, Graph, Op, Storage, TensorSpec
 from ..graph.kinds import kind_of
 
+_ROWWISE = frozenset({"norm", "softmax", "reduce", "batch_norm"})
 _ATTENTION = "_scaled_dot_product"
 _BOOKKEEPING = ("getitem", "sym_", "detach", "alias", "lift_fresh", "inductor_seeds", "inductor_lookup_seed", "_assert")
 
@@ -52,6 +53,11 @@ class Piece:
     def launches(self) -> bool:
         """Whether eager torch would launch a kernel for it."""
         return self.kind not in ("view", "host")
+
+    @property
+    def sums(self) -> bool:
+        """Whether it sums over rows or channels; a batch norm with fixed statistics does not."""
+        return self.kind in _ROWWISE and "no_training" not in self.name
 
     @property
     def short(self) -> str:
@@ -215,8 +221,8 @@ def op_of(piece: Piece, index: int, storages: Mapping[str, int], *, kernels: int
     """A piece as an operator of a `Graph`."""
     from ..graph.record import switched_to_tf32
 
-    inputs = tuple(_spec(t, storages[n]) for n, t in piece.reads)
-    outputs = tuple(_spec(t, storages[n]) for n, t in piece.writes)
+    inputs = tuple(spec_of(t, storages[n]) for n, t in piece.reads)
+    outputs = tuple(spec_of(t, storages[n]) for n, t in piece.writes)
     kind = piece.kind
     tf32 = kind in ("gemm", "conv") and switched_to_tf32(kind)
     work = costing.work_of(piece.name, kind, inputs, outputs, dict(piece.params), tf32)
@@ -226,7 +232,8 @@ def op_of(piece: Piece, index: int, storages: Mapping[str, int], *, kernels: int
     )  # fmt: skip
 
 
-def _spec(tensor: Tensor, storage: int) -> TensorSpec:
+def spec_of(tensor: Tensor, storage: int = 0) -> TensorSpec:
+    """A tensor as a `Graph` has it."""
     return TensorSpec(storage, tensor.shape, tensor.stride, tensor.dtype, tensor.nbytes)
 
 

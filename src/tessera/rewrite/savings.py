@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
 from .lowered import after_pieces, owners
-from .pieces import Piece
-from .prices import Cost, Host, Side, solved, total, work_of
+from .pieces import Piece, spec_of
+from .prices import Cost, Host, Side, paced, solved, total, work_of
 from .watch import Found, Kernel, Watch
 
 if TYPE_CHECKING:
     from ..device import Device
 
-_ROWWISE = frozenset({"norm", "softmax", "reduce", "batch_norm"})
 _CASTS = frozenset({"aten._to_copy"})
 _COPIES = frozenset({"aten.clone", "aten.contiguous", "aten.copy"})
 _LABEL_PARTS = 6
@@ -42,22 +41,32 @@ class Trace:
     launches_before: int = 0
     launches_after: int = 0
     device: str = ""
+    host_pace: float = 1.0
     notes: tuple[str, ...] = ()
 
 
-def trace(watch: Watch, device: Device | None, *, replayed: bool, host: Host | None = None) -> Trace:
-    """The rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs."""
+def trace(
+    watch: Watch, device: Device | None, *, replayed: bool, host: Host | None = None, eager_s: float | None = None
+) -> Trace:
+    """The rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs.
+
+    `eager_s` is what the program was measured to take before: where the host kept the device waiting, that tells how
+    fast this host is.
+    """
     if not watch.complete:
         return Trace(rewrites=[_bare(found) for found in watch.found], notes=tuple(watch.unsaid))
     after = after_pieces(watch)
     if device is None:
         return _unpriced(watch, after)
-    before_side = solved(watch.pieces, device, host or Host())
+    host = host or Host()
+    if eager_s is not None:
+        host = paced(watch.pieces, device, host, eager_s)
+    before_side = solved(watch.pieces, device, host)
     launched = solved(after, device)
     after_side = solved(after, device, replayed=True) if replayed else launched
     lines = list(_lines(watch, before_side.costs, launched.costs))
     lines += _ours(watch, device)
-    lines += _launching(before_side, launched, after_side)
+    lines += _launching(before_side, launched, after_side, host.pace)
     lines += _in_place(watch)
     extra_s = sum(r.saved_s or 0.0 for r in lines if r.by == "tessera")
     extra_j = sum(r.saved_j or 0.0 for r in lines if r.by == "tessera")
@@ -66,7 +75,7 @@ def trace(watch: Watch, device: Device | None, *, replayed: bool, host: Host | N
     return Trace(
         rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)), before_s=before_s, before_j=before_j,
         after_s=after_side.seconds, after_j=after_side.joules, launches_before=before_side.launches,
-        launches_after=after_side.launches, device=device.id, notes=tuple(watch.unsaid),
+        launches_after=after_side.launches, device=device.id, host_pace=host.pace, notes=tuple(watch.unsaid),
     )  # fmt: skip
 
 
@@ -101,7 +110,13 @@ def _of_kernel(
 ) -> Iterable[tuple[str, str, str, Cost]]:
     """What one kernel stands for: a fusion, and the casts and copies that vanished into it."""
     pieces = [i for i in owned if watch.pieces[i].launches]
-    if kernel.call is not None or len(pieces) < 2:
+    if kernel.call is not None:
+        was = watch.pieces[pieces[0]] if len(pieces) == 1 else None
+        if was is not None and was.kind == "conv" and _last(kernel.call) != _last(was):
+            laid = "with channels last" if _last(kernel.call) else "with channels first"
+            yield "layout", label_of([kernel.call]), laid, before[pieces[0]].less(own)
+        return
+    if len(pieces) < 2:
         return
     casts = [i for i in pieces if watch.pieces[i].name in _CASTS]
     copies = [i for i in pieces if watch.pieces[i].name in _COPIES]
@@ -116,13 +131,13 @@ def _of_kernel(
         for i in gone:
             yield rule, label_of([watch.pieces[i]]), "inside a kernel", before[i]
     found = [watch.pieces[i] for i in work]
-    rule = "fuse_reduction" if any(_reduces(p) for p in found) else "fuse_elementwise"
+    rule = "fuse_reduction" if any(p.sums for p in found) else "fuse_elementwise"
     yield rule, label_of(found), "one kernel", total(before[i] for i in work).less(own)
 
 
-def _reduces(piece: Piece) -> bool:
-    """Whether it sums over rows or channels; a batch norm with fixed statistics does not."""
-    return piece.kind in _ROWWISE and "no_training" not in piece.name
+def _last(piece: Piece) -> bool:
+    """Whether its images have their channels last in memory."""
+    return any(spec_of(tensor).channels_last for _, tensor in piece.reads)
 
 
 def label_of(pieces: Sequence[Piece]) -> str:
@@ -174,8 +189,9 @@ def _vanished_rule(pieces: Sequence[Piece]) -> tuple[str, str]:
     return "fold", "nothing"
 
 
-def _launching(before: Side, launched: Side, after: Side) -> list[Rewrite]:
+def _launching(before: Side, launched: Side, after: Side, pace: float) -> list[Rewrite]:
     """What the device no longer waits for the host, and in a replay no longer idles between two kernels."""
+    told = f"this host takes {pace:.2g} times what is shipped, by the measured eager time" if pace != 1.0 else ""
     replayed = after is not launched
     gaps, now = total(launched.costs), total(after.costs)
     saved_s = before.wait_s - after.wait_s + (gaps.seconds - now.seconds)
@@ -186,7 +202,7 @@ def _launching(before: Side, launched: Side, after: Side) -> list[Rewrite]:
             before=f"{before.launches} launches, {before.host_s * 1e3:.2f} ms of the host",
             after="replayed" if replayed else f"{after.launches} launches, {after.host_s * 1e3:.2f} ms of the host",
             saved_s=saved_s, saved_j=saved_j, saved_bytes=0.0, saved_error_j=abs(saved_j) * _HOST_ERROR,
-            why="" if saved_s else "the device is never kept waiting: launches cost the host's time alone",
+            why=told if saved_s else "the device is never kept waiting: launches cost the host's time alone",
         )
     ]  # fmt: skip
 

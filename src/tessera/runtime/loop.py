@@ -68,11 +68,11 @@ class Loop:
     def enter(self, held: Held) -> None:
         """A call under a cap begins."""
         with self._wake:
-            now = time.monotonic_ns()
             if held not in self._held:
-                self._open(held, now)
+                self._open(held)
             elif held.tokens != self.own.tokens:  # called in turn with another: what suits both
                 self._agree(self._held)
+            now = time.monotonic_ns()  # a first call has compiled its points by now: no reading was missed meanwhile
             held.inside += 1
             held.calls += 1
             held.until_ns = now
@@ -123,12 +123,13 @@ class Loop:
 
     # -- making zones ---------------------------------------------------------------------------------------
 
-    def _open(self, held: Held, now: int) -> None:
+    def _open(self, held: Held) -> None:
         sampler = monitor.default().sampler
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
             torch.cuda.init()
         here = self.here()
+        now = time.monotonic_ns()
         if (held.cap.scope == "node" or self.job) and self._node is None:
             self._node = NodeBucket()
         zones = self._zones_of(held.cap, sampler)

@@ -151,8 +151,9 @@ class Zone:
         return self.tally.duty_between(reading.start_ns, reading.time_ns) or 0.0
 
     def restart(self, now_ns: int) -> None:
-        """Work begins after a pause: what was measured meanwhile is not of it."""
+        """Work begins after a pause: what was measured meanwhile is not of it, nor what was noted before."""
         self.read_ns, self.asked_ns = None, now_ns
+        self.notes.clear()
 
     def obey(self, command: Command, now_ns: int) -> None:
         """Another process leads the node; should it end, its ratio is where we go on from."""

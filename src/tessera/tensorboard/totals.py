@@ -10,7 +10,7 @@ from ..analyze.answer import Answer
 from ..analyze.names import CATEGORIES
 from ..report.energy import joules
 from ..report.text import with_error
-from ..units import format_duration
+from ..units import format_duration, format_share
 
 Value = tuple[str, float, float]  # as shown, value, half-width of its 90% interval (0 where there is none)
 
@@ -51,7 +51,7 @@ def _values(said: Answer) -> dict[str, Value]:
         rate = per.rate_per_s
         out[f"{per.unit}s/s"] = (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", rate, 0.0)
     if said.idle_share is not None and said.idle_j is not None:
-        out["idle"] = (f"{joules(said.idle_j, said.idle_error_j)} ({said.idle_share:.0%})", said.idle_j,
+        out["idle"] = (f"{joules(said.idle_j, said.idle_error_j)} ({format_share(said.idle_share)})", said.idle_j,
                        said.idle_error_j or 0.0)  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ const extent = ls => {
 };
 const LEFT = 86, GAP = 7;
 const tracks = [];
-let y = 26;
+let y = data.marks.length ? 37 : 26;  // names of marks have a line of their own
 const add = (kind, height, more) => { tracks.push({ kind, y, h: height, ...more }); y += height + GAP; };
 if (power.length) add("power", 150, { label: "power", lines: power, unit: "W", low: 0, high: extent(power)[1] * 1.06 || 1 });
 if (data.throttle.length) add("throttle", 10, { label: "throttled" });
@@ -214,7 +214,7 @@ const curves = (track, colours, css) => {
 };
 const REGION = ["#54708c", "#6b8299", "#476079"];
 const bars = (track, colours, rule, ink) => {
-  const { s, d, n, kind } = track.lane;
+  const { s, d, n, c, kind } = track.lane, labels = [];
   const first = Math.max(0, after(s, view.from - track.lane.longest * unit) - 1);
   let lastPixel = -1;
   for (let k = first; k < s.length; k++) {
@@ -227,21 +227,44 @@ const bars = (track, colours, rule, ink) => {
     const entry = data.names[n[k]];
     ctx.fillStyle = kind === "device" ? colours[entry[2]] : kind === "step" ? rule : REGION[n[k] % REGION.length];
     ctx.fillRect(x, track.y, Math.max(w - (w > 3 ? .5 : 0), .8), track.h);
-    if (w > (kind === "step" ? 16 : 34)) {
-      const from = Math.max(x, LEFT), room = Math.min(x + w, wide) - from - 8;
-      if (room > (kind === "step" ? 6 : 22)) {
-        ctx.fillStyle = kind === "step" ? ink : "#fff";
-        ctx.textAlign = "left";
-        const text = kind === "step" && ctx.measureText(entry[0]).width > room ? (entry[0].match(/\d+$/) || [""])[0] : entry[0];
-        ctx.fillText(cut(text, room), from + 4, track.y + track.h / 2 + .5);
-      }
+    const from = Math.max(x, LEFT), room = Math.min(x + w, wide - 8) - from - 8;
+    if (kind === "step") {
+      if (c[k] === 1) labels.push({ name: entry[0], x, from, room });
+    } else if (w > 34 && room > 22) {
+      ctx.fillStyle = "#fff";
+      ctx.textAlign = "left";
+      ctx.fillText(cut(entry[0], room), from + 4, track.y + track.h / 2 + .5);
     }
   }
+  if (labels.length) named(labels, track.y + track.h / 2 + .5, ink);
+};
+// Steps: their names where all of them fit, else their numbers, as many (every 2nd, 5th, 10th ...) as stay apart.
+const named = (labels, at, ink) => {
+  ctx.fillStyle = ink;
+  ctx.textAlign = "left";
+  const whole = labels.every(l => width(l.name) <= l.room || l.x < LEFT || l.x + l.room + 8 >= wide - 8);
+  const number = l => (l.name.match(/\d+$/) || [null])[0];
+  const pitch = labels.length > 1 ? (labels[labels.length - 1].x - labels[0].x) / (labels.length - 1) : Infinity;
+  const widest = Math.max(...[labels[0], labels[labels.length - 1]].map(l => width(number(l) || "")));
+  let every = 1;
+  while (every * pitch < widest + 8) every *= String(every)[0] === "2" ? 2.5 : 2;
+  let free = LEFT;
+  labels.forEach(l => {
+    const own = number(l), text = whole || own === null ? cut(l.name, l.room) : own % every ? "" : own;
+    const left = l.from + 4, right = left + width(text);
+    if (!text || left < free || right > wide - 8 || (l.x < LEFT && width(text) > l.room)) return;
+    ctx.fillText(text, left, at);
+    free = right + 4;
+  });
 };
 const widths = new Map();
-const cut = (text, room) => {
+const width = text => {
   let w = widths.get(text);
   if (w === undefined) { w = ctx.measureText(text).width; widths.set(text, w); }
+  return w;
+};
+const cut = (text, room) => {
+  const w = width(text);
   if (w <= room) return text;
   const keep = Math.floor(text.length * room / w) - 1;
   return keep > 1 ? text.slice(0, keep) + "…" : "";
@@ -256,7 +279,8 @@ const marks = (css, right) => {
     ctx.beginPath(); ctx.moveTo(x, 20); ctx.lineTo(x, height); ctx.stroke();
     ctx.setLineDash([]);
     const w = ctx.measureText(name).width;
-    if (x > free && x + w + 8 < right) { ctx.textAlign = "left"; ctx.fillText(name, x + 4, 24); free = x + w + 12; }
+    const beside = x + w + 8 < right ? x + 4 : x - w - 4;  // at the right edge a name stands left of its line
+    if (beside > free) { ctx.textAlign = "left"; ctx.fillText(name, beside, 24); free = Math.max(x, beside + w) + 8; }
   });
 };
 
