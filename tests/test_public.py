@@ -35,7 +35,7 @@ FLAGS = {
         "kind", "trace", "--arch", "--by", "--group-by", "--min-bytes", "--power", "--sort", "--threshold", "--top",
         "--json",
     },
-    "diff": {"a", "b", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
+    "diff": {"files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
