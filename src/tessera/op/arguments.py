@@ -130,6 +130,17 @@ def expandable(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
         raise ArgumentError(f"op.{op}: {name} is {shape(value)}", why=f"the result is {said}", fix=f"reshape {name}")
 
 
+def addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
+    """`c` can be added to a product of `a` that has the shape `to`."""
+    try:  # as in `product`: the way that is mostly taken
+        if c.dtype is a.dtype and c.device == a.device and (c.shape == to or c.shape == to[-1:]):
+            return
+    except AttributeError:
+        pass
+    tensors(op, a=a, c=c)
+    expandable(op, "c", c, to)
+
+
 def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
     """One int for both directions, or two."""
     if type(value) is int and value >= least:

@@ -78,8 +78,7 @@ def gemm(
     arguments.product("gemm", a, b)
     full = _result_shape(a, b)
     if c is not None:
-        arguments.tensors("gemm", a=a, c=c)
-        arguments.expandable("gemm", "c", c, full)
+        arguments.addend("gemm", a, c, full)
     with arguments.on(stream, a, b, c):
         how = _how("gemm", a, b, tile_shape, precision, accumulate, error_tolerance)
         if how.tile_shape is not None:
