@@ -318,6 +318,7 @@ NOTES = [
     "- The host: a launch of our row kernels costs it 17 µs more than torch's, one of our attention 64 µs (122 and 126 before the",
     "  dispatcher was left out). In a CUDA graph that is nothing; in an eager program that waits for its host it can be more than the",
     "  kernel saves (not measured).",
-    "- `memcpy.prefetch` of 77 MB batches out of pageable memory took longer than a plain copy (see its row): filling pinned memory on a",
-    "  thread, not the link, is what takes the time. Over a loader that pins by itself it only copies.",
+    "- `memcpy.prefetch` of 77 MB batches out of pageable memory took longer than a plain copy (see its row): it filled pinned memory on a",
+    "  thread of its own, where torch likely had one core after a DataLoader with workers. It fills on the caller's thread now; not yet",
+    "  measured on a GPU.",
 ]

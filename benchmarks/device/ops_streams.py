@@ -4,11 +4,12 @@
         [--budget-s 60] [--only SECTION ...] [--quick]
 
 Sections: overlap (copy beside compute: wall against sum), pool (a pinned block comes back only after its copy), prefetch
-(against plain copies and pin_memory + non_blocking), moe (grouped against one launch per expert: seconds, joules,
-numbers), spectral (conv2d against Fourier transforms for kernels of 3 to 31: joules, and whether the cost model picked
-the cheaper), and last, since a process that has used the profiler launches slower ever after: names (which id a trace has
-for a named stream), step (the example on three streams). Joules by `tessera.monitor`, CUDA graphs where a call can be
-one. `--quick` is tiny, and runs on a CPU too. No clock, limit or mode is changed.
+(against plain copies and pin_memory + non_blocking; and "staging": what a pinned block takes, and filling it, here and on
+a new thread), moe (grouped against one launch per expert: seconds, joules, numbers), spectral (conv2d against Fourier
+transforms for kernels of 3 to 31: joules, and whether the cost model picked the cheaper), and last, since a process that
+has used the profiler launches slower ever after: names (which id a trace has for a named stream), step (the example on
+three streams). Joules by `tessera.monitor`, CUDA graphs where a call can be one. `--quick` is tiny, and runs on a CPU
+too. No clock, limit or mode is changed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -299,10 +301,15 @@ def prefetch(report: Report) -> None:
         made = loader(data, batch_size=None, pin_memory=CUDA, num_workers=workers, timeout=15 if workers else 0)
         return ((x.to(DEVICE, non_blocking=True), i) for x, i in made)
 
+    staging(report, "before any DataLoader", data.made[0])
     ways: dict[str, Callable[[], Iterator[Any]]] = {
         "compute only": lambda: ((None, i) for i in range(count)),
         "plain .to": plain,
         "DataLoader pin_memory, non_blocking, 0 workers": lambda: pinned(0),
+        "memcpy.prefetch before DataLoader workers": lambda: memcpy.prefetch(data, device=DEVICE),
+        "memcpy.prefetch over DataLoader pin_memory, 0 workers": lambda: memcpy.prefetch(
+            loader(data, batch_size=None, pin_memory=CUDA), device=DEVICE
+        ),
         "DataLoader pin_memory, non_blocking, 2 workers": lambda: pinned(0 if report.quick else 2),
         "memcpy.prefetch": lambda: memcpy.prefetch(data, device=DEVICE),
         "memcpy.prefetch over DataLoader, 2 workers": lambda: memcpy.prefetch(
@@ -313,6 +320,7 @@ def prefetch(report: Report) -> None:
     for name, way in ways.items():
         if not report.left(2.5, f"prefetch {name}"):
             continue
+        before, made_before = memcpy.stats(), blocks_made()
         try:
             took, order, last = pass_over(way, a, b)
         except Exception as exc:  # noqa: BLE001 - workers may lack shared memory there
@@ -322,7 +330,42 @@ def prefetch(report: Report) -> None:
         report.add("prefetch", {
             "way": name, "ms_per_batch": took / count * 1e3, "in_order": order == list(range(count)),
             "right": None if last is None else torch.equal(last.cpu(), wanted), "batch_bytes": wanted.nbytes,
+            "staged_per_batch": (memcpy.stats().taken - before.taken) / (2 * count),  # of both passes
+            "reused_per_batch": (memcpy.stats().reused - before.reused) / (2 * count),
+            **{k: None if v is None else v - made_before[k] for k, v in blocks_made().items()},
         })  # fmt: skip
+    staging(report, "after DataLoader workers", data.made[0])
+
+
+def blocks_made() -> Row:
+    """Pinned blocks torch has asked the driver for, and the milliseconds of it; None where torch does not count."""
+    known = torch.cuda.host_memory_stats() if CUDA and hasattr(torch.cuda, "host_memory_stats") else {}
+    us = known.get("host_alloc_time.total")
+    return {"driver_blocks": known.get("num_host_alloc"), "driver_ms": None if us is None else us * 1e-3}
+
+
+def staging(report: Report, when: str, batch: torch.Tensor) -> None:
+    """What filling pinned memory takes on this thread and on a new one, and what a new block takes.
+
+    A thread that `DataLoader(pin_memory=True, num_workers=2)` starts sets torch's threads to 1 for all threads after it.
+    """
+    if not report.left(1.5, f"staging {when}"):
+        return
+    before, t0 = blocks_made()["driver_blocks"], time.perf_counter()
+    dst = torch.empty_like(batch, pin_memory=CUDA)
+    block_s, after = time.perf_counter() - t0, blocks_made()["driver_blocks"]
+
+    def fill() -> tuple[float, int]:
+        return seconds_of(lambda: dst.copy_(batch)), torch.get_num_threads()
+
+    here_s, here_threads = fill()
+    with ThreadPoolExecutor(1) as one:
+        there_s, there_threads = one.submit(fill).result()
+    report.add("staging", {
+        "when": when, "bytes": batch.nbytes, "block_ms": block_s * 1e3, "block_is_new": None if before is None else after > before,
+        "fill_ms": here_s * 1e3, "fill_on_a_thread_ms": there_s * 1e3, "threads": here_threads,
+        "threads_on_a_thread": there_threads, "is_pinned_us": seconds_of(batch.is_pinned) * 1e6,
+    })  # fmt: skip
 
 
 def pass_over(
@@ -444,7 +487,7 @@ def one_convolution(report: Report, k: int, shape: tuple[int, ...], out: int, gr
 SECTIONS: dict[str, Callable[[Report], None]] = {
     "overlap": overlap, "pool": pool, "prefetch": prefetch, "moe": moe, "spectral": spectral, "names": names, "step": step,
 }  # fmt: skip
-LEAST_S = {"names": 6.0, "step": 5.0, "overlap": 2.0, "pool": 1.0, "prefetch": 4.0, "moe": 4.0, "spectral": 3.0}
+LEAST_S = {"names": 6.0, "step": 5.0, "overlap": 2.0, "pool": 1.0, "prefetch": 7.0, "moe": 4.0, "spectral": 3.0}
 
 
 def verdicts(rows: list[Row]) -> Iterator[str]:
@@ -460,7 +503,10 @@ def verdicts(rows: list[Row]) -> Iterator[str]:
     for r in by["pool"]:
         yield f"pool      pending {r['was_pending']}, reused meanwhile {r['reused_while_pending']}, later {r['reused_afterwards']}"
     for r in by["prefetch"]:
-        yield f"prefetch  {r['way']:48} {r['ms_per_batch']:8.3f} ms a batch, in order {r['in_order']}, right {r['right']}"
+        yield f"prefetch  {r['way']:48} {r['ms_per_batch']:8.3f} ms a batch, in order {r['in_order']}, right {r['right']}, {r.get('driver_blocks')} blocks made"
+    for r in (r for r in rows if r["section"] == "staging"):
+        yield (f"staging   {r['when']:24} block {r['block_ms']:.2f} ms (new: {r['block_is_new']}), fill {r['fill_ms']:.2f} ({r['threads']} threads), "
+               f"on a new thread {r['fill_on_a_thread_ms']:.2f} ({r['threads_on_a_thread']} threads)")  # fmt: skip
     for r in by["moe"]:
         yield (f"moe       {r['tokens']}x{r['width']} E={r['experts']} top {r['top_k']}: forward "
                f"{pair(r, 'grouped_forward', 'loop_forward')}, both ways {pair(r, 'grouped_both', 'loop_both')} "

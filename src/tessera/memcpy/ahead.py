@@ -2,19 +2,20 @@
 
 ::
 
-    your thread      next(loader) b3 ──┐      wait for b1's event (the stream does) ──► use b1
-    staging thread                     └─► b3 into pinned memory, copy on the stream "prefetch", event
+    your thread      next(loader) b3, b3 into pinned memory, its copy is queued ──► b1: the stream waits for its event
     copy stream      ... b2 ...  b3                                        beside the kernels that use b0, b1
 
-The loader is called on your thread, `depth` batches ahead, in its order: seeds and errors are where they were without
-prefetch. Only the copying is on a thread, since filling pinned memory takes a core's time (torch lets the GIL go).
+All of it is on your thread, `depth` batches ahead, in the loader's order: seeds and errors are where they were without
+prefetch, and a loader may fill the same buffer again. Pinned memory is not filled on a thread of ours, since there
+torch may copy with one core: it gives a new thread as many as were last set on any thread (ATen/ParallelOpenMP.cpp),
+and `DataLoader(pin_memory=True, num_workers=2)` sets 1 on its own (torch/utils/data/_utils/pin_memory.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from .. import stream as streams
@@ -31,9 +32,10 @@ def prefetch(
     """Iterate over a loader's batches on `device` (the current CUDA device), the next `depth` copied meanwhile.
 
     A batch is a tensor, or tuples, lists, dicts and named tuples of them to any depth; what is no tensor passes as it
-    is. Host tensors that are not pinned go through `pinned` memory. The current stream waits for a batch by its event,
-    the host does not. An error of the loader comes after the batches before it; leaving the loop early drops the rest.
-    Up to depth + 1 batches are on the device. On a CPU batches pass as they are.
+    is. Host tensors that are not pinned go through `pinned` memory, filled on this thread before the loader is asked
+    again. The current stream waits for a batch by its event, the host does not. An error of the loader comes after the
+    batches before it; leaving the loop early drops the rest. Up to depth + 1 batches are on the device. On a CPU
+    batches pass as they are.
     """
     import torch
 
@@ -49,13 +51,19 @@ def prefetch(
         raise ArgumentError(f"device={device!r}: torch sees no CUDA device", fix='device="cpu", or a CUDA build')
     where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
     if stream is None:
-        stream = streams.create(name="prefetch", device=where)
+        stream = _own_stream(where)
     streams.check(stream)
     if stream.device != where:
         raise ArgumentError(
             f"stream={stream.name!r} is on {stream.device}, device={device!r}", fix="one device for both"
         )
     return _ahead(loader, depth, Stager(torch, where, stream))
+
+
+@functools.cache
+def _own_stream(device: Any) -> Stream:
+    """The stream of all prefetches to a device: torch keeps memory by stream, and another epoch is to use it again."""
+    return streams.create(name="prefetch", device=device)
 
 
 def _check(loader: Any, depth: Any) -> None:
@@ -74,7 +82,7 @@ class Stager:
         self._stream = stream
 
     def stage(self, batch: Any) -> tuple[Any, Event]:
-        """The batch on the device, and the event after its copies; on the staging thread."""
+        """The batch on the device, and the event after its copies."""
         torch = self._torch
         with torch.no_grad(), torch.cuda.stream(self._stream.raw):  # its memory is allocated as that stream's
             moved = mapped(torch, batch, self._moved)
@@ -86,17 +94,16 @@ class Stager:
             return tensor
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return tensor.to(self._device, non_blocking=True)
-        if not tensor.is_pinned():
-            tensor = staged(torch, tensor)
-        made = torch.empty_like(tensor, device=self._device)
-        if not tensor.is_pinned() or made.stride() != tensor.stride():  # over the limit, or a view with gaps
-            made.copy_(tensor, non_blocking=True)
-        else:
+        source = tensor if tensor.is_pinned() else staged(torch, tensor)
+        made = torch.empty_like(source, device=self._device)
+        if source is tensor and tensor.is_pinned() and made.stride() == tensor.stride():
             async_(dst=made, src=tensor, stream=self._stream, wait=False)  # its memory is that stream's
+        else:  # torch keeps a block of its own until it is copied; held by us it would come back a batch later
+            made.copy_(source, non_blocking=True)
         return made
 
     def take(self, batch: Any, done: Event) -> Any:
-        """The batch for the current stream, which waits for it; on the caller's thread."""
+        """The batch for the current stream, which waits for it."""
         tensors: list[Any] = []
         mapped(self._torch, batch, tensors.append)
         done.wait(streams.current(self._device), *tensors)
@@ -104,9 +111,14 @@ class Stager:
 
 
 def staged(torch: Any, tensor: Any) -> Any:
-    """A copy of a host tensor in pinned memory, in the layout `empty_like` would give it."""
-    strides = torch.empty_like(tensor, device="meta").stride()
+    """A copy of a host tensor in pinned memory; over the limit the tensor itself: a pageable copy is no gain."""
     flat = pinned(tensor.numel(), tensor.dtype)
+    return filled(torch, flat, tensor) if flat.is_pinned() else tensor
+
+
+def filled(torch: Any, flat: Any, tensor: Any) -> Any:
+    """A copy of a tensor in the memory `flat`, in the layout `empty_like` would give it."""
+    strides = torch.empty_like(tensor, device="meta").stride()
     return flat.as_strided(tensor.shape, strides).copy_(tensor)
 
 
@@ -130,22 +142,18 @@ def mapped(torch: Any, batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def _ahead(loader: Iterable[Any], depth: int, stager: Any) -> Iterator[Any]:
     """Keep `depth` batches staged beyond the one handed out."""
-    waiting: deque[Future[tuple[Any, Event]]] = deque()
-    failed: BaseException | None = None
+    waiting: deque[tuple[Any, Event]] = deque()
+    failed: Exception | None = None
     source: Iterator[Any] | None = iter(loader)
-    worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-prefetch")
-    try:
-        while source is not None or waiting:
-            while source is not None and len(waiting) <= depth:
-                try:
-                    waiting.append(worker.submit(stager.stage, next(source)))
-                except StopIteration:
-                    source = None
-                except Exception as exc:  # noqa: BLE001 - the loader's, raised where its batch would have come
-                    failed, source = exc, None
-            if waiting:
-                yield stager.take(*waiting.popleft().result())
-        if failed is not None:
-            raise failed
-    finally:  # also where the loop over us was left: GeneratorExit
-        worker.shutdown(wait=True, cancel_futures=True)
+    while source is not None or waiting:
+        while source is not None and len(waiting) <= depth:
+            try:
+                waiting.append(stager.stage(next(source)))
+            except StopIteration:
+                source = None
+            except Exception as exc:  # noqa: BLE001 - raised where its batch would have come
+                failed, source = exc, None
+        if waiting:
+            yield stager.take(*waiting.popleft())
+    if failed is not None:
+        raise failed

@@ -53,9 +53,9 @@ class Pool:
 
         size = math.prod(sizes) * dtype.itemsize
         if not self._reserve(size):
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
         try:
-            made = torch.empty(sizes, dtype=dtype, pin_memory=torch.cuda.is_available())
+            made = torch.empty(sizes, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
         except BaseException:
             self._returned.append(size)
             raise
