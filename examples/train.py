@@ -38,11 +38,11 @@ def job() -> tuple[Copier, torch.Tensor]:
     return Copier(), torch.zeros((32, 64), dtype=torch.int64)
 
 
-def train(steps: int, batch: int, length: int, device: str) -> float:
+def train(steps: int, batch: int, length: int, device: str, fused: bool = False) -> float:
     """The loss after so many steps."""
     torch.manual_seed(0)
     model = Copier().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     loss = torch.zeros(())
     for step in range(steps):
         tokens = torch.randint(0, 256, (batch, length), device=device)
@@ -65,8 +65,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--fused", action="store_true", help="update all weights in one kernel")
     args = parser.parse_args()
-    loss = train(args.steps, args.batch, args.length, args.device)
+    loss = train(args.steps, args.batch, args.length, args.device, args.fused)
     print(f"{args.steps} steps on {args.device}, loss {loss:.3f}")
 
 
