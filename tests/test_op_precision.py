@@ -490,7 +490,7 @@ def test_allowed_limits_the_candidates_but_not_the_last_resort():
     assert choose(a, b, 1e-4, allowed=("bf16",)).precision == "fp32"
 
 
-@pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), float("inf"), 1e-9])
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), float("inf"), 1e-9, "1%"])
 def test_a_tolerance_that_cannot_be_met(tolerance):
     with pytest.raises(ToleranceError, match="error_tolerance"):
         choose(*pair(32, 32, 32), tolerance)

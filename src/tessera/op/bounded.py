@@ -17,6 +17,7 @@ that change their character but not their size in between go unseen.
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -207,9 +208,11 @@ def _checked(
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):  # vectors, as torch.matmul takes them
         a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     lowprec.check(a, b, "fp32", accumulate or "fp32")
-    if not 0 < tolerance < math.inf:
+    if not isinstance(tolerance, numbers.Real) or not 0 < tolerance < math.inf:
         raise ToleranceError(
-            f"error_tolerance={tolerance!r}", why="it is a relative Frobenius error", fix="a positive number, as 1e-2"
+            f"error_tolerance={tolerance!r} is no bound",
+            why="it is the error of the whole result relative to it (Frobenius norms): 0.01 is one percent",
+            fix="a number above 0, such as error_tolerance=1e-2",
         )
     if b.dim() == 2 and a.dim() > 2:
         a = a.reshape(-1, a.shape[-1])
