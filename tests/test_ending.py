@@ -198,6 +198,8 @@ def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, dro
     with subprocess.Popen(
         [sys.executable, "-m", "tessera.profile.launch", plan], cwd=tmp_path, text=True, **pipes
     ) as child:
+        watchdog = threading.Timer(120.0, child.kill)  # a word that does not come must not stop the suite
+        watchdog.start()
         assert child.stdout.readline() == "reading\n"
         child.send_signal(signal.SIGINT)
         while "one moment, writing the trace (Ctrl-C again to drop it)" not in (line := child.stderr.readline()):
@@ -209,6 +211,7 @@ def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, dro
             err = child.stderr.read()
         else:
             _, err = child.communicate("go on\n", timeout=60)
+    watchdog.cancel()
     assert child.wait(60) == 0, "the script's own"
     assert (DROPPED in err) is drop
     with RunFile(tmp_path / "run.tessera") as run:
@@ -216,6 +219,38 @@ def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, dro
         assert (DROPPED in run.notes) is drop
         assert "training" in names(run, "region")
         assert bool(names(run, "op")) is not drop
+
+
+def test_an_interrupt_that_another_thread_is_handed_is_heard_while_a_trace_is_read():
+    """The kernel may give a signal to any thread; Python answers on the main one, once that runs."""
+    heard, answered, reading = [], [], threading.Event()
+    main = threading.main_thread().ident
+
+    def read():
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        answered.append(reading.wait(10))
+
+    def answer(*_):
+        heard.append(threading.get_ident())
+        reading.set()
+
+    before = signal.signal(signal.SIGUSR1, answer)
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        Tracing.end(_Ended([reader]))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [main] and answered == [True]
+
+
+class _Ended:
+    """A tracing that is over but for its readers."""
+
+    begun = False
+
+    def __init__(self, readers):
+        self._readers = readers
 
 
 def test_an_interrupt_of_the_whole_group_keeps_the_trace(tmp_path):

@@ -38,6 +38,9 @@ from .torch_hooks import MainThread, OpenRanges, OtherProfilers, model_runs
 _log = logging.getLogger("tessera")
 
 NEVER = 1 << 62
+# The main thread waits for a reader in pieces of this: a Ctrl-C that the kernel hands to another thread is heard when
+# the main thread next runs Python, which one long wait would put off until the trace is read.
+_LOOK_S = 0.2
 PACED_STEPS = 3
 PACED_NS = 1_000_000_000
 # A window may cost this share of the program's time: opening, closing, exporting and reading it.
@@ -183,7 +186,8 @@ class Tracing:
         if self.begun:
             self.finish()
         for reader in self._readers:
-            reader.join()
+            while reader.is_alive():
+                reader.join(_LOOK_S)
 
     # -- windows ---------------------------------------------------------------------------------------------------
 
