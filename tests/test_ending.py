@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import msgspec
 import pytest
@@ -227,6 +228,7 @@ def test_an_interrupt_that_another_thread_is_handed_is_heard_while_a_trace_is_re
     main = threading.main_thread().ident
 
     def read():
+        time.sleep(0.3)  # by then the main thread waits
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         answered.append(reading.wait(10))
 
