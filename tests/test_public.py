@@ -13,9 +13,9 @@ import tessera.monitor
 from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
-    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "analyze", "errors",
-    "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize", "predict", "profile", "schedule",
-    "schema", "sensors", "stream", "units",
+    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
+    "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor", "op", "optimize", "predict",
+    "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
@@ -122,3 +122,11 @@ def test_submodules_do_not_import_torch() -> None:
     code = "import sys, tessera.monitor, tessera.sensors.discover, tessera.cli.measure; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_what_the_docs_name_is_there_after_import_tessera() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import tessera; print(tessera.rewrite.checkpoint.__name__, tessera.actuators.__name__)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["tessera.rewrite.checkpoint", "tessera.actuators"]

@@ -23,16 +23,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import actuators as actuators
     from . import analyze as analyze
     from . import errors as errors
     from . import estimate as estimate
     from . import event as event
     from . import graph as graph
     from . import hardware as hardware
+    from . import integrations as integrations
     from . import memcpy as memcpy
     from . import monitor as monitor
     from . import op as op
     from . import profile as profile
+    from . import rewrite as rewrite
     from . import schema as schema
     from . import sensors as sensors
     from . import stream as stream
@@ -59,8 +62,8 @@ _LAZY = {
     "schedule": ".runtime.schedule",
 }
 _MODULES = (
-    "analyze", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "profile", "schema",
-    "sensors", "stream", "units",
+    "actuators", "analyze", "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor", "op",
+    "profile", "rewrite", "schema", "sensors", "stream", "units",
 )  # fmt: skip
 
 __all__ = [
@@ -70,18 +73,21 @@ __all__ = [
     "PowerTrace",
     "TesseraError",
     "__version__",
+    "actuators",
     "analyze",
     "errors",
     "estimate",
     "event",
     "graph",
     "hardware",
+    "integrations",
     "memcpy",
     "monitor",
     "op",
     "optimize",
     "predict",
     "profile",
+    "rewrite",
     "schedule",
     "schema",
     "sensors",
