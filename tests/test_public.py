@@ -14,8 +14,8 @@ from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
     "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
-    "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor", "op", "optimize", "predict",
-    "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
+    "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor", "op", "optimize",
+    "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
@@ -125,8 +125,6 @@ def test_submodules_do_not_import_torch() -> None:
 
 
 def test_what_the_docs_name_is_there_after_import_tessera() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import tessera; print(tessera.rewrite.checkpoint.__name__, tessera.actuators.__name__)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    code = "import tessera; print(tessera.rewrite.checkpoint.__name__, tessera.actuators.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tessera.rewrite.checkpoint", "tessera.actuators"]

@@ -62,8 +62,8 @@ _LAZY = {
     "schedule": ".runtime.schedule",
 }
 _MODULES = (
-    "actuators", "analyze", "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor", "op",
-    "profile", "rewrite", "schema", "sensors", "stream", "units",
+    "actuators", "analyze", "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor",
+    "op", "profile", "rewrite", "schema", "sensors", "stream", "units",
 )  # fmt: skip
 
 __all__ = [

@@ -199,6 +199,10 @@ def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> Toler
     )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
 def _checked(
     kind: str, operands: Sequence[Any], tolerance: float, accumulate: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +212,7 @@ def _checked(
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):  # vectors, as torch.matmul takes them
         a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     lowprec.check(a, b, "fp32", accumulate or "fp32")
-    if not isinstance(tolerance, numbers.Real) or not 0 < tolerance < math.inf:
+    if not (_is_number(tolerance) and 0 < tolerance < math.inf):
         raise ToleranceError(
             f"error_tolerance={tolerance!r} is no bound",
             why="it is the error of the whole result relative to it (Frobenius norms): 0.01 is one percent",

@@ -30,8 +30,13 @@ except AttributeError:  # a torch that cannot be asked: everything goes by the d
 
 def straight(x: Any, *others: Any) -> bool:
     """Whether a call with these tensors (None is left out) may leave the dispatcher out; the first decides where."""
+    return unseen(x, *others) and x.is_cuda
+
+
+def unseen(x: Any, *others: Any) -> bool:
+    """The same on any device: plain tensors, and nobody who would see or change the operator."""
     # Modes first: under one of functions every question to a tensor is a call of its own.
-    if _compiling() or not KNOWN or _function_mode() or _dispatch_modes() or not x.is_cuda:
+    if _compiling() or not KNOWN or _function_mode() or _dispatch_modes():
         return False
     # The profiler's flag is the process's, the function its thread's: one started elsewhere may record this thread too.
     if _transforms() or _profiler._is_profiler_enabled or _profiled() or _tracing() is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, MissingExtra, did_you_mean
+from .eager import differentiated, unseen
 from .prepared import find
 from .switches import fp32_products, fp32_sums
 
@@ -55,13 +56,13 @@ def mm(
     if back not in PRECISIONS:
         raise unknown("backward", back)
     if a.dim() == 2 and b.dim() == 2:
-        return product(a, b, precision, accumulate, out, back)
+        return _run(a, b, precision, accumulate, out, back)
     if b.dim() == 2:
-        flat = product(a.reshape(-1, a.shape[-1]), b, precision, accumulate, out, back)
+        flat = _run(a.reshape(-1, a.shape[-1]), b, precision, accumulate, out, back)
         return flat.reshape(*a.shape[:-1], b.shape[-1])
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     many = (x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
-    return product(*many, precision, accumulate, out, back).reshape(*lead, a.shape[-2], b.shape[-1])
+    return _run(*many, precision, accumulate, out, back).reshape(*lead, a.shape[-2], b.shape[-1])
 
 
 def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,8 +104,14 @@ def unknown(name: str, precision: Any) -> ArgumentError:
 # -- the operator that torch sees ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tessera::lowprec_mm", mutates_args=())
-def product(
+def _run(a: torch.Tensor, b: torch.Tensor, *how: Any) -> torch.Tensor:
+    """The operator; its function alone where nobody would see it: an operator's first call imports torch's compiler."""
+    if unseen(a, b) and not differentiated(a, b):
+        return _multiply(a, b, *how)
+    return product(a, b, *how)
+
+
+def _multiply(
     a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: str, out_dtype: torch.dtype, backward: str
 ) -> torch.Tensor:
     """One product, or a batch of them: (m, k) by (k, n), or (batch, m, k) by (batch, k, n)."""
@@ -117,6 +124,9 @@ def product(
         if a.device.type == "cuda":
             return _on_cuda(a, b, precision, accumulate, out_dtype)
         return _emulated(a, b, precision, out_dtype)
+
+
+product = torch.library.custom_op("tessera::lowprec_mm", _multiply, mutates_args=())
 
 
 @product.register_fake
