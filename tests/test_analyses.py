@@ -567,9 +567,14 @@ def test_the_command_prints_json_and_tables() -> None:
      (("collectives", RANKS, "--min-bytes", "64 parsecs"), "unit"), (("memory", "nowhere.json"), "nowhere.json"),
      (("breakdown", RANKS, "--power", RANKS / "rank0.json.gz"), "--power is for one trace")],
 )  # fmt: skip
-def test_wrong_arguments_end_in_2_and_say_why(args: tuple[object, ...], said: str) -> None:
-    told = run(*args)
-    assert told.exit_code == 2 and said in told.output
+def test_wrong_arguments_end_in_2_and_say_why(
+    args: tuple[object, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tessera.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["analyze", *map(str, args)])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_errors_are_spelled_as_they_are_typed() -> None:
@@ -610,9 +615,36 @@ def test_a_run_on_a_cpu_is_told_where_its_operators_are(kind: str) -> None:
     )  # fmt: skip
     found = getattr(analyze, kind)(source)
     assert list(found.missing.values()) == [
-        "nothing ran on a GPU in this run: `tessera report cpu.tessera --by ops` shows its operators"
+        "nothing ran on a GPU in this run: `tessera analyze critical_path cpu.tessera` shows where the time of the CPU "
+        "went, `tessera report cpu.tessera --by ops` where the joules went"
     ]
     assert "47 J" not in str(found)
+
+
+def test_a_breakdown_of_a_cpu_is_one_sentence() -> None:
+    b = Builder()
+    b.add("op", "aten::mm", 0, 1000, thread=1)
+    noted = "torch sees no accelerator here: operators of the CPU are all there is to trace"
+    source = Source("cpu.tessera", b.build(), run=cast(RunFile, object()), notes=[noted, "the file was cut"])
+    title, *said = str(analyze.breakdown(source)).splitlines()
+    assert title == "Where the time of cpu.tessera went"
+    assert " ".join(said) == f"{analyze.breakdown(source).missing['device']} note  the file was cut"
+    shown = analysis.html(analyze.breakdown(source))
+    assert "<b>device</b>" not in shown and "critical_path" in shown
+    trace = analyze.breakdown(b.build()).missing["device"]
+    assert "critical_path TRACE" in trace and "ProfilerActivity.CUDA" in trace
+    assert analyze.critical_path(b.build()).rows  # what it says to run has an answer
+
+
+@pytest.mark.parametrize("kind", ["breakdown", "kernels", "roofline", "critical_path", "stalls"])
+def test_an_empty_trace_is_called_empty(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "e.json"
+    path.write_text('{"traceEvents": []}')
+    _, said = str(getattr(analyze, kind)(path)).split("\n", 1)
+    assert said.replace("\n", " ").startswith("e.json is empty: there is no event in it; record again")
+    only_regions = Builder()
+    only_regions.add("region", "step", 0, 1000, thread=1)
+    assert "it has neither kernels nor operators" in str(getattr(analyze, kind)(only_regions.build()))
 
 
 def test_wrong_values_say_what_is_right(tmp_path: Path) -> None:

@@ -217,6 +217,23 @@ def stepping(hz: float, seconds: float = 30.0) -> tuple[Timeline, PowerTrace]:
     return b.build(), PowerTrace({"gpu0": Column.of(PLAIN, times, seen)}, start_ns=0, end_ns=round(seconds * 1e9))
 
 
+def test_a_step_rate_that_is_not_a_reports_says_why() -> None:
+    b = Builder()
+    at = 0
+    for i in range(20):
+        lasts = 40 * MS if i == 9 else 10 * MS
+        b.add("region", f"step_{i}", at, at + lasts, thread=1)
+        b.add("op", "aten::mm", at, at + lasts, thread=1)
+        at += lasts
+    times = np.arange(0, at, 2 * MS, dtype=np.int64)
+    power = PowerTrace({"gpu0": Column.of(PLAIN, times, np.full(len(times), 300.0))}, start_ns=0, end_ns=at)
+    found = analyze.power(b.build(), power=power)
+    assert found.facts["step_hz"] == pytest.approx(100.0) and "middle step 100 Hz" in str(found)
+    assert any("100 Hz is the rate of the middle step" in n and "of the mean step" in n for n in found.notes)
+    timeline, even = stepping(2.0)
+    assert not any("middle step" in note for note in analyze.power(timeline, power=even).notes)
+
+
 def test_the_dominant_frequency_is_the_step_rate() -> None:
     timeline, power = stepping(2.0)
     found = analyze.power(timeline, power=power)

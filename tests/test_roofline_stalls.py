@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tessera.attribute.work import work_of
 from tessera.errors import ArgumentError
 from tessera.hardware import lookup
 from tessera.profile.counters import merge, ncu
+from tessera.report import run_roofline
 from tessera.timeline import Builder, Launch, Timeline, kineto
 
 DATA = Path(__file__).parent / "data" / "counters"
@@ -153,6 +155,27 @@ def test_a_host_has_a_roofline_too(trained):
     assert {"aten::conv2d", "aten::convolution_backward", "aten::linear"} <= names
     assert all(row["unit"] == "vector.fp32" for row in found if row["name"] == "aten::conv2d")
     assert found.facts["device"] == "epyc-9654"
+
+
+def test_the_words_of_a_roofline_fit_a_host(trained):
+    made, _ = trained
+    found = roofline(made)
+    said = str(found)
+    assert found.facts["on_host"] and "time in operators" in said and "device time" not in said
+    assert "epyc-9654" in found.missing["ceilings"] and "--kind cpu" in found.missing["ceilings"]
+    assert "h200" not in said and "--counters" not in said
+    titles = {c.title for c in roofline(made, arch="epyc-9654").columns}
+    assert "Of memory bandwidth" in titles and "Of HBM" not in titles
+    shown = run_roofline.roofline(roofline(made, arch="epyc-9654"))
+    assert "The operators as a table" in shown and "What binds, by time in operators" in shown
+    words = re.findall(r".{30}kernel.{20}", shown)
+    assert words == [] and "device time" not in shown
+
+
+def test_the_words_of_a_roofline_fit_a_device():
+    found = roofline(timeline(("aten::mm", "[8192,768]bf16 [768,3072]bf16", GEMM, 55.0), watts=600.0))
+    assert not found.facts["on_host"] and "device time" in str(found)
+    assert "The kernels as a table" in run_roofline.roofline(found)
 
 
 def test_a_convolution_without_a_backward_is_read_off_who_takes_its_output():

@@ -274,8 +274,11 @@ def test_a_power_cap_and_dear_steps_are_found(made: Made) -> None:
     capped = [dataclasses.replace(t, throttle=("power cap",)) for t in made.telemetry]
     spent = [row(f"k{i}", 10) for i in range(10)]
     assert [f.kind for f in findings(table(*spent), {"gpu0": capped})] == ["power cap"]
-    steps = [row(f"step_{i}", 50 if i == 0 else 5, "step", 1) for i in range(10)]
-    assert [f.kind for f in findings(table(*spent, steps=steps), {})] == ["outliers"]
+    late, first = ([row(f"step_{i}", 50 if i == at else 5, "step", 1) for i in range(10)] for at in (4, 0))
+    assert [f.kind for f in findings(table(*spent, steps=late), {})] == ["outliers"]
+    assert findings(table(*spent, steps=first), {}) == [], "no mean counts it: the screen says so"
+    guessed = dataclasses.replace(table(*spent, steps=late), basis="modelled")
+    assert findings(guessed, {}) == [], "what is dear there may be the machine's other load"
     assert findings(table(*spent), {}) == []
     assert findings(dataclasses.replace(table(*spent), total_j=math.nan), {}) == []
 
@@ -331,6 +334,18 @@ def test_one_view_and_its_groups(run: RunFile, made: Made) -> None:
     assert "step_11" in steps
     assert not re.search(r"^idle ", steps, re.MULTILINE)  # theirs is in them
     assert "no modules were recorded" in text_of(text(run, made.table, by="modules", timeline=made.timeline))
+
+
+def test_modules_that_were_recorded_are_on_the_screen(run: RunFile, made: Made) -> None:
+    modules = [row(f"nn.Module: h.{i} (Block)", 20.0 - i, "module") for i in range(12)]
+    spent = dataclasses.replace(made.table, modules=[row("nn.Module: Net", 90.0, "module"), *modules])
+    out = text_of(text(run, spent, timeline=made.timeline))
+    assert re.search(r"^module \(10 of 13\) .*\nNet +90.0 ± .*\nh\.0 \(Block\) +20.0 ± ", out, re.MULTILINE)
+    assert "nn.Module" not in out and "a module has what the modules inside it spent" in out
+    assert "module" not in text_of(text(run, made.table, timeline=made.timeline))
+    assert "h.11 (Block)" in text_of(text(run, spent, by="modules", timeline=made.timeline))
+    shown_text = "".join(checked(page(run, spent, timeline=made.timeline)).text)
+    assert "h.11 (Block)" in shown_text and "nn.Module: " not in shown_text
 
 
 def test_names_are_no_markup(made: Made, tmp_path: Path) -> None:
@@ -632,8 +647,9 @@ def test_a_host_alone(tmp_path: Path) -> None:
         b.add("op", "aten::relu", at + 41_000_000, at + 46_000_000, thread=1)
     record(tmp_path / "c.tessera", b.build(), domain=CPU).close()
     with RunFile(tmp_path / "c.tessera") as run:
-        out, _, spent = both(run)
+        out, rendered, spent = both(run)
     assert spent.kernels == ()
+    assert "Region, operator;" in rendered and "kernels beneath" not in rendered
     assert re.search(r"operator.*\n.*aten::addmm +[\d.]+ ± [\d.]+ J", out)
     assert "~" not in out
 

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -564,7 +565,7 @@ def test_an_interrupt_on_the_main_thread_is_not_lost():
             sum(range(100))
 
 
-def test_modules_are_named_as_in_their_parents(path):
+def test_modules_are_named_by_their_paths(path):
     import torch
 
     class Block(torch.nn.Module):
@@ -581,8 +582,74 @@ def test_modules_are_named_as_in_their_parents(path):
     with profile.session(["cpu"], path=path, with_modules=True) as sess:
         block(torch.ones(2, 4))
     found = {r.module for r in sess.records() if r.name == "aten::addmm"}
-    assert found == {"Block/layers.0", "Block/layers.1"}
+    assert found == {"Block/layers.0 (Linear)", "Block/layers.1 (Linear)"}
     assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def module_calls(path, program):
+    """How often each module was called in the rows of a session."""
+    with profile.session(["cpu"], path=path, with_modules=True) as sess:
+        program()
+    called = [r.name.removeprefix("nn.Module: ") for r in sess.records() if r.name.startswith("nn.Module: ")]
+    return dict(Counter(called))
+
+
+def test_modules_of_one_leaf_name_are_rows_of_their_own(path):
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+    found = module_calls(path, lambda: [model(torch.ones(2, 4)) for _ in range(3)])
+    paths = [f"{name} ({type(part).__name__})" for name, part in model.named_modules() if name]
+    assert found == dict.fromkeys(["Sequential", *paths], 3) and "1.0 (Linear)" in found
+
+
+def test_modules_of_two_models_are_not_one(path):
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4)
+            self.loose = [torch.nn.ReLU(), torch.nn.ReLU()]  # torch does not know these
+
+        def forward(self, x):
+            x = self.body(x)
+            return self.loose[1](self.loose[0](x))
+
+    first, second = Net(), Net()
+
+    def program():
+        for _ in range(3):  # the loss is made anew each time: one row all the same
+            torch.nn.MSELoss()(first(torch.ones(2, 4)), second(torch.ones(2, 4)))
+
+    assert module_calls(path, program) == dict.fromkeys(
+        ["Net", "body (Linear)", "ReLU", "ReLU#2", "Net#2", "Net#2.body (Linear)", "ReLU#3", "ReLU#4", "MSELoss"], 3
+    )
+
+
+def test_a_module_called_from_inside_one_its_model_does_not_list_keeps_its_path(path):
+    torch = pytest.importorskip("torch")
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = [inner]
+
+        def forward(self, x):
+            return self.inner[0](x)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4)
+            self.around = [Around(self.body)]
+
+        def forward(self, x):
+            return self.around[0](x)
+
+    net = Net()
+    assert module_calls(path, lambda: net(torch.ones(2, 4))) == {"Net": 1, "Around": 1, "body (Linear)": 1}
 
 
 def test_a_fork_leaves_the_parents_session_alone(path):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from ..errors import ArgumentError, MissingExtra
 from ..schema import EnergyDiff
-from ..units import format_energy
+from ..units import format_energy, format_share
 from . import repeats
 from .compare import side_of
 from .line import Change, Lines, common
@@ -29,7 +29,7 @@ from .matching import aligned
 from .mean_step import counted
 from .per_unit import amount, outside_of, rows_of, span_of, total_of, unit_of
 from .side import UNSTATED, Cell, Side, Span
-from .told import REPEAT, told
+from .told import REPEAT, other_commands, other_machine, told
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"
@@ -79,6 +79,7 @@ class Difference(EnergyDiff):
     runs: tuple[int, int] = (1, 1)
     span: Span = "run"
     outside: Change | None = None
+    commands_differ: bool = False
 
     @property
     def rows(self) -> Sequence[Change]:
@@ -107,7 +108,9 @@ class Difference(EnergyDiff):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        plain = {n: getattr(self, n) for n in ("before", "after", "by", "per", "span", "significant")}
+        plain = {
+            n: getattr(self, n) for n in ("before", "after", "by", "per", "span", "significant", "commands_differ")
+        }
         lists = {n: list(getattr(self, n)) for n in ("basis", "work", "runs", "matched", "notes")}
         rows = {n: [r.to_json() for r in found] for n, found in (("components", self._parts), ("rows", self.rows))}
         sums = {n: None if c is None else c.to_json() for n, c in self._sums().items()}
@@ -163,7 +166,10 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     total = line.of_runs("total", *([total_of(side, unit, span) for side in group] for group in (before, after)))
     rows = line.rows(*_rows(before, after, unit, view, span, notes))
     stepped = unit == "step" and one.steps and two.steps
+    changed = other_commands(one.command, two.command)
     notes = _noted(sides, unit, line, rows, notes, alone=total.significant and len(sides) == 2)
+    moved = [] if changed or one.predicted or two.predicted else other_machine(rows, view)
+    notes = [*changed, *moved, *notes]
     amounts = (amount(one, unit), amount(two, unit))
     return Difference(
         before=_named(before), after=_named(after), by=view, per=unit or "run", span=span, total=total,
@@ -173,6 +179,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
         components=_components(one, two, amounts, total), subgraphs=rows, basis=(one.basis, two.basis), work=amounts,
         runs=(len(before), len(after)), matched=_matched(rows), notes=tuple(notes), note="; ".join(notes),
         views=tuple(v for v in VIEWS if all(side.views.get(v) for side in sides)), common=line.gain,
+        commands_differ=bool(changed),
     )  # fmt: skip
 
 
@@ -225,8 +232,8 @@ def _noted(
     if alone and not (one.predicted or two.predicted):
         said.insert(0, f"the ± is by steps within one run each; what differs from run to run, repeats show: {REPEAT}")
     first = [
-        *said,
         *_batches(one, two, unit),
+        *said,
         *_first(sides, unit),
         *_unstated(one, two, rows),
         *([] if unit else _uneven(one, two)),
@@ -241,11 +248,10 @@ def _batches(one: Side, two: Side, unit: str | None) -> list[str]:
     for other in [u for u in one.work if u != "step" and one.work[u] > 0 and two.work.get(u, 0) > 0]:
         a, b = (side.work[other] / side.work["step"] for side in (one, two))
         if abs(a - b) > 0.01 * max(a, b):
-            said = []
-            for side in (one, two):
-                if not math.isnan(side.total.energy_j):
-                    said.append(format_energy(side.total.energy_j / side.work[other], 3))
-            per = f"; per {other} {' and '.join(said)}" if len(said) == 2 else ""
+            each = [side.total.energy_j / side.work[other] for side in (one, two)]
+            said = [format_energy(joules, 3) for joules in each if joules > 0]  # NaN is not
+            per = f"; per {other} {said[0]} before and {said[1]} after" if len(said) == 2 else ""
+            per += f" ({format_share(each[1] / each[0] - 1.0, signed=True)})" if per else ""
             return [f"a step has {a:,.6g} {other}s before and {b:,.6g} after: steps are not the same work{per}"]
     return []
 

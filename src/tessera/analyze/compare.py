@@ -13,6 +13,7 @@ import dataclasses
 import gzip
 import math
 import re
+import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -182,15 +183,27 @@ def _of_run(source: Source, run: RunFile, table: EnergyTable | None) -> Side:
 
     work = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
     name = f"{name_of(run)} ({source.name})" if source.name.endswith(".tessera") else name_of(run)
+    words = _words(name_of(run)) if run.get("command") or run.get("argv") else []
     if table is None:
         notes = [*source.notes, f"{name} has no power: only time is known"]
         found = timed(source.timeline)
-        return _of_table(found, name, work, notes, span="trace", stepped=stepped(source.timeline, found))
+        by_step = stepped(source.timeline, found)
+        return _of_table(found, name, work, notes, span="trace", stepped=by_step, command=words)
     more: dict[str, Any] = {"span": "run", "stepped": stepped(source.timeline, table, windows_of(run))}
+    more["command"] = words
     if is_partial(run, table):
         all_of_it = whole_of(run, table, source.timeline, run.power(), True, None)
         more["whole"] = Cell(all_of_it.energy_j, all_of_it.error_j, all_of_it.seconds, _NAN, 1, once=True)
     return _of_table(table, name, work, source.notes, _sensed(source, table), **more)
+
+
+def _words(command: str) -> list[str]:
+    """A command as it was typed, word by word; empty where it is only a name."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that is never closed: somebody's own name of a run
+        return []
+    return words if len(words) > 1 else []
 
 
 def timed(timeline: Timeline) -> EnergyTable:
@@ -293,7 +306,7 @@ def _json_table(data: Mapping[str, Any], name: str) -> Side:
     said, run = data.get("answer") or {}, data.get("run")
     work = {p["unit"]: p["amount"] for p in said.get("per_work", ()) if p["unit"] != "step"}
     shown = said.get("name") or (Path(str(data["path"])).name if "path" in data else "")
-    more: dict[str, Any] = {"span": "run" if said or run else "trace"}
+    more: dict[str, Any] = {"span": "run" if said or run else "trace", "command": _words(said.get("name") or "")}
     if isinstance(run, Mapping):
         found = _unknown(run)
         whole = Cell(found["energy_j"], found["energy_error_j"], found["seconds"], _NAN, 1, once=True)

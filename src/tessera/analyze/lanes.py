@@ -24,16 +24,26 @@ SORTS: dict[str, tuple[str, ...]] = {
 """What runs on a device, by the kinds of its rows."""
 LONGEST_NS = 2**61
 """73 years: longer spans are damage, and their sums would not fit 64 bits."""
-NO_DEVICE = "nothing ran on a GPU in this trace; if it did: record with activities=[..., ProfilerActivity.CUDA]"
+NO_ACCELERATOR = "torch sees no accelerator"
+"""How a session notes that it could trace a CPU only; `no_device` says it again, and what to do."""
+_WITH_GPU = "record with activities=[..., ProfilerActivity.CUDA]"
 
 
 def no_device(source: Source) -> str:
-    """What to say of a recording in which nothing ran on a device."""
+    """What to say of a recording in which nothing ran on a device, and what to run instead."""
+    operators = len(source.timeline.rows("op")) > 0
     if source.run is None:
-        return NO_DEVICE
+        if operators:
+            instead = "`tessera analyze critical_path TRACE` shows where the time of the CPU went"
+            return f"nothing ran on a GPU in this trace: {instead}; if a GPU was used: {_WITH_GPU}"
+        known = "it has neither kernels nor operators" if len(source.timeline) else "there is no event in it"
+        return f"{source.name} is empty: {known}; record again, and export the trace after the work is done"
     name = str(getattr(source.run, "path", source.name))
     path = shlex.quote(name) if name.endswith(".tessera") else "RUN"
-    return f"nothing ran on a GPU in this run: `tessera report {path} --by ops` shows its operators"
+    if operators:
+        instead = f"`tessera analyze critical_path {path}` shows where the time of the CPU went"
+        return f"nothing ran on a GPU in this run: {instead}, `tessera report {path} --by ops` where the joules went"
+    return f"this run has neither kernels nor operators: `tessera report {path}` shows what was recorded"
 
 
 def no_power(source: Source) -> str:

@@ -47,6 +47,11 @@ _OF_AN_OP = (Column(key="name", title="Operator"), Column(key="shapes", title="S
 _OF_A_KERNEL = (Column(key="name", title="Kernel"),)
 # A host's rows are operators, and mostly without roofs: what they achieve comes first there.
 _OF_A_HOST = ("calls", "time_s", "share_pct", "flop_per_s", "intensity", "energy_j", "flop_per_j", "bytes_per_s")
+_SAID_OF_A_HOST = (
+    Column(key="share_pct", title="Share", unit="%"), Column(key="hbm_pct", title="Of memory bandwidth", unit="%"),
+    Column(key="bound", title="Bound by", help="the roof at this intensity: compute or memory; cache where more bytes "
+           "a second moved than memory can give"),
+)  # fmt: skip
 _BESIDE_A_KERNEL = (Column(key="op", title="Operator", help="of its longest call; the row has its shapes too"),)
 
 
@@ -61,7 +66,8 @@ def roofline(
     """Each kernel (or operator with its shapes) under the roofs of the chip, those with most device time first.
 
     FLOPs and bytes are from recorded shapes; bytes are measured where counters were merged in. `arch` is a chip of
-    the catalogue ("h200"), a capability ("sm90"), or None for the one the trace names. `facts` has the ceilings.
+    the catalogue ("h200"), a capability ("sm90"), or None for the one the trace names. `facts` has the ceilings, and
+    `on_host`: rows are operators of the CPU where nothing ran on a device.
     """
     if by not in BY:
         raise ArgumentError(f"by={by!r}{did_you_mean(by, BY)}", fix=f"one of: {', '.join(BY)}")
@@ -73,6 +79,7 @@ def roofline(
     roofs = ceilings(device) if device is not None else None
     calls = calls_of(timeline)
     rows = rows_of(timeline, calls, roofs, by)
+    on_host = not len(timeline.device_rows)
     notes = [*source.notes]
     missing: dict[str, str] = {}
     if not len(calls.rows):
@@ -81,7 +88,7 @@ def roofline(
             kind="roofline", title="Roofline", columns=_COLUMNS, rows=[], facts={"by": by}, notes=notes, missing=missing
         )  # fmt: skip
     if device is None:
-        missing["ceilings"] = "the trace does not name its chip: arch='h200' (any of `tessera hardware list`)"
+        missing["ceilings"] = _which_chip(on_host)
     elif roofs is not None and roofs.l2_bytes_per_s is None:
         missing["l2_pct"] = f"the catalogue has no L2 bandwidth of {device.id}"
     if not calls.shapes_recorded:
@@ -89,7 +96,8 @@ def roofline(
     if timeline.energy_j is None:
         missing["energy"] = no_power(source)
     if not np.any(calls.counted):
-        missing["dram_bytes"] = "bytes are the least that shapes ask for; measured: tessera run --counters script.py"
+        how = "of a CPU none are counted" if on_host else "measured: tessera run --counters script.py"
+        missing["dram_bytes"] = f"bytes are the least that shapes ask for; {how}"
     if any(w.family == "attention" for w in calls.works):
         notes.append("attention is counted in full: shapes do not say whether it was causal (then half is computed)")
     known_s = float(calls.seconds[~np.isnan(calls.flops)].sum())
@@ -97,17 +105,23 @@ def roofline(
     if total_s > 0 and calls.shapes_recorded and known_s < 0.995 * total_s:
         notes.append(f"the work of {1.0 - known_s / total_s:.0%} of the time is not known (fused kernels, lists, NCCL)")
     facts = {**(roofs.facts() if roofs else {}), "by": by, "time_s": total_s, "known_time_s": known_s}
-    facts |= _totals(calls, roofs)
-    columns = _columns(by, on_host=not len(timeline.device_rows))
+    facts |= {"on_host": on_host, **_totals(calls, roofs)}
+    columns = _columns(by, on_host=on_host)
     return Result(
         kind="roofline", title="Roofline", columns=columns, rows=rows, facts=facts, notes=notes, missing=missing
     )  # fmt: skip
 
 
+def _which_chip(on_host: bool) -> str:
+    if on_host:
+        return "the trace does not name its CPU: arch='epyc-9654' (any of `tessera hardware list --kind cpu`)"
+    return "the trace does not name its chip: arch='h200' (any of `tessera hardware list`)"
+
+
 def _columns(by: str, *, on_host: bool) -> tuple[Column, ...]:
     if not on_host:
         return (*_OF_AN_OP, *_COLUMNS) if by == "op" else (*_OF_A_KERNEL, *_COLUMNS, *_BESIDE_A_KERNEL)
-    named = {c.key: c for c in _COLUMNS} | {"share_pct": Column(key="share_pct", title="Share", unit="%")}
+    named = {c.key: c for c in _COLUMNS} | {c.key: c for c in _SAID_OF_A_HOST}
     first = tuple(named.pop(key) for key in _OF_A_HOST)
     return (*(_OF_AN_OP if by == "op" else _OF_AN_OP[:1]), *first, *named.values())
 

@@ -12,7 +12,7 @@ from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
 from ..units import format_duration, format_energy
 from .evidence import SAVES, Case, Finding
-from .mean_step import dear
+from .mean_step import counted, dear
 from .names import short
 from .places import LAUNCHING, PREPARING, UNFED
 from .shared import FUNCTION
@@ -111,9 +111,13 @@ def outside(case: Case) -> Finding | None:
 
 
 def outliers(case: Case) -> Finding | None:
-    """Up to a quarter of the steps cost half as much again as the middle one: compilation, autotuning, a slow disk."""
-    steps = case.table.steps
-    if len(steps) < 4:
+    """Up to a quarter of the steps cost half as much again as the middle one: compilation, autotuning, a slow disk.
+
+    Not the first ones, which no mean counts either. Nor on modelled joules: those of a longer step are its time on this
+    machine, whoever else used it.
+    """
+    steps = [case.table.steps[i] for i in counted(case.table.steps).places]
+    if len(steps) < 4 or case.table.basis == "modelled":
         return None
     spent = np.array([s.with_backward_j if s.with_backward_j is not None else s.energy_j for s in steps])
     middle = float(np.median(spent))

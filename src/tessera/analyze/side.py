@@ -94,7 +94,7 @@ class Side:
     step. `span` says what the whole is: a "run" from its start to its end, a "trace" of some part of one, or "" where
     nobody says. `gain` is the share of the joules by which their level may be off, of which `total.error_j` consists
     among others; sides of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones err
-    alike.
+    alike. `command` is what was run, word by word; empty where nobody says.
     """
 
     name: str
@@ -111,6 +111,7 @@ class Side:
     sensors: str = ""
     gain: float = 0.0
     model: str = ""
+    command: Sequence[str] = ()
 
     @property
     def predicted(self) -> bool:

@@ -31,7 +31,7 @@ from ..record import CODE, ON_DEVICE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import EMPTY, Spans, covered_ns, difference, intersection, union
-from .lanes import SORTS, WHERE, Place, launches, named, no_device, no_power, places, spans_of
+from .lanes import NO_ACCELERATOR, SORTS, WHERE, Place, launches, named, no_device, no_power, places, spans_of
 from .result import Column, Result
 from .source import Progress, open_source
 
@@ -80,7 +80,7 @@ def breakdown(
             rows.append({**place.ids, "step": None, **spent.outside(split)})
     if len(found) > 1 and by != "step":
         rows += _summed(rows)
-    notes = list(source.notes)
+    notes = [note for note in source.notes if found or NO_ACCELERATOR not in note]
     if found and (tracing := source.tracing()) is not None and tracing.text:
         notes.append(tracing.text)
     if unlaunched:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..hardware import lookup
 from ..units import format_duration, format_energy, format_power, format_share
 from .alike import watts_error
-from .line import ROUNDING
+from .line import ROUNDING, Change
+from .names import fit
 
 if TYPE_CHECKING:
     from ..schema import EnergyReport
     from .change import Difference, Metric
 
+# A machine that changed moves this share of rows, of their seconds too, by at least this factor; of a few rows nothing
+# can be said.
+_NEARLY, _MOVED, _ENOUGH = 0.8, 1.2, 8
+_LONGEST = 60
 REPEAT = "tessera diff A1 A2 A3 -- B1 B2 B3"
 """How several runs of each are given."""
 
@@ -47,7 +54,55 @@ def told(found: Difference, metric: Metric, share: float | None, sure: bool, fai
     limit = ""
     if fail_above is not None and share is not None:
         limit = f"; {'above' if share > fail_above else 'within'} the limit of {format_share(fail_above)}"
-    return f"{said}, more than noise ({wide}){limit}"
+    other = "; but the commands differ, see the note" if found.commands_differ else ""
+    return f"{said}, more than noise ({wide}){limit}{other}"
+
+
+def other_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """That two commands differ, and in which arguments; nothing where one of them is not known."""
+    if not before or not after or list(before) == list(after):
+        return []
+    one, two = _arguments(before), _arguments(after)
+    # Counted: an argument may be given twice, and in another order it is the same.
+    sides = ((one - two).elements(), (two - one).elements())
+    found = [(fit(" ".join(words), _LONGEST), when) for words, when in zip(sides, ("before", "after"), strict=True)]
+    said = [f"{words} {when}" for words, when in found if words]
+    if not said:
+        return []
+    only = "only " if len(said) == 1 else ""
+    return [f"the commands differ: {only}{', '.join(said)}. So both, and a step of both, may not be the same work"]
+
+
+def _arguments(words: Sequence[str]) -> Counter[str]:
+    """Options with their values, and other words, each as often as it is there: `--batch=64` is `--batch 64`."""
+    found: list[str] = []
+    for word in (part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])):
+        if found and found[-1].startswith("-") and " " not in found[-1] and not word.startswith("-"):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return Counter(found)
+
+
+def other_machine(rows: Sequence[Change], by: str) -> list[str]:
+    """Where nearly all rows moved the same way at the same count of calls, the machine may have changed."""
+    known = [r for r in rows if r.state == "both" and r.kind != "idle" and r.before_s > 0 and r.after_s > 0]
+    alike = [r for r in known if abs(r.before_calls - r.after_calls) <= 0.01 * r.before_calls]
+    whole_s = sum(r.before_s + r.after_s for r in known)  # both: one row may have stalled in either
+    if len(known) < _ENOUGH or len(alike) < _NEARLY * len(known):
+        return []
+    for slower in (True, False):
+        moved = [r for r in alike if (r.after_s > _MOVED * r.before_s if slower else r.before_s > _MOVED * r.after_s)]
+        if len(moved) < _NEARLY * len(known) or sum(r.before_s + r.after_s for r in moved) < _NEARLY * whole_s:
+            continue
+        factors = sorted(max(r.after_s / r.before_s, r.before_s / r.after_s) for r in moved)
+        low, high = factors[len(factors) // 4], factors[-1 - len(factors) // 4]
+        return [
+            f"{len(moved)} of {len(known)} {by} were {'slower' if slower else 'faster'}, half of them {low:.2g} to "
+            f"{high:.2g} times, with as many calls: the machine (its clock, other programs on it) or the size of the "
+            f"inputs may have changed, rather than the code. Repeat both in turn: {REPEAT}"
+        ]
+    return []
 
 
 def _of(found: Difference) -> str:

@@ -31,6 +31,7 @@ from .ties import Work, boundaries
 TOTAL = "all counted"
 # A dominant frequency this near the step rate (or twice, three times it) is it, where the lines are narrower still.
 SAME = 0.02
+ALIKE = 0.005  # two rates this near read alike in the three digits of a report
 Told = Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]
 
 COLUMNS = (
@@ -136,6 +137,7 @@ def power(
     facts = _facts(focus, spikes, level_w, slow, bool(readings), _step_hz(timeline))
     facts = look.facts(name) | facts
     facts["checklist"] = {a.key: a.verdict for a in answers}
+    notes += _of_which_step(timeline, facts["step_hz"])
     notes += [f"{a.question} {a.verdict}: {a.evidence}" for a in answers]
     told_already = () if readings else ("throttle",)
     missing |= {f"checklist: {a.key}": a.needs for a in answers if a.needs and a.key not in told_already}
@@ -335,6 +337,19 @@ def _step_hz(timeline: Timeline | None) -> float | None:
         return None
     apart_s = float(np.median(np.diff(starts))) * 1e-9
     return 1.0 / apart_s if apart_s > 0 else None
+
+
+def _of_which_step(timeline: Timeline | None, step_hz: float | None) -> list[str]:
+    """Why this is not the steps/s of a report, where it is not."""
+    if timeline is None or step_hz is None:
+        return []
+    mean_s = float(np.mean([step.end_ns - step.start_ns for step in timeline.linked.steps])) * 1e-9
+    if abs(mean_s * step_hz - 1.0) < ALIKE:
+        return []
+    return [
+        f"{step_hz:.4g} Hz is the rate of the middle step, to compare frequencies with; the steps/s of a report are of "
+        "the mean step, long and short ones included"
+    ]
 
 
 def _named(peak: Peak | None, step_hz: float | None, s: Spectrum | None) -> str | None:

@@ -174,7 +174,7 @@ def _compiling() -> bool:
 
 
 class ModuleRanges(ModuleHooks):
-    """Notes every `nn.Module` call, named as in its parent: GPT2LMHeadModel, transformer, h.3, attn.
+    """Notes every `nn.Module` call, named by its path in the model and its class: "transformer.h.3.attn (Attention)".
 
     torch's own `with_modules` knows TorchScript's modules only, and the Python tracer, which knows all, slows the
     program several times.
@@ -183,30 +183,26 @@ class ModuleRanges(ModuleHooks):
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
         self._rows: deque[tuple[str, int, int, int]] = deque()  # name, start, end, thread
-        self._paths: dict[int, str] = {}
+        self._models = ModelNames()
         self._local = threading.local()
 
     def _before(self, module: Any, args: Any) -> None:
         if _compiling():
             return
-        stack: list[tuple[int, str, str, int]] = self._local.__dict__.setdefault("stack", [])
-        path = self._paths.get(id(module))
-        if path is None or not stack:  # a root is looked at anew: an address may be another module's by now
-            if not stack:
-                self._paths.update((id(m), p) for p, m in module.named_modules())
-            path = self._paths.setdefault(id(module), "")
-        outer = stack[-1][1] if stack else ""
-        name = path.removeprefix(outer).lstrip(".") if path else ""
-        stack.append((id(module), path, name or type(module).__name__, time.time_ns()))
+        stack: list[tuple[int, dict[int, str], int]] = self._local.__dict__.setdefault("stack", [])
+        names = next((known for _, known, _ in reversed(stack) if id(module) in known), None)
+        if names is None:  # called from outside, or held where its parent does not know it (a plain list)
+            names = self._models.names(module)
+        stack.append((id(module), names, time.time_ns()))
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if _compiling():
             return
         stack = self._local.__dict__.get("stack")
         if stack and stack[-1][0] == id(module):
-            _, _, name, start_ns = stack.pop()
+            _, names, start_ns = stack.pop()
             if self._wanted():
-                self._rows.append((name, start_ns, time.time_ns(), threading.get_native_id()))
+                self._rows.append((names[id(module)], start_ns, time.time_ns(), threading.get_native_id()))
 
     def take(self) -> Timeline:
         """The calls since the last time, as operator rows that are marked as modules."""
@@ -219,6 +215,40 @@ class ModuleRanges(ModuleHooks):
             made.add("op", text, start_ns, end_ns, thread=thread)
         made.meta["modules"] = sorted(names)
         return made.build()
+
+
+class ModelNames:
+    """What the modules of a model are called: their paths as `named_modules` has them, with their classes.
+
+    The model itself has no path, and is called by its class. A second model's paths begin with its class, those of a
+    second one of that class with "Net#2": rows of one name are added up, and two models are not one.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, list[weakref.ref[Any]]] = {}  # by class, in the order of their first calls
+        self._first: weakref.ref[Any] | None = None
+        self._lock = threading.Lock()
+
+    def names(self, model: Any) -> dict[int, str]:
+        """By `id`, good for one call: modules come and go, and an address may be another's in the next."""
+        with self._lock:
+            own = self._own(model)
+            parts = [(path, part) for path, part in model.named_modules() if path]
+            # What has no parts (a loss) needs no prefix, and leaves the short names to the model.
+            if parts and (self._first is None or self._first() is None):
+                self._first = weakref.ref(model)
+            prefix = "" if self._first is not None and self._first() is model else f"{own}."
+        return {id(part): f"{prefix}{path} ({type(part).__name__})" for path, part in parts} | {id(model): own}
+
+    def _own(self, model: Any) -> str:
+        """Its class, with a number from the second one alive: a loss made anew in every step is one row."""
+        kind = type(model).__name__
+        places = self._places.setdefault(kind, [])
+        at = next((i for i, place in enumerate(places) if place() is model), None)
+        if at is None:
+            at = next((i for i, place in enumerate(places) if place() is None), len(places))
+            places[at : at + 1] = [weakref.ref(model)]
+        return kind if at == 0 else f"{kind}#{at + 1}"
 
 
 # -- the main thread, asked from another -----------------------------------------------------------------------------

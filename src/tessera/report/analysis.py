@@ -57,7 +57,7 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("recorded_mean_w", "mean of the recording", "W", ""), ("recorded_j", "energy of the recording", "J", ""),
         ("spikes", "spikes", "", ""), ("spike_threshold_w", "each above", "W", ""), ("spikes_s", "in spikes", "s", ""),
         ("dominant_hz", "strongest frequency", "Hz", ""), ("dominant_is", "which is", "", ""),
-        ("step_hz", "steps", "Hz", ""), ("throttled_s", "throttled", "s", ""), ("throttle_reasons", "by", "", ""),
+        ("step_hz", "middle step", "Hz", ""), ("throttled_s", "throttled", "s", ""), ("throttle_reasons", "by", "", ""),
     ),
     "roofline": (
         ("device_name", "chip", "", ""), ("hbm_bytes_per_s", "memory bandwidth", "B/s", ""),
@@ -77,6 +77,8 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("energy_j", "energy of the trace", "J", ""), ("time_s", "time", "s", ""), ("basis", "joules are", "", ""),
     ),
 }  # fmt: skip
+
+_OF_A_CPU = {"device time": "time in operators"}  # where the rows are operators of the host
 
 
 def value(given: Any, unit: str = "") -> str:
@@ -134,9 +136,22 @@ def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> Rendera
         parts += _paragraphs(result, top) if result.kind == "advise" else [_table(result, result.rows[:top], width)]
         if len(result.rows) > top:
             parts.append(Text(f"{top} of {len(result.rows)} rows", style="dim"))
+    elif reason := _reason(result):
+        parts.append(Text(reason, style="yellow"))
     parts += [Text(f"note  {_plain(note)}", style="yellow") for note in _notes(result)]
-    parts += [Text(f"missing  {_plain(what)}: {_plain(fix)}", style="yellow") for what, fix in result.missing.items()]
+    parts += [Text(f"missing  {_plain(what)}: {_plain(fix)}", style="yellow") for what, fix in _missing(result)]
     return Group(*parts)
+
+
+def _reason(result: Result) -> str | None:
+    """Why there is no row, where one thing that is missing says it all: a sentence that stands for the rows."""
+    reasons = list(result.missing.values())
+    return _plain(reasons[0]) if not result.rows and len(reasons) == 1 else None
+
+
+def _missing(result: Result) -> list[tuple[str, str]]:
+    """What could not be answered, but for what is said already."""
+    return [] if _reason(result) else list(result.missing.items())
 
 
 def _paragraphs(result: Result, top: int) -> list[RenderableType]:
@@ -241,7 +256,8 @@ def _facts(result: Result) -> list[tuple[str, str]]:
         if given is None or given == "" or _says_nothing(key, given) or (given == 0 and not result.rows):
             continue
         said = _cell(Column(key=key, title=label, unit=unit), {key: given, error_of(key): error})
-        found.append((label, said if of is None else f"{said} ({value(of, '%')})"))
+        shown = _OF_A_CPU.get(label, label) if result.facts.get("on_host") else label
+        found.append((shown, said if of is None else f"{said} ({value(of, '%')})"))
     return found
 
 
@@ -289,8 +305,10 @@ def html(result: Result, *, top: int = 50) -> str:
         parts.append(_html_table(result, result.rows[:top]))
         if len(result.rows) > top:
             parts.append(f"<p>{top} of {len(result.rows)} rows: to_frame() has all of them</p>")
+    elif reason := _reason(result):
+        parts.append(f"<p class='n'>{escape(reason)}</p>")
     parts += [f"<p class='n'>{escape(_plain(note))}</p>" for note in _notes(result)]
-    parts += [f"<p class='n'><b>{escape(what)}</b> {escape(_plain(fix))}</p>" for what, fix in result.missing.items()]
+    parts += [f"<p class='n'><b>{escape(what)}</b> {escape(_plain(fix))}</p>" for what, fix in _missing(result)]
     return f"<div class='tessera-a'>{''.join(parts)}</div>"
 
 

@@ -29,6 +29,7 @@ from .screen import Console
 from .text import plain_table, with_error
 
 TOP = 12
+_FACTOR = 20.0  # from here on percents are read as factors anyway, and are too wide for a column
 _SHOW = {
     "J": (format_energy, parse_energy),
     "s": (format_duration, parse_duration),
@@ -121,11 +122,13 @@ def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> 
 
 
 def percent(share: float | None, *, state: str = "both") -> str:
-    """A signed share; "new", "gone" and "not stated" where there is none."""
+    """A signed share, or how many times as much; "new", "gone" and "not stated" where there is none."""
     if state != "both":
         return {"new": "new", "vanished": "gone", "unstated": "not stated"}[state]
     if share is None:
         return "-"
+    if share >= _FACTOR:
+        return f"{share + 1.0:,.0f} x"
     return format_share(share, signed=True)
 
 

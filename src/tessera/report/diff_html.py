@@ -44,6 +44,9 @@ _STYLE = """
 .more { color: var(--power); } .less { color: var(--good); } .noise, .unsure, .unknown { color: var(--dim); }
 .pair.noise { opacity: .5; } .pairs .name.noise, tr.noise td { color: var(--dim); }
 @media (max-width: 700px) { .pairs { grid-template-columns: 96px 1fr max-content; gap: 7px 8px; font-size: 12.5px; } }
+/* Ten columns in the width of a small screen: heads wrap, and so does the verdict, which stands last and was cut. */
+.sort th { white-space: normal; vertical-align: bottom; } .sort td.name { max-width: 300px; }
+.sort td:last-child { white-space: normal; min-width: 8em; padding-right: 0; }
 .tile.wide { min-width: 230px; } .tile .now { display: block; margin-top: 2px; font-size: 13.5px; color: var(--ink); }
 .tile .now.more { color: var(--power); } .tile .now.less { color: var(--good); }
 .tile .now.noise, .tile .now.same, .tile .now.unsure { color: var(--dim); }
@@ -63,7 +66,7 @@ def page(found: Difference, *, verdict: Verdict | None = None) -> str:
     """One HTML file. It needs nothing but itself."""
     said = verdict or found.verdict()
     title = fit(f"{found.before} → {found.after}", 80)
-    parts = [_header(found), _warning(found), _said(said), _pairs(found), _table(found), _origin(found)]
+    parts = [_header(found), _warning(found), _said(found, said), _pairs(found), _table(found), _origin(found)]
     # The script of a run's page sorts and filters; with no timeline on the page that is all it does.
     return document(f"{title} - tessera diff", "".join(parts), style=_STYLE)
 
@@ -135,12 +138,13 @@ def _tile(f: Figure) -> str:
     )
 
 
-def _said(verdict: Verdict) -> str:
+def _said(found: Difference, verdict: Verdict) -> str:
     kind = " bad" if verdict.failed or (verdict.significant and (verdict.share or 0.0) > 0) else ""
     kind = kind or ("" if verdict.significant else " calm")
     head = "Failed" if verdict.failed else "Verdict"
     text = verdict.text[:1].upper() + verdict.text[1:]
-    return f"<section class='do{kind}'><b>{head}</b><p>{escape(text)}.</p></section>"
+    note = f"<p>Note: {escape(found.notes[0])}.</p>" if found.commands_differ else ""  # the others are further down
+    return f"<section class='do{kind}'><b>{head}</b><p>{escape(text)}.</p>{note}</section>"
 
 
 def _pairs(found: Difference) -> str:

@@ -14,6 +14,7 @@ from ..analyze.answer import Answer, mean_w
 from ..analyze.names import distinct, fitted
 from ..analyze.shared import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
+from ..timeline.rows import MODULE
 from ..units import format_duration, format_energy, format_power, format_share
 from .screen import Console
 from .text import with_error
@@ -100,9 +101,9 @@ def mark(group: int | None) -> str:
 
 
 def shown_names(rows: Sequence[EnergyRow], view: str) -> dict[str, str]:
-    """What the rows of a view are called: kernels and groups short, none of them twice."""
+    """What the rows of a view are called: kernels and groups short, modules by their paths, none of them twice."""
     kind = {"kernels": "kernel", "groups": "group", "ops": "op", "regions": "region"}.get(view)
-    return distinct((r.name for r in rows), kind) if kind else {r.name: r.name for r in rows}
+    return distinct((r.name for r in rows), kind) if kind else {r.name: r.name.removeprefix(MODULE) for r in rows}
 
 
 def spenders(

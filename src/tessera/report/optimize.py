@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
@@ -19,7 +20,8 @@ def text(found: Optimized, top: int = 20) -> str:
     lines = [f"runs as: {found.chosen}"]
     lines += [_way(way, found.chosen) for way in found.ways]
     shown = found.rewrites[:top]
-    lines += [f"  {line(rewrite)}" for rewrite in shown]
+    # A reason that is a note as well stands there, once.
+    lines += [f"  {line(replace(r, why='') if r.why in found.notes else r)}" for r in shown]
     if len(found.rewrites) > top:
         lines.append(f"  ... and {len(found.rewrites) - top} more")
     trace = found.trace

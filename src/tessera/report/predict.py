@@ -15,7 +15,7 @@ from ..schema import DiffRow, EnergyDiff, EnergyReport, Opportunity
 from ..units import format_bytes, format_duration, format_energy
 from .narrow import Column, Fitted, Pieces, fitting, table_of
 from .predict_parts import (
-    BOUNDS,
+    bound_text,
     chip_name,
     components,
     consumers,
@@ -24,6 +24,7 @@ from .predict_parts import (
     power_text,
     row_name,
     setting,
+    ties,
     time_text,
 )
 from .screen import Console
@@ -104,9 +105,7 @@ def _facts(report: EnergyReport) -> Table:
         return table
     if of.peak_memory_bytes is not None:
         table.add_row("memory", memory_text(of.peak_memory_bytes, of.memory_capacity_bytes))
-    share = of.average_utilization
-    utilised = f"{share:.0%} of the tighter roof reached" if share >= 0.01 else "under 1% of the tighter roof reached"
-    table.add_row("bound by", f"{BOUNDS.get(of.bound, of.bound)}; {utilised}")
+    table.add_row("bound by", bound_text(report))
     return table
 
 
@@ -215,6 +214,8 @@ def comparison(found: Sweep, *, next_command: str | None = None, width: int = 10
     ending = plain_table()
     for label, row in choices(found):
         ending.add_row(label, choice_text(row))
+    for sentence in ties(found):
+        ending.add_row("note", Text(sentence, style="yellow"))
     return Group(*parts, Text(""), ending, *_following(next_command))
 
 

@@ -23,6 +23,7 @@ _INDEX = re.compile(r"(?:(?<=[._])|^)\d+(?=\.)")
 
 BOUNDS = {
     "host": "the host: the device waits for launches",
+    "dispatch": "dispatch: PyTorch's own work before each operator",
     "compute": "arithmetic",
     "memory": "memory bandwidth",
     "overhead": "overhead: kernels too small to fill the chip",
@@ -155,6 +156,25 @@ def setting(report: EnergyReport) -> str:
         return report.total.source
     parts = [of.precision or "precision as it is", of.mode, of.launch, f"batch {of.batch}" if of.batch else ""]
     return ", ".join(part for part in parts if part)
+
+
+def bound_text(report: EnergyReport) -> str:
+    """What bounds a prediction, and how much of the tighter roof is reached, where somebody checked such a share."""
+    of = report.prediction
+    if of is None:
+        return ""
+    said = BOUNDS.get(of.bound, of.bound)
+    if _kind(of.device) == "cpu":  # its share would be a GPU's efficiency under another name
+        return said
+    share = of.average_utilization
+    return f"{said}; {f'{share:.0%}' if share >= 0.01 else 'under 1%'} of the tighter roof reached"
+
+
+def _kind(device: str) -> str | None:
+    try:
+        return lookup(device).kind
+    except ArgumentError:
+        return None
 
 
 def origin(report: EnergyReport) -> list[tuple[str, str]]:

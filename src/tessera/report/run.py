@@ -212,6 +212,10 @@ def _tables(said: Answer, table: EnergyTable, width: int, by: str | None, top: i
             spenders(rows, view, width=width, total=len(found), idle=rest_row(said, view)),
             *legend(rows),
         ]
+    if said.modules:
+        rows = list(said.modules[: top or 2 * TOP])
+        inside = Text("a module has what the modules inside it spent, and the backward pass of both", style="dim")
+        parts += [Text(""), spenders(rows, "modules", width=width, total=len(said.modules)), inside]
     if shared and (said.ops or said.kernels):
         parts.append(Text(f"~ shared out by {said.shared_by}: a model, without an interval", style="yellow"))
     return parts

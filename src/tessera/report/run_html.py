@@ -66,7 +66,7 @@ def page(
         _header(said),
         _findings(said),
         _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, said),
-        _tree(stack_tree(stacks) if stacks else icicle(lines, table), bool(stacks)),
+        _tree(stack_tree(stacks) if stacks else icicle(lines, table), bool(stacks), bool(view.rows)),
         tables(table, said),
         steps(table),
         *(section(results[kind]) for kind, section in _SECTIONS.items() if kind in results),
@@ -183,8 +183,9 @@ def _timeline(rows: int, merged: int, any_lines: bool, one: bool, said: Answer) 
     buttons = "".join(
         f"<button type='button' id='{name}'>{text}</button>" for name, text in _ROW_TOOLS if name != "zoom-one" or one
     )
+    beneath = f" with {rows} kernels beneath" if rows else ""
     label = (
-        f"Power over time with {rows} kernels beneath; {joules(said.whole.energy_j, said.whole.error_j)} in all. "
+        f"Power over time{beneath}; {joules(said.whole.energy_j, said.whole.error_j)} in all. "
         "The tables below have the same numbers."
     )
     drawn = f"{rows:,} kernels"
@@ -201,13 +202,14 @@ def _timeline(rows: int, merged: int, any_lines: bool, one: bool, said: Answer) 
     )
 
 
-def _tree(tree: Node, sampled: bool) -> str:
+def _tree(tree: Node, sampled: bool, kernels: bool) -> str:
     if not tree.children or not tree.energy_j > 0:
         return ""
     cells: list[str] = []
     depth = _cells(tree, 0, 0.0, tree.energy_j, cells)
     height = (depth + 1) * _LEVEL_PX
-    what = "Python functions as sampled, callers on top" if sampled else "Region, operator, kernel"
+    nested = "Region, operator, kernel" if kernels else "Region, operator"
+    what = "Python functions as sampled, callers on top" if sampled else nested
     return (
         "<section><h2>Where the joules went</h2>"
         f"<div class='icicle' style='height:{height}px' role='group' aria-label='Joules: {what}'>"

@@ -34,7 +34,7 @@ def roofline(result: Result) -> str:
                              facts.get("best_bytes_per_j"), used))  # fmt: skip
     return (
         f"<section id='roofline'><h2>Roofline</h2><p>{prose(_said(result, drawn))}</p><div class='panels'>"
-        f"{''.join(panels)}</div>{note(_caption(result, len(drawn)))}{_table(rows)}"
+        f"{''.join(panels)}</div>{note(_caption(result, len(drawn)))}{_table(rows, _row_is(result))}"
         f"{''.join(note(n) for n in result.notes[-2:])}</section>"
     )
 
@@ -54,8 +54,14 @@ def _said(result: Result, drawn: Sequence[tuple[int, Mapping[str, Any]]]) -> str
     shares = sorted(held.items(), key=lambda kv: -kv[1])
     words = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares if seconds > 0.005 * total)
     mfu = result.facts.get("mfu_pct")
-    reached = f" The whole device time reached {mfu:.0f}% of the peak FLOP/s." if isinstance(mfu, (int, float)) else ""
-    return f"What binds, by device time: {words}.{reached}" if words else reached.strip()
+    time = {"kernel": "device time", "operator": "time in operators"}[_row_is(result)]
+    reached = f" The whole {time} reached {mfu:.0f}% of the peak FLOP/s." if isinstance(mfu, (int, float)) else ""
+    return f"What binds, by {time}: {words}.{reached}" if words else reached.strip()
+
+
+def _row_is(result: Result) -> str:
+    """What a row is: of a CPU there are operators only, and no column says whose they are."""
+    return "kernel" if any(c.key == "op" for c in result.columns) else "operator"
 
 
 def _caption(result: Result, drawn: int) -> str:
@@ -66,7 +72,7 @@ def _caption(result: Result, drawn: int) -> str:
         if chip
         else "There are no lines: what this chip can do at most is not known."
     )
-    what = "a kernel" if any(c.key == "op" for c in result.columns) else "an operator"
+    what = {"kernel": "a kernel", "operator": "an operator"}[_row_is(result)]
     out = (
         f"A point is {what}, its area its joules (its time where there are none), its colour as above. {lines} "
         "Hover for figures, click for the row."
@@ -108,7 +114,7 @@ def _panel(
     ys = [p[1] for p in points] + [1.3 * v for v in flat.values()]
     axes = _Axes(xs, ys)
     lines, labels = _ceilings(axes, flat, slope, unit)
-    label = f"Roofline by {title.lower()}: {len(points)} kernels; the table below has the same numbers"
+    label = f"Roofline by {title.lower()}: {len(points)} points; the table below has the same numbers"
     return (
         f"<figure class='plot'><svg class='roof' viewBox='0 0 {SIZE[0]} {SIZE[1]}' role='group' tabindex='0' "
         f"aria-label='{escape(label)}'>{_grid(axes, unit)}<g>{lines}</g>"
@@ -225,16 +231,16 @@ def _reach(points: Sequence[Point], unit: str, flat: Mapping[str, float], slope:
 # -- the same as a table --------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    columns = (("kernel", False), ("energy", True), ("time", True), ("FLOP/B", True), ("FLOP/s", True),
+def _table(rows: Sequence[tuple[int, Mapping[str, Any]]], row_is: str) -> str:
+    columns = ((row_is, False), ("energy", True), ("time", True), ("FLOP/B", True), ("FLOP/s", True),
                ("of its roof", True), ("bound by", False), ("FLOP/J", True), ("of the best", True),
                ("bytes", False))  # fmt: skip
     body = "".join(_row(i, r) for i, r in rows[:ROWS])
     more = note(f"and {len(rows) - ROWS:,} more") if len(rows) > ROWS else ""
     return (
-        "<details class='rows'><summary>The kernels as a table</summary><div class='scroll'><table class='sort'>"
-        f"<caption class='sr'>Kernels under the roofs</caption>{head(columns, 'time')}<tbody>{body}</tbody></table>"
-        f"</div>{more}</details>"
+        f"<details class='rows'><summary>The {row_is}s as a table</summary><div class='scroll'><table class='sort'>"
+        f"<caption class='sr'>{row_is.capitalize()}s under the roofs</caption>{head(columns, 'time')}"
+        f"<tbody>{body}</tbody></table></div>{more}</details>"
     )
 
 

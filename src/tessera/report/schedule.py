@@ -12,8 +12,7 @@ def schedule_text(report: ScheduleReport) -> str:
     lines += [_held(report, zone) for zone in report.zones]
     if report.how == "token_bucket":
         lines.append(
-            f"waited {format_duration(report.waited_s)} in {report.waits} waits {report.where or ''}: adds at most "
-            f"{report.slowdown:.1%} to the time"
+            f"waited {format_duration(report.waited_s)} in {report.waits} waits {report.where or ''}: {_cost(report)}"
         )
     if report.tokens is not None:
         lines.append(_tokens(report.tokens))
@@ -25,7 +24,7 @@ def schedule_text(report: ScheduleReport) -> str:
 def _asked(report: ScheduleReport) -> str:
     if report.cap is None:
         return "no cap"
-    scope = "all of this node's processes" if report.cap.scope == "node" else "each GPU"
+    scope = _capped(report)
     if report.how == "driver":
         return f"cap {format_power(report.cap.power_w)} for {scope}, held by the driver"
     if report.window_s is None:
@@ -37,15 +36,31 @@ def _asked(report: ScheduleReport) -> str:
     )
 
 
+def _capped(report: ScheduleReport) -> str:
+    """Whose watts are capped."""
+    if report.cap is not None and report.cap.scope == "node":
+        return "all of this node's processes"
+    if any(zone.zone == "cpu" for zone in report.zones):
+        return "this machine's CPUs together"
+    return "each GPU" if report.zones or report.how == "driver" else "each GPU, or the CPUs of a machine without one"
+
+
+def _cost(report: ScheduleReport) -> str:
+    """What waiting adds; as a factor where percents are hard to read."""
+    if report.slowdown < 1.0:
+        return f"adds at most {report.slowdown:.1%} to the time"
+    return f"the time is at most {1.0 + report.slowdown:.3g} times as long"
+
+
 def _held(report: ScheduleReport, zone: ZoneReport) -> str:
     name = zone.zone if zone.zone not in ("cpu", "node") else f"{zone.zone} ({', '.join(zone.domains) or 'no sensor'})"
     if zone.mean_w is None:
         return f"{name}: too short to tell"
     parts = [f"{name}: mean {_against(report, zone.mean_w)}"]
     if zone.peak_w is not None:
-        parts.append(f"worst window {_against(report, zone.peak_w)}")
+        parts.append(f"highest window {_against(report, zone.peak_w)}")
     elif zone.first_peak_w is not None:
-        parts.append(f"worst window of the first second {_against(report, zone.first_peak_w)}")
+        parts.append(f"highest window of the first second {_against(report, zone.first_peak_w)}")
     parts.append(f"{format_energy(zone.energy_j)} in {format_duration(zone.seconds)}, {zone.basis}")
     return ", ".join(parts)
 
@@ -62,4 +77,6 @@ def _tokens(tokens: TokenReport) -> str:
 
 def _against(report: ScheduleReport, power_w: float) -> str:
     cap_w = report.cap.power_w if report.cap else power_w
-    return f"{format_power(power_w)} ({power_w / cap_w - 1:+.1%})"
+    off = power_w / cap_w - 1
+    where = "at the cap" if abs(off) < 0.0005 else f"{abs(off):.1%} {'above' if off > 0 else 'below'} the cap"
+    return f"{format_power(power_w)} ({where})"
