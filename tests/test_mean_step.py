@@ -51,6 +51,7 @@ def stepped(joules: list[float], seconds: list[float]) -> EnergyTable:
     [
         ([1.0] * 5, 0), ([9.0, 1.0, 1.0], 1), ([9.0, 4.0, 1.0, 1.0, 1.0], 2), ([9.0, 1.0], 0), ([9.0], 0), ([], 0),
         ([1.4, 1.0, 1.0], 0), ([1.0, 9.0, 1.0, 1.0], 0), ([9.0, 1.0, 9.0, 1.0, 1.0], 1),
+        ([9.0] * 6 + [1.0] * 9, 3), ([9.0] * 20 + [1.0] * 80, 10),
     ],
 )  # fmt: skip
 def test_dear_steps_are_left_out_where_the_run_begins_with_them(spent: list[float], first: int) -> None:

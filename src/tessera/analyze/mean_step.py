@@ -19,6 +19,8 @@ from .stepwise import wall
 
 DEAR = 1.5
 """A step is dear where it costs more than this many times the middle one: it compiles, tunes, or waits for a disk."""
+SETTLES = 3
+"""So many first steps may be left out, or a tenth of them: more dear ones are how the program runs."""
 FEWEST = 3
 """Of fewer steps none is the middle one."""
 Floats = NDArray[np.float64]
@@ -85,7 +87,7 @@ def counted(steps: Sequence[EnergyRow]) -> Counted:
         high, known = dear(np.array([wall(s) for s in steps])), list(range(len(steps)))
     else:
         high = dear(np.array([steps[i].energy_j for i in known]))
-    begin = int(np.argmin(high)) if len(high) else 0
+    begin = min(int(np.argmin(high)), max(SETTLES, len(high) // 10)) if len(high) else 0
     places = set(known)
     unseen = [s for i, s in enumerate(steps) if i not in places]
     return Counted(known[begin:], [steps[i] for i in known[:begin]], unseen)
