@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.runtime.bucket import MIN_DUTY, SHARED_S, TARGET, Bucket, Cap, Command, Controller
+from tessera.runtime.bucket import AGAIN_S, MIN_DUTY, SHARED_S, STUCK_DUTY, TARGET, Bucket, Cap, Command, Controller
 from tessera.runtime.meter import FIRST_S, Meter, Reading
 from tessera.runtime.pace import HostPacer
 from tessera.runtime.zone import Zone, figures
@@ -393,6 +394,66 @@ def test_a_cap_below_idle_is_said_with_its_floor():
     assert "cannot be held" in made.zone.notes["floor"]
     assert made.plant.done > 100  # it still runs
     assert made.zone.command.duty == pytest.approx(MIN_DUTY)
+
+
+def resting(power_w, *, seconds=0.1, stuck_duty=STUCK_DUTY):
+    """A controller under 5 W whose work waits while so many watts are drawn, for a number of readings."""
+    controller = Controller(Cap(5.0, 0.2), idle_w=4.0, burst_w=20.0, stuck_duty=stuck_duty)
+    for watts in power_w:
+        controller.observe(watts, seconds, duty=MIN_DUTY, moved=False, rested=True)
+    return controller
+
+
+def test_what_others_draw_is_told_by_the_first_wait_and_work_goes_on():
+    assert resting([8.0] * 4).floor_w is None
+    found = resting([8.0, 7.0, 8.0, 7.0, 8.0])
+    assert found.floor_w == pytest.approx(7.6) and found.command.duty == pytest.approx(STUCK_DUTY)
+    assert resting([8.0] * 3 + [4.9] + [8.0] * 4).floor_w is None  # the others paused: the cap can be held
+    board = resting([8.0] * 6, stuck_duty=MIN_DUTY)  # of a GPU waiting goes on: what it saves is the board's
+    assert board.floor_w == pytest.approx(8.0) and board.command.duty < 0.1
+
+
+def test_whether_others_have_gone_is_looked_at_again():
+    found = resting([8.0] * 5)
+    for _ in range(round(AGAIN_S / 0.1) + 1):  # at work for half of the time
+        assert found.command.duty >= STUCK_DUTY
+        found.observe(9.0, 0.1, duty=0.5)
+    assert found.command.duty < 0.1
+    for _ in range(100):  # they have: the cap is held by what the work draws
+        found.observe(4.0 + 16.0 * found.command.duty, 0.1, duty=found.command.duty)
+    assert 4.0 + 16.0 * found.command.duty == pytest.approx(5.0 * TARGET, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("cpu", "the CPUs of this machine draw 5.21 W"), ("gpu0", "the GPU draws 5.21 W with 2% of")]
+)
+def test_a_cap_that_is_too_low_is_said_of_what_is_capped_with_digits_that_differ(key, says):
+    said = Zone(key, [key], [])._too_low(Cap(5.0, 0.2), 5.2142)
+    assert said.startswith(f"{key}: 5 W cannot be held: {says}") and "Raise the cap above 5.21 W" in said
+
+
+def test_a_host_rests_while_all_its_threads_wait():
+    time = Time()
+    seen = []
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        seen.append(pacer.passed().resting_ns)
+
+    pacer = HostPacer(time.clock, sleep)
+    pacer.obey(Command(9.0, 0.001))
+    pacer.point(restart=True)
+    time.sleep(0.01)
+    began = time.clock()
+    pacer.point()
+    assert set(seen) == {began} and pacer.passed().resting_ns is None
+    other = threading.Thread(target=lambda: pacer.point(restart=True))  # it may be at work, whatever the first does
+    other.start()
+    other.join()
+    seen.clear()
+    time.sleep(0.01)
+    pacer.point()
+    assert seen and set(seen) == {None}
 
 
 def test_the_tightest_of_several_caps_holds_and_the_next_after_it():

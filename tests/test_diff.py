@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from tessera import analyze
 from tessera.analyze.change import Difference
+from tessera.analyze.compare import side_of
 from tessera.analyze.line import Change
 from tessera.analyze.matching import operator
+from tessera.analyze.side import Side
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.diff import command
 from tessera.errors import ArgumentError, RecordingError
@@ -151,8 +153,61 @@ def test_an_error_that_both_have_is_not_in_their_difference() -> None:
 def test_steps_of_different_size_are_told_apart() -> None:
     found = analyze.diff(measured(10.0, step=10, sample=80), measured(20.0, step=10, sample=160))
     assert any("a step has 8 samples before and 16 after" in n for n in found.notes)
+    dearer = analyze.diff(measured(10.0, step=10, sample=80), measured(22.0, step=10, sample=160))
+    assert "per sample 125 mJ before and 138 mJ after (+10.0%)" in dearer.notes[0]
     assert not any("a step has" in n for n in analyze.diff(measured(10.0, step=10, sample=80),
                                                           measured(20.0, step=20, sample=160)).notes)  # fmt: skip
+
+
+def ran(command: str, factors: list[float], *, calls: int = 10) -> Side:
+    """A run of a command whose operators take so many times 10 ms, in steps that do not scatter."""
+    given = table({f"op{i}": f for i, f in enumerate(factors)}, steps=[sum(factors)] * 4)
+    rows = [dataclasses.replace(r, time_s=0.01 * r.energy_j, calls=calls) for r in given.ops]
+    side = side_of(dataclasses.replace(given, ops=rows))
+    return dataclasses.replace(side, command=command.split(), name=command)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("python t.py --batch 32", "python t.py --batch 64", "--batch 32 before, --batch 64 after"),
+        ("python t.py --batch=32", "python t.py --batch 64 -v", "--batch 32 before, --batch 64 -v after"),
+        ("python t.py", "python t.py --batch 64", "only --batch 64 after"),
+        ("python t.py -v --batch 32", "python t.py --batch=32 -v", None),
+        ("", "python t.py --batch 64", None),
+    ],
+)
+def test_arguments_that_differ_are_named_first(before: str, after: str, said: str | None) -> None:
+    found = analyze.diff(ran(before, [1.0] * 9), ran(after, [2.0] * 9))
+    assert found.commands_differ == (said is not None) == ("the commands differ" in found.verdict().text)
+    assert said is None or f"the commands differ: {said}. " in found.notes[0]
+    assert said is None or found.notes[0].replace("'", "&#x27;") in page(found).split("largest first")[0]
+
+
+def test_the_command_of_a_run_file_is_known(tmp_path: Path) -> None:
+    assert side_of(table({"mm": 1.0})).command == ()
+    synthetic_run.make(4).write(tmp_path / "c.tessera", command=["python", "t.py", "--batch", "64"]).close()
+    assert side_of(tmp_path / "c.tessera").command == ["python", "t.py", "--batch", "64"]
+
+
+def test_a_machine_that_changed_is_told_from_a_program_that_did() -> None:
+    def notes(before: list[float], after: list[float], **more: int) -> list[str]:
+        found = analyze.diff(ran("python t.py", before), ran("python t.py", after, **more))
+        return [n for n in found.notes if "the machine" in n]
+
+    slow = [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 18.0, 1.0]  # nearly all
+    (said,) = notes([1.0] * 9, slow)
+    assert "8 of 9 ops were slower, half of them 5 to 8 times" in said
+    assert "faster" in notes(slow, [1.0] * 9)[0]
+    assert not notes([1.0] * 9, [4.0] * 3 + [1.0] * 6)  # some operators: that is the program
+    assert not notes([1.0] * 9, slow, calls=20)  # it calls them more often
+    assert not notes([1.0] * 3, [4.0] * 3)  # too few to tell
+
+
+def test_the_verdict_of_a_row_is_not_cut_and_large_shares_are_factors() -> None:
+    shown = page(analyze.diff(table({"mm": 1.0}), table({"mm": 2.0})))
+    assert ".sort td:last-child { white-space: normal" in shown
+    assert percent(1.6) == "+160%" and percent(1307.8) == "1,309 x"
 
 
 @pytest.mark.parametrize(

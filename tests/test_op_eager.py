@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.op import attention_ops, eager, row_ops
+from tessera.op import attention_ops, eager, lowprec, row_ops
 
 
 class Calls(TorchFunctionMode):
@@ -43,6 +43,30 @@ def as_cuda(monkeypatch):
 
 def test_a_tensor_of_no_gpu_goes_by_the_dispatcher():
     assert eager.KNOWN and not eager.straight(torch.ones(2))
+
+
+def test_a_product_of_a_precision_imports_no_compiler():
+    """An operator's first call does, for seconds; where nobody would see the operator its function runs."""
+    code = """
+import sys, torch
+from tessera import op
+a = torch.randn(32, 32)
+op.matmul(a, a, error_tolerance=1e-2)
+op.matmul(a, a, precision="bf16")
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("precision", lowprec.PRECISIONS)
+def test_a_product_is_the_operators_and_who_looks_sees_the_operator(precision):
+    a, b = torch.randn(3, 24, 40), torch.randn(3, 40, 16)
+    with Kernels() as kernels:
+        seen = lowprec.mm(a, b, precision)
+    assert "tessera.lowprec_mm.default" in kernels.seen
+    assert torch.equal(lowprec.mm(a, b, precision), seen)
+    grown = lowprec.mm(a.requires_grad_(), b, precision)
+    assert grown.requires_grad and torch.equal(grown.detach(), seen)
 
 
 def test_plain_tensors_go_straight(as_cuda):

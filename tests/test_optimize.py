@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import tessera
 from tessera import graph
 from tessera.errors import ArgumentError, RewriteError
 from tessera.hardware import lookup
+from tessera.report.optimize import text
 from tessera.rewrite import hooks, ways
 from tessera.rewrite.candidates import Trial
 from tessera.rewrite.check import Program, compare
@@ -242,11 +244,14 @@ def test_without_a_chip_bytes_are_still_counted():
     watch = Watch()
     with torch.no_grad():
         torch.compile(lambda a: (a.relu() + 1).sin(), backend=ways.backend(watch, [], {}))(torch.randn(64, 64))
-    (line,) = trace(watch, None, replayed=False).rewrites
+    found = trace(watch, None, replayed=False)
+    (line,) = found.rewrites
     assert (line.rule, line.before, line.times) == ("fuse_elementwise", "relu + add + sin", 1)
     assert line.saved_bytes == 4 * 64 * 64 * 4  # two values neither written nor read again
     assert line.saved_j is None
-    assert "no chip" in line.why
+    assert "not in the catalogue" in line.why
+    shown = SimpleNamespace(chosen="default", ways=[], rewrites=[line, line], trace=found, undone=[], notes=found.notes)
+    assert text(shown).count(line.why) == 1  # as a note, not beside each line
     priced = trace(watch, lookup("a100"), replayed=True)
     assert "cuda_graph" in {r.rule for r in priced.rewrites}
     assert priced.after_s < priced.before_s

@@ -14,7 +14,7 @@ from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
     "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
-    "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor", "op", "optimize",
+    "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize",
     "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {

@@ -496,7 +496,30 @@ def test_a_cap_is_held_in_real_time_and_reported(device, caplog):
 def test_a_cap_that_does_not_bind_makes_nobody_wait(device):
     report = stepped(device, 1.0, power_cap="2kW").report()
     assert report.waited_s < 0.05
+    assert report.waits or "nothing had to wait" in str(report)
     assert report.calls > 20
+
+
+def test_a_cap_below_what_others_draw_is_said_at_once_and_work_goes_on(device, caplog):
+    """The device draws more than the cap while nothing of ours runs: 2% of the time at work would save nothing."""
+    began, small = time.monotonic(), torch.ones(2)
+
+    @schedule(power_cap="50W")
+    def step():
+        device.work(0.05)
+        torch.add(small, small)
+
+    while not caplog.records and time.monotonic() < began + 5.0:
+        step()
+    said_s = time.monotonic() - began
+    for _ in range(10):
+        step()
+    assert said_s < 4.0  # 0.6 s where nothing else runs
+    report = step.report()
+    assert "cpu: 50 W cannot be held: the CPUs of this machine draw" in caplog.text
+    assert report.waited_s < 5.0  # 24 s at 2%
+    text = str(report)
+    assert "for this machine's CPUs together" in text and "above the cap" in text and "GPU" not in text
 
 
 def test_a_window_shorter_than_the_sensor_is_said(device):

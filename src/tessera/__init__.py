@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from . import event as event
     from . import graph as graph
     from . import hardware as hardware
-    from . import integrations as integrations
     from . import memcpy as memcpy
     from . import monitor as monitor
     from . import op as op
@@ -62,7 +61,7 @@ _LAZY = {
     "schedule": ".runtime.schedule",
 }
 _MODULES = (
-    "actuators", "analyze", "errors", "estimate", "event", "graph", "hardware", "integrations", "memcpy", "monitor",
+    "actuators", "analyze", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor",
     "op", "profile", "rewrite", "schema", "sensors", "stream", "units",
 )  # fmt: skip
 
@@ -80,7 +79,6 @@ __all__ = [
     "event",
     "graph",
     "hardware",
-    "integrations",
     "memcpy",
     "monitor",
     "op",

@@ -77,7 +77,8 @@ def _joules(run: RunFile, table: EnergyTable, said: Answer) -> Iterator[Known]:
         by_time = "shared out by the time of each: modelled power knows no operators"
         yield what, "attributed", by_time if said.basis == "modelled" else fitted
     if table.idle_w is not None:
-        yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between {'kernels' if table.kernels else 'operators'}"
+        between = "kernels" if table.kernels else "operators"
+        yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between {between}"
     if said.tracing is not None:
         yield "what tracing did", *_tracing(said.tracing)
     if told := _told(run):

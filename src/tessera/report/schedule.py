@@ -10,7 +10,9 @@ def schedule_text(report: ScheduleReport) -> str:
     """A few lines: what was asked, what was held, what it cost."""
     lines = [_asked(report)]
     lines += [_held(report, zone) for zone in report.zones]
-    if report.how == "token_bucket":
+    if report.how == "token_bucket" and not report.waits:
+        lines.append("nothing had to wait")
+    elif report.how == "token_bucket":
         lines.append(
             f"waited {format_duration(report.waited_s)} in {report.waits} waits {report.where or ''}: {_cost(report)}"
         )

@@ -259,7 +259,7 @@ def _unpriced(watch: Watch, after: Sequence[Piece]) -> Trace:
     before = [Cost(nbytes=float(_bytes(p))) for p in watch.pieces]
     lines = list(_lines(watch, before, [Cost(nbytes=float(_bytes(p))) for p in after]))
     lines += [_bare(found) for found in watch.found]
-    why = "no chip of the catalogue is here: name one, device='h200'"
+    why = "no joules of single rewrites: this machine's chip is not in the catalogue; name one: device='h200'"
     bare = [replace(r, saved_j=None, saved_s=None, saved_error_j=None, why=r.why or why) for r in lines]
     return Trace(
         rewrites=sorted(bare, key=lambda r: -(r.saved_bytes or 0.0)), notes=(*watch.unsaid, why),

@@ -68,6 +68,14 @@ DEBT_S = 0.08
 # A bucket of tokens saves as much, and no more than so many slices, which are shorter where windows are.
 SAVED = 4
 MIN_DUTY = 0.02
+# More than the cap for so long, at the least duty or while all of our work waits: what others draw is above the cap.
+# Waits alone need fewer readings, for nothing of ours is in them.
+FLOOR_S = 1.0
+FLOOR_RESTED_S = 0.5
+# CPUs are everybody's, and what others draw is not ours to save. Half of the time saves half of what waiting could, for
+# twice the time; 2% would save the rest for fifty times. Whether the others have gone is looked at every AGAIN_S.
+STUCK_DUTY = 0.5
+AGAIN_S = 10.0
 SLICE_S = (0.0005, 0.025)
 # Before anything was measured: an H200 limited to 700 W draws 918 W in short bursts (shared/design.md: 510 W at a duty
 # of 0.5 and 304 W at 0.25 both lie on 100 W + 818 W x duty).
@@ -136,14 +144,15 @@ class Bucket:
 class Controller:
     """Holds the mean power of one zone at a cap by the duty of its work."""
 
-    def __init__(self, cap: Cap, *, idle_w: float, burst_w: float, blur_s: float = 0.0) -> None:
-        self.idle_w, self._blur_s = idle_w, blur_s
+    def __init__(
+        self, cap: Cap, *, idle_w: float, burst_w: float, blur_s: float = 0.0, stuck_duty: float = MIN_DUTY
+    ) -> None:
+        """`stuck_duty` is worked at least while the cap cannot be held, whatever we do."""
+        self.idle_w, self._blur_s, self.stuck_duty = idle_w, blur_s, stuck_duty
         self.burst_w = max(burst_w, idle_w + 1.0)
-        self.floor_w: float | None = None
         self._quick_w = self._last_w = self.burst_w
         self._known_s = self._learnt_s = self._quiet_s = 0.0
         self._usual_s = QUICK_S / FEW  # the time of a reading
-        self._stuck_s = 0.0
         self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a pace point last ended
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts), newest last, a window of them
         self._longer, self._same_s = 0.0, 0.0  # by how much slices are longer, and since when
@@ -154,6 +163,9 @@ class Controller:
     def set_cap(self, cap: Cap) -> None:
         """Hold another cap from now on; what was learnt of the load stays."""
         self.cap = cap
+        self.floor_w: float | None = None
+        self._stuck = (0.0, 0.0)  # seconds and joules above the cap without work of ours to speak of
+        self._least, self._stuck_until_s, self._now_s = MIN_DUTY, 0.0, 0.0
         self.target_w = cap.power_w * TARGET
         self.bucket = Bucket(self.target_w, depth_j=cap.power_w * DEPTH_S, debt_j=cap.power_w * DEBT_S)
 
@@ -173,12 +185,14 @@ class Controller:
         self._slow = (span_s, joules, duty_s / factor)
 
     def observe(
-        self, power_w: float, seconds: float, *, duty: float, active: bool = True, moved: bool = True
-    ) -> Command:
+        self, power_w: float, seconds: float, *, duty: float, active: bool = True, moved: bool = True,
+        rested: bool = False,
+    ) -> Command:  # fmt: skip
         """Take a measured mean over so many seconds, in which work had `duty`; what to do next.
 
         `active` is False when there was no work: the bucket fills, and nothing is learnt of the load. `moved` is False
-        when no pace point ended meanwhile: work longer than a reading is judged together with its wait.
+        when no pace point ended meanwhile: work longer than a reading is judged together with its wait. `rested`: all
+        of our work waited, from the reading's first moment to its last.
         """
         if not (seconds > 0 and math.isfinite(power_w)):
             return self.command
@@ -193,7 +207,8 @@ class Controller:
             span_s, joules, duty_s = self._slow
             self._slow = (0.0, 0.0, 0.0)
             self._learn(joules / span_s, span_s, duty_s / span_s)
-            self._find_floor(joules / span_s, span_s, duty_s / span_s)
+            self._find_floor(joules / span_s, span_s, least=duty_s / span_s <= 1.2 * MIN_DUTY)
+        self._look_for_others(power_w, seconds, rested=rested)
         lately_w = self._lately_w()
         self._leave_beat(lately_w, seconds)
         self.command = self._command(min(self.target_w + level / SETTLE_S, self._window_allows_w(lately_w)))
@@ -256,17 +271,28 @@ class Controller:
         if lately_w is not None and abs(lately_w / self.target_w - 1.0) > BEAT and self._same_s > self.cap.window_s / 2:
             self._longer, self._same_s = (self._longer + STEP) % 1.0, 0.0
 
-    def _find_floor(self, power_w: float, seconds: float, duty: float) -> None:
-        """A second at the least duty and still above the cap: that is what the device draws whatever we do."""
-        stuck = duty <= 1.2 * MIN_DUTY and power_w > self.cap.power_w * 1.03
-        self._stuck_s = self._stuck_s + seconds if stuck else 0.0
-        if self._stuck_s >= 1.0:
-            self.floor_w = power_w
+    def _find_floor(self, power_w: float, seconds: float, *, least: bool, after_s: float = FLOOR_S) -> None:
+        """So long at the `least` duty and still above the cap: that is what is drawn whatever we do."""
+        stuck_s, joules = self._stuck
+        above = least and power_w > self.cap.power_w * 1.03
+        self._stuck = (stuck_s + seconds, joules + power_w * seconds) if above else (0.0, 0.0)
+        if above and self._stuck[0] >= after_s:
+            self.floor_w = self._stuck[1] / self._stuck[0]
+            self._stuck = (0.0, 0.0)
+            self._least, self._stuck_until_s = self.stuck_duty, self._now_s + AGAIN_S
+
+    def _look_for_others(self, power_w: float, seconds: float, *, rested: bool) -> None:
+        """While we rest, what is drawn is not ours; told by the first wait, before a slice and its wait have ended."""
+        self._now_s += seconds
+        if self._now_s >= self._stuck_until_s:
+            self._least = MIN_DUTY
+        if rested:
+            self._find_floor(power_w, seconds, least=True, after_s=FLOOR_RESTED_S)
 
     def _command(self, power_w: float) -> Command:
         """The duty at which the load, as it is known, draws `power_w`; the longest slice the window bears."""
         room_w = max(self.burst_w - self.idle_w, 1e-3)
-        duty = min(max((power_w - self.idle_w) / room_w, MIN_DUTY), 1.0)
+        duty = min(max((power_w - self.idle_w) / room_w, self._least), 1.0)
         return Command((1.0 - duty) / duty, self._slice_s(duty, room_w))
 
     def _slice_s(self, duty: float, room_w: float) -> float:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..errors import ScheduleError
@@ -43,7 +43,8 @@ _LOOK_S = 0.005
 class Passed:
     """What pace points have done so far: how many ran, how many of them waited, and for how long.
 
-    `ended_s` is when the last that spent tokens ended, by the device's own clock.
+    `ended_s` is when the last that spent tokens ended, by the device's own clock. `resting_ns` is since when all work
+    here has been waiting; None where some runs, or nobody can tell.
     """
 
     points: int = 0
@@ -52,6 +53,7 @@ class Passed:
     worked_s: float = 0.0
     tokens: int = 0
     ended_s: float = 0.0
+    resting_ns: int | None = None
 
 
 class Pacer(Protocol):
@@ -87,6 +89,8 @@ class HostPacer:
         self._threads = threading.local()
         self._lock = threading.Lock()
         self._passed = Passed()
+        self._seen: set[int] = set()  # threads that had a point; one that has ended may still compute, for all we know
+        self._resting: dict[int, int] = {}  # those that wait, and since when
         self._whole_s = 0.0  # when the bucket of tokens is, or was, whole
 
     def obey(self, command: Command) -> None:
@@ -96,7 +100,10 @@ class HostPacer:
         return 0
 
     def passed(self) -> Passed:
-        return self._passed
+        with self._lock:
+            if len(self._resting) < len(self._seen) or not self._seen:
+                return self._passed
+            return replace(self._passed, resting_ns=max(self._resting.values()))
 
     def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         began = self._clock_ns()
@@ -111,6 +118,7 @@ class HostPacer:
         if full or restart or resume == began:
             self._threads.resume_ns = self._clock_ns()
         with self._lock:
+            self._seen.add(threading.get_ident())
             was = self._passed
             self._passed = Passed(
                 was.points + 1, was.waits + (waited_s > 0), was.waited_s + waited_s,
@@ -120,12 +128,19 @@ class HostPacer:
 
     def _wait(self, began_ns: int, whole_s: Callable[[], float]) -> float:
         """Sleep in short pieces, so that a new command (or the end) counts at once; seconds slept."""
-        while True:
-            slept_s = (self._clock_ns() - began_ns) * 1e-9
-            left_s = min(whole_s(), LONGEST_S) - slept_s
-            if left_s <= 0:
-                return max(slept_s, 0.0) if self._command.ratio else 0.0
-            self._sleep(min(left_s, _LOOK_S))
+        me = threading.get_ident()
+        with self._lock:
+            self._resting[me] = began_ns
+        try:
+            while True:
+                slept_s = (self._clock_ns() - began_ns) * 1e-9
+                left_s = min(whole_s(), LONGEST_S) - slept_s
+                if left_s <= 0:
+                    return max(slept_s, 0.0) if self._command.ratio else 0.0
+                self._sleep(min(left_s, _LOOK_S))
+        finally:
+            with self._lock:
+                self._resting.pop(me, None)
 
     def _spend(self, began_ns: int, busy_s: float, tokens: int) -> float:
         """As the kernel does it (pace_kernel.py); seconds slept."""

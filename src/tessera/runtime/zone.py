@@ -12,7 +12,8 @@ from ..errors import TesseraError
 from ..estimate.calibrate import identify
 from ..hardware import host_cpu
 from ..monitor.sampler import Sampler
-from .bucket import FIRST_BURST, MIN_DUTY, Cap, Command, Controller
+from ..units import format_power
+from .bucket import FIRST_BURST, MIN_DUTY, STUCK_DUTY, Cap, Command, Controller
 from .meter import Reading
 from .node import domain_key
 from .pace import Pacer, Passed
@@ -20,6 +21,8 @@ from .tokens import Tally
 
 # No reading for so long while work runs: the duty goes on by what is known of the load.
 BLIND_NS = 500_000_000
+# A sensor that smears tells of work for so many times its blur after that has ended (5% of an exponential's are left).
+_SMEARED = 3.0
 
 
 @dataclass(slots=True)
@@ -100,7 +103,10 @@ class Zone:
             # With hardly a token spent what is drawn is not ours, and says nothing of our work.
             learns = active and (self.tally is None or duty >= 0.5 * MIN_DUTY)
             moved = ended != self._points  # since the last reading: looks come more often than a slow sensor's
-            told = controller.observe(reading.power_w, reading.seconds, duty=duty, active=learns, moved=moved)
+            told = controller.observe(
+                reading.power_w, reading.seconds, duty=duty, active=learns, moved=moved,
+                rested=active and self._rested(reading, sampler),
+            )  # fmt: skip
             self._points = ended
             self._set(told, now_ns)
         elif active and now_ns - self.asked_ns > BLIND_NS:
@@ -113,11 +119,7 @@ class Zone:
         elif self.tally is not None:
             self._set(controller.command, now_ns)  # the first tokens are counted before the first reading
         if controller.floor_w is not None:
-            work = "of the time at work" if self.tally is None else "of the pace of Tessera's own kernels"
-            self.notes["floor"] = (
-                f"{self.key}: {cap.power_w:.0f} W cannot be held: {controller.floor_w:.0f} W are drawn with "
-                f"{controller.command.duty:.0%} {work}"
-            )
+            self.notes["floor"] = self._too_low(cap, controller.floor_w)
         return self.command
 
     def begin(self, sampler: Sampler, now_ns: int) -> Command:
@@ -149,6 +151,29 @@ class Zone:
         if self.tally is None:
             return self.duty_between(reading.start_ns, reading.time_ns)
         return self.tally.duty_between(reading.start_ns, reading.time_ns) or 0.0
+
+    def _rested(self, reading: Reading, sampler: Sampler) -> bool:
+        """Whether all work here waited from a reading's first moment to its last, and for what is smeared into it."""
+        since = [p.passed().resting_ns for p in self.pacers]
+        until_ns = reading.start_ns - round(_SMEARED * self._blur_s(sampler) * 1e9)
+        return bool(since) and all(ns is not None and ns <= until_ns for ns in since)
+
+    def _blur_s(self, sampler: Sampler) -> float:
+        return max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
+
+    def _too_low(self, cap: Cap, floor_w: float) -> str:
+        """That a cap cannot be held, why, and what to do; three digits tell the cap from what is drawn."""
+        said = f"{self.key}: {format_power(cap.power_w, 3)} cannot be held: "
+        drawn, fix = format_power(floor_w, 3), f"Raise the cap above {format_power(floor_w, 3)}"
+        if self.key == "cpu":
+            return (
+                f"{said}the CPUs of this machine draw {drawn} while this program waits (idling, other processes). "
+                "Longer waits do not help, so it now waits for half of the time at most. "
+                f"{fix}, or end what else runs"
+            )
+        work = "of the time at work" if self.tally is None else "of the pace of Tessera's own kernels"
+        who = "this node draws" if self.key == "node" else "the GPU draws"
+        return f"{said}{who} {drawn} with {MIN_DUTY:.0%} {work} (idling, other processes). {fix}"
 
     def restart(self, now_ns: int) -> None:
         """Work begins after a pause: what was measured meanwhile is not of it, nor what was noted before."""
@@ -189,8 +214,10 @@ class Zone:
             boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
             known = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
             idle_w, burst_w = figures(known, cap.power_w)
-            blur_s = max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
-            self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s)
+            self.controller = Controller(
+                cap, idle_w=idle_w, burst_w=burst_w, blur_s=self._blur_s(sampler),
+                stuck_duty=STUCK_DUTY if self.key == "cpu" else MIN_DUTY,
+            )  # fmt: skip
             if self.command.ratio > 0:  # taken over from another leader
                 self.controller.go_on_from(self.command)
         elif cap != self.controller.cap:
