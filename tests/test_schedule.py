@@ -93,6 +93,12 @@ def test_wrong_options_are_named_and_the_nearest_is_offered(wrong, says):
     assert says in str(told.value)
 
 
+def test_a_schedule_without_parentheses_is_told_what_it_lacks():
+    with pytest.raises(ArgumentError, match="by name") as told:
+        schedule(print)
+    assert '@schedule(power_cap="275W")' in str(told.value)
+
+
 def test_options_are_frozen_and_parsed_once():
     options = Options(policy="energy", max_slowdown="5%", max_temp_c="85C", power_cap="1.2kW")
     assert (options.max_slowdown, options.max_temp_c, options.cap.power_w) == (0.05, 85.0, 1200.0)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from ..errors import ArgumentError, MissingExtra, ScheduleError
 from ..units import format_duration
@@ -28,7 +28,7 @@ LINGER_S = 1.0
 
 
 def schedule(
-    *,
+    *bare: Never,
     power_cap: str | float | None = None,
     policy: str | None = None,
     dvfs: str | Sequence[str] | None = None,
@@ -60,6 +60,11 @@ def schedule(
     `points` ("op", "call" or "auto": where waits may come), `allow_control`, and what the tuner takes (`budget_s`,
     `error_tolerance`, `search`, `per`, `cache`).
     """
+    if bare:
+        raise ArgumentError(
+            "schedule takes its wishes by name, and nothing else",
+            fix='with parentheses above a function: @schedule(power_cap="275W"), or policy="throughput_per_watt"',
+        )
     Options.refuse_unknown(more)
     return Schedule(
         Options(
