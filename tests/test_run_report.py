@@ -609,6 +609,7 @@ def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
     assert re.search(r"load.py:3 load +~10\d J", out)
     assert "wait" not in out
     assert "a model, without an interval" in out
+    assert "Calls are those of the moments that were traced" in " ".join(out.split())
     assert "Nothing was attributed" in rendered
     assert "data-n='main'" in rendered  # a tree of stacks
     assert "Functions (2)" in rendered

@@ -19,6 +19,8 @@ from ..units import format_duration, format_energy, format_power, format_share
 from .screen import Console
 from .text import with_error
 
+SEEN = "Calls are those of the moments that were traced, joules those of the whole run."
+"""What stands beside a summary (`--mode summary`), which traces now and then."""
 WIDTH = 100
 _UNITS = {"MWh": 3.6e9, "kWh": 3.6e6, "GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -18,7 +18,7 @@ from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_energy, format_power, format_share
-from .energy import WIDTH, idle_row, joules, legend, rest_row, spenders
+from .energy import SEEN, WIDTH, idle_row, joules, legend, rest_row, spenders
 from .text import plain_table, with_error
 
 BAR = 30
@@ -217,7 +217,7 @@ def _tables(said: Answer, table: EnergyTable, width: int, by: str | None, top: i
         inside = Text("a module has what the modules inside it spent, and the backward pass of both", style="dim")
         parts += [Text(""), spenders(rows, "modules", width=width, total=len(said.modules)), inside]
     if shared and (said.ops or said.kernels):
-        parts.append(Text(f"~ shared out by {said.shared_by}: a model, without an interval", style="yellow"))
+        parts.append(Text(f"~ shared out by {said.shared_by}: a model, without an interval. {SEEN}", style="yellow"))
     return parts
 
 

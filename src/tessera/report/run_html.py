@@ -19,7 +19,7 @@ from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_energy, format_power, format_share
 from . import run_sections as sections
-from .energy import joules
+from .energy import SEEN, joules
 from .predict import capital
 from .run import ended_text, limit_cut, mode_text, outside_text, traced_text
 from .run_data import payload
@@ -107,6 +107,7 @@ def _warnings(said: Answer) -> str:
         lines.append(f"Cut: {said.cut}.")
     if said.shared_by:
         lines.append(f"Nothing was attributed: joules are shared out by {said.shared_by}, a model without an interval.")
+        lines.append(SEEN)
     if said.tracing is not None and said.tracing.text:
         lines.append(f"{capital(said.tracing.text)}.")
     if said.returncode:
