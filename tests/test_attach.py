@@ -800,13 +800,13 @@ def test_an_owned_socket_is_named(short, tmp_path):
     ("args", "code", "said"),
     [
         (("--pid", "4194999"), 1, "there is no process"),
-        (("--pid", "-1"), 1, "no PID"),
-        (("--pid", "x"), 2, "not a valid integer"),
-        ((), 2, "Missing option '--pid'"),
-        (("--pid", "1", "--sample-ms", "0"), 1, "too often"),
-        (("--pid", "1", "--export", "/nowhere/t.json"), 1, "cannot write /nowhere/t.json"),
-        (("--pid", "1", "--export", "a.json", "--summary", "a.json"), 1, "name one file"),
-        (("--pid", "1", "--duration", "5 parsecs"), 1, "unknown unit"),
+        (("--pid", "-1"), 2, "no PID"),
+        (("--pid", "x"), 2, "'x' is not a whole number"),
+        ((), 2, "needs --pid"),
+        (("--pid", "1", "--sample-ms", "0"), 2, "too often"),
+        (("--pid", "1", "--export", "/nowhere/t.json"), 2, "cannot write /nowhere/t.json"),
+        (("--pid", "1", "--export", "a.json", "--summary", "a.json"), 2, "name one file"),
+        (("--pid", "1", "--duration", "5 parsecs"), 2, "unknown unit"),
     ],
 )
 def test_wrong_options(args, code, said, monkeypatch, capsys):

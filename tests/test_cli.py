@@ -135,10 +135,10 @@ def test_scopes_of_the_program_are_listed(gpu: dict[str, str]) -> None:
     [
         (["measure"], 2, "no command to measure"),
         (["mesure"], 2, "did you mean 'measure'"),
-        (["measure", "--sensor", "nvlm", "--", "true"], 1, "did you mean 'nvml'"),
-        (["measure", "--work", "3", "--", "true"], 1, "--unit"),
-        (["measure", "--steps", "-3", "--", "true"], 1, "positive"),
-        (["measure", "--sensor", "replay:/nope.csv", "--", "true"], 1, "/nope.csv"),
+        (["measure", "--sensor", "nvlm", "--", "true"], 2, "did you mean 'nvml'"),
+        (["measure", "--work", "3", "--", "true"], 2, "--unit"),
+        (["measure", "--steps", "-3", "--", "true"], 2, "above 0"),
+        (["measure", "--sensor", "replay:/nope.csv", "--", "true"], 2, "/nope.csv"),
         (["measure", "--sensor", "rapl", "--sensor", "nvml", "--", "true"], 1, "tessera doctor"),
         (["doctor", "--sensr"], 2, "--sensor"),
     ],
@@ -201,7 +201,7 @@ def test_json_is_alone_on_standard_output(gpu: dict[str, str]) -> None:
 def test_a_trace_that_cannot_be_written_is_said_before_the_command_runs(path: str, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     out = tessera("measure", "--sensor", "modelled", "--trace", path, "--", "touch", str(marker))
-    assert out.returncode == 1
+    assert out.returncode == 2
     assert path in out.stderr and "Traceback" not in out.stderr
     assert not marker.exists()
 
@@ -217,13 +217,14 @@ def test_a_modelled_recording_replays_as_modelled(tmp_path: Path) -> None:
 
 def test_the_end_of_a_failed_command_is_said(gpu: dict[str, str]) -> None:
     assert "exit code 3" in tessera("measure", "--", "sh", "-c", "exit 3", env=gpu).stderr
+    assert "was interrupted (Ctrl-C)" in tessera("measure", "--", "sh", "-c", "kill -2 $$", env=gpu).stderr
     assert "SIGKILL" in tessera("measure", "--", "sh", "-c", "kill -9 $$", env=gpu).stderr
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--stpes", "5", "--", "true"], "No such option"),
+        (["--stpes", "5", "--", "true"], "did you mean '--steps'"),
         (["--steps", "inf", "--", "true"], "positive"),
         (["--steps", "3", "--work", "10", "--unit", "step", "--", "true"], "twice"),
         (["--", ""], "no command"),

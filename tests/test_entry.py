@@ -17,16 +17,18 @@ import tessera
 from tessera.cli import plain, prof
 from tessera.cli.entry import check_writable, enter
 from tessera.cli.main import main
-from tessera.errors import ArgumentError
+from tessera.errors import ArgumentError, MeasurementError, RecordingError
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (ArgumentError("no \x1b[31mfile", fix="another"), 1, "error: no  [31mfile\n  fix: another\n"),
+        (ArgumentError("no \x1b[31mfile", fix="another"), 2, "error: no  [31mfile\n  fix: another\n"),
         (PermissionError(13, "Permission denied", "x"), 1, "error: x could not be used: Permission denied\n"),
         (OSError(28, "No space left on device"), 1, "error: the output could not be written: No space left"),
-        (click.UsageError("no such thing"), 2, "Error: no such thing"),
+        (RecordingError("no run", fix="another"), 2, "error: no run\n  fix: another\n"),
+        (MeasurementError("no power", fix="another"), 1, "error: no power\n  fix: another\n"),
+        (click.UsageError("No such thing."), 2, "error: no such thing\n  fix: `fails --help` shows how it is used\n"),
         (click.exceptions.Abort(), 130, ""),
     ],
 )
@@ -50,7 +52,7 @@ def test_both_programs_end_the_same_way(program: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         program(["--nothing-like-this"])
     assert ended.value.code == 2
-    assert "No such option" in capsys.readouterr().err
+    assert "has no option --nothing-like-this" in capsys.readouterr().err
 
 
 def test_a_path_is_tried_and_left_as_it_was(tmp_path: Path) -> None:

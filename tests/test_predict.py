@@ -139,6 +139,26 @@ def test_energy_grows_with_work(batch, width, device, mode):
         assert report.average_power_w <= lookup(device).tdp_w.value * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("launch", ["eager", "graph"])
+def test_a_cpu_dispatches_its_operators_itself_and_nobody_validated_it(launch):
+    """Dispatch takes microseconds, is on top of the arithmetic, and the rest is said to be a GPU's efficiency."""
+    one = tessera.predict(nn.ReLU(), torch.empty(1, 8), on="epyc-9654", launch=launch)
+    assert one.prediction.host_s > 2e-6, "a call of a module alone takes microseconds"
+    assert one.total_latency_s == pytest.approx(one.prediction.host_s + one.prediction.device_s)
+    assert one.prediction.bound == "dispatch"
+    large = tessera.predict(nn.Linear(4096, 4096), torch.empty(512, 4096), on="epyc-9654", launch=launch)
+    assert large.prediction.bound != "dispatch"
+    assert large.total_latency_s == pytest.approx(large.prediction.host_s + large.prediction.device_s)
+    for report in (one, large):
+        of = report.prediction
+        assert of.latency_error_s > 0.75 * report.total_latency_s
+        assert "not validated on CPUs" in of.provenance["latency"] and "cuDNN" not in of.provenance["latency"]
+        assert all("not validated on CPUs" in d.provenance for d in report.descriptors)
+        assert "dispatch" in of.provenance and "host" not in of.provenance
+        assert any("not validated on CPUs" in note for note in report.notes)
+        assert ("no CUDA graphs" in " ".join(report.notes)) == (launch == "graph")
+
+
 def test_inputs_of_every_form():
     class Two(nn.Module):
         def forward(self, a, b=None, flag=False):

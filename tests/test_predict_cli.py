@@ -97,7 +97,7 @@ def test_html_is_written_and_said(own: str, tmp_path: Path, capsys: pytest.Captu
     assert f"wrote {file}" in capsys.readouterr().err
     assert predicted(f"{own}:make", "--html", str(file), "--no-opportunities") == 0
     assert "Top consumers" in file.read_text()
-    assert predicted(f"{own}:make", "--html", str(tmp_path / "no" / "where.html")) == 1
+    assert predicted(f"{own}:make", "--html", str(tmp_path / "no" / "where.html")) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def test_inputs_may_be_given(own: str, capsys: pytest.CaptureFixture[str]) -> No
     assert predicted(f"{own}:net", "--input", "64", *quick) == 0
     assert predicted(f"{own}:words", "--seq", "32", *quick) == 0
     assert "per token" in capsys.readouterr().out
-    assert predicted(f"{own}:just") == 1
+    assert predicted(f"{own}:just") == 2
     assert "--input 3x224x224" in capsys.readouterr().err
 
 
@@ -136,22 +136,24 @@ def test_what_does_not_fit_is_an_error_alone_and_a_row_among_others(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("{own}:mak",), 1, "did you mean 'make'"),
-        (("{own}x:make",), 1, "did you mean '{own}'"),
+        (("{own}:mak",), 2, "did you mean 'make'"),
+        (("{own}x:make",), 2, "did you mean '{own}'"),
         (("{own}:number",), 1, "int"),
         (("{own}:boom",), 1, "ValueError: broken on purpose"),
-        (("{own}:make", "--on", "a1000"), 1, "did you mean 'a100'"),
-        (("{own}:make", "--precision", "bf17"), 1, "did you mean 'bf16'"),
+        (("{own}:make", "--on", "a1000"), 2, "did you mean 'a100'"),
+        (("{own}:make", "--precision", "bf17"), 2, "did you mean 'bf16'"),
         (("{own}:make", "--on", "a100", "--precision", "fp8"), 1, "no fp8 units"),
         (("{own}:make", "--batch", "none"), 2, "--batch"),
         (("{own}:make", "--batch", "0"), 2, "--batch"),
         (("{own}:make", "--input", "3by3"), 2, "--input"),
         (("{own}:make", "--on", ","), 2, "names nothing"),
         (("{own}:make", "--mode", "training"), 2, "--mode"),
+        (("{own}:make", "--optimizer", "adamw"), 2, "--mode train"),
+        (("{own}:make", "--optimizer", "sgd"), 2, "--mode train"),
         ((), 2, "MODEL"),
-        (("hf:nowhere.json",), 1, "nothing is downloaded"),
-        (("hf:{{",), 1, "not JSON"),
-        (("hf:[1]",), 1, "nothing is downloaded"),
+        (("hf:nowhere.json",), 2, "nothing is downloaded"),
+        (("hf:{{",), 2, "not JSON"),
+        (("hf:[1]",), 2, "nothing is downloaded"),
     ],
 )
 def test_mistakes(
@@ -168,7 +170,7 @@ def test_mistakes(
     [("cnn.py", "cnn:make_model"), ("examples/train.py:job", "examples.train:job"), ("./cnn.py", "cnn:make_model")],
 )
 def test_a_script_is_told_how_to_name_its_model(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert predicted(typed, "--on", "h200") == 1
+    assert predicted(typed, "--on", "h200") == 2
     said = capsys.readouterr().err
     assert "is a script, not a model" in said and f"tessera predict {meant}, " in " ".join(said.split())
 

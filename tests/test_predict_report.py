@@ -103,6 +103,12 @@ def test_a_prediction_says_everything_on_one_screen(report: EnergyReport) -> Non
     assert len(out.splitlines()) <= 40
 
 
+def test_a_cpu_is_not_told_a_share_that_is_a_gpus() -> None:
+    shares = {on: text_of(shown.prediction(predict(nn.ReLU(), torch.empty(1, 8), on=on))) for on in ("h200", "grace")}
+    assert "of the tighter roof" in shares["h200"] and "of the tighter roof" not in shares["grace"]
+    assert "PyTorch's own work before each operator" in shares["grace"]
+
+
 def test_the_bars_are_the_shares(report: EnergyReport) -> None:
     out = text_of(shown.prediction(report))
     lines = {name: re.search(rf"{name} +\((\d+\.\d)%\): +(█*)", out) for name in ("Compute", "Memory", "Static")}
@@ -237,6 +243,7 @@ def test_a_tie_is_said_and_what_is_apart_is_not() -> None:
     )
     assert parts.ties(tied) == [sentence]
     assert f"<p role='note'>T{sentence[1:]}.</p>" in page(tied)
+    assert sentence in " ".join(text_of(shown.comparison(tied)).split()), "the terminal says what the page says"
     apart = dataclasses.replace(tied, rows=rows[1:])
     assert parts.ties(apart) == [] and "Tied" not in page(apart)
     many = dataclasses.replace(tied, rows=[_row(f"chip{i}", (6.4, 3.8), (24, 9)) for i in range(6)])

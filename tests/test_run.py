@@ -12,10 +12,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from tessera.cli.run import command
+from tessera.cli.run import _steps, command
+from tessera.errors import ArgumentError
 from tessera.profile import RunFile
 from tessera.profile.launch import Plan, exit_code
 from tessera.profile.script_steps import AfterImport
@@ -194,11 +196,19 @@ def test_wrong_arguments_are_said_before_anything_runs(tmp_path, monkeypatch):
     Path("x.py").write_text("")
     for steps in ("5:5", "a:b", "7:3", ""):
         done = CliRunner().invoke(command, ["--steps", steps, "x.py"])
-        assert done.exit_code == 2 and "such as 10:20" in done.output
+        assert isinstance(done.exception, ArgumentError) and "such as 10:20" in str(done.exception)
     done = CliRunner().invoke(command, ["nothing.py"])
     assert "there is no script 'nothing.py'" in str(done.exception)
     done = CliRunner().invoke(command, ["--html", "x.py/page.html", "x.py"])
     assert "cannot write" in str(done.exception) and not Path("runs").exists()
+
+
+def test_steps_are_read_as_the_help_says():
+    context = click.Context(command)
+    (option,) = (p for p in command.params if p.name == "steps")
+    assert [_steps(context, option, text) for text in ("10:20", ":20", "10")] == [(10, 20), (0, 20), (0, 10)]
+    said = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
+    assert "--steps [FIRST:]END" in said and "10 is 0:10" in said
 
 
 def test_exit_codes():

@@ -357,7 +357,13 @@ def test_names_are_no_markup(made: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(130, "was interrupted (Ctrl-C)"), (-2, "was interrupted"), (1, "failed with exit code 1")]
+    ("code", "says"),
+    [
+        (130, "was interrupted (Ctrl-C)"),
+        (-2, "was interrupted"),
+        (143, "was ended by SIGTERM"),
+        (1, "failed with exit code 1"),
+    ],
 )
 def test_how_a_program_ended_is_said(made: Made, tmp_path: Path, code: int, says: str) -> None:
     with made.write(tmp_path / "x.tessera", returncode=code) as run:

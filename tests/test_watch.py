@@ -303,7 +303,7 @@ def test_once_with_the_model_says_so():
 )
 def test_wrong_arguments_are_answered_with_the_fix(args: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     code, _, errors = here(capsys, "watch", *args)
-    assert code == 1 and says in errors and "fix:" in errors
+    assert code == 2 and says in errors and "fix:" in errors
 
 
 class Terminal:

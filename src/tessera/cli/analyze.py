@@ -15,8 +15,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..analyze import KINDS
-from ..errors import TesseraError, did_you_mean
+from ..errors import ArgumentError, TesseraError, did_you_mean
 from . import completion
+from .usage import quantity
 
 if TYPE_CHECKING:
     from ..analyze.source import Source
@@ -33,22 +34,19 @@ class KindType(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         plain = str(value).replace("-", "_")
         if plain not in KINDS:
-            near = did_you_mean(plain, KINDS) or "."
-            self.fail(f"no analysis {value!r}{near} One of: {', '.join(KINDS)}", param, ctx)
+            raise ArgumentError(
+                f"there is no analysis {value!r}{did_you_mean(plain, KINDS)}", fix=f"one of: {', '.join(KINDS)}"
+            )
         return plain
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete.replace("-", "_"))]
 
 
-def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    from ..errors import UnitError
+def _bytes(text: str) -> int:
     from ..units import parse_bytes
 
-    try:
-        return None if value is None else parse_bytes(int(value) if value.isdigit() else value)
-    except UnitError as exc:
-        raise click.BadParameter(f"{exc.what.splitlines()[0]} ({exc.fix})", ctx, param) from exc
+    return parse_bytes(int(text) if text.isdigit() else text)
 
 
 @click.command("analyze")
@@ -62,7 +60,9 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 )  # fmt: skip
 @click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
 @click.option("--sort", help="kernels: time or energy.")
-@click.option("--min-bytes", callback=_bytes, metavar="SIZE", help="collectives: the smallest to list (64MiB).")
+@click.option(
+    "--min-bytes", callback=quantity(_bytes), metavar="SIZE", help="collectives: the smallest to list (64MiB)."
+)
 @click.option("--arch", shell_complete=completion.device, help="roofline: the chip, such as h200 or sm90.")
 @click.option("--threshold", type=float, help="divergence: a fraction; power: watts.")
 @click.option("--group-by", help="stalls, divergence: kernel, op or region.")
@@ -135,7 +135,7 @@ def _taken(kind: str, function: Callable[..., Any], options: dict[str, Any]) -> 
         own = next((n for n in (name, f"{name}_w") if n in known), None)  # --threshold of power is in watts
         if own is None:
             flag = name.replace("_", "-")
-            raise click.UsageError(f"{kind} has no option --{flag}", click.get_current_context())
+            raise ArgumentError(f"{kind} has no option --{flag}", fix="`tessera analyze --help` says which has it")
         taken[own] = value
     return taken
 
@@ -148,7 +148,11 @@ def read(
 
     if trace.is_dir():
         if power is not None:
-            raise click.UsageError("--power is for one trace; .tessera runs of ranks have their power inside")
+            raise ArgumentError(
+                f"--power is for one trace, and {trace} is a folder",
+                why="runs of ranks (.tessera) have their power inside",
+                fix="leave --power out, or give one trace of the folder",
+            )
         from ..analyze.folder import kinds_for, read_folder
 
         return read_folder(trace, progress=progress, kinds=kinds_for(kind))

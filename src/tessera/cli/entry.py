@@ -8,13 +8,20 @@ from pathlib import Path
 
 import click
 
-from ..errors import ArgumentError, TesseraError
+from ..errors import ArgumentError, RecordingError, TesseraError
 from . import plain
 from .plain import printable, say
+from .usage import explained
+
+FAILED, WRONG_USAGE = 1, 2
 
 
 def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
-    """Run a command: our errors become a message and exit code 1, usage errors 2; tracebacks only with --debug."""
+    """Run a command: errors become a message and an exit code; tracebacks only with --debug.
+
+    2 is what was asked: an option, a value or a file that cannot be used. 1 is what happened: a run, a prediction or
+    a check that failed.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     plain.reconfigure()
     # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
@@ -23,14 +30,17 @@ def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) 
         code = command.main(args, prog_name=name, standalone_mode=False)
     except click.exceptions.Abort:
         code = 130
-    except click.ClickException as exc:
+    except click.exceptions.NoArgsIsHelpError as exc:  # the help itself, and no mistake to explain
         exc.show(file=sys.stderr)
         code = exc.exit_code
+    except click.UsageError as exc:
+        say(f"error: {printable(str(explained(exc)))}", err=True)
+        code = WRONG_USAGE
     except TesseraError as exc:
         if debug:
             raise
         say(f"error: {printable(str(exc))}", err=True)
-        code = 1
+        code = WRONG_USAGE if isinstance(exc, ArgumentError | RecordingError) else FAILED
     except BrokenPipeError:  # `tessera ... | head`: not an error of ours
         sys.stderr.close()
         code = 0
@@ -39,7 +49,7 @@ def enter(command: click.Command, name: str, argv: Sequence[str] | None = None) 
             raise
         what = "the output could not be written" if exc.filename is None else f"{exc.filename} could not be used"
         say(f"error: {what}: {exc.strerror}\n  fix: --debug shows where", err=True)
-        code = 1
+        code = FAILED
     sys.exit(code if isinstance(code, int) else 0)
 
 

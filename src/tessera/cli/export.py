@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import ArgumentError
 from .plain import say
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--tensorboard", type=click.Path(file_okay=False, path_type=Path), help="Write into this log directory.")
 @click.option("--otlp", metavar="URL", help="Send metrics and spans to an OpenTelemetry collector.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-@click.pass_context
 def command(
-    ctx: click.Context,
     run: Path,
     chrome: Path | None,
     summary: Path | None,
@@ -59,9 +58,11 @@ def command(
     if otlp is not None:
         chosen["otlp"] = export.Otlp(otlp)
     if not chosen:
-        raise click.UsageError("nothing to write; example: tessera export RUN.tessera --chrome trace.json", ctx)
+        raise ArgumentError("nothing to write was given", fix="e.g. tessera export RUN.tessera --chrome trace.json")
     from ..profile.runfile import RunFile
+    from .report import check_run
 
+    check_run(run)
     with RunFile(run) as source:
         notes = source.notes
         table = _joules(source, notes)

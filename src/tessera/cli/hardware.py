@@ -7,7 +7,7 @@ from typing import get_args
 import click
 
 from ..device import Kind
-from ..errors import did_you_mean
+from ..errors import ArgumentError, did_you_mean
 from . import completion
 
 
@@ -18,7 +18,10 @@ class NearestGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            raise click.UsageError(f"no command {args[0]!r}{did_you_mean(args[0], self.commands)}", ctx)
+            near = did_you_mean(args[0], self.commands)
+            raise ArgumentError(
+                f"there is no command {args[0]!r}{near}", fix=f"one of: {', '.join(self.list_commands(ctx))}"
+            )
         return super().resolve_command(ctx, args)
 
 

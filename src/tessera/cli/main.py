@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import __version__
-from ..errors import did_you_mean
+from ..errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -52,7 +52,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            raise click.UsageError(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}", ctx)
+            near = did_you_mean(args[0], COMMANDS)
+            raise ArgumentError(f"there is no command {args[0]!r}{near}", fix="`tessera --help` lists them")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

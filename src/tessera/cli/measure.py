@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from ..monitor import Monitor
     from ..monitor.command import CommandRun
 
+_AMOUNT = click.FloatRange(min=0, min_open=True)
+
 
 @click.command("measure", context_settings={"allow_interspersed_args": False})
-@click.option("--steps", type=float, help="How many steps the command does: gives J per step.")
-@click.option("--samples", type=float, help="How many samples: gives J per sample.")
-@click.option("--tokens", type=float, help="How many tokens: gives J per token.")
-@click.option("--work", type=float, help="How much work of your own --unit.")
+@click.option("--steps", type=_AMOUNT, help="How many steps the command does: gives J per step.")
+@click.option("--samples", type=_AMOUNT, help="How many samples: gives J per sample.")
+@click.option("--tokens", type=_AMOUNT, help="How many tokens: gives J per token.")
+@click.option("--work", type=_AMOUNT, help="How much work of your own --unit.")
 @click.option("--unit", help="The unit of --work, such as 'image'.")
 @click.option(
     "--sensor",
@@ -34,9 +36,7 @@ if TYPE_CHECKING:
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the power samples to this CSV.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, on standard output.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
 def command(
-    ctx: click.Context,
     steps: float | None,
     samples: float | None,
     tokens: float | None,
@@ -60,7 +60,7 @@ def command(
     Scopes that the program opens itself (tessera.monitor.energy_scope) are listed as regions.
     """
     if not command or not command[0].strip():
-        raise click.UsageError("no command to measure; example: tessera measure -- python train.py", ctx)
+        raise ArgumentError("no command to measure was given", fix="e.g. tessera measure -- python train.py")
     from ..schema import works
 
     named = {"step": steps, "sample": samples, "token": tokens}

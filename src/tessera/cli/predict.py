@@ -23,25 +23,28 @@ if TYPE_CHECKING:
 PROGRESS_FROM = 6
 
 
-def _words(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+def _words(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     """Words separated by commas."""
     if value is None:
         return None
     words = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
     if not words:
-        raise click.BadParameter(f"{value!r} names nothing")
+        raise ArgumentError(f"{param.opts[0]} {value!r} names nothing", fix=f"give one or more: {param.metavar}")
     return words
 
 
 def _numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | None]:
     """Positive whole numbers with a separator between them."""
 
-    def parse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    def parse(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
         if value is None:
             return None
         words = value.lower().replace(" ", "").split(separator)
         if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
-            raise click.BadParameter(f"{value[:40]!r} is not positive numbers such as {example}")
+            raise ArgumentError(
+                f"{param.opts[0]} {value[:40]!r}: a positive whole number is expected",
+                fix=f"one, or several with {separator!r} between them: {param.opts[0]} {example}",
+            )
         return tuple(int(word) for word in words)
 
     return parse
@@ -94,6 +97,12 @@ def command(
     from ..hardware import lookup
     from .models import Shape, load
 
+    if mode != "train" and _given("optimizer"):
+        raise ArgumentError(
+            f"--optimizer {optimizer} needs --mode train",
+            why="a forward pass (--mode infer, the default) has no optimizer",
+            fix="add --mode train, or leave --optimizer out",
+        )
     for device in devices:
         lookup(device)  # a wrong name is said before torch is imported
     if html:
@@ -104,6 +113,13 @@ def command(
         one = {"on": devices[0], "precision": (precisions or (None,))[0], "batch": (batches or (None,))[0]}
         return _one(loaded, {**options, **one}, top, as_json, html, opportunities=not no_opportunities)
     return _several(loaded, options, devices, precisions or (None,), batches or (None,), as_json, html)
+
+
+def _given(option: str) -> bool:
+    """Whether it was typed: a default says nothing about what was meant."""
+    from click.core import ParameterSource
+
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def _one(

@@ -16,6 +16,7 @@ from ..units import parse_duration
 from . import completion
 from .entry import check_writable, enter
 from .plain import say
+from .usage import quantity
 
 if TYPE_CHECKING:
     from ..profile.attach import Attached
@@ -34,14 +35,16 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--export", type=_FILE, help="Write a trace for Perfetto (.json, .json.gz): Kineto's, with power in it.")
 @click.option("--power", type=_FILE, help="Write the power samples here; by default beside --export (.power.csv).")
 @click.option("--summary", type=_FILE, help="Write mean, min and max of every figure to this CSV.")
-@click.option("--duration", metavar="TIME", help="How long to look, e.g. 5s; by default until the trace is there.")
+@click.option("--duration", "duration_s", metavar="TIME", callback=quantity(parse_duration),
+              help="How long to look, e.g. 5s; by default until the trace is there.")  # fmt: skip
 @click.option(
     "--steps", type=click.IntRange(0), default=3, show_default=True, help="Optimizer steps to trace; 0: by time."
 )
 @click.option("--trace-ms", type=click.IntRange(1), default=250, show_default=True, help="Time to trace without steps.")
 @click.option("--warmup-s", type=click.IntRange(0, 60), default=0, show_default=True, help="GPU tracing on before it.")
 @click.option("--stacks", is_flag=True, help="Python stacks in the trace; slows the process while it is traced.")
-@click.option("--timeout", default="30s", show_default=True, metavar="TIME", help="How long to wait for the trace.")
+@click.option("--timeout", "timeout_s", default="30s", show_default=True, metavar="TIME",
+              callback=quantity(parse_duration), help="How long to wait for the trace.")  # fmt: skip
 @click.option(
     "--sensor",
     "sensors",
@@ -62,12 +65,12 @@ def command(
     export: Path | None,
     power: Path | None,
     summary: Path | None,
-    duration: str | None,
+    duration_s: float | None,
     steps: int,
     trace_ms: int,
     warmup_s: int,
     stacks: bool,
-    timeout: str,
+    timeout_s: float,
     sensors: tuple[str, ...],
     as_json: bool,
     debug: bool,
@@ -95,11 +98,11 @@ def command(
         raise ArgumentError("two of --export, --power and --summary name one file", fix="give each a name of its own")
     options = Options(
         sample_s=sample_ms * 1e-3,
-        duration_s=None if duration is None else parse_duration(duration),
+        duration_s=duration_s,
         sections=chosen or SECTIONS,
         what=What(steps=steps, seconds=trace_ms * 1e-3, warmup_s=warmup_s, stacks=stacks, memory=mem),
         trace=export is not None,
-        timeout_s=parse_duration(timeout),
+        timeout_s=timeout_s,
         sensors=sensors,
     )
     for path in files.values():

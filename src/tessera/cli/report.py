@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Runs that are named where the one asked for is not there."""
 GZIP = b"\x1f\x8b"
+SQLITE = b"SQLite format 3"
+"""How a run file begins: it is a database of SQLite's."""
 HEAD_BYTES = 4 << 20
 """Where `traceEvents` begins, at the latest: Kineto writes the devices and process groups of a job before it."""
 VIEWS = ("ops", "kernels", "regions", "modules", "steps")
@@ -49,7 +51,7 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     from ..profile.runfile import RunFile
     from ..profile.untraced import table_of
 
-    _check(run)
+    check_run(run)
     with RunFile(run) as file:
         timeline = timeline_of(file)
         table = table_of(file, timeline)
@@ -67,7 +69,7 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     return 0 if written or not page else 1
 
 
-def _check(run: Path) -> None:
+def check_run(run: Path) -> None:
     """Say what to do where there is no such run, or where it is something else."""
     if not run.is_file():
         why = "that is a folder" if run.is_dir() else None
@@ -75,8 +77,15 @@ def _check(run: Path) -> None:
     with run.open("rb") as file:
         packed = file.read(2) == GZIP
     start = _start(run, packed)
+    if not start or start.startswith(SQLITE):
+        return  # RunFile says whose it is, and whether it is whole
     if not start.startswith((b"{", b"[")):
-        return  # RunFile says what it is
+        script = f"record one first: tessera run {run}" if run.suffix == ".py" else None
+        raise ArgumentError(
+            f"{run} is no run file",
+            why="a run (.tessera) is what `tessera run` and profile.session write",
+            fix=script or _others(run),
+        )
     if b'"traceEvents"' in start or (start.startswith(b"[") and b'"ph"' in start):
         raise ArgumentError(
             f"{run} is no run, but a trace of Kineto (torch.profiler)",

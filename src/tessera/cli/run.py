@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import subprocess
@@ -31,8 +32,8 @@ EXIT_SIGNAL = 128
 LIMIT_S = 5.0
 
 
-def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """`10:20`: steps 10 to 19."""
+def _steps(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """`10:20`: steps 10 to 19; `20`: steps 0 to 19."""
     if value is None:
         return None
     first, colon, end = value.partition(":")
@@ -41,8 +42,19 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     except ValueError:
         found = (0, 0)
     if not 0 <= found[0] < found[1]:
-        raise click.BadParameter(f"{value!r} are no steps: give first:end, such as 10:20", ctx, param)
+        raise ArgumentError(
+            f"--steps {value}: these are no steps",
+            fix="give FIRST:END, such as 10:20 for steps 10 to 19, or END alone for all before it",
+        )
     return found
+
+
+def _seconds(_ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """Seconds from 0 on: 0 is "no such limit", and what is no time must not reach the script's process."""
+    if value is None or (math.isfinite(value) and value >= 0):
+        return value
+    meaning = {"limit_s": "to trace to the end", "flush_s": "to write at the end only"}[str(param.name)]
+    raise ArgumentError(f"{param.opts[0]} {value:g} is not a time", fix=f"give seconds above 0, or 0 {meaning}")
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -55,11 +67,13 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     help="Every kernel; or power, clocks and stacks only; or totals by name, for days.",
 )
 @click.option(
-    "--steps", metavar="FIRST:END", callback=_steps, help="Trace these steps only; power is recorded throughout."
-)
-@click.option("--limit", "limit_s", type=float, default=LIMIT_S, show_default=True,
+    "--steps", metavar="[FIRST:]END", callback=_steps,
+    help="Trace these steps only, END left out; 10 is 0:10. Power is recorded throughout.",
+)  # fmt: skip
+@click.option("--limit", "limit_s", callback=_seconds, type=float, default=LIMIT_S, show_default=True,
               help="Trace this many seconds from the first step on; 0: to the end.")  # fmt: skip
-@click.option("--flush", "flush_s", type=float, help="Bring the trace to the file this often (s), against crashes.")
+@click.option("--flush", "flush_s", callback=_seconds, type=float,
+              help="Bring the trace to the file this often (s), against crashes; 0: at the end.")  # fmt: skip
 @click.option("--shapes/--no-shapes", default=True, show_default=True, help="Record the shapes of operators.")
 @click.option("--stack", is_flag=True, help="Trace Python functions too: slow.")
 @click.option("--modules", is_flag=True, help="Record which nn.Module launched what.")

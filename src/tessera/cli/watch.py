@@ -24,19 +24,33 @@ from ..sensors.discover import discover
 from ..units import parse_duration
 from . import completion
 from .plain import say
+from .usage import quantity
 
 MIN_INTERVAL_S = 0.05
 ONCE_S = 1.2  # telemetry comes once a second, and SM activity is what lies between two of them
 SENSOR_HELP = "Use this sensor (nvml, rapl, modelled, replay:FILE.csv, ...); may be given again."
 
 
+def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    interval_s = quantity(parse_duration)(ctx, param, value)
+    if interval_s is None or interval_s < MIN_INTERVAL_S:
+        raise ArgumentError(
+            f"--interval {value} is too short",
+            why="the finest sensor has a new value every 20 ms, and one look shows several of them",
+            fix=f"give {MIN_INTERVAL_S * 1e3:.0f}ms or more; at 100ms the history has every value of NVML's ring",
+        )
+    return interval_s
+
+
 @click.command()
-@click.option("--interval", default="0.5s", show_default=True, metavar="TIME", help="Time between two looks.")
+@click.option("--interval", "interval_s", default="0.5s", show_default=True, metavar="TIME", callback=_interval,
+              help="Time between two looks.")  # fmt: skip
 @click.option("--sensor", "sensors", multiple=True, shell_complete=completion.sensors, metavar="NAME", help=SENSOR_HELP)
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, instead of a screen.")
-@click.option("--duration", metavar="TIME", help="Stop after so long, e.g. 10s or 5min.")
-def command(interval: str, sensors: tuple[str, ...], once: bool, as_json: bool, duration: str | None) -> None:
+@click.option("--duration", "duration_s", metavar="TIME", callback=quantity(parse_duration),
+              help="Stop after so long, e.g. 10s or 5min.")  # fmt: skip
+def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bool, duration_s: float | None) -> None:
     """Show power, clocks and temperature live; q or Ctrl-C quits.
 
     \b
@@ -47,14 +61,7 @@ def command(interval: str, sensors: tuple[str, ...], once: bool, as_json: bool, 
 
     Where the output is not a terminal, each domain gets one line of name=value pairs per interval.
     """
-    interval_s = parse_duration(interval)
-    duration_s = math.inf if duration is None else parse_duration(duration)
-    if interval_s < MIN_INTERVAL_S:
-        raise ArgumentError(
-            f"--interval {interval} is too short",
-            why="the finest sensor has a new value every 20 ms, and one look shows several of them",
-            fix=f"give {MIN_INTERVAL_S * 1e3:.0f}ms or more; at 100ms the history has every value of NVML's ring",
-        )
+    until_s = math.inf if duration_s is None else duration_s
     live = sys.stdout.isatty() and not (once or as_json)
     found = discover(sensors or None)
     with Quit(keys=live) as quit_, Watch(found, interval_s) as watch:
@@ -62,10 +69,10 @@ def command(interval: str, sensors: tuple[str, ...], once: bool, as_json: bool, 
             quit_.wait(ONCE_S)
             _print(watch.look(), as_json)
         elif live:
-            _screen(watch, _looks(quit_, interval_s, duration_s))
+            _screen(watch, _looks(quit_, interval_s, until_s))
             say(report.summary(watch.look()))
         else:
-            for _ in _looks(quit_, interval_s, duration_s):
+            for _ in _looks(quit_, interval_s, until_s):
                 _print(watch.look(), as_json)
 
 

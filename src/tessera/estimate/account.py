@@ -13,6 +13,7 @@ from ..graph.ir import Graph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
 from .kernel_time import chip
 from .peak import of_iteration
+from .processor import NO_GRAPHS, NOTE, runs_itself
 from .timeline import Array, Solved
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def account(
     solved = found.solved
     joules = math.fsum(d.total_energy_j for d in descriptors)
     seconds = solved.seconds
-    latency_error = _latency_error(found)
+    latency_error = _latency_error(found, device)
     error_j = joules * math.hypot(found.power.relative_error, PER_SECOND * latency_error / seconds if seconds else 0.0)
     energy = Energy(
         joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
@@ -61,7 +62,7 @@ def account(
         device_s=float(solved.device_s.sum()),
         host_s=solved.host_s,
         clock=solved.clock,
-        bound=_bound(found),
+        bound=_bound(found, device),
         average_utilization=min(1.0, average),
         wasted_energy_j=_wasted_j(solved, busy),
         flops=float(graph.flops),
@@ -83,7 +84,7 @@ def account(
         work=_work(graph),
         peak_w=highest.power_w if highest else None,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=(*_notes(graph, found, burst), *((highest.note,) if highest and highest.note else ())),
+        notes=(*_notes(graph, found, device, launch, burst), *((highest.note,) if highest and highest.note else ())),
         descriptors=descriptors,
         prediction=prediction,
     )
@@ -146,8 +147,12 @@ def _utilization(found: Estimate, device: Device) -> Array:
     return np.array(reached)
 
 
-def _latency_error(found: Estimate) -> float:
+def _latency_error(found: Estimate, device: Device) -> float:
     """90% half-width of the iteration: like kernels err alike, unlike ones independently; the host on its own."""
+    if runs_itself(device):  # nobody knows which of its errors go together: all of them, then
+        own = zip(found.kernels, found.solved.device_s, strict=True)
+        dispatch = found.host.relative_error * found.solved.host_s if found.host is not None else 0.0
+        return math.fsum(kernel.relative_error * float(seconds) for kernel, seconds in own) + dispatch
     waits = float(found.solved.wait_s.sum()) > 0
     kernels = zip(found.ops, found.kernels, found.solved.device_s, strict=True)
     errors = [(op.kind, kernel.relative_error * float(seconds)) for op, kernel, seconds in kernels]
@@ -166,10 +171,12 @@ def device_error_s(kernels: Iterable[tuple[str, float]], waits: bool) -> float:
     return math.hypot(*by_kind.values()) * (_BEHIND_HOST if waits else 1.0)
 
 
-def _bound(found: Estimate) -> str:
+def _bound(found: Estimate, device: Device) -> str:
     """What would have to be faster: the host where the device waits for it in the end, else what most time goes to."""
     solved = found.solved
-    if solved.host_s > float(solved.device_s.sum()) or solved.wait_s.sum() > 0.25 * solved.seconds:
+    if solved.host_s > float(solved.device_s.sum()):
+        return "dispatch" if runs_itself(device) else "host"
+    if solved.wait_s.sum() > 0.25 * solved.seconds and not runs_itself(device):
         return "host"
     if solved.clock < 0.98:
         return "power"
@@ -188,14 +195,15 @@ def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:
     out = {"device": ", ".join(device.origin) or device.id, "power": found.power.provenance}
     out["latency"] = max(kinds, key=lambda name: kinds[name], default="")
     if found.host is not None:
-        out["host"] = found.host.provenance
+        out["dispatch" if runs_itself(device) else "host"] = found.host.provenance
     if assumed:
         out["assumed"] = ", ".join(assumed)
     return out
 
 
-def _notes(graph: Graph, found: Estimate, burst: bool) -> tuple[str, ...]:
-    notes = [f"assumed while capturing: {line}" for line in graph.assumptions]
+def _notes(graph: Graph, found: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
+    notes = [NOTE, *([NO_GRAPHS] if launch == "graph" else [])] if runs_itself(device) else []
+    notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
     if found.solved.clock < 0.98 and not burst:
         notes.append(f"the power limit holds the clock at {100 * found.solved.clock:.0f}% of boost")
     if found.kernels and not any(k.hbm_bytes for k in found.kernels):

@@ -23,6 +23,7 @@ from .memory import MemoryEstimator, MemoryReport
 from .ops import QUANTISED, OpModel
 from .overlay import Overlay, find
 from .power import PowerModel
+from .processor import dispatch, runs_itself, unvalidated
 from .residency import CACHE_SHARE, Traffic, traffic
 from .timeline import Array, Iteration, Solved
 
@@ -63,9 +64,10 @@ def predict(
     `model` is any nn.Module or callable (or a captured `Graph`), `inputs` a tensor, a tuple of positional or a dict of
     keyword arguments, real or meta. `precision` asks "what if": bf16, fp16, fp32 and tf32 cast the model; fp8 and int8
     run its matrix products in that format and keep bf16 between them. `launch="graph"` replays a CUDA graph and pays no
-    host time per operator. `batch` rescales the first dimension. The sustained steady state is predicted, with the
-    clock the power limit leaves; `burst=True` is the first moments, at the boost clock. `calibration="auto"` uses what
-    `tessera calibrate` measured on this machine for the chip, where it was run; None does not.
+    host time per operator; a CPU has no such graph, and pays it. `batch` rescales the first dimension. The sustained
+    steady state is predicted, with the clock the power limit leaves; `burst=True` is the first moments, at the boost
+    clock. `calibration="auto"` uses what `tessera calibrate` measured on this machine for the chip, where it was run;
+    None does not.
     """
     device = _device(on)
     precision = None if precision is None else _precision_name(precision)
@@ -204,18 +206,20 @@ def estimate(
     kernels = tuple(model.time(op, found.hbm_bytes) for op, found in zip(ops, moved, strict=True))
     if calibration is not None:
         kernels = tuple(overlay.apply(k, *how, calibration) for k, how in zip(kernels, runs, strict=True))
-    cpu = device.kind == "cpu"  # runs its operators itself: nothing is launched
+    cpu = runs_itself(device)
+    if cpu:
+        kernels = unvalidated(kernels)
     gaps = [0.0 if cpu else GAP_S[launch] * launches(op) for op in ops]
     if launch == "graph" and gaps and not cpu:
         gaps[0] += REPLAY_S
     power = overlay.power(PowerModel.from_device(device), calibration)
-    eager = launch == "eager" and not cpu
-    hosts = (host or overlay.host(host_of(device), calibration)) if eager else None
+    one_by_one = launch == "eager" or cpu  # a CPU has no CUDA graphs
+    hosts = (host or overlay.host(host_of(device), calibration)) if one_by_one else None
     host_s = _host_by_kernel(graph, hosts) if hosts is not None else None
     iteration = Iteration(kernels, gaps, power)
     overlay.charge(iteration, runs, calibration)
-    synced = [op.sync for op in ops] if any(op.sync for op in ops) else []
-    solved = iteration.solve(host_s, synced=synced, drained=graph.ends_synchronised, burst=burst)
+    synced = [op.sync or cpu for op in ops] if cpu or any(op.sync for op in ops) else []
+    solved = iteration.solve(host_s, synced=synced, drained=cpu or graph.ends_synchronised, burst=burst)
     return Estimate(
         ops=ops, kernels=kernels, moved=tuple(moved), solved=solved, power=power, host=hosts,
         memory=_quantised(graph, MemoryEstimator(device).estimate(graph), model.precision),
@@ -237,7 +241,9 @@ def _quantised(graph: Graph, memory: MemoryReport, precision: str | None) -> Mem
 
 
 def host_of(device: Device) -> HostModel:
-    """The host a device is taken to be driven by: a server's, or a system-on-chip's own slower cores."""
+    """The host a device is taken to be driven by: a server's, a system-on-chip's own slower cores, a CPU itself."""
+    if runs_itself(device):
+        return dispatch()
     default = HostModel.default()
     if device.kind != "soc":
         return default

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import signal
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -19,7 +18,7 @@ from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_energy, format_power, format_share
 from .energy import SEEN, WIDTH, idle_row, joules, legend, rest_row, spenders
-from .text import plain_table, with_error
+from .text import ended_text, plain_table, with_error
 
 BAR = 30
 TOP = 5
@@ -108,7 +107,7 @@ def traced_text(said: Answer) -> str:
     steps = said.whole.steps
     some = f", {said.traced_steps:,} of {steps:,} steps" if steps is not None and said.traced_steps is not None else ""
     if some and said.whole.whole_steps is not None and said.whole.whole_steps != steps:
-        some += " (the first's begin unseen)"
+        some += " (the first had begun before it)"
     spent = joules(said.energy_j, said.error_j)
     return f"traced {format_duration(said.seconds, 3)}{some}, {spent}: the tables are of these"
 
@@ -136,15 +135,8 @@ def _warnings(said: Answer) -> list[RenderableType]:
     if said.cut:
         lines.append(f"CUT: {said.cut}")
     if said.returncode:
-        lines.append(f"{ended_text(said.returncode)}: these are the joules until then")
+        lines.append(f"the program {ended_text(said.returncode)}: these are the joules until then")
     return [Text(line, style="yellow") for line in lines]
-
-
-def ended_text(returncode: int) -> str:
-    """How a program that did not succeed ended: 128 + 2, or -2, is Ctrl-C."""
-    if returncode in (128 + signal.SIGINT, -signal.SIGINT):
-        return "the program was interrupted (Ctrl-C)"
-    return f"the program failed with exit code {returncode}"
 
 
 def _facts(said: Answer) -> Table:

@@ -21,7 +21,7 @@ from ..units import format_duration, format_energy, format_power, format_share
 from . import run_sections as sections
 from .energy import SEEN, joules
 from .predict import capital
-from .run import ended_text, limit_cut, mode_text, outside_text, traced_text
+from .run import limit_cut, mode_text, outside_text, traced_text
 from .run_data import payload
 from .run_origin import origin
 from .run_parts import note, prose
@@ -29,7 +29,7 @@ from .run_results import missing, results_of
 from .run_roofline import roofline
 from .run_tables import gaps, steps, tables
 from .shell import SWITCH, document
-from .text import with_error
+from .text import ended_text, with_error
 
 _LEVEL_PX = 26
 _ROW_TOOLS = (("zoom-in", "Zoom in"), ("zoom-out", "Zoom out"), ("zoom-all", "Whole run"), ("zoom-one", "One step"))
@@ -111,7 +111,7 @@ def _warnings(said: Answer) -> str:
     if said.tracing is not None and said.tracing.text:
         lines.append(f"{capital(said.tracing.text)}.")
     if said.returncode:
-        lines.append(f"{capital(ended_text(said.returncode))}: these are the joules until then.")
+        lines.append(f"The program {ended_text(said.returncode)}: these are the joules until then.")
     return "".join(f"<p class='warn' role='note'>{prose(line)}</p>" for line in lines)
 
 

@@ -131,7 +131,7 @@ def answer(
     for event in report.events[:3]:
         table.add_row("event", Text(f"{event.domain}: {event.kind}: {event.message}", style="red"))
     if returncode:
-        table.add_row("command", Text(_ending(returncode), style="yellow"))
+        table.add_row("command", Text(f"{ended_text(returncode)}: these are the joules until then", style="yellow"))
     if advice:
         table.add_row("do", Text(advice, style="bold"))
     if next_command:
@@ -140,13 +140,15 @@ def answer(
     return Group(*lines)
 
 
-def _ending(returncode: int) -> str:
-    if returncode > 128:
-        try:
-            return f"was ended by {signal.Signals(returncode - 128).name}: these are the joules until then"
-        except ValueError:
-            pass
-    return f"failed with exit code {returncode}: these are the joules until then"
+def ended_text(returncode: int) -> str:
+    """How a program that did not succeed ended: 128 + 15, as a shell says it, or -15, as Python does, is SIGTERM."""
+    number = -returncode if returncode < 0 else returncode - 128
+    if number == signal.SIGINT:
+        return "was interrupted (Ctrl-C)"
+    try:
+        return f"was ended by {signal.Signals(number).name}"
+    except ValueError:  # an exit code of its own, or one above 128 that is no signal
+        return f"failed with exit code {returncode}"
 
 
 def _headline(report: EnergyReport) -> Text:
