@@ -66,7 +66,7 @@ def test_a_near_miss_is_answered(name):
 def test_an_unknown_name_is_answered_with_where_the_known_ones_are(name):
     with pytest.raises(ArgumentError) as caught:
         lookup(name)
-    assert caught.value.fix.startswith(f"`tessera hardware list` shows all {len(DEVICES)};")
+    assert caught.value.fix.startswith("`tessera hardware list` shows them all;")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,5 @@ def test_an_unknown_chip_is_answered_with_the_nearest_not_with_all(name: str) ->
         lookup(name)
     lines = str(raised.value).splitlines()
     assert len(lines) == 3 and max(map(len, lines[:2])) <= 100, lines  # the third has the user's folder
-    assert (
-        lines[1].endswith(f"`tessera hardware list` shows all {len(catalogue())};") and "file of your own" in lines[2]
-    )
+    assert lines[1].endswith("`tessera hardware list` shows them all;") and "file of your own" in lines[2]
     assert ("nearest: " in lines[1]) == (name != "zzz") and sum(chip in lines[1] for chip in catalogue()) < 8

@@ -51,7 +51,7 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
     return ArgumentError(
         f"no device {name!r} in the catalogue{did_you_mean(wanted, known)}",
         # The folder on a line of its own, below the first one's text: its path may be long.
-        fix=f"{nearest}`tessera hardware list` shows all {len(devices)};\n"
+        fix=f"{nearest}`tessera hardware list` shows them all;\n"
         f"       or describe it in a file of your own in {user_folder()}",
     )
 
