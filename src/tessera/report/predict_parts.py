@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
@@ -13,7 +13,7 @@ from ..estimate.search import Sweep, SweepRow
 from ..hardware import lookup
 from ..schema import EnergyDescriptor, EnergyReport
 from ..units import format_bytes, format_duration, format_power, format_share
-from .text import energy_text, with_error
+from .text import with_error
 
 # So many subgraphs alike (the layers of a transformer) are one line; fewer keep their own, as in a small ResNet.
 STACK = 4
@@ -113,7 +113,7 @@ def ties(found: Sweep) -> list[str]:
     # The chosen one first: of equals it is the one of the fewest joules.
     time = [(r.latency_s, r.latency_error_s, row_name(r)) for r in _first(fastest, found.feasible)]
     joules = [(r.energy_per_sample_j, r.energy_per_sample_error_j, row_name(r)) for r in _first(least, found.feasible)]
-    said = (_tie(time, time_text, "is fastest"), _tie(joules, energy_text, "needs the fewest joules per sample"))
+    said = (_tie(time, "fastest"), _tie(joules, "fewest joules"))
     return [sentence for sentence in said if sentence]
 
 
@@ -121,11 +121,7 @@ def _first(chosen: SweepRow, rows: Sequence[SweepRow]) -> list[SweepRow]:
     return [chosen, *(row for row in rows if row is not chosen)]
 
 
-def _tie(
-    figures: Sequence[tuple[float | None, float | None, str]],
-    text: Callable[[float, float | None], str],
-    question: str,
-) -> str:
+def _tie(figures: Sequence[tuple[float | None, float | None, str]], question: str) -> str:
     known = [(value, error or 0.0, name) for value, error, name in figures if value is not None]
     if len(known) < 2:
         return ""
@@ -135,10 +131,9 @@ def _tie(
     if not tied:
         return ""
     tied.insert(0, known[0])
-    shown = [f"{name} ({text(v, e)})" for v, e, name in tied[:TIED]]
+    shown = [name for *_, name in tied[:TIED]]
     shown += [f"{len(tied) - TIED} more"] if len(tied) > TIED else []
-    names = f"{', '.join(shown[:-1])} and {shown[-1]}"
-    return f"tied: {names} differ by less than their 90% intervals, so which of them {question} is not known"
+    return f"tied for {question} within 90%: {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def chip_name(device: str) -> str:
