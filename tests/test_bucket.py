@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -579,3 +580,24 @@ def test_a_clock_that_jumps_neither_hangs_nor_owes(jump_ns):
     time.now_ns += jump_ns
     pacer.point()
     assert sum(time.slept) <= 0.26
+
+
+def test_a_cap_that_can_be_held_again_is_no_longer_said_not_to_be():
+    made = Controller(Cap(100.0, 0.2), idle_w=20.0, burst_w=200.0, stuck_duty=0.5)
+    for _ in range(30):
+        made.observe(150.0, 0.02, duty=0.0, rested=True)
+    assert made.floor_w == pytest.approx(150.0) and made.command.duty >= 0.5
+    for _ in range(1500):
+        made.observe(60.0, 0.02, duty=0.5)
+    assert made.floor_w is None
+
+
+def test_a_thread_that_waits_does_not_speak_for_one_that_works():
+    pacer = HostPacer()
+    pacer.obey(Command(9.0, 0.0005, 0.001))
+    pacer.point(tokens=0)  # this thread goes on working
+    other = threading.Thread(target=pacer.point, kwargs={"tokens": 20})
+    other.start()
+    time.sleep(0.05)
+    assert other.is_alive() and pacer.passed().resting_ns is None
+    other.join()

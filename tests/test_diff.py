@@ -175,6 +175,9 @@ def ran(command: str, factors: list[float], *, calls: int = 10) -> Side:
         ("python t.py", "python t.py --batch 64", "only --batch 64 after"),
         ("python t.py -v --batch 32", "python t.py --batch=32 -v", None),
         ("", "python t.py --batch 64", None),
+        ("t.py", "t.py --batch 64", "only --batch 64 after"),
+        ("/usr/bin/python3.12 t.py --x", "t.py --x", None),
+        ("t.py --amp data.txt", "t.py data.txt --amp", None),
     ],
 )
 def test_arguments_that_differ_are_named_first(before: str, after: str, said: str | None) -> None:

@@ -119,3 +119,20 @@ def test_an_ascii_locale_prints_no_question_marks(setting: dict[str, str]) -> No
     assert ran.stdout.isascii() and b"77 W +-3 W" in ran.stdout and b"?" not in ran.stdout
     said = subprocess.run([*command[:-1], "h200µ"], env={**kept, **setting}, capture_output=True, check=False)
     assert said.stderr.startswith(b"error: no device 'h200") and said.stderr.isascii()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["analyze", "breakdown", "o'brien.json"], "o'brien.json"),
+        (["predict", "resnet18", "--mode", "it's"], "it's"),
+    ],
+)
+def test_quotes_in_what_was_typed_stay_in_the_message(typed: list[str], says: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "tessera", *typed], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_a_baseline_that_cannot_be_looked_at_is_no_regression(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tessera", "diff", "x" * 300, str(tmp_path / "b.tessera")]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 2

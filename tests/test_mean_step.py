@@ -65,7 +65,8 @@ def test_it_is_said_which_and_why() -> None:
         "without step_0, which took 9 J: a first step over 1.5 times the middle one does not count"
     )
     assert counted(steps(9, 4, 1, 1, 1)).left_out == (
-        "without step_0 and step_1, which took 13 J: first steps over 1.5 times the middle one do not count"
+        "without step_0 and step_1, which took 13 J: first steps over 1.5 times the middle one do not count, "
+        "3 of them or a tenth of all"
     )
     assert (counted(steps(9, 9, 9, 1, 1, 1, 1)).names or "") == "step_0 to step_2 (3 steps)"
     unseen = counted(steps(9, 1, math.nan, 1))

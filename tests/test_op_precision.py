@@ -816,3 +816,10 @@ def test_the_quantise_kernels_compile_for_the_gpu(arch, kernel, layout):
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx  # nearest even in hardware
         assert "st.global.v4.b32" in ptx
     assert made.metadata.shared < 48 << 10
+
+
+@pytest.mark.parametrize("precision", lowprec.PRECISIONS)
+def test_a_product_of_meta_tensors_has_its_shape(precision):
+    a, b = torch.randn(16, 32, device="meta"), torch.randn(32, 16, device="meta")
+    found = lowprec.mm(a, b, precision)
+    assert found.device.type == "meta" and found.shape == (16, 16)

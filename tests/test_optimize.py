@@ -284,9 +284,9 @@ def test_a_batch_norm_with_fixed_statistics_in_a_generated_kernel_is_elementwise
     assert line.before == "batch_norm + relu"
 
 
-@pytest.mark.parametrize(("times", "pace"), [(1.3, 1.3), (0.1, 1.0), (50.0, 2.0)])
+@pytest.mark.parametrize(("times", "pace"), [(1.3, 1.3), (0.1, 1.0), (50.0, 1.0)])
 def test_the_measured_eager_time_says_how_fast_the_host_is(convolved, times, pace):
-    """A step that takes longer than any host would make it is as slow as the slowest; a faster one says nothing."""
+    """A step that takes longer than any host would make it, or less than the device alone, says nothing of the host."""
     device = lookup("h200")
     usual = trace(convolved, device, replayed=True)
     here = trace(convolved, device, replayed=True, eager_s=usual.before_s * times)

@@ -60,7 +60,9 @@ def model_of(report: EnergyReport) -> str:
     if of is None or not report.descriptors:
         return ""
     # Not "latency": it names the fit most of the time is by, which is another for another program.
-    known = [f"{part}: {of.provenance[part]}" for part in ("device", "power", "host") if part in of.provenance]
+    known = [
+        f"{part}: {of.provenance[part]}" for part in ("device", "power", "host", "dispatch") if part in of.provenance
+    ]
     return "; ".join([of.device, of.launch, *known])
 
 
@@ -77,7 +79,7 @@ def errors_of(descriptors: Iterable[EnergyDescriptor]) -> Errors:
 def whole_errors(report: EnergyReport) -> Errors:
     """Of a whole prediction: its kernels, and what its interval has beyond them, which is the host's."""
     of, found = report.prediction, errors_of(report.descriptors)
-    if of is None or of.launch != "eager":
+    if of is None or not (of.launch == "eager" or "dispatch" in of.provenance):  # a CPU dispatches either way
         return found
     waits = any(d.latency_s > d.device_s for d in report.descriptors)
     device_s = device_error_s([(d.kind, d.latency_error_s) for d in report.descriptors], waits)

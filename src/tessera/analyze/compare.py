@@ -183,7 +183,7 @@ def _of_run(source: Source, run: RunFile, table: EnergyTable | None) -> Side:
 
     work = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
     name = f"{name_of(run)} ({source.name})" if source.name.endswith(".tessera") else name_of(run)
-    words = _words(name_of(run)) if run.get("command") or run.get("argv") else []
+    words = _command_of(run)
     if table is None:
         notes = [*source.notes, f"{name} has no power: only time is known"]
         found = timed(source.timeline)
@@ -195,6 +195,13 @@ def _of_run(source: Source, run: RunFile, table: EnergyTable | None) -> Side:
         all_of_it = whole_of(run, table, source.timeline, run.power(), True, None)
         more["whole"] = Cell(all_of_it.energy_j, all_of_it.error_j, all_of_it.seconds, _NAN, 1, once=True)
     return _of_table(table, name, work, source.notes, _sensed(source, table), **more)
+
+
+def _command_of(run: RunFile) -> list[str]:
+    """What was run, word by word; empty where nobody says, or where a notebook's kernel ran it."""
+    said = run.get("command") or run.get("argv") or []
+    words = _words(said) if isinstance(said, str) else [str(word) for word in said]
+    return [] if any("ipykernel" in word for word in words) else words
 
 
 def _words(command: str) -> list[str]:

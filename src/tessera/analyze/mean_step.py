@@ -51,8 +51,9 @@ class Counted:
             many, joules = len(self.first) > 1, math.fsum(s.energy_j for s in self.first)
             took = format_duration(sum(map(wall, self.first)), 3) if math.isnan(joules) else format_energy(joules, 3)
             rule = f"over {DEAR:g} times the middle one {'do' if many else 'does'} not count"
+            most = f", {SETTLES} of them or a tenth of all" if many else ""
             parts.append(
-                f"{_listed(self.first)}, which took {took}: {'' if many else 'a '}first step{'s' * many} {rule}"
+                f"{_listed(self.first)}, which took {took}: {'' if many else 'a '}first step{'s' * many} {rule}{most}"
             )
         if self.unseen:
             parts.append(f"{_listed(self.unseen)}, whose power no sensor saw")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -60,7 +61,8 @@ def told(found: Difference, metric: Metric, share: float | None, sure: bool, fai
 
 def other_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
     """That two commands differ, and in which arguments; nothing where one of them is not known."""
-    if not before or not after or list(before) == list(after):
+    before, after = _without_python(before), _without_python(after)
+    if not before or not after or Counter(_parts(before)) == Counter(_parts(after)):
         return []
     one, two = _arguments(before), _arguments(after)
     # Counted: an argument may be given twice, and in another order it is the same.
@@ -73,10 +75,20 @@ def other_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
     return [f"the commands differ: {only}{', '.join(said)}. So both, and a step of both, may not be the same work"]
 
 
+def _without_python(words: Sequence[str]) -> Sequence[str]:
+    """A script's own words: `tessera run` records the interpreter, a session in the script does not."""
+    return words[1:] if words and re.fullmatch(r"(?:.*/)?python[\d.]*", words[0]) else words
+
+
+def _parts(words: Sequence[str]) -> list[str]:
+    """`--batch=64` is `--batch 64`."""
+    return [part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])]
+
+
 def _arguments(words: Sequence[str]) -> Counter[str]:
-    """Options with their values, and other words, each as often as it is there: `--batch=64` is `--batch 64`."""
+    """Options with their values, and other words, each as often as it is there."""
     found: list[str] = []
-    for word in (part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])):
+    for word in _parts(words):
         if found and found[-1].startswith("-") and " " not in found[-1] and not word.startswith("-"):
             found[-1] += f" {word}"
         else:

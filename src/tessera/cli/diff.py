@@ -95,7 +95,7 @@ def command(
             if log is not None:
                 _check(log, (".csv",), "give the power log of the same time as the trace")
         found = diff(before, after, by=by, power_a=power_a, power_b=power_b)
-    except TesseraError as exc:  # not 1: a baseline that cannot be read is no regression
+    except (TesseraError, OSError) as exc:  # not 1: a baseline that cannot be read is no regression
         say(f"error: {printable(str(exc))}", err=True)
         return 2
     verdict = found.verdict(metric, fail_above)

@@ -16,7 +16,7 @@ from click.types import FloatParamType, IntParamType
 from ..errors import ArgumentError, UnitError, did_you_mean
 
 _T = TypeVar("_T")
-_QUOTED = re.compile(r"""['"]([^'"]*)['"]""")
+_QUOTED = re.compile(r"""(?P<quote>['"])(?P<given>.*)(?P=quote)""")  # greedy: what was typed may have quotes of its own
 
 
 def explained(exc: click.UsageError) -> ArgumentError:
@@ -38,7 +38,7 @@ def explained(exc: click.UsageError) -> ArgumentError:
     if isinstance(kind, click.Choice):
         known = list(map(str, kind.choices))
         given = _QUOTED.match(message)
-        near = did_you_mean(given[1], known) if given else ""
+        near = did_you_mean(given["given"], known) if given else ""
         return ArgumentError(f"{name}: {given[0] if given else message} is not known{near}", fix=_one_of(known))
     if isinstance(kind, IntParamType | FloatParamType):
         return _number(name, message, kind)
@@ -50,9 +50,9 @@ def explained(exc: click.UsageError) -> ArgumentError:
 def _path(name: str, message: str, otherwise: str) -> ArgumentError:
     """A file that is not there is answered with the one beside it whose name is nearest."""
     given = _QUOTED.search(message)
-    if given is None or Path(given[1]).exists():
+    if given is None or Path(given["given"]).exists():
         return ArgumentError(f"{name}: {message[:1].lower() + message[1:]}", fix=otherwise)
-    path = Path(given[1])
+    path = Path(given["given"])
     if not path.parent.is_dir():
         return ArgumentError(f"there is no file {path}", why=f"there is no folder {path.parent}", fix="check the path")
     near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()])

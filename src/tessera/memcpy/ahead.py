@@ -6,9 +6,10 @@
     copy stream      ... b2 ...  b3                                        beside the kernels that use b0, b1
 
 All of it is on your thread, `depth` batches ahead, in the loader's order: seeds and errors are where they were without
-prefetch, and a loader may fill the same buffer again. Pinned memory is not filled on a thread of ours, since there
-torch may copy with one core: it gives a new thread as many as were last set on any thread (ATen/ParallelOpenMP.cpp),
-and `DataLoader(pin_memory=True, num_workers=2)` sets 1 on its own (torch/utils/data/_utils/pin_memory.py).
+prefetch. A loader may fill the same buffer again, unless it is pinned: then the copy is from that. Pinned memory is not
+filled on a thread of ours, since there torch may copy with one core: it gives a new thread as many as were last set on
+any thread (ATen/ParallelOpenMP.cpp), and `DataLoader(pin_memory=True, num_workers=2)` sets 1 on its own
+(torch/utils/data/_utils/pin_memory.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def prefetch(
     A batch is a tensor, or tuples, lists, dicts and named tuples of them to any depth; what is no tensor passes as it
     is. Host tensors that are not pinned go through `pinned` memory, filled on this thread before the loader is asked
     again. The current stream waits for a batch by its event, the host does not. An error of the loader comes after the
-    batches before it; leaving the loop early drops the rest. Up to depth + 1 batches are on the device. On a CPU
+    batches before it; leaving the loop early drops the rest. Up to depth + 2 batches are on the device. On a CPU
     batches pass as they are.
     """
     import torch

@@ -218,7 +218,9 @@ def _sweep(found: Sweep) -> str:
     front = set(map(id, found.pareto()))
     about = f"{found.mode}, {found.launch}; {len(found.feasible)} of {len(found.rows)} combinations are possible"
     parts = [f"<h2>{escape(found.name)}</h2><div class='dim'>{escape(about)}</div>", _choice_tiles(found)]
-    parts += [f"<p role='note'>{escape(capital(tie))}. They differ by less than their intervals.</p>" for tie in ties(found)]
+    parts += [
+        f"<p role='note'>{escape(capital(tie))}. They differ by less than their intervals.</p>" for tie in ties(found)
+    ]
     dots = [_dot(row, id(row) in front, label) for row, label in zip(found.feasible, _labels(found), strict=True)]
     if dots:
         parts.append(f"<h3>Latency against energy per sample</h3><div class='scroll'>{scatter(dots)}</div>")

@@ -111,13 +111,16 @@ def paced(pieces: Sequence[Piece], device: Device, host: Host, measured_s: float
 
     A device that is itself slower than that says nothing of its host, and one that never waits for it hardly anything.
     """
+
+    def solved_s(pace: float) -> float:
+        return solved(pieces, device, replace(host, pace=pace)).seconds
+
     low, high = PACES
-    if solved(pieces, device, replace(host, pace=low)).seconds >= measured_s:
+    if not solved_s(low) < measured_s <= solved_s(high):
         return host
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
-        slower = solved(pieces, device, replace(host, pace=middle)).seconds >= measured_s
-        low, high = (low, middle) if slower else (middle, high)
+        low, high = (low, middle) if solved_s(middle) >= measured_s else (middle, high)
     return replace(host, pace=high)
 
 

@@ -284,8 +284,8 @@ class Controller:
     def _look_for_others(self, power_w: float, seconds: float, *, rested: bool) -> None:
         """While we rest, what is drawn is not ours; told by the first wait, before a slice and its wait have ended."""
         self._now_s += seconds
-        if self._now_s >= self._stuck_until_s:
-            self._least = MIN_DUTY
+        if self._now_s >= self._stuck_until_s and self.floor_w is not None:
+            self._least, self.floor_w = MIN_DUTY, None  # until it is found again
         if rested:
             self._find_floor(power_w, seconds, least=True, after_s=FLOOR_RESTED_S)
 

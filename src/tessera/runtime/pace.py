@@ -101,7 +101,7 @@ class HostPacer:
 
     def passed(self) -> Passed:
         with self._lock:
-            if len(self._resting) < len(self._seen) or not self._seen:
+            if not self._seen or not self._seen <= self._resting.keys():
                 return self._passed
             return replace(self._passed, resting_ns=max(self._resting.values()))
 

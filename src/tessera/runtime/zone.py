@@ -120,6 +120,8 @@ class Zone:
             self._set(controller.command, now_ns)  # the first tokens are counted before the first reading
         if controller.floor_w is not None:
             self.notes["floor"] = self._too_low(cap, controller.floor_w)
+        else:
+            self.notes.pop("floor", None)
         return self.command
 
     def begin(self, sampler: Sampler, now_ns: int) -> Command:
@@ -179,6 +181,8 @@ class Zone:
         """Work begins after a pause: what was measured meanwhile is not of it, nor what was noted before."""
         self.read_ns, self.asked_ns = None, now_ns
         self.notes.clear()
+        if self.controller is not None:
+            self.controller.floor_w = None
 
     def obey(self, command: Command, now_ns: int) -> None:
         """Another process leads the node; should it end, its ratio is where we go on from."""

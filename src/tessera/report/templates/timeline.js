@@ -247,7 +247,7 @@ const named = (labels, at, ink) => {
   const pitch = labels.length > 1 ? (labels[labels.length - 1].x - labels[0].x) / (labels.length - 1) : Infinity;
   const widest = Math.max(...[labels[0], labels[labels.length - 1]].map(l => width(number(l) || "")));
   let every = 1;
-  while (every * pitch < widest + 8) every *= String(every)[0] === "2" ? 2.5 : 2;
+  while (pitch > 0 && every * pitch < widest + 8) every *= String(every)[0] === "2" ? 2.5 : 2;
   let free = LEFT;
   labels.forEach(l => {
     const own = number(l), text = whole || own === null ? cut(l.name, l.room) : own % every ? "" : own;
