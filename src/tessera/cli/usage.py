@@ -16,7 +16,7 @@ from click.types import FloatParamType, IntParamType
 from ..errors import ArgumentError, UnitError, did_you_mean
 
 _T = TypeVar("_T")
-_QUOTED = re.compile(r"""(?P<quote>['"])(?P<given>.*)(?P=quote)""")  # greedy: what was typed may have quotes of its own
+_QUOTED = re.compile(r"""(?P<quote>['"])(?P<given>.*?)(?P=quote)""")  # by the quote that begins it: "it's"
 
 
 def explained(exc: click.UsageError) -> ArgumentError:
