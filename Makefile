@@ -59,6 +59,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/limit_windows.py
 	$(BIN)/python benchmarks/flops.py
 	$(BIN)/python benchmarks/predict_time.py
+	$(BIN)/python benchmarks/cpu_dispatch.py
 	$(BIN)/python benchmarks/attribution.py --json benchmarks/results/attribution.json
 	$(BIN)/python benchmarks/region_cost.py
 	$(BIN)/python benchmarks/summary_24h.py

@@ -133,12 +133,13 @@ def swept(cache: Path) -> list[tuple[dict[str, Any], Any]]:
     if cache.exists():
         return pickle.loads(cache.read_bytes())
     sys.path.insert(0, str(HERE / "device"))
+    import kernel_case
     import record_kernels
 
     from tessera.errors import TesseraError
     from tessera.graph.capture import capture
 
-    record_kernels.device = "meta"
+    kernel_case.device = "meta"
     rows: dict[str, dict[str, Any]] = {}
     for r in align.read(DATA / "h200_ops.jsonl.gz"):
         if "ms" in r:
@@ -709,67 +710,105 @@ def launch_us(graph: Any) -> float:
     return 1e6 * LAUNCH_S * sum(each)
 
 
-def fit_host(all_graphs: dict[Any, Any]) -> None:
-    """Constants from host-bound eager rows of all recordings, each of which found its host at a speed of its own."""
-    from scipy.optimize import least_squares
+@dataclass
+class HostRows:
+    """Host-bound eager iterations: microseconds of each, how often each constant is paid in it, and its recording."""
 
+    names: list[str]
+    us: np.ndarray
+    rnn_us: np.ndarray
+    counts: np.ndarray
+    session: np.ndarray
+    sessions: list[str]
+
+    @property
+    def clean(self) -> list[int]:
+        """Recordings that no profiler slowed."""
+        return [i for i, name in enumerate(self.sessions) if name != "profiler"]
+
+    @property
+    def share(self) -> np.ndarray:
+        """What a row weighs where each recording weighs the same."""
+        return np.array([1.0 / sum(self.session == i) for i in self.session])
+
+
+def host_rows(all_graphs: dict[Any, Any]) -> HostRows:
+    """The host-bound eager rows of all recordings."""
     busy = {t["name"]: t["gpu_us"] for t in traces()}
-    rows = []  # (name, microseconds, which recording, counts, launches of recurrent layers)
+    rows = []  # (name, microseconds, which recording, graph)
     for r in recorded():
         if r.get("graph_replay") or r["name"] not in busy or r["ms"] * 1e3 <= 1.25 * busy[r["name"]]:
             continue
         # Rows after a trace in the same process are slowed by the profiler that stays attached.
         session = "profiler" if r.get("after_profiler") else r["set"]
-        graph = all_graphs[r["name"]]
-        rows.append((r["name"], r["ms"] * 1e3, session, host_counts(graph), launch_us(graph)))
-    rows += [(name, us, "public", host_counts(graph), launch_us(graph)) for name, us, graph in public_rows()]
-    sessions = sorted({r[2] for r in rows})
-    clean = [i for i, name in enumerate(sessions) if name != "profiler"]
-    x = np.array([r[3] for r in rows])
-    y, rnn = np.array([r[1] for r in rows]), np.array([r[4] for r in rows])
-    at = np.array([sessions.index(r[2]) for r in rows])
-    near, n = np.array(list(HOST.values()), float), len(HOST)
-    weight = np.array([(sum(at == i)) ** -0.5 for i in at])
-    weight /= weight.mean()
+        rows.append((r["name"], r["ms"] * 1e3, session, all_graphs[r["name"]]))
+    rows += [(name, us, "public", graph) for name, us, graph in public_rows()]
+    names, us, session, of = zip(*rows, strict=True)
+    sessions = sorted(set(session))
+    return HostRows(
+        list(names), np.array(us), np.array([launch_us(g) for g in of]), np.array([host_counts(g) for g in of]),
+        np.array([sessions.index(s) for s in session]), sessions,
+    )  # fmt: skip
 
-    def fit(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        a = x[mask] * near / y[mask][:, None]
 
-        def errors(z: np.ndarray) -> np.ndarray:
-            speed = z[n:] - z[n:][clean].mean()
-            return np.concatenate([
-                weight[mask] * (np.exp(speed[at[mask]]) * (a @ np.exp(z[:n]) + (rnn / y)[mask]) - 1.0), 0.2 * z[:n], 0.01 * z[n:]
-            ])  # fmt: skip
+def host_constants(rows: HostRows, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of each constant, and each recording's speed beside their mean, from the rows of a mask."""
+    from scipy.optimize import least_squares
 
-        z = least_squares(errors, np.zeros(n + len(sessions)), loss="soft_l1", f_scale=0.2).x
-        return np.exp(z[:n]) * near, np.exp(z[n:] - z[n:][clean].mean())
+    near, n, at, clean = np.array(list(HOST.values()), float), len(HOST), rows.session[mask], rows.clean
+    weight = rows.share**0.5
+    weight = (weight / weight.mean())[mask]
+    a, rnn = rows.counts[mask] * near / rows.us[mask][:, None], (rows.rnn_us / rows.us)[mask]
 
-    left = []
-    names = sorted({r[0] for r in rows})
+    def errors(z: np.ndarray) -> np.ndarray:
+        speed = z[n:] - z[n:][clean].mean()
+        left = weight * (np.exp(speed[at]) * (a @ np.exp(z[:n]) + rnn) - 1.0)
+        return np.concatenate([left, 0.2 * z[:n], 0.01 * z[n:]])
+
+    z = least_squares(errors, np.zeros(n + len(rows.sessions)), loss="soft_l1", f_scale=0.2).x
+    return np.exp(z[:n]) * near, np.exp(z[n:] - z[n:][clean].mean())
+
+
+def host_left_out(rows: HostRows) -> float:
+    """The mean error of models left out of the fit, a fifth at a time, their recording's speed known."""
+    left, names = [], sorted(set(rows.names))
     for k in range(5):
-        out = np.array([names.index(r[0]) % 5 == k for r in rows])
-        c, speed = fit(~out)
-        left += [
-            abs(float((x[i] @ c + rnn[i]) * speed[at[i]] / y[i]) - 1) for i in np.flatnonzero(out) if at[i] in clean
-        ]
-    c, speed = fit(np.ones(len(rows), bool))
-    print(f"host: {len(rows)} rows; models left out, their recording's speed known: {np.mean(left):.1%}; "
-          f"speeds { {name: round(float(v), 2) for name, v in zip(sessions, speed, strict=True)} }")  # fmt: skip
-    # The middle of the recordings is what is shipped, each recording one draw; the interval holds 90% of their rows.
-    spread = np.abs(y / (x @ c + rnn) - 1.0)
-    kept = np.isin(at, clean)
-    share = np.array([1.0 / sum(at == i) for i in at])[kept]
-    order = np.argsort(spread[kept])
-    total = np.cumsum(share[order]) / share.sum()
-    width = float(spread[kept][order][np.searchsorted(total, 0.9)])
+        out = np.array([names.index(name) % 5 == k for name in rows.names])
+        c, speed = host_constants(rows, ~out)
+        found = (rows.counts @ c + rows.rnn_us) * speed[rows.session] / rows.us
+        left += np.abs(found - 1.0)[out & np.isin(rows.session, rows.clean)].tolist()
+    return float(np.mean(left))
+
+
+def host_width(rows: HostRows, c: np.ndarray) -> float:
+    """The half-width that holds 90% of the rows, each recording one draw."""
+    kept = np.isin(rows.session, rows.clean)
+    spread = np.abs(rows.us / (rows.counts @ c + rows.rnn_us) - 1.0)[kept]
+    order = np.argsort(spread)
+    total = np.cumsum(rows.share[kept][order]) / rows.share[kept].sum()
+    return float(spread[order][np.searchsorted(total, 0.9)])
+
+
+def fit_host(all_graphs: dict[Any, Any]) -> None:
+    """Constants from host-bound eager rows of all recordings, each of which found its host at a speed of its own."""
+    rows = host_rows(all_graphs)
+    c, speed = host_constants(rows, np.ones(len(rows.names), bool))
+    by_session = {name: round(float(v), 2) for name, v in zip(rows.sessions, speed, strict=True)}
+    left = host_left_out(rows)
+    print(
+        f"host: {len(rows.names)} rows; models left out, their recording's speed known: {left:.1%}; speeds {by_session}"
+    )
+    # The middle of the recordings is what is shipped; the interval holds 90% of their rows.
+    width = host_width(rows, c)
     us = dict(zip(HOST, c, strict=True))
     out: dict[str, Any] = {k: float(f"{v * 1e-6:.4g}") for k, v in us.items() if k not in EXTRA}
     out["extra_s"] = {k: float(f"{us[k] * 1e-6:.4g}") for k in EXTRA}
     out["relative_error"] = round(width, 2)
-    speeds = [float(speed[i]) for i in clean]
+    speeds = [float(speed[i]) for i in rows.clean]
     out["provenance"] = (
-        f"{len(rows)} host-bound eager iterations in {len(clean)} recordings on Intel Xeons beside an H200, torch 2.11; "
-        f"the same kind of host took {min(speeds):.2f} to {max(speeds):.2f} times these in them (benchmarks/fit_ops.py)"
+        f"{len(rows.names)} host-bound eager iterations in {len(speeds)} recordings on Intel Xeons beside an H200, "
+        f"torch 2.11; the same kind of host took {min(speeds):.2f} to {max(speeds):.2f} times these in them "
+        "(benchmarks/fit_ops.py)"
     )
     print(f"90% of rows within {width:.0%}")
     write("host.json", out)

@@ -316,7 +316,7 @@ def test_setting_a_slice_to_a_number_is_a_fill():
 def test_channels_last_is_kept_through_convolutions():
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
     graph = capture(model, torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last))
-    assert all(op.outputs[0].channels_last for op in graph.kernels)
+    assert [op.outputs[0].channels_last for op in graph.kernels] == [True] * 3
 
 
 def test_precision_casts_parameters_and_floats_only():

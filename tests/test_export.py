@@ -733,5 +733,5 @@ def test_the_command_writes_several_at_once(run, tmp_path):
 def test_the_command_wants_something_to_write(run, tmp_path):
     with pytest.raises(TesseraError, match="--chrome"):
         CliRunner().invoke(command, [str(run.path)], catch_exceptions=False)
-    with pytest.raises(TesseraError, match="there is no run"):
+    with pytest.raises(TesseraError, match="there is no file"):
         CliRunner().invoke(command, [str(tmp_path / "no"), "--csv", str(tmp_path / "s.csv")], catch_exceptions=False)

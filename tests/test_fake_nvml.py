@@ -663,7 +663,13 @@ def test_every_field_of_a_scenario_is_known_to_the_c_side(fake):
         "throttled": dict.fromkeys(reasons.split(), 0.1),
         "gpm_values": dict.fromkeys(activity.split(), 1.0),
     }
-    fake.set(Scenario(**{f.name: special.get(f.name, 1) for f in fields(Scenario)}))
+    every = Scenario(**{f.name: special.get(f.name, 1) for f in fields(Scenario)})
+    fake.set(every)
+    lines = every.text().splitlines()
+    assert len(lines) >= len(fields(Scenario))
+    for line in lines:  # the fake takes each, and would not take it misspelt
+        assert fake._library.fake_nvml_scenario(line.encode()) == 0
+        assert fake._library.fake_nvml_scenario(f"not_{line}".encode()) == 1
 
 
 def test_a_scenario_may_change_while_another_thread_reads(fake):

@@ -47,12 +47,11 @@ def test_no_name_is_taken_twice():
     assert len(set(names)) == len(names)
 
 
-@every_device
+@pytest.mark.parametrize("device", [d for d in DEVICES if d.kind == "cpu"], ids=lambda d: d.id)
 def test_every_cpu_can_be_modelled(device):
-    if device.kind == "cpu":
-        assert device.threads
-        assert device.tdp_w is not None
-        assert device.idle_w is not None
+    assert device.threads
+    assert device.tdp_w is not None
+    assert device.idle_w is not None
 
 
 @pytest.mark.parametrize("name", ["h2000", "H-200", "nvidia h2000"])

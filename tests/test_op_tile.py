@@ -126,10 +126,22 @@ def test_a_small_fragment_warns_once_per_line_that_calls() -> None:
 
 
 def test_a_whole_fragment_does_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         tile.advise("matmul", Tile(64, 16, 16), torch.bfloat16, 90)
         tile.advise("matmul", Tile(16, 16, 16), torch.bfloat16, 80)  # mma.sync has 16 rows
+    assert not seen
+    with pytest.warns(UserWarning, match="BM=16 is no multiple of 64"):  # the same tile where the fragment is larger
+        tile.advise("matmul", Tile(16, 16, 16), torch.bfloat16, 90)
+
+
+@pytest.mark.parametrize("sides", [(192, 256, 64), (256, 160, 64), (100, 512, 32)])
+def test_a_tile_of_odd_sides_is_a_tile_error(sides: tuple[int, int, int]) -> None:
+    warps = tile.default_warps(tile.Tile(*sides))
+    assert warps & (warps - 1) == 0 and 4 <= warps <= 16
+    with pytest.raises(TileError, match="no power of two") as caught:
+        tile.check("matmul", tile.Tile(*sides), "bf16", 3, warps, 90)
+    assert "is the nearest that fits" in str(caught.value.fix)
 
 
 def test_hints_set_the_pipeline() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import analyze
-from tessera.analyze.spectrum import BAND_HZ, Even, even_parts, gain, ramps, seen_at_hz, spectrum
+from tessera.analyze.spectrum import BAND_HZ, MIN_POINTS, Even, even_parts, gain, ramps, seen_at_hz, spectrum
 from tessera.analyze.spikes import curve_of
 from tessera.analyze.watts import TOTAL, PowerResult
 from tessera.attribute.response import Response
@@ -62,6 +62,7 @@ def test_the_lines_sum_to_the_variance_whatever_the_samples(
     power = trace(np.array(values), domain=domain, step_ms=step_ms)
     for part in even_parts(curve_of(power, None, power.start_ns, power.end_ns)):
         found = spectrum(part)
+        assert (found is None) == (len(part.watts) < MIN_POINTS)
         if found is not None:
             assert found.ac_w2 == pytest.approx(float(np.var(part.watts)), rel=1e-9, abs=1e-6)
             assert found.band_w2(0.0, 1e9) == pytest.approx(found.ac_w2, rel=1e-9)

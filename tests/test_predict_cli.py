@@ -119,6 +119,17 @@ def test_inputs_may_be_given(own: str, capsys: pytest.CaptureFixture[str]) -> No
     assert "--input 3x224x224" in capsys.readouterr().err
 
 
+def test_inputs_that_are_replaced_are_named(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ("--json", "--no-opportunities")
+    assert predicted(f"{own}:make", "--input", "64", *quick) == 0
+    said = capsys.readouterr()
+    lost = f"the inputs that {own}:make gives (4x64), their batch too"
+    assert said.err == f"note: --input replaces {lost}: it is 1 unless --batch says\n"
+    assert json.loads(said.out)["report"]["prediction"]["batch"] == 1
+    assert predicted(f"{own}:make", *quick) == predicted(f"{own}:just", "--input", "64", *quick) == 0
+    assert capsys.readouterr().err == ""  # nothing was replaced
+
+
 def test_a_model_that_asks_for_values_while_it_is_built(own: str) -> None:
     assert predicted(f"{own}:Asks", "--input", "8", "--no-opportunities") == 0
 

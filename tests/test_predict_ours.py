@@ -91,7 +91,7 @@ def test_tf32_attention_runs_on_the_matrix_units() -> None:
 
 def rows_alike(ours: Graph, theirs: Graph, kind: str) -> None:
     a, b = (cost(g, (kind,)) for g in (ours, theirs))
-    assert a[2] == b[2] and a[1] == pytest.approx(b[1], rel=0.02)
+    assert a[2] == b[2] and a[1] == pytest.approx(b[1], rel=0.02) and a[1] > 1e7
     seconds = [
         sum(OpModel(lookup("h200")).time(o).seconds for o in g.kernels if o.kind == kind) for g in (ours, theirs)
     ]

@@ -416,9 +416,11 @@ def test_new_weights_are_seen():
 
 def test_under_inference_mode_and_refolded_outside():
     net, other, x = Net(one), Net(one), image()
+    before = run(net, x)
     with torch.inference_mode():
         fused = fuse(net)
-        net(x)
+        assert fused.calls == ("conv1+bn1+relu",)
+        close(run(net, x), before)
     net.load_state_dict(other.state_dict())
     close(run(net, x), run(other, x))
     fused.undo()
@@ -623,7 +625,7 @@ def test_a_summand_of_another_shape_or_format(in_place):
 
 
 def test_one_image_without_a_batch():
-    same(Net(no_norm), image()[0])
+    assert same(Net(no_norm), image()[0]).calls == ("conv1+relu", "conv2+add+relu")
 
 
 # -- cuDNN's operators ------------------------------------------------------------------------------------------------

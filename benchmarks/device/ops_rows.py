@@ -381,8 +381,8 @@ def work(share: int, shares: int, quick: bool, out: Path, until_s: float) -> Non
                     if kind in case.ways:
                         case.ways[kind]()()
                         torch.cuda.empty_cache()
-                except Exception:  # noqa: BLE001 - it will be told when it is measured
-                    continue
+                except Exception:  # noqa: BLE001 - workers share the memory: it is tried again when it is measured
+                    write({"warm_up": f"{case.name} {kind}", "error": traceback.format_exc(limit=-3)[-600:]})
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------
@@ -452,7 +452,8 @@ class Bench:
             begin = time.perf_counter()
             step()
             return {"ms": (time.perf_counter() - begin) * 1e3, "J": None}
-        from record_kernels import Op, measure
+        from kernel_case import Op
+        from record_kernels import measure
 
         return measure(Op(case.op, {"dtype": case.params["dtype"]}, case.ways[kind]))[1]
 
@@ -598,7 +599,9 @@ def numerics(bench: Bench, quick: bool) -> None:
                     bench.results["numerics"].append({"case": f"worker {i}", "error": f"ended with {code}"})
         for f in files:
             lines = f.read_text().splitlines() if f.exists() else []
-            bench.results["numerics"] += [json.loads(line) for line in lines if line.endswith("}")]
+            rows = [json.loads(line) for line in lines if line.endswith("}")]
+            bench.results["numerics"] += [row for row in rows if "warm_up" not in row]
+            bench.results.setdefault("warm_up_errors", []).extend(row for row in rows if "warm_up" in row)
     bench.save()
 
 
@@ -650,7 +653,7 @@ def host_costs(bench: Bench, quick: bool) -> None:
 
 def host_us(fn: Step, quick: bool) -> float:
     if not quick:
-        from record_kernels import time_calls
+        from host_calls import time_calls
 
         return time_calls(fn)[0]
     fn()
@@ -743,6 +746,8 @@ def show(bench: Bench) -> None:
     print(f"\n== numerics: {len(known)} results, worst {most}, over {TOLERANCE}: {len(bad)}, failed: {len(failed)}")
     for row in (*bad, *(f"{r['case']}: {r['error'].strip().splitlines()[-1]}" for r in failed)):
         print("  ", row)
+    for row in bench.results.get("warm_up_errors", []):
+        print(f"   first call of {row['warm_up']}: {row['error'].strip().splitlines()[-1]}")
     for name in (*normalize.RULES, "flash_attention"):
         show_table(bench, "kernels", name, ("ours", *BACKENDS))
         show_table(bench, "op", name, ("op",))

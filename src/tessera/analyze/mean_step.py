@@ -50,11 +50,9 @@ class Counted:
         if self.first:
             many, joules = len(self.first) > 1, math.fsum(s.energy_j for s in self.first)
             took = format_duration(sum(map(wall, self.first)), 3) if math.isnan(joules) else format_energy(joules, 3)
-            rule = f"over {DEAR:g} times the middle one {'do' if many else 'does'} not count"
-            most = f", {SETTLES} of them or a tenth of all" if many else ""
-            parts.append(
-                f"{_listed(self.first)}, which took {took}: {'' if many else 'a '}first step{'s' * many} {rule}{most}"
-            )
+            rule = f"first, over {DEAR:g} times the middle"  # short: it shares a line of the first screen
+            most = f"; {SETTLES} such or a tenth of all at most" if many else ""
+            parts.append(f"{_listed(self.first)} ({took}; {rule}{most})")
         if self.unseen:
             parts.append(f"{_listed(self.unseen)}, whose power no sensor saw")
         return f"without {'; without '.join(parts)}" if parts else None

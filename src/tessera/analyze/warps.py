@@ -17,7 +17,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from .lanes import no_device
 from .places import region_paths
 from .result import Column, Result
-from .source import Progress, open_source
+from .source import Progress, Source, open_source
 
 GROUPS = ("kernel", "op", "region")
 COMMAND = "tessera run --counters script.py"
@@ -32,9 +32,7 @@ def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress:
 
     `stalled_s` is the time of the row times the share of warp cycles that were stalled.
     """
-    _check(group_by)
-    source = open_source(trace, power=power, progress=progress)
-    source.energy()
+    source = _opened(trace, power, group_by, progress)
     timeline = source.timeline
     rows, names, total_s = _groups(timeline, group_by)
     found: list[dict[str, Any]] = []
@@ -86,9 +84,7 @@ def divergence(
     `threshold` is a fraction (0.2) or, above 1, percent. Partial warps and early exits count as divergence too.
     """
     limit_pct = _percent(threshold)
-    _check(group_by)
-    source = open_source(trace, power=power, progress=progress)
-    source.energy()
+    source = _opened(trace, power, group_by, progress)
     timeline = source.timeline
     rows, names, total_s = _groups(timeline, group_by)
     found: list[dict[str, Any]] = []
@@ -179,6 +175,15 @@ class Weighted:
         return {k: v / self._reasons_s for k, v in self._reasons.items()} if self._reasons_s > 0 else {}
 
 
+def _opened(trace: Any, power: Any, by: str, progress: Progress | None) -> Source:
+    """The trace with its joules, for rows of a kind that there is."""
+    if by not in GROUPS:
+        raise ArgumentError(f"group_by={by!r}{did_you_mean(by, GROUPS)}", fix=f"one of: {', '.join(GROUPS)}")
+    source = open_source(trace, power=power, progress=progress)
+    source.energy()
+    return source
+
+
 def _groups(timeline: Timeline, by: str) -> tuple[Ints, dict[str, Ints], float]:
     """Device rows, the places of each group's among them, and the device's seconds."""
     rows = timeline.rows("kernel", "collective")
@@ -200,12 +205,6 @@ def _groups(timeline: Timeline, by: str) -> tuple[Ints, dict[str, Ints], float]:
 def _overall(timeline: Timeline, total_s: float, fields: tuple[str, ...]) -> dict[str, Any]:
     mean = Weighted(timeline, timeline.rows("kernel", "collective"), fields)
     return {"time_s": total_s, "counted_pct": mean.counted_pct, **{f: mean.value(f) for f in fields}}
-
-
-def _check(group_by: str) -> None:
-    if group_by not in GROUPS:
-        known = ", ".join(GROUPS)
-        raise ArgumentError(f"group_by={group_by!r}{did_you_mean(group_by, GROUPS)}", fix=f"one of: {known}")
 
 
 def _share(seconds: float, total_s: float) -> float | None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ArgumentError, TesseraError, did_you_mean
-from .plain import printable, say
+from ..errors import ArgumentError, TesseraError
+from .entry import save_page
+from .missing import missing
+from .plain import printable, say, show
 
 if TYPE_CHECKING:
     from ..analyze.change import Difference, Metric, Verdict
@@ -20,7 +22,6 @@ AFTER = "tessera.diff.after"
 # Not `exists`: click would answer with its usage, and not with the files that are there.
 _FILE = click.Path(path_type=Path)
 _READABLE = (".tessera", ".json", ".gz")
-_SHOWN = 3
 
 
 def _fraction(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
@@ -129,33 +130,15 @@ def _sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path], lis
     )  # fmt: skip
 
 
-def _check(path: Path, suffixes: tuple[str, ...], otherwise: str) -> None:
-    """Say which files of its kind are there, where this one is not; `otherwise` is what to do where there is none."""
-    import difflib
-
-    if path.exists():
-        return
-    folder = path.parent
-    if not folder.is_dir():
-        raise ArgumentError(f"there is no file {path}", why=f"there is no folder {folder}", fix="check the path")
-    there = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in (*suffixes, path.suffix))
-    names = [p.name for p in there]
-    shown = difflib.get_close_matches(path.name, names, n=_SHOWN, cutoff=0.4)
-    if not shown:  # nothing like it: the newest
-        shown = [p.name for p in sorted(there, key=lambda p: p.stat().st_mtime, reverse=True)[:_SHOWN]]
-    raise ArgumentError(
-        f"there is no file {path}{did_you_mean(path.name, names)}",
-        fix=f"in that folder: {', '.join(str(folder / name) for name in shown)}" if shown else otherwise,
-    )
+def _check(path: Path, endings: tuple[str, ...], otherwise: str) -> None:
+    if not path.exists():
+        raise missing(path, (*endings, path.suffix), otherwise)
 
 
 def _write(path: Path, found: Difference, verdict: Verdict) -> bool:
     from ..report.diff_html import page
 
-    try:
-        path.write_text(page(found, verdict=verdict), encoding="utf-8")
-    except OSError as exc:
-        say(f"error: the page could not be written to {path}: {exc.strerror}", err=True)
+    if not save_page(path, page(found, verdict=verdict)):
         return False
     say(f"wrote {path}", err=True)
     return True
@@ -176,12 +159,7 @@ def _print(found: Difference, verdict: Verdict, top: int, following: str) -> Non
 
     out = Console(highlight=False)
     shown = renderable(found, verdict=verdict, next_command=following, top=top, width=out.width)
-    if out.is_terminal:
-        out.print(shown, crop=False)  # the next command stays in one piece
-        return
-    with out.capture() as captured:
-        out.print(shown, crop=False)
-    say("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    show(out, shown)
 
 
 def _typed(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:

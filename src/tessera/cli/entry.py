@@ -65,3 +65,13 @@ def check_writable(path: Path, option: str = "", *, parents: bool = False) -> No
     except OSError as exc:
         fix = f"give {option} a path you may write".replace("  ", " ")
         raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix=fix) from exc
+
+
+def save_page(page: Path, text: str) -> bool:
+    """Whether a page was written; says why where it was not: the screen is worth having all the same."""
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        say(f"error: the page could not be written to {page}: {exc.strerror}", err=True)
+        return False
+    return True

@@ -28,11 +28,12 @@ _BOTH = frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip", "meta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model on the meta device, one sample of inputs for it, and what to call it."""
+    """A model on the meta device, one sample of inputs for it, and what to call it; `note` says what was put aside."""
 
     name: str
     model: Any
     inputs: Any
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,10 +302,21 @@ def _own(spec: str, shape: Shape) -> Loaded:
         raise ArgumentError(
             f"{spec} gave {type(model).__name__}, not a model", fix="return an nn.Module, or (module, inputs)"
         )
+    note = None
     if inputs is None or shape != Shape():
-        inputs = _given_inputs(spec, shape)
+        own, inputs = inputs, _given_inputs(spec, shape)
+        note = None if own is None else _replaced(spec, own, inputs)
     title = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", name)
-    return Loaded(name=title, model=model, inputs=inputs)
+    return Loaded(name=title, model=model, inputs=inputs, note=note)
+
+
+def _replaced(spec: str, own: Any, now: Any) -> str:
+    from torch.utils import _pytree as pytree
+
+    shapes = ["x".join(map(str, t.shape)) for t in pytree.tree_leaves(own) if hasattr(t, "shape")]
+    lost = f" ({', '.join(shapes[:3])}{', ...' if len(shapes) > 3 else ''})" if shapes else ""
+    option = "--input" if now.is_floating_point() else "--seq"
+    return f"{option} replaces the inputs that {spec} gives{lost}, their batch too: it is 1 unless --batch says"
 
 
 def _imported(name: str) -> Any:

@@ -9,8 +9,14 @@ from __future__ import annotations
 import codecs
 import io
 import sys
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..report.screen import Console
 
 NAME = "tessera-plain"
 """The name under which Python's codecs know it: `open(..., errors=NAME)`."""
@@ -69,3 +75,11 @@ def printable(text: str) -> str:
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print for a person. `click.echo` alone writes UTF-8 where it finds ASCII, which is right for JSON only."""
     click.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
+
+
+def show(out: Console, shown: RenderableType, *, err: bool = False) -> None:
+    """Print a screen; the next command in it stays in one piece. In a pipe or a file no line ends in blanks."""
+    if out.is_terminal:
+        out.print(shown, crop=False)
+    else:
+        say(out.text(shown), err=err)

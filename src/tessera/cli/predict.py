@@ -108,6 +108,8 @@ def command(
     if html:
         check_writable(html, "--html")
     loaded = load(model, Shape(input=shape, seq=seq), training=mode == "train")
+    if loaded.note:
+        say(f"note: {loaded.note}", err=True)
     options = {"mode": mode, "launch": launch, "optimizer": optimizer, "burst": burst}
     if len(devices) * len(precisions or (1,)) * len(batches or (1,)) == 1:
         one = {"on": devices[0], "precision": (precisions or (None,))[0], "batch": (batches or (None,))[0]}

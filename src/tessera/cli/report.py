@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError, TesseraError
-from .plain import say
+from .entry import save_page
+from .missing import instead, missing
+from .plain import show
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from ..profile.runfile import RunFile
     from ..timeline.columns import Timeline
 
-SHOWN = 8
-"""Runs that are named where the one asked for is not there."""
+ENDINGS = (".tessera",)
+RECORD = "record one: tessera run SCRIPT"
 GZIP = b"\x1f\x8b"
 SQLITE = b"SQLite format 3"
 """How a run file begins: it is a database of SQLite's."""
@@ -72,8 +74,7 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
 def check_run(run: Path) -> None:
     """Say what to do where there is no such run, or where it is something else."""
     if not run.is_file():
-        why = "that is a folder" if run.is_dir() else None
-        raise ArgumentError(f"there is no run {run}", why=why, fix=_others(run))
+        raise missing(run, ENDINGS, RECORD)
     with run.open("rb") as file:
         packed = file.read(2) == GZIP
     start = _start(run, packed)
@@ -112,10 +113,7 @@ def _start(path: Path, packed: bool) -> bytes:
 
 
 def _others(run: Path) -> str:
-    """The runs that are there, the newest first."""
-    found = sorted(run.parent.glob("*.tessera")) or sorted(Path("runs").glob("*.tessera"))
-    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:SHOWN]
-    return f"one of: {', '.join(map(str, newest))}" if newest else "record one: tessera run SCRIPT"
+    return instead(run, ENDINGS) or RECORD
 
 
 def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline, said: Answer) -> Path | None:
@@ -123,12 +121,7 @@ def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline,
     from ..report.run_html import page as rendered
 
     text = rendered(run, table, _correlation(run, timeline), timeline=timeline, found=said)
-    try:
-        page.write_text(text, encoding="utf-8")
-    except OSError as exc:
-        say(f"error: the page could not be written to {page}: {exc.strerror}", err=True)
-        return None
-    return page
+    return page if save_page(page, text) else None
 
 
 def _correlation(run: RunFile, timeline: Timeline) -> Correlation | None:
@@ -162,9 +155,4 @@ def print_answer(
 
     out = Console(highlight=False, stderr=stderr)
     shown = text(run, table, html=page, width=out.width, by=by, top=top, found=said)
-    if out.is_terminal:
-        out.print(shown, crop=False)  # the next command stays in one piece
-        return
-    with out.capture() as captured:
-        out.print(shown, crop=False)
-    say("\n".join(line.rstrip() for line in captured.get().splitlines()), err=stderr)
+    show(out, shown, err=stderr)

@@ -14,6 +14,7 @@ import click
 from click.types import FloatParamType, IntParamType
 
 from ..errors import ArgumentError, UnitError, did_you_mean
+from .missing import missing
 
 _T = TypeVar("_T")
 _QUOTED = re.compile(r"""(?P<quote>['"])(?P<given>.*?)(?P=quote)""")  # by the quote that begins it: "it's"
@@ -48,15 +49,11 @@ def explained(exc: click.UsageError) -> ArgumentError:
 
 
 def _path(name: str, message: str, otherwise: str) -> ArgumentError:
-    """A file that is not there is answered with the one beside it whose name is nearest."""
+    """A file that is not there is answered with those that are; the rest is Click's own message."""
     given = _QUOTED.search(message)
     if given is None or Path(given["given"]).exists():
         return ArgumentError(f"{name}: {message[:1].lower() + message[1:]}", fix=otherwise)
-    path = Path(given["given"])
-    if not path.parent.is_dir():
-        return ArgumentError(f"there is no file {path}", why=f"there is no folder {path.parent}", fix="check the path")
-    near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()])
-    return ArgumentError(f"there is no file {path}{near}", fix=f"give {name} a file that is there")
+    return missing(Path(given["given"]), (), f"give {name} a file that is there")
 
 
 def _name(exc: click.BadParameter) -> str:

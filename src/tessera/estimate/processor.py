@@ -21,11 +21,11 @@ NO_GRAPHS = "a CPU has no CUDA graphs: its operators are dispatched one by one, 
 # is within above.
 RELATIVE_ERROR = 0.95
 
-# What a CPU takes to dispatch an operator to itself, over what a Xeon takes to launch one on a GPU (`host.json`). One
-# thread, torch 2.13 on an AMD EPYC, layers of a few elements, mean of 2,000 calls, median of 15: nn.ReLU 4.5 us, ten
-# of them 39 us, nn.Linear 7.5, nn.LayerNorm 7.5, nn.BatchNorm2d 13, nn.Conv2d 14; that is 0.17 to 0.37 times the
-# launch, about a quarter in the geometric mean. Other processors differ, hence the wide interval.
-_DISPATCH = 0.25
+# What a CPU takes to dispatch an operator to itself, over what a Xeon takes to launch one on a GPU (`host.json`): the
+# geometric mean of six small layers on one thread of an AMD EPYC, torch 2.13, by benchmarks/cpu_dispatch.py
+# (results/cpu_dispatch.json, the middle one of seven runs, which gave 0.160 to 0.174; nn.ReLU 0.09 to nn.Conv2d 0.24).
+# Other processors differ, hence the wide interval.
+_DISPATCH = 0.16
 _DISPATCH_ERROR = 0.8
 
 

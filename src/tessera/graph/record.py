@@ -1,7 +1,6 @@
 """What runs, operator by operator: a dispatch mode that writes down everything torch dispatches and computes nothing.
 
-Real tensors that reach an operator (a constant in a closure, a cache) are replaced by meta twins on the way. Every
-storage gets a birth and a death, from which memory has a timeline.
+Real tensors that reach an operator (a constant in a closure, a cache) are replaced by meta twins on the way.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
 
@@ -23,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..errors import CaptureError, DataDependent
 from . import costing
 from .ir import DTYPE_BYTES, Category, Op, Phase, Storage, TensorSpec
-from .kinds import kind_of
 from .known import MAX_KNOWN_INTS, Known
+from .signature import Signature, signature_of
+from .storages import Storages
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -32,43 +30,6 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
-
-# Nothing runs for these: allocation without a fill, bookkeeping of the profiler, assertions.
-_SILENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach",
-                     "alias", "_assert_async", "_assert_scalar", "resize_", "set_", "is_pinned",
-                     "detach_", "promote_types", "can_cast"})  # fmt: skip
-_WRITE_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What is fixed for an overload: its name, family and which arguments it writes."""
-
-    name: str
-    short: str
-    kind: str
-    writes: tuple[int, ...]
-    writes_named: tuple[str, ...]
-    outputs: frozenset[str]
-    silent: bool
-
-
-@lru_cache(maxsize=4096)
-def _signature(func: Any) -> _Signature:
-    schema = func._schema
-    namespace, _, short = schema.name.partition("::")
-    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    name = f"{namespace}.{short}"
-    return _Signature(
-        name,
-        short,
-        kind_of(name),
-        tuple(i for i, a in written if not a.kwarg_only),
-        tuple(a.name for _, a in written),
-        frozenset(a.name for _, a in written if a.kwarg_only),
-        silent=namespace == "profiler" or short in _SILENT,
-    )
-
 
 # Torch's switches for fp32 by kind of operator. Older versions have one for cuBLAS and one for cuDNN.
 _SWITCHES = {"gemm": "matmul", "conv": "conv", "rnn": "rnn"}
@@ -95,7 +56,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._always_tf32 = always_tf32
         self.ops: list[Op] = []
-        self.storages: dict[int, Storage] = {}
+        self._storages = Storages(self.ops)
         self.assumptions: dict[str, None] = {}
         self.known = Known()
         self.active = True
@@ -104,9 +65,6 @@ class Recorder(TorchDispatchMode):
         self.modules = 0
         self.functions = 0
         self.phase: Phase = "forward"
-        self._ids: dict[int, int] = {}
-        self._refs: dict[int, Any] = {}
-        self._next = 0
         self._twins: dict[int, tuple[Any, torch.Tensor]] = {}
         self._scopes: dict[int, tuple[str, str | None]] = {}
         self._sync = False
@@ -139,32 +97,17 @@ class Recorder(TorchDispatchMode):
 
     def adopt(self, tensor: torch.Tensor, category: Category, name: str = "") -> int:
         """Note a storage that existed before the iteration."""
-        sid = self._storage(tensor)
-        self.storages[sid] = replace(self.storages[sid], category=category, birth=-1, name=name)
-        return sid
+        return self._storages.adopt(tensor, category, name)
 
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
         """Say what a storage made during the iteration is for."""
         if tensor is not None and self.active:
-            old = self.storages[self._storage(tensor)]
-            self.storages[old.id] = replace(old, category=category)
+            self._storages.mark(tensor, category)
 
-    def _storage(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        sid = self._ids.get(key)
-        if sid is None:
-            sid = self._next
-            self._next += 1
-            self._ids[key] = sid
-            self.storages[sid] = Storage(sid, storage.nbytes(), "activations", len(self.ops), None)
-            self._refs[key] = weakref.ref(storage, partial(self._died, key, sid))
-        return sid
-
-    def _died(self, key: int, sid: int, _ref: object) -> None:
-        self._ids.pop(key, None)
-        self._refs.pop(key, None)
-        self.storages[sid] = replace(self.storages[sid], death=len(self.ops))
+    @property
+    def storages(self) -> dict[int, Storage]:
+        """Every storage so far, by its number."""
+        return self._storages.by_id
 
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
         """A tensor as data."""
@@ -174,7 +117,7 @@ class Recorder(TorchDispatchMode):
             count *= size if step != 0 else min(size, 1)
         dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         return TensorSpec(
-            self._storage(tensor), shape, stride, dtype, int(count * DTYPE_BYTES.get(dtype, tensor.itemsize))
+            self._storages.id_of(tensor), shape, stride, dtype, int(count * DTYPE_BYTES.get(dtype, tensor.itemsize))
         )
 
     # -- dispatch -----------------------------------------------------------------------------------------------
@@ -184,7 +127,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._answer is not None and self._answer[0] is func:
             return self._answered(func, self._answer[1])
-        signature = _signature(func)
+        signature = signature_of(func)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if tensors and self._on_the_host(signature, args, kwargs, tensors):
             # The host's own small arithmetic: done for real, no kernel of the device.
@@ -208,7 +151,7 @@ class Recorder(TorchDispatchMode):
             out = _cudnn_layout(args, out)
         outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         if signature.writes_named:
-            for t in self._written(signature, args, kwargs):
+            for t in signature.written(args, kwargs):
                 self.known.spoil(t)
         self.known.follow(func, args, kwargs, outs)
         self._follow_density(signature, tensors, outs)
@@ -241,11 +184,11 @@ class Recorder(TorchDispatchMode):
         with paused(self):
             return (*made, *(torch.empty(0, device="meta") if str(r.type) == "Tensor" else 0 for r in rest))
 
-    def _on_the_host(self, signature: _Signature, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
+    def _on_the_host(self, signature: Signature, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
         """Whether an operator is small arithmetic of the program on the CPU, and writes into nothing of the user's."""
         if any(t.device.type != "cpu" or t.numel() > MAX_KNOWN_INTS for t in tensors) or self._moves_off_cpu(kwargs):
             return False
-        written = self._written(signature, args, kwargs) if signature.writes_named else ()
+        written = signature.written(args, kwargs) if signature.writes_named else ()
         return all(t.untyped_storage()._cdata in self._own for t in written)
 
     @staticmethod
@@ -261,23 +204,12 @@ class Recorder(TorchDispatchMode):
 
         return pytree.tree_map(move, (args, kwargs))  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _written(signature: _Signature, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-        places = [args[i] for i in signature.writes if i < len(args)]
-        places += [kwargs[n] for n in signature.writes_named if n in kwargs]
-        yield from (t for t in pytree.tree_leaves(places) if isinstance(t, torch.Tensor))
-
-    def _write(self, signature: _Signature, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
-        given = {k: v for k, v in kwargs.items() if k not in signature.outputs}  # `out=` is written, not read
-        reads = [t for t in pytree.tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
-        if signature.short in _WRITE_ONLY and reads:
-            outs, reads = [reads[0]], reads[1:]
-        elif signature.writes or signature.outputs:
-            outs = list(self._written(signature, args, kwargs)) or outs
+    def _write(self, signature: Signature, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
+        reads, outs = signature.moved(args, kwargs, outs)
         if signature.short == "_safe_softmax":
             self._safe_softmax(args, outs)
             return
-        kind = "view" if signature.kind == "view" or self._is_view(signature, reads, outs) else signature.kind
+        kind = "view" if signature.is_view(reads, outs) else signature.kind
         ours = signature.name.startswith("tessera.")
         params = costing.params_of_ours(signature.short, args) if ours else {}
         self.emit(signature.name, kind, reads, outs, params or costing.params_of(signature.short, args, kwargs))
@@ -292,13 +224,6 @@ class Recorder(TorchDispatchMode):
         self.emit("aten.isneginf", "elementwise", [scores], [flags], {})
         self.emit("aten.all", "reduce", [flags], [rows], {"dim": -1})
         self.emit("aten.where", "elementwise", [rows, values], outs, {})
-
-    @staticmethod
-    def _is_view(signature: _Signature, reads: list[torch.Tensor], outs: list[torch.Tensor]) -> bool:
-        """An operator that wrote nothing and returned what it was given (`reshape` of something contiguous)."""
-        if signature.writes_named or len(reads) != 1 or len(outs) != 1 or signature.kind not in ("copy", "elementwise"):
-            return False
-        return bool(outs[0].untyped_storage()._cdata == reads[0].untyped_storage()._cdata)
 
     def emit(
         self,
@@ -320,25 +245,11 @@ class Recorder(TorchDispatchMode):
             self.assumptions[f"complex products run as real {work.precision}, four multiply-adds for each"] = None
         self.ops.append(
             Op(
-                len(self.ops),
-                name,
-                kind,
-                scope,
-                phase,
-                inputs,
-                outputs,
-                work.flops,
-                work.precision,
-                work.unit,
-                work.kernels if kernels is None else kernels,
-                work.params,
-                node,
-                self.modules,
-                self.functions,
-                self._sync,
-                _saved_tensors_hooks(False) is not None,
+                len(self.ops), name, kind, scope, phase, inputs, outputs, work.flops, work.precision, work.unit,
+                work.kernels if kernels is None else kernels, work.params, node, self.modules, self.functions,
+                self._sync, _saved_tensors_hooks(False) is not None,
             )
-        )
+        )  # fmt: skip
         self.modules = self.functions = 0
         self._sync = False
 
@@ -384,7 +295,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _made_by(self, tensor: torch.Tensor) -> str:
-        sid = self._ids.get(tensor.untyped_storage()._cdata)
+        sid = self._storages.seen(tensor)
         for op in reversed(self.ops):
             if any(t.storage == sid for t in op.outputs):
                 return op.name.rpartition(".")[2]
@@ -392,14 +303,14 @@ class Recorder(TorchDispatchMode):
 
     def one_hot(self, tensor: torch.Tensor, classes: int) -> None:
         """A one-hot tensor of C classes is 1/C full: what a loop over experts will find."""
-        self._density[self._storage(tensor)] = 1.0 / max(1, classes)
+        self._density[self._storages.id_of(tensor)] = 1.0 / max(1, classes)
 
-    def _follow_density(self, signature: _Signature, tensors: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    def _follow_density(self, signature: Signature, tensors: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
         """Rows taken from a one-hot tensor, or a copy of it, are as full as it is."""
         if self._density and tensors and outs and signature.short in ("index", "clone", "_to_copy", "index_select"):
-            density = self._density.get(self._storage(tensors[0]))
+            density = self._density.get(self._storages.id_of(tensors[0]))
             if density is not None:
-                self._density[self._storage(outs[0])] = density
+                self._density[self._storages.id_of(outs[0])] = density
 
     def _counted(self, short: str, tensors: list[torch.Tensor]) -> Any:
         """Operators whose output size depends on values: known values decide, else the density of a one-hot mask."""
@@ -409,7 +320,7 @@ class Recorder(TorchDispatchMode):
             if value is not None:
                 count = int(torch.count_nonzero(value))
             else:
-                density = self._density.get(self._storage(tensor))
+                density = self._density.get(self._storages.id_of(tensor))
                 if density is None and tensor.dim() == 1 and self._made_by(tensor) in ("gt", "ne", "greater"):
                     density, value = 1.0, torch.ones(tensor.shape)  # "which experts were hit": all of them
                 if density is None:

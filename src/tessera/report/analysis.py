@@ -14,7 +14,7 @@ from rich.text import Text
 from ..analyze.names import fit, short_name
 from ..analyze.result import Column, Result
 from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power, format_temperature
-from .screen import Console
+from .screen import colourless
 
 WIDTH = 100
 TOP = 20
@@ -120,10 +120,7 @@ def _plain(given: Any) -> str:
 
 def text(result: Result, *, top: int = TOP, width: int = WIDTH) -> str:
     """The result as plain text: what `print(result)` shows."""
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(renderable(result, width=width, top=top))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
+    return colourless(width).text(renderable(result, width=width, top=top), crop=True).rstrip()
 
 
 def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> RenderableType:

@@ -25,7 +25,7 @@ from ..units import (
     parse_power,
 )
 from .energy import TITLES, WIDTH
-from .screen import Console
+from .screen import colourless
 from .text import plain_table, with_error
 
 TOP = 12
@@ -211,10 +211,7 @@ def shown_names(found: Difference) -> dict[str, str]:
 
 def text(found: Difference, *, top: int = TOP, width: int = WIDTH) -> str:
     """The screen as plain text."""
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(renderable(found, top=top, width=width), crop=False)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    return colourless(width).text(renderable(found, top=top, width=width)).rstrip()
 
 
 def renderable(

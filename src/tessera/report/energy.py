@@ -16,7 +16,7 @@ from ..analyze.shared import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.rows import MODULE
 from ..units import format_duration, format_energy, format_power, format_share
-from .screen import Console
+from .screen import colourless
 from .text import with_error
 
 SEEN = "Calls are those of the moments that were traced, joules those of the whole run."
@@ -33,10 +33,7 @@ TITLES = {
 
 def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> str:
     """The table as plain text: the total, then the dearest rows of one view (the first that has any)."""
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(renderable(table, by=by, top=top, width=width))
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    return colourless(width).text(renderable(table, by=by, top=top, width=width), crop=True).rstrip()
 
 
 def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> RenderableType:

@@ -27,7 +27,7 @@ from .predict_parts import (
     ties,
     time_text,
 )
-from .screen import Console
+from .screen import colourless
 from .text import answer, energy_text, plain_table
 
 BAR = 40
@@ -53,11 +53,8 @@ def report_json(report: EnergyReport, opportunities: Sequence[Opportunity] | Non
 
 def text(report: EnergyReport, *, width: int = 100) -> str:
     """The screen of a report as plain text."""
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        shown = answer(report, advice=None, next_command=None) if report.prediction is None else prediction(report)
-        console.print(shown, crop=False)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    shown = answer(report, advice=None, next_command=None) if report.prediction is None else prediction(report)
+    return colourless(width).text(shown)
 
 
 # -- one prediction -------------------------------------------------------------------------------------------------

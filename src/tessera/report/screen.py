@@ -20,6 +20,17 @@ class Console(RichConsole):
         """Segments whose text is only text."""
         return map(_plain, super().render(renderable, options))
 
+    def text(self, shown: RenderableType, *, crop: bool = False) -> str:
+        """What it would print, with no blanks at the ends of lines."""
+        with self.capture() as captured:
+            self.print(shown, crop=crop)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def colourless(width: int) -> Console:
+    """A console for plain text of this width, as `print(result)` shows it."""
+    return Console(width=width, highlight=False, color_system=None)
+
 
 def readable() -> Console:
     """A console for sentences: as wide as the terminal, or COLUMNS says; 100 columns in a pipe or a file."""

@@ -1,0 +1,72 @@
+"""What is fixed for an operator of torch's, whatever it is called with: its name, its family and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .kinds import kind_of
+
+# Nothing runs for these: allocation without a fill, bookkeeping of the profiler, assertions.
+_SILENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach",
+                     "alias", "_assert_async", "_assert_scalar", "resize_", "set_", "is_pinned",
+                     "detach_", "promote_types", "can_cast"})  # fmt: skip
+_WRITE_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An overload's name, family and which arguments it writes; `silent` ones run nothing on a device."""
+
+    name: str
+    short: str
+    kind: str
+    writes: tuple[int, ...]
+    writes_named: tuple[str, ...]
+    outputs: frozenset[str]
+    silent: bool
+
+    def written(self, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        """The tensors that a call with these arguments writes into."""
+        places = [args[i] for i in self.writes if i < len(args)]
+        places += [kwargs[n] for n in self.writes_named if n in kwargs]
+        yield from (t for t in pytree.tree_leaves(places) if isinstance(t, torch.Tensor))
+
+    def moved(self, args: Any, kwargs: Any, made: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a call reads and what it writes; `made` is what it returned."""
+        given = {k: v for k, v in kwargs.items() if k not in self.outputs}  # `out=` is written, not read
+        reads = [t for t in pytree.tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
+        if self.short in _WRITE_ONLY and reads:
+            return reads[1:], reads[:1]
+        if self.writes or self.outputs:
+            return reads, list(self.written(args, kwargs)) or made
+        return reads, made
+
+    def is_view(self, reads: list[torch.Tensor], outs: list[torch.Tensor]) -> bool:
+        """Whether a call only looks at what it was given: `reshape` of something contiguous is a view, else a copy."""
+        if self.kind == "view":
+            return True
+        if self.writes_named or len(reads) != 1 or len(outs) != 1 or self.kind not in ("copy", "elementwise"):
+            return False
+        return bool(outs[0].untyped_storage()._cdata == reads[0].untyped_storage()._cdata)
+
+
+@lru_cache(maxsize=4096)
+def signature_of(func: Any) -> Signature:
+    """The signature of an overload (`torch.ops.aten.add.Tensor`), from its schema."""
+    schema = func._schema
+    namespace, _, short = schema.name.partition("::")
+    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    name = f"{namespace}.{short}"
+    return Signature(
+        name, short, kind_of(name),
+        writes=tuple(i for i, a in written if not a.kwarg_only),
+        writes_named=tuple(a.name for _, a in written),
+        outputs=frozenset(a.name for _, a in written if a.kwarg_only),
+        silent=namespace == "profiler" or short in _SILENT,
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""A file that is not there: every command answers alike, with what is there, and ends in 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tessera.cli.main import main
+from tessera.cli.missing import SHOWN, missing
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("report trian.tessera", "there is no file trian.tessera; did you mean 'train.tessera'?"),
+        ("export trian.tessera --csv out.csv", "there is no file trian.tessera; did you mean 'train.tessera'?"),
+        ("diff train.tessera trian.tessera", "there is no file trian.tessera; did you mean 'train.tessera'?"),
+        ("analyze breakdown trian.tessera", "there is no file trian.tessera; did you mean 'train.tessera'?"),
+    ],
+)
+def test_every_command_says_it_in_the_same_words(
+    typed: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "train.tessera").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(typed.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {said}\n  fix: one of: train.tessera\n"
+
+
+@pytest.mark.parametrize("command", ["report", "diff nowhere/b.json", "merge"])
+def test_a_folder_that_is_not_there_is_the_reason(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "nowhere/a.tessera"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "why: there is no folder nowhere\n  fix: check the path" in said
+
+
+def test_where_nothing_is_alike_the_newest_are_named(here: Path) -> None:
+    for age, name in enumerate("abcdef"):
+        (here / f"{name}.tessera").touch()
+        os.utime(here / f"{name}.tessera", ns=(10**18 - age, 10**18 - age))
+    said = missing(Path("1234567890123"), (".tessera",), "record one")
+    assert said.fix == "one of: a.tessera, b.tessera, c.tessera, d.tessera, e.tessera"
+    assert said.fix.count(",") == SHOWN - 1
+
+
+def test_runs_are_looked_for_where_runs_are_written(here: Path) -> None:
+    (here / "runs").mkdir()
+    (here / "runs" / "train.tessera").touch()
+    assert missing(Path("x.tessera"), (".tessera",), "record one").fix == "one of: runs/train.tessera"
+    assert missing(Path("x.csv"), (".csv",), "give a log").fix == "give a log"
+
+
+def test_a_folder_in_place_of_a_run_is_answered_with_its_runs(here: Path) -> None:
+    (here / "days").mkdir()
+    (here / "days" / "monday.tessera").touch()
+    (here / "days" / "monday.html").touch()
+    said = missing(Path("days"), (".tessera",), "record one")
+    assert said.why == "that is a folder" and said.fix == "one of: days/monday.tessera"
+    (here / "days" / "monday.tessera").unlink()
+    assert missing(Path("days"), (".tessera",), "record one").fix == "record one"
