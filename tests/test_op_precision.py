@@ -508,7 +508,7 @@ def test_a_narrow_result_has_its_own_error():
     a, b = pair(64, 64, 64, dtype=torch.bfloat16)
     with pytest.raises(ToleranceError, match="bf16") as caught:
         choose(a, b, 1e-3)
-    assert "out_dtype" in caught.value.fix
+    assert "fp32" in caught.value.fix
     assert choose(a, b, 1e-3, out_dtype=torch.float32).precision == "bf16"
 
 
@@ -656,7 +656,7 @@ def test_a_prepared_weight_is_cheaper_and_chosen_anew():
     assert bounded.choose("matmul", a, b, tolerance=0.5) is before
     one = {"on": "h200", "layout": "nt"}
     shape = (4096, 4096, 4096, 1, torch.bfloat16, torch.bfloat16)
-    assert energy_j("fp8", *shape, **one, prepared=True) < 0.9 * energy_j("fp8", *shape, **one)
+    assert energy_j("fp8", *shape, **one, prepared=True) < 0.95 * energy_j("fp8", *shape, **one)
 
 
 def test_layouts_have_the_names_of_the_time_model():
@@ -666,20 +666,19 @@ def test_layouts_have_the_names_of_the_time_model():
     assert layout_of(torch.ones(4, 3).mT, b) == "tn"
 
 
-# Joules of n x n x n on an H200, 2026-11-15 (benchmarks/device/ops_precision.py). Of bf16 operands, row by row.
+# Joules of n x n x n on an H200, 2026-11-15, fp8 (with fast sums) a day later (benchmarks/device/ops_precision.py). Of
+# bf16 operands, row by row.
 MEASURED = {
-    "bf16": {2048: 0.01802, 4096: 0.13735, 8192: 1.08273}, "fp8": {2048: 0.01979, 4096: 0.11969, 8192: 0.74163},
+    "bf16": {2048: 0.01802, 4096: 0.13735, 8192: 1.08273}, "fp8": {4096: 0.10151, 8192: 0.71292},
     "fp32": {2048: 0.21839, 4096: 1.76681, 8192: 14.50866}, "tf32": {2048: 0.03833, 4096: 0.28617, 8192: 2.16470},
 }  # fmt: skip
-# The same day's products and casts alone, in millijoules.
+# Products and casts alone, in millijoules: fast ones and casts of 2026-11-16, the others a day older.
 ALONE = {
-    2048: {"fp8": 11.36, "fp8 fast": 10.55, "fp8_row": 11.21, "fp8_row fast": 10.03, "result": 1.44},
-    4096: {"fp8": 85.07, "fp8 fast": 77.45, "fp8_row": 87.63, "fp8_row fast": 76.30, "result": 10.77},
-    8192: {"fp8": 633.49, "fp8 fast": 612.92, "fp8_row": 634.51, "fp8_row fast": 591.62, "result": 42.87},
+    4096: {"fp8": 85.07, "fp8 fast": 79.19, "fp8_row": 87.63, "fp8_row fast": 78.65, "result": 10.77},
+    8192: {"fp8": 633.49, "fp8 fast": 627.60, "fp8_row": 634.51, "fp8_row fast": 593.06, "result": 42.87},
 }
 CAST = {
-    2048: {"fp8": (2.87, 3.13), "fp8_row": (1.80, 3.42)}, 4096: {"fp8": (13.22, 14.59), "fp8_row": (10.63, 15.74)},
-    8192: {"fp8": (60.82, 64.80), "fp8_row": (40.27, 72.99)},
+    4096: {"fp8": (8.86, 10.43), "fp8_row": (8.76, 16.53)}, 8192: {"fp8": (36.21, 41.83), "fp8_row": (34.18, 75.22)},
 }  # fmt: skip
 
 
@@ -687,14 +686,15 @@ CAST = {
 def test_costs_come_within_a_tenth_of_what_was_measured(precision):
     dtype = torch.float32 if precision in ("fp32", "tf32") else torch.bfloat16
     for n, joules in MEASURED[precision].items():
-        assert energy_j(precision, n, n, n, 1, dtype, dtype) == pytest.approx(joules, rel=0.1)
+        sums = "fast" if precision == "fp8" else "fp32"
+        assert energy_j(precision, n, n, n, 1, dtype, dtype, accumulate=sums) == pytest.approx(joules, rel=0.1)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_row"])
 @pytest.mark.parametrize("sums", ["fp32", "fast"])
 def test_costs_of_fp8_are_those_of_its_parts(precision, sums):
     way = precision if sums == "fp32" else f"{precision} fast"
-    for n in (2048, 4096, 8192):
+    for n in CAST:
         (along, across), product = CAST[n][precision], ALONE[n][way]
         told = functools.partial(
             energy_j, precision, n, n, n, 1, torch.bfloat16, torch.bfloat16, accumulate=sums, rows_in_product=True
@@ -705,9 +705,11 @@ def test_costs_of_fp8_are_those_of_its_parts(precision, sums):
 
 
 def test_scales_a_row_are_cheaper_in_the_product_and_dearer_after_it():
-    """As their parts are: one pass over the left operand less, or one over the result more."""
-    for n in (2048, 4096, 8192):
+    """Where rows lie along memory: no launch that mends, or one over the result more. Columns take a pass more."""
+    for n in CAST:
         told = functools.partial(energy_j, m=n, n=n, k=n, batch=1, dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+        assert told("fp8") < told("fp8_row")
+        told = functools.partial(told, layout="nt")
         after = told("fp8_row", rows_in_product=False)
         assert told("fp8_row") < told("fp8") < after
         assert 1e3 * (after - told("fp8_row")) == pytest.approx(ALONE[n]["result"], rel=0.3)
@@ -724,9 +726,9 @@ def test_a_loose_tolerance_takes_the_rows_scales_where_the_product_has_them(n, m
         torch.empty(n, n, device="meta", dtype=torch.bfloat16),
     )
     asked = {"allowed": None, "first": None, "accumulate": None, "costs": None}
-    for b in (meta[1], meta[1].mT):
+    for b, first in ((meta[1], "fp8"), (meta[1].mT, "fp8_row")):  # columns cost a pass more
         ways = order(meta[0], b, torch.bfloat16, **asked)
-        assert ways[0][:2] == ("fp8_row", "fast") and ways[-1].precision == "bf16"
+        assert ways[0][:2] == (first, "fast") and ways[-1].precision == "bf16"
         wide = order(meta[0].float(), b.float(), torch.float32, **asked)
         assert wide[0].precision == "fp8"  # with results that the product is not known to scale
 
@@ -738,6 +740,21 @@ def test_costs_are_ordered_as_measured_on_the_h200():
     assert product == pytest.approx(1.13, rel=0.1)  # 1.65 ms at 689 W (shared/design.md)
     small = {p: energy_j(p, 64, 64, 64, 1, torch.bfloat16, torch.bfloat16) for p in ("fp8", "bf16")}
     assert small["fp8"] > small["bf16"]
+
+
+@pytest.mark.parametrize("how", [{"precision": p} for p in ("fp8", "fp8_row", "bf16")] + [{"error_tolerance": 1e-2}])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((0, 7), (3, 7, 4)), ((3, 0, 7), (7, 4)), ((2, 5, 0), (0, 4)), ((0, 5, 7), (0, 7, 4)), ((2, 0), (3, 0, 4))],
+)
+def test_products_of_nothing_have_the_shape_torch_gives_them(how, left, right):
+    a, b = torch.randn(left), torch.randn(right)
+    assert torch.equal(op.matmul(a, b, **how), a @ b)
+
+
+def test_a_list_cannot_be_prepared():
+    with pytest.raises(ArgumentError, match="b is a list"):
+        prepared.prepare([1.0])
 
 
 # -- the kernels ---------------------------------------------------------------------------------------------------
@@ -755,7 +772,8 @@ for shape in ((45, 77), (1, 1), (3, 700)):
     wild = torch.randn(shape, generator=rng) * torch.exp(4 * torch.randn(shape, generator=rng))
     for name, x in (("fp8", exact), ("fp16", wild)):
         x = x * 2.0**20
-        x[0, 0] = float("nan")
+        # NaN and inf in one row: the interpreter's maximum does not see a NaN, and its e4m3 has none of its own.
+        x[0, 0], x[0, 2:3], x[2:3, 0] = float("nan"), float("inf"), float("inf")
         x[-1, -1] = float("inf")
         for view in (x, x.t(), x[:, ::2]):
             for by_row in (False, True):

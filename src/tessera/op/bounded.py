@@ -191,12 +191,14 @@ def _refusal(c: Candidate) -> str:
 
 
 def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> ToleranceError:
-    narrow = out in (torch.bfloat16, torch.float16)
-    return ToleranceError(
-        f"error_tolerance={tolerance:g} is finer than {last.precision} gives: {last.sampled_error:.1e}",
-        why=f"the result is rounded to {out}" if narrow else f"sums of {dtype} products are rounded to fp32 themselves",
-        fix="out_dtype=torch.float32, or a larger tolerance" if narrow else "fp64 operands, or a larger tolerance",
-    )
+    if out in (torch.bfloat16, torch.float16):
+        why, fix = f"the result is rounded to {out}", "operands in fp32 (a.float(), b.float()), or a larger tolerance"
+    elif dtype == torch.float64:
+        why, fix = "sums of fp64 products are rounded themselves", "a larger tolerance"
+    else:
+        why, fix = f"sums of {dtype} products are rounded to fp32 themselves", "fp64 operands, or a larger tolerance"
+    what = f"error_tolerance={tolerance:g} is finer than {last.precision} gives: {last.sampled_error:.1e}"
+    return ToleranceError(what, why=why, fix=fix)
 
 
 def _is_number(value: Any) -> bool:
@@ -219,10 +221,10 @@ def _checked(
             fix="a number above 0, such as error_tolerance=1e-2",
         )
     if b.dim() == 2 and a.dim() > 2:
-        a = a.reshape(-1, a.shape[-1])
+        a = a.reshape(a.shape[:-1].numel(), a.shape[-1])
     elif a.dim() > 2 or b.dim() > 2:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        a, b = (x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+        a, b = (x.expand(*lead, *x.shape[-2:]).reshape(lead.numel(), *x.shape[-2:]) for x in (a, b))
     return a, b
 
 

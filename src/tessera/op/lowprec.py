@@ -58,10 +58,10 @@ def mm(
     if a.dim() == 2 and b.dim() == 2:
         return _run(a, b, precision, accumulate, out, back)
     if b.dim() == 2:
-        flat = _run(a.reshape(-1, a.shape[-1]), b, precision, accumulate, out, back)
+        flat = _run(a.reshape(a.shape[:-1].numel(), a.shape[-1]), b, precision, accumulate, out, back)
         return flat.reshape(*a.shape[:-1], b.shape[-1])
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    many = (x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+    many = (x.expand(*lead, *x.shape[-2:]).reshape(lead.numel(), *x.shape[-2:]) for x in (a, b))
     return _run(*many, precision, accumulate, out, back).reshape(*lead, a.shape[-2], b.shape[-1])
 
 
@@ -172,8 +172,7 @@ def _fp8(a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: str, out:
         return a.new_zeros((m, n), dtype=out)
     native = _native(a.device)
     pad = (_ALIGN, _ALIGN) if native else (1, 1)
-    left, left_scale = _quantized(a, "fp8", by_row, pad)
-    right, right_scale = _right(b, by_row, pad)
+    (left, left_scale), (right, right_scale) = _operands(a, b, by_row, pad, native)
     if native and not by_row:
         c = _multiplied(left, right, left_scale.reshape(()), right_scale.reshape(()), accumulate, _written(out))
     elif native and rows_in_product(a.device, _written(out)):
@@ -208,11 +207,21 @@ def _unscaled(c: torch.Tensor, by_row: Any, by_col: Any, m: int, n: int, out: to
     return (c[:m, :n] * by_row[:m, None] * by_col[None, :n]).to(out).contiguous()
 
 
-def _right(b: torch.Tensor, by_row: bool, pad: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right operand, transposed, in fp8: as it was prepared, where it was and has not changed since."""
+def _operands(a: torch.Tensor, b: torch.Tensor, by_row: bool, pad: tuple[int, int], native: bool) -> list[Any]:
+    """Left and right in fp8, the right one transposed: as it was prepared, where it was."""
     kept = find(b, by_row)
-    if kept is None:
-        return _quantized(b.mT, "fp8", by_row, pad)
+    fresh = [a, b.mT] if kept is None else [a]
+    if native and a.is_cuda and not by_row and a.dtype != torch.float64:
+        with contextlib.suppress(MissingExtra):
+            from .kernels import centred
+
+            return [*centred.cast(fresh, pad), *([] if kept is None else [_prepared(kept, b, by_row, pad)])]
+    cast = [_quantized(x, "fp8", by_row, pad) for x in fresh]
+    return [*cast, *([] if kept is None else [_prepared(kept, b, by_row, pad)])]
+
+
+def _prepared(kept: Any, b: torch.Tensor, by_row: bool, pad: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right operand as it was prepared; made anew where it has changed since."""
     if kept.version != b._version:
         values, scale = _quantized(b.mT, "fp8", by_row, pad)
         if kept.values is None:
@@ -264,7 +273,7 @@ def _asked_rows(device: torch.device, out: torch.dtype) -> bool:
 
 
 def _scaled(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = a.reshape(-1, a.shape[-1]) if a.dim() != 2 else a
+    flat = a.reshape(a.shape[:-1].numel(), a.shape[-1]) if a.dim() != 2 else a
     name, by_row = ("fp16" if precision == "fp16" else "fp8"), precision == "fp8_row"
     y, scale = _quantized(flat, name, by_row, (1, 1))
     return y.reshape(a.shape), scale.reshape(*a.shape[:-1], 1) if by_row else scale.reshape(())

@@ -36,6 +36,8 @@ def prepare(b: torch.Tensor, precision: str = "fp8") -> None:
 
     `fp8_row` is the cheaper where the product multiplies by the scales of rows itself (`lowprec.rows_in_product`).
     """
+    if not isinstance(b, torch.Tensor):
+        raise ArgumentError(f"b is a {type(b).__name__}, not a tensor", fix="a weight, such as layer.weight.mT")
     if precision not in ("fp8", "fp8_row"):
         raise ArgumentError(f"precision={precision!r} needs no preparing", fix='"fp8" or "fp8_row"')
     if b.dim() != 2 or b.is_inference():

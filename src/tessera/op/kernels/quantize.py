@@ -15,12 +15,24 @@ as partial ones, one for each program or strip: nothing has to be zeroed before,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...errors import MissingExtra
-from .. import hints
+from .narrow import (
+    FORMATS,
+    WARPS,
+    bits_of,
+    constants,
+    exponent_of,
+    load_tile,
+    magnitude,
+    narrowed,
+    power_of_two,
+    store_tile,
+    told,
+)
 
 try:
     import triton
@@ -29,19 +41,6 @@ except ImportError as e:
     raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
 
 
-class Format(NamedTuple):
-    """A target: values are scaled under (1 + threshold / 2^23) x 2^top, the largest that stays finite in it."""
-
-    dtype: Any
-    top: int
-    threshold: int
-
-
-FORMATS = {
-    "fp8": Format(torch.float8_e4m3fn, 8, 0x600000),  # 448 = 1.75 x 2^8: the largest e4m3 (OCP 8-bit formats, 2023)
-    "fp16": Format(torch.float16, 14, 0x7FFFFF),  # under 2^15: a step below 65504, so that no rounding overflows
-}
-WARPS = 8
 # Elements of a program's tile: 64 a thread are eight loads of 16 bytes in bf16, and leave registers for two programs on
 # an SM: 132 x 2 x 256 threads x 128 bytes are 8.7 MB under way, twice what 4.8 TB/s at 0.8 us needs. (Of fp32, one
 # program or two of twice the bytes.)
@@ -59,58 +58,6 @@ PARTS = 512  # programs that look for the largest value of a matrix; the cast re
 STRIPS = (8, 64)  # of each row, for many rows and for few; a cast reads 4 bytes for each strip and row of its tile
 
 
-@triton.jit
-def _finite(x):
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def _magnitude(x):
-    return tl.where(_finite(x), tl.abs(x), 0.0)
-
-
-@triton.jit
-def _exponent(amax, TOP: tl.constexpr, THRESHOLD: tl.constexpr):
-    """The power of two that brings `amax` just under the format's largest; 0 for nothing but zeros."""
-    bits = amax.to(tl.int32, bitcast=True)
-    power = TOP - ((bits >> 23) - 127)
-    power -= ((bits & 0x7FFFFF) > THRESHOLD).to(tl.int32)
-    power = tl.minimum(tl.maximum(power, -126), 126)  # both 2^power and 2^-power are normal numbers
-    return tl.where(amax > 0, power, 0)
-
-
-@triton.jit
-def _power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _tile(x, row, col, rows, cols, stride_row, stride_col):
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    at = row.to(tl.int64)[:, None] * stride_row + col.to(tl.int64)[None, :] * stride_col
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _narrow(value, scale, LARGEST: tl.constexpr, EIGHT: tl.constexpr):
-    """The bits of the scaled, clamped and rounded values; NaN where a value was not finite.
-
-    Bits, because not every way to run a kernel (Triton's interpreter) casts NaN to e4m3's NaN.
-    """
-    scaled = tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST)
-    if EIGHT:
-        bits = tl.where(_finite(value), scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F)
-    else:
-        bits = tl.where(_finite(value), scaled.to(tl.float16).to(tl.int16, bitcast=True), 0x7E00)
-    return bits
-
-
-@triton.jit
-def _store(y, bits, row, col, y_rows, y_cols):
-    inside = (row < y_rows)[:, None] & (col < y_cols)[None, :]
-    tl.store(y + row.to(tl.int64)[:, None] * y_cols + col[None, :], bits.to(y.dtype.element_ty), mask=inside)
-
-
 # Counts that no vector load depends on are not specialised: each would double the variants to compile.
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def tensor_amax(x, parts, rows, cols, stride_row, stride_col, tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -120,7 +67,7 @@ def tensor_amax(x, parts, rows, cols, stride_row, stride_col, tiles, ROWS: tl.co
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = (tile // across) * ROWS + tl.arange(0, ROWS)
         col = (tile % across) * COLS + tl.arange(0, COLS)
-        largest = tl.maximum(largest, _magnitude(_tile(x, row, col, rows, cols, stride_row, stride_col)))
+        largest = tl.maximum(largest, magnitude(load_tile(x, row, col, rows, cols, stride_row, stride_col)))
     tl.store(parts + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
 
 
@@ -134,8 +81,8 @@ def row_amax(
     strip = tl.program_id(0) // down
     largest = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(strip * COLS, cols, STRIPS * COLS):
-        value = _tile(x, row, start + tl.arange(0, COLS), rows, cols, stride_row, stride_col)
-        largest = tl.maximum(largest, _magnitude(value))
+        value = load_tile(x, row, start + tl.arange(0, COLS), rows, cols, stride_row, stride_col)
+        largest = tl.maximum(largest, magnitude(value))
     tl.store(parts + strip.to(tl.int64) * rows + row, tl.max(largest, 1), mask=row < rows)
 
 
@@ -147,12 +94,12 @@ def tensor_cast(
 ):  # fmt: skip
     """Cast by one scale, into a contiguous matrix that may be padded: the padding is zero."""
     row, col, first = _place(y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
-    value = _tile(x, row, col, rows, cols, stride_row, stride_col)
+    value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     part = tl.arange(0, PARTS)
-    exponent = _exponent(tl.max(tl.load(parts + part, mask=part < count, other=0.0), 0), TOP, THRESHOLD)
-    _store(y, _narrow(value, _power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
+    exponent = exponent_of(tl.max(tl.load(parts + part, mask=part < count, other=0.0), 0), TOP, THRESHOLD)
+    store_tile(y, narrowed(value, power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
     if first:
-        tl.store(descale, _power_of_two(-exponent))
+        tl.store(descale, power_of_two(-exponent))
 
 
 @triton.jit
@@ -163,11 +110,11 @@ def strip_cast(
 ):  # fmt: skip
     """Cast by a scale for each row, whose strips' largest values are known."""
     row, col, _ = _place(y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
-    value = _tile(x, row, col, rows, cols, stride_row, stride_col)
+    value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     at = tl.arange(0, STRIPS).to(tl.int64)[:, None] * rows + row[None, :]
-    exponent = _exponent(tl.max(tl.load(parts + at, mask=(row < rows)[None, :], other=0.0), 0), TOP, THRESHOLD)
-    _store(y, _narrow(value, _power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
-    tl.store(descale + row, _power_of_two(-exponent), mask=(row < y_rows) & (tl.min(col, 0) == 0))
+    exponent = exponent_of(tl.max(tl.load(parts + at, mask=(row < rows)[None, :], other=0.0), 0), TOP, THRESHOLD)
+    store_tile(y, narrowed(value, power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
+    tl.store(descale + row, power_of_two(-exponent), mask=(row < y_rows) & (tl.min(col, 0) == 0))
 
 
 @triton.jit
@@ -193,10 +140,16 @@ def row_cast(
 ):  # fmt: skip
     """Whole rows at once, a scale for each: they are read a single time."""
     row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-    value = _tile(x, row, col, rows, cols, stride_row, stride_col)
-    exponent = _exponent(tl.max(_magnitude(value), 1), TOP, THRESHOLD)
-    _store(y, _narrow(value, _power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
-    tl.store(descale + row, _power_of_two(-exponent), mask=row < y_rows)
+    value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
+    largest = tl.max(tl.abs(value), 1)
+    exponent = exponent_of(largest, TOP, THRESHOLD)
+    if tl.max(largest, 0) < float("inf"):  # nearly always, and then no value is asked whether it is finite
+        bits = bits_of(value * power_of_two(exponent)[:, None], EIGHT)
+    else:
+        exponent = exponent_of(tl.max(magnitude(value), 1), TOP, THRESHOLD)
+        bits = narrowed(value, power_of_two(exponent)[:, None], LARGEST, EIGHT)
+    store_tile(y, bits, row, col, y_rows, y_cols)
+    tl.store(descale + row, power_of_two(-exponent), mask=row < y_rows)
 
 
 @triton.jit
@@ -205,19 +158,12 @@ def row_unscale(
 ):  # fmt: skip
     """A product brought back by the scales of its rows and columns, in one pass, without its padding."""
     row, col, _ = _place(rows, cols, False, ROWS, COLS)
-    value = _tile(c, row, col, rows, cols, stride_row, 1)
+    value = load_tile(c, row, col, rows, cols, stride_row, 1)
     left = tl.load(row_scale + row, mask=row < rows, other=0.0)
     right = tl.load(col_scale + col, mask=col < cols, other=0.0)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     at = row.to(tl.int64)[:, None] * cols + col[None, :]
     tl.store(y + at, value * left[:, None] * right[None, :], mask=inside)
-
-
-def constants(name: str) -> dict[str, Any]:
-    """The compile-time values of a format's kernels."""
-    form = FORMATS[name]
-    largest = (1.0 + form.threshold / 2**23) * 2.0**form.top
-    return {"TOP": form.top, "THRESHOLD": form.threshold, "LARGEST": largest, "EIGHT": name == "fp8"}
 
 
 def quantize(x: torch.Tensor, name: str, *, by_row: bool, pad: tuple[int, int] = (1, 1)) -> Any:
@@ -247,12 +193,12 @@ def _by_tensor(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: d
     parts = torch.empty((count,), device=x.device, dtype=torch.float32)
     sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
     tensor_amax[(count,)](along, parts, *along.shape, *along.stride(), tiles, **sizes)
-    _told(count)
+    told(count)
     programs, sizes = _cut(x, y)
     tensor_cast[(programs,)](
         x, parts, y, descale, *x.shape, *x.stride(), *y.shape, count, **known, PARTS=PARTS, **sizes
     )  # fmt: skip
-    _told(programs)
+    told(programs)
 
 
 def _by_whole_rows(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
@@ -264,7 +210,7 @@ def _by_whole_rows(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, know
     row_cast[(programs,)](
         x, y, descale, *x.shape, *x.stride(), rows, cols, **known, ROWS=held, COLS=wide, num_warps=WARPS
     )  # fmt: skip
-    _told(programs)
+    told(programs)
 
 
 def _by_strips(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
@@ -276,10 +222,10 @@ def _by_strips(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: d
     parts = torch.empty((strips, rows), device=x.device, dtype=torch.float32)
     sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
     row_amax[(down * strips,)](x, parts, rows, cols, *x.stride(), STRIPS=strips, **sizes)
-    _told(down * strips)
+    told(down * strips)
     programs, sizes = _cut(x, y)
     strip_cast[(programs,)](x, parts, y, descale, rows, cols, *x.stride(), *y.shape, **known, STRIPS=strips, **sizes)
-    _told(programs)
+    told(programs)
 
 
 def _cut(x: torch.Tensor, y: torch.Tensor) -> tuple[int, dict[str, Any]]:
@@ -288,11 +234,6 @@ def _cut(x: torch.Tensor, y: torch.Tensor) -> tuple[int, dict[str, Any]]:
     tile = TILES["columns" if transposing else "rows"]
     programs = triton.cdiv(y.shape[0], tile[0]) * triton.cdiv(y.shape[1], tile[1])
     return programs, {"DOWN_FIRST": transposing, "ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
-
-
-def _told(programs: int) -> None:
-    if hints.listener is not None:
-        hints.launched(programs, WARPS)
 
 
 def unscale(c: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, rows: int, cols: int, dtype: Any) -> Any:
@@ -304,5 +245,5 @@ def unscale(c: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, rows: i
         row_unscale[(programs,)](
             c, by_row, by_col, y, rows, cols, c.stride(0), ROWS=tile[0], COLS=tile[1], num_warps=WARPS
         )  # fmt: skip
-        _told(programs)
+        told(programs)
     return y
