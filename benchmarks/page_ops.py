@@ -301,13 +301,16 @@ def streams(s: dict[str, Any] | None) -> list[Goal]:
 
 
 NOTES = [
-    "- `ops_gemm.json` and `ops_precision.json` are of three runs each (`groups` and `runs` say which rows are of which), `optimize.json`",
-    "  too (`recorded`).",
-    "- optimize(): the share explained is the sum of the trace's lines against the difference of eager and chosen way as `optimize` measured",
-    "  them one after the other. GPT-2's trace still took the host as shipped, which was slower that day (52 ms a step eager, 43",
-    "  modelled); BERT's takes the host's pace from the eager time, so that of the time only what is left after it is a prediction.",
-    "  ResNet-50's lines promise 1.27 times the time and 1.44 times the joules; what its kernels really took is in `eager_kernel_ms` and",
-    "  `kernel_ms`.",
+    "- `ops_gemm.json`, `ops_precision.json`, `ops_streams.json` and `optimize.json` are of several runs each (`groups`, `runs` and",
+    "  `recorded` say which rows are of which).",
+    "- optimize(): the share explained is the sum of the trace's lines, without the line `rest`, against the difference of eager and",
+    "  chosen way as `optimize` measured them one after the other. BERT and ResNet-50: kernels looked at, joules modelled on their seconds",
+    "  (`groups_before`, `groups_after` have both). ResNet-50's lines had 1.18 times the joules that came: the same convolutions draw",
+    "  more when nothing idles between them. Since then the measured joules are shared out among the kernels, which has not run on a GPU.",
+    "  GPT-2's trace is older, modelled, with the host as shipped, which was slower that day (52 ms a step eager, 43 modelled); two",
+    "  runs that would have timed it were cut off by their time limits.",
+    "- fp8, both cast: by a guessed scale (`op/kernels/centred.py`). Both casts of 4096 alone took 19.6 mJ instead of 31.8 in the same run.",
+    "  In an earlier run, on another day's H200 or a cooler one, they took 17.2 (row `both, 80 registers` of part `cast`).",
     "- softmax, layer_norm, rms_norm: under the rules of `op/normalize.py`, which were fitted on the same shapes on the same day, in CUDA",
     "  graphs, 0.28 s each, torch first and then ours. What came out above 1.03 was measured again, ours first, and averaged. It",
     "  is torch's own kernel on both sides: softmax of 116427 x 197 took 0.90 of the joules in one turn and 1.13 in the other, which is the",
@@ -318,7 +321,6 @@ NOTES = [
     "- The host: a launch of our row kernels costs it 17 µs more than torch's, one of our attention 64 µs (122 and 126 before the",
     "  dispatcher was left out). In a CUDA graph that is nothing; in an eager program that waits for its host it can be more than the",
     "  kernel saves (not measured).",
-    "- `memcpy.prefetch` of 77 MB batches out of pageable memory took longer than a plain copy (see its row): it filled pinned memory on a",
-    "  thread of its own, where torch likely had one core after a DataLoader with workers. It fills on the caller's thread now; not yet",
-    "  measured on a GPU.",
+    "- `memcpy.prefetch`: batches of 77 MB. Before it filled pinned memory on the caller's thread it took 15.7 ms (results/earlier/",
+    "  ops_streams_1.json): a DataLoader with workers leaves torch one core on threads started later (rows `staging`).",
 ]

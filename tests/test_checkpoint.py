@@ -473,3 +473,22 @@ def test_a_language_model_of_transformers_takes_a_plan():
     model.gradient_checkpointing_enable()
     with pytest.raises(RewriteError, match="itself"):
         checkpoint.apply(model, checkpoint.every(model))
+
+
+class Writes(nn.Module):
+    """Changes its input, which a recomputation would start from."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.add_(1.0)
+        return self.inner(x)
+
+
+def test_blocks_that_write_into_their_input_are_named_as_the_cause():
+    model = nn.Sequential(nn.Linear(8, 8), *(Writes() for _ in range(3)))
+    with pytest.raises(RewriteError, match="writes into its input") as caught:
+        checkpoint.plan(model, torch.randn(4, 8), on="h200")
+    assert "blocks=" in caught.value.fix

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -311,7 +312,7 @@ def test_a_tile_that_does_not_fit_says_what_does():
     q = torch.randn(1, 1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(TileError) as caught:
         op.flash_attention(q, q, q, tile_shape=(128, 128))
-    assert "327,680 bytes" in str(caught.value) and "(128, 64, 256)" in caught.value.fix
+    assert "327,680 bytes" in str(caught.value) and "(128, 64)" in caught.value.fix
     assert op.flash_attention(q, q, q, tile_shape=(128, 64)).shape == q.shape
     with pytest.raises(TileError, match="power of two"):
         op.flash_attention(q, q, q, tile_shape=(100, 64))
@@ -319,6 +320,19 @@ def test_a_tile_that_does_not_fit_says_what_does():
         torch.compile(lambda q: op.flash_attention(q, q, q, tile_shape=(128, 128)), backend="eager")(q)
     with pytest.warns(UserWarning, match="BM=32 is no multiple of 64"):
         op.flash_attention(q[..., :16], q[..., :16], q[..., :16], tile_shape=(32, 32))
+
+
+@pytest.mark.parametrize("dims", [8, 24, 80, 96, 160])
+@pytest.mark.parametrize("cut", [(100, 64), (256, 256), (8, 512)])
+def test_the_nearest_tile_is_taken_as_it_is_written(dims, cut):
+    q = torch.ones(1, 1, 4, dims)
+    with pytest.raises(TileError) as caught:
+        op.flash_attention(q, q, q, tile_shape=cut)
+    assert f"tile_shape={cut} cannot work" in str(caught.value)
+    nearest = tuple(map(int, re.search(r"tile_shape=\((\d+), (\d+)\)", caught.value.fix).groups()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a small tile is slow, and that is said
+        assert op.flash_attention(q, q, q, tile_shape=nearest).shape == q.shape
 
 
 def test_a_rule_puts_another_backend_first():

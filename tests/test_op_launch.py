@@ -56,7 +56,7 @@ from tessera.op.kernels.matmul import launch
 from tessera.op.tile import Tile
 
 def product(batch, m, n, k, dtype=torch.bfloat16, out=torch.bfloat16, **more):
-    scales = (rand(1, dtype=torch.float32),) * 2 if dtype == torch.float8_e4m3fn else None
+    scales = (rand(1, dtype=torch.float32), rand(batch, dtype=torch.float32)) if dtype == torch.float8_e4m3fn else None
     b = rand(batch, n, k, dtype=dtype).mT if scales else rand(batch, k, n, dtype=dtype)
     launch(rand(batch, m, k, dtype=dtype), b, rand(batch, m, n, dtype=out), tile=Tile(64, 64, 32), stages=3, warps=4,
            scales=scales, **more)
@@ -65,6 +65,7 @@ product(70_000, 64, 64, 32)  # more batches than the second axis of a grid has
 product(1, 16384, 151936, 4096, bias=rand(151936))  # rows times their stride pass 2^31
 product(1, 1, 1, 1)  # every number is specialised to 1
 product(1, 128, 128, 64, dtype=torch.float8_e4m3fn, activation="gelu")
+product(3, 128, 128, 64, dtype=torch.float8_e4m3fn)  # a scale for each matrix on the right
 product(0, 5, 7, 3)
 """
 
@@ -118,7 +119,7 @@ convolution(1, 8, 6, 4, 2, None)
 
 # Kernels launched, in order: the test fails if a launch went missing.
 WANTED = {
-    "products": (PRODUCTS, ["matmul_kernel"] * 4),
+    "products": (PRODUCTS, ["matmul_kernel"] * 5),
     "rows": (
         ROWS,
         ["_softmax_forward", "_softmax_backward", "_norm_forward", "_norm_backward", "_norm_forward", "_norm_backward",

@@ -420,11 +420,13 @@ for i in range(15):
     out = torch.full((batch, m, n + 3), float("nan"), dtype=dtype)[:, :, :n]
     bias = torch.randn(n, dtype=dtype) if i % 2 else None
     residual = torch.randn(1, 1, n, dtype=dtype).expand(batch, m, n) if i % 3 == 0 else None
-    scales = (torch.tensor(2.0), torch.tensor(0.25)) if i % 4 == 0 else None
+    by_matrix = torch.arange(1.0, batch + 1)
+    scales = (torch.tensor([2.0]), 0.25 * by_matrix if batch > 1 else torch.tensor(0.25)) if i % 4 == 0 else None
     tile = Tile(*pick.choice([(16, 16, 16), (32, 16, 32), (64, 32, 16)]))
     epilogue = dict(bias=bias, residual=residual, beta=0.5, activation=acts[i % 5])
+    scaled = b.double() * by_matrix[:, None, None] if scales else b.double()
     matmul.launch(a, b, out, tile=tile, stages=3, warps=4, alpha=1.5, scales=scales, dot="ieee", **epilogue)
-    true = _computed(a.double(), b.double(), "", alpha=0.75 if scales else 1.5, **epilogue)
+    true = _computed(a.double(), scaled, "", alpha=0.75 if scales else 1.5, **epilogue)
     close(out, true, dtype, (batch, m, n, k, dtype, tile, i))
 for i in range(12):
     groups, each = pick.choice([1, 1, 2]), pick.choice([1, 3, 16, 32])
@@ -451,6 +453,37 @@ def test_kernels_in_the_interpreter() -> None:
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0 and "kernels agree" in ran.stdout, ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
+@pytest.mark.parametrize("tolerance", [None, 5e-2])
+def test_a_tile_scales_each_matrix_of_a_stack(precision: str, tolerance: float | None) -> None:
+    torch.manual_seed(5)
+    small = torch.tensor([1.0, 1e-6])[:, None, None]
+    a, b = torch.randn(2, 64, 64) * small, torch.randn(2, 64, 64) * small.flip(0)
+    found = op.matmul(a, b, precision=precision, error_tolerance=tolerance, tile_shape=TILE)
+    assert error(found, a.double() @ b.double()) <= {"fp8": 5e-2, "fp16": 1e-3}[precision]
+    shared = op.matmul(a[0], b, precision=precision, error_tolerance=tolerance, tile_shape=TILE)
+    assert error(shared[0], a[0].double() @ b[0].double()) <= 5e-2
+    assert error(shared[1], a[0].double() @ b[1].double()) <= 5e-2
+
+
+@pytest.mark.parametrize("call", [op.matmul, op.gemm, lambda a, b, **how: op.linear(a, b.mT, **how)])
+def test_gradients_are_within_the_tolerance_too(call: Any) -> None:
+    torch.manual_seed(0)
+    a, half, g = torch.randn(200, 200), torch.randn(200, 100), torch.randn(200, 100)
+    b = torch.cat([half, half * (1 + 1e-3 * torch.randn(200, 100))], 1)  # fp8 and bf16 lose what g lets remain
+    a, b, g = a.requires_grad_(), b.requires_grad_(), torch.cat([g, -g], 1)
+    call(a, b, error_tolerance=5e-2, precision="fp8").backward(g)
+    assert error(a.grad, g.double() @ b.detach().double().mT) <= 5e-2
+    assert error(b.grad, a.detach().double().mT @ g.double()) <= 5e-2
+
+
+def test_what_is_multiplied_by_zero_does_not_count() -> None:
+    a, b, c = rand(3, 5, 7, dtype=torch.float32), rand(7, 4, dtype=torch.float32), torch.full((5, 4), torch.nan)
+    for x in (a[0], a):
+        for options in ({}, {"precision": "fp32"}, {"tile_shape": TILE}, {"error_tolerance": 1e-2}):
+            assert not op.gemm(x, b, c, beta=0.0, **options).isnan().any(), options
 
 
 def test_a_compiled_product_keeps_its_bound() -> None:

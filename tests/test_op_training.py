@@ -34,6 +34,38 @@ def apart(x, y) -> float:
     return float(((x - y).norm() / y.norm()).detach())
 
 
+# -- what a schedule and an optimizer promise ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", ["fp8 until 3, then fp32", "bf16 until 3, then tf32", [("fp16", 3), ("fp64", None)]])
+def test_stages_do_not_go_up(stages):
+    with pytest.raises(ArgumentError, match="higher before lower"):
+        precision_schedule(stages)
+
+
+def test_sixteen_bits_may_follow_sixteen_bits():
+    assert len(precision_schedule("bf16 until 3, then fp16").stages) == 2
+
+
+def test_state_that_an_optimizer_made_early_is_fp32_too():
+    p, wide = nn.Parameter(torch.ones(64, dtype=torch.bfloat16)), nn.Parameter(torch.ones(64))
+    narrow, true = StochasticRounding(torch.optim.Adagrad([p], lr=1e-3)), torch.optim.Adagrad([wide], lr=1e-3)
+    for _ in range(2000):  # a sum of 0.01 in bf16 stands still at 4: the next step is under half a unit
+        p.grad, wide.grad = torch.full_like(p, 0.1), torch.full_like(wide, 0.1)
+        narrow.step()
+        true.step()
+    found, wanted = narrow.state[p]["sum"], true.state[wide]["sum"]
+    assert found.dtype is torch.float32 and apart(found, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_compiles_for_several_shapes(dtype):
+    run = torch.compile(lambda x: stochastic_round(x, dtype), fullgraph=True, backend="aot_eager")
+    for rows in (5, 6, 7):
+        x = torch.randn(rows, 8)
+        assert apart(run(x).float(), x) < 1e-2
+
+
 # -- dual precision ------------------------------------------------------------------------------------------------
 
 

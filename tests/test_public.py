@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import click
+import pytest
 
 import tessera
 import tessera.monitor
@@ -61,12 +62,8 @@ def test_public_names() -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    try:
+    with pytest.raises(AttributeError, match="nothing"):
         tessera.nothing  # noqa: B018
-    except AttributeError as exc:
-        assert "nothing" in str(exc)
-    else:
-        raise AssertionError("no error")
 
 
 def _commands(group: click.Group, prefix: str = "") -> dict[str, click.Command]:

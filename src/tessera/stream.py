@@ -95,8 +95,10 @@ def create(name: str | None = None, *, device: Any = None, priority: int = 0) ->
     except ModuleNotFoundError as exc:
         raise MissingExtra("torch", "torch", "stream.create") from exc
 
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where = _device(torch, device)
     called = _called(name)
+    if not isinstance(priority, int):
+        raise ArgumentError(f"priority={priority!r}", fix="an int: 0, or -1 to go first")
     if where.type == "cpu":
         return Stream(name=called, device=where)
     if where.type != "cuda":
@@ -117,6 +119,14 @@ def create(name: str | None = None, *, device: Any = None, priority: int = 0) ->
     return made.wait()
 
 
+def _device(torch: Any, device: Any) -> Any:
+    """What was asked for, else the current CUDA device or the CPU."""
+    try:
+        return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError) as e:
+        raise ArgumentError(f"device={device!r} is no device of torch", fix='"cuda", "cuda:1" or "cpu"') from e
+
+
 def _called(name: Any) -> str:
     if name is None:
         return f"stream{next(_numbers)}"
@@ -129,7 +139,7 @@ def current(device: Any = None) -> Stream:
     """The stream work goes to now, as torch has it: a value to wait on, without a name of its own."""
     import torch
 
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where = _device(torch, device)
     if where.type != "cuda":
         return Stream(name="current", device=where)
     raw = torch.cuda.current_stream(where)

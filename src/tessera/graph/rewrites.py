@@ -13,10 +13,11 @@ class Rewrite:
     """One rewrite: what became what, where, and what that saves a step (negative where it costs).
 
     `rule` is its kind ("flash_attention", "fuse_elementwise", "drop_cast", "drop_transpose", "fuse_reduction",
-    "spectral_conv", "in_place", "fewer_launches", "reorder", "checkpoint", "cuda_graph"; "rest" is what the model says
-    changed without a rewrite of its own), `by` who made it ("inductor", "tessera"), `times` how often it was made.
-    Savings are of all `times` together, modelled by `predict` unless `basis` says "measured"; a rewrite read off a
-    kernel's name is "seen". None where nothing is known, with the reason in `why`.
+    "spectral_conv", "in_place", "fewer_launches", "reorder", "checkpoint", "cuda_graph", "generated": one operator that
+    became a kernel of Inductor's; "rest" is what changed without a rewrite of its own), `by` who made it ("inductor",
+    "tessera"), `times` how often it was made. Savings are of all `times` together, modelled by `predict` unless `basis`
+    says otherwise: "measured", or "timed", measured for the program and its kernels and shared out by the model. A
+    rewrite read off a kernel's name is "seen". None where nothing is known, with the reason in `why`.
     """
 
     rule: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -30,12 +30,16 @@ def on(stream: Stream | None, *named: Any) -> contextlib.AbstractContextManager[
     return _HERE if stream is None else stream_on(stream, *named)
 
 
-def tensors(op: str, *, one_dtype: bool = True, floating: bool = True, **named: Any) -> None:
-    """Each is a tensor (None is left out), on one device and, unless told, of one floating dtype."""
+def tensors(
+    op: str, *, one_dtype: bool = True, floating: bool = True, optional: Collection[str] = ("bias",), **named: Any
+) -> None:
+    """Each is a tensor (`optional` ones may be None), on one device and, unless told, of one floating dtype."""
     first = where = None
     for name, value in named.items():
-        if value is None:
+        if value is None and name in optional:
             continue
+        if value is None:
+            raise ArgumentError(f"op.{op}: {name} is None", why="it is needed", fix=f"a tensor for {name}")
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
                 f"op.{op}: {name} is a {type(value).__name__}, not a tensor", fix=f"torch.as_tensor({name})"
@@ -100,6 +104,21 @@ def autocasts(tensor: Any) -> bool:
     return where in ("cuda", "cpu") and bool(torch.is_autocast_enabled(where))
 
 
+def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
+    """Tensors as torch's autocast hands them to a product where `x` is: in its dtype, but for fp64; None stays."""
+    if not autocasts(x):
+        return x, *others
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(
+        t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype) for t in (x, *others)
+    )
+
+
+def uncast(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+    """A block in which autocast does not change what is computed where this tensor is."""
+    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else _HERE
+
+
 def batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> tuple[int, ...]:
     """What the leading dimensions of two stacks of matrices broadcast to."""
     if a.shape[:-2] == b.shape[:-2] or b.ndim < 3:
@@ -137,7 +156,7 @@ def addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
             return
     except AttributeError:
         pass
-    tensors(op, a=a, c=c)
+    tensors(op, one_dtype=not autocasts(a), a=a, c=c)
     expandable(op, "c", c, to)
 
 

@@ -19,6 +19,7 @@ from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
 from . import arguments, hints, tile
+from .attention_errors import check_mask_dtype, check_mask_shape, check_scale, explain
 from .layouts import block_dim
 
 DTYPE_OF = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,10 +104,10 @@ def _alike(q: Any, k: Any, v: Any) -> bool:
         return False
 
 
-def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, enable_gqa: bool) -> None:
+def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: bool) -> None:
     if attn_mask is None and not dropout_p and not enable_gqa and _alike(q, k, v):
         return
-    arguments.tensors("flash_attention", q=q, k=k, v=v)
+    arguments.tensors("flash_attention", one_dtype=not arguments.autocasts(q), q=q, k=k, v=v)
     if attn_mask is not None:
         arguments.tensors("flash_attention", one_dtype=False, q=q, attn_mask=attn_mask)
     for name, value in (("q", q), ("k", k), ("v", v)):
@@ -122,8 +123,8 @@ def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, enable_gqa:
         raise _wrong(
             "k", k, f"q is {arguments.shape(q)}: its heads must be a multiple of k's", "repeat heads, or drop some"
         )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ArgumentError(f"op.flash_attention: dropout_p={dropout_p}", fix="from 0 up to, not including, 1")
+    if isinstance(dropout_p, str) or not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError(f"op.flash_attention: dropout_p={dropout_p!r}", fix="from 0 up to, not including, 1")
 
 
 def _wrong(name: str, value: Any, why: str, fix: str) -> ArgumentError:
@@ -142,25 +143,39 @@ def _run(
     cut: Any,
     precision: Any,
 ) -> Any:
-    dtype = q.dtype
-    if precision is not None:
+    if precision is not None:  # and autocast does not apply
+        dtype = q.dtype
         q, k, v, cut = _cast(q, k, v, cut, precision)
+        with arguments.uncast(q):
+            out = _attend(q, k, v, causal, scale, mask, dropout_p, gqa, cut, precision)
+        return out if out.dtype is dtype else out.to(dtype)
     if cut is not None:
-        return tiled(q, k, v, causal, scale, mask, dropout_p, cut, precision).to(dtype)
+        q, k, v = arguments.autocast(q, k, v)
+    return _attend(q, k, v, causal, scale, mask, dropout_p, gqa, cut, None)
+
+
+def _attend(
+    q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any, dropout_p: float, gqa: bool, cut: Any,
+    precision: str | None,
+) -> Any:  # fmt: skip
+    if cut is not None:
+        return tiled(q, k, v, causal, scale, mask, dropout_p, cut, precision)
     if k.shape[-2] == 0:  # no key at all: zeros, not left to what each of torch's backends makes of it
         return (q @ (k.repeat_interleave(q.shape[-3] // k.shape[-3], -3) if gqa else k).mT) @ (
             v.repeat_interleave(q.shape[-3] // v.shape[-3], -3) if gqa else v
         )
     extra = {"enable_gqa": True} if gqa else {}  # the keyword came with torch 2.5
     rule = _rule(q, causal, mask, dropout_p)
-    if rule is None:
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
-    else:
+    try:
+        if rule is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
         from torch.nn.attention import sdpa_kernel
 
         with sdpa_kernel(_order(rule.backend), set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
-    return out if out.dtype is dtype else out.to(dtype)
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
+    except (RuntimeError, TypeError, IndexError) as e:
+        explain(e, q, k, v, scale, mask, gqa)
+        raise
 
 
 def _rule(q: Any, causal: bool, mask: Any, dropout_p: float) -> Rule | None:
@@ -213,7 +228,7 @@ def tiled(
     from . import attention_ops
 
     bm, bn = _tile(cut, q)
-    _check_tiled(q, k, v, mask)
+    _check_tiled(q, k, v, mask, scale)
     if mask is not None:
         mask = mask.expand(*(q.shape[:-1]), k.shape[-2])
     stages = warps = 0
@@ -246,7 +261,7 @@ def _tile(cut: Any, q: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _check_tiled(q: Any, k: Any, v: Any, mask: Any) -> None:
+def _check_tiled(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> None:
     """What torch's backends can and our kernel cannot."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise _wrong("q", q, "a tile is of (batch, heads, sequence, dim) tensors", "unsqueeze the missing dimensions")
@@ -256,6 +271,9 @@ def _check_tiled(q: Any, k: Any, v: Any, mask: Any) -> None:
         )
     if v.shape[-1] != q.shape[-1] or not 0 < q.shape[-1] <= MOST_DIM:
         raise _wrong("v", v, f"with a tile all heads have one dimension, at most {MOST_DIM}", "leave tile_shape out")
+    check_scale(scale)
+    if mask is not None:
+        check_mask_dtype(q, mask, tiled=True)
     if mask is not None and mask.requires_grad:
         raise ArgumentError(
             "op.flash_attention: attn_mask wants a gradient",
@@ -263,7 +281,7 @@ def _check_tiled(q: Any, k: Any, v: Any, mask: Any) -> None:
             fix="leave tile_shape out",
         )
     if mask is not None:
-        arguments.expandable("flash_attention", "attn_mask", mask, (*q.shape[:-1], k.shape[-2]))
+        check_mask_shape(mask, (*q.shape[:-1], k.shape[-2]), least=0)
     if q.dtype == torch.float64 and q.is_cuda:
         raise ArgumentError(
             "op.flash_attention: q is torch.float64",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import hints, tile
+from . import arguments, hints, tile
 from .eager import at, differentiated, function, straight
 from .layouts import alike, block_dim
 
@@ -43,8 +43,8 @@ def _compiled(masked: bool) -> Any:
     return compiled
 
 
-tile.register(PLAIN, _compiled(False), free=(True, True, False), formula=forward_bytes)
-tile.register(MASKED, _compiled(True), free=(True, True, False), formula=masked_bytes)
+tile.register(PLAIN, _compiled(False), free=(True, True, False), formula=forward_bytes, sides=2)
+tile.register(MASKED, _compiled(True), free=(True, True, False), formula=masked_bytes, sides=2)
 
 
 def pipeline(bm: int, bn: int, dims: int) -> tuple[int, int]:
@@ -104,13 +104,14 @@ def attention_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, log2 of the sum of each row's exponentials; +inf of a row that sees no key)."""
     checked(q, mask is not None, bm, bn, *_resolved(q, bm, bn, stages, warps))
-    scores = _scores(q, k, mask, scale, causal)
-    lse = torch.logsumexp(scores, -1)
-    blind = lse == -math.inf
-    p = torch.exp(scores - torch.where(blind, math.inf, lse)[..., None])
-    if seed is not None:
-        p = p * _kept(seed, dropout_p, p.shape, p.dtype)
-    out = alike(q).copy_(torch.einsum("bhgqk,bhkd->bhgqd", p, v.to(p.dtype)).reshape(q.shape))
+    with arguments.uncast(q):
+        scores = _scores(q, k, mask, scale, causal)
+        lse = torch.logsumexp(scores, -1)
+        blind = lse == -math.inf
+        p = torch.exp(scores - torch.where(blind, math.inf, lse)[..., None])
+        if seed is not None:
+            p = p * _kept(seed, dropout_p, p.shape, p.dtype)
+        out = alike(q).copy_(torch.einsum("bhgqk,bhkd->bhgqd", p, v.to(p.dtype)).reshape(q.shape))
     return out, torch.where(blind, math.inf, lse * LOG2E).reshape(q.shape[:3])
 
 

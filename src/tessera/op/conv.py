@@ -15,7 +15,7 @@ from ..stream import Stream
 from . import arguments, hints, tile
 from .switches import tf32_allowed
 from .tile import Tile
-from .tiled import runs_in
+from .tiled import check_dtype, runs_in
 
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, "
@@ -59,17 +59,23 @@ def conv2d(
         if tile_shape is None and not torch.compiler.is_compiling():
             tile_shape = hints.current().tiles.get("conv2d")  # type: ignore[assignment]  # a tile of three
         if tile_shape is None:
-            return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
+            try:
+                return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
+            except RuntimeError as e:
+                _explain(e, x, weight, steps[0], padding, steps[1])
+                raise
+        x, weight, bias = arguments.autocast(x, weight, bias)
+        check_dtype("conv2d", "x", x)
         return _tiled(x, weight, bias, steps[0], padding, steps[1], groups, Tile.of("conv2d", tile_shape))
 
 
-def _check(x: Any, weight: Any, bias: Any, groups: int) -> None:
+def _check(x: Any, weight: Any, bias: Any, groups: Any) -> None:
     arguments.tensors("conv2d", one_dtype=not arguments.autocasts(x), x=x, weight=weight, bias=bias)
     if x.ndim not in (3, 4):
         raise _misshapen("x", x, "images are (n, channels, height, width)", "x.unsqueeze or x.reshape")
     if weight.ndim != 4:
         raise _misshapen("weight", weight, "filters are (out, channels / groups, height, width)", "weight.reshape")
-    if groups < 1 or weight.shape[0] % groups:
+    if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups:
         raise ArgumentError(f"op.conv2d: groups={groups!r}", fix=f"groups divides the {weight.shape[0]} filters")
     if x.shape[-3] != weight.shape[1] * groups:
         why = f"weight takes {weight.shape[1]} channels in each of {groups} groups"
@@ -95,12 +101,26 @@ def _tiled(
     images = x.unsqueeze(0) if x.ndim == 3 else x
     if isinstance(padding, str):
         images, padding = _resolved(images, weight, stride, padding, dilation)
-    size = _size(images, weight, stride, padding, dilation)
-    if min(size) < 1:
-        why = f"the result would be {size[0]}x{size[1]} pixels"
-        raise _misshapen("x", x, why, "a larger image, more padding, or a smaller filter")
+    _check_size(x, _size(images, weight, stride, padding, dilation))
     out = tiled_conv2d(images, weight, bias, stride, padding, dilation, groups, list(shape.sides), stages, warps)
     return out.squeeze(0) if x.ndim == 3 else out
+
+
+def _explain(refused: RuntimeError, x: Any, weight: Any, stride: Any, padding: Any, dilation: Any) -> None:
+    """Raise the error that names what torch refused; return where it is something else."""
+    images = x.unsqueeze(0) if x.ndim == 3 else x
+    try:
+        if isinstance(padding, str):
+            images, padding = _resolved(images, weight, stride, padding, dilation)
+        _check_size(x, _size(images, weight, stride, padding, dilation))
+    except ArgumentError as e:
+        raise e from refused
+
+
+def _check_size(x: Any, size: tuple[int, int]) -> None:
+    if min(size) < 1:
+        why = f"the result would be {max(0, size[0])}x{max(0, size[1])} pixels"
+        raise _misshapen("x", x, why, "a larger image, more padding, or a smaller filter")
 
 
 def _resolved(
@@ -133,7 +153,8 @@ def tiled_conv2d(
     if not x.is_cuda:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         parts = (None if part is None else part.to(wide) for part in (x, weight, bias))
-        found = torch.nn.functional.conv2d(*parts, stride, padding, dilation, groups)
+        with arguments.uncast(x):
+            found = torch.nn.functional.conv2d(*parts, stride, padding, dilation, groups)
         return found.to(x.dtype).contiguous(memory_format=_lies(x))
     from .kernels.conv import launch
 

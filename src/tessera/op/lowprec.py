@@ -5,7 +5,7 @@ likes: fp8's short accumulator, split sums in 16 bits). On CUDA the product is c
 without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly: the same numbers, no
 saving, and "fast" is the same as "fp32". fp8 is e4m3 with one power-of-two scale a matrix, `fp8_row` with one for each
 row of `a` and column of `b`, which the product itself multiplies by where torch has that; fp16 from a wider type is
-scaled the same way, so neither overflows. Values that are not finite come out as NaN.
+scaled the same way, so neither overflows: in scaled formats values that are not finite come out as NaN.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ cheapest format whose relative error (Frobenius norm) stays within it; all three
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,17 @@ import torch
 from ..errors import ArgumentError
 from ..stream import Stream
 from . import arguments, hints, padding, tiled
+from .eager import differentiated
 
 _FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt's epilogue does, and torch's name for it (use_gelu)
 
 
 class _How(NamedTuple):
-    """How a product was asked for: all None is torch's way. `tolerance` is there while the choice waits for values."""
+    """How a product was asked for: all None is torch's way.
+
+    `tolerance` is there where the product chooses for itself: under torch.compile, and where gradients are to be
+    bounded as well.
+    """
 
     tile_shape: Any = None
     precision: str | None = None
@@ -56,6 +62,8 @@ def matmul(
     arguments.product("matmul", a, b)
     with arguments.on(stream, a, b):
         how = _how("matmul", a, b, tile_shape, precision, accumulate, error_tolerance)
+        if a.dtype is not b.dtype and not how.own:
+            a, b = _one_dtype(a, b)
         if how.tile_shape is not None:
             return tiled.product("matmul", a, b, how.tile_shape, precision=how.precision or "")
         return _product(a, b, how)
@@ -81,18 +89,22 @@ def gemm(
         arguments.addend("gemm", a, c, full)
     with arguments.on(stream, a, b, c):
         how = _how("gemm", a, b, tile_shape, precision, accumulate, error_tolerance)
-        if how.tile_shape is not None:
-            return tiled.product(
-                "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta
-            )
-        if how.own and c is not None and a.ndim == b.ndim and a.ndim in (2, 3):
+        if a.dtype is not b.dtype and not how.own:
+            a, b = _one_dtype(a, b)
+        if how == _PLAIN and c is not None and a.ndim == b.ndim and a.ndim in (2, 3):
             if a.ndim == 2:
                 return torch.addmm(c, a, b, alpha=alpha, beta=beta)
             if a.shape[0] == b.shape[0]:
                 return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
+        if beta == 0 and not differentiated(c):
+            c = None  # as in torch's own: what is multiplied by zero does not count, NaN neither
+        if how.tile_shape is not None:
+            return tiled.product(
+                "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta
+            )
         out = _product(a, b, how)
         out = out if alpha == 1.0 else alpha * out
-        return out if c is None else torch.add(out, c, alpha=beta)
+        return out if c is None else torch.add(out, c if c.dtype is out.dtype else c.to(out.dtype), alpha=beta)
 
 
 def linear(
@@ -158,14 +170,16 @@ def _linear(
             out = torch._addmm_activation(bias, flat, weight.t(), use_gelu=_FUSED[activation])
             return out.unflatten(0, x.shape[:-1])
         return tiled.activated(padding.linear(x, weight, bias), activation)
+    if x.dtype is not weight.dtype and not how.own:
+        x, weight = _one_dtype(x, weight)
     if how.tile_shape is not None:
-        fused = "none" if _needs_gradient(x, weight, bias) else activation
+        fused = "none" if differentiated(x, weight, bias) else activation
         out = tiled.product(
             "linear", x, weight.mT, how.tile_shape, precision=how.precision or "", bias=bias, activation=fused
         )
         return out if fused == activation else tiled.activated(out, activation)
     out = _product(x, weight.mT, how)
-    return tiled.activated(out if bias is None else out + bias, activation)
+    return tiled.activated(out if bias is None else out + bias.to(out.dtype), activation)
 
 
 def _fusible(x: Any, weight: Any, bias: Any) -> bool:
@@ -178,12 +192,14 @@ def _fusible(x: Any, weight: Any, bias: Any) -> bool:
         and not (weight.shape[0] | weight.shape[1]) % 8
         and not torch.compiler.is_compiling()
         and not arguments.autocasts(x)
-        and not _needs_gradient(x, weight, bias)
+        and not differentiated(x, weight, bias)
     )
 
 
-def _needs_gradient(*values: Any) -> bool:
-    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
+def _one_dtype(a: Any, b: Any) -> tuple[Any, Any]:
+    """Operands that autocast would have made one: in the wider dtype, since a precision or tolerance was asked for."""
+    wide = torch.promote_types(a.dtype, b.dtype)
+    return a.to(wide), b.to(wide)
 
 
 def _how(
@@ -196,40 +212,65 @@ def _how(
         if hinted.tiles or hinted.precisions:
             tile_shape = tile_shape or hinted.tiles.get(op)
             precision = precision or hinted.precisions.get(op)
-    if precision is None and error_tolerance is None:
+    if precision is None and error_tolerance is None and accumulate is None:
         return _PLAIN if tile_shape is None else _How(tile_shape)
-    if error_tolerance is not None and tile_shape is None and torch.compiler.is_compiling():
-        return _How(None, precision, accumulate, float(error_tolerance))  # values are there when the graph runs
+    _check_words(op, a, precision, accumulate, tile_shape)
+    if precision is None and error_tolerance is None:
+        return _How(tile_shape)
+    if error_tolerance is not None and tile_shape is None and _chooses(a, b, error_tolerance):
+        return _How(None, precision, accumulate, float(error_tolerance))
     b = b.mT if op == "linear" else b
-    return _How(tile_shape, *_chosen(op, a, b, precision, accumulate, error_tolerance, tile_shape))
+    if a.dtype is not b.dtype:
+        a, b = _one_dtype(a, b)
+    return _How(tile_shape, *_chosen(a, b, precision, accumulate, error_tolerance, tile_shape))
+
+
+def _chooses(a: Any, b: Any, tolerance: Any) -> bool:
+    """Whether the product chooses for itself: a graph has values when it runs, and gradients are bounded as well."""
+    return isinstance(tolerance, numbers.Real) and (torch.compiler.is_compiling() or differentiated(a, b))
+
+
+def _check_words(op: str, a: Any, precision: str | None, accumulate: str | None, tile_shape: Any) -> None:
+    from . import lowprec
+
+    if precision is not None and (precision not in lowprec.PRECISIONS or tile_shape is not None):
+        arguments.one_of(op, "precision", precision, _precisions(tile_shape))
+    if accumulate is not None:
+        arguments.one_of(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
+    if a.dtype not in lowprec.FULL:
+        name = "x" if op == "linear" else "a"
+        why = "precision, accumulate and error_tolerance are for fp64, fp32, fp16 and bf16"
+        raise ArgumentError(f"op.{op}: {name} is {a.dtype}", why=why, fix=f"{name}.float(), or leave them out")
+
+
+def _precisions(tile_shape: Any) -> tuple[str, ...]:
+    """What may be asked for: our kernel has no scales for rows, and sums in fp32."""
+    from . import lowprec
+
+    return tuple(p for p in lowprec.PRECISIONS if tile_shape is None or p not in ("fp8_row", "fp64"))
 
 
 def _chosen(
-    op: str, a: Any, b: Any, precision: str | None, accumulate: str | None, error_tolerance: float | None,
-    tile_shape: Any,
-) -> tuple[str | None, str]:  # fmt: skip
+    a: Any, b: Any, precision: str | None, accumulate: str | None, error_tolerance: float | None, tile_shape: Any
+) -> tuple[str | None, str]:
     """The precision that runs, None for the operands' own, which needs no rounding; and how it is summed."""
     from . import lowprec
 
-    known = [name for name in lowprec.PRECISIONS if tile_shape is None or name != "fp8_row"]
-    if precision is not None:
-        arguments.one_of(op, "precision", precision, known)
-    if accumulate is not None:
-        arguments.one_of(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
-    elif error_tolerance is None or tile_shape is not None:
+    if accumulate is None and (error_tolerance is None or tile_shape is not None):
         accumulate = "fp32"
     if error_tolerance is not None:
         from .bounded import choose
 
         # An explicit precision is tried first: where it does not hold, the next finer one does.
-        allowed = None if tile_shape is None else known
+        allowed = None if tile_shape is None else _precisions(tile_shape)
         left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
         choice = choose(
             "matmul", left, right, tolerance=error_tolerance, allowed=allowed, first=precision, accumulate=accumulate
         )
         precision, accumulate = choice.precision, choice.accumulate
-    # fp32 that was promised is said: torch's own path may be switched to tf32.
-    return None if precision == lowprec.FULL.get(a.dtype) != "fp32" else precision, accumulate or "fp32"
+    # fp32 that was promised is said: torch's own path may be switched to tf32. So is all that autocast would change.
+    said = precision == "fp32" or precision != lowprec.FULL[a.dtype] or arguments.autocasts(a)
+    return precision if said else None, accumulate or "fp32"
 
 
 def _product(a: Any, b: Any, how: _How) -> Any:

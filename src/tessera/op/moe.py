@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import one_of, shape, tensors
+from .arguments import autocast, autocasts, one_of, shape, tensors
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 Product = Callable[[Any, Any], Any]
@@ -48,7 +48,7 @@ def moe(
     token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32
     (fp64 for fp64).
     """
-    tensors("moe", x=x, w1=w1, w2=w2, w3=w3)
+    tensors("moe", one_dtype=not autocasts(x), optional=("w3",), x=x, w1=w1, w2=w2, w3=w3)
     tensors("moe", one_dtype=False, x=x, router=router)
     _check(x, router, w1, w2, w3, top_k, activation)
     with stream_on(stream, x, router, w1, w2, w3):
@@ -56,8 +56,9 @@ def moe(
         given = router.shape == (*x.shape[:-1], w1.shape[0])
         logits = router if given else F.linear(rows, router.to(rows.dtype))
         weights, experts = route(logits.reshape(-1, w1.shape[0]), top_k, normalize)
+        rows, w1, w2, w3 = autocast(rows, w1, w2, w3)  # here: a grouped product does not see to it
         out = _mixed(rows, weights, experts, w1, w2, w3, ACTIVATIONS[activation])
-        return out.reshape(x.shape)
+        return out.reshape(x.shape).to(x.dtype)
 
 
 def route(logits: Any, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,7 +121,7 @@ def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None =
     """
     if not _together(x):
         arguments.tensors("softmax", x=x)
-    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+    if not _has(x, dim):
         raise ArgumentError(
             f"op.softmax: dim={dim}", why=f"x is {arguments.shape(x)}", fix=f"dim is from {-x.ndim} to {x.ndim - 1}"
         )
@@ -129,6 +129,10 @@ def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None =
         return _softmax(x, dim, dtype)
     with stream_on(stream, x):
         return _softmax(x, dim, dtype)
+
+
+def _has(x: Any, dim: Any) -> bool:
+    return isinstance(dim, int) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)
 
 
 def _softmax(x: Any, dim: int, dtype: Any) -> Any:
@@ -204,12 +208,16 @@ def _together(x: Any, *others: Any) -> bool:
 def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual: Any) -> tuple[int, ...]:
     """The dimensions to norm over, everything fitting them."""
     if not _together(x, weight, bias, residual):
-        arguments.tensors(op, one_dtype=False, x=x, weight=weight, bias=bias, residual=residual)
+        optional = ("weight", "bias", "residual")
+        arguments.tensors(op, one_dtype=False, optional=optional, x=x, weight=weight, bias=bias, residual=residual)
     if normalized is None:
         shape: tuple[int, ...] = x.shape[-1:] if weight is None else weight.shape
     else:
         shape = (normalized,) if isinstance(normalized, int) else tuple(normalized)
     if not shape or x.shape[-len(shape) :] != shape:
+        if isinstance(normalized, torch.Tensor):  # a weight by position: torch's second argument is the shape too
+            what = f"op.{op}: normalized_shape is a tensor of {arguments.shape(normalized)}"
+            raise ArgumentError(what, why="it is an int or several", fix=f"op.{op}(x, weight=w)")
         what = "normalized_shape" if normalized is not None or weight is None else "weight"
         size = "x".join(map(str, shape)) or "a scalar"
         raise ArgumentError(
@@ -235,6 +243,8 @@ def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: 
     cols = shape[0] if len(shape) == 1 else functools.reduce(int.__mul__, shape)
     # torch has no one kernel for these: a sum with its norm, weights of another dtype, RMS norm in an old version.
     mixed = _mixed(x, weight, bias)
+    if mixed:
+        _check_real(op, x, weight=weight, bias=bias)
     alone = residual is not None or mixed or (op == "rms_norm" and not FUSED_RMS_NORM)
     # Under autocast torch's norms give fp32; of mixed dtypes both ways give that of `x`.
     alone = alone and possible(x, cols) and (mixed or not arguments.autocasts(x))
@@ -249,6 +259,13 @@ def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: 
 
 def _mixed(x: Any, weight: Any, bias: Any) -> bool:
     return (weight is not None and weight.dtype is not x.dtype) or (bias is not None and bias.dtype is not x.dtype)
+
+
+def _check_real(op: str, x: Any, **named: Any) -> None:
+    """No imaginary part is dropped silently."""
+    for name, value in named.items():
+        if value is not None and value.is_complex():
+            raise ArgumentError(f"op.{op}: {name} is {value.dtype}", why=f"x is {x.dtype}", fix=f"{name}.real")
 
 
 def _widest(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:

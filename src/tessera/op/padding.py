@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import ArgumentError, PredictionError
+from .arguments import one_of
 
 PIECE_BYTES = 16
 """What TMA, cp.async and ldmatrix move at a time (PTX ISA): rows must start at a multiple of it."""
@@ -38,12 +39,14 @@ cuBLAS was faster than that for none of eight forward products on an H200, and m
 """
 
 Mode = Literal["auto", "always", "never"]
+_MODES = ("auto", "always", "never")
 _mode: ContextVar[Mode] = ContextVar("tessera_op_padding", default="auto")
 
 
 @contextlib.contextmanager
 def use(mode: Mode) -> Iterator[None]:
     """Pad where it pays ("auto"), wherever rows are unaligned on any device ("always", for tests), or "never"."""
+    one_of("padding.use", "mode", mode, _MODES)
     token = _mode.set(mode)
     try:
         yield

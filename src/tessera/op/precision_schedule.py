@@ -36,6 +36,8 @@ from .dual import Dual, dual_precision
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal law
 _LEAST = 8  # losses before the guard says anything
+# bf16 and fp16 are of one height, one by its range and the other by its mantissa; so are the scalings of fp8.
+_HEIGHT = {"fp64": 4, "fp32": 3, "tf32": 2, "bf16": 1, "fp16": 1, "fp8": 0, "fp8_row": 0}
 _OPS = ("matmul", "gemm", "linear")
 
 
@@ -217,4 +219,7 @@ def _checked(stages: Any) -> tuple[Stage, ...]:
     names = [s.precision for s in made]
     if len(set(names)) != len(names):
         raise ArgumentError(f"stages name a precision twice: {', '.join(names)}", fix="each once, higher before lower")
+    if any(_HEIGHT[low] > _HEIGHT[high] for high, low in itertools.pairwise(names)):
+        why = "the guard answers an alarm with the stage before, which must not be a lower precision"
+        raise ArgumentError(f"stages go up: {', '.join(names)}", why=why, fix="higher before lower")
     return made

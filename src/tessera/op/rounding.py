@@ -27,6 +27,8 @@ def stochastic_round(
     Values that are not finite pass (e4m3 has no infinity: NaN). Beyond the largest finite number there is no upper
     neighbour: the value goes to the largest (e4m3, fp16), or for bf16 to either of the largest and infinity.
     """
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"op.stochastic_round: x is a {type(x).__name__}, not a tensor", fix="torch.as_tensor(x)")
     if dtype not in _FORMATS:
         raise ArgumentError(f"dtype={dtype} is not rounded to", fix=f"one of {', '.join(map(str, _FORMATS))}")
     if x.dtype == dtype:
@@ -41,9 +43,14 @@ def stochastic_round(
 def _to_bf16(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """bf16 is the upper half of an fp32: add 16 random bits below it and cut them off. Exact, subnormals too."""
     bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32, **_drawn_by(generator))
     rounded = ((bits + noise) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
+
+
+def _drawn_by(generator: torch.Generator | None) -> dict[str, Any]:
+    """Without a generator the keyword is left out: with it torch.compile takes no symbolic sizes (torch 2.13)."""
+    return {} if generator is None else {"generator": generator}
 
 
 def _to_grid(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:
@@ -51,7 +58,7 @@ def _to_grid(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | N
     mantissa, least = _FORMATS[dtype]
     exponent = torch.frexp(x)[1] - 1
     step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=least) - mantissa)
-    draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    draw = torch.rand(x.shape, device=x.device, dtype=x.dtype, **_drawn_by(generator))
     whole = torch.floor(x / step)
     rounded = (whole + (draw < x / step - whole)) * step
     largest = torch.finfo(dtype).max
@@ -157,6 +164,8 @@ class StochasticRounding:
 
     def _step_slice(self, params: list[Any]) -> None:
         narrow = [(p, p.data, p.grad) for p in params if p.dtype == torch.bfloat16]
+        for p, _, _ in narrow:
+            _widen(self.inner.state.get(p, {}))
         for p, data, grad in narrow:
             p.grad = None  # a parameter may not change its type under a gradient of the old one
             p.data = data.float()
@@ -172,6 +181,13 @@ class StochasticRounding:
                 p.grad = None
                 p.data = data
                 p.grad = grad
+
+
+def _widen(state: dict[str, Any]) -> None:
+    """Moments in fp32 that an optimizer made before its first step, in the parameter's type (Adagrad does)."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+            state[name] = value.float()
 
 
 def _is_wide(value: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import pair, shape, tensors
+from .arguments import autocasts, pair, shape, tensors
 from .spectral_cost import Verdict as Verdict
 from .spectral_cost import fast_size
 from .spectral_cost import spectral_wins as spectral_wins
@@ -45,7 +45,7 @@ def ifft(
 
 def _transform(op: str, run: Any, x: Any, dims: Any, norm: Any, stream: Stream | None) -> torch.Tensor:
     tensors(op, x=x)
-    over = (dims,) if isinstance(dims, int) else tuple(dims)
+    over = (dims,) if isinstance(dims, int) else tuple(dims) if isinstance(dims, Sequence) else ()
     if not over or any(not isinstance(d, int) or not -x.ndim <= d < x.ndim for d in over):
         raise ArgumentError(f"op.{op}: dims={dims!r}, x is {shape(x)}", fix=f"dims between {-x.ndim} and {x.ndim - 1}")
     if len({d % x.ndim for d in over}) < len(over):
@@ -54,7 +54,10 @@ def _transform(op: str, run: Any, x: Any, dims: Any, norm: Any, stream: Stream |
         raise ArgumentError(f"op.{op}: norm={norm!r}", fix='norm is None, "forward", "backward" or "ortho"')
     with stream_on(stream, x):
         # cuFFT has halves for powers of two only, and nobody has them on a CPU.
-        found: torch.Tensor = run(x.float() if x.dtype in _HALF else x, dim=over, norm=norm)
+        x = x.float() if x.dtype in _HALF else x
+        if not x.numel() and all(x.shape[d] for d in over):  # of no rows at all; MKL refuses those
+            return torch.complex(x, x) if x.is_floating_point() else x.clone()
+        found: torch.Tensor = run(x, dim=over, norm=norm)
         return found
 
 
@@ -73,11 +76,14 @@ def spectral_conv2d(
     Transforms and products are in fp32 for half inputs (the result is rounded once), in fp64 for fp64. The error is
     that of fp32, relative to the largest outputs rather than to each. Autograd is torch's.
     """
-    tensors("spectral_conv2d", x=x, w=w, bias=bias)
+    tensors("spectral_conv2d", one_dtype=not autocasts(x), x=x, w=w, bias=bias)
     dilated = pair("spectral_conv2d", "dilation", dilation, 1)
+    _check(x, w, bias, groups)
     before, after = _padding(w, padding, dilated)
-    _check(x, w, bias, groups, dilated, before, after)
+    _check_reach(x, w, dilated, before, after)
     with stream_on(stream, x, w, bias):
+        if not x.numel():  # MKL refuses transforms of nothing
+            return F.conv2d(x, w, bias, padding=padding, dilation=dilated, groups=groups)
         out = _convolved(x if x.ndim == 4 else x[None], w, dilated, before, after, groups)
         if bias is not None:
             out = out + bias.to(out.dtype)[:, None, None]
@@ -97,7 +103,11 @@ def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int
     return both, both
 
 
-def _check(x: Any, w: Any, bias: Any, groups: Any, dilation: Any, before: Any, after: Any) -> None:
+def _check(x: Any, w: Any, bias: Any, groups: Any) -> None:
+    if x.is_complex():
+        raise ArgumentError(
+            f"op.spectral_conv2d: x is {x.dtype}", why="its transforms are of real images", fix="op.conv2d"
+        )
     if x.ndim not in (3, 4) or w.ndim != 4:
         name, value, wanted = ("w", w, "4") if x.ndim in (3, 4) else ("x", x, "3 or 4")
         raise ArgumentError(f"op.spectral_conv2d: {name} is {shape(value)}", fix=f"{name} has {wanted} dimensions")
@@ -116,6 +126,9 @@ def _check(x: Any, w: Any, bias: Any, groups: Any, dilation: Any, before: Any, a
         raise ArgumentError(
             f"op.spectral_conv2d: bias is {shape(bias)}", fix=f"one number for each of {w.shape[0]} outputs"
         )
+
+
+def _check_reach(x: Any, w: Any, dilation: Any, before: Any, after: Any) -> None:
     for i in (0, 1):
         reach, padded = dilation[i] * (w.shape[2 + i] - 1) + 1, x.shape[-2 + i] + before[i] + after[i]
         if not 0 < reach <= padded:

@@ -100,6 +100,7 @@ class _Kernel:
     compiled: Callable[[Tile, str, int, int, Any], Any]
     free: tuple[bool, bool, bool]
     formula: Callable[[Tile, str, int], int]
+    sides: int
 
 
 _kernels: dict[str, _Kernel] = {}
@@ -117,13 +118,14 @@ def register(
     *,
     free: tuple[bool, bool, bool] = (True, True, True),
     formula: Callable[[Tile, str, int], int] = operand_bytes,
+    sides: int = 3,
 ) -> None:
     """Tell how the kernel `name` is compiled: (tile, precision, stages, warps, GPUTarget) -> metadata with `.shared`.
 
     `free` says which sides a nearest tile may change (attention's third is the head's size); `formula` gives bytes for
-    ordering the search.
+    ordering the search, and `sides` is how many of a tile's sides a caller writes.
     """
-    _kernels[name] = _Kernel(compile_fn, free, formula)
+    _kernels[name] = _Kernel(compile_fn, free, formula, sides)
     _fit.cache_clear()
 
 
@@ -137,8 +139,9 @@ def pipeline(tile: Tile) -> tuple[int, int]:
 
 
 def default_warps(tile: Tile) -> int:
-    """Enough warps that a thread holds at most 128 of its 255 registers' worth of accumulators."""
-    return min(16, max(4, tile.bm * tile.bn // (32 * 128)))
+    """Enough warps that a thread holds at most 128 of its 255 registers' worth of accumulators; a power of two."""
+    wanted = tile.bm * tile.bn / (32 * 128)
+    return 16 if wanted > 8 else 8 if wanted > 4 else 4
 
 
 def arch_of(device: Any = None) -> int:
@@ -164,12 +167,20 @@ def limit_bytes(arch: int) -> int:
     return _BLOCK_BYTES[max((known for known in _BLOCK_BYTES if known <= arch), default=70)]
 
 
-def check(name: str, tile: Tile, dtype: Any, stages: int, warps: int, arch: int | None = None) -> Fit:
+def check(
+    name: str, tile: Tile, dtype: Any, stages: int, warps: int, arch: int | None = None, *, op: str | None = None
+) -> Fit:
     """How `tile` fits the kernel `name` on a chip; `TileError` with the bytes it needs and the nearest tile that does.
 
-    `dtype` is torch's or a name ("bf16"). Answers are kept: the first costs a compilation of about 0.3 s.
+    `dtype` is torch's or a name ("bf16"), `op` the operator that was called where it is not `name`. Answers are kept:
+    the first costs a compilation of about 0.3 s.
     """
-    return _fit(name, tile, precision_name(dtype), stages, warps, arch or arch_of())
+    try:
+        return _fit(name, tile, precision_name(dtype), stages, warps, arch or arch_of())
+    except TileError as e:
+        if op is not None and op != name:
+            raise TileError(e.what.replace(f"op.{name}:", f"op.{op}:", 1), why=e.why, fix=e.fix) from e
+        raise
 
 
 def precision_name(dtype: Any) -> str:
@@ -204,8 +215,13 @@ def _fit(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: int) 
 
 def _error(name: str, tile: Tile, why: str, nearest: Tile | None) -> TileError:
     other = "no tile near it works either: another precision, or fewer tiles in flight (cp_async_depth)"
-    fix = f"tile_shape={nearest} is the nearest that fits" if nearest else other
-    return TileError(f"op.{name}: tile_shape={tile} cannot work", why=why, fix=fix)
+    fix = f"tile_shape={written(name, nearest)} is the nearest that fits" if nearest else other
+    return TileError(f"op.{name}: tile_shape={written(name, tile)} cannot work", why=why, fix=fix)
+
+
+def written(name: str, tile: Tile) -> tuple[int, ...]:
+    """A tile as a caller of the kernel `name` writes it."""
+    return tile.sides[: _kernels[name].sides]
 
 
 def _spilled(tile: Tile, warps: int, arch: int) -> str:
@@ -295,7 +311,7 @@ def advise(op: str, tile: Tile, dtype: Any, arch: int | None = None) -> None:
     elif tile.bn % _FRAGMENT_COLUMNS:
         text = f"BN={tile.bn} is no multiple of {_FRAGMENT_COLUMNS}, the columns of one {instruction} fragment"
     if text:
-        _warn_once(f"op.{op}: tile_shape={tile}: {text}")
+        _warn_once(f"op.{op}: tile_shape={written(op, tile) if op in _kernels else tile}: {text}")
 
 
 def _warn_once(text: str) -> None:

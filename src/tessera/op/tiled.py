@@ -7,12 +7,14 @@ their meaning, and what fitted in shared memory fits again.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
 from . import arguments, tile
+from .arguments import PRECISION_OF
 from .eager import at, differentiated, straight
 from .switches import tf32_allowed
 from .tile import Tile
@@ -41,9 +43,9 @@ def product(
 ) -> Any:  # fmt: skip
     """act(alpha a b + beta residual + bias) by the kernel of a tile, with torch.matmul's shapes."""
     shape = Tile.of(op, tile_shape)
-    if arguments.autocasts(a):  # as torch does before its own products
-        dtype = torch.get_autocast_dtype(a.device.type)
-        a, b, bias, residual = (x if x is None else x.to(dtype) for x in (a, b, bias, residual))
+    if not precision:  # one that was asked for stays
+        a, b, bias, residual = arguments.autocast(a, b, bias, residual)
+    check_dtype(op, "x" if op == "linear" else "a", a, precision)
     stages, warps = _checked(op, shape, precision, a)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
     lead = arguments.batches(op, left, right)
@@ -54,7 +56,7 @@ def product(
     full = (*lead, left.shape[-2], right.shape[-1])
     if residual is not None:
         arguments.expandable(op, "c", residual, full)
-        stack = max(stack_a.shape[0], stack_b.shape[0]) if lead and right.ndim > 2 else 1
+        stack = _batch(stack_a, stack_b)
         residual = residual.expand(full).reshape(stack, stack_a.shape[1], full[-1])
     given = stack_a, stack_b, bias, residual
     if straight(*given) and not differentiated(*given):  # nobody would see the operator (eager.py)
@@ -67,11 +69,26 @@ def product(
     return out.squeeze(-1) if b.ndim == 1 else out
 
 
+def check_dtype(op: str, name: str, x: Any, precision: str = "") -> None:
+    """`x` is of a dtype that our kernels multiply, or will be rounded to one; where torch computes, fp64 too."""
+    wide = x.dtype is torch.float64 and x.is_cuda
+    if (precision == "" and x.dtype not in PRECISION_OF) or (wide and precision in ("", "fp64")):
+        raise ArgumentError(
+            f"op.{op}: {name} is {x.dtype}",
+            why="a tile is of fp32, bf16, fp16 or fp8 operands, summed in fp32",
+            fix=f"leave tile_shape out, or {name}.float()",
+        )
+
+
+def _named(a: Any, precision: str) -> Any:
+    return runs_in(a.dtype) if precision in ("", "fp64") else precision
+
+
 def _stack(x: Any, lead: tuple[int, ...]) -> Any:
     """(batch, rows, cols); one matrix alone stays one, and is read for all."""
     if x.ndim == 2:
         return x.unsqueeze(0)
-    return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+    return x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead), *x.shape[-2:])
 
 
 def _checked(op: str, shape: Tile, precision: str, a: Any) -> tuple[int, int]:
@@ -79,8 +96,8 @@ def _checked(op: str, shape: Tile, precision: str, a: Any) -> tuple[int, int]:
     if torch.compiler.is_compiling():
         return 0, 0
     stages, warps = tile.pipeline(shape)
-    dtype, arch = precision or runs_in(a.dtype), tile.arch_of(a.device)
-    tile.check("matmul", shape, dtype, stages, warps, arch)
+    dtype, arch = _named(a, precision), tile.arch_of(a.device)
+    tile.check("matmul", shape, dtype, stages, warps, arch, op=op)
     tile.advise(op, shape, dtype, arch)
     return stages, warps
 
@@ -107,8 +124,13 @@ def _(
 ) -> Any:  # fmt: skip
     if not stages:
         shape = Tile(*tile_shape)
-        tile.check("matmul", shape, precision or runs_in(a.dtype), *tile.pipeline(shape), tile.arch_of(a.device))
-    return a.new_empty((max(a.shape[0], b.shape[0]), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
+        tile.check("matmul", shape, _named(a, precision), *tile.pipeline(shape), tile.arch_of(a.device))
+    return a.new_empty((_batch(a, b), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
+
+
+def _batch(a: Any, b: Any) -> Any:
+    """How many matrices two stacks make: one alone meets all of the other, none where there is none."""
+    return b.shape[0] if a.shape[0] == 1 else a.shape[0]
 
 
 def _result_dtype(dtype: Any) -> Any:
@@ -116,9 +138,11 @@ def _result_dtype(dtype: Any) -> Any:
 
 
 def _launched(a: Any, b: Any, precision: str, shape: Tile, stages: int, warps: int, epilogue: dict[str, Any]) -> Any:
+    if not (a.numel() and b.numel()):  # nothing to multiply: the epilogue alone
+        return _computed(a, b, precision, **epilogue)
     from .kernels.matmul import launch
 
-    out = a.new_empty((max(a.shape[0], b.shape[0]), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
+    out = a.new_empty((_batch(a, b), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
     left, right, scales = _rounded(a, b, precision)
     dot = "tf32" if precision == "tf32" or (not precision and tf32_allowed()) else "ieee"
     with at(a):
@@ -127,18 +151,32 @@ def _launched(a: Any, b: Any, precision: str, shape: Tile, stages: int, warps: i
 
 
 def _rounded(a: Any, b: Any, precision: str) -> tuple[Any, Any, tuple[Any, Any] | None]:
-    """Both operands in a precision, and the scales that bring them back."""
-    if not precision:
+    """Both stacks in a precision, and the scales that bring their matrices back: (batch or 1,) each."""
+    if not (precision and a.numel() and b.numel()):
         return a, b, None
-    from .lowprec import cast
-
-    left, by_left = cast(a, precision)
-    right, by_right = cast(b.mT, precision)  # the right operand's columns: fp8 is multiplied from there
+    left, by_left = _cast(a, precision)
+    right, by_right = _cast(b.mT, precision)  # the right operand's columns: fp8 is multiplied from there
     return left, right.mT, (by_left, by_right) if by_left is not None and by_right is not None else None
 
 
+def _cast(stack: Any, precision: str) -> tuple[Any, Any]:
+    """A stack rounded with a scale for each matrix, as a tolerance was checked for; None where nothing is scaled."""
+    from .lowprec import cast
+
+    if len(stack) > 1 and precision in ("fp8", "fp16") and PRECISION_OF.get(stack.dtype) != precision:
+        values, scales = zip(*(cast(matrix, precision) for matrix in stack), strict=True)
+        return torch.stack(values), torch.stack(scales)
+    values, scale = cast(stack, precision)
+    return values, scale if scale is None else scale.reshape(1)
+
+
 def runs_in(dtype: Any) -> Any:
-    """What operands of a dtype are multiplied in: fp32 in tf32 where the program allows that."""
+    """What a tile of operands of a dtype is checked for: tf32 where the program allows that for fp32.
+
+    fp64 runs on a CPU alone, and is checked as fp32.
+    """
+    if dtype is torch.float64:
+        return torch.float32
     return "tf32" if dtype is torch.float32 and tf32_allowed() else dtype
 
 
@@ -147,9 +185,10 @@ def _computed(
 ) -> Any:
     left, right, scales = _rounded(a, b, precision)
     wide = torch.float64 if a.dtype is torch.float64 else torch.float32
-    acc = torch.matmul(left.to(wide), right.to(wide)) * alpha
+    with arguments.uncast(a):
+        acc = torch.matmul(left.to(wide), right.to(wide)) * alpha
     if scales is not None:
-        acc = acc * (scales[0] * scales[1])
+        acc = acc * (scales[0] * scales[1])[:, None, None]
     if residual is not None:
         acc = acc + beta * residual.to(wide)
     if bias is not None:
@@ -188,10 +227,10 @@ def _gradients(ctx: Any, g: Any) -> tuple[Any, ...]:
     by_a = by_b = None
     if ctx.needs_input_grad[0]:
         by_a = again(g, b.mT)
-        by_a = by_a.sum(0, keepdim=True) if a.shape[0] < by_a.shape[0] else by_a
+        by_a = by_a.sum(0, keepdim=True) if a.shape[0] != by_a.shape[0] else by_a
     if ctx.needs_input_grad[1]:
         by_b = again(a.mT, g)
-        by_b = by_b.sum(0, keepdim=True) if b.shape[0] < by_b.shape[0] else by_b
+        by_b = by_b.sum(0, keepdim=True) if b.shape[0] != by_b.shape[0] else by_b
     by_bias = g.sum((0, 1)) if ctx.needs_input_grad[2] else None
     by_residual = ctx.beta * g if ctx.needs_input_grad[3] else None
     return by_a, by_b, by_bias, by_residual, None, None, None, None, None, None, None

@@ -19,15 +19,16 @@ def text(found: Optimized, top: int = 20) -> str:
         return f"{type(found.original).__name__}: not optimized yet: the first call does it"
     lines = [f"runs as: {found.chosen}"]
     lines += [_way(way, found.chosen) for way in found.ways]
-    shown = found.rewrites[:top]
+    shown, trace = found.rewrites[:top], found.trace
+    usual = trace.basis if trace is not None else "modelled"
     # A reason that is a note as well stands there, once.
-    lines += [f"  {line(replace(r, why='') if r.why in found.notes else r)}" for r in shown]
+    lines += [f"  {line(replace(r, why='') if r.why in found.notes else r, usual)}" for r in shown]
     if len(found.rewrites) > top:
         lines.append(f"  ... and {len(found.rewrites) - top} more")
-    trace = found.trace
     if trace is not None and trace.before_j is not None and trace.after_j is not None:
+        how = "timed, shared out by the model" if trace.basis == "timed" else "modelled"
         lines.append(
-            f"modelled on {trace.device}: {format_energy(trace.before_j)} -> {format_energy(trace.after_j)}, "
+            f"{how} on {trace.device}: {format_energy(trace.before_j)} -> {format_energy(trace.after_j)}, "
             f"{format_duration(trace.before_s or 0.0)} -> {format_duration(trace.after_s or 0.0)}, "
             f"{trace.launches_before} -> {trace.launches_after} launches"
         )
@@ -36,8 +37,8 @@ def text(found: Optimized, top: int = 20) -> str:
     return "\n".join(lines)
 
 
-def line(rewrite: Rewrite) -> str:
-    """rule: before -> after, xN, bytes and joules saved (by whom)."""
+def line(rewrite: Rewrite, usual: str = "modelled") -> str:
+    """rule: before -> after, xN, bytes and joules saved (by whom, and how that is known where it is not as usual)."""
     parts = [f"{rewrite.rule}: {rewrite.before} -> {rewrite.after}"]
     if rewrite.times > 1:
         parts.append(f"x{rewrite.times}")
@@ -51,7 +52,7 @@ def line(rewrite: Rewrite) -> str:
         saved.append(_signed(rewrite.saved_s, format_duration))
     if saved:
         parts.append(f"saves {', '.join(saved)}")
-    tail = f"[{rewrite.by}{', ' + rewrite.basis if rewrite.basis != 'modelled' else ''}]"
+    tail = f"[{rewrite.by}{', ' + rewrite.basis if rewrite.basis != usual else ''}]"
     why = f" ({rewrite.why})" if rewrite.why else ""
     return "  ".join([*parts, tail]) + why
 

@@ -2,7 +2,7 @@
 
 ::
 
-    patterns, spectral ─► inductor (torch.compile) ─► watch ─► savings ─► Rewrite
+    patterns, spectral ─► inductor (torch.compile) ─► watch ─► sides (seen, prices) ─► savings ─► Rewrite
                               ways ─► candidates (check, measure, choose) ─► Optimized
 """
 

@@ -181,8 +181,13 @@ def _fits(match: Attention) -> bool:
         return False
     if q.dim() not in (3, 4) or not q.dim() == k.dim() == v.dim() or q.shape[:-2] != v.shape[:-2]:
         return False
+    out = value_of(match.out)  # a mask may have made it larger than queries and keys did
+    if match.scale <= 0 or out is None or tuple(out.shape) != (*q.shape[:-1], v.shape[-1]):
+        return False  # with such a scale and is_causal torch 2.13 gives NaNs on a CPU
     mask = value_of(match.mask) if match.mask is not None else None
-    return match.mask is None or (mask is not None and (match.fill is None or mask.dtype == torch.bool))
+    if match.mask is None or mask is None:
+        return match.mask is None
+    return mask.dim() > 0 and (match.fill is None or mask.dtype == torch.bool)
 
 
 def constant(node: fx.Node) -> torch.Tensor | None:

@@ -6,9 +6,10 @@ against torch's passes alone, so that a rewrite of ours that does not pay does n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from .check import Program, Reference
 from .inductor import Pass
 from .measured import measure
 from .patterns import attention
+from .state import Inputs
 from .ways import EAGER, TUNED, Way, build
 
 # Tuning every product took 333 s for a training step of GPT-2 small on an H200 (shared/design.md): it cannot be stopped
@@ -25,8 +27,7 @@ _AUTOTUNE_S = 350.0
 # Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replayed.
 _BEFORE_REPLAY = 3
 # What Dynamo, Inductor or a C++ compiler raise for programs they cannot take: such a way is dropped and named.
-_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, NotImplementedError, ImportError, OSError,
-             AssertionError)  # fmt: skip
+_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, OSError, AssertionError)
 
 
 @functools.cache
@@ -69,7 +70,8 @@ class Trial:
             way = self.attempt(mode, passes)
             self.tried.append(way)
             if self.budget_s <= 0 and way.ok and (way := self._confirmed(way)).ok:
-                self.notes.append("nothing was measured (budget_s=0): the first way that computes the same was taken")
+                first = "computes the same" if way.verdict is not None else "compiles"
+                self.notes.append(f"nothing was measured (budget_s=0): the first way that {first} was taken")
                 return way
         while any(way.ok for way in self.tried[1:]):
             best = self._least([way for way in self.tried if way.ok])
@@ -86,6 +88,12 @@ class Trial:
             fix="a wider tolerance=, other ways=, or run it as it is",
         )
 
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What the body changes is put back, inputs too."""
+        with self.program.untouched(), Inputs(self.args, self.kwargs):
+            yield
+
     # -- compiling and checking -------------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -97,6 +105,7 @@ class Trial:
             self.notes.append("the program draws random numbers: it was checked in eval mode")
             with self.program.evaluating():
                 self.reference = known()
+        self.notes.extend(self.reference.unknown)
 
     def attempt(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Way:
         """Compile and check a way; where our passes changed the result, without them."""
@@ -140,8 +149,13 @@ class Trial:
 
     def _judge(self, way: Way, seen: Mapping[str, Any]) -> None:
         assert self.reference is not None  # `look` came first
-        way.verdict = self.reference.compare(seen)
-        way.why = "" if way.verdict.ok else f"it changed the result: {way.verdict.why}"
+        found = self.reference.compare(seen)
+        way.verdict = found if found.checked else None
+        if not found.ok:
+            whose = "" if way.watch is None or way.watch.found else "torch.compile, without a rewrite of ours, "
+            way.why = f"{whose or 'it '}changed the result: {found.why}"
+        else:
+            way.why = "" if found.checked else "not checked: nothing to compare"
 
     def _confirmed(self, way: Way) -> Way:
         """A program that draws random numbers, compiled once more in eval mode and checked there: only the chosen one.
@@ -171,7 +185,7 @@ class Trial:
         """Two iterations one after the other: what runs in the second is the steady state, and is explained."""
         assert way.call is not None
         assert way.watch is not None
-        with self.program.untouched():
+        with self.untouched():
             self._iteration(way.call)
             way.watch.ran.clear()
             self._iteration(way.call)
@@ -181,7 +195,7 @@ class Trial:
     def _measure(self, way: Way) -> None:
         assert way.call is not None
         self.say(f"measuring: {way.name}")
-        with self.program.untouched():
+        with self.untouched():
             run = functools.partial(self._iteration, way.call)
             found = measure(run, max(1.2, self.left_s / (1 + len(self.tried))))
         way.seconds, way.joules, way.error_j = found.seconds, found.joules, found.error_j

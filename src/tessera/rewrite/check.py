@@ -2,8 +2,9 @@
 
 Each value is compared by its relative Frobenius error and by its largest deviation relative to its largest magnitude.
 A value that is small beside all others (the gradient of a key's bias is zero but for rounding) is compared on the scale
-of a thousandth of the largest. What the runs change is put back (`State`). The original runs twice, with other random
-numbers: what lies between these two is no fault of a change, and a compiler draws its own.
+of a thousandth of the largest. Whole numbers, truths and texts must be the same. What the runs change is put back
+(`State`, `Inputs`), and inputs must be changed alike. The original runs twice, with other random numbers: what lies
+between these two is no fault of a change, and a compiler draws its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from .state import State
+from .leaves import Unknown, is_exact, leaves
+from .state import Inputs, State
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2,
@@ -41,14 +43,16 @@ SPREADS = 4.0
 """So many times the distance between two draws of random numbers may lie between a third draw and the first."""
 
 _SMALL = 1e-3
-_RESULT, _GRADIENT, _UPDATE = "result", "gradient of ", "update of "
+_LARGEST = 2**63  # of a whole number in a tensor
+_RESULT, _ARGUMENT, _GRADIENT, _UPDATE = "result", "argument", "gradient of ", "update of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a comparison found: the errors of the value that is furthest off, where, and what was allowed there.
 
-    `result` is the largest relative error of what was returned.
+    `result` is the largest relative error of what was returned; of whole numbers and truths it is the share that
+    differs. `checked` says whether there was anything to compare.
     """
 
     ok: bool
@@ -58,6 +62,7 @@ class Verdict:
     where: str = ""
     why: str = ""
     result: float = 0.0
+    checked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,22 +94,32 @@ class Program:
     ) -> Reference:
         """What the original does, to compare others with; see `Reference`."""
         first, other = (self.observe(self.call, args, kwargs, seed) for seed in (0, 1))
-        plain = Reference(seen=first, tolerance=tolerance, retyped=retyped)
+        for name, value in first.items():  # a time, a count of calls: no change is to blame
+            if _is_plain(value) and name in other and not (_is_plain(other[name]) and _equal(value, other[name])):
+                first[name] = Unknown("is another one at every run")
+        given = [*pytree.tree_leaves((tuple(args), dict(kwargs))), *(p for _, p in self._named("parameters"))]
+        rounded = (TOLERANCE.get(t.dtype, 0.0) for t in given if isinstance(t, torch.Tensor))
+        plain = Reference(
+            seen=first, tolerance=tolerance, retyped=retyped, numbers=max(TOLERANCE[torch.float32], *rounded, 0.0)
+        )
         spread = {v.where: v.relative for v in plain.verdicts(other)}
         return replace(plain, spread=spread, random=not plain.compare(other).ok)
 
     def observe(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int = 0
     ) -> dict[str, Any]:
-        """Run once and note every value that must not change: results, gradients, buffers, how parameters move."""
-        with self.untouched(seed) as state:
+        """Run once and note every value that must not change: results, gradients, buffers, how parameters move.
+
+        Also what became of the inputs, where they were written into.
+        """
+        with self.untouched(seed) as state, Inputs(args, kwargs) as inputs:
             seen: dict[str, Any] = {}
-            with self._gradients(seen):
+            with self._gradients(seen, inputs):
                 result = self.run(call, args, kwargs)
-            seen |= {f"{_RESULT}{k}": v for k, v in _floats(result).items()}
+            seen |= {k: _copy(v) for k, v in leaves(result, _RESULT).items()}
+            seen |= inputs.changed()
             seen |= self._update(state)
-            if self.mode != "infer":
-                seen |= {name: b.detach().clone() for name, b in self._named("buffers") if b.is_floating_point()}
+            seen |= {n: b.detach().clone() for n, b in self._named("buffers") if self.mode != "infer" or state.wrote(b)}
         return seen
 
     def _named(self, what: Literal["parameters", "buffers"]) -> list[tuple[str, torch.Tensor]]:
@@ -127,19 +142,23 @@ class Program:
             return {_UPDATE + name: state.moved(p) for name, p in parameters}
         if self.mode != "step" or not parameters:
             return {}
-        moved = torch.stack([state.moved(p).float().norm() for _, p in parameters]).norm()
-        return {"size of the update": moved.to(parameters[0][1].dtype)}
+        moved = torch.stack([_length(state.moved(p)) for _, p in parameters]).norm()
+        return {"size of the update": moved.to(parameters[0][1].dtype.to_real())}
 
     @contextlib.contextmanager
-    def _gradients(self, seen: dict[str, Any]) -> Iterator[None]:
-        """Note every gradient when it is there: a step may clear it before it ends."""
+    def _gradients(self, seen: dict[str, Any], inputs: Inputs) -> Iterator[None]:
+        """Note every gradient when it is there: a step may clear it before it ends. Those of inputs count, too."""
 
         def note(name: str, parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             seen[_GRADIENT + name] = parameter.grad.detach().clone()
 
-        parameters = self._named("parameters") if self.mode in ("train", "step") else []
-        hooks = [p.register_post_accumulate_grad_hook(functools.partial(note, name)) for name, p in parameters]
+        watched = {}
+        if self.mode in ("train", "step"):
+            watched = {id(t): (name, t) for name, t in [*inputs.differentiable.items(), *self._named("parameters")]}
+        for _, tensor in watched.values():
+            tensor.grad = None
+        hooks = [t.register_post_accumulate_grad_hook(functools.partial(note, name)) for name, t in watched.values()]
         try:
             yield
         finally:
@@ -176,7 +195,8 @@ class Reference:
     """What the original did. `tolerance` replaces the one of each value's number format, which `retyped` lets change.
 
     `spread` is how far apart two draws of random numbers are, by value, and `random` whether that is more than
-    rounding: then weights must move as far as the original's, not where they did.
+    rounding: then weights must move as far as the original's, not where they did. `numbers` is allowed of Python's
+    floats, whose format nobody knows any more.
     """
 
     seen: Mapping[str, Any]
@@ -184,12 +204,18 @@ class Reference:
     spread: Mapping[str, float] = field(default_factory=dict)
     random: bool = False
     retyped: bool = False
+    numbers: float = TOLERANCE[torch.float32]
+
+    @property
+    def unknown(self) -> list[str]:
+        """What cannot be compared, in words."""
+        return [f"the {name} {v.why}: not compared" for name, v in self.seen.items() if isinstance(v, Unknown)]
 
     def compare(self, seen: Mapping[str, Any]) -> Verdict:
         """Another observation of the same program."""
         found = list(self.verdicts(seen))
         if not found:
-            return Verdict(ok=True, relative=0.0, worst=0.0, allowed=self.tolerance or 0.0, why="nothing to compare")
+            return Verdict(ok=True, relative=0.0, worst=0.0, allowed=0.0, why="nothing to compare", checked=False)
         worst = max(found, key=lambda v: (not v.ok, _excess(v)))
         result = max((v.relative for v in found if v.where.startswith(_RESULT)), default=0.0)
         return replace(worst, result=result)
@@ -197,7 +223,8 @@ class Reference:
     def verdicts(self, seen: Mapping[str, Any]) -> Iterator[Verdict]:
         """Value by value, and all gradients and all updates as one vector each."""
         if odd := sorted(self.seen.keys() ^ seen.keys()):
-            yield _refused(odd[0], 0.0, f"{odd[0]} is there on one side only")
+            how = "changed by one of the two only" if odd[0].startswith(_ARGUMENT) else "there on one side only"
+            yield _refused(odd[0], 0.0, f"{odd[0]} is {how}")
             return
         gradients, updates = (
             [(v, seen[k]) for k, v in self.seen.items() if k.startswith(kind)] for kind in (_GRADIENT, _UPDATE)
@@ -207,16 +234,35 @@ class Reference:
             yield _vector("all gradients", _apart(gradients), allowed)
         if updates:
             yield _vector("all updates", _lengths(updates) if self.random else _apart(updates), SAME_UPDATE)
-        largest = max((float(v.double().norm()) for v, _ in gradients), default=0.0)
+        largest = max((_norm([v]) for v, _ in gradients), default=0.0)
         for name, old in self.seen.items():
             if name.startswith(_GRADIENT):
                 allowed = GRADIENTS * self._allowed(name, old, seen[name])
                 yield _one(name, old, seen[name], allowed, floor=_SMALL * largest)
             elif not name.startswith(_UPDATE):
-                yield _one(name, old, seen[name], self._allowed(name, old, seen[name]), retyped=self.retyped)
+                yield from self._value(name, old, seen[name])
+
+    def _value(self, name: str, old: Any, new: Any) -> Iterator[Verdict]:
+        """Of values that say nothing about a computation (None, a text), only that they are others."""
+        if type(old) is type(new) is int and old != new and max(abs(old), abs(new)) < _LARGEST:
+            old, new = torch.tensor([old]), torch.tensor([new])
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            if is_exact(old) and is_exact(new):
+                yield _exact(name, old, new, max(self.tolerance or 0.0, SPREADS * self.spread.get(name, 0.0)))
+            else:
+                yield _one(name, old, new, self._allowed(name, old, new), retyped=self.retyped)
+        elif isinstance(old, (float, complex)) and isinstance(new, (int, float, complex)):
+            allowed = max(self.tolerance or self.numbers, SPREADS * self.spread.get(name, 0.0))
+            one, other = (torch.tensor([v], dtype=torch.complex128) for v in (old, new))
+            yield _one(name, one, other, allowed)
+        elif isinstance(old, Unknown) or (_is_plain(old) and _is_plain(new) and _equal(old, new)):
+            if isinstance(old, int):
+                yield Verdict(ok=True, relative=0.0, worst=0.0, allowed=0.0, where=name)
+        else:
+            yield _refused(name, 0.0, f"{name}: {_shown(old)} became {_shown(new)}")
 
     def _allowed(self, where: str, *values: torch.Tensor) -> float:
-        given = self.tolerance or max(TOLERANCE.get(v.dtype, 1e-3) for v in values)
+        given = self.tolerance or max(TOLERANCE.get(v.dtype.to_real(), 1e-3) for v in values)
         return max(given, SPREADS * self.spread.get(where, 0.0))
 
 
@@ -230,7 +276,10 @@ def scalar_of(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    parts = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    tensors = [
+        leaf for leaf in leaves(output, _RESULT).values() if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     weighted = [(t.float() * torch.arange(t.numel(), device=t.device).cos().view(t.shape)).sum() for t in parts]
     return torch.stack(weighted).sum() if weighted else torch.zeros((), requires_grad=True)
 
@@ -240,7 +289,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 def _apart(pairs: Pairs) -> float:
     """Relative Frobenius distance of many tensors taken as one vector; absolute where the old one is zero."""
-    size, apart = _norm(old for old, _ in pairs), _norm(new.double() - old.double() for old, new in pairs)
+    size, apart = _norm(old for old, _ in pairs), _norm(_real(new) - _real(old) for old, new in pairs)
     return apart / size if size else apart
 
 
@@ -251,7 +300,19 @@ def _lengths(pairs: Pairs) -> float:
 
 
 def _norm(parts: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(t.double().square().sum()) for t in parts))
+    return math.sqrt(sum(float(_real(t).square().sum()) for t in parts))
+
+
+def _length(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor if tensor.is_complex() else tensor.float()).float()
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Dense and in fp64; of complex numbers both parts, so that a norm is theirs."""
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.to(torch.complex128).resolve_conj())
+    return dense.double()
 
 
 def _vector(where: str, relative: float, allowed: float) -> Verdict:
@@ -265,7 +326,7 @@ def _one(
 ) -> Verdict:
     if old.shape != new.shape or (old.dtype != new.dtype and not retyped):
         return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
-    a, b = old.detach().double(), new.detach().double()
+    a, b = _real(old), _real(new)
     strange = ~torch.isfinite(a)
     if bool(strange.any()):  # what was infinite or no number must be so again
         same = torch.equal(torch.nan_to_num(a)[strange], torch.nan_to_num(b)[strange])
@@ -281,6 +342,35 @@ def _one(
     return Verdict(ok=ok, relative=relative, worst=worst, allowed=allowed, where=name, why=why)
 
 
+def _exact(name: str, old: torch.Tensor, new: torch.Tensor, allowed: float) -> Verdict:
+    """Whole numbers and truths are the same, unless somebody allows that a share differs, or numbers by so much."""
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
+    others = int((old != new.to(old.device)).sum())
+    off = others / old.numel() if others else 0.0
+    if off and old.dtype != torch.bool:  # a count of what rounding decides is a little off, not a share of it
+        off = min(off, _over(_norm([old.double() - new.double()]), _norm([old])))
+    why = "" if off <= allowed else f"{name}: {others} of {old.numel()} values differ"
+    return Verdict(ok=not why, relative=off, worst=off, allowed=allowed, where=name, why=why)
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, (torch.Tensor, Unknown, float, complex))
+
+
+def _equal(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and bool(old == new)
+
+
+def _shown(value: Any) -> str:
+    text = value.why if isinstance(value, Unknown) else repr(value)
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else text[:60]
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def _over(off: float, size: float) -> float:
     return off / size if size > 0 else (0.0 if off == 0 else math.inf)
 
@@ -291,13 +381,3 @@ def _refused(where: str, allowed: float, why: str) -> Verdict:
 
 def _excess(found: Verdict) -> float:
     return max(found.relative, found.worst / WORST) / found.allowed if found.allowed else found.relative
-
-
-def _floats(output: Any) -> dict[str, torch.Tensor]:
-    """Outputs of Hugging Face models are mappings torch does not always know."""
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return {
-        f"[{i}]": leaf.detach().clone()
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.int64)
-    }

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..device import Device
-from ..errors import ArgumentError, DoesNotFit, did_you_mean
+from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, did_you_mean
 from ..graph.rewrites import Rewrite
 from ..hardware import lookup
 from ..units import format_bytes
@@ -141,10 +141,12 @@ def plan(
         raise ArgumentError(f"policy={policy!r}{did_you_mean(policy, POLICIES)}", fix=f"one of {', '.join(POLICIES)}")
     if memory_bytes is not None and not (math.isfinite(memory_bytes) and memory_bytes > 0):
         raise ArgumentError(f"memory_bytes={memory_bytes!r}", fix="a positive number of bytes, or None for the chip's")
+    if not hasattr(model, "named_modules"):
+        raise ArgumentError(f"checkpoint.plan: model is a {type(model).__name__}", fix="an nn.Module")
     device = _device(on)
     found = block_finder.find(model, blocks)
     trial = Trial(model, inputs, tuple(found), device, optimizer, precision, launch)
-    kept, whole = trial.run(dict.fromkeys(found, KEEP), "none"), trial.run(dict.fromkeys(found, RECOMPUTE), "all")
+    kept, whole = trial.run(dict.fromkeys(found, KEEP), "none"), _recomputed(trial, found)
     least = min(kept.setting.peak_bytes, whole.setting.peak_bytes)
     budget = _budget(memory_bytes, policy, device, least)
     _check_fits(least, budget)
@@ -160,6 +162,20 @@ def plan(
         notes=kept.notes,
         kinds={name: type(m).__name__ for name, m in found.items()},
     )
+
+
+def _recomputed(trial: Trial, names: Iterable[str]) -> Tried:
+    """The step with every block recomputed."""
+    try:
+        return trial.run(dict.fromkeys(names, RECOMPUTE), "all")
+    except CaptureError as e:
+        if "modified by an inplace operation" not in str(e.__cause__):  # torch's words; it has no class for them
+            raise
+        raise RewriteError(
+            f"checkpoint.plan: a block of {type(trial.model).__name__} cannot be recomputed",
+            why="it writes into its input, so that what it would start from again is gone",
+            fix="let it make a tensor of its own (x = x + y, not x += y), or name other blocks with blocks=",
+        ) from e
 
 
 def every(model: nn.Module, blocks: block_finder.Wanted = None) -> dict[str, Way]:

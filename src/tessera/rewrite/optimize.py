@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ArgumentError, MissingExtra, TesseraError, did_you_mean
+from ..errors import ArgumentError, MeasurementError, MissingExtra, TesseraError, did_you_mean
 from ..graph import rewrites as heard
 from ..graph.rewrites import Rewrite
 
@@ -29,10 +29,14 @@ if TYPE_CHECKING:
     from .inductor import Pass
     from .prices import Host
     from .savings import Trace
+    from .seen import Seen
     from .ways import Way
 
 Mode = Literal["infer", "train"]
 Launch = Literal["auto", "eager", "graph"]
+
+# Iterations may take this long in all while kernels are looked at, and longer only where the budget has room.
+_LOOK_S = 1.0
 
 
 def optimize(
@@ -58,8 +62,8 @@ def optimize(
     the first way that computes the same, measure nothing); `progress` hears what is being done. `explain=False` leaves
     the trace out and lets torch's compilation cache work.
 
-    The program runs many times meanwhile. Models and optimizers it holds are put back as they were; a data loader or a
-    scheduler that a step advances is not: hand over a step that works on one batch.
+    The program runs many times meanwhile. Models and optimizers it holds and the inputs are put back as they were; a
+    data loader or a scheduler that a step advances is not: hand over a step that works on one batch.
     """
     if not callable(model_or_step):
         raise ArgumentError(f"model_or_step={model_or_step!r} cannot be called", fix="an nn.Module or a function")
@@ -90,13 +94,15 @@ class Optimized:
 
     Attributes and methods of the original pass through (`parameters()`, `state_dict()`, `train()`, `eval()`).
     `rewrites` says what was changed, `undone` what was tried and taken back with the reason, `ways` every way tried
-    with its seconds and joules, `chosen` the one that runs, `priced_for` the chip savings are modelled on.
+    with its seconds and joules, `chosen` the one that runs, `priced_for` the chip savings are priced for, `trace` what
+    they add up to. Compiled code belongs to one model: a copy, or one read from a pickle, is a copy of the original
+    with the same options (a pickle leaves `progress` out), and its first call tries the ways anew.
     """
 
     def __init__(self, original: Callable[..., Any], **options: Any) -> None:
         vars(self).update(
             original=original, rewrites=[], undone=[], ways=[], chosen="", trace=None, notes=[], priced_for=None,
-            _options=options, _call=None,
+            _options=options, _call=None, _undone=False,
         )  # fmt: skip
 
     original: Callable[..., Any]
@@ -109,6 +115,7 @@ class Optimized:
     priced_for: Device | None
     _options: dict[str, Any]
     _call: Callable[..., Any] | None
+    _undone: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
@@ -180,10 +187,11 @@ class Optimized:
             from .savings import trace
 
             trial.settle(best)
-            host = self._host(trial) if self.priced_for is not None else None
+            watch = best.watch.of_those_that_ran()
             self.trace = trace(
-                best.watch.of_those_that_ran(), self.priced_for, replayed=best.replayed, host=host,
-                eager_s=self._measured_here(),
+                watch, self.priced_for, replayed=best.replayed, eager_s=self._measured_here(),
+                host=self._host(trial) if self.priced_for is not None else None,
+                seen=self._look(trial, best) if watch.complete else None,
             )  # fmt: skip
             self.rewrites.extend(self.trace.rewrites)
             self.notes.extend(self.trace.notes)
@@ -199,6 +207,32 @@ class Optimized:
 
         eager = next((w.seconds for w in self.ways if w.mode == EAGER), None)
         return eager if self._options["device"] is None else None
+
+    def _look(self, trial: Trial, best: Way) -> tuple[Seen, Seen] | None:
+        """The kernels of some iterations, eager and as chosen; None elsewhere than here, else a note says why."""
+        from .seen import look
+        from .ways import EAGER
+
+        eager_s, best_s = self._measured_here(), best.seconds
+        if eager_s is None or best_s is None or best.call is None or self.priced_for is None:
+            return None  # elsewhere, or nothing is to be measured
+        if not best.replayed:  # CUPTI stays, and slows every later launch of the process: device/cupti_after.py
+            self.notes.append("savings are modelled alone: looking at the kernels would slow the launches of this way")
+            return None
+        if 2 * (eager_s + best_s) > max(_LOOK_S, trial.left_s):  # each is run to warm up and to be seen
+            self.notes.append("savings are modelled alone: budget_s leaves no time to look at the kernels")
+            return None
+        seen = []
+        try:
+            eager_j = next((way.joules for way in self.ways if way.mode == EAGER), None)
+            both_j = (eager_j, best.joules) if eager_j and best.joules else (None, None)  # of one basis, or neither
+            for call, seconds, joules in zip((trial.program.call, best.call), (eager_s, best_s), both_j, strict=True):
+                with trial.untouched():
+                    seen.append(look(functools.partial(trial._iteration, call), seconds, joules))
+        except MeasurementError as e:
+            self.notes.append(f"savings are modelled alone: {e.what} ({e.why})")
+            return None
+        return seen[0], seen[1]
 
     def _host(self, trial: Trial) -> Host | None:
         """What eager Python does beside dispatching, by a capture on meta tensors."""
@@ -216,8 +250,18 @@ class Optimized:
 
     def undo(self) -> Callable[..., Any]:
         """The original, untouched; this object runs it from now on too."""
-        vars(self).update(_call=self.original, rewrites=[], chosen="eager")
+        vars(self).update(_call=self.original, rewrites=[], chosen="eager", _undone=True)
         return self.original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        import copy
+
+        twin = _anew(copy.deepcopy(self.original, memo), self._options, self._undone)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _anew, (self.original, {**self._options, "progress": None}, self._undone)
 
     def report(self) -> str:
         """What was done, as text."""
@@ -268,14 +312,20 @@ class Optimized:
             setattr(self.original, name, value)
 
 
+def _anew(original: Callable[..., Any], options: dict[str, Any], undone: bool) -> Optimized:
+    """One that has not been tried yet, or that stays undone."""
+    found = Optimized(original, **options)
+    if undone:
+        found.undo()
+    return found
+
+
 def _as_called(program: Program, best: Way) -> Callable[..., Any]:
     import torch
 
-    from .ways import EAGER
-
     call = best.call
     assert call is not None
-    if program.mode != "infer" or best.mode == EAGER:
+    if program.mode != "infer":
         return call
 
     def run(*args: Any, **kwargs: Any) -> Any:

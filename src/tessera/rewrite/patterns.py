@@ -56,11 +56,11 @@ def _replace(module: fx.GraphModule, match: Attention, piece: tuple[fx.GraphModu
         if not match.k_transposed:
             k = graph.call_method("transpose", (k, -2, -1))
             k.meta["example_value"] = value_of(match.k).transpose(-2, -1)
-        mask = None if causal or match.mask is None else _additive(graph, match)
+        q, mask = (match.q, None) if causal or match.mask is None else _masked(graph, match)
         keywords = {"attn_mask": mask, "dropout_p": match.dropout, "is_causal": causal, "scale": match.scale}
         if gqa is not None:
             keywords["enable_gqa"] = True
-        call = graph.call_function(F.scaled_dot_product_attention, (match.q, k, v), keywords)
+        call = graph.call_function(F.scaled_dot_product_attention, (q, k, v), keywords)
     call.meta.update(match.out.meta)
     match.out.replace_all_uses_with(call)
     for node in match.nodes:  # the last one first; torch.fx's own clean-up would take writes into tensors away too
@@ -80,18 +80,39 @@ def _where(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]).replace("L['self'].", "") if stack else ""
 
 
-def _additive(graph: fx.Graph, match: Attention) -> fx.Node:
-    """The mask as numbers to add, in the format of the queries."""
-    dtype, mask = value_of(match.q).dtype, match.mask
+def _masked(graph: fx.Graph, match: Attention) -> tuple[fx.Node, fx.Node]:
+    """The queries, and the mask as numbers to add in their format."""
+    dtype, mask, queries = value_of(match.q).dtype, match.mask, match.q
     assert mask is not None
     if match.fill is None:
-        return mask if value_of(mask).dtype == dtype else graph.call_method("to", (mask, dtype))
-    if match.keeps:
-        mask = graph.call_function(torch.logical_not, (mask,))
-    # A finite fill keeps a row that is masked everywhere what it was: the mean of all values.
-    fill = max(match.fill, torch.finfo(dtype).min) if match.fill != float("-inf") else match.fill
-    zeros = graph.call_function(torch.zeros_like, (mask,), {"dtype": dtype})
-    return graph.call_method("masked_fill", (zeros, mask, fill))
+        added = mask if value_of(mask).dtype == dtype else graph.call_method("to", (mask, dtype))
+    else:
+        hidden = graph.call_function(torch.logical_not, (mask,)) if match.keeps else mask
+        fill = max(match.fill, torch.finfo(dtype).min)
+        if match.fill == float("-inf"):
+            fill = match.fill
+        elif _may_hide_all(match):
+            # A query that sees no key had the same score for each, and no gradient came back through them. Added to
+            # its scores the fill would leave them apart; a query of zeros that sees all has the same for each, and no
+            # gradient. With the fill on top of those, fused backwards lose log(keys) beside it: weights of 1, not 1/n.
+            blind = graph.call_method("all", (hidden, -1), {"keepdim": True})
+            queries = graph.call_method("masked_fill", (queries, blind, 0.0))
+            hidden = graph.call_method("masked_fill", (hidden, blind, False))
+        zeros = graph.call_function(torch.zeros_like, (hidden,), {"dtype": dtype})
+        added = graph.call_method("masked_fill", (zeros, hidden, fill))
+    if value_of(mask).dim() == 1:  # the fused call takes none of one dimension
+        added = graph.call_method("unsqueeze", (added, 0))
+    return queries, added
+
+
+def _may_hide_all(match: Attention) -> bool:
+    """Whether the mask may leave a query no key: one made of data may."""
+    assert match.mask is not None
+    mask = constant(match.mask)
+    if mask is None:
+        return True
+    hidden = ~mask if match.keeps else mask
+    return bool(hidden.all(-1).any())
 
 
 def _is_causal(match: Attention) -> bool:

@@ -1,4 +1,7 @@
-"""What pieces cost on a chip, by the model of `predict`: each one's seconds, joules and bytes, and the host's part."""
+"""What pieces cost on a chip, by the model of `predict`: each one's seconds, joules and bytes, and the host's part.
+
+Where their kernels were seen, `timed` puts the seconds in that they took, and leaves the model the joules.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .pieces import Piece, graph_of
+from .seen import Group
 
 if TYPE_CHECKING:
     from ..device import Device
     from ..estimate.host import HostModel
+    from ..estimate.kernel_time import KernelTime
+    from ..estimate.power import PowerModel
 
 
 # Hosts of one kind were found at 0.83 to 1.5 times the shipped constants (estimate/host.py): beyond twice, either way,
@@ -22,42 +28,59 @@ _HALVINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds on the device, joules with their 90% half-width, and bytes read and written, of some operators."""
+    """Seconds on the device, joules with their 90% half-width, and bytes read and written, of some operators.
+
+    `lasting_j` are those of the joules that go with the seconds (the board, and SMs that hold work); the others go with
+    the work, operations and bytes.
+    """
 
     seconds: float = 0.0
     joules: float = 0.0
     error_j: float = 0.0
     nbytes: float = 0.0
+    lasting_j: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        error = math.hypot(self.error_j, other.error_j)
-        return Cost(self.seconds + other.seconds, self.joules + other.joules, error, self.nbytes + other.nbytes)
+        return Cost(
+            self.seconds + other.seconds, self.joules + other.joules, math.hypot(self.error_j, other.error_j),
+            self.nbytes + other.nbytes, self.lasting_j + other.lasting_j,
+        )  # fmt: skip
 
     def less(self, other: Cost) -> Cost:
         """What is saved by going from this to the other; the errors of both stay."""
-        error = math.hypot(self.error_j, other.error_j)
-        return Cost(self.seconds - other.seconds, self.joules - other.joules, error, self.nbytes - other.nbytes)
+        return Cost(
+            self.seconds - other.seconds, self.joules - other.joules, math.hypot(self.error_j, other.error_j),
+            self.nbytes - other.nbytes, self.lasting_j - other.lasting_j,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A program solved: the cost of each piece, and how long the device waits for the host."""
+    """A program solved: the cost of each piece, and how long the device waits for the host.
+
+    `other` are kernels that were seen and are no piece's. The model's watts: the board that waits (`static_w`), the
+    most it sustains (`limit_w`), and how far they may be off (relative).
+    """
 
     costs: tuple[Cost, ...]
     wait_s: float
     wait_j: float
     launches: int
     host_s: float
+    static_w: float
+    limit_w: float
+    watts_error: float
+    other: Cost = Cost()
 
     @property
     def seconds(self) -> float:
         """Seconds of the iteration."""
-        return sum(c.seconds for c in self.costs) + self.wait_s
+        return sum(c.seconds for c in self.costs) + self.other.seconds + self.wait_s
 
     @property
     def joules(self) -> float:
         """Joules of the iteration."""
-        return sum(c.joules for c in self.costs) + self.wait_j
+        return sum(c.joules for c in self.costs) + self.other.joules + self.wait_j
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +123,74 @@ def solved(pieces: Sequence[Piece], device: Device, host: Host | None = None, *,
         static = float(result.static_j[i]) * (float(result.device_s[i]) / whole if whole else 1.0)
         joules = static + float(result.compute_j[i]) + float(result.memory_j[i])
         error = joules * math.hypot(found.power.relative_error, 0.6 * kernel.relative_error)
-        costs[op.index] = Cost(float(result.device_s[i]), joules, error, float(op.bytes_in + op.bytes_out))
+        lasting = static + float(result.compute_j[i]) * _occupied(kernel, found.power, result.clock)
+        nbytes = float(op.bytes_in + op.bytes_out)
+        costs[op.index] = Cost(float(result.device_s[i]), joules, error, nbytes, lasting)
     waits = float(result.wait_s.sum())
     wait_j = float((result.static_j + result.compute_j + result.memory_j).sum()) - sum(c.joules for c in costs.values())
-    return Side(tuple(costs.get(i, Cost()) for i in range(len(pieces))), waits, wait_j, len(costs), result.host_s)
+    power = found.power
+    return Side(
+        tuple(costs.get(i, Cost()) for i in range(len(pieces))), waits, wait_j, len(costs), result.host_s,
+        power.static_w, power.limit_w, power.relative_error,
+    )  # fmt: skip
+
+
+def _occupied(kernel: KernelTime, power: PowerModel, clock: float) -> float:
+    """The part of a kernel's compute joules that its SMs draw for holding work, as `estimate.timeline` adds them up."""
+    from ..estimate.power import Work
+
+    work = Work.of(kernel)
+    stretch = (work.clock_s / clock + work.fixed_s) / work.seconds if work.seconds else 1.0
+    holding_j = power.active_w * work.busy_s * clock * stretch
+    dearest = max(power.j_per_flop.values(), default=0.0)
+    flops_j = sum(power.j_per_flop.get(unit, dearest) * n for unit, n in work.flops.items())
+    return holding_j / (holding_j + flops_j) if holding_j else 0.0
+
+
+def timed(side: Side, groups: Iterable[Group], iteration_s: float) -> Side:
+    """A program with the seconds that each group of its kernels was seen to take, of an iteration of `iteration_s`.
+
+    Within a group the model says whose they are. Joules are the model's watts for those seconds and what it says the
+    work itself takes, but no more than the board sustains. What the device was not busy, it waited.
+    """
+    costs, other_s = list(side.costs), 0.0
+    for group in groups:
+        modelled_s = sum(costs[i].seconds for i in group.members)
+        if not modelled_s:
+            other_s += group.seconds
+            continue
+        for i in group.members:
+            costs[i] = taking(costs[i], costs[i].seconds * group.seconds / modelled_s, side.limit_w)
+    other = Cost(other_s, side.static_w * other_s, side.static_w * other_s * side.watts_error)
+    wait_s = max(0.0, iteration_s - other_s - sum(c.seconds for c in costs))
+    return replace(side, costs=tuple(costs), other=other, wait_s=wait_s, wait_j=side.static_w * wait_s)
+
+
+def sharing(side: Side, measured_j: float | None) -> Side:
+    """A program whose joules are those that were measured: kernels and waits share them as the model's joules say."""
+    if not measured_j or not side.joules:
+        return side
+    share = measured_j / side.joules
+
+    def of(cost: Cost) -> Cost:
+        return replace(cost, joules=share * cost.joules, error_j=share * cost.error_j, lasting_j=share * cost.lasting_j)
+
+    return replace(side, costs=tuple(map(of, side.costs)), other=of(side.other), wait_j=share * side.wait_j)
+
+
+def taking(cost: Cost, seconds: float, limit_w: float) -> Cost:
+    """The same work in other seconds; the relative error of its joules stays."""
+    if not cost.seconds or not cost.joules:
+        return replace(cost, seconds=seconds)
+    lasting = cost.lasting_j * seconds / cost.seconds
+    joules = min(lasting + cost.joules - cost.lasting_j, limit_w * seconds)
+    return replace(
+        cost,
+        seconds=seconds,
+        joules=joules,
+        error_j=cost.error_j * joules / cost.joules,
+        lasting_j=min(lasting, joules),
+    )
 
 
 def paced(pieces: Sequence[Piece], device: Device, host: Host, measured_s: float) -> Host:

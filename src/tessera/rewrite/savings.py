@@ -1,9 +1,10 @@
 """From what was seen of a compilation to rewrites: which eager operators became which kernel, and what that saves.
 
 Both sides are solved by the model of `predict`: the program as eager torch launches it (`Watch.pieces`) and as Inductor
-does (`Watch.kernels`). Each kernel gets the pieces it replaced; what it saves is their cost less its own. What the host
-no longer keeps waiting is one more line, and whatever the two totals differ by beyond all lines is the line "rest", so
-that the lines add up to the difference of the totals.
+does (`Watch.kernels`), with the seconds their kernels took where those were seen (`sides.py`). Each kernel gets the
+pieces it replaced; what it saves is their cost less its own. What the host no longer keeps waiting is one more line,
+and whatever the two totals differ by beyond all lines is the line "rest", so that the lines add up to the difference
+of the totals.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import TYPE_CHECKING
 from ..graph.rewrites import Rewrite
 from .lowered import after_pieces, owners
 from .pieces import Piece, spec_of
-from .prices import Cost, Host, Side, paced, solved, total, work_of
+from .prices import Cost, Host, Side, total, work_of
+from .sides import TIMED, Looked, Sides, as_modelled, as_seen
 from .watch import Found, Kernel, Watch
 
 if TYPE_CHECKING:
     from ..device import Device
+    from .seen import Seen
 
 _CASTS = frozenset({"aten._to_copy"})
 _COPIES = frozenset({"aten.clone", "aten.contiguous", "aten.copy"})
@@ -31,7 +34,10 @@ _HOST_ERROR = 0.5  # hosts of one kind were found at 0.83 to 1.5 times the const
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What was rewritten, and both programs as the model sees them; the rewrites add up to the difference."""
+    """What was rewritten, and both programs as the model sees them; the rewrites add up to the difference.
+
+    With `basis` "timed" the seconds are measured; `looked_before` and `looked_after` say how far off the model was.
+    """
 
     rewrites: list[Rewrite]
     before_s: float | None = None
@@ -42,16 +48,25 @@ class Trace:
     launches_after: int = 0
     device: str = ""
     host_pace: float = 1.0
+    basis: str = "modelled"
+    looked_before: tuple[Looked, ...] = ()
+    looked_after: tuple[Looked, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def trace(
-    watch: Watch, device: Device | None, *, replayed: bool, host: Host | None = None, eager_s: float | None = None
+    watch: Watch,
+    device: Device | None,
+    *,
+    replayed: bool,
+    host: Host | None = None,
+    eager_s: float | None = None,
+    seen: tuple[Seen, Seen] | None = None,
 ) -> Trace:
     """The rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs.
 
-    `eager_s` is what the program was measured to take before: where the host kept the device waiting, that tells how
-    fast this host is.
+    `seen` are the kernels of the program before and after, on this chip. Without them `eager_s`, what the program was
+    measured to take before, tells how fast this host is, where it kept the device waiting.
     """
     if not watch.complete:
         return Trace(rewrites=[_bare(found) for found in watch.found], notes=tuple(watch.unsaid))
@@ -59,36 +74,42 @@ def trace(
     if device is None:
         return _unpriced(watch, after)
     host = host or Host()
-    if eager_s is not None:
-        host = paced(watch.pieces, device, host, eager_s)
-    before_side = solved(watch.pieces, device, host)
-    launched = solved(after, device)
-    after_side = solved(after, device, replayed=True) if replayed else launched
-    lines = list(_lines(watch, before_side.costs, launched.costs))
-    lines += _ours(watch, device)
-    lines += _launching(before_side, launched, after_side, host.pace)
+    if seen is not None:
+        sides = as_seen(watch, after, device, host, replayed, *seen)
+    else:
+        sides = as_modelled(watch, after, device, host, replayed, eager_s)
+    before, now = sides.before, sides.after
+    lines = list(_lines(watch, before.costs, sides.launched.costs, seen=sides.basis == TIMED))
+    lines += _launching(sides, replayed)
+    before_s, before_j = before.seconds + sides.extra.seconds, before.joules + sides.extra.joules
     lines += _in_place(watch)
-    extra_s = sum(r.saved_s or 0.0 for r in lines if r.by == "tessera")
-    extra_j = sum(r.saved_j or 0.0 for r in lines if r.by == "tessera")
-    before_s, before_j = before_side.seconds + extra_s, before_side.joules + extra_j
-    lines += _rest(lines, before_s - after_side.seconds, before_j - after_side.joules, before_j)
+    lines = [replace(r, basis=sides.basis) for r in lines] + _ours(watch, sides)
+    lines += _rest(lines, before_s - now.seconds, before_j - now.joules, before_j, sides.basis)
     return Trace(
         rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)), before_s=before_s, before_j=before_j,
-        after_s=after_side.seconds, after_j=after_side.joules, launches_before=before_side.launches,
-        launches_after=after_side.launches, device=device.id, host_pace=host.pace, notes=tuple(watch.unsaid),
+        after_s=now.seconds, after_j=now.joules, launches_before=before.launches, launches_after=now.launches,
+        device=device.id, host_pace=sides.pace, basis=sides.basis, looked_before=sides.looked_before,
+        looked_after=sides.looked_after, notes=tuple(watch.unsaid),
     )  # fmt: skip
 
 
 # -- lines ---------------------------------------------------------------------------------------------------------
 
 
-def _lines(watch: Watch, before: Sequence[Cost], after: Sequence[Cost]) -> Iterable[Rewrite]:
-    """One line for every kind of change, its occurrences added up."""
+def _lines(watch: Watch, before: Sequence[Cost], after: Sequence[Cost], *, seen: bool = False) -> Iterable[Rewrite]:
+    """One line for every kind of change, its occurrences added up.
+
+    One operator that another kernel computes is a change only where both were `seen`: the model has one rate for both.
+    """
     owned, vanished = owners(watch)
     sums: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
     for k, kernel in enumerate(watch.kernels):
-        for rule, label, made, saved in _of_kernel(watch, kernel, owned.get(k, []), before, after[k]):
+        mine = [i for i in owned.get(k, []) if watch.pieces[i].launches]
+        for rule, label, made, saved in _of_kernel(watch, kernel, mine, before, after[k]):
             sums[rule, label, made].append(saved)
+        if seen and kernel.call is None and len(mine) == 1:
+            label = label_of([watch.pieces[mine[0]]])
+            sums["generated", label, "a generated kernel"].append(before[mine[0]].less(after[k]))
     for component, spent in zip(vanished, _paid(watch, vanished, after), strict=True):
         pieces = [watch.pieces[i] for i in component]
         rule, made = _vanished_rule(pieces)
@@ -106,10 +127,9 @@ def _line(rule: str, before: str, after: str, costs: Sequence[Cost], by: str = "
 
 
 def _of_kernel(
-    watch: Watch, kernel: Kernel, owned: Sequence[int], before: Sequence[Cost], own: Cost
+    watch: Watch, kernel: Kernel, pieces: Sequence[int], before: Sequence[Cost], own: Cost
 ) -> Iterable[tuple[str, str, str, Cost]]:
     """What one kernel stands for: a fusion, and the casts and copies that vanished into it."""
-    pieces = [i for i in owned if watch.pieces[i].launches]
     if kernel.call is not None:
         was = watch.pieces[pieces[0]] if len(pieces) == 1 else None
         if was is not None and was.kind == "conv" and _last(kernel.call) != _last(was):
@@ -189,40 +209,39 @@ def _vanished_rule(pieces: Sequence[Piece]) -> tuple[str, str]:
     return "fold", "nothing"
 
 
-def _launching(before: Side, launched: Side, after: Side, pace: float) -> list[Rewrite]:
+def _launching(sides: Sides, replayed: bool) -> list[Rewrite]:
     """What the device no longer waits for the host, and in a replay no longer idles between two kernels."""
-    told = f"this host takes {pace:.2g} times what is shipped, by the measured eager time" if pace != 1.0 else ""
-    replayed = after is not launched
-    gaps, now = total(launched.costs), total(after.costs)
+    before, after, seen = sides.before, sides.after, sides.basis == TIMED
+    gaps, now = total(sides.launched.costs), total(after.costs)
     saved_s = before.wait_s - after.wait_s + (gaps.seconds - now.seconds)
     saved_j = before.wait_j - after.wait_j + (gaps.joules - now.joules)
+
+    def told(side: Side) -> str:
+        host = f"the device waits {side.wait_s * 1e3:.2f} ms" if seen else f"{side.host_s * 1e3:.2f} ms of the host"
+        return f"{side.launches} launches, {host}"
+
+    why = "" if saved_s else "the device is never kept waiting: launches cost the host's time alone"
+    if saved_s and sides.pace != 1.0:
+        why = f"this host takes {sides.pace:.2g} times what is shipped, by the measured eager time"
     return [
         Rewrite(
-            rule="cuda_graph" if replayed else "fewer_launches", by="inductor",
-            before=f"{before.launches} launches, {before.host_s * 1e3:.2f} ms of the host",
-            after="replayed" if replayed else f"{after.launches} launches, {after.host_s * 1e3:.2f} ms of the host",
-            saved_s=saved_s, saved_j=saved_j, saved_bytes=0.0, saved_error_j=abs(saved_j) * _HOST_ERROR,
-            why=told if saved_s else "the device is never kept waiting: launches cost the host's time alone",
+            rule="cuda_graph" if replayed else "fewer_launches", by="inductor", before=told(before),
+            after="replayed" if replayed else told(after), saved_s=saved_s, saved_j=saved_j, saved_bytes=0.0,
+            saved_error_j=abs(saved_j) * (before.watts_error if seen else _HOST_ERROR), why=why,
         )
     ]  # fmt: skip
 
 
-def _ours(watch: Watch, device: Device) -> list[Rewrite]:
-    """Rewrites of our own passes: the operators they replaced against those they put there, each solved apart."""
-    found: dict[tuple[str, str, str, str], list[Cost]] = defaultdict(list)
-    for each in watch.found:
-        if each.saved_j is not None:
-            saved = Cost(each.saved_s or 0.0, each.saved_j, 0.5 * abs(each.saved_j))
-        elif each.pieces_before and each.pieces_after:
-            saved = _alone(each.pieces_before, device).less(_alone(each.pieces_after, device))
-        else:
-            saved = Cost()
-        found[each.rule, each.before, each.after, each.why].append(saved)
-    return [replace(_line(*key[:3], costs, by="tessera"), why=key[3]) for key, costs in found.items()]
-
-
-def _alone(pieces: Sequence[Piece], device: Device) -> Cost:
-    return total(solved(pieces, device, replayed=True).costs)
+def _ours(watch: Watch, sides: Sides) -> list[Rewrite]:
+    """Rewrites of our own passes, those that are alike on one line."""
+    found: dict[tuple[str, str, str, str, str], list[Cost]] = defaultdict(list)
+    for n, (each, saved) in enumerate(zip(watch.found, sides.ours, strict=True)):
+        basis = TIMED if n in sides.ours_seen else "modelled"
+        found[each.rule, each.before, each.after, each.why, basis].append(saved)
+    return [
+        replace(_line(rule, before, after, costs, by="tessera"), why=why, basis=basis)
+        for (rule, before, after, why, basis), costs in found.items()
+    ]
 
 
 def _bare(found: Found) -> Rewrite:
@@ -242,15 +261,16 @@ def _in_place(watch: Watch) -> list[Rewrite]:
     ]  # fmt: skip
 
 
-def _rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_j: float) -> list[Rewrite]:
+def _rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_j: float, basis: str) -> list[Rewrite]:
     rest_s = saved_s - sum(r.saved_s or 0.0 for r in lines)
     rest_j = saved_j - sum(r.saved_j or 0.0 for r in lines)
     if abs(rest_j) < 1e-3 * before_j:
         return []
+    of = "library kernels, copies into and out of graphs" if basis == TIMED else "generated instead of library kernels"
     return [
         Rewrite(rule="rest", before="the same kernels", after="at another clock, from another cache", by="inductor",
-                saved_s=rest_s, saved_j=rest_j, saved_bytes=0.0, saved_error_j=abs(rest_j),
-                why="what the totals differ by beyond the lines: clock, cache, generated instead of library kernels")
+                saved_s=rest_s, saved_j=rest_j, saved_bytes=0.0, saved_error_j=abs(rest_j), basis=basis,
+                why=f"what the totals differ by beyond the lines: clock, cache, {of}")
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What running a program may write: weights, buffers, gradients, optimizers, random numbers. Kept once, put back.
+"""What running a program may write: weights, buffers, gradients, optimizers, random numbers, inputs. Kept, put back.
 
 Values go back into the same tensors, so that a captured CUDA graph goes on reading the same memory, and only where they
 differ: a tensor's version tells others (weights that were folded into something) that it has changed.
@@ -6,7 +6,7 @@ differ: a tensor's version tells others (weights that were folded into something
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 # What says how an optimizer computes, not what: whoever changed it after the state was kept takes it back himself.
@@ -70,6 +70,11 @@ class State:
         """How far a parameter is from what was kept."""
         return parameter.detach() - self._tensors[id(parameter)][1].to(parameter.device)
 
+    def wrote(self, tensor: Any) -> bool:
+        """Whether a buffer is not what was kept, or is another tensor."""
+        known = self._tensors.get(id(tensor))
+        return known is None or not _same(self._torch, tensor, known[1])
+
     def _both(self, values: Any) -> dict[str, tuple[Any, Any]]:
         """By name: the value itself, and a copy of it."""
         copied = self._copied
@@ -104,9 +109,91 @@ class State:
             self._put(now[name], value)
 
     def _put(self, tensor: Any, kept: Any) -> None:
-        comparable = tensor.layout is self._torch.strided and tensor.dtype == kept.dtype  # to torch.equal
-        if not (comparable and self._torch.equal(tensor, kept.to(tensor.device))):
+        if not _same(self._torch, tensor, kept):
             tensor.copy_(kept)
+
+
+class Inputs:
+    """The arguments of a call; after `with` they are what they were: tensors by value, lists by what they hold."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        import torch
+
+        from .leaves import holders
+
+        self._torch, self._args, self._kwargs = torch, tuple(args), dict(kwargs)
+        self._leaves = self._now()
+        tensors = {id(t): t for t in self._leaves.values() if torch.is_tensor(t)}
+        self.differentiable = {
+            name: t for name, t in self._leaves.items() if torch.is_tensor(t) and t.requires_grad and t.is_leaf
+        }  # fmt: skip
+        grads = [(t, t.grad) for t in self.differentiable.values()]
+        copied = _copier(torch, [*tensors.values(), *(g for _, g in grads if g is not None)])
+        self._tensors = {key: (t, copied(t), _placed(t)) for key, t in tensors.items()}
+        self._grads = [(t, grad, None if grad is None else copied(grad)) for t, grad in grads]
+        held = [*holders(self._args), *(h for value in self._kwargs.values() for h in holders(value))]
+        self._holders = [(h, h.copy()) for h in held]
+
+    def changed(self) -> dict[str, Any]:
+        """Values that are not what was kept, by name: copies of those that are there now."""
+        now, found = self._now(), dict[str, Any]()
+        for name, leaf in now.items():
+            old = self._leaves.get(name)
+            if self._torch.is_tensor(leaf):
+                kept = self._tensors[id(old)][1] if self._torch.is_tensor(old) else None
+                if kept is None or not _same(self._torch, leaf, kept):
+                    found[name] = leaf.detach().clone()
+            elif name not in self._leaves or self._torch.is_tensor(old) or leaf != old:
+                found[name] = leaf
+        return found | dict.fromkeys(self._leaves.keys() - now.keys(), "taken away")
+
+    def __enter__(self) -> Inputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for holder, kept in self._holders:
+            _refilled(holder, kept)
+        for tensor, kept, placed in self._tensors.values():
+            with self._torch.inference_mode(tensor.is_inference()), self._torch.no_grad():
+                if placed is not None and _placed(tensor) != placed:  # x.unsqueeze_(0)
+                    tensor.as_strided_(*placed)
+                if not _same(self._torch, tensor, kept):
+                    tensor.copy_(kept)
+        for tensor, grad, kept in self._grads:
+            tensor.grad = grad
+            if grad is not None and not _same(self._torch, grad, kept):
+                with self._torch.no_grad():
+                    grad.copy_(kept)
+
+    def _now(self) -> dict[str, Any]:
+        from .leaves import leaves
+
+        return leaves(self._args, "argument") | leaves(self._kwargs, "argument")
+
+
+def _placed(tensor: Any) -> tuple[Any, ...] | None:
+    """Size, stride and offset, where a tensor has them."""
+    if str(tensor.layout) != "torch.strided":
+        return None
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def _refilled(holder: Any, kept: Any) -> None:
+    """A list or a dictionary with the very things in it that it held."""
+    if len(holder) == len(kept) and all(a is b for a, b in zip(_things(holder), _things(kept), strict=True)):
+        return
+    holder.clear()
+    (holder.update if isinstance(holder, dict) else holder.extend)(kept)
+
+
+def _things(holder: Any) -> Iterable[Any]:
+    return (thing for item in holder.items() for thing in item) if isinstance(holder, dict) else holder
+
+
+def _same(torch: Any, tensor: Any, kept: Any) -> bool:
+    """Whether they are known to be equal; not where torch cannot tell."""
+    comparable = tensor.layout is torch.strided and tensor.dtype == kept.dtype  # to torch.equal
+    return bool(comparable and torch.equal(tensor, kept.to(tensor.device)))
 
 
 def _copier(torch: Any, tensors: Sequence[Any]) -> Callable[[Any], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..errors import ArgumentError, did_you_mean
 from . import cudagraph
 from .check import Program, Verdict
 from .inductor import Pass, backend, mode_options
+from .leaves import PLAIN, mapped
 from .watch import Found, Watch
 
 EAGER = "eager"
@@ -107,14 +108,7 @@ def _kept_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copies(output: Any) -> Any:
-    return _mapped(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, output)
-
-
-def _mapped(change: Callable[[Any], Any], output: Any) -> Any:
-    """A function on every leaf; outputs of Hugging Face models are dictionaries torch may not know."""
-    if isinstance(output, Mapping) and type(output) is not dict:
-        return type(output)(**{k: _mapped(change, v) for k, v in output.items()})
-    return pytree.tree_map(change, output)
+    return mapped(torch.clone, output)
 
 
 class Replayed:
@@ -151,6 +145,9 @@ class Replayed:
         return spec, tuple(map(cudagraph.key, leaves)), places, tuple(m.training for m in modules)
 
     def _capture(self, leaves: Sequence[Any], spec: Any, key: Any) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):  # the graph would go on reading what it holds today
+                raise TypeError(f"a graph cannot be given another {type(leaf).__qualname__}")
         self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         args, kwargs = pytree.tree_unflatten(self._inputs, spec)
 

@@ -49,7 +49,8 @@ def _place(block, rows, cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.cons
 @triton.jit
 def matmul_kernel(
     a, b, c, bias, residual, scale_a, scale_b, rows, cols, depth,
-    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, c_col, r_batch, r_row, r_col, alpha, beta,
+    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, c_col, r_batch, r_row, r_col,
+    scale_a_batch, scale_b_batch, alpha, beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +82,7 @@ def matmul_kernel(
         at_b += step_b
     acc *= alpha
     if SCALED:
-        acc *= tl.load(scale_a) * tl.load(scale_b)
+        acc *= tl.load(scale_a + batch * scale_a_batch) * tl.load(scale_b + batch * scale_b_batch)
     inside = row_in & col_in
     if RESIDUAL:
         at_r = residual + batch * r_batch + row.to(tl.int64)[:, None] * r_row + col.to(tl.int64)[None, :] * r_col
@@ -100,7 +101,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Fill `out` (batch, rows, cols) from `a` (batch or 1, rows, depth) and `b` (batch or 1, depth, cols).
 
-    `residual` has the shape of `out` (strides of 0 broadcast), `bias` one value a column, `scales` one each.
+    `residual` has the shape of `out` (strides of 0 broadcast), `bias` one value a column, `scales` one for each
+    matrix of `a` and of `b`, or one for all.
     """
     batch, rows, cols = out.shape
     depth = a.shape[2]
@@ -108,15 +110,16 @@ def launch(
         return
     extra = residual if residual is not None else out
     scale_a, scale_b = scales or (out, out)
+    steps = (0, 0) if scales is None else (int(scale_a.numel() > 1), int(scale_b.numel() > 1))
     grid = (triton.cdiv(rows, tile.bm) * triton.cdiv(cols, tile.bn) * batch,)
     try:
         matmul_kernel[grid](
             a, b, out, bias if bias is not None else out, extra, scale_a, scale_b, rows, cols, depth,
             a.stride(0) if a.shape[0] > 1 else 0, a.stride(1), a.stride(2),
             b.stride(0) if b.shape[0] > 1 else 0, b.stride(1), b.stride(2), *out.stride(), *extra.stride(),
-            float(alpha), float(beta), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, EVEN=depth % tile.bk == 0,
-            BIAS=bias is not None, RESIDUAL=residual is not None, SCALED=scales is not None, ACTIVATION=activation,
-            DOT=dot, num_stages=stages, num_warps=warps,
+            *steps, float(alpha), float(beta), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP,
+            EVEN=depth % tile.bk == 0, BIAS=bias is not None, RESIDUAL=residual is not None, SCALED=scales is not None,
+            ACTIVATION=activation, DOT=dot, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     except triton.runtime.errors.OutOfResources as e:
         raise too_large("matmul", tile, e) from e
@@ -143,8 +146,8 @@ def compile_product(tile: Tile, dtype: str, stages: int, warps: int, target: Any
     numbers = ("rows", "cols", "depth", "a_batch", "a_row", "b_batch", outer, "c_batch", "c_row", "r_batch", "r_row")
     constants = {
         "a_col": 1, inner: 1, "c_col": 1, "r_col": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP,
-        "EVEN": False, "BIAS": True, "RESIDUAL": False, "SCALED": dtype == "fp8", "ACTIVATION": activation,
-        "DOT": "ieee" if dtype == "fp32" else "tf32",
+        "scale_a_batch": 0, "scale_b_batch": 0, "EVEN": False, "BIAS": True, "RESIDUAL": False,
+        "SCALED": dtype == "fp8", "ACTIVATION": activation, "DOT": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
     types = pointers | dict.fromkeys(numbers, "i32")
     return compiled(matmul_kernel, types, constants, (), stages=stages, warps=warps, target=target)
