@@ -2,8 +2,9 @@
 
 Each value is compared by its relative Frobenius error and by its largest deviation relative to its largest magnitude.
 A value that is small beside all others (the gradient of a key's bias is zero but for rounding) is compared on the scale
-of a thousandth of the largest. Whole numbers, truths and texts must be the same. What the runs change is put back
-(`State`, `Inputs`), and inputs must be changed alike. The original runs twice, with other random numbers: what lies
+of a thousandth of the largest. Whole numbers and truths must be the same but for a share as large as that error may be:
+rounding decides an argmax now and then. Texts must be the same. What the runs change is put back (`State`, `Inputs`),
+and inputs must be changed alike. The original runs twice, with other random numbers: what lies
 between these two is no fault of a change, and a compiler draws its own.
 """
 
@@ -98,10 +99,11 @@ class Program:
             if _is_plain(value) and name in other and not (_is_plain(other[name]) and _equal(value, other[name])):
                 first[name] = Unknown("is another one at every run")
         given = [*pytree.tree_leaves((tuple(args), dict(kwargs))), *(p for _, p in self._named("parameters"))]
-        rounded = (TOLERANCE.get(t.dtype, 0.0) for t in given if isinstance(t, torch.Tensor))
+        rounded = max((TOLERANCE.get(t.dtype, 0.0) for t in given if isinstance(t, torch.Tensor)), default=0.0)
         plain = Reference(
-            seen=first, tolerance=tolerance, retyped=retyped, numbers=max(TOLERANCE[torch.float32], *rounded, 0.0)
-        )
+            seen=first, tolerance=tolerance, retyped=retyped, numbers=max(TOLERANCE[torch.float32], rounded),
+            decided=rounded,
+        )  # fmt: skip
         spread = {v.where: v.relative for v in plain.verdicts(other)}
         return replace(plain, spread=spread, random=not plain.compare(other).ok)
 
@@ -196,7 +198,7 @@ class Reference:
 
     `spread` is how far apart two draws of random numbers are, by value, and `random` whether that is more than
     rounding: then weights must move as far as the original's, not where they did. `numbers` is allowed of Python's
-    floats, whose format nobody knows any more.
+    floats, whose format nobody knows any more, `decided` of whole numbers and truths, of which rounding decides some.
     """
 
     seen: Mapping[str, Any]
@@ -205,6 +207,7 @@ class Reference:
     random: bool = False
     retyped: bool = False
     numbers: float = TOLERANCE[torch.float32]
+    decided: float = 0.0
 
     @property
     def unknown(self) -> list[str]:
@@ -248,7 +251,8 @@ class Reference:
             old, new = torch.tensor([old]), torch.tensor([new])
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
             if is_exact(old) and is_exact(new):
-                yield _exact(name, old, new, max(self.tolerance or 0.0, SPREADS * self.spread.get(name, 0.0)))
+                allowed = max(self.tolerance or self.decided, SPREADS * self.spread.get(name, 0.0))
+                yield _exact(name, old, new, allowed)
             else:
                 yield _one(name, old, new, self._allowed(name, old, new), retyped=self.retyped)
         elif isinstance(old, (float, complex)) and isinstance(new, (int, float, complex)):
@@ -343,7 +347,7 @@ def _one(
 
 
 def _exact(name: str, old: torch.Tensor, new: torch.Tensor, allowed: float) -> Verdict:
-    """Whole numbers and truths are the same, unless somebody allows that a share differs, or numbers by so much."""
+    """Whole numbers and truths are the same, unless it is allowed that a share differs, or numbers by so much."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
     others = int((old != new.to(old.device)).sum())
