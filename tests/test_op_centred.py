@@ -26,6 +26,9 @@ def cases():
     yield "large", ordinary * 2.0**60, False
     yield "one value", torch.full((1, 1), -3.0), False
     yield "one row", exact(1, 600), False
+    yield "strides of one", exact(90, 1), False
+    yield "strides of one, a row", exact(90, 1).t(), False
+    yield "windows", exact(1, 90)[0].unfold(0, 40, 1), False
     yield "zeros", torch.zeros(33, 40), False
     far = ordinary.clone()
     far[49, 71] = 2.0**12

@@ -841,3 +841,16 @@ def test_a_product_of_meta_tensors_has_its_shape(precision):
     a, b = torch.randn(16, 32, device="meta"), torch.randn(32, 16, device="meta")
     found = lowprec.mm(a, b, precision)
     assert found.device.type == "meta" and found.shape == (16, 16)
+
+
+def test_gradients_beyond_every_tolerance_run_in_full_precision():
+    """Sums that cancel to nothing: no precision keeps them, and a backward is no place to refuse."""
+    a = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    b = torch.tensor([[1.0, 1.0], [0.5, 2.0]])
+    grad = torch.tensor([[1e8, -1e8 + 1]])
+    y = bounded_mm(a, b, tolerance=1e-6, first=None)
+    y.backward(grad)
+    assert torch.isfinite(a.grad).all()
+    nothing = torch.randn(0, 4, requires_grad=True)
+    op.matmul(torch.randn(2, 3, 0), nothing, error_tolerance=1e-2).sum().backward()
+    assert nothing.grad.shape == (0, 4)

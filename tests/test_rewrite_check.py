@@ -526,3 +526,41 @@ def test_a_reference_says_what_it_does_not_know() -> None:
     assert Reference(seen=seen).unknown == ["the result.b is a Lock: not compared"]
     assert Reference(seen=seen).compare(seen).checked
     assert not Reference(seen={"result.b": seen["result.b"]}).compare({"result.b": seen["result.b"]}).checked
+
+
+def test_objects_that_know_each_other_are_opened_once() -> None:
+    """Twelve would be some hundred million paths."""
+    many = [types.SimpleNamespace(i=torch.tensor(float(i))) for i in range(12)]
+    for one in many:
+        one.others = list(many)
+    found = leaves(many[0], "result")
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in found.values()) == 12
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc"])
+def test_a_large_sparse_input_stays_sparse(kind: str) -> None:
+    """Dense it would be 20 GB."""
+    places = torch.stack([torch.arange(100), torch.arange(100) * 7])
+    wide = torch.sparse_coo_tensor(places, torch.ones(100), (50_000, 50_000)).coalesce()
+    wide = {"coo": wide, "csr": wide.to_sparse_csr(), "csc": wide.to_sparse_csc()}[kind]
+    x = torch.ones(50_000, 2)
+    right = verdict(lambda m, x: (m @ x, m), lambda m, x: (m @ x, m), wide, x)
+    assert right.ok
+    assert not verdict(lambda m, x: m, lambda m, x: m * 2.0, wide, x).ok
+    assert verdict(lambda m, x: m, lambda m, x: m * 1.0000001, wide, x).ok
+
+
+def test_containers_of_their_own_class_are_copied_with_what_else_they_hold() -> None:
+    class Named(list[Any]):
+        def __init__(self, name: str, *parts: Any) -> None:
+            super().__init__(parts)
+            self.name = name
+
+    kept = Named("cache", torch.ones(1), 2)
+    twin = mapped(torch.clone, kept)
+    assert type(twin) is Named and twin.name == "cache" and twin[1] == 2
+    assert twin[0] is not kept[0] and torch.equal(twin[0], kept[0])
+    short = mapped(torch.clone, collections.deque([torch.ones(1)], maxlen=3))
+    assert short.maxlen == 3
+    counted = mapped(torch.clone, collections.OrderedDict({0: torch.ones(1), 1: 5}))
+    assert list(counted) == [0, 1] and type(counted) is collections.OrderedDict

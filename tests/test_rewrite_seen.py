@@ -21,7 +21,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.autograd import DeviceType
 
 import tessera
-from tessera.errors import MeasurementError
+from tessera.errors import ArgumentError, MeasurementError
 from tessera.graph.rewrites import Rewrite
 from tessera.hardware import lookup
 from tessera.report.optimize import line
@@ -385,6 +385,7 @@ def test_the_trace_is_priced_by_what_was_seen_and_nothing_is_left_changed(at_han
     assert (fast.trace.before_j, fast.trace.after_j) == (pytest.approx(2.0), pytest.approx(0.5))
     assert sum(r.saved_j or 0.0 for r in fast.rewrites) == pytest.approx(1.5, rel=2e-3)
     assert "timed, shared out by the model on h200" in fast.report()
+    assert any("cost its host more" in note for note in fast.notes)
     assert "[inductor]" in fast.report(), "said once, not on every line"
     assert line(fast.rewrites[0]).endswith("[inductor, timed]")
     assert "[inductor, modelled]" in line(replace(fast.rewrites[0], basis="modelled"), usual="timed")
@@ -415,6 +416,15 @@ def test_a_way_that_launches_is_not_looked_at(at_hand, monkeypatch):
     fast = tessera.optimize(*small(), ways=["default"])
     assert fast.trace.basis == "modelled"
     assert any("would slow the launches" in note for note in fast.notes)
+
+
+def test_one_may_do_without_the_look(at_hand, monkeypatch):
+    monkeypatch.setattr(seen, "look", lambda *given: pytest.fail("looked"))
+    fast = tessera.optimize(*small(), ways=["default"], explain="modelled")
+    assert fast.trace.basis == "modelled"
+    assert not any("looked" in note for note in fast.notes)
+    with pytest.raises(ArgumentError, match="explain='timed'"):
+        tessera.optimize(*small(), explain="timed")
 
 
 def test_measured_joules_are_shared_out_as_the_model_has_them():

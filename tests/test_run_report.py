@@ -224,7 +224,7 @@ def test_a_dear_first_step_is_left_out_of_the_mean(run: RunFile, made: Made) -> 
     said = answer(run, dataclasses.replace(made.table, steps=steps), made.timeline)
     assert said.per_work[0].without == "step_0"
     assert said.per_work[0].energy_j < 12
-    assert "without step_0, which took 50 J" in text_of(text(run, made.table, found=said))
+    assert "without step_0 (50 J;" in text_of(text(run, made.table, found=said))
 
 
 def row(name: str, joules: float, kind: str = "kernel", calls: int = 100) -> EnergyRow:

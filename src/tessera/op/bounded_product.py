@@ -1,7 +1,7 @@
 """`bounded_mm`: choose and multiply in one operator, so that torch.compile need not look into the choice.
 
 The choice is made when the operator runs, inside a compiled graph too. Gradients are bounded products themselves, each
-within the same tolerance, and chosen for themselves.
+within the same tolerance, and chosen for themselves; where no precision keeps it, in the operands' own type.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ToleranceError
 from . import lowprec
 from .bounded import choose
 
@@ -40,30 +41,32 @@ def product(
     first: str,
     accumulate: str,
     out_dtype: torch.dtype,
+    gradient: bool = False,
 ) -> torch.Tensor:
-    """The operator that torch sees."""
+    """The operator that torch sees. A `gradient` that no precision keeps within the tolerance runs in its own type."""
     names = tuple(allowed.split(","))
-    choice = choose(
-        "matmul",
-        a,
-        b,
-        tolerance=tolerance,
-        allowed=names,
-        first=first or None,
-        accumulate=accumulate or None,
-        out_dtype=out_dtype,
-    )
+    try:
+        choice = choose(
+            "matmul", a, b, tolerance=tolerance, allowed=names, first=first or None, accumulate=accumulate or None,
+            out_dtype=out_dtype,
+        )  # fmt: skip
+    except ToleranceError:  # nobody can do anything about it in the middle of a backward
+        if not gradient:
+            raise
+        return lowprec.mm(a, b, lowprec.FULL[a.dtype], "fp32", out_dtype)
     return lowprec.mm(a, b, choice.precision, choice.accumulate, out_dtype)
 
 
 @product.register_fake
-def _(a: Any, b: Any, tolerance: float, allowed: str, first: str, accumulate: str, out_dtype: Any) -> Any:
+def _(
+    a: Any, b: Any, tolerance: float, allowed: str, first: str, accumulate: str, out_dtype: Any, gradient: bool = False
+) -> Any:  # fmt: skip
     lead = a.shape[:-2] if b.dim() == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*lead, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    a, b, *how, _ = inputs
+    a, b, *how = inputs[:6]
     ctx.save_for_backward(a, b)
     ctx.how = how
 
@@ -74,13 +77,14 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wide = torch.promote_types(grad.dtype, a.dtype)
     grad = grad.to(wide)
     if ctx.needs_input_grad[0]:
-        to_a = product(grad, b.mT.to(wide), *ctx.how, a.dtype).sum_to_size(a.shape)
+        to_a = product(grad, b.mT.to(wide), *ctx.how, a.dtype, True).sum_to_size(a.shape)
     if ctx.needs_input_grad[1]:
         left, right = a.mT.to(wide), grad
         if b.dim() == 2 and a.dim() > 2:  # the rows of all batches went through one matrix
-            left, right = a.reshape(-1, a.shape[-1]).mT.to(wide), grad.reshape(-1, grad.shape[-1])
-        to_b = product(left, right, *ctx.how, b.dtype).sum_to_size(b.shape)
-    return to_a, to_b, None, None, None, None, None
+            rows = a.shape[:-1].numel()
+            left, right = a.reshape(rows, a.shape[-1]).mT.to(wide), grad.reshape(rows, grad.shape[-1])
+        to_b = product(left, right, *ctx.how, b.dtype, True).sum_to_size(b.shape)
+    return to_a, to_b, None, None, None, None, None, None
 
 
 product.register_autograd(_gradients, setup_context=_save)

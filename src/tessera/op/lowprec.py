@@ -79,6 +79,13 @@ def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | 
     return a.to(_STORED[precision]), None
 
 
+def cast_each(stack: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A stack of matrices in fp8 or fp16, each with a scale of its own: (batch,) of them, in one go."""
+    flat = stack.reshape(len(stack), stack.shape[1:].numel())
+    values, scale = _quantized(flat, precision, True, (1, 1))  # a matrix is a row here
+    return values.reshape(stack.shape), scale
+
+
 def check(a: Any, b: Any, precision: str, accumulate: str = "fp32") -> None:
     """A clear error for what cannot be multiplied."""
     for name, x in (("a", a), ("b", b)):

@@ -96,8 +96,8 @@ def gemm(
                 return torch.addmm(c, a, b, alpha=alpha, beta=beta)
             if a.shape[0] == b.shape[0]:
                 return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
-        if beta == 0 and not differentiated(c):
-            c = None  # as in torch's own: what is multiplied by zero does not count, NaN neither
+        if beta == 0 and c is not None:  # as in torch's own: what is multiplied by zero does not count, NaN neither
+            c = torch.nan_to_num(c, 0.0, 0.0, 0.0) if differentiated(c) else None
         if how.tile_shape is not None:
             return tiled.product(
                 "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta

@@ -161,11 +161,10 @@ def _rounded(a: Any, b: Any, precision: str) -> tuple[Any, Any, tuple[Any, Any] 
 
 def _cast(stack: Any, precision: str) -> tuple[Any, Any]:
     """A stack rounded with a scale for each matrix, as a tolerance was checked for; None where nothing is scaled."""
-    from .lowprec import cast
+    from .lowprec import cast, cast_each
 
     if len(stack) > 1 and precision in ("fp8", "fp16") and PRECISION_OF.get(stack.dtype) != precision:
-        values, scales = zip(*(cast(matrix, precision) for matrix in stack), strict=True)
-        return torch.stack(values), torch.stack(scales)
+        return cast_each(stack, precision)
     values, scale = cast(stack, precision)
     return values, scale if scale is None else scale.reshape(1)
 

@@ -99,7 +99,9 @@ class Program:
             if _is_plain(value) and name in other and not (_is_plain(other[name]) and _equal(value, other[name])):
                 first[name] = Unknown("is another one at every run")
         given = [*pytree.tree_leaves((tuple(args), dict(kwargs))), *(p for _, p in self._named("parameters"))]
-        rounded = max((TOLERANCE.get(t.dtype, 0.0) for t in given if isinstance(t, torch.Tensor)), default=0.0)
+        formats = [t.dtype for t in (*given, *first.values()) if isinstance(t, torch.Tensor)]
+        formats += [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        rounded = max((TOLERANCE.get(dtype, 0.0) for dtype in formats), default=0.0)
         plain = Reference(
             seen=first, tolerance=tolerance, retyped=retyped, numbers=max(TOLERANCE[torch.float32], rounded),
             decided=rounded,
@@ -311,6 +313,21 @@ def _length(tensor: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tensor if tensor.is_complex() else tensor.float()).float()
 
 
+def _aligned(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse ones as the values at all places where either has one: dense they may not fit anywhere."""
+    if old.layout is torch.strided or new.layout is torch.strided:
+        return old, new
+    one, other = (t.detach().to_sparse_coo().coalesce() for t in (old, new))
+    places = torch.cat([one.indices(), other.indices().to(one.device)], 1)
+
+    def at_all(t: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros((places.shape[1], *t.values().shape[1:]), dtype=t.dtype, device=places.device)
+        ones = torch.sparse_coo_tensor(places, zeros, t.shape)
+        return (t.to(places.device) + ones).coalesce().values()
+
+    return at_all(one), at_all(other)
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Dense and in fp64; of complex numbers both parts, so that a norm is theirs."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -330,7 +347,7 @@ def _one(
 ) -> Verdict:
     if old.shape != new.shape or (old.dtype != new.dtype and not retyped):
         return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
-    a, b = _real(old), _real(new)
+    a, b = (_real(t) for t in _aligned(old, new))
     strange = ~torch.isfinite(a)
     if bool(strange.any()):  # what was infinite or no number must be so again
         same = torch.equal(torch.nan_to_num(a)[strange], torch.nan_to_num(b)[strange])

@@ -12,7 +12,7 @@ import enum
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def leaves(thing: Any, name: str) -> dict[str, Any]:
     A thing that is itself a value is the first of one: `result[0]`.
     """
     found: dict[str, Any] = {}
-    _walk(thing, name, found, ())
+    _walk(thing, name, found, set(), 0)
     if found.keys() == {name} and not isinstance(found[name], Unknown):
         return {f"{name}[0]": found[name]}
     return found
@@ -69,15 +69,24 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], thing: Any, known: di
         values = [mapped(change, part, known) for _, part in parts]
         if all(new is old for new, (_, old) in zip(values, parts, strict=True)):
             return thing
-        if isinstance(thing, Mapping):
-            others = dict(zip(thing, values, strict=True))
-            return others if type(thing) is dict else type(thing)(**others)
-        return type(thing)(*values) if hasattr(thing, "_fields") else type(thing)(values)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(thing, "").values()):
+        return _refilled(thing, values)
+    if not _has_tensors(thing, set()):
         return thing
     twin = known[id(thing)] = copy.copy(thing)
     for name, part in parts:
         object.__setattr__(twin, name[1:], mapped(change, part, known))  # a dataclass may be frozen
+    return twin
+
+
+def _refilled(thing: Any, values: list[Any]) -> Any:
+    """A container of the same class with other contents; a class of its own may want arguments that nobody knows."""
+    if isinstance(thing, tuple):
+        return type(thing)(*values) if hasattr(thing, "_fields") else type(thing)(values)
+    if isinstance(thing, Mapping) and not isinstance(thing, MutableMapping):
+        return type(thing)(**dict(zip(thing, values, strict=True)))
+    twin: Any = copy.copy(thing)
+    for key, value in zip(thing if isinstance(thing, Mapping) else range(len(values)), values, strict=True):
+        twin[key] = value
     return twin
 
 
@@ -86,15 +95,25 @@ def is_exact(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _walk(thing: Any, name: str, found: dict[str, Any], above: tuple[int, ...]) -> None:
-    if id(thing) in above:  # a child that knows its parent
-        return
-    parts = _parts(thing) if len(above) < DEEPEST else None
+def _walk(thing: Any, name: str, found: dict[str, Any], opened: set[int], depth: int) -> None:
+    """Objects that several know are opened where they are met first: else those that know each other never end."""
+    parts = _parts(thing) if depth < DEEPEST else None
     if parts is None:
         found[name] = _leaf(thing)
-        return
-    for where, part in parts:
-        _walk(part, name + where, found, (*above, id(thing)))
+    elif id(thing) not in opened:
+        opened.add(id(thing))
+        for where, part in parts:
+            _walk(part, name + where, found, opened, depth + 1)
+
+
+def _has_tensors(thing: Any, opened: set[int], depth: int = 0) -> bool:
+    """Whether a tensor is anywhere in there; the first one found is enough."""
+    if isinstance(thing, torch.Tensor):
+        return True
+    if id(thing) in opened or depth >= DEEPEST:
+        return False
+    opened.add(id(thing))
+    return any(_has_tensors(part, opened, depth + 1) for _, part in _parts(thing) or ())
 
 
 def _leaf(thing: Any) -> Any:

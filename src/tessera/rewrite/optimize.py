@@ -47,7 +47,7 @@ def optimize(
     tolerance: float | None = None,
     device: str | Device | None = None,
     launch: Launch = "auto",
-    explain: bool = True,
+    explain: bool | Literal["modelled"] = True,
     budget_s: float = 120.0,
     ways: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -60,7 +60,8 @@ def optimize(
     format where None). `launch` restricts to ways with or without CUDA graphs, `ways` to the named ones. `device` is
     the chip savings are priced for: the one at hand where None. Compiling and measuring take about `budget_s` (0: take
     the first way that computes the same, measure nothing); `progress` hears what is being done. `explain=False` leaves
-    the trace out and lets torch's compilation cache work.
+    the trace out and lets torch's compilation cache work; "modelled" prices it without a look at the kernels, which
+    makes later launches of this process dearer.
 
     The program runs many times meanwhile. Models and optimizers it holds and the inputs are put back as they were; a
     data loader or a scheduler that a step advances is not: hand over a step that works on one batch.
@@ -71,6 +72,8 @@ def optimize(
         raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, ('infer', 'train'))}", fix="mode='infer' or 'train'")
     if tolerance is not None and not 0 < tolerance < 1:
         raise ArgumentError(f"tolerance={tolerance!r} is no relative error", fix="e.g. tolerance=1e-2")
+    if explain not in (True, False, "modelled"):
+        raise ArgumentError(f"explain={explain!r}", fix="True, False or 'modelled'")
     if isinstance(model_or_step, Optimized):
         model_or_step = model_or_step.undo()
     model_or_step = getattr(model_or_step, "_orig_mod", model_or_step)  # what torch.compile(model) wraps
@@ -216,6 +219,8 @@ class Optimized:
         eager_s, best_s = self._measured_here(), best.seconds
         if eager_s is None or best_s is None or best.call is None or self.priced_for is None:
             return None  # elsewhere, or nothing is to be measured
+        if self._options["explain"] == "modelled":
+            return None
         if not best.replayed:  # CUPTI stays, and slows every later launch of the process: device/cupti_after.py
             self.notes.append("savings are modelled alone: looking at the kernels would slow the launches of this way")
             return None
@@ -232,6 +237,7 @@ class Optimized:
         except MeasurementError as e:
             self.notes.append(f"savings are modelled alone: {e.what} ({e.why})")
             return None
+        self.notes.append("a profiler looked at the kernels; launches of this process cost its host more since")
         return seen[0], seen[1]
 
     def _host(self, trial: Trial) -> Host | None:

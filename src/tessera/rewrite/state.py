@@ -192,8 +192,34 @@ def _things(holder: Any) -> Iterable[Any]:
 
 def _same(torch: Any, tensor: Any, kept: Any) -> bool:
     """Whether they are known to be equal; not where torch cannot tell."""
-    comparable = tensor.layout is torch.strided and tensor.dtype == kept.dtype  # to torch.equal
-    return bool(comparable and torch.equal(tensor, kept.to(tensor.device)))
+    if tensor.dtype != kept.dtype or tensor.layout != kept.layout or tensor.shape != kept.shape:
+        return False
+    if tensor.layout is torch.strided:
+        return _equal(torch, tensor, kept.to(tensor.device))
+    return all(
+        torch.equal(a, b.to(a.device)) for a, b in zip(_stored(torch, tensor), _stored(torch, kept), strict=True)
+    )
+
+
+def _equal(torch: Any, a: Any, b: Any) -> bool:
+    """Value by value, NaN beside NaN."""
+    if a.is_complex():
+        a, b = (torch.view_as_real(t.detach().resolve_conj()) for t in (a, b))
+    if torch.equal(a, b):
+        return True
+    return bool(a.is_floating_point() and ((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _stored(torch: Any, tensor: Any) -> tuple[Any, ...]:
+    """What a sparse tensor is made of: as it is stored, never dense."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)
 
 
 def _copier(torch: Any, tensors: Sequence[Any]) -> Callable[[Any], Any]:

@@ -3,8 +3,9 @@
 A scale that brings the largest value just under e4m3's largest needs that value first: a whole read of the matrix. But
 e4m3 is floating: 448 is its largest, 2^-6 its smallest normal value, and between them nothing is lost by where a value
 lies. So the scale is guessed from a sample: the power of two that brings the mean magnitude of its values to 2 to 4, in
-the middle of the range. What is 112 times the mean still fits, what is a hundredth of it is still a normal number. The
-cast notes the largest magnitude of each tile on its way. The second launch reads these: where one is beyond 448, or an
+the middle of the range. What is 112 times the mean still fits, what is a hundredth of it is still a normal number; rows
+far smaller than that which stand among others lose digits that scales of their own (`fp8_row`) would keep. The cast
+notes the largest magnitude of each tile on its way. The second launch reads these: where one is beyond 448, or an
 eighth of the tiles hold nothing above 1/4 (the sample was not like the rest), it casts the matrix again by the scale of
 its largest finite value, values that are not finite becoming NaN, as `quantize` does; else it does nothing.
 
@@ -62,7 +63,7 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
         long, runs = rows, cols
         step, jump = stride_row, stride_col
     i = tl.arange(0, CHUNKS)
-    run = (2 * i + 1) * runs // (2 * CHUNKS)
+    run = tl.minimum((2 * i + 1) * runs // (2 * CHUNKS) + i % 2, runs - 1)  # even and odd ones: some come in turns
     # Not side by side: an odd step visits every eighth of a run once.
     start = (tl.maximum(long - CHUNK, 0) // CHUNKS * (3 * i % CHUNKS)) // 16 * 16
     at = start[:, None] + tl.arange(0, CHUNK)[None, :]
@@ -219,13 +220,18 @@ def cast(matrices: Sequence[torch.Tensor], pad: tuple[int, int] = (1, 1)) -> lis
     return [(each.y.view(FORMATS["fp8"].dtype), each.descale) for each in operands]
 
 
+def _told_apart(x: torch.Tensor) -> torch.Tensor:
+    """The same matrix with two strides: along a dimension of one nobody steps."""
+    rows, cols = x.shape
+    if cols == 1:
+        return x.as_strided(x.shape, (1, max(2, rows)))
+    return x.as_strided(x.shape, (max(2, cols), 1)) if rows == 1 else x.contiguous()
+
+
 def _operand(x: torch.Tensor, pad: tuple[int, int]) -> _Operand:
     shape = tuple(-(-size // to) * to for size, to in zip(x.shape, pad, strict=True))
-    if x.stride() == (
-        1,
-        1,
-    ):  # a column: Triton 3.6 left the padding of one unwritten on an H200 where both strides are 1
-        x = x.as_strided(x.shape, (1, max(2, x.shape[0])))
+    if x.stride() == (1, 1):  # Triton 3.6 left the padding of such a matrix unwritten on an H200
+        x = _told_apart(x)
     y: Any = torch.empty(shape, device=x.device, dtype=torch.uint8)
     descale = torch.empty((1,), device=x.device, dtype=torch.float32)
     across = x.stride(1) > x.stride(0)
