@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import copy
 import dataclasses
 import math
@@ -564,3 +565,26 @@ def test_containers_of_their_own_class_are_copied_with_what_else_they_hold() -> 
     assert short.maxlen == 3
     counted = mapped(torch.clone, collections.OrderedDict({0: torch.ones(1), 1: 5}))
     assert list(counted) == [0, 1] and type(counted) is collections.OrderedDict
+
+
+def test_a_list_that_has_two_names_is_found_under_both() -> None:
+    """A compiled program may return two lists in its place."""
+    hidden = [torch.ones(1), torch.zeros(1)]
+    assert len(leaves({"hidden": hidden, "last": hidden}, "result")) == 4
+
+
+def test_what_is_made_on_the_way_is_not_taken_for_what_was_there_before() -> None:
+    class Fresh(collections.abc.Mapping[str, Any]):
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def __getitem__(self, key: str) -> Any:
+            return [torch.tensor(self.value)]
+
+        def __iter__(self) -> Any:
+            return iter(("x",))
+
+        def __len__(self) -> int:
+            return 1
+
+    assert len(leaves([Fresh(float(i)) for i in range(8)], "result")) == 8

@@ -358,6 +358,9 @@ def alone(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, str, Step]]:
     yield "fp8", "one cast alone", partial(centred.cast, [a])
     yield "fp8", "one transposing cast alone", partial(centred.cast, [b.mT])
     yield "fp8", "both casts alone", partial(centred.cast, [a, b.mT])
+    far = a.clone()
+    far[-1, -1] = 3e4
+    yield "fp8", "both casts alone, one value far off", partial(centred.cast, [far, b.mT])
     yield "fp8", "both casts alone, largest values first", lambda: [quantized(x, False) for x in (a, b.mT)]
     yield "fp8_row", "one cast alone", partial(quantized, a, True)
     yield "fp8_row", "one transposing cast alone", partial(quantized, b.mT, True)

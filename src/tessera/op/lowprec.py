@@ -2,10 +2,11 @@
 
 Operands are rounded to the format, multiplied exactly, and summed in fp32 (`accumulate="fast"` allows what the library
 likes: fp8's short accumulator, split sums in 16 bits). On CUDA the product is cuBLAS's; on a CPU, and for fp8 on a GPU
-without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly: the same numbers, no
-saving, and "fast" is the same as "fp32". fp8 is e4m3 with one power-of-two scale a matrix, `fp8_row` with one for each
-row of `a` and column of `b`, which the product itself multiplies by where torch has that; fp16 from a wider type is
-scaled the same way, so neither overflows: in scaled formats values that are not finite come out as NaN.
+without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly: the same numbers (but
+for the scale that fp8 has on a GPU), no saving, and "fast" is the same as "fp32". fp8 is e4m3 with one power-of-two
+scale a matrix, `fp8_row` with one for each row of `a` and column of `b`, which the product itself multiplies by where
+torch has that; fp16 from a wider type is scaled the same way, so neither overflows: in scaled formats values that are
+not finite come out as NaN.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _STORED = {
 }  # fmt: skip
 _E4M3_MAX = 448.0
 _PROBED = 128  # rows and columns of the product that asks whether there is one: a tile of every kernel
+_AT_ONCE = 16384  # elements of a row that one program holds (`kernels/quantize.py`, HELD)
 _ALIGN = 16  # cuBLAS takes fp8 matrices whose rows are multiples of 16 bytes
 
 
@@ -80,10 +82,15 @@ def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def cast_each(stack: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A stack of matrices in fp8 or fp16, each with a scale of its own: (batch,) of them, in one go."""
-    flat = stack.reshape(len(stack), stack.shape[1:].numel())
-    values, scale = _quantized(flat, precision, True, (1, 1))  # a matrix is a row here
-    return values.reshape(stack.shape), scale
+    """A stack of matrices in fp8 or fp16, each with a scale of its own: (batch,) of them."""
+    size = stack.shape[1:].numel()
+    if size <= _AT_ONCE or not stack.is_cuda:  # a matrix is a row here, which one program casts whole
+        values, scale = _quantized(stack.reshape(len(stack), size), precision, True, (1, 1))
+        return values.reshape(stack.shape), scale
+    each = [_quantized(matrix, precision, False, (1, 1)) for matrix in stack]
+    bits = torch.uint8 if precision == "fp8" else torch.int16  # autocast would have its own opinion of a stack of fp8
+    values = torch.stack([y.view(bits) for y, _ in each]).view(_STORED[precision])
+    return values, torch.cat([scale for _, scale in each])
 
 
 def check(a: Any, b: Any, precision: str, accumulate: str = "fp32") -> None:

@@ -97,7 +97,7 @@ def gemm(
             if a.shape[0] == b.shape[0]:
                 return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
         if beta == 0 and c is not None:  # as in torch's own: what is multiplied by zero does not count, NaN neither
-            c = torch.nan_to_num(c, 0.0, 0.0, 0.0) if differentiated(c) else None
+            c = torch.where(c.isfinite(), c, 0) if differentiated(c) else None
         if how.tile_shape is not None:
             return tiled.product(
                 "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta

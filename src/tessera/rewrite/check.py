@@ -367,6 +367,7 @@ def _exact(name: str, old: torch.Tensor, new: torch.Tensor, allowed: float) -> V
     """Whole numbers and truths are the same, unless it is allowed that a share differs, or numbers by so much."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
+    old, new = _aligned(old, new)
     others = int((old != new.to(old.device)).sum())
     off = others / old.numel() if others else 0.0
     if off and old.dtype != torch.bool:  # a count of what rounding decides is a little off, not a share of it

@@ -44,7 +44,7 @@ def leaves(thing: Any, name: str) -> dict[str, Any]:
     A thing that is itself a value is the first of one: `result[0]`.
     """
     found: dict[str, Any] = {}
-    _walk(thing, name, found, set(), 0)
+    _walk(thing, name, found, {}, ())
     if found.keys() == {name} and not isinstance(found[name], Unknown):
         return {f"{name}[0]": found[name]}
     return found
@@ -70,7 +70,7 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], thing: Any, known: di
         if all(new is old for new, (_, old) in zip(values, parts, strict=True)):
             return thing
         return _refilled(thing, values)
-    if not _has_tensors(thing, set()):
+    if not _has_tensors(thing, {}):
         return thing
     twin = known[id(thing)] = copy.copy(thing)
     for name, part in parts:
@@ -95,24 +95,31 @@ def is_exact(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _walk(thing: Any, name: str, found: dict[str, Any], opened: set[int], depth: int) -> None:
-    """Objects that several know are opened where they are met first: else those that know each other never end."""
-    parts = _parts(thing) if depth < DEEPEST else None
+def _walk(thing: Any, name: str, found: dict[str, Any], opened: dict[int, Any], above: tuple[int, ...]) -> None:
+    """Objects that several know are opened where they are met first: else those that know each other never end.
+
+    They are kept in `opened`, so that nobody else gets their number. Containers are values: one that has two names is
+    found under both.
+    """
+    parts = _parts(thing) if len(above) < DEEPEST else None
     if parts is None:
         found[name] = _leaf(thing)
-    elif id(thing) not in opened:
-        opened.add(id(thing))
-        for where, part in parts:
-            _walk(part, name + where, found, opened, depth + 1)
+        return
+    if id(thing) in above or id(thing) in opened:
+        return
+    if not isinstance(thing, (Mapping, list, tuple, deque)):
+        opened[id(thing)] = thing
+    for where, part in parts:
+        _walk(part, name + where, found, opened, (*above, id(thing)))
 
 
-def _has_tensors(thing: Any, opened: set[int], depth: int = 0) -> bool:
+def _has_tensors(thing: Any, opened: dict[int, Any], depth: int = 0) -> bool:
     """Whether a tensor is anywhere in there; the first one found is enough."""
     if isinstance(thing, torch.Tensor):
         return True
     if id(thing) in opened or depth >= DEEPEST:
         return False
-    opened.add(id(thing))
+    opened[id(thing)] = thing
     return any(_has_tensors(part, opened, depth + 1) for _, part in _parts(thing) or ())
 
 

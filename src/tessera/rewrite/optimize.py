@@ -134,6 +134,7 @@ class Optimized:
         except ImportError as e:
             raise MissingExtra("torch", "torch", "tessera.optimize") from e
 
+        from . import seen
         from .candidates import Trial
         from .ways import modes
 
@@ -145,7 +146,12 @@ class Optimized:
             program=program, args=tuple(args), kwargs=dict(kwargs), tolerance=options["tolerance"],
             budget_s=options["budget_s"], say=options["progress"] or (lambda _line: None), explained=options["explain"],
         )  # fmt: skip
+        slowed = bool(seen.LOOKS)  # before this one: of its own look it has a note
         best = trial.run(names, self._passes())
+        if slowed and cuda:
+            trial.notes.append(
+                "a profiler ran in this process before: ways that launch were measured slower than alone"
+            )
         self.ways, self.chosen, self.notes = trial.tried, best.name, trial.notes
         self._call = _as_called(program, best)
         self._explain(trial, best)

@@ -24,6 +24,8 @@ _OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _GENERATED = re.compile(r"triton_[a-z]+_(fused\w*?)(?:_\d+)?")
 _ALIKE = 0.3  # words that two names share, of all they have: below that they are not the same kernel's
 LEFT_OVER = "left over"
+LOOKS: list[float] = []
+"""Seconds of the iterations that were looked at in this process: with the first one CUPTI came, and stays."""
 LIBRARY = "library calls"
 OUTSIDE = "around the graphs"
 
@@ -102,6 +104,7 @@ def look(iteration: Callable[[], object], iteration_s: float, iteration_j: float
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):  # a second one ends in a segmentation fault
         raise MeasurementError(what, why="another profiler is running", fix="call optimize outside of it")
     count = max(1, min(_MOST, int(_MOST_S / max(iteration_s, 1e-9))))
+    LOOKS.append(iteration_s)
     try:
         _profiled(iteration, 1)  # CUPTI starts with the first one, which is thrown away
         ops, spans = _profiled(iteration, count)

@@ -63,11 +63,12 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
         long, runs = rows, cols
         step, jump = stride_row, stride_col
     i = tl.arange(0, CHUNKS)
-    run = tl.minimum((2 * i + 1) * runs // (2 * CHUNKS) + i % 2, runs - 1)  # even and odd ones: some come in turns
+    run = (2 * i + 1).to(tl.int64) * runs // (2 * CHUNKS) + i % 2  # even and odd ones: some come in turns
+    run = tl.minimum(run, runs - 1)
     # Not side by side: an odd step visits every eighth of a run once.
     start = (tl.maximum(long - CHUNK, 0) // CHUNKS * (3 * i % CHUNKS)) // 16 * 16
     at = start[:, None] + tl.arange(0, CHUNK)[None, :]
-    where = x + run.to(tl.int64)[:, None] * jump + at.to(tl.int64) * step
+    where = x + run[:, None] * jump + at.to(tl.int64) * step
     value = tl.abs(tl.load(where, mask=at < long, other=0.0).to(tl.float32))
     mean = tl.sum(tl.where(value < float("inf"), value, 0.0), 1) / tl.minimum(long, CHUNK)
     least = tl.min(tl.where(mean > 0, mean, float("inf")), 0)
