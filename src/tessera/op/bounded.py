@@ -92,12 +92,14 @@ def choose(
     out_dtype: torch.dtype | None = None,
     recheck_every: int = RECHECK_EVERY,
     costs: Mapping[str, float] | None = None,
+    refuse: bool = True,
 ) -> Choice:
     """The cheapest precision of `a @ b` within a relative Frobenius error; `lowprec.mm` runs it.
 
     `kind` is "matmul". `allowed` limits the candidates (full precision always is one). `first` is the precision that
     was asked for by name: it is tried before cheaper or dearer ones, then only finer ones are. `accumulate` is kept to
-    where it is given. `costs` replaces the predicted joules by precision. Where values cannot be looked at (meta
+    where it is given. `costs` replaces the predicted joules by precision. Without `refuse`
+    full precision is the answer too where it is too coarse itself. Where values cannot be looked at (meta
     tensors, a CUDA graph under capture without a kept choice, torch.compile) full precision is the answer;
     `bounded_product.bounded_mm` chooses under torch.compile.
     """
@@ -109,7 +111,7 @@ def choose(
     out = a.dtype if out_dtype is None else out_dtype
     key = (
         a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, tolerance, out, accumulate, first,
-        None if allowed is None else tuple(allowed), _identity(a), _identity(b), prepared.which(b),
+        None if allowed is None else tuple(allowed), _identity(a), _identity(b), prepared.which(b), refuse,
     )  # fmt: skip
     kept = _choices.get(key)
     if kept is not None and _still_good(kept, a, b, recheck_every):
@@ -118,7 +120,7 @@ def choose(
         return _unchecked(kind, a, b, tolerance, accumulate)
     ways = order(a, b, out, allowed=allowed, first=first, accumulate=accumulate, costs=costs)
     with torch.no_grad():
-        choice, amax = _decide(kind, a, b, tolerance, out, ways)
+        choice, amax = _decide(kind, a, b, tolerance, out, ways, refuse)
     with _lock:
         _choices[key] = _Kept(choice, amax)
         _choices.move_to_end(key)
@@ -145,7 +147,7 @@ def forget() -> None:
 
 
 def _decide(
-    kind: str, a: Any, b: Any, tolerance: float, out: Any, ways: Sequence[Way]
+    kind: str, a: Any, b: Any, tolerance: float, out: Any, ways: Sequence[Way], refuse: bool
 ) -> tuple[Choice, tuple[float, float]]:
     look, full = bounds.operands(a, b), lowprec.FULL[a.dtype]
     common: dict[str, Any] = {"kind": kind, "shape": _shape(a, b), "tolerance": tolerance}
@@ -171,7 +173,14 @@ def _decide(
             return Choice(
                 **common, **way, sampled_error=error, checked=True, why=why, candidates=tuple(seen)
             ), look.amax  # fmt: skip
-    raise _too_tight(seen[-1], tolerance, out, a.dtype)
+    refusal = _too_tight(seen[-1], tolerance, out, a.dtype)
+    if refuse:
+        raise refusal
+    last = seen[-1]
+    return Choice(
+        **common, precision=last.precision, accumulate=last.accumulate, bound=last.bound, checked=True,
+        sampled_error=last.sampled_error, why=f"full precision runs: {refusal.what}", candidates=tuple(seen),
+    ), look.amax  # fmt: skip
 
 
 def _why(seen: Sequence[Candidate], full: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..errors import ToleranceError
 from . import lowprec
 from .bounded import choose
 
@@ -45,15 +44,10 @@ def product(
 ) -> torch.Tensor:
     """The operator that torch sees. A `gradient` that no precision keeps within the tolerance runs in its own type."""
     names = tuple(allowed.split(","))
-    try:
-        choice = choose(
-            "matmul", a, b, tolerance=tolerance, allowed=names, first=first or None, accumulate=accumulate or None,
-            out_dtype=out_dtype,
-        )  # fmt: skip
-    except ToleranceError:  # nobody can do anything about it in the middle of a backward
-        if not gradient:
-            raise
-        return lowprec.mm(a, b, lowprec.FULL[a.dtype], "fp32", out_dtype)
+    choice = choose(
+        "matmul", a, b, tolerance=tolerance, allowed=names, first=first or None, accumulate=accumulate or None,
+        out_dtype=out_dtype, refuse=not gradient,  # nobody can do anything about it in the middle of a backward
+    )  # fmt: skip
     return lowprec.mm(a, b, choice.precision, choice.accumulate, out_dtype)
 
 

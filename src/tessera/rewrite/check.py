@@ -317,7 +317,8 @@ def _aligned(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Sparse ones as the values at all places where either has one: dense they may not fit anywhere."""
     if old.layout is torch.strided or new.layout is torch.strided:
         return old, new
-    one, other = (t.detach().to_sparse_coo().coalesce() for t in (old, new))
+    wide = torch.uint8 if old.dtype == torch.bool else old.dtype  # torch adds no sparse truths
+    one, other = (t.detach().to_sparse_coo().to(wide).coalesce() for t in (old, new))
     places = torch.cat([one.indices(), other.indices().to(one.device)], 1)
 
     def at_all(t: torch.Tensor) -> torch.Tensor:
