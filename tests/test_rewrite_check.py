@@ -588,3 +588,21 @@ def test_what_is_made_on_the_way_is_not_taken_for_what_was_there_before() -> Non
             return 1
 
     assert len(leaves([Fresh(float(i)) for i in range(8)], "result")) == 8
+
+
+def test_autocast_in_a_forward_lets_rounding_decide_as_much_as_its_format() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.line(x).argmax(-1)
+
+    model, x = Narrow(), torch.randn(4, 8)
+    program = Program(call=model, modules=(model,), optimizers=(), mode="infer")
+    assert program.reference((x,), {}).decided == pytest.approx(4e-2)
+    assert not torch.nn.modules.module._global_forward_hooks
+    plain = Program(call=model.line, modules=(model.line,), optimizers=(), mode="infer")
+    assert plain.reference((x,), {}).decided == pytest.approx(1e-3)

@@ -94,12 +94,13 @@ class Program:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None, *, retyped: bool = False
     ) -> Reference:
         """What the original does, to compare others with; see `Reference`."""
-        first, other = (self.observe(self.call, args, kwargs, seed) for seed in (0, 1))
+        with _formats_noted() as inside:  # autocast may stand in a forward, where nobody sees it
+            first, other = (self.observe(self.call, args, kwargs, seed) for seed in (0, 1))
         for name, value in first.items():  # a time, a count of calls: no change is to blame
             if _is_plain(value) and name in other and not (_is_plain(other[name]) and _equal(value, other[name])):
                 first[name] = Unknown("is another one at every run")
         given = [*pytree.tree_leaves((tuple(args), dict(kwargs))), *(p for _, p in self._named("parameters"))]
-        formats = [t.dtype for t in (*given, *first.values()) if isinstance(t, torch.Tensor)]
+        formats = [*inside, *(t.dtype for t in (*given, *first.values()) if isinstance(t, torch.Tensor))]
         formats += [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         rounded = max((TOLERANCE.get(dtype, 0.0) for dtype in formats), default=0.0)
         plain = Reference(
@@ -192,6 +193,21 @@ class Program:
         finally:
             for module, training in flags:
                 module.training = training
+
+
+@contextlib.contextmanager
+def _formats_noted() -> Iterator[set[torch.dtype]]:
+    """The number formats of what modules return meanwhile."""
+    found: set[torch.dtype] = set()
+
+    def note(_module: Any, _args: Any, out: Any) -> None:
+        found.update(leaf.dtype for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+
+    handle = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
