@@ -164,7 +164,7 @@ NOTES = [
     "  in turns. An earlier recording said +12%: most likely the events of profilers that had ended were freed within later",
     "  blocks; now they are freed between them. Left out of the row: ending our session, which exports and writes, takes",
     "  longer than torch's `stop` (`end_s`, `beside_end_s`).",
-    "- Kineto keeps CUPTI when a session ends, so launches of the process cost more ever after; TEARDOWN_CUPTI=1 is to let it go, which",
-    "  helped in two of three runs of that script and in this one not. Kernels in a CUDA graph are not touched.",
+    "- Kineto keeps CUPTI when a session ends, so launches of the process cost more ever after; TEARDOWN_CUPTI=1 is to let it go, and made",
+    "  no difference here that one run can tell from the host's own. Kernels in a CUDA graph are not touched.",
     "- `run_modes.json` is of two runs: its `recorded` says which mode is of which. `--counters` has not run on the H200.",
 ]

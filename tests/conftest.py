@@ -130,3 +130,15 @@ class ScriptSensor:
 def no_calibration_of_this_machine(monkeypatch, tmp_path_factory):
     """Tests must not see what a developer calibrated or catalogued on this machine."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+
+
+@pytest.fixture(scope="module")
+def formula_only():
+    """What a tile fits is tested in test_op_tile: elsewhere nothing need be compiled."""
+    from tessera.op import tile
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tile, "_uncompiled", lambda: "not in these tests")
+    yield
+    patch.undo()
+    tile._fit.cache_clear()

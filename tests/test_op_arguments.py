@@ -10,22 +10,13 @@ torch = pytest.importorskip("torch")
 
 from tessera import op, stream  # noqa: E402
 from tessera.errors import ArgumentError  # noqa: E402
-from tessera.op import padding, tile  # noqa: E402
+from tessera.op import padding  # noqa: E402
 from tessera.rewrite import checkpoint  # noqa: E402
 
 TILE = (64, 64, 32)
+pytestmark = pytest.mark.usefixtures("formula_only")
 a, q, x, w = torch.ones(4, 4), torch.ones(2, 4, 5, 8), torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
 ints, missing = torch.ones(4, 4, dtype=torch.int64), None
-
-
-@pytest.fixture(autouse=True, scope="module")
-def formula_only() -> Any:
-    """What a tile fits is tested in test_op_tile: here nothing need be compiled."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tile, "_uncompiled", lambda: "not in these tests")
-    yield
-    patch.undo()
-    tile._fit.cache_clear()
 
 
 WRONG = [

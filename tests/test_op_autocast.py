@@ -11,19 +11,9 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402
 
 from tessera import op  # noqa: E402
-from tessera.op import tile  # noqa: E402
 
 TILE = (64, 64, 32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def formula_only() -> Any:
-    """What a tile fits is tested in test_op_tile: here nothing need be compiled."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tile, "_uncompiled", lambda: "not in these tests")
-    yield
-    patch.undo()
-    tile._fit.cache_clear()
+pytestmark = pytest.mark.usefixtures("formula_only")
 
 
 def in_bf16() -> Any:

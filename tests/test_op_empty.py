@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402
 
 from tessera import op  # noqa: E402
-from tessera.op import tile  # noqa: E402
 
 TILE = (64, 64, 32)
+pytestmark = pytest.mark.usefixtures("formula_only")
 OPTIONS: list[dict[str, Any]] = [
     {}, {"precision": "fp8"}, {"precision": "fp16"}, {"precision": "bf16"}, {"error_tolerance": 1e-2},
     {"error_tolerance": 0.1, "precision": "fp8"}, {"tile_shape": TILE}, {"tile_shape": TILE, "precision": "fp8"},
@@ -25,16 +25,6 @@ SHAPES = [
     ((3, 5, 0), (3, 0, 4)),
     ((0,), (0, 4)), ((5, 0), (0,)), ((0,), (0,)),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def formula_only() -> Any:
-    """What a tile fits is tested in test_op_tile: here nothing need be compiled."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tile, "_uncompiled", lambda: "not in these tests")
-    yield
-    patch.undo()
-    tile._fit.cache_clear()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -18,21 +18,12 @@ from torch.nn import functional as F  # noqa: E402
 
 from tessera import op, stream  # noqa: E402
 from tessera.errors import ArgumentError, TileError  # noqa: E402
-from tessera.op import hints, padding, tile, tiled  # noqa: E402
+from tessera.op import hints, padding, tiled  # noqa: E402
 from tessera.op.conv import tiled_conv2d  # noqa: E402
 
 TILE = (64, 64, 32)
+pytestmark = pytest.mark.usefixtures("formula_only")
 few = settings(max_examples=25, deadline=None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def formula_only() -> Any:
-    """What a tile fits is tested in test_op_tile: here nothing need be compiled."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tile, "_uncompiled", lambda: "not in these tests")
-    yield
-    patch.undo()
-    tile._fit.cache_clear()
 
 
 def rand(*shape: int, dtype: Any = torch.float64, grad: bool = False) -> Any:

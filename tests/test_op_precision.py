@@ -854,3 +854,10 @@ def test_gradients_beyond_every_tolerance_run_in_full_precision():
     nothing = torch.randn(0, 4, requires_grad=True)
     op.matmul(torch.randn(2, 3, 0), nothing, error_tolerance=1e-2).sum().backward()
     assert nothing.grad.shape == (0, 4)
+
+
+def test_a_stack_is_cast_at_once_as_far_as_one_program_holds_a_row():
+    pytest.importorskip("triton")
+    from tessera.op.kernels import quantize
+
+    assert lowprec._AT_ONCE == quantize.HELD

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, MissingExtra, did_you_mean
+from .arguments import uncast
 from .eager import differentiated, unseen
 from .prepared import find
 from .switches import fp32_products, fp32_sums
@@ -129,7 +130,7 @@ def _multiply(
     a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: str, out_dtype: torch.dtype, backward: str
 ) -> torch.Tensor:
     """One product, or a batch of them: (m, k) by (k, n), or (batch, m, k) by (batch, k, n)."""
-    with _no_autocast(a.device.type):
+    with uncast(a):
         if precision in ("fp8", "fp8_row"):
             if a.dim() == 3:
                 each = [_fp8(x, y, precision, accumulate, out_dtype) for x, y in zip(a, b, strict=True)]
@@ -168,12 +169,6 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 product.register_autograd(_gradients, setup_context=_save)
-
-
-def _no_autocast(device: str) -> Any:
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 # -- fp8 -----------------------------------------------------------------------------------------------------------

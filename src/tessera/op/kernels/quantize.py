@@ -46,7 +46,7 @@ except ImportError as e:
 # program or two of twice the bytes.)
 HELD = 16384
 # Of rows that are cast whole: shorter ones share a program up to so many elements. On an H200 a cast of 4096 x 4096
-# took 20.8 us with twice as many, 17.5 with these or half of them; of 8192 x 8192 59.6 to 60.3
+# took 15.7 us with twice as many, 12.7 with these and 13.4 with half of them; of 8192 x 8192 53.4, 48.1 and 48.1
 # (results/ops_precision.json).
 AT_ONCE = 8192
 # Of casts: (rows, cols). Runs of 512 bytes read and 256 written along rows; where columns lie along memory a tile goes
