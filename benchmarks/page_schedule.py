@@ -8,6 +8,7 @@ from page_goal import DEVICE, Goal, load, load_device, where
 
 TUNE = f"{DEVICE}/tune.py benchmarks/results/tune.json"
 CAPS = f"{DEVICE}/schedule_caps.py benchmarks/results/schedule_caps.json"
+TOKENS = f"{DEVICE}/schedule_tokens.py benchmarks/results/schedule_tokens.json"
 # model: (title, least percentage of joules saved against eager)
 MODELS = {
     "gpt2": ("GPT-2-small training", 40.0),
@@ -24,6 +25,7 @@ def goals() -> list[Goal]:
         regret(t),
         settings(load_device("compiled_profile")),
         *caps(c),
+        *tokens(load_device("schedule_tokens")),
         *simulated(load("schedule_plant")),
         node(c),
         *overhead(c, load("schedule_cost")),
@@ -135,6 +137,29 @@ def caps(c: dict[str, Any] | None) -> list[Goal]:
                     command=CAPS,
                 )
             )
+    return rows
+
+
+def tokens(t: dict[str, Any] | None) -> list[Goal]:
+    """Caps by what our own kernels launch; not among the goals, but a cap is a cap."""
+    rows = []
+    kinds = ("launches", "warps", "cp_async")
+    for cap_w in (500, 300):
+        what = f"tokens of our kernels, products of a tile at {cap_w} W: mean off, worst 200 ms window by the ring (by the counter) off, %"
+        goal = "within 3; <= 5"
+        found = {kind: row for kind in kinds if (row := measured(t, f"products capped at {cap_w} W by {kind}"))}
+        if len(found) < len(kinds):
+            rows.append(Goal(what=what, goal=goal, command=TOKENS))
+            continue
+        off = {
+            kind: [row["mean_off_pct"], row["worst_window_off_pct"], 100 * (row["counter_worst_window_w"] / cap_w - 1)]
+            for kind, row in found.items()
+        }
+        said = "; ".join(
+            f"{kind} {mean:+.1f}, {ring:+.1f} ({counter:+.1f})" for kind, (mean, ring, counter) in off.items()
+        )
+        met = all(abs(mean) <= 3 and max(ring, counter) <= 5 for mean, ring, counter in off.values())
+        rows.append(Goal(what=what, goal=goal, reached=said, met=met, where=where("schedule_tokens"), command=TOKENS))
     return rows
 
 
@@ -268,6 +293,8 @@ def notes() -> list[str]:
         "  compiled its wait kernel within the first second, which is why its mean was -4.0.",
         "- GPT-2's training at 300 W: a step takes 120 ms there and is heavy and light in turn; windows of 200 ms hold one step and a half.",
         "  The simulation says the same (+5.7 by the ring, +2.5 really drawn).",
+        "- By tokens: two rows of that run are spoilt by what compiled within them (`recorded`), so there is no bucket of joules beside them at",
+        "  500 W. Products and softmax in turn every 0.3 s at 400 W: windows +20.9 by joules and +9.6 by warps, means -23 and -31.",
         "- The simulated sensor takes its moments 0.3 to 0.7 ms apart, which is inferred from earlier caps.",
         "- Earlier controllers are in `results/earlier/schedule_caps_1.json` and `schedule_caps_2.json`, that run in `schedule_caps_3.json`.",
         "- The tuner's first run, before masks were folded and compiled products padded, is in `results/earlier/tune_1.json` (31.2% on GPT-2),",

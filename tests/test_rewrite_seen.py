@@ -427,16 +427,61 @@ def test_one_may_do_without_the_look(at_hand, monkeypatch):
         tessera.optimize(*small(), explain="timed")
 
 
-def test_measured_joules_are_shared_out_as_the_model_has_them():
-    side = prices.Side(
-        costs=(prices.Cost(1.0, 30.0, 3.0, 8.0, 10.0), prices.Cost(1.0, 50.0)), wait_s=1.0, wait_j=15.0, launches=2,
-        host_s=0.0, static_w=15.0, limit_w=100.0, watts_error=0.1, other=prices.Cost(0.5, 5.0),
+def side_with(*joules, wait_j=15.0, other_j=5.0):
+    return prices.Side(
+        costs=tuple(prices.Cost(1.0, j, 0.1 * j, 8.0, 0.4 * j) for j in joules), wait_s=1.0, wait_j=wait_j,
+        launches=len(joules), host_s=0.0, static_w=15.0, limit_w=100.0, watts_error=0.1,
+        other=prices.Cost(0.5, other_j),
     )  # fmt: skip
-    shared = prices.sharing(side, 200.0)
-    assert shared.joules == pytest.approx(200.0)
-    assert [c.joules for c in shared.costs] == [60.0, 100.0]
-    assert (shared.costs[0].error_j, shared.costs[0].nbytes, shared.seconds) == (6.0, 8.0, side.seconds)
-    assert prices.sharing(side, None) is side
+
+
+def test_measured_joules_are_shared_out_and_a_kernel_that_both_run_takes_the_same():
+    before, after = side_with(50.0, 30.0, 20.0), side_with(25.0, 50.0, wait_j=0.0)
+    then, now = prices.sharing(before, after, [(0, 1)], 130.0, 95.0)
+    assert (then.joules, now.joules) == (pytest.approx(130.0), pytest.approx(95.0))
+    assert then.costs[0].joules == pytest.approx(now.costs[1].joules)
+    assert then.costs[0].joules > 50.0, "the second total lacks joules that the first has"
+    assert then.costs[1].joules / then.costs[2].joules == pytest.approx(1.5)
+    assert (then.wait_j, then.other.joules, now.wait_j) == (pytest.approx(15.0 * prices.WAITS), 5.0, 0.0)
+    share = then.costs[0].joules / 50.0
+    assert then.costs[0].error_j == pytest.approx(5.0 * share)
+    assert then.costs[0].lasting_j == pytest.approx(20.0 * share)
+    assert (then.costs[0].nbytes, then.seconds) == (8.0, before.seconds)
+
+
+def test_factors_on_the_joules_are_as_near_to_one_as_the_totals_allow():
+    before, after = side_with(50.0, 40.0, wait_j=0.0), side_with(50.0, 20.0, wait_j=0.0)
+    then, now = prices.sharing(before, after, [(0, 0)], 103.0, 82.0)
+
+    def off(one):
+        """The square of how far from 1 the factors are, where half of what is off is off in both."""
+        own, later = (98.0 - 50.0 * one) / 40.0 - 1.0, (77.0 - 50.0 * one) / 20.0 - 1.0
+        common = prices.COMMON
+        return (one - 1.0) ** 2 + (own**2 - 2 * common * own * later + later**2) / (1 - common**2)
+
+    one = then.costs[0].joules / 50.0
+    assert now.costs[0].joules == pytest.approx(then.costs[0].joules)
+    assert off(one) == pytest.approx(min(off(0.5 + 0.001 * i) for i in range(1000)), abs=1e-5)
+    assert off(one) < off(one + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("same", "before_j", "after_j"),
+    [([], 220.0, 10.0), ([(0, 0), (1, 1)], 130.0, 110.0), ([(0, 0)], 130.0, 1.0)],
+    ids=["far from the model", "the same kernels, other joules", "nearly nothing"],
+)
+def test_totals_that_no_such_factors_have_are_shared_out_program_by_program(same, before_j, after_j):
+    before, after = side_with(50.0, 30.0), side_with(50.0, 20.0)
+    then, now = prices.sharing(before, after, same, before_j, after_j)
+    assert (then.joules, now.joules) == (pytest.approx(before_j), pytest.approx(after_j))
+    assert then.wait_j == pytest.approx(15.0 * before_j / 100.0)
+    assert now.costs[1].joules == pytest.approx(20.0 * after_j / 90.0)
+
+
+def test_without_both_totals_the_joules_are_the_models():
+    before, after = side_with(50.0), side_with(40.0)
+    assert prices.sharing(before, after, [], None, 90.0) == (before, after)
+    assert prices.sharing(before, after, [], 90.0, None) == (before, after)
 
 
 def test_iterations_longer_than_the_budget_has_room_for_are_not_looked_at(at_hand, monkeypatch):

@@ -81,6 +81,17 @@ def held(run: Run, step: Step, cap_w: float, kind: str) -> dict[str, object]:
     return row
 
 
+def first_calls(run: Run, step: Step) -> dict[str, float]:
+    """Seconds of the first call as it is, which compiles its kernel, and of the first under a cap."""
+    took = {}
+    for name, call in (("plain_s", step), ("capped_s", schedule(power_cap=10_000.0)(step)), ("again_s", step)):
+        begun = time.perf_counter()
+        call()
+        run.sync()
+        took[name] = time.perf_counter() - begun
+    return took
+
+
 def point_cost(run: Run) -> dict[str, float]:
     """Host microseconds of a point that spends and has nothing to wait for; device microseconds of a thousand in line."""
     pacer = pacer_of(0 if run.cuda else -1)
@@ -114,12 +125,16 @@ def main() -> None:
     run.row("points", 3.0, lambda: point_cost(run))
     heavy = run.built("products", lambda: products(run))
     if heavy is not None:
+        run.row("first calls", 10.0, lambda: first_calls(run, heavy))
         run.row("products, no cap", run.s(3.0) + 1.5, lambda: load_row(run, heavy, 3.0))
         for cap_w in (6.0,) if run.quick else (500.0, 300.0):
             for kind in KINDS:
                 name = f"products capped at {cap_w:g} W by {kind}"
                 run.row(name, run.s(SECONDS) + 1.5, lambda c=cap_w, k=kind: held(run, heavy, c, k))  # type: ignore[misc]
         both = run.built("in turn", lambda: in_turn(run, heavy))
+        for _ in range(2 if both is not None else 0):  # softmax is compiled before it is measured
+            both()
+            time.sleep(0.3)
         for kind in ("joules", "warps") if both is not None else ():
             name = f"products and softmax in turn at {6 if run.quick else 400} W by {kind}"
             run.row(name, run.s(SECONDS) + 1.5, lambda k=kind: held(run, both, 6.0 if run.quick else 400.0, k))  # type: ignore[misc]

@@ -237,6 +237,11 @@ def spec_of(tensor: Tensor, storage: int = 0) -> TensorSpec:
     return TensorSpec(storage, tensor.shape, tensor.stride, tensor.dtype, tensor.nbytes)
 
 
+def channels_last(piece: Piece) -> bool:
+    """Whether its images have their channels last in memory."""
+    return any(spec_of(tensor).channels_last for _, tensor in piece.reads)
+
+
 def graph_of(name: str, pieces: Sequence[Piece]) -> Graph:
     """Pieces as a `Graph` that `predict` can solve: who lives from when to when is read off who reads what."""
     ids: dict[str, int] = {}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
 from .lowered import after_pieces, owners
-from .pieces import Piece, spec_of
+from .pieces import Piece, channels_last
 from .prices import Cost, Host, Side, total, work_of
 from .sides import TIMED, Looked, Sides, as_modelled, as_seen
 from .watch import Found, Kernel, Watch
@@ -36,7 +36,8 @@ _HOST_ERROR = 0.5  # hosts of one kind were found at 0.83 to 1.5 times the const
 class Trace:
     """What was rewritten, and both programs as the model sees them; the rewrites add up to the difference.
 
-    With `basis` "timed" the seconds are measured; `looked_before` and `looked_after` say how far off the model was.
+    With `basis` "timed" seconds and joules are measured; `looked_before` and `looked_after` say how far off the model
+    was in seconds, `modelled_j` (before and after) what it has for the joules in the seconds that were seen.
     """
 
     rewrites: list[Rewrite]
@@ -51,6 +52,7 @@ class Trace:
     basis: str = "modelled"
     looked_before: tuple[Looked, ...] = ()
     looked_after: tuple[Looked, ...] = ()
+    modelled_j: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -89,7 +91,7 @@ def trace(
         rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)), before_s=before_s, before_j=before_j,
         after_s=now.seconds, after_j=now.joules, launches_before=before.launches, launches_after=now.launches,
         device=device.id, host_pace=sides.pace, basis=sides.basis, looked_before=sides.looked_before,
-        looked_after=sides.looked_after, notes=tuple(watch.unsaid),
+        looked_after=sides.looked_after, modelled_j=sides.modelled_j, notes=tuple(watch.unsaid),
     )  # fmt: skip
 
 
@@ -132,8 +134,8 @@ def _of_kernel(
     """What one kernel stands for: a fusion, and the casts and copies that vanished into it."""
     if kernel.call is not None:
         was = watch.pieces[pieces[0]] if len(pieces) == 1 else None
-        if was is not None and was.kind == "conv" and _last(kernel.call) != _last(was):
-            laid = "with channels last" if _last(kernel.call) else "with channels first"
+        if was is not None and was.kind == "conv" and channels_last(kernel.call) != channels_last(was):
+            laid = "with channels last" if channels_last(kernel.call) else "with channels first"
             yield "layout", label_of([kernel.call]), laid, before[pieces[0]].less(own)
         return
     if len(pieces) < 2:
@@ -153,11 +155,6 @@ def _of_kernel(
     found = [watch.pieces[i] for i in work]
     rule = "fuse_reduction" if any(p.sums for p in found) else "fuse_elementwise"
     yield rule, label_of(found), "one kernel", total(before[i] for i in work).less(own)
-
-
-def _last(piece: Piece) -> bool:
-    """Whether its images have their channels last in memory."""
-    return any(spec_of(tensor).channels_last for _, tensor in piece.reads)
 
 
 def label_of(pieces: Sequence[Piece]) -> str:

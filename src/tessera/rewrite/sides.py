@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .lowered import owners
-from .pieces import Piece
+from .pieces import Piece, channels_last
 from .prices import Cost, Host, Side, paced, sharing, solved, taking, timed, total
 from .seen import Group, Seen, by_kernel, by_operator
 from .watch import Found, Watch
@@ -37,7 +37,8 @@ class Sides:
     """Both programs priced; `launched` is the one after without a replay.
 
     `ours` is what each place that our passes changed saves, `ours_seen` the numbers of those whose kernels were seen,
-    `extra` what `before` lacks because our passes came first.
+    `extra` what `before` lacks because our passes came first. `modelled_j` are the joules of both, before and after, as
+    the model has them for the seconds that were seen, where what is here was measured and shared out.
     """
 
     before: Side
@@ -49,6 +50,7 @@ class Sides:
     ours_seen: frozenset[int] = frozenset()
     looked_before: tuple[Looked, ...] = ()
     looked_after: tuple[Looked, ...] = ()
+    modelled_j: tuple[float, float] | None = None
 
     @property
     def basis(self) -> str:
@@ -105,7 +107,8 @@ def as_seen(
     later, looked_after = _looked(solved(after, device, replayed=replayed), made, now.iteration_s)
     owned, _ = owners(watch)
     later = _same_work(watch, owned, dict(zip(kept, before.costs, strict=False)), later)
-    before, later = sharing(before, then.iteration_j), sharing(later, now.iteration_j)
+    modelled_j = before.joules, later.joules
+    before, later = sharing(before, later, _in_both(watch, owned, kept), then.iteration_j, now.iteration_j)
     costs = dict(zip(kept, before.costs, strict=False))  # those our passes found come behind
     costs |= {i: later.costs[k] for k, indices in owned.items() for i in indices if i in gone}
     ours, extra = [_alone_saves(found, device) for found in watch.found], []
@@ -115,7 +118,7 @@ def as_seen(
     own = tuple(costs.get(i, Cost()) for i in range(len(watch.pieces)))
     return Sides(
         before=replace(before, costs=own), launched=later, after=later, ours=ours, extra=total(extra),
-        ours_seen=frozenset(put), looked_before=looked_before, looked_after=looked_after,
+        ours_seen=frozenset(put), looked_before=looked_before, looked_after=looked_after, modelled_j=modelled_j,
     )  # fmt: skip
 
 
@@ -137,6 +140,20 @@ def _same_work(watch: Watch, owned: Mapping[int, Sequence[int]], before: Mapping
             same = taking(before[mine[0]], costs[k].seconds, after.limit_w)
             costs[k] = replace(same, nbytes=costs[k].nbytes)
     return replace(after, costs=tuple(costs))
+
+
+def _in_both(watch: Watch, owned: Mapping[int, Sequence[int]], kept: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Places of the operators that are still called as they were: among those eager torch ran, and among kernels."""
+    place = {i: n for n, i in enumerate(kept)}
+    for k, indices in owned.items():
+        mine, call = [i for i in indices if watch.pieces[i].launches], watch.kernels[k].call
+        if (
+            call is not None
+            and len(mine) == 1
+            and mine[0] in place
+            and channels_last(call) == channels_last(watch.pieces[mine[0]])
+        ):
+            yield place[mine[0]], k
 
 
 def _looked(side: Side, groups: Sequence[Group], iteration_s: float) -> tuple[Side, tuple[Looked, ...]]:
