@@ -12,7 +12,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 run: $(VENV)/.installed
 	@PATH="$(abspath $(BIN)):$$PATH" sh examples/first_look.sh
 
-test: lint types contracts docs browser tests
+# The checks run side by side: apt and pip wait for the network, mypy and mkdocs have a core each.
+test:
+	$(MAKE) --no-print-directory -j2 --output-sync=target browser lint types contracts docs
+	$(MAKE) --no-print-directory tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -39,8 +42,12 @@ browser:
 	  echo "no chromium: the browser tests are skipped; sudo apt-get install chromium chromium-driver"; \
 	fi
 
+# Two files at a time, as many tests wait for a process or a clock. A file stays in one worker: its fixtures are made
+# once. One thread each for torch: threads that spin while they wait would take the other worker's core. A worker that
+# crashes ends the run, red: xdist would wait for ever for the rest of its file.
+WORKERS ?= 2
 tests: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The property tests on cases nobody has tried, N times over: what is found becomes an @example and is mended.
 N ?= 10
@@ -92,5 +99,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[dev,amd,intel]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[dev,amd,intel]'
+# pip would compile on one core. Some packages hold templates that are no Python: as with pip, they stay as they are.
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	touch $@ $(VENV)/.installed

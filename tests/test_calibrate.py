@@ -20,6 +20,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from tessera.errors import ArgumentError, MeasurementError, MissingExtra, RecordingError, TesseraError
 from tessera.estimate import bench as benches
 from tessera.estimate import calibrate, overlay
@@ -80,6 +82,48 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "config"
 
 
+# Some fifteen calibrations capture the same sixty programs, three times each; what is captured and predicted of a
+# program hangs on nothing else, so each is looked at once, by the bench and by the calibration for themselves.
+_cases: dict[Any, Any] = {}
+
+
+def program(fn: Any) -> Any:
+    """What decides what a callable does: its code and what that closes over; of a network its layers."""
+    if isinstance(fn, torch.nn.Module):
+        return repr(fn), frozenset(p.dtype for p in fn.parameters())
+    if not hasattr(fn, "__code__"):
+        return fn
+    held = (cell.cell_contents for cell in fn.__closure__ or ())
+    return fn.__code__, tuple(program(h) if callable(h) else h for h in held)
+
+
+def looked_at(fn: Any, inputs: tuple[Any, ...], launch: Any, device: Any) -> Any:
+    """The program as the catalogue predicts it."""
+    shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in inputs)
+    key = program(fn), shapes, launch, device.name, torch.backends.cuda.matmul.allow_tf32
+    if key not in _cases:
+        _cases[key] = case_of(device, capture(fn, inputs, replay=launch == "graph"), launch)
+    return _cases[key]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def predicted_once() -> Iterator[None]:
+    """A point of a chip is predicted once."""
+    known: dict[Any, Any] = {}
+    honest = calibrate.predicted
+
+    def predicted(device: Any, point: Point, launch: Any, copies: int | None = None) -> Any:
+        key = device.name, point.name, point.tf32, launch, copies
+        if key not in known:
+            known[key] = honest(device, point, launch, copies)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "predicted", predicted)
+        yield
+    _cases.clear()
+
+
 class FakeBench:
     """A machine that follows the model exactly, with an overlay for its truth. Inputs stay on meta."""
 
@@ -111,7 +155,7 @@ class FakeBench:
         self.ran.append((launch, seconds))
         if self.fail(launch, inputs):
             raise RuntimeError("CUDA error: no kernel image\nmore")
-        case = case_of(self.device, capture(fn, inputs, replay=launch == "graph"), launch)
+        case = looked_at(fn, inputs, launch, self.device)
         then = after(case, alone(self.truth) if launch == "graph" else self.truth)
         hz = then.clock * chip(self.device).clock_hz
         return Sample(
@@ -241,7 +285,7 @@ def test_the_factor_of_an_uncapped_copy_by_hand() -> None:
     found = time_ratio(case, Sample(seconds=seconds))
     assert found.value == pytest.approx(1.5 / ALONE), "in a model it would have taken longer still"
     assert found.interval == kernel.relative_error
-    assert float(case.gaps_s.sum()) == pytest.approx(0.25e-6 + 2.4e-6), "the gap and the replay, as predict counts them"
+    assert float(case.gaps_s.sum()) == pytest.approx(0.25e-6 + 0.9e-6), "the gap and the replay, as predict counts them"
 
 
 def test_without_a_power_sensor_time_is_calibrated_all_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -82,38 +83,72 @@ def test_a_command_that_is_not_there(monitor: Monitor, tmp_path: Path) -> None:
         measure_command([str(text)], monitor)
 
 
-def test_sigterm_goes_to_the_command_and_the_report_is_still_made(monitor: Monitor, tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+def sent_when_ready(folder: Path, signum: signal.Signals) -> Path:
+    """A file the command makes when it runs: then we get the signal.
 
-    def terminate() -> None:
+    Not before it has a handler, as it would end the tests: the command may be faster than we are after starting it.
+    """
+    ready, before = folder / "ready", signal.getsignal(signum)
+
+    def send() -> None:
         wait_for(ready)
-        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while signal.getsignal(signum) is before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if signal.getsignal(signum) is not before:
+            os.kill(os.getpid(), signum)
 
-    threading.Thread(target=terminate).start()
-    run = measure_command(["sh", "-c", f"trap 'exit 7' TERM; touch {ready}; while :; do sleep 0.01; done"], monitor)
+    threading.Thread(target=send).start()
+    return ready
+
+
+def test_sigterm_goes_to_the_command_and_the_report_is_still_made(monitor: Monitor, tmp_path: Path) -> None:
+    old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    ready = sent_when_ready(tmp_path, signal.SIGTERM)
+    wait = "for i in $(seq 2000); do sleep 0.01; done"  # not for ever: it may be that nobody tells it
+    run = measure_command(["sh", "-c", f"trap 'exit 7' TERM; touch {ready}; {wait}"], monitor)
     assert run.returncode == 7
     assert run.report.total.joules > 0
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old, "handlers are put back"
 
 
-def interrupted_when_ready(folder: Path) -> Path:
-    """A file the command makes when it runs: then we get a SIGINT."""
-    ready = folder / "ready"
+def test_a_signal_that_comes_while_the_command_starts_goes_to_it(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would end us, and leave the command running."""
+    start = subprocess.Popen
 
-    def interrupt() -> None:
-        wait_for(ready)
-        os.kill(os.getpid(), signal.SIGINT)
+    def slowly(*args: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        child = start(*args, **options)  # type: ignore[call-overload]
+        signal.raise_signal(signal.SIGTERM)
+        return child
 
-    threading.Thread(target=interrupt).start()
-    return ready
+    monkeypatch.setattr("tessera.monitor.command.subprocess.Popen", slowly)
+    assert measure_command(["sleep", "20"], monitor).returncode == 128 + signal.SIGTERM
+
+
+def test_a_signal_is_ours_where_no_command_was_started(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    got: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: got.append(signum))
+    try:
+        monkeypatch.setattr("tessera.monitor.command.subprocess.Popen", refused)
+        with pytest.raises(CommandNotRun):
+            measure_command(["sleep", "20"], monitor)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert got == [signal.SIGTERM]
 
 
 def test_sigint_of_a_terminal_is_left_to_the_command(
     monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The terminal sends it to both: we go on until the command has ended by its own choice."""
-    ready = interrupted_when_ready(tmp_path)
+    ready = sent_when_ready(tmp_path, signal.SIGINT)
     monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: True)
     run = measure_command(["sh", "-c", f"touch {ready}; sleep 0.2; exit 5"], monitor)
     assert run.returncode == 5
@@ -123,7 +158,7 @@ def test_sigint_of_a_terminal_is_left_to_the_command(
 def test_sigint_without_a_terminal_is_passed_on(
     monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = interrupted_when_ready(tmp_path)
+    ready = sent_when_ready(tmp_path, signal.SIGINT)
     monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: False)
     run = measure_command(["sh", "-c", f"trap 'exit 7' INT; touch {ready}; sleep 5 & wait; exit 5"], monitor)
     assert run.returncode == 7

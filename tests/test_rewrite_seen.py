@@ -500,7 +500,9 @@ def test_what_is_left_in_the_rest_explains_nothing(monkeypatch):
     lines = [Rewrite(rule=rule, before="a", after="b", by="inductor", saved_s=s, saved_j=10 * s)
              for rule, s in (("fuse_elementwise", 0.3), ("cuda_graph", 0.5), ("rest", 0.2))]  # fmt: skip
     tried = [ways.Way(mode="eager", seconds=2.0, joules=20.0), ways.Way(mode="default", seconds=1.0, joules=10.0)]
-    found = script.explained(SimpleNamespace(rewrites=lines, ways=tried, chosen="default"))
+    trace = SimpleNamespace(modelled_j=(19.0, 7.0))
+    found = script.explained(SimpleNamespace(rewrites=lines, ways=tried, chosen="default", trace=trace))
+    assert found["modelled_over_true_j"] == pytest.approx(1.2)
     assert found["explained_s"] == pytest.approx(0.8)
     assert found["told_over_true_j"] == pytest.approx(0.8)
     assert (found["rest_ms"], found["rest_j"]) == (pytest.approx(200.0), pytest.approx(2.0))

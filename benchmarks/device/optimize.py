@@ -196,7 +196,7 @@ def explained(fast: Any) -> dict[str, Any]:
         if before and after and before != after:
             found[f"explained_{name}"] = 1.0 - abs(told - (before - after)) / abs(before - after)
             found[f"told_over_true_{name}"] = told / (before - after)
-    modelled = fast.trace and fast.trace.modelled_j
+    modelled = None if fast.trace is None else fast.trace.modelled_j
     if modelled and eager.joules and chosen.joules:  # before the measured joules were shared out: the model's own word
         found["modelled_over_true_j"] = (modelled[0] - modelled[1]) / (eager.joules - chosen.joules)
     return found

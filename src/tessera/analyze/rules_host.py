@@ -230,10 +230,8 @@ def one(case: Case) -> Finding | None:
         return None  # of a summary: the outermost operator holds all the others
     if _near_its_roof(case, most):
         return None
-    watts = f" at {most.power_w:.0f} W" if most.power_w else ""
-    spent = f"{case.amount(most.energy_j)} in {most.calls:,} calls{watts}"
-    evidence = f"no other spends as much as {short(most.name, most.kind)}, {spent}"
-    action = "start there: lower precision, fewer or larger calls"
+    evidence = f"{short(most.name, most.kind)} spends most, {case.amount(most.energy_j)} in {most.calls:,} calls"
+    action = "lower precision, fewer or larger calls"
     if most.kind == FUNCTION:
         evidence = f"the host is in {most.name} while {case.amount(most.energy_j)} are spent"
         action = "record without mode sampling to see which kernels run meanwhile"

@@ -171,13 +171,14 @@ def _run(plan: Plan, quiet: bool, early: Callable[[], None] | None) -> int:
 
     told, tells = os.pipe()
     argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode(), str(tells)]
+    with signals_to() as started:
+        try:
+            child = subprocess.Popen(argv, stdout=STDERR if quiet else None, pass_fds=(tells,))
+        finally:
+            os.close(tells)
+        started(child)
+        whole = early is not None and _listen(child, told)
     try:
-        child = subprocess.Popen(argv, stdout=STDERR if quiet else None, pass_fds=(tells,))
-    finally:
-        os.close(tells)
-    try:
-        with signals_to(child):
-            whole = early is not None and _listen(child, told)
         if early is not None and whole:
             early()  # signals are our own here: whoever will not wait for our reading may end it
     finally:

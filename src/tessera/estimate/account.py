@@ -12,6 +12,7 @@ from ..device import Device
 from ..graph.ir import Graph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
 from .kernel_time import chip
+from .ops import unmodelled
 from .peak import of_iteration
 from .processor import NO_GRAPHS, NOTE, runs_itself
 from .timeline import Array, Solved
@@ -201,11 +202,24 @@ def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:
     return out
 
 
+def _unmodelled(found: Estimate) -> list[str]:
+    """A note that names the operators of which nothing but the bytes is known."""
+    names = dict.fromkeys(op.name.removeprefix("aten.") for op in found.ops if unmodelled(op))
+    if not names:
+        return []
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    said = ", ".join(list(names)[:4]) + more
+    return [f"not modelled, counted by the bytes moved, which is the least they can take: {said}"]
+
+
 def _notes(graph: Graph, found: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
     notes = [NOTE, *([NO_GRAPHS] if launch == "graph" else [])] if runs_itself(device) else []
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
+    notes += _unmodelled(found)
     if found.solved.clock < 0.98 and not burst:
         notes.append(f"the power limit holds the clock at {100 * found.solved.clock:.0f}% of boost")
+    if not found.kernels:
+        notes.append("nothing runs on the device: no operator of the program launches a kernel")
     if found.kernels and not any(k.hbm_bytes for k in found.kernels):
         notes.append("what it touches stays in the last-level cache between iterations: none crosses device memory")
     return tuple(notes)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..device import Device
 from ..errors import ArgumentError
-from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip
+from .kernel_time import ELEMENT_BYTES, SAME_UNITS, Chip, KernelTime, chip, learnt_on
 from .residual import Trees, fitted, interval, table, trees
 
 Array = NDArray[np.float64]
@@ -105,9 +105,12 @@ def _attention(of: Chip, call: Call, hbm_bytes: float | None) -> KernelTime:
     found = formula(data["constants"][call.source], of, call, hbm_bytes)
     t = {name: float(value) for name, value in found.items()}
     factor, provenance = 1.0, "tile model of attention, H200 constants carried over by datasheet"
-    if of.calibrated and not call.backward:
-        factor = float(np.exp(_trees(call.source)(features(call, found))[0]))
-        provenance = "tile model of attention with residual, fitted on the H200"
+    there = learnt_on(of)
+    if there is not None and not call.backward:
+        same = there is of
+        fitted_here = found if same else formula(data["constants"][call.source], there, call, hbm_bytes)
+        factor = float(np.exp(_trees(call.source)(features(call, fitted_here))[0]))
+        provenance = f"tile model of attention with residual, fitted on the H200{'' if same else SAME_UNITS}"
         # No residual makes a kernel faster than the chip.
         fastest_s = of.fastest_s(t["flops"], t["hbm_bytes"], call.precision)
         factor = max(factor, fastest_s / (t["overhead_s"] + t["body_s"]))

@@ -6,7 +6,7 @@ the right, so that an operator nobody measured runs at the rates of its kind.
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, log2, prod
 from typing import Any
 
 from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
@@ -19,13 +19,34 @@ CHUNKS_PER_LAUNCH = 320  # ... and of blocks in a launch
 def stream_of(op: Op, hbm_bytes: float) -> Stream:
     """An operator as a data-moving kernel: family, elements, bytes, and how far it can be cut up."""
     family, elements, blocks = _family(op, _short(op))
-    touched = touched_bytes(op)
-    hbm_bytes = min(hbm_bytes, 2.0 * touched)
+    passes = _passes(op)
+    touched = passes * touched_bytes(op)
+    hbm_bytes = min(passes * hbm_bytes, 2.0 * touched)
     first = op.outputs[0] if op.outputs else op.inputs[0] if op.inputs else None
     size = float(DTYPE_BYTES.get(first.dtype, 4)) if first else 4.0
     return Stream(
-        family, max(1.0, elements), max(1.0, touched), hbm_bytes, max(1.0, blocks), launches(op), width(op), size
+        family,
+        max(1.0, passes * elements),
+        max(1.0, touched),
+        hbm_bytes,
+        max(1.0, blocks),
+        launches(op),
+        width(op),
+        size,
     )
+
+
+# Points of a transform that one block holds: 4096 complex numbers of 8 bytes are 32 KiB of shared memory.
+_POINTS = 4096
+
+
+def _passes(op: Op) -> int:
+    """How often a transform goes through its data: once for each dimension, a long one several times."""
+    if op.kind != "fft" or not op.inputs or not op.outputs:
+        return 1
+    shape = max(op.inputs[0].shape, op.outputs[0].shape, key=prod)  # of a real transform one side is half as long
+    dims = [d for d in op.params.get("dims", (-1,)) if shape]
+    return sum(max(1, ceil(log2(max(2, shape[d])) / log2(_POINTS))) for d in dims) or 1
 
 
 # Operators of ours by the name of torch's that moves the same bytes in the same way. Not fitted to ours, which took
@@ -137,7 +158,8 @@ def _family(op: Op, short: str) -> tuple[str, float, float]:
     if short == "upsample_bilinear2d" and op.outputs and not op.outputs[0].channels_last:
         # A thread for every point of the picture, which goes through all channels of all samples.
         return f"resample.planes.{short}", n, max(1.0, prod(op.outputs[0].shape[2:]) / 512)
-    return f"{op.kind}.{layout_of(op)}.{short}", n, n / 1024
+    # A distance goes through all coordinates of its two points.
+    return f"{op.kind}.{layout_of(op)}.{short}", n * float(op.params.get("coordinates", 1)), n / 1024
 
 
 def _indexed(op: Op, short: str) -> tuple[str, float, float]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..device import Device
 from ..errors import ArgumentError
-from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip
+from .kernel_time import ELEMENT_BYTES, SAME_UNITS, Chip, KernelTime, chip, learnt_on
 from .residual import Trees, fitted, interval, table, trees
 
 Array = NDArray[np.float64]
@@ -93,9 +93,12 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
     found = formula(data["constants"], of, p, out_bytes, hbm_bytes)
     t = {name: float(value) for name, value in found.items()}
     factor, provenance = 1.0, "tile and wave model, H200 constants carried over by datasheet"
-    if of.calibrated:
-        factor = float(np.exp(_trees()(features(p, found))[0]))
-        provenance = "tile and wave model with residual, fitted on the H200"
+    there = learnt_on(of)
+    if there is not None:
+        same = there is of
+        fitted_here = found if same else formula(data["constants"], there, p, out_bytes, hbm_bytes)
+        factor = float(np.exp(_trees()(features(p, fitted_here))[0]))
+        provenance = f"tile and wave model with residual, fitted on the H200{'' if same else SAME_UNITS}"
         # No residual makes a kernel faster than the chip.
         factor = max(factor, of.fastest_s(2.0 * p.m * p.n * p.k * p.batch, t["hbm_bytes"], p.precision) / t["body_s"])
     body, overhead = t["body_s"] * factor, t["overhead_s"]

@@ -41,6 +41,9 @@ CALIBRATED = "h200"
 """The device whose constants are fitted; others are reached from it by ratios."""
 
 
+SAME_UNITS = ", which has the same SMs"
+"""Said of a residual that is used on a chip it was not learnt on."""
+
 _FITTED_ON = (132, 1.98e9, 4.8e12, 62914560)  # SMs, clock, bandwidth, cache of hardware/catalog/h200.toml
 
 
@@ -90,6 +93,16 @@ class Chip:
     assumed: tuple[str, ...]
 
     @property
+    def same_units(self) -> bool:
+        """Whether it is the fitted chip with less bandwidth: as many SMs of the same kind at the same clock.
+
+        With all figures alike it is the fitted one under another name, which asks for what the datasheet alone says.
+        """
+        units, clock_hz, bandwidth, _ = _FITTED_ON
+        alike = (self.architecture, self.units, self.clock_hz) == ("hopper", units, clock_hz)
+        return alike and self.bandwidth < bandwidth and not {"units", "clocks.boost_hz"} & set(self.assumed)
+
+    @property
     def asynchronous(self) -> bool:
         """Whether matrix units run beside the threads that feed them, as from Hopper on: kernels then overlap more."""
         return self.architecture in ("hopper", "blackwell")
@@ -122,6 +135,22 @@ class Chip:
             why="the catalogue gives no FLOP/s for it",
             fix="give [peaks.vector] or [peaks.matrix] in a device file of your own",
         )
+
+
+def learnt_on(of: Chip) -> Chip | None:
+    """The chip at which a learnt residual is looked up for `of`: itself, or the fitted one that has the same SMs.
+
+    An H100 SXM is the H200's GPU with less bandwidth. What its kernels take beside the formula is what they take there,
+    and it cannot be the faster of the two. On other chips the residual would be noise: None.
+    """
+    from ..hardware import lookup
+
+    if of.calibrated:
+        return of
+    if not of.same_units:
+        return None
+    fitted_one = chip(lookup(CALIBRATED))
+    return fitted_one if fitted_one.calibrated else None
 
 
 _CHIPS: dict[int, tuple[Device, Chip]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..device import Device
 from ..errors import PredictionError
@@ -14,7 +15,7 @@ from .attention import attention_time
 from .conv import conv_time
 from .families import power_family, stream_of
 from .gemm import gemm_time
-from .kernel_time import KernelTime, chip
+from .kernel_time import ELEMENT_BYTES, KernelTime, chip, learnt_on
 from .residual import fitted
 from .rnn import rnn_time
 from .stream import Stream, stream_time
@@ -26,6 +27,17 @@ QUANTISED = ("fp8", "int8")
 # Dropout draws a random number for every score: a fused 16-bit kernel takes this many times as long forward and
 # backward (GPT-2 and BART in training steps on an H200); the fp32 kernels hide it.
 DROPOUT = {False: 2.1, True: 1.3}
+
+
+# The half-width of what nobody modelled, beside a note that says so: as of the widest family that was measured, and
+# the widest that a chip from its datasheet has.
+UNMODELLED = 0.95
+_BY_BYTES = ("fft", "solve")
+
+
+def unmodelled(op: Op) -> bool:
+    """Whether nothing but the bytes of an operator is known: one that no table lists, a transform, a factorisation."""
+    return bool(op.params.get("unmodelled")) or op.kind in _BY_BYTES
 
 
 class OpModel:
@@ -44,10 +56,24 @@ class OpModel:
             return self._nothing(op)
         found, data = self._time(op, hbm_bytes), fitted("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
-        level = level_of(data["level"], op) if self.chip.calibrated else 1.0
-        return replace(found, seconds=found.seconds * level, clock_s=found.clock_s * level, draw=draw)
+        level = level_of(data["level"], op) if learnt_on(self.chip) is not None else 1.0
+        # No residual makes a kernel faster than the memory: a fill of gigabytes was learnt from small ones.
+        seconds = max(found.seconds * level, found.hbm_bytes / self.chip.bandwidth)
+        found = replace(found, seconds=seconds, clock_s=min(seconds, found.clock_s * level), draw=draw)
+        if not unmodelled(op):
+            return found
+        wide = max(found.relative_error, UNMODELLED)
+        return replace(found, relative_error=wide, provenance="counted by the bytes it moves: no model, no measurement")
 
     def _time(self, op: Op, hbm_bytes: float | None) -> KernelTime:
+        if op.kind in MATRIX_KINDS and self._precision(op) not in ELEMENT_BYTES:
+            raise PredictionError(
+                f"{op.label} multiplies {op.precision}",
+                why="there are no such kernels on a GPU, and no units for them",
+                fix="cast its operands to a floating-point format",
+            )
+        if op.kind == "gemm" and op.name in ("aten.dot", "aten.vdot"):
+            return self._dot(op, hbm_bytes)
         if op.kind == "gemm" and "m" in op.params:
             return self._gemm(op, hbm_bytes)
         if op.kind == "conv":
@@ -91,15 +117,23 @@ class OpModel:
         wide = min(0.95, 1.5 * found.relative_error)
         return replace(found, relative_error=wide, provenance=f"{found.provenance}; complex as four real products")
 
+    def _dot(self, op: Op, hbm_bytes: float | None) -> KernelTime:
+        """One number from two vectors: cuBLAS sums them up as a reduction does, and has no tiles."""
+        n, moved = float(op.params["k"]), float(op.bytes_in + op.bytes_out)
+        work = Stream("reduce.all.sum", n, moved, self._crossing(op, hbm_bytes), max(1.0, n / 8192))
+        return replace(stream_time(self.chip, work, self._vector(op)), flops=float(op.flops))
+
     def _attention(self, op: Op, hbm_bytes: float | None) -> KernelTime:
         p = op.params
         precision = op.inputs[0].dtype if op.inputs[0].dtype in ("bf16", "fp16", "fp32", "fp64") else "bf16"
         if op.precision == "tf32":  # our kernel may; torch's keep fp32
             precision = "tf32"
         found = attention_time(
-            self.device, max(1, p["batch"]), p["heads"], p["kv_heads"], p["q_len"], p["kv_len"], p["head_dim"],
-            p["causal"], precision, backward=bool(p.get("backward")), mask=p["mask"], hbm_bytes=hbm_bytes,
+            self.device, max(1, p["batch"]), p["heads"], p["kv_heads"], p["q_len"], p["kv_len"], _head(p), p["causal"],
+            precision, backward=bool(p.get("backward")), mask=p["mask"], hbm_bytes=hbm_bytes,
         )  # fmt: skip
+        if max(p["head_dim"], p["v_dim"]) > 256 or p["head_dim"] != p["v_dim"] or p.get("flexible"):
+            found = replace(found, relative_error=UNMODELLED)  # other kernels than those that were measured
         if not p.get("dropout") or precision not in ("bf16", "fp16"):
             return found
         times = DROPOUT[bool(p.get("backward"))]
@@ -149,6 +183,11 @@ def _by_family(table: Mapping[str, float], family: str) -> float:
     while family not in table and "." in family:
         family = family.rpartition(".")[0]
     return float(table.get(family, 1.0))
+
+
+def _head(p: Mapping[str, Any]) -> int:
+    """The size of a head: keys and values may differ, and each makes one of the two products."""
+    return -(-(int(p["head_dim"]) + int(p.get("v_dim", p["head_dim"]))) // 2)
 
 
 def _layout(op: Op) -> str:

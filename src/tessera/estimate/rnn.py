@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..device import Device
 from ..graph.ir import Op
+from .conv import add
 from .gemm import gemm_time
 from .kernel_time import ELEMENT_BYTES, KernelTime, chip
 
@@ -21,16 +22,19 @@ def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) ->
     p = op.params
     width, batch, steps = p["gates"] * p["hidden"], max(1, p["batch"]), max(1, p["steps"])
     seconds = busy_s = flops_s = 0.0
-    step = gemm_time(device, batch, width, p["hidden"], 1, precision, hbm_bytes=0.0)
+    out = p.get("out", p["hidden"])
+    step = gemm_time(device, batch, width, out, 1, precision, hbm_bytes=0.0)
+    if out != p["hidden"]:  # a projection: one more product in every step
+        step = add([step, gemm_time(device, batch, out, p["hidden"], 1, precision, hbm_bytes=0.0)])
     for layer in range(p["layers"]):
-        inner = p["input"] if layer == 0 else p["hidden"] * p["directions"]
+        inner = p["input"] if layer == 0 else out * p["directions"]
         inputs = gemm_time(device, batch * steps, width, inner, 1, precision)
         repeats = steps * p["directions"]
         seconds += inputs.seconds * p["directions"] + repeats * (STEP_S + step.seconds)
         busy_s += inputs.busy * inputs.seconds * p["directions"] + repeats * step.busy * step.seconds
         flops_s += inputs.compute_s + repeats * step.compute_s
     times = (BACKWARD if p.get("backward") else 1.0) * (BOTH_WAYS if p["directions"] == 2 else 1.0)
-    weights = p["layers"] * p["directions"] * width * p["hidden"] * ELEMENT_BYTES[precision]
+    weights = p["layers"] * p["directions"] * width * out * ELEMENT_BYTES[precision]
     moved = float(sum(t.nbytes for t in (*op.inputs, *op.outputs))) if hbm_bytes is None else hbm_bytes
     return KernelTime(
         seconds=seconds * times,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .kernel_time import Chip, KernelTime
+from .kernel_time import Chip, KernelTime, learnt_on
 from .residual import Array, Trees, fitted, trees
 
 DATA = "h200_stream.json"
@@ -43,10 +43,11 @@ class Stream:
 
 def stream_time(of: Chip, s: Stream, unit: str = "vector.fp32") -> KernelTime:
     """The time of a data-moving kernel at the boost clock; what the rates leave over is learnt on the H200."""
-    found, ensemble = _time(of, s, unit), _ensemble()
-    if not of.calibrated or ensemble is None:
+    found, ensemble, there = _time(of, s, unit), _ensemble(), learnt_on(of)
+    if there is None or ensemble is None:
         return found
-    factor = math.exp(float(ensemble(features(s, constants(s.family), found.seconds)[None])[0]))
+    fitted_s = found.seconds if there is of else _time(there, s, unit).seconds
+    factor = math.exp(float(ensemble(features(s, constants(s.family), fitted_s)[None])[0]))
     return replace(found, seconds=found.seconds * factor, clock_s=found.clock_s * factor, busy=found.busy)
 
 

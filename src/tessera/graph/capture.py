@@ -14,10 +14,11 @@ from ..errors import ArgumentError, CaptureError, TesseraError, did_you_mean
 from .autocast import followed
 from .dynamo import real_names
 from .fastpath import fast_paths
+from .flex import flexible
 from .intercept import Interceptor, patched
 from .ir import Graph
 from .keep import kept, leaves
-from .record import Recorder, paused
+from .record import NOT_THE_USERS, Recorder, paused
 from .stage import CAST, Stage, reachable
 
 Mode = Literal["infer", "train"]
@@ -64,6 +65,7 @@ def capture(
         stack.enter_context(stage.modules(modules))
         stack.enter_context(stage.optimizers(optimizers))
         stack.enter_context(leaves(model, stage.twin))
+        recorder.known.note_small(stage.twins())
         stack.enter_context(_training_flags(module, mode))
         for m in modules:
             stack.callback(_adopt(recorder, m))
@@ -72,6 +74,7 @@ def capture(
         stack.enter_context(followed(interceptor.autocast, recorder.assumptions))
         stack.enter_context(patched(recorder, replay, interceptor.autocast))
         stack.enter_context(fast_paths(recorder, interceptor.autocast))
+        stack.enter_context(flexible(recorder))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(interceptor)
         stack.enter_context(recorder)
@@ -343,7 +346,7 @@ def _raised_at(e: BaseException) -> str:
     trace, line = e.__traceback__, "at an unknown line"
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in path and "/tessera/graph/" not in path:
+        if not any(place in path for place in NOT_THE_USERS):
             line = f"at {path}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line

@@ -67,6 +67,14 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
         return {"window": tuple(args[1])}
     if short == "_to_copy":
         return {"dtype": str(kwargs.get("dtype"))}
+    return _params_of_rare(short, args)
+
+
+def _params_of_rare(short: str, args: Sequence[Any]) -> dict[str, Any]:
+    if short in ("_fft_r2c", "_fft_c2r", "_fft_c2c"):
+        return {"dims": tuple(args[1])}
+    if short == "_cdist_forward":
+        return {"coordinates": args[0].shape[-1]}
     return {}
 
 

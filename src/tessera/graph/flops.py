@@ -70,10 +70,12 @@ def attention_flops(p: dict[str, Any]) -> int:
 
 
 def rnn_flops(p: dict[str, Any]) -> int:
-    """Gates x (input + hidden) products for every layer, direction and step."""
+    """Gates x (input + what it put out) products for every layer, direction and step, and a projection's."""
     gates, hidden, steps, batch = p["gates"], p["hidden"], p["steps"], p["batch"]
+    out = p.get("out", hidden)
     total = 0
     for layer in range(p["layers"]):
-        inputs = p["input"] if layer == 0 else hidden * p["directions"]
-        total += p["directions"] * 2 * batch * steps * gates * hidden * (inputs + hidden)
+        inputs = p["input"] if layer == 0 else out * p["directions"]
+        each = gates * hidden * (inputs + out) + (hidden * out if out != hidden else 0)
+        total += p["directions"] * 2 * batch * steps * each
     return total * 2 if p.get("backward") else total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DataDependent
 from .autocast import Autocast
 from .costing import attention_params
+from .known import MAX_KNOWN_INTS
 from .record import Recorder, _user_line
+from .recurrent import GATES, recurrent
 
 _SDPA = F.scaled_dot_product_attention
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,7 @@ def _like(t: torch.Tensor) -> torch.Tensor:
 
 def _attention_call(q: Any, k: Any, v: Any, mask: Any, params: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """The operator a GPU dispatches for a fused attention, with its arguments: flash, or the one that takes masks."""
-    if mask is None and q.dtype != torch.float32:
+    if mask is None and q.dtype != torch.float32 and q.shape[-1] <= 256:
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
         return flash, (q, k, v, params["dropout"], params["causal"])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -91,9 +93,10 @@ def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: 
         return False
     if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (query, key, value)):
         return False  # a head's numbers must lie together
-    if query.dtype == torch.float32:
+    if query.dtype == torch.float32 or query.shape[-1] > 256:
+        # The memory-efficient kernels: any size of a head, and no heads that share keys.
         return not (gqa and query.shape[-3] != key.shape[-3])
-    return bool(query.shape[-1] <= 256)
+    return True
 
 
 def attention(
@@ -143,30 +146,6 @@ class _Fused(torch.autograd.Function):
         return None, None, outs[0], outs[1] if weight else None
 
 
-class _Recurrent(torch.autograd.Function):
-    """A whole recurrent layer, as cuDNN runs it."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, params: dict[str, Any], out_shape: Any, *tensors: torch.Tensor) -> Any:
-        x = tensors[0]
-        states = [torch.empty_like(t) for t in tensors[1 : 1 + params["states"]]]
-        out = torch.empty(out_shape, dtype=x.dtype, device="meta")
-        recorder.emit("tessera.rnn", "rnn", list(tensors), [out, *states], params)
-        ctx.recorder, ctx.params = recorder, params
-        ctx.save_for_backward(*tensors, out)
-        return (out, *states)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        *tensors, out = ctx.saved_tensors
-        outs = [_like(t) for t in tensors]
-        given = [g for g in grads if g is not None]
-        ctx.recorder.emit(
-            "tessera.rnn_backward", "rnn", [*given, *tensors, out], outs, {**ctx.params, "backward": True}
-        )
-        return None, None, None, *outs
-
-
 class _Grouped(torch.autograd.Function):
     """A grouped matrix product (the experts of a mixture): one product of all rows forward, two backward."""
 
@@ -189,30 +168,6 @@ class _Grouped(torch.autograd.Function):
                 # Each gradient is a product with the FLOPs of the forward one: emitted with its sizes.
                 ctx.recorder.emit("aten._grouped_mm", "gemm", [a, b], [out], {"gradient": True, "reads": reads.shape})
         return None, da, db, None
-
-
-def recurrent(recorder: Recorder, cell: str, *args: Any) -> Any:
-    """`torch.lstm`, `torch.gru`, `torch.rnn_tanh`: padded input, or packed (data, batch sizes)."""
-    packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64
-    x, rest = args[0], args[2:] if packed else args[1:]
-    states = list(rest[0]) if cell == "lstm" else [rest[0]]
-    weights, _bias, layers, _dropout, _train, bidirectional = rest[1:7]
-    batch_first = bool(rest[7]) if len(rest) > 7 else False
-    directions = 2 if bidirectional else 1
-    hidden = states[0].shape[-1]
-    width = hidden * directions
-    if packed:
-        steps, batch = len(args[1]), max(1, x.shape[0] // max(1, len(args[1])))
-        out_shape: list[int] = [x.shape[0], width]
-    else:
-        batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
-        out_shape = [*x.shape[:2], width]
-    params = {
-        "gates": _GATES[cell], "cell": cell, "hidden": hidden, "input": x.shape[-1], "layers": int(layers),
-        "directions": directions, "steps": steps, "batch": batch, "states": len(states),
-    }  # fmt: skip
-    tensors = [t if t.device.type == "meta" else recorder.twin(t) for t in (x, *states, *weights)]
-    return _Recurrent.apply(recorder, params, out_shape, *tensors)
 
 
 class Interceptor(TorchFunctionMode):
@@ -249,7 +204,7 @@ class Interceptor(TorchFunctionMode):
             torch.Tensor.tolist: lambda x: self._values(x).tolist(),
             torch.Tensor.pin_memory: lambda x, *a: x,
         }
-        for cell in _GATES:
+        for cell in GATES:
             self._answers[getattr(vf, cell)] = lambda *a, cell=cell: recurrent(self._recorder, cell, *a)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -284,7 +239,7 @@ class Interceptor(TorchFunctionMode):
     def _one_hot(self, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         out: torch.Tensor = F.one_hot(tensor, num_classes)
         if out.device.type == "meta":
-            self._recorder.one_hot(out, int(out.shape[-1]))
+            self._recorder.routes.one_hot(out, int(out.shape[-1]))
         return out
 
     def _literal(self, make: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -307,11 +262,13 @@ class Interceptor(TorchFunctionMode):
 
     @staticmethod
     def _set(x: torch.Tensor, index: Any, value: Any) -> None:
-        """`x[a:b] = number` fills a view on a GPU; on the meta device it would copy a tensor made of the number."""
+        """`x[a:b] = number` and `x[mask] = number` fill on a GPU; on the meta device the number becomes a tensor."""
         items = index if isinstance(index, tuple) else (index,)
         plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
         if plain and isinstance(value, (int, float)):
             x[index].fill_(value)
+        elif isinstance(value, (int, float)) and isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+            x.masked_fill_(index.reshape(*index.shape, *([1] * (x.dim() - index.dim()))), value)
         else:
             x.__setitem__(index, value)
 
@@ -327,7 +284,11 @@ class Interceptor(TorchFunctionMode):
         return value if value is not None else x
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
+        self._recorder.wait()
         value = self._recorder.known.value(x)
+        if value is None and x.is_floating_point() and x.numel() <= MAX_KNOWN_INTS:
+            self._recorder.assume("the values of floats are taken to be 1.0")
+            return torch.ones(x.shape, dtype=x.dtype, device="cpu")
         if value is None:
             raise DataDependent(
                 f"the program asks for the values of a tensor at {_user_line()}",
@@ -365,9 +326,11 @@ def patched(recorder: Recorder, replay: bool, autocast: Autocast) -> Iterator[No
 
     names = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices",
              "_get_capturable_supported_devices")  # fmt: skip
-    supported = {name: getattr(optim, name) for name in names if hasattr(optim, name)}
-    for name, ask in supported.items():
-        setattr(optim, name, lambda *a, ask=ask, **k: [*ask(*a, **k), "meta"])
+    # The modules of optimizers have imported them by name.
+    places = [m for path, m in list(sys.modules.items()) if path.startswith("torch.optim.")]
+    supported = [(m, name, getattr(m, name)) for m in (optim, *places) for name in names if hasattr(m, name)]
+    for module, name, ask in supported:
+        setattr(module, name, lambda *a, ask=ask, **k: [*ask(*a, **k), "meta"])
     synchronize = torch.cuda.synchronize
     torch.cuda.synchronize = lambda *_: recorder.wait()
     before_sdpa = F.scaled_dot_product_attention
@@ -392,5 +355,5 @@ def patched(recorder: Recorder, replay: bool, autocast: Autocast) -> Iterator[No
     finally:
         F.scaled_dot_product_attention, F.dropout = before_sdpa, before_dropout
         torch.cuda.is_current_stream_capturing, torch.cuda.synchronize = capturing, synchronize
-        for name, ask in supported.items():
-            setattr(optim, name, ask)
+        for module, name, ask in reversed(supported):
+            setattr(module, name, ask)

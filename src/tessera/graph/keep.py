@@ -7,12 +7,16 @@ taken back afterwards, in place, so that the real program finds them as it left 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 
 _DEEPEST = 5
+_CONTAINERS = (dict, list, set, OrderedDict)  # a module keeps its hooks in ordered ones
 _MOST = 20_000  # containers: a program's own caches are few, a data set in a list is not one
 
 
@@ -27,7 +31,7 @@ class Kept:
         """Remember a container or an object, and what it holds."""
         if id(thing) in self._seen or depth > _DEEPEST or len(self._saved) > _MOST:
             return
-        if isinstance(thing, (dict, list, set)) and type(thing) in (dict, list, set):
+        if type(thing) in _CONTAINERS:
             inner = list(thing.values()) if isinstance(thing, dict) else list(thing)
             self._remember(thing, thing.copy(), inner, depth)
         elif _plain_object(thing):
@@ -89,25 +93,87 @@ def surroundings(program: Any) -> list[Any]:
     return held
 
 
+class _Leaves:
+    """Tensors that want gradients, wherever a callable finds them: closures, globals, and what those hold."""
+
+    def __init__(self, twin: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._twin = twin
+        self._undo: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+
+    def visit(self, thing: Any, depth: int = 0) -> None:
+        """Replace the leaves within a function, a container or an object of the program's own."""
+        if id(thing) in self._seen or depth > _DEEPEST or len(self._seen) > _MOST:
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, functools.partial):
+            self._partial(thing, depth)
+        elif type(thing) in (dict, OrderedDict):
+            self._items(thing, list(thing), depth)
+        elif type(thing) is list:
+            self._items(thing, range(len(thing)), depth)
+        elif isinstance(getattr(thing, "__func__", thing), FunctionType):
+            self._function(thing, depth)
+        elif _plain_object(thing) or (callable(thing) and not isinstance(thing, (torch.nn.Module, type))):
+            self._items(getattr(thing, "__dict__", {}), list(getattr(thing, "__dict__", {})), depth)
+
+    def _partial(self, thing: functools.partial[Any], depth: int) -> None:
+        self.visit(thing.func, depth + 1)
+        self.visit(thing.keywords, depth + 1)
+
+        def put(args: tuple[Any, ...]) -> None:  # arguments of a partial are read-only but for its state
+            thing.__setstate__((thing.func, args, thing.keywords, thing.__dict__))  # type: ignore[attr-defined]
+
+        self._one(thing.args, put, depth)
+
+    def put_back(self) -> None:
+        """Everything as it was."""
+        for undo in reversed(self._undo):
+            with contextlib.suppress(IndexError):  # a list that the program has shortened: `Kept` knows what it was
+                undo()
+
+    def _function(self, thing: Any, depth: int) -> None:
+        self.visit(getattr(thing, "__self__", None), depth + 1)
+        plain = getattr(thing, "__func__", thing)
+        for cell in plain.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                self._one(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"), depth)
+        around = plain.__globals__
+        self._items(around, [n for n in plain.__code__.co_names if _own(around.get(n), around)], depth)
+
+    def _items(self, held: Any, keys: Iterable[Any], depth: int) -> None:
+        for key in list(keys)[:_MOST]:
+            self._one(held[key], functools.partial(held.__setitem__, key), depth)
+
+    def _one(self, value: Any, put: Callable[[Any], None], depth: int) -> None:
+        found = self._replaced(value, depth)
+        if found is not value:
+            put(found)
+            self._undo.append(functools.partial(put, value))
+
+    def _replaced(self, value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            wanted = value.requires_grad and value.is_leaf and value.device.type != "meta"
+            return self._twin(value) if wanted else value
+        if type(value) is tuple:
+            found = tuple(self._replaced(item, depth + 1) for item in value)
+            return value if all(a is b for a, b in zip(found, value, strict=True)) else found
+        self.visit(value, depth + 1)
+        return value
+
+
+def _own(value: Any, around: Any) -> bool:
+    """Of a module's names only what the program made there: not the functions and classes of libraries."""
+    return isinstance(value, (torch.Tensor, dict, list, tuple)) or getattr(value, "__globals__", None) is around
+
+
 @contextlib.contextmanager
 def leaves(program: Any, twin: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Tensors in a closure that want gradients, replaced by twins: a meta gradient cannot reach a tensor on the CPU."""
-    cells = getattr(getattr(program, "__func__", program), "__closure__", None) or ()
-    changed = []
-    for cell in cells:
-        with contextlib.suppress(ValueError):
-            value = cell.cell_contents
-            if (
-                isinstance(value, torch.Tensor)
-                and value.requires_grad
-                and value.is_leaf
-                and value.device.type != "meta"
-            ):
-                changed.append((cell, value))
+    """Tensors of a callable that want gradients, replaced by twins: a meta gradient cannot reach one on the CPU."""
+    found = _Leaves(twin)
     try:
-        for cell, value in changed:
-            cell.cell_contents = twin(value)
+        if not isinstance(program, torch.nn.Module):
+            found.visit(program)
         yield
     finally:
-        for cell, value in changed:
-            cell.cell_contents = value
+        found.put_back()

@@ -138,6 +138,20 @@ _FAMILIES: dict[str, str] = {
     "_linalg_eigh linalg_lu_factor_ex triangular_solve linalg_solve_triangular inverse _linalg_solve_ex",
 }
 
+# Computed element by element, though torch's tags do not say so.
+_ELEMENTWISE_NAMES = (
+    "leaky_relu_backward _prelu_kernel _prelu_kernel_backward glu glu_backward log_sigmoid_forward "
+    "log_sigmoid_backward hardtanh_backward softplus_backward elu_backward hardswish_backward mish_backward "
+    "hardsigmoid_backward softshrink_backward hardshrink_backward rrelu_with_noise rrelu_with_noise_backward "
+    "nll_loss_backward nll_loss2d_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+    "binary_cross_entropy_backward soft_margin_loss soft_margin_loss_backward floor_divide complex polar "
+    "affine_grid_generator linalg_cross cross renorm masked_scatter_backward _amp_update_scale "
+    "_amp_foreach_non_finite_check_and_unscale hann_window hamming_window blackman_window bartlett_window "
+    "kaiser_window frexp max_unpool2d fake_quantize_per_tensor_affine_cachemask "
+    "fake_quantize_per_channel_affine_cachemask quantize_per_tensor dequantize"
+)
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
 KINDS: dict[str, str] = {name: kind for kind, names in _FAMILIES.items() for name in names.split()}
 KINDS.update(dict.fromkeys(_VIEWS, "view"))
 
@@ -147,8 +161,18 @@ _OURS = {
     "norm": "norm", "norm_backward": "norm", "tiled_conv2d": "conv",
 }  # fmt: skip
 
+_MULTI_TENSOR = ("_foreach_", "_fused_adam", "_fused_sgd")
+
 MATRIX_KINDS = frozenset({"gemm", "conv", "attention", "rnn"})
 """Families whose work is counted in FLOPs."""
+
+
+def is_listed(name: str) -> bool:
+    """Whether the tables here know the operator; `kind_of` takes all others as elementwise."""
+    short = _short(name)
+    return name.startswith("tessera.") or any(
+        n in KINDS or n in _ELEMENTWISE or n.startswith(_MULTI_TENSOR) for n in (short, short.rstrip("_"))
+    )
 
 
 def kind_of(name: str) -> str:
@@ -156,7 +180,11 @@ def kind_of(name: str) -> str:
     name = name.replace("::", ".")
     if name.startswith("tessera.") and name.removeprefix("tessera.") in _OURS:
         return _OURS[name.removeprefix("tessera.")]
-    short = name.rpartition(".")[2] if name.startswith(("aten.", "tessera.", "prims.", "torchvision.")) else name
-    if short.startswith(("_foreach_", "_fused_adam", "_fused_sgd")):
+    short = _short(name)
+    if short.startswith(_MULTI_TENSOR):
         return "foreach"
     return KINDS.get(short) or KINDS.get(short.rstrip("_"), "elementwise")
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2] if name.startswith(("aten.", "tessera.", "prims.", "torchvision.")) else name

@@ -7,6 +7,7 @@ their operators are also run for real on small CPU twins; what cannot be known s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ class Known:
         if value.numel() <= (MAX_KNOWN_FLOATS if value.dtype.is_floating_point else MAX_KNOWN_INTS):
             key = meta.untyped_storage()._cdata
             self._values[meta] = (value, key, self._versions.get(key, 0))
+
+    def note_small(self, twins: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """What a model keeps of small integers and single numbers: strides, positions, scales."""
+        for real, meta in twins:
+            small = real.numel() == 1 or (not real.dtype.is_floating_point and real.numel() <= MAX_KNOWN_FLOATS)
+            if small and real.device.type == "cpu" and real.layout == torch.strided and not real.is_quantized:
+                self.note(meta, real.detach())
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor: itself on the CPU, its twin if known, else None."""

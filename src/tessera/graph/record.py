@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..errors import CaptureError, DataDependent
 from . import costing
+from .counted import COUNTED
 from .ir import DTYPE_BYTES, Category, Op, Phase, Storage, TensorSpec
 from .known import MAX_KNOWN_INTS, Known
+from .parts import PARTS
+from .routes import Routes
 from .signature import Signature, signature_of
 from .storages import Storages
 
@@ -28,8 +31,14 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
     torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float8_e4m3fnuz: "fp8", torch.float8_e5m2fnuz: "fp8",
+    torch.complex32: "complex32",
 }  # fmt: skip
+
+# Operators that are answered here instead of being run on meta tensors.
+_SPECIAL = {**COUNTED, **PARTS}
+# Questions a program asks of tensors whose values do not exist, by what they are taken to be answered with.
+_TAKEN_TRUE, _TAKEN_FALSE = ("all", "eq", "isfinite", "equal", "_is_all_true"), ("any", "logical_not", "_is_any_true")
 
 # Torch's switches for fp32 by kind of operator. Older versions have one for cuBLAS and one for cuDNN.
 _SWITCHES = {"gemm": "matmul", "conv": "conv", "rnn": "rnn"}
@@ -68,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self._twins: dict[int, tuple[Any, torch.Tensor]] = {}
         self._scopes: dict[int, tuple[str, str | None]] = {}
         self._sync = False
-        self._density: dict[int, float] = {}
+        self.routes = Routes(self._storages.id_of)
         self._answer: tuple[Any, Callable[[], tuple[torch.Tensor, ...]]] | None = None
         self._own: set[int] = set()  # storages on the CPU that the program made while it was captured
 
@@ -138,26 +147,36 @@ class Recorder(TorchDispatchMode):
             return made
         if signature.short == "_local_scalar_dense":
             return self._scalar(tensors[0])
-        if signature.short in ("_pack_padded_sequence", "_pack_padded_sequence_backward"):
-            return self._pack(signature.short, args)
-        if signature.short in ("nonzero", "masked_select", "unique2", "_unique2"):
-            return self._counted(signature.short, tensors)
+        special, counted = _SPECIAL.get(signature.short), self.functions
+        answer = special(self, func, args, kwargs) if special is not None else NotImplemented
+        if answer is not NotImplemented:
+            return answer
+        self.functions = counted  # in backward a function mode sees what is asked of tensors here, too
         args, kwargs = self._on_meta(args, kwargs)
         try:
             out = func(*args, **kwargs)
         except NotImplementedError as e:
-            raise self._cannot(signature.name, e) from e
+            raise self.cannot(signature.name, e) from e
         if signature.short == "convolution":
             out = _cudnn_layout(args, out)
         outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self._look_at(signature, args, kwargs, outs)
         if signature.writes_named:
             for t in signature.written(args, kwargs):
                 self.known.spoil(t)
         self.known.follow(func, args, kwargs, outs)
-        self._follow_density(signature, tensors, outs)
         if self.active and not signature.silent:
             self._write(signature, args, kwargs, outs)
         return out
+
+    def _look_at(self, signature: Signature, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
+        """Refuse what has no place in memory, and follow what masks are full of; it is no call of the program's."""
+        counted = self.functions
+        odd = next((t.layout for t in outs if t.layout != torch.strided), None)
+        if odd is not None:
+            raise _not_dense(signature.name, "nested" if odd == torch.jagged else "sparse")
+        self.routes.follow(signature.short, args, kwargs, outs)
+        self.functions = counted
 
     def as_operator(
         self, call: Callable[[], tuple[Any, tuple[Any, ...]]], run: Callable[[], tuple[torch.Tensor, ...]]
@@ -196,13 +215,12 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "meta"
 
-    def _on_meta(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def move(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                return self.twin(leaf)
-            return leaf
+    def on_meta(self, leaf: Any) -> Any:
+        """A tensor's meta twin; anything else as it is."""
+        return self.twin(leaf) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" else leaf
 
-        return pytree.tree_map(move, (args, kwargs))  # type: ignore[no-any-return]
+    def _on_meta(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return pytree.tree_map(self.on_meta, (args, kwargs))  # type: ignore[no-any-return]
 
     def _write(self, signature: Signature, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
         reads, outs = signature.moved(args, kwargs, outs)
@@ -212,7 +230,10 @@ class Recorder(TorchDispatchMode):
         kind = "view" if signature.is_view(reads, outs) else signature.kind
         ours = signature.name.startswith("tessera.")
         params = costing.params_of_ours(signature.short, args) if ours else {}
-        self.emit(signature.name, kind, reads, outs, params or costing.params_of(signature.short, args, kwargs))
+        params = params or costing.params_of(signature.short, args, kwargs)
+        if not signature.modelled and kind != "view":
+            params = {**params, "unmodelled": True}
+        self.emit(signature.name, kind, reads, outs, params)
 
     def _safe_softmax(self, args: Any, outs: list[torch.Tensor]) -> None:
         """On a GPU: softmax, then rows that are all -inf are found and set to zero."""
@@ -278,10 +299,12 @@ class Recorder(TorchDispatchMode):
         value = self.known.value(tensor)
         if value is not None:
             return value.item()
-        maker = self._made_by(tensor)
+        maker = self.made_by(tensor)
         line = _user_line()
-        if tensor.dtype == torch.bool and maker in ("all", "any", "isfinite", "eq", "logical_not", "equal"):
-            answer = maker in ("all", "eq", "isfinite", "equal")
+        if maker == "any" and self.routes.density(tensor):
+            return True  # somebody chose it
+        if tensor.dtype == torch.bool and maker in (*_TAKEN_TRUE, *_TAKEN_FALSE):
+            answer = maker in _TAKEN_TRUE
             self.assumptions[f"{line}: {maker}() is taken to be {answer}"] = None
             return answer
         if tensor.dtype.is_floating_point:
@@ -294,67 +317,26 @@ class Recorder(TorchDispatchMode):
             "or measure the model instead: tessera measure",
         )
 
-    def _made_by(self, tensor: torch.Tensor) -> str:
+    def made_by(self, tensor: torch.Tensor) -> str:
+        """The short name of the operator that wrote a tensor last, or ""."""
         sid = self._storages.seen(tensor)
         for op in reversed(self.ops):
             if any(t.storage == sid for t in op.outputs):
                 return op.name.rpartition(".")[2]
         return ""
 
-    def one_hot(self, tensor: torch.Tensor, classes: int) -> None:
-        """A one-hot tensor of C classes is 1/C full: what a loop over experts will find."""
-        self._density[self._storages.id_of(tensor)] = 1.0 / max(1, classes)
+    def assume(self, what: str) -> None:
+        """Note what had to be assumed at the user's line."""
+        self.assumptions[f"{_user_line()}: {what}"] = None
 
-    def _follow_density(self, signature: Signature, tensors: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
-        """Rows taken from a one-hot tensor, or a copy of it, are as full as it is."""
-        if self._density and tensors and outs and signature.short in ("index", "clone", "_to_copy", "index_select"):
-            density = self._density.get(self._storages.id_of(tensors[0]))
-            if density is not None:
-                self._density[self._storages.id_of(outs[0])] = density
-
-    def _counted(self, short: str, tensors: list[torch.Tensor]) -> Any:
-        """Operators whose output size depends on values: known values decide, else the density of a one-hot mask."""
-        tensor = tensors[0]
-        value = self.known.value(tensor)
-        if short == "nonzero":
-            if value is not None:
-                count = int(torch.count_nonzero(value))
-            else:
-                density = self._density.get(self._storages.id_of(tensor))
-                if density is None and tensor.dim() == 1 and self._made_by(tensor) in ("gt", "ne", "greater"):
-                    density, value = 1.0, torch.ones(tensor.shape)  # "which experts were hit": all of them
-                if density is None:
-                    raise self._cannot("aten.nonzero", None)
-                count = max(1, round(density * tensor.numel()))
-                self.assumptions[f"{_user_line()}: tokens are spread evenly over the experts"] = None
-            out = torch.empty((count, tensor.dim()), dtype=torch.int64, device="meta")
-            self._sync = True
-            self.emit("aten.nonzero", "gather", [tensor], [out], {})
-            if value is not None:
-                self.known.note(out, torch.nonzero(value))
-            return out
-        raise self._cannot(f"aten.{short}", None)
-
-    def _pack(self, short: str, args: Any) -> Any:
-        """Sequences laid end to end, step by step: lengths and batch sizes stay on the CPU, as torch wants them."""
-        if short.endswith("backward"):
-            out = torch.empty(args[1], dtype=args[0].dtype, device="meta")
-            self.emit("aten._pack_padded_sequence_backward", "copy", [args[0]], [out], {})
-            return out
-        x, lengths = args[:2]
-        known = self.known.value(lengths)
-        if known is None:
-            raise self._cannot("aten._pack_padded_sequence", None)
-        sizes = torch.tensor([int((known > step).sum()) for step in range(int(known.max()))])
-        data = torch.empty((int(known.sum()), *x.shape[2:]), dtype=x.dtype, device="meta")
-        self.emit("aten._pack_padded_sequence", "copy", [x], [data], {})
-        return data, sizes
-
-    def _cannot(self, name: str, error: Exception | None) -> CaptureError:
+    def cannot(self, name: str, error: Exception | None = None) -> CaptureError:
+        """The error of an operator that needs values which do not exist, or that torch has no meta form of."""
+        why = "the size of its result depends on values, which do not exist while it is captured"
+        give = "give masks, lengths and ids as real tensors (made with device='cpu'), "
         return DataDependent(
             f"{name} at {_user_line()} cannot be captured",
-            why=f"the size of its result depends on values, or it has no meta form{f' ({error})' if error else ''}",
-            fix="pass the part of the model without it, or measure the model instead: tessera measure",
+            why=why if error is None else f"torch has no meta form of it ({_one_line(error)})",
+            fix=f"{'' if error else give}pass the part of the model without it, or measure it: tessera measure",
         )
 
 
@@ -367,13 +349,30 @@ def _cudnn_layout(args: Any, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+NOT_THE_USERS = ("/torch/", "/tessera/graph/", "/tessera/estimate/")
+
+
+def _not_dense(name: str, layout: str) -> CaptureError:
+    return CaptureError(
+        f"{name} at {_user_line()} makes a {layout} tensor, which cannot be captured",
+        why="how many elements it holds depends on values, and its kernels have no time",
+        fix="leave that part out of what is predicted, give dense tensors (of nn.Embedding: sparse=False), or measure "
+        "the model instead: tessera measure",
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence of an error: torch's go on with what to do about it when one compiles."""
+    return str(error).strip().partition("\n")[0].partition(". ")[0][:200]
+
+
 def _user_line() -> str:
     """file:line of the innermost frame that is the user's: not torch's, not ours."""
     frame: FrameType | None = sys._getframe(1)
     inner = None
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/torch/" not in path and "/tessera/graph/" not in path and not path.startswith("<"):
+        if not any(place in path for place in NOT_THE_USERS) and not path.startswith("<"):
             inner = frame
             break
         frame = frame.f_back

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .kinds import kind_of
+from .kinds import is_listed, kind_of
 
 # Nothing runs for these: allocation without a fill, bookkeeping of the profiler, assertions.
 _SILENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach",
@@ -21,7 +21,10 @@ _WRITE_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bern
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """An overload's name, family and which arguments it writes; `silent` ones run nothing on a device."""
+    """An overload's name, family and which arguments it writes; `silent` ones run nothing on a device.
+
+    `modelled` is False where nothing is known of what it does: it is then counted by the bytes it moves.
+    """
 
     name: str
     short: str
@@ -30,6 +33,7 @@ class Signature:
     writes_named: tuple[str, ...]
     outputs: frozenset[str]
     silent: bool
+    modelled: bool
 
     def written(self, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
         """The tensors that a call with these arguments writes into."""
@@ -69,4 +73,13 @@ def signature_of(func: Any) -> Signature:
         writes_named=tuple(a.name for _, a in written),
         outputs=frozenset(a.name for _, a in written if a.kwarg_only),
         silent=namespace == "profiler" or short in _SILENT,
+        modelled=is_listed(name) or _pointwise(namespace, short, func),
     )  # fmt: skip
+
+
+def _pointwise(namespace: str, short: str, func: Any) -> bool:
+    """Whether torch says that an operator computes each element on its own; in-place ones are tagged as the others."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    plain = getattr(getattr(torch.ops, namespace), short.rstrip("_"), None)
+    return plain is not None and any(torch.Tag.pointwise in getattr(plain, o).tags for o in plain.overloads())

@@ -50,6 +50,10 @@ class Stage:
         self._twins[id(tensor)] = (tensor, meta)
         return meta
 
+    def twins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every real tensor so far with its twin."""
+        return list(self._twins.values())
+
     @contextlib.contextmanager
     def modules(self, roots: list[torch.nn.Module]) -> Iterator[None]:
         """Parameters and buffers of modules replaced by twins, and all attributes put back at the end."""

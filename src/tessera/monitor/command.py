@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +106,16 @@ def _level_before(series: Series, start_ns: int) -> float | None:
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
+    with signals_to() as started:
+        child = _start(argv, env, quiet)
+        started(child)
+        code = child.wait()
+    return EXIT_SIGNAL - code if code < 0 else code
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> subprocess.Popen[bytes]:
     try:
-        child = subprocess.Popen(list(argv), env=dict(env), stdout=STDERR if quiet else None)
+        return subprocess.Popen(list(argv), env=dict(env), stdout=STDERR if quiet else None)
     except (FileNotFoundError, NotADirectoryError) as exc:
         quoted = " ".join(argv[0].split())
         fix = "check the name after `--`, and your PATH"
@@ -118,9 +126,6 @@ def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
         error = CommandNotRun(f"cannot run {argv[0]!r}", why=exc.strerror, fix="is it executable?")
         error.exit_code = EXIT_NOT_EXECUTABLE
         raise error from exc
-    with signals_to(child):
-        code = child.wait()
-    return EXIT_SIGNAL - code if code < 0 else code
 
 
 def _terminal_interrupts() -> bool:
@@ -134,25 +139,36 @@ def _terminal_interrupts() -> bool:
 
 
 @contextmanager
-def signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM on, and SIGINT where no terminal sends it to both; restore handlers afterwards."""
+def signals_to(child: subprocess.Popen[bytes] | None = None) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Pass SIGTERM on, and SIGINT where no terminal sends it to both; restore handlers afterwards.
+
+    A child that is yet to be started is handed to what this yields: a signal that comes while it starts would else end
+    us and leave it running. What came before goes to it then, or to us where none was started.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda started: None
         return
+    children = [] if child is None else [child]
+    early: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        child.send_signal(signum)
+        if signum == signal.SIGINT and _terminal_interrupts():
+            return
+        for one in children:
+            one.send_signal(signum)
+        if not children:
+            early.append(signum)
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        if not _terminal_interrupts():
-            child.send_signal(signum)
+    def started(one: subprocess.Popen[bytes]) -> None:
+        children.append(one)
+        while early:
+            one.send_signal(early.pop(0))
 
-    old = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
-    }
+    old = {signum: signal.signal(signum, forward) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield started
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
+        for signum in early:
+            signal.raise_signal(signum)
