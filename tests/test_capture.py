@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from tessera.errors import ArgumentError, CaptureError, DataDependent
 from tessera.graph.capture import capture
 from tessera.graph.kinds import kind_of
+from tessera.graph.stage import reachable
 
 
 def names(graph):
@@ -676,3 +678,65 @@ print(step(torch.ones(1)).item())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "3.0", done.stderr[-800:]
+
+
+class Hostile:
+    """Raises whatever it is asked for."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"nobody may ask for {name}")
+
+
+class Disguised(Hostile):
+    """Has no class to show and no attributes."""
+
+    __slots__ = ()
+
+    @property
+    def __class__(self):
+        raise RuntimeError("nobody may ask for the class")
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("nobody may ask for the attributes")
+
+
+class Growing(dict):
+    """Written to by another while somebody looks at its values."""
+
+    def values(self):
+        for value in super().values():
+            self[len(self)] = None
+            yield value
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.ops,
+        lambda: torch.classes,
+        lambda: sys.modules,
+        Hostile,
+        Disguised,
+        lambda: Growing(a=1, b=2),
+    ],
+    ids=["ops", "classes", "modules", "hostile", "disguised", "growing"],
+)
+def test_strangers_around_a_program_are_left_alone(made, monkeypatch):
+    model, stranger = nn.Linear(4, 4), made()
+    monkeypatch.setitem(globals(), "STRANGER", [stranger])
+
+    def step(x, default=stranger):
+        return model(x), stranger, default, STRANGER  # noqa: F821 - set above
+
+    before = len(sys.modules)
+    found, _ = reachable(step)
+    assert found == [model]
+    assert len(sys.modules) == before
+
+
+def test_models_of_several_partials_are_all_found():
+    """What is made for the look alone must not be taken for something seen: addresses are used again."""
+    models = [nn.Linear(1, 1) for _ in range(8)]
+    found, _ = reachable(*(functools.partial(print, model) for model in models))
+    assert found == models

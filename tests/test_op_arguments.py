@@ -62,6 +62,31 @@ WRONG = [
     (lambda: op.softmax(a, None), "dim=None"),
     (lambda: op.layer_norm(a, torch.ones(4)), "normalized_shape is a tensor of 4"),
     (lambda: op.rms_norm(a, torch.ones(4, dtype=torch.complex64)), "weight is torch.complex64"),
+    (lambda: op.softmax(a, True), "dim=True"),
+    (lambda: op.softmax(a, dtype=torch.int32), "dtype=torch.int32"),
+    (lambda: op.softmax(a.cfloat()), "op.softmax: x is torch.complex64"),
+    (lambda: op.layer_norm(a.cfloat()), "op.layer_norm: x is torch.complex64"),
+    (lambda: op.flash_attention(q.cfloat(), q.cfloat(), q.cfloat(), precision="fp32"), "q is torch.complex64"),
+    (lambda: op.flash_attention(q, q, q, attn_mask=q[0, 0] @ q[0, 0].mT, dropout_p=missing), "dropout_p=None"),
+    (lambda: op.matmul(a > 0, a > 0), "op.matmul: a is torch.bool"),
+    (lambda: op.gemm(a > 0, a > 0, a > 0), "op.gemm: a is torch.bool"),
+    (lambda: op.linear(ints, ints, activation="silu"), "op.linear: x is torch.int64"),
+    (lambda: op.gemm(ints, ints, ints, alpha=0.5), "op.gemm: alpha=0.5"),
+    (lambda: op.gemm(ints, ints, ints, alpha=1j), "op.gemm: alpha=1j"),
+    (lambda: op.gemm(ints, ints, ints, beta=float("nan")), "op.gemm: beta=nan"),
+    (lambda: op.gemm(a, a, a, beta="1"), "op.gemm: beta='1'"),
+    (lambda: op.matmul(a, a, error_tolerance=True), "error_tolerance=True"),
+    (lambda: op.conv2d(x, w, groups=True), "groups=True"),
+    (lambda: op.conv2d(x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)), "op.conv2d: x is torch.float8_e4m3fn"),
+    (lambda: op.rms_norm(a.to(torch.float8_e4m3fn)), "op.rms_norm: x is torch.float8_e4m3fn"),
+    (lambda: op.fft(a.to(torch.float8_e4m3fn)), "op.fft: x is torch.float8_e4m3fn"),
+    (lambda: op.fft(a, True), "dims=True"),
+    (lambda: op.fft(torch.tensor(1.0)), "op.fft: x is a scalar"),
+    (lambda: op.fft(torch.ones(3, 0)), "op.fft: x is 3x0"),
+    (lambda: op.moe(a.cfloat(), a, w[:, :1, 0].cfloat(), w.cfloat()), "op.moe: x is torch.complex64"),
+    (lambda: op.moe(a, a.cfloat(), a[:, None], a[:, :, None]), "op.moe: router is torch.complex64"),
+    (lambda: op.moe(a, a, torch.ones(0, 2, 4), torch.ones(0, 4, 2)), "op.moe: w1 is 0x2x4"),
+    (lambda: op.moe(a.to(torch.float8_e4m3fn), a, *[torch.ones(4, 4, 4).to(torch.float8_e4m3fn)] * 2), "fp8 needs"),
     (lambda: stream.create(priority="high"), "priority='high'"),
     (lambda: stream.create(device="cud"), "device='cud'"),
     (lambda: checkpoint.plan(3, a), "model is a int"),
@@ -96,3 +121,25 @@ def test_torchs_other_errors_pass() -> None:
     with pytest.raises(RuntimeError) as caught:
         op.flash_attention(q, q, q, causal=True, attn_mask=torch.ones(5, 5).to_sparse())
     assert not isinstance(caught.value, ArgumentError)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    one = numpy.int64(1)
+    assert torch.equal(op.softmax(a, one), torch.softmax(a, 1))
+    assert torch.equal(op.fft(a, one), torch.fft.fft(a, dim=1))
+    assert torch.equal(op.layer_norm(a, numpy.array(a.shape)), op.layer_norm(a, a.shape))
+    assert torch.equal(op.conv2d(x, w, stride=one, padding=one, groups=one), op.conv2d(x, w, padding=1))
+    assert op.moe(a, a, torch.ones(4, 2, 4), torch.ones(4, 4, 2), top_k=one).shape == a.shape
+
+
+def test_integers_where_torch_has_them() -> None:
+    assert torch.equal(op.softmax(ints, dtype=torch.float64), torch.softmax(ints, -1, dtype=torch.float64))
+    stack = ints.expand(2, 4, 4)
+    found = op.gemm(stack, stack, ints, alpha=2.0, beta=3)
+    assert found.dtype is torch.int64 and torch.equal(found, 2 * stack @ stack + 3 * ints)
+
+
+def test_a_mixture_of_tokens_without_width() -> None:
+    found = op.moe(torch.ones(3, 0), torch.ones(4, 0), torch.ones(4, 2, 0), torch.ones(4, 0, 2))
+    assert found.shape == (3, 0)

@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera import op, stream
 from tessera.errors import ArgumentError, TileError
-from tessera.op import attention, attention_ops, hints, tile
+from tessera.op import attention, attention_ops, hints, masks, tile
 
 from kernel_checks import check_interpreted, spilled_bytes
 
@@ -372,6 +373,109 @@ def test_errors_name_the_argument(call, named):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert named in str(caught.value) and caught.value.fix
+
+
+def far_masked(dtype, causal):
+    """Masks that are added: a query that sees no key by -1e9, one by the smallest number, keys that nobody sees."""
+    mask = torch.zeros(2, 1, 6, 6, dtype=dtype)
+    mask[0, :, 2] = -1e9
+    mask[1, :, :, :3] = -1e9
+    mask[1, :, 5] = torch.finfo(dtype).min
+    seen = mask.double()
+    if causal:
+        seen = seen.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -math.inf)
+    return mask, seen - seen.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "causal"), [({}, False), ({"tile_shape": (64, 32)}, False), ({"tile_shape": (64, 32)}, True)]
+)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_a_query_without_keys_by_an_added_mask(options, causal, dtype, most):
+    """Its weights are those without the mask; a sum's logarithm beside 1e9 is none (torch's own: 6 times too large)."""
+    torch.manual_seed(3)
+    qkv = [torch.randn(2, 3, 6, 8).to(dtype).requires_grad_() for _ in range(3)]
+    g = torch.randn(2, 3, 6, 8).to(dtype)
+    mask, level = far_masked(dtype, causal)
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    true = torch.softmax(wide[0] @ wide[1].mT / math.sqrt(8) + level, -1) @ wide[2]
+    found = op.flash_attention(*qkv, attn_mask=mask, causal=causal, **options)
+    wanted = true, *torch.autograd.grad(true, wide, g.double())
+    for mine, theirs in zip((found, *torch.autograd.grad(found, qkv, g)), wanted, strict=True):
+        assert (mine.double() - theirs).abs().max() <= most
+
+
+def test_masks_near_zero_and_their_gradients_stay_as_they_are():
+    torch.manual_seed(4)
+    q, bias = torch.randn(1, 2, 5, 8, requires_grad=True), (50 * torch.randn(2, 5, 5)).requires_grad_()
+    with torch.no_grad():
+        bias[0, 1] = -math.inf
+    runs = [run(q, q, q, attn_mask=bias) for run in (op.flash_attention, F.scaled_dot_product_attention)]
+    assert torch.equal(*runs)
+    found = [torch.autograd.grad(y.nan_to_num().square().sum(), (q, bias)) for y in runs]
+    assert all(torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) for a, b in zip(*found, strict=True))
+    lifted = (bias.detach() + 5000).requires_grad_()
+    y = op.flash_attention(q, q, q, attn_mask=lifted)
+    assert torch.autograd.grad(y.nan_to_num().square().sum(), lifted)[0].shape == lifted.shape
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_mask_follows_the_precision(precision, dtype):
+    q, mask = torch.randn(1, 2, 5, 8).to(dtype), torch.zeros(5, 5, dtype=dtype)
+    mask[:, 3:] = torch.finfo(dtype).min
+    found = op.flash_attention(q, q, q, attn_mask=mask, precision=precision)
+    wanted = op.flash_attention(q, q[:, :, :3], q[:, :, :3], precision=precision)
+    assert found.dtype is dtype and torch.allclose(found, wanted, atol=1e-2)
+
+
+def test_layers_share_one_levelled_mask():
+    q, mask = torch.randn(1, 2, 5, 8, requires_grad=True), torch.zeros(1, 1, 5, 6)
+    seen = [masks.levelled(mask[..., :5], q, q, q, causal=False) for _ in range(2)]
+    assert seen[0] is seen[1] and torch.equal(seen[0], mask[..., :5])
+    mask[..., 2, :] = -1e9  # counted by torch
+    assert not masks.levelled(mask[..., :5], q, q, q, causal=False).any()
+    assert masks.levelled(mask, q.detach(), q.detach(), q.detach(), causal=False) is mask
+
+
+@pytest.mark.parametrize("options", [{}, {"tile_shape": (64, 32)}])
+def test_a_levelled_mask_lives_as_long_as_layers_have_saved_it(options):
+    q, values = torch.randn(1, 2, 5, 8, requires_grad=True), np.zeros((5, 5), dtype=np.float32)
+    mask = torch.from_numpy(values)
+    y = op.flash_attention(q, q, q, attn_mask=mask, **options)
+    assert masks.levelled(mask, q, q, q, causal=False) is masks._kept[mask].levelled()
+    y.sum().backward()
+    assert masks._kept[mask].levelled() is None
+    values[:, 3:] = -math.inf  # of which torch knows nothing
+    y = op.flash_attention(q, q, q, attn_mask=mask, **options)
+    assert torch.allclose(y, F.scaled_dot_product_attention(q, q, q, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_expanded_mask_is_levelled_as_small_as_it_is(causal):
+    q, mask = torch.randn(2, 3, 5, 8, requires_grad=True), torch.zeros(1, 1, 5, 6)
+    mask[..., 2, :] = -1e9
+    whole = mask.expand(2, 3, 5, 6)
+    found = masks.levelled(whole, q, q.new_ones(2, 3, 6, 8), q, causal)
+    assert found.shape == whole.shape and found.untyped_storage().nbytes() == mask.nbytes
+    assert torch.equal(found, masks.levelled(whole.contiguous(), q, q.new_ones(2, 3, 6, 8), q, causal))
+
+
+def test_a_mask_of_fixed_shape_beside_queries_of_any():
+    q, mask = torch.randn(1, 2, 5, 8), torch.zeros(1, 2, 5, 5)
+    torch._dynamo.maybe_mark_dynamic(q, 2)
+    run = torch.compile(
+        lambda q: op.flash_attention(q, q, q, attn_mask=mask, tile_shape=TILE), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.allclose(run(q), F.scaled_dot_product_attention(q, q, q), atol=1e-5)
+
+
+def test_gradients_of_gradients_where_a_query_sees_no_key():
+    q, mask = torch.randn(1, 1, 5, 8, requires_grad=True), torch.zeros(5, 5)
+    mask[2] = -math.inf
+    y = op.flash_attention(q, q, q, attn_mask=mask, tile_shape=(64, 32))
+    (first,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), q)[0].isfinite().all()
 
 
 if __name__ == "__main__":

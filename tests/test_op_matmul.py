@@ -17,8 +17,8 @@ from hypothesis import strategies as st  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from tessera import op, stream  # noqa: E402
-from tessera.errors import ArgumentError, TileError  # noqa: E402
-from tessera.op import hints, padding, tiled  # noqa: E402
+from tessera.errors import ArgumentError, TileError, ToleranceError  # noqa: E402
+from tessera.op import bounded, hints, padding, tiled  # noqa: E402
 from tessera.op.conv import tiled_conv2d  # noqa: E402
 
 TILE = (64, 64, 32)
@@ -459,6 +459,56 @@ def test_a_tile_scales_each_matrix_of_a_stack(precision: str, tolerance: float |
     assert error(shared[1], a[0].double() @ b[1].double()) <= 5e-2
 
 
+def test_what_is_probed_is_the_product_of_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(6)
+    bounded.forget()
+    small = torch.tensor([1.0, 1e-12])[:, None, None]  # one scale for both would lose the second
+    a, b = torch.randn(2, 64, 64) * small, torch.randn(2, 64, 64) * small.flip(0)
+    op.matmul(a, b, precision="fp16", error_tolerance=1e-3, tile_shape=TILE)
+    assert op.choices()[-1].precision == "fp16"
+    op.matmul(a, b, precision="fp16", error_tolerance=1e-3)
+    assert op.choices()[-1].precision != "fp16"  # nor is the tile's choice taken for another product
+    right = tiled._computed
+    monkeypatch.setattr(tiled, "_computed", lambda *given, **how: 1.1 * right(*given, **how))
+    with pytest.raises(ToleranceError):
+        op.matmul(a[0], b[0], error_tolerance=1e-2, tile_shape=TILE)
+
+
+@pytest.mark.parametrize("options", [{"error_tolerance": 4e-3}, {"accumulate": "fp32"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_that_were_checked_or_asked_for_are_not_the_librarys_own(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Those of 16-bit operands may be split and rounded: where products cancel, one was off by 0.4 on a CPU."""
+    torch.manual_seed(3)
+    bounded.forget()
+    a, b = torch.randn(64, 48).to(dtype), torch.randn(48, 32).to(dtype)
+    right = padding.matmul
+    monkeypatch.setattr(padding, "matmul", lambda a, b: 1.1 * right(a, b))
+    true = a.double() @ b.double()
+    assert error(op.matmul(a, b), true) > 0.09
+    for call in (op.matmul, op.gemm, lambda a, b, **how: op.linear(a, b.mT, **how)):
+        assert error(call(a, b, **options), true) <= 4e-3
+    assert error(op.matmul(a, b, accumulate="fast"), true) > 0.09
+
+
+@pytest.mark.parametrize("call", [op.matmul, op.gemm, lambda a, b, **how: op.linear(a, b.mT, **how)])
+def test_a_tile_and_a_tolerance_choose_when_a_compiled_graph_runs(call: Any) -> None:
+    torch.manual_seed(3)
+    bounded.forget()
+    torch._dynamo.reset()
+    a, b = torch.randn(128, 64), torch.randn(64, 96)
+    how = {"tile_shape": TILE, "precision": "fp8", "error_tolerance": 5e-2}
+    run = torch.compile(lambda a, b: call(a, b, **how), backend="aot_eager", fullgraph=True)
+    found = run(a, b)
+    assert op.choices()[-1].precision == "fp8"
+    assert torch.equal(found, call(a, b, **how))
+    assert 1e-3 < error(found, a.double() @ b.double()) <= 5e-2
+    a.requires_grad_()
+    run(a, b).sum().backward()
+    assert error(a.grad, torch.ones(128, 96).double() @ b.mT.double()) <= 5e-2
+
+
 @pytest.mark.parametrize("call", [op.matmul, op.gemm, lambda a, b, **how: op.linear(a, b.mT, **how)])
 def test_gradients_are_within_the_tolerance_too(call: Any) -> None:
     torch.manual_seed(0)
@@ -494,3 +544,10 @@ def test_promised_fp32_is_fp32_whatever_the_program_allows() -> None:
         assert float((op.matmul(a, b, precision="fp32").double() - exact).norm() / exact.norm()) < 1e-6
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_an_addend_of_fixed_shape_beside_a_product_of_any() -> None:
+    a, b, c = torch.randn(4, 6), torch.randn(6, 8), torch.randn(1, 8)
+    torch._dynamo.maybe_mark_dynamic(b, 1)
+    run = torch.compile(lambda b: op.gemm(a, b, c), backend="aot_eager", fullgraph=True)
+    assert torch.allclose(run(b), a @ b + c, atol=1e-5)

@@ -305,6 +305,8 @@ def test_a_stream_of_the_cpu_keeps_order():
         (lambda: op.rms_norm(torch.ones(2, 3), residual=torch.ones(2, 3).double()), "residual is 2x3 torch.float64"),
         (lambda: op.rms_norm(torch.ones(2, 3), torch.ones(3, device="meta")), "weight is on meta"),
         (lambda: op.rms_norm(torch.ones(()), None), "normalized_shape is a scalar"),
+        (lambda: op.rms_norm(torch.ones(2, 3), (3,)), "normalized_shape=(3,)"),
+        (lambda: op.rms_norm(torch.ones(2, 3), 3), "normalized_shape=3"),
     ],
 )
 def test_errors_name_the_argument(call, named):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -57,6 +58,17 @@ def test_too_much_shared_memory_names_the_bytes_and_the_nearest_tile() -> None:
     assert "294,912 bytes" in said and "sm_90 has 232,448" in said
     assert "tile_shape=(128, 128, 128)" in said
     assert tile.check("matmul", Tile(128, 128, 128), torch.bfloat16, 3, 4, 90).shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+def test_the_nearest_tile_of_whole_fragments_is_one_too(warps: int) -> None:
+    with pytest.raises(TileError) as refused:
+        tile.check("matmul", Tile(64, 256, 256), "bf16", 3, warps, 90)
+    found = re.search(r"tile_shape=\((\d+), (\d+), (\d+)\)", str(refused.value.fix))
+    assert found is not None
+    nearest = Tile(*map(int, found.groups()))
+    assert nearest.bm % 64 == 0  # where `advise` has nothing to say
+    assert tile.check("matmul", nearest, "bf16", 3, warps, 90).shared_bytes <= 227 * 1024
 
 
 def test_the_nearest_tile_of_a_small_chip_is_smaller() -> None:

@@ -328,6 +328,21 @@ def test_plans_that_cannot_be(wrong):
         precision_schedule("fp8", window=2)
 
 
+@pytest.mark.parametrize("wrong", [5, None, [], [5], ["fp32"], [("fp32", "100"), "fp8"], [("fp32", 1, 2)], [(8, None)]])
+def test_what_is_no_list_of_stages_is_named(wrong):
+    with pytest.raises(ArgumentError, match="stages=") as caught:
+        precision_schedule(wrong)
+    assert "fp32 until 100, then fp8" in str(caught.value.fix)
+
+
+def test_a_schedule_prints_its_plan_and_where_it_stands():
+    schedule = precision_schedule("fp32 until 1, then fp8")
+    assert repr(schedule) == "PrecisionSchedule('fp32 until 1, fp8': step 0 in fp32)"
+    schedule.observe(1.0)
+    schedule.observe(float("nan"))
+    assert repr(schedule) == "PrecisionSchedule('fp32 until 1, fp8': step 2 in fp32, held up by the guard)"
+
+
 @given(ends=st.lists(st.integers(1, 60), min_size=2, max_size=2, unique=True).map(sorted))
 @settings(max_examples=30, deadline=None)
 def test_the_plan_is_followed_when_all_is_well(ends):

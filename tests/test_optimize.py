@@ -223,6 +223,20 @@ def test_a_model_for_inference_with_inductor():
     assert "rewritten: flash_attention: " in str(profile)
 
 
+def test_the_second_program_of_a_process_has_its_rewrites_too():
+    """Dynamo would take sizes that differ from the first one's for sizes that change."""
+    torch._dynamo.reset()
+
+    def masked(q, k, v):
+        i = torch.arange(q.shape[-2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=i[:, None] >= i[None, :])
+
+    for size in (32, 64):
+        given = tuple(torch.randn(2, 4, size, 16) for _ in range(3))
+        fast = tessera.optimize(masked, given, device="h200", ways=["default"], budget_s=0)
+        assert [r.after for r in fast.rewrites if r.rule == "known mask"] == ["scaled_dot_product_attention (causal)"]
+
+
 def test_a_model_for_training_with_inductor():
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
     x = torch.randn(16, 32)
@@ -355,8 +369,10 @@ def test_nothing_that_works_is_an_error(monkeypatch):
         return compile_graph
 
     monkeypatch.setattr(ways, "backend", refuses)
-    with pytest.raises(RewriteError, match="did not compile"):
+    with pytest.raises(RewriteError, match="no way to run this program compiles") as caught:
         tessera.optimize(nn.Linear(4, 4), torch.randn(2, 4))
+    assert "did not compile" in caught.value.why
+    assert "a part that compiles" in caught.value.fix
 
 
 def test_a_step_with_dropout_is_checked_in_eval_mode_and_leaves_no_trace(uncompiled):
@@ -416,8 +432,21 @@ def test_wrong_arguments_are_named():
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=said):
             tessera.optimize(model, x, **wrong)
+    with pytest.raises(ArgumentError, match=r"a Tensor of shape \(2, 3\), which cannot be called") as caught:
+        tessera.optimize(torch.full((2, 3), 7.0))
+    assert "7." not in str(caught.value)  # a tensor may have millions of elements
     with pytest.raises(ArgumentError, match="cannot be called"):
         tessera.optimize(3)
+
+
+def test_inputs_the_program_does_not_take_are_said():
+    model, wrong = nn.Linear(4, 4), torch.randn(2, 5)
+    with pytest.raises(RewriteError, match="does not run on these inputs") as caught:
+        tessera.optimize(model, wrong)
+    assert "RuntimeError: mat1 and mat2" in str(caught.value.why) and "inputs" in str(caught.value.fix)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # a call fails as a call of the model does
+        tessera.optimize(model)(wrong)
 
 
 @settings(max_examples=40, deadline=None)

@@ -118,8 +118,8 @@ def test_values_that_only_a_float_has():
 
 def test_distributions_check_their_arguments():
     def loss(x):
-        q = torch.distributions.Normal(x, x.exp())
-        p = torch.distributions.Categorical(logits=x)
+        q = torch.distributions.Normal(x, x.exp(), validate_args=True)  # others may have turned it off
+        p = torch.distributions.Categorical(logits=x, validate_args=True)
         return q.log_prob(q.rsample()).sum() + p.log_prob(p.sample()).sum()
 
     graph = capture(loss, torch.randn(4, 8))

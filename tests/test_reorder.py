@@ -61,6 +61,8 @@ def test_hot_and_cool_work_is_interleaved():
     assert found.peak_w_before == pytest.approx(700.0)
     assert found.peak_w_after == pytest.approx(450.0)
     assert found.rewrites[0].rule == "reorder" and "450 W" in found.rewrites[0].after
+    assert str(found).startswith("peak 700 W before, 450 W after (mean over 2 ms); ")
+    assert len(str(found)) < 140  # the places of all operators are not in it
 
 
 def test_a_chain_has_one_order():

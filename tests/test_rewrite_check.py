@@ -12,6 +12,7 @@ import threading
 import types
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,7 +145,7 @@ def test_numbers_of_python_are_as_exact_as_the_program() -> None:
         x = torch.ones(8, dtype=dtype)
         assert verdict(lambda x: float(x.sum()), lambda x: 1.01 * float(x.sum()), x).ok == ok
     assert verdict(lambda: math.nan, lambda: math.nan).ok
-    assert not verdict(lambda: 1.0, lambda: math.nan).ok
+    assert verdict(lambda: 1.0, lambda: math.nan).why == "result[0]: infinities or NaNs differ"
     assert not verdict(lambda: 2**80, lambda: 2**80 + 1).ok
 
 
@@ -198,6 +199,7 @@ def test_leaves_of_what_is_deep_or_closed() -> None:
     assert leaves(nn.Linear(1, 1), "result") == {"result": Unknown("is a Linear")}
     assert leaves(len, "result") == {"result": Unknown("is a builtin_function_or_method")}
     assert leaves(Own, "result") == {"result[0]": Own}
+    assert leaves(np.zeros(2, dtype=np.longdouble), "result") == {"result": Unknown("is an array of float128")}
     assert leaves({1, 2}, "result") == {"result[0]": {1, 2}}
     assert leaves(ValueError("x"), "result") == {"result": Unknown("is a ValueError")}
 
@@ -253,6 +255,16 @@ def moves(x: Any, held: Any) -> Any:
     return held.y * 1.0
 
 
+def sums(total: Any) -> Any:
+    total += 1
+    return torch.from_numpy(total.astype(np.float32))
+
+
+def names(known: Any) -> Any:
+    known.add("new")
+    return torch.ones(1) * len(known)
+
+
 WRITES = {
     "tensor": (lambda x: x.add_(1.0) * 2, lambda: (torch.zeros(3),)),
     "view": (lambda x: x[1:].mul_(3.0).sum(), lambda: (torch.ones(3),)),
@@ -262,6 +274,11 @@ WRITES = {
     "dictionary": (counts, lambda: (torch.ones(2), {"n": 1, "old": torch.ones(1)})),
     "object": (moves, lambda: (torch.ones(2), Own(torch.zeros(2)))),
     "dataclass": (moves, lambda: (torch.ones(2), Data(torch.zeros(2)))),
+    "array": (sums, lambda: (np.zeros((2, 3)),)),
+    "a part of an array": (sums, lambda: (np.zeros((4, 6))[1::2, ::3],)),
+    "array backwards": (sums, lambda: (np.arange(3)[::-1],)),
+    "array of other bytes": (sums, lambda: (np.zeros(3, dtype=">f4"),)),
+    "set": (names, lambda: ({"old"},)),
 }
 
 
@@ -536,6 +553,41 @@ def test_objects_that_know_each_other_are_opened_once() -> None:
         one.others = list(many)
     found = leaves(many[0], "result")
     assert sum(isinstance(leaf, torch.Tensor) for leaf in found.values()) == 12
+
+
+def lists_of_lists() -> Any:
+    """Two to the twenty-third paths lead to the one tensor."""
+    made: Any = [torch.ones(1)]
+    for i in range(22):
+        made = [made, made] if i % 2 else {"a": made, "b": made}
+    return made
+
+
+def lists_that_know_each_other() -> Any:
+    many: list[Any] = [[torch.tensor(float(i))] for i in range(14)]
+    for one in many:
+        one.extend(many)
+    return many
+
+
+@pytest.mark.parametrize("made", [lists_of_lists, lists_that_know_each_other])
+def test_lists_that_share_lists_are_not_gone_through_by_every_path(made: Any) -> None:
+    """It would take hours."""
+    thing = made()
+    tensors = {id(leaf) for leaf in leaves(thing, "result").values() if torch.is_tensor(leaf)}
+    assert len(tensors) == (1 if made is lists_of_lists else 14)
+    twin = mapped(torch.clone, thing)
+    copies = {id(leaf) for leaf in leaves(twin, "result").values() if torch.is_tensor(leaf)}
+    assert len(copies) == len(tensors) and not copies & tensors
+    if made is lists_that_know_each_other:
+        assert twin[3][1] is twin[0] and twin[3][4] is twin[3]
+    assert leaves(twin, "result").keys() == leaves(thing, "result").keys()
+
+
+def test_large_lists_with_two_names_are_found_under_both() -> None:
+    hidden = [torch.ones(1)] * 3000
+    for pair in ({"a": hidden, "b": hidden}, {"a": hidden, "b": list(hidden)}):
+        assert len(leaves(pair, "result")) == 6000
 
 
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc"])

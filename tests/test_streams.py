@@ -507,6 +507,8 @@ def test_prefetch_on_a_cpu_passes_batches_as_they_are(cpu):
         (lambda: memcpy.prefetch(batches, depth=0), "depth=0"),
         (lambda: memcpy.prefetch(3), "loader is a int"),
         (lambda: memcpy.prefetch(batches, device="meta"), "device='meta'"),
+        (lambda: memcpy.prefetch(batches, device="gpu"), "device='gpu' is no device"),
+        (lambda: memcpy.prefetch(batches, device=[1]), r"device=\[1\] is no device"),
         (lambda: memcpy.prefetch(batches, device="cuda"), "no CUDA device"),
     ):
         with pytest.raises(ArgumentError, match=said):

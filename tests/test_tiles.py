@@ -76,6 +76,8 @@ def test_a_step_on_the_cpu():
     assert "a step:" in str(found)
     with pytest.raises(ArgumentError):
         graph.profile(lambda: None, steps=0)
+    with pytest.raises(ArgumentError, match="step_fn is a int, which cannot be called"):
+        graph.profile(3)
 
 
 def test_rewrites_are_read_off_names_and_joined_with_what_was_told():

@@ -18,6 +18,11 @@ from .tiles import GraphProfile, joined, operators
 
 def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: str | None) -> GraphProfile:
     """Run and look; see `tessera.graph.profile`."""
+    if not callable(step_fn):
+        raise ArgumentError(
+            f"step_fn is a {type(step_fn).__name__}, which cannot be called",
+            fix="graph.profile(step): a function without arguments that does one step",
+        )
     if steps < 1 or warmup < 0:
         raise ArgumentError(f"steps={steps}, warmup={warmup} are no numbers of steps", fix="steps=5, warmup=2")
     for _ in range(warmup):

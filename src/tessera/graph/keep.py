@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
@@ -164,7 +165,9 @@ class _Leaves:
 
 def _own(value: Any, around: Any) -> bool:
     """Of a module's names only what the program made there: not the functions and classes of libraries."""
-    return isinstance(value, (torch.Tensor, dict, list, tuple)) or getattr(value, "__globals__", None) is around
+    if issubclass(type(value), types.FunctionType):  # by its type: a stranger's __getattr__ may do anything
+        return value.__globals__ is around
+    return issubclass(type(value), (torch.Tensor, dict, list, tuple))
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def prefetch(
     import torch
 
     _check(loader, depth)
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where = _device(torch, device)
     if where.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device={device!r}", fix='device="cuda" or "cpu"')
     if where.type == "cpu":
@@ -59,6 +59,15 @@ def prefetch(
             f"stream={stream.name!r} is on {stream.device}, device={device!r}", fix="one device for both"
         )
     return _ahead(loader, depth, Stager(torch, where, stream))
+
+
+def _device(torch: Any, device: Any) -> Any:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ArgumentError(f"device={device!r} is no device of torch", fix='device="cuda" or "cpu"') from e
 
 
 @functools.cache

@@ -170,5 +170,5 @@ def signals_to(child: subprocess.Popen[bytes] | None = None) -> Iterator[Callabl
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
-        for signum in early:
-            signal.raise_signal(signum)
+        for missed in early:
+            signal.raise_signal(missed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -31,9 +32,13 @@ def on(stream: Stream | None, *named: Any) -> contextlib.AbstractContextManager[
 
 
 def tensors(
-    op: str, *, one_dtype: bool = True, floating: bool = True, optional: Collection[str] = ("bias",), **named: Any
-) -> None:
-    """Each is a tensor (`optional` ones may be None), on one device and, unless told, of one floating dtype."""
+    op: str, *, one_dtype: bool = True, floating: bool = True, real: bool = False,
+    optional: Collection[str] = ("bias",), **named: Any,
+) -> None:  # fmt: skip
+    """Each is a tensor (`optional` ones may be None), on one device and, unless told, of one floating dtype.
+
+    Complex is floating too, but where `real` numbers are asked for.
+    """
     first = where = None
     for name, value in named.items():
         if value is None and name in optional:
@@ -48,6 +53,10 @@ def tensors(
             first, where = value, name
             if floating and not value.dtype.is_floating_point and not value.dtype.is_complex:
                 raise _dtype(op, name, value, "a floating dtype is needed", f"{name}.float()")
+            if real and value.dtype.is_complex:
+                raise _dtype(
+                    op, name, value, "it is defined for real numbers", f"{name}.real, {name}.imag or {name}.abs()"
+                )
             continue
         if value.device != first.device:
             raise ArgumentError(
@@ -61,6 +70,13 @@ def tensors(
 
 def _dtype(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
     return ArgumentError(f"op.{op}: {name} is {value.dtype}", why=why, fix=fix)
+
+
+def explain_dtype(op: str, name: str, value: Any, refused: NotImplementedError) -> None:
+    """Raise the error that names an argument whose dtype torch has no kernel for; return where it is something else."""
+    if "not implemented for '" in str(refused):
+        why = f"torch has no such kernel for {value.device.type} tensors"
+        raise _dtype(op, name, value, why, f"{name}.float()") from refused
 
 
 def product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
@@ -143,10 +159,17 @@ def one_of(op: str, name: str, value: Any, known: Iterable[str]) -> None:
 
 def expandable(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
     """`value` broadcasts to a shape."""
-    short = len(to) - value.ndim
-    if short < 0 or any(size not in (1, whole) for size, whole in zip(value.shape, to[short:], strict=True)):
+    if not broadcasts(value, to):
         said = "x".join(map(str, to)) or "a scalar"
         raise ArgumentError(f"op.{op}: {name} is {shape(value)}", why=f"the result is {said}", fix=f"reshape {name}")
+
+
+def broadcasts(value: Any, to: tuple[int, ...]) -> bool:
+    """Whether a tensor expands to a shape."""
+    short = len(to) - value.ndim
+    # Not `in (1, whole)`: torch.compile finds no number there that is equal to one of its symbols.
+    sizes = zip(value.shape, to[short:], strict=True)
+    return short >= 0 and all(size == 1 or size == whole for size, whole in sizes)  # noqa: PLR1714
 
 
 def addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
@@ -156,18 +179,44 @@ def addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
             return
     except AttributeError:
         pass
-    tensors(op, one_dtype=not autocasts(a), a=a, c=c)
+    tensors(op, one_dtype=not autocasts(a), floating=False, a=a, c=c)
     expandable(op, "c", c, to)
+
+
+def factors(op: str, a: Any, **named: Any) -> list[Any]:
+    """Numbers to multiply by; of integers they are whole: torch would cut them off without a word."""
+    found = []
+    integers = not (a.dtype.is_floating_point or a.dtype.is_complex)
+    for name, value in named.items():
+        scalar = isinstance(value, (numbers.Number, torch.SymFloat, torch.SymInt))
+        if not scalar and not (isinstance(value, torch.Tensor) and value.ndim == 0):
+            raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is a number")
+        if integers and not _has_no_fraction(value):
+            raise ArgumentError(f"op.{op}: {name}={value!r}", why=f"a is {a.dtype}", fix="a whole number, or a.float()")
+        found.append(int(value) if integers else value)
+    return found
+
+
+def _has_no_fraction(value: Any) -> bool:
+    try:
+        return bool(value == int(value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # complex, NaN, infinite
+        return False
+
+
+def whole(value: Any) -> bool:
+    """Whether it is a whole number: numpy's too, but no bool."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
     """One int for both directions, or two."""
     if type(value) is int and value >= least:
         return value, value
-    both = tuple(value) if isinstance(value, (tuple, list)) else ()
-    if len(both) != 2 or any(not isinstance(v, int) or isinstance(v, bool) or v < least for v in both):
+    both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(both) != 2 or any(not whole(v) or v < least for v in both):
         raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is an int of at least {least}, or two of them")
-    return both[0], both[1]
+    return int(both[0]), int(both[1])
 
 
 def shape(tensor: Any) -> str:

@@ -2,7 +2,8 @@
 
 Layouts and alignment are those of `torch.nn.functional.scaled_dot_product_attention`: (batch, heads, sequence, dim),
 and `causal` lets query i see the keys 0..i also where the lengths differ. With a tile, a query that may see no key gets
-zeros; a plain call gives what torch's backend gives (on an H200 with torch 2.11 and a boolean mask: not zeros).
+zeros; a plain call gives what torch's backend gives (on an H200 with torch 2.11 and a boolean mask: not zeros). A mask
+that is added hides nothing from a query whose keys all have its -1e9: they are weighed as without it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..stream import on as stream_on
 from . import arguments, hints, tile
 from .attention_errors import check_mask_dtype, check_mask_shape, check_scale, explain
 from .layouts import block_dim
+from .masks import levelled
 
 DTYPE_OF = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_TILE = (128, 64)  # used where a precision needs our kernel and no tile is given
@@ -107,7 +109,7 @@ def _alike(q: Any, k: Any, v: Any) -> bool:
 def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: bool) -> None:
     if attn_mask is None and not dropout_p and not enable_gqa and _alike(q, k, v):
         return
-    arguments.tensors("flash_attention", one_dtype=not arguments.autocasts(q), q=q, k=k, v=v)
+    arguments.tensors("flash_attention", one_dtype=not arguments.autocasts(q), real=True, q=q, k=k, v=v)
     if attn_mask is not None:
         arguments.tensors("flash_attention", one_dtype=False, q=q, attn_mask=attn_mask)
     for name, value in (("q", q), ("k", k), ("v", v)):
@@ -123,7 +125,7 @@ def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: b
         raise _wrong(
             "k", k, f"q is {arguments.shape(q)}: its heads must be a multiple of k's", "repeat heads, or drop some"
         )
-    if isinstance(dropout_p, str) or not 0.0 <= dropout_p < 1.0:
+    if dropout_p is None or isinstance(dropout_p, str) or not 0.0 <= dropout_p < 1.0:
         raise ArgumentError(f"op.flash_attention: dropout_p={dropout_p!r}", fix="from 0 up to, not including, 1")
 
 
@@ -145,7 +147,7 @@ def _run(
 ) -> Any:
     if precision is not None:  # and autocast does not apply
         dtype = q.dtype
-        q, k, v, cut = _cast(q, k, v, cut, precision)
+        q, k, v, mask, cut = _cast(q, k, v, mask, cut, precision)
         with arguments.uncast(q):
             out = _attend(q, k, v, causal, scale, mask, dropout_p, gqa, cut, precision)
         return out if out.dtype is dtype else out.to(dtype)
@@ -167,12 +169,17 @@ def _attend(
     extra = {"enable_gqa": True} if gqa else {}  # the keyword came with torch 2.5
     rule = _rule(q, causal, mask, dropout_p)
     try:
+        if mask is not None:
+            mask = levelled(mask, q, k, v, causal)
         if rule is None:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
         from torch.nn.attention import sdpa_kernel
 
         with sdpa_kernel(_order(rule.backend), set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
+    except NotImplementedError as e:
+        arguments.explain_dtype("flash_attention", "q", q, e)
+        raise
     except (RuntimeError, TypeError, IndexError) as e:
         explain(e, q, k, v, scale, mask, gqa)
         raise
@@ -199,7 +206,7 @@ def _order(first: str) -> list[Any]:
     return [known[first], *(backend for name, backend in known.items() if name != first)]
 
 
-def _cast(q: Any, k: Any, v: Any, cut: Any, precision: str) -> tuple[Any, Any, Any, Any]:
+def _cast(q: Any, k: Any, v: Any, mask: Any, cut: Any, precision: str) -> tuple[Any, Any, Any, Any, Any]:
     if precision == "fp8":
         raise ArgumentError(
             "op.flash_attention: precision='fp8'",
@@ -210,7 +217,9 @@ def _cast(q: Any, k: Any, v: Any, cut: Any, precision: str) -> tuple[Any, Any, A
     dtype = DTYPE_OF[precision]
     # torch multiplies fp32 heads as fp32; TF32 is our kernel's.
     needs_ours = precision == "tf32" and cut is None and q.is_cuda
-    return q.to(dtype), k.to(dtype), v.to(dtype), DEFAULT_TILE if needs_ours else cut
+    if mask is not None and mask.is_floating_point() and mask.dtype is not dtype:
+        mask = mask.float()  # was of q's own dtype, perhaps; fp32 goes with every one, and holds what fp16 does not
+    return q.to(dtype), k.to(dtype), v.to(dtype), mask, DEFAULT_TILE if needs_ours else cut
 
 
 def tiled(
@@ -230,7 +239,7 @@ def tiled(
     bm, bn = _tile(cut, q)
     _check_tiled(q, k, v, mask, scale)
     if mask is not None:
-        mask = mask.expand(*(q.shape[:-1]), k.shape[-2])
+        mask = levelled(mask, q, k, v, causal).expand(*(q.shape[:-1]), k.shape[-2])
     stages = warps = 0
     if not torch.compiler.is_compiling():
         stages, warps = attention_ops.pipeline(bm, bn, q.shape[-1])

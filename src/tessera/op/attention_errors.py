@@ -58,12 +58,7 @@ def _lead(name: str, x: Any, q: Any, gqa: bool) -> tuple[int, ...]:
 
 def check_mask_shape(mask: Any, scores: tuple[int, ...], least: int = 2) -> None:
     """The mask broadcasts to the scores, and has the dimensions that torch wants of it."""
-    short = len(scores) - mask.ndim
-    if (
-        mask.ndim < least
-        or short < 0
-        or any(size not in (1, to) for size, to in zip(mask.shape, scores[short:], strict=True))
-    ):
+    if mask.ndim < least or not arguments.broadcasts(mask, scores):
         raise ArgumentError(
             f"op.flash_attention: attn_mask is {arguments.shape(mask)}",
             why=f"the scores are {'x'.join(map(str, scores))}",

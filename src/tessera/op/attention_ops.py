@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, hints, tile
-from .eager import at, differentiated, function, straight
+from .eager import at, composed, differentiated, function, straight, transformed
 from .layouts import alike, block_dim
 
 LOG2E = math.log2(math.e)
@@ -107,12 +107,17 @@ def attention_op(
     with arguments.uncast(q):
         scores = _scores(q, k, mask, scale, causal)
         lse = torch.logsumexp(scores, -1)
-        blind = lse == -math.inf
-        p = torch.exp(scores - torch.where(blind, math.inf, lse)[..., None])
+        p = _probabilities(scores)
         if seed is not None:
             p = p * _kept(seed, dropout_p, p.shape, p.dtype)
         out = alike(q).copy_(torch.einsum("bhgqk,bhkd->bhgqd", p, v.to(p.dtype)).reshape(q.shape))
-    return out, torch.where(blind, math.inf, lse * LOG2E).reshape(q.shape[:3])
+    return out, torch.where(lse == -math.inf, math.inf, lse * LOG2E).reshape(q.shape[:3])
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """Softmax; zeros in the row of a query that sees no key. Not exp(scores - lse): beside 1e9 the lse has no room."""
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)  # NaN would have NaN as gradient
 
 
 def _spread(x: Tensor) -> Tensor:
@@ -183,21 +188,29 @@ def attention_backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float,
     causal: bool, seed: Tensor | None, dropout_p: float, precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), the probabilities made again from `lse`."""
-    scores = _scores(q, k, mask, scale, causal)
-    shape = scores.shape[:4]
-    p = torch.exp(scores - lse.reshape(shape)[..., None] / LOG2E)
-    gradient = dout.to(p.dtype).reshape(*shape, -1)
-    delta = (gradient * out.to(p.dtype).reshape(*shape, -1)).sum(-1, keepdim=True)
-    change, weight = torch.einsum("bhgqd,bhkd->bhgqk", gradient, v.to(p.dtype)), p
-    if seed is not None:
-        kept = _kept(seed, dropout_p, p.shape, p.dtype)
-        change, weight = change * kept, p * kept
-    ds = p * (change - delta) * scale
-    dq = torch.einsum("bhgqk,bhkd->bhgqd", ds, k.to(p.dtype)).reshape(q.shape)
-    dk = torch.einsum("bhgqk,bhgqd->bhkd", ds, q.to(p.dtype).reshape(*shape, -1))
-    dv = torch.einsum("bhgqk,bhgqd->bhkd", weight, gradient)
+    """(dq, dk, dv); on CUDA the probabilities are made again from `lse`."""
+    dq, dk, dv = _by_torch(dout, q, k, v, mask, scale, causal, seed, dropout_p)
     return alike(q).copy_(dq), alike(k).copy_(dk), alike(v).copy_(dv)
+
+
+def _by_torch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool,
+    seed: Tensor | None, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) by operations that have gradients and rules for vmap themselves."""
+    with arguments.uncast(q):
+        p = _probabilities(_scores(q, k, mask, scale, causal))
+        shape = p.shape[:4]
+        gradient = dout.to(p.dtype).reshape(*shape, -1)
+        change, weight = torch.einsum("bhgqd,bhkd->bhgqk", gradient, v.to(p.dtype)), p
+        if seed is not None:
+            kept = _kept(seed, dropout_p, p.shape, p.dtype)
+            change, weight = change * kept, p * kept
+        ds = p * (change - (p * change).sum(-1, keepdim=True)) * scale
+        dq = torch.einsum("bhgqk,bhkd->bhgqd", ds, k.to(p.dtype)).reshape(q.shape)
+        dk = torch.einsum("bhgqk,bhgqd->bhkd", ds, q.to(p.dtype).reshape(*shape, -1))
+        dv = torch.einsum("bhgqk,bhgqd->bhkd", weight, gradient)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @attention_backward_op.register_kernel("cuda")
@@ -229,13 +242,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _gradient(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, mask, seed, out, lse = ctx.saved_tensors
+    if differentiated(dout, q, k, v) or transformed():  # a gradient of these is wanted, or a map of them
+        return *_by_torch(dout, q, k, v, mask, ctx.scale, ctx.causal, seed, ctx.dropout_p), *(None,) * 10
     given = (dout, q, k, v, mask, out, lse, ctx.scale, ctx.causal, seed, ctx.dropout_p, ctx.precision)
-    here = straight(q, dout, k, v, mask) and not differentiated(dout, q, k, v)
-    way = _attention_backward_cuda if here else attention_backward_op
+    way = _attention_backward_cuda if straight(q, dout, k, v, mask) else attention_backward_op
     return *way(*given), *(None,) * 10
 
 
 attention_op.register_autograd(_gradient, setup_context=_setup)
+_composed = composed(attention_op, _setup, _gradient, "flash_attention", "tile_shape")
 
 
 _attention_function = function(
@@ -252,5 +267,5 @@ def attention(
     """What the operator gives; straight by its kernel where nobody would see the operator (eager.py)."""
     given = (q, k, v, mask, scale, causal, bm, bn, stages, warps, seed, dropout_p, precision)
     if type(scale) is not float or type(dropout_p) is not float or not straight(q, k, v, mask, seed):
-        return attention_op(*given)
+        return _composed(*given)
     return _attention_function(*given) if differentiated(q, k, v, mask) else _attention_cuda(*given)

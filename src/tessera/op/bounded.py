@@ -29,6 +29,7 @@ import torch
 from ..errors import ArgumentError, ToleranceError
 from . import bounds, lowprec, prepared
 from .candidates import Way, order
+from .eager import valueless
 
 RECHECK_EVERY = 1000
 _WATCH_EVERY = 16
@@ -93,8 +94,11 @@ def choose(
     recheck_every: int = RECHECK_EVERY,
     costs: Mapping[str, float] | None = None,
     refuse: bool = True,
+    tile: tuple[str, tuple[int, ...]] | None = None,
 ) -> Choice:
     """The cheapest precision of `a @ b` within a relative Frobenius error; `lowprec.mm` runs it.
+
+    With `tile`, an operator's name and a tile's sides, our kernel of that tile runs it, and is what is probed.
 
     `kind` is "matmul". `allowed` limits the candidates (full precision always is one). `first` is the precision that
     was asked for by name: it is tried before cheaper or dearer ones, then only finer ones are. `accumulate` is kept to
@@ -111,16 +115,16 @@ def choose(
     out = a.dtype if out_dtype is None else out_dtype
     key = (
         a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, tolerance, out, accumulate, first,
-        None if allowed is None else tuple(allowed), _identity(a), _identity(b), prepared.which(b), refuse,
+        None if allowed is None else tuple(allowed), _identity(a), _identity(b), prepared.which(b), refuse, tile,
     )  # fmt: skip
     kept = _choices.get(key)
     if kept is not None and _still_good(kept, a, b, recheck_every):
         return kept.choice
-    if a.device.type == "meta" or _capturing(a):
+    if valueless(a) or _capturing(a):
         return _unchecked(kind, a, b, tolerance, accumulate)
     ways = order(a, b, out, allowed=allowed, first=first, accumulate=accumulate, costs=costs)
     with torch.no_grad():
-        choice, amax = _decide(kind, a, b, tolerance, out, ways, refuse)
+        choice, amax = _decide(kind, a, b, tolerance, out, ways, refuse, tile)
     with _lock:
         _choices[key] = _Kept(choice, amax)
         _choices.move_to_end(key)
@@ -147,9 +151,9 @@ def forget() -> None:
 
 
 def _decide(
-    kind: str, a: Any, b: Any, tolerance: float, out: Any, ways: Sequence[Way], refuse: bool
+    kind: str, a: Any, b: Any, tolerance: float, out: Any, ways: Sequence[Way], refuse: bool, tile: Any
 ) -> tuple[Choice, tuple[float, float]]:
-    look, full = bounds.operands(a, b), lowprec.FULL[a.dtype]
+    look, full = bounds.operands(a, b, each=tile is not None), lowprec.FULL[a.dtype]
     common: dict[str, Any] = {"kind": kind, "shape": _shape(a, b), "tolerance": tolerance}
     if not look.finite:
         why = "an operand has values that are not finite: no error can be bounded, full precision runs"
@@ -163,7 +167,7 @@ def _decide(
         if bound > tolerance and precision != full:
             seen.append(Candidate(**way, energy_j=joules, verdict="foretold too coarse"))
             continue
-        error = bounds.found(look, lowprec.mm(a, b, precision, sums, out)).upper
+        error = bounds.found(look, _tried(a, b, precision, sums, out, tile)).upper
         if precision == "fp64":  # the probes are fp64 themselves: they cannot see its error
             error = max(error, bound)
         verdict = "taken" if error <= tolerance else "found too coarse"
@@ -181,6 +185,16 @@ def _decide(
         **common, precision=last.precision, accumulate=last.accumulate, bound=last.bound, checked=True,
         sampled_error=last.sampled_error, why=f"full precision runs: {refusal.what}", candidates=tuple(seen),
     ), look.amax  # fmt: skip
+
+
+def _tried(a: Any, b: Any, precision: str, sums: str, out: Any, tile: Any) -> torch.Tensor:
+    """The product as it will run: a tile's scales each matrix of a stack by itself, and sums in another order."""
+    if tile is None:
+        return lowprec.mm(a, b, precision, sums, out)
+    from . import tiled
+
+    found: torch.Tensor = tiled.product(tile[0], a, b, tile[1], precision=precision, advise=False)
+    return found
 
 
 def _why(seen: Sequence[Candidate], full: str) -> str:
@@ -211,7 +225,7 @@ def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> Toler
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _checked(
@@ -238,7 +252,9 @@ def _checked(
 
 
 def _unchecked(kind: str, a: Any, b: Any, tolerance: float, accumulate: str | None) -> Choice:
-    reason = "meta tensors have no values" if a.device.type == "meta" else "a graph is being captured or compiled"
+    reason = "a graph is being captured, compiled or mapped"
+    if a.is_meta or isinstance(a, torch._subclasses.FakeTensor):
+        reason = "meta tensors have no values"
     return Choice(
         kind=kind, shape=_shape(a, b), precision=lowprec.FULL[a.dtype], accumulate=accumulate or "fp32",
         tolerance=tolerance, bound=None, sampled_error=None, checked=False,

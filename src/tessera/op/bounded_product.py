@@ -13,6 +13,7 @@ import torch
 
 from . import lowprec
 from .bounded import choose
+from .eager import composed
 
 
 def bounded_mm(
@@ -24,11 +25,13 @@ def bounded_mm(
     first: str | None = None,
     accumulate: str | None = None,
     out_dtype: torch.dtype | None = None,
+    tile: tuple[str, Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """`a @ b` in the cheapest precision within a relative Frobenius error; arguments as in `bounded.choose`."""
     names = ",".join(lowprec.PRECISIONS if allowed is None else allowed)
     out = a.dtype if out_dtype is None else out_dtype
-    return product(a, b, float(tolerance), names, first or "", accumulate or "", out)
+    cut = "" if tile is None else " ".join((tile[0], *map(str, tile[1])))
+    return _product(a, b, float(tolerance), names, first or "", accumulate or "", out, False, cut)
 
 
 @torch.library.custom_op("tessera::bounded_mm", mutates_args=())
@@ -41,19 +44,31 @@ def product(
     accumulate: str,
     out_dtype: torch.dtype,
     gradient: bool = False,
+    tile: str = "",
 ) -> torch.Tensor:
-    """The operator that torch sees. A `gradient` that no precision keeps within the tolerance runs in its own type."""
-    names = tuple(allowed.split(","))
+    """The operator that torch sees. A `gradient` that no precision keeps within the tolerance runs in its own type.
+
+    `tile` is an operator's name and the sides of its tile, "matmul 128 128 64"; gradients have none.
+    """
+    names, (name, *sides) = tuple(allowed.split(",")), tile.split(" ")
+    cut = (name, tuple(map(int, sides))) if sides else None
     choice = choose(
         "matmul", a, b, tolerance=tolerance, allowed=names, first=first or None, accumulate=accumulate or None,
         out_dtype=out_dtype, refuse=not gradient,  # nobody can do anything about it in the middle of a backward
+        tile=cut,
     )  # fmt: skip
+    if cut is not None:
+        from . import tiled
+
+        found: torch.Tensor = tiled.product(cut[0], a, b, cut[1], precision=choice.precision)
+        return found.to(out_dtype)
     return lowprec.mm(a, b, choice.precision, choice.accumulate, out_dtype)
 
 
 @product.register_fake
 def _(
-    a: Any, b: Any, tolerance: float, allowed: str, first: str, accumulate: str, out_dtype: Any, gradient: bool = False
+    a: Any, b: Any, tolerance: float, allowed: str, first: str, accumulate: str, out_dtype: Any, gradient: bool = False,
+    tile: str = "",
 ) -> Any:  # fmt: skip
     lead = a.shape[:-2] if b.dim() == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*lead, a.shape[-2], b.shape[-1]), dtype=out_dtype)
@@ -71,14 +86,15 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wide = torch.promote_types(grad.dtype, a.dtype)
     grad = grad.to(wide)
     if ctx.needs_input_grad[0]:
-        to_a = product(grad, b.mT.to(wide), *ctx.how, a.dtype, True).sum_to_size(a.shape)
+        to_a = _product(grad, b.mT.to(wide), *ctx.how, a.dtype, True).sum_to_size(a.shape)
     if ctx.needs_input_grad[1]:
         left, right = a.mT.to(wide), grad
         if b.dim() == 2 and a.dim() > 2:  # the rows of all batches went through one matrix
             rows = a.shape[:-1].numel()
             left, right = a.reshape(rows, a.shape[-1]).mT.to(wide), grad.reshape(rows, grad.shape[-1])
-        to_b = product(left, right, *ctx.how, b.dtype, True).sum_to_size(b.shape)
-    return to_a, to_b, None, None, None, None, None, None
+        to_b = _product(left, right, *ctx.how, b.dtype, True).sum_to_size(b.shape)
+    return to_a, to_b, *[None] * 7
 
 
 product.register_autograd(_gradients, setup_context=_save)
+_product = composed(product, _save, _gradients, "matmul, gemm or linear", "error_tolerance")

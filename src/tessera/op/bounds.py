@@ -54,6 +54,8 @@ class Operands:
     amax: tuple[float, float]
     rounded: dict[str, float] = field(default_factory=dict)
     """The squared error that rounding to a precision foretells: it is looked at once."""
+    each: bool = False
+    """Whether each matrix of a stack has a scale of its own in fp16 too, as a tile's have."""
 
     @property
     def finite(self) -> bool:
@@ -69,7 +71,7 @@ class Found:
     upper: float
 
 
-def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
+def operands(a: torch.Tensor, b: torch.Tensor, *, each: bool = False) -> Operands:
     """Look at both matrices (batches of matrices); waits for the device."""
     a, b = a.detach(), b.detach()
     some = a.numel() and b.numel()
@@ -78,7 +80,9 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
     norm = 0.0
     if all(math.isfinite(x) and x > 0 for x in amax):
         norm = _deflated(_Product(a, b, None))[0]
-    return Operands(a=a, b=b, a_squares=squares[0], b_squares=squares[1], norm=norm, amax=(amax[0], amax[1]))
+    return Operands(
+        a=a, b=b, a_squares=squares[0], b_squares=squares[1], norm=norm, amax=(amax[0], amax[1]), each=each
+    )  # fmt: skip
 
 
 def foretold(of: Operands, precision: str, out_dtype: torch.dtype, accumulate: str = "fp32") -> float:
@@ -102,7 +106,7 @@ def _rounding(of: Operands, precision: str) -> float:
     total = 0.0
     for x, other in ((of.a, of.b_squares), (of.b.mT, of.a_squares)):
         if not _lossless(x.dtype, precision):
-            total += float((_rounding_squares(x, precision) * other).sum())
+            total += float((_rounding_squares(x, precision, of.each) * other).sum())
     return total
 
 
@@ -194,10 +198,10 @@ def _squares(x: torch.Tensor, along: int) -> torch.Tensor:
     return total
 
 
-def _rounding_squares(x: torch.Tensor, precision: str) -> torch.Tensor:
+def _rounding_squares(x: torch.Tensor, precision: str, each: bool = False) -> torch.Tensor:
     """Sums of squares of what rounding does to each entry, for each column."""
-    if x.dim() > 2 and precision in ("fp8", "fp8_row"):  # each matrix of a batch has scales of its own
-        return torch.stack([_rounding_squares(each, precision) for each in x])
+    if x.dim() > 2 and (precision in ("fp8", "fp8_row") or (each and precision == "fp16")):  # scales of their own
+        return torch.stack([_rounding_squares(matrix, precision) for matrix in x])
     rounded, scale = cast(x, precision)
     total: Any = 0.0
     row = 0

@@ -13,6 +13,7 @@ import torch
 from ..errors import ArgumentError
 from ..stream import Stream
 from . import arguments, hints, tile
+from .eager import composed
 from .switches import tf32_allowed
 from .tile import Tile
 from .tiled import check_dtype, runs_in
@@ -61,6 +62,9 @@ def conv2d(
         if tile_shape is None:
             try:
                 return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
+            except NotImplementedError as e:
+                arguments.explain_dtype("conv2d", "x", x, e)
+                raise
             except RuntimeError as e:
                 _explain(e, x, weight, steps[0], padding, steps[1])
                 raise
@@ -75,7 +79,7 @@ def _check(x: Any, weight: Any, bias: Any, groups: Any) -> None:
         raise _misshapen("x", x, "images are (n, channels, height, width)", "x.unsqueeze or x.reshape")
     if weight.ndim != 4:
         raise _misshapen("weight", weight, "filters are (out, channels / groups, height, width)", "weight.reshape")
-    if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups:
+    if not arguments.whole(groups) or groups < 1 or weight.shape[0] % groups:
         raise ArgumentError(f"op.conv2d: groups={groups!r}", fix=f"groups divides the {weight.shape[0]} filters")
     if x.shape[-3] != weight.shape[1] * groups:
         why = f"weight takes {weight.shape[1]} channels in each of {groups} groups"
@@ -102,7 +106,7 @@ def _tiled(
     if isinstance(padding, str):
         images, padding = _resolved(images, weight, stride, padding, dilation)
     _check_size(x, _size(images, weight, stride, padding, dilation))
-    out = tiled_conv2d(images, weight, bias, stride, padding, dilation, groups, list(shape.sides), stages, warps)
+    out = _convolution(images, weight, bias, stride, padding, dilation, groups, list(shape.sides), stages, warps)
     return out.squeeze(0) if x.ndim == 3 else out
 
 
@@ -206,3 +210,4 @@ def _gradients(ctx: Any, g: Any) -> tuple[Any, ...]:
 
 
 tiled_conv2d.register_autograd(_gradients, setup_context=_save)
+_convolution = composed(tiled_conv2d, _save, _gradients, "conv2d", "tile_shape")

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from ..errors import ArgumentError
 
 _HERE = contextlib.nullcontext()
 _TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -41,12 +44,26 @@ def unseen(x: Any, *others: Any) -> bool:
     # The profiler's flag is the process's, the function its thread's: one started elsewhere may record this thread too.
     if _transforms() or _profiler._is_profiler_enabled or _profiled() or _tracing() is not None:
         return False
+    if forward_ad._current_level >= 0:  # a tangent would be lost
+        return False
     if type(x) not in _TYPES or x.is_neg():
         return False
     for t in others:  # noqa: SIM110 - half the time of all()
         if t is not None and (type(t) not in _TYPES or t.is_neg()):
             return False
     return True
+
+
+def transformed() -> bool:
+    """Whether torch.func maps or differentiates here, or somebody does in forward mode."""
+    if _compiling():
+        return False
+    return forward_ad._current_level >= 0 or (KNOWN and bool(_transforms()))
+
+
+def valueless(x: Any) -> bool:
+    """Whether nobody can look at a tensor's values here: it is only a shape, or one of many under a transform."""
+    return x.is_meta or isinstance(x, torch._subclasses.FakeTensor) or transformed()
 
 
 def differentiated(*tensors: Any) -> bool:
@@ -63,6 +80,51 @@ def at(x: Any) -> contextlib.AbstractContextManager[Any]:
     """The tensor's device as the current one: Triton launches there, whatever the tensors' is."""
     index = x.get_device()
     return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+def composed(operator: Any, setup: Callable[..., None], gradient: Callable[..., Any], name: str, options: str) -> Any:
+    """An operator that torch.func's transforms take too: `name` is ours, `options` what else would be torch's own call.
+
+    What torch.library registers has a gradient for autograd only. torch.func.grad refuses it, vmap warns of its speed,
+    and in forward mode the tangent is dropped without a word (torch 2.13). So there the same goes as a function.
+    """
+
+    class Composed(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return operator(*inputs)
+
+        setup_context = staticmethod(setup)
+        backward = staticmethod(gradient)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise ArgumentError(
+                f"op.{name} is differentiated in forward mode",
+                why=f"with {options} it has gradients in reverse mode only",
+                fix=f"torch.func.vjp, jacrev or grad; or leave {options} out",
+            )
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+            return one_after_the_other(call, info.batch_size, in_dims, inputs)
+
+    def call(*inputs: Any) -> Any:
+        return Composed.apply(*inputs) if transformed() else operator(*inputs)
+
+    return call
+
+
+def one_after_the_other(call: Callable[..., Any], size: int, in_dims: Any, inputs: tuple[Any, ...]) -> Any:
+    """A rule for vmap: each of the batch by itself, as scales and routings are."""
+    each = [
+        x.unbind(at) if isinstance(x, torch.Tensor) and at is not None else [x] * size
+        for x, at in zip(inputs, in_dims, strict=True)
+    ]
+    found = [call(*one) for one in zip(*each, strict=True)]
+    if isinstance(found[0], tuple):
+        return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+    return torch.stack(found), 0
 
 
 def function(

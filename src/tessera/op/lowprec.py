@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ArgumentError, MissingExtra, did_you_mean
 from .arguments import uncast
-from .eager import differentiated, unseen
+from .eager import composed, differentiated, unseen
 from .prepared import find
 from .switches import fp32_products, fp32_sums
 
@@ -123,7 +123,7 @@ def _run(a: torch.Tensor, b: torch.Tensor, *how: Any) -> torch.Tensor:
     """The operator; its function alone where nobody would see it: an operator's first call imports torch's compiler."""
     if (a.is_cpu or a.is_cuda) and unseen(a, b) and not differentiated(a, b):  # a meta tensor has no product to run
         return _multiply(a, b, *how)
-    return product(a, b, *how)
+    return _product(a, b, *how)
 
 
 def _multiply(
@@ -162,13 +162,14 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wide_a, wide_b = a.to(grad.dtype), b.to(grad.dtype)
     to_a = to_b = None
     if ctx.needs_input_grad[0]:
-        to_a = product(grad, wide_b.mT, precision, accumulate, a.dtype, precision)
+        to_a = _product(grad, wide_b.mT, precision, accumulate, a.dtype, precision)
     if ctx.needs_input_grad[1]:
-        to_b = product(wide_a.mT, grad, precision, accumulate, b.dtype, precision)
+        to_b = _product(wide_a.mT, grad, precision, accumulate, b.dtype, precision)
     return to_a, to_b, None, None, None, None
 
 
 product.register_autograd(_gradients, setup_context=_save)
+_product = composed(product, _save, _gradients, "matmul, gemm or linear", "a precision or tolerance")
 
 
 # -- fp8 -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,11 @@ import torch
 from ..errors import ArgumentError
 from ..stream import Stream
 from . import arguments, hints, padding, tiled
-from .eager import differentiated
+from .arguments import PRECISION_OF
+from .eager import differentiated, unseen
+from .tile import Tile
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 _FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt's epilogue does, and torch's name for it (use_gelu)
 
@@ -36,6 +40,11 @@ class _How(NamedTuple):
     def own(self) -> bool:
         """Whether the operands are multiplied as they are."""
         return self.precision is None and self.tolerance is None
+
+    @property
+    def tiled(self) -> bool:
+        """Whether our kernel of a tile runs in a precision that is known."""
+        return self.tile_shape is not None and self.tolerance is None
 
 
 _PLAIN = _How()
@@ -64,9 +73,13 @@ def matmul(
         how = _how("matmul", a, b, tile_shape, precision, accumulate, error_tolerance)
         if a.dtype is not b.dtype and not how.own:
             a, b = _one_dtype(a, b)
-        if how.tile_shape is not None:
+        if how.tiled:
             return tiled.product("matmul", a, b, how.tile_shape, precision=how.precision or "")
-        return _product(a, b, how)
+        try:
+            return _product(a, b, how)
+        except NotImplementedError as e:
+            arguments.explain_dtype("matmul", "a", a, e)
+            raise
 
 
 def gemm(
@@ -87,24 +100,34 @@ def gemm(
     full = _result_shape(a, b)
     if c is not None:
         arguments.addend("gemm", a, c, full)
+    if not (type(alpha) is type(beta) is float and a.is_floating_point()):
+        alpha, beta = arguments.factors("gemm", a, alpha=alpha, beta=beta)
     with arguments.on(stream, a, b, c):
         how = _how("gemm", a, b, tile_shape, precision, accumulate, error_tolerance)
         if a.dtype is not b.dtype and not how.own:
             a, b = _one_dtype(a, b)
-        if how == _PLAIN and c is not None and a.ndim == b.ndim and a.ndim in (2, 3):
-            if a.ndim == 2:
-                return torch.addmm(c, a, b, alpha=alpha, beta=beta)
-            if a.shape[0] == b.shape[0]:
-                return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
-        if beta == 0 and c is not None:  # as in torch's own: what is multiplied by zero does not count, NaN neither
-            c = torch.where(c.isfinite(), c, 0) if differentiated(c) else None
-        if how.tile_shape is not None:
-            return tiled.product(
-                "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta
-            )
-        out = _product(a, b, how)
-        out = out if alpha == 1.0 else alpha * out
-        return out if c is None else torch.add(out, c if c.dtype is out.dtype else c.to(out.dtype), alpha=beta)
+        try:
+            return _added(a, b, c, alpha, beta, how, full)
+        except NotImplementedError as e:
+            arguments.explain_dtype("gemm", "a", a, e)
+            raise
+
+
+def _added(a: Any, b: Any, c: Any, alpha: Any, beta: Any, how: _How, full: tuple[int, ...]) -> Any:
+    if how == _PLAIN and c is not None and a.ndim == b.ndim and a.ndim in (2, 3):
+        if a.ndim == 2:
+            return torch.addmm(c, a, b, alpha=alpha, beta=beta)
+        if a.shape[0] == b.shape[0]:
+            return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
+    if beta == 0 and c is not None:  # as in torch's own: what is multiplied by zero does not count, NaN neither
+        c = torch.where(c.isfinite(), c, 0) if differentiated(c) else None
+    if how.tiled:
+        return tiled.product(
+            "gemm", a, b, how.tile_shape, precision=how.precision or "", residual=c, alpha=alpha, beta=beta
+        )
+    out = _product(a, b, how)
+    out = out if alpha == 1.0 else alpha * out
+    return out if c is None else torch.add(out, c if c.dtype is out.dtype else c.to(out.dtype), alpha=beta)
 
 
 def linear(
@@ -126,7 +149,11 @@ def linear(
     """
     _check_linear(x, weight, bias, activation)
     with arguments.on(stream, x, weight, bias):
-        return _linear(x, weight, bias, activation or "none", tile_shape, precision, accumulate, error_tolerance)
+        try:
+            return _linear(x, weight, bias, activation or "none", tile_shape, precision, accumulate, error_tolerance)
+        except NotImplementedError as e:
+            arguments.explain_dtype("linear", "x", x, e)
+            raise
 
 
 def _check_linear(x: Any, weight: Any, bias: Any, activation: str | None) -> None:
@@ -172,7 +199,7 @@ def _linear(
         return tiled.activated(padding.linear(x, weight, bias), activation)
     if x.dtype is not weight.dtype and not how.own:
         x, weight = _one_dtype(x, weight)
-    if how.tile_shape is not None:
+    if how.tiled:
         fused = "none" if differentiated(x, weight, bias) else activation
         out = tiled.product(
             "linear", x, weight.mT, how.tile_shape, precision=how.precision or "", bias=bias, activation=fused
@@ -216,18 +243,27 @@ def _how(
         return _PLAIN if tile_shape is None else _How(tile_shape)
     _check_words(op, a, precision, accumulate, tile_shape)
     if precision is None and error_tolerance is None:
-        return _How(tile_shape)
-    if error_tolerance is not None and tile_shape is None and _chooses(a, b, error_tolerance):
-        return _How(None, precision, accumulate, float(error_tolerance))
+        if not (accumulate == "fp32" and tile_shape is None and a.dtype in _HALVES and a.dtype is b.dtype):
+            return _How(tile_shape)
+        precision = PRECISION_OF[a.dtype]  # whose sums a library may split and round to 16 bits, unless it is told
+    if error_tolerance is not None and _chooses(a, b, error_tolerance, tile_shape):
+        sides = None if tile_shape is None else Tile.of(op, tile_shape).sides
+        return _How(sides, precision, accumulate, float(error_tolerance))
     b = b.mT if op == "linear" else b
     if a.dtype is not b.dtype:
         a, b = _one_dtype(a, b)
-    return _How(tile_shape, *_chosen(a, b, precision, accumulate, error_tolerance, tile_shape))
+    return _How(tile_shape, *_chosen(op, a, b, precision, accumulate, error_tolerance, tile_shape))
 
 
-def _chooses(a: Any, b: Any, tolerance: Any) -> bool:
-    """Whether the product chooses for itself: a graph has values when it runs, and gradients are bounded as well."""
-    return isinstance(tolerance, numbers.Real) and (torch.compiler.is_compiling() or differentiated(a, b))
+def _chooses(a: Any, b: Any, tolerance: Any, tile_shape: Any) -> bool:
+    """Whether the product chooses for itself: graphs and maps have values when it runs; gradients are bounded too.
+
+    With a tile only graphs do: its gradients are products in the operands' own type.
+    """
+    number = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
+    if tile_shape is not None:
+        return number and bool(torch.compiler.is_compiling())
+    return number and (not unseen(a, b) or differentiated(a, b))
 
 
 def _check_words(op: str, a: Any, precision: str | None, accumulate: str | None, tile_shape: Any) -> None:
@@ -251,11 +287,14 @@ def _precisions(tile_shape: Any) -> tuple[str, ...]:
 
 
 def _chosen(
-    a: Any, b: Any, precision: str | None, accumulate: str | None, error_tolerance: float | None, tile_shape: Any
-) -> tuple[str | None, str]:
+    op: str, a: Any, b: Any, precision: str | None, accumulate: str | None, error_tolerance: float | None,
+    tile_shape: Any,
+) -> tuple[str | None, str]:  # fmt: skip
     """The precision that runs, None for the operands' own, which needs no rounding; and how it is summed."""
     from . import lowprec
 
+    # Sums in fp32 are what was asked for, or what the check found within the tolerance: a library's own may be coarser.
+    sums = tile_shape is None and a.dtype in _HALVES and (accumulate == "fp32" or error_tolerance is not None)
     if accumulate is None and (error_tolerance is None or tile_shape is not None):
         accumulate = "fp32"
     if error_tolerance is not None:
@@ -265,11 +304,13 @@ def _chosen(
         allowed = None if tile_shape is None else _precisions(tile_shape)
         left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
         choice = choose(
-            "matmul", left, right, tolerance=error_tolerance, allowed=allowed, first=precision, accumulate=accumulate
-        )
+            "matmul", left, right, tolerance=error_tolerance, allowed=allowed, first=precision, accumulate=accumulate,
+            tile=None if tile_shape is None else (op, Tile.of(op, tile_shape).sides),
+        )  # fmt: skip
         precision, accumulate = choice.precision, choice.accumulate
     # fp32 that was promised is said: torch's own path may be switched to tf32. So is all that autocast would change.
     said = precision == "fp32" or precision != lowprec.FULL[a.dtype] or arguments.autocasts(a)
+    said = said or (sums and accumulate != "fast")
     return precision if said else None, accumulate or "fp32"
 
 
@@ -280,7 +321,11 @@ def _product(a: Any, b: Any, how: _How) -> Any:
     if how.tolerance is not None:
         from .bounded_product import bounded_mm
 
-        out = bounded_mm(left, right, tolerance=how.tolerance, first=how.precision, accumulate=how.accumulate)
+        cut = None if how.tile_shape is None else ("matmul", how.tile_shape)
+        out = bounded_mm(
+            left, right, tolerance=how.tolerance, first=how.precision, accumulate=how.accumulate, tile=cut,
+            allowed=None if cut is None else _precisions(cut),
+        )  # fmt: skip
     else:
         from .lowprec import mm
 

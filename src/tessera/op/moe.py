@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import autocast, autocasts, one_of, shape, tensors
+from .arguments import autocast, autocasts, one_of, shape, tensors, whole
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 Product = Callable[[Any, Any], Any]
@@ -48,11 +48,12 @@ def moe(
     token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32
     (fp64 for fp64).
     """
-    tensors("moe", one_dtype=not autocasts(x), optional=("w3",), x=x, w1=w1, w2=w2, w3=w3)
+    tensors("moe", one_dtype=not autocasts(x), real=True, optional=("w3",), x=x, w1=w1, w2=w2, w3=w3)
     tensors("moe", one_dtype=False, x=x, router=router)
+    tensors("moe", real=True, floating=False, router=router)
     _check(x, router, w1, w2, w3, top_k, activation)
     with stream_on(stream, x, router, w1, w2, w3):
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
         given = router.shape == (*x.shape[:-1], w1.shape[0])
         logits = router if given else F.linear(rows, router.to(rows.dtype))
         weights, experts = route(logits.reshape(-1, w1.shape[0]), top_k, normalize)
@@ -69,12 +70,17 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch
 
 def _check(x: Any, router: Any, w1: Any, w2: Any, w3: Any, top_k: Any, activation: Any) -> None:
     one_of("moe", "activation", activation, ACTIVATIONS)
+    for name, value in (("x", x), ("router", router)):
+        if value.dtype.itemsize == 1:
+            raise ArgumentError(f"op.moe: {name} is {value.dtype}", why="fp8 needs scales", fix=f"{name}.bfloat16()")
     if x.ndim < 1:
         raise ArgumentError(f"op.moe: x is {shape(x)}", fix="x is (..., D)")
     for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
         if w is not None and w.ndim != 3:
             raise ArgumentError(f"op.moe: {name} is {shape(w)}", fix=f"{name} has three dimensions, experts first")
     experts, hidden, width = w1.shape
+    if not experts:
+        raise ArgumentError(f"op.moe: w1 is {shape(w1)}", why="there is no expert", fix="w1 is (E, H, D), E at least 1")
     if width != x.shape[-1]:
         raise ArgumentError(
             f"op.moe: w1 is {shape(w1)}, x {shape(x)}", why="w1 is (E, H, D), x (..., D)", fix=_turned("w1", w1, x)
@@ -89,7 +95,7 @@ def _check(x: Any, router: Any, w1: Any, w2: Any, w3: Any, top_k: Any, activatio
             f"op.moe: router is {shape(router)}",
             fix=f"logits for each token, {'x'.join(map(str, logits))}, or the gate's weight, {experts}x{width}",
         )
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= experts:
+    if not whole(top_k) or not 1 <= top_k <= experts:
         raise ArgumentError(f"op.moe: top_k={top_k!r}", fix=f"between 1 and the number of experts, {experts}")
 
 
@@ -107,7 +113,7 @@ def _mixed(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act
     inner = act(product(mine, w1))
     if w3 is not None:
         inner = inner * product(mine, w3)
-    out = product(inner, w2)[back].view(-1, top_k, rows.shape[1])
+    out = product(inner, w2)[back].view(rows.shape[0], top_k, rows.shape[1])
     # Weighted and summed in fp32 or wider: a token's experts would else be rounded twice.
     wide = torch.promote_types(weights.dtype, out.dtype)
     return (out.to(wide) * weights[..., None]).sum(1).to(rows.dtype)
@@ -119,8 +125,14 @@ def _product(rows: Any, experts: Any, w1: Any) -> Product:
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     if can_group(rows, w1):
         return _grouped(ends)
-    # On the meta device there are no numbers to sort by: rows are taken to be spread evenly.
-    sizes = _evenly(len(rows), len(w1)) if rows.is_meta else ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if torch.compiler.is_compiling():
+        return _unseen(ends)
+    if rows.is_meta:  # no numbers to sort by: rows are taken to be spread evenly
+        return _one_by_one(_evenly(len(rows), len(w1)))
+    try:
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    except RuntimeError:  # under vmap, and of tensors that are only shapes, nobody can ask
+        return _unseen(ends)
     return _one_by_one(sizes)
 
 
@@ -149,6 +161,13 @@ def _grouped(ends: Any) -> Product:
     grouped = _grouped_mm()
     assert grouped is not None
     return lambda rows, w: grouped(rows, w.transpose(-2, -1), offs=ends)
+
+
+def _unseen(ends: Any) -> Product:
+    """By operators that ask for the numbers when they run: a compiled graph stays one graph."""
+    from .experts import products
+
+    return lambda rows, w: products(rows, w, ends)
 
 
 def _one_by_one(sizes: list[int]) -> Product:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
 from . import arguments
+from .eager import transformed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +95,16 @@ def has_triton() -> bool:
 
 
 def possible(x: Any, cols: int) -> bool:
-    """Whether our kernel can take such rows: not while compiling, where Inductor fuses more than one norm."""
+    """Whether our kernel can take such rows: not while compiling, where Inductor fuses more than one norm.
+
+    Nor under torch.func's transforms and in forward mode: torch's own have the rules for those.
+    """
     return (
         x.is_cuda
         and 0 < cols <= MAX_COLS
         and x.dtype in KERNEL_DTYPES
         and not torch.compiler.is_compiling()
+        and not transformed()
         and has_triton()
     )
 
@@ -117,14 +123,16 @@ def _ours(op: str, x: Any, cols: int) -> bool:
 def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None = None) -> Any:
     """Softmax along `dim`; `dtype` is what it is computed from and written as, as in torch.
 
-    Raises ArgumentError for an `x` that is no floating tensor, or a `dim` it does not have.
+    Raises ArgumentError for an `x` that is no floating tensor (with `dtype` any real one), or a `dim` it does not have.
     """
     if not _together(x):
-        arguments.tensors("softmax", x=x)
+        arguments.tensors("softmax", floating=dtype is None, real=True, x=x)
     if not _has(x, dim):
         raise ArgumentError(
             f"op.softmax: dim={dim}", why=f"x is {arguments.shape(x)}", fix=f"dim is from {-x.ndim} to {x.ndim - 1}"
         )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"op.softmax: dtype={dtype!r}", fix="a floating dtype, such as torch.float32")
     if stream is None:
         return _softmax(x, dim, dtype)
     with stream_on(stream, x):
@@ -132,14 +140,18 @@ def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None =
 
 
 def _has(x: Any, dim: Any) -> bool:
-    return isinstance(dim, int) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)
+    return arguments.whole(dim) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)
 
 
 def _softmax(x: Any, dim: int, dtype: Any) -> Any:
     written = dtype is None or dtype in KERNEL_DTYPES
     if written and x.ndim and dim in (-1, x.ndim - 1) and _ours("softmax", x, x.shape[-1]):
         return softmax_rows(x, dtype)
-    return torch.softmax(x, dim, dtype=dtype)
+    try:
+        return torch.softmax(x, dim, dtype=dtype)
+    except NotImplementedError as e:
+        arguments.explain_dtype("softmax", "x", x, e)
+        raise
 
 
 def softmax_rows(x: Any, dtype: Any = None) -> Any:
@@ -208,12 +220,20 @@ def _together(x: Any, *others: Any) -> bool:
 def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual: Any) -> tuple[int, ...]:
     """The dimensions to norm over, everything fitting them."""
     if not _together(x, weight, bias, residual):
-        optional = ("weight", "bias", "residual")
-        arguments.tensors(op, one_dtype=False, optional=optional, x=x, weight=weight, bias=bias, residual=residual)
+        if op == "rms_norm" and isinstance(weight, (int, tuple, list)):  # torch's second argument is the shape
+            raise ArgumentError(
+                f"op.rms_norm: weight={weight!r} is a shape",
+                why="as in torch's order of arguments; here the weight is second",
+                fix=f"op.rms_norm(x, weight, eps, normalized_shape={weight!r})",
+            )
+        named = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        real = op == "layer_norm"  # torch has RMS norms of complex numbers
+        arguments.tensors(op, one_dtype=False, real=real, optional=("weight", "bias", "residual"), **named)
     if normalized is None:
         shape: tuple[int, ...] = x.shape[-1:] if weight is None else weight.shape
     else:
-        shape = (normalized,) if isinstance(normalized, int) else tuple(normalized)
+        single = isinstance(normalized, int) or not isinstance(normalized, Iterable)
+        shape = (normalized,) if single else tuple(normalized)
     if not shape or x.shape[-len(shape) :] != shape:
         if isinstance(normalized, torch.Tensor):  # a weight by position: torch's second argument is the shape too
             what = f"op.{op}: normalized_shape is a tensor of {arguments.shape(normalized)}"
@@ -240,7 +260,7 @@ def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual:
 
 
 def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float, residual: Any) -> Any:
-    cols = shape[0] if len(shape) == 1 else functools.reduce(int.__mul__, shape)
+    cols = shape[0] if len(shape) == 1 else math.prod(shape)
     # torch has no one kernel for these: a sum with its norm, weights of another dtype, RMS norm in an old version.
     mixed = _mixed(x, weight, bias)
     if mixed:
@@ -251,10 +271,13 @@ def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: 
     if alone or _ours(op, x, cols):
         return norm_rows(op, x, weight, bias, eps, residual, cols)
     way = _widest if mixed else _by_torch
-    if residual is None:
-        return way(op, x, shape, weight, bias, eps)
-    summed = x + residual
-    return way(op, summed, shape, weight, bias, eps), summed
+    try:
+        summed = x if residual is None else x + residual
+        y = way(op, summed, shape, weight, bias, eps)
+    except NotImplementedError as e:
+        arguments.explain_dtype(op, "x", x, e)
+        raise
+    return y if residual is None else (y, summed)
 
 
 def _mixed(x: Any, weight: Any, bias: Any) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import ArgumentError, PredictionError
 from .arguments import one_of
+from .eager import transformed
 
 PIECE_BYTES = 16
 """What TMA, cp.async and ldmatrix move at a time (PTX ISA): rows must start at a multiple of it."""
@@ -91,6 +92,8 @@ def widened(x: Any, weight: Any, bias: Any = None) -> Any:
 def _tried(a: Any, b: Any, bias: Any) -> Any:
     if b.dtype is not a.dtype or (bias is not None and bias.dtype is not a.dtype):
         return None  # autocast makes them one, inside torch's call
+    if transformed():  # torch.func, or forward mode: torch's call has the rules for them
+        return None
     flat = a.reshape(-1, a.shape[-1]) if a.ndim > 2 else a
     if not _pays(flat, b):
         return None

@@ -105,6 +105,11 @@ class PrecisionSchedule:
         self._duals: list[Dual] = []
         self._now = self._wanted()
 
+    def __repr__(self) -> str:
+        plan = ", ".join(s.precision if s.until is None else f"{s.precision} until {s.until}" for s in self.stages)
+        held = ", held up by the guard" if self.held else ""
+        return f"PrecisionSchedule({plan!r}: step {self.step} in {self._now}{held})"
+
     @property
     def precision(self) -> str:
         """What the next step runs in."""
@@ -199,8 +204,26 @@ def precision_schedule(stages: str | Sequence[Any], **options: Any) -> Precision
     return PrecisionSchedule(stages, **options)
 
 
+def _staged(stages: Any) -> tuple[Stage, ...]:
+    """`Stage`s from stages and pairs."""
+    made: tuple[Any, ...] = ()
+    with contextlib.suppress(TypeError):  # nothing to iterate over, or more than two things in one
+        made = tuple(s if isinstance(s, Stage) else Stage(*s) for s in stages)
+    if not made or not all(isinstance(s.precision, str) and _is_step(s.until) for s in made):
+        raise ArgumentError(
+            f"stages={stages!r}",
+            why="each stage is a precision and the step it holds until, None for ever",
+            fix='"fp32 until 100, then fp8", or [("fp32", 100), ("fp8", None)]',
+        )
+    return made
+
+
+def _is_step(until: Any) -> bool:
+    return until is None or (isinstance(until, int) and not isinstance(until, bool))
+
+
 def _checked(stages: Any) -> tuple[Stage, ...]:
-    made = parse(stages) if isinstance(stages, str) else tuple(s if isinstance(s, Stage) else Stage(*s) for s in stages)
+    made = parse(stages) if isinstance(stages, str) else _staged(stages)
     for stage in made:
         if stage.precision not in lowprec.PRECISIONS:
             raise lowprec.unknown("stages", stage.precision)

@@ -54,6 +54,11 @@ def _softmax_fake(x: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.custom_op("tessera::softmax_backward", mutates_args=())
 def softmax_backward_op(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Gradient by the input, from the output."""
+    return _softmax_backward(dy, y, dtype)
+
+
+def _softmax_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """By operations that have gradients themselves."""
     dy, y = dy.to(_wide(y.dtype)), y.to(_wide(y.dtype))
     return (y * (dy - (dy * y).sum(1, keepdim=True))).to(dtype)
 
@@ -76,7 +81,9 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _softmax_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     y, dtype = ctx.saved_tensors[0], ctx.dtype
-    way = _softmax_backward_cuda if straight(y, dy) and not differentiated(dy, y) else softmax_backward_op
+    if differentiated(dy, y):
+        return _softmax_backward(dy, y, dtype), None
+    way = _softmax_backward_cuda if straight(y, dy) else softmax_backward_op
     return way(dy, y, dtype), None
 
 
@@ -105,17 +112,25 @@ def norm_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, x + residual, mean, 1/deviation) of each row, empty if not there: layer norm if `centered`, else RMS norm."""
     summed = x + residual if residual is not None else x
-    value = summed.to(_wide(x.dtype))
-    mean = value.mean(1) if centered else value.new_empty(0)
+    mean, rstd = _statistics(summed, eps, centered)
+    value = summed.to(rstd.dtype)
     if centered:
         value = value - mean[:, None]
-    rstd = (value.square().mean(1) + eps).rsqrt()
     value = value * rstd[:, None]
     if weight is not None:
         value = value * weight
     if bias is not None:
         value = value + bias
     return value.to(x.dtype), summed if residual is not None else x.new_empty(0), mean, rstd
+
+
+def _statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    """Mean (empty if there is none) and 1/deviation of each row."""
+    value = x.to(_wide(x.dtype))
+    mean = value.mean(1) if centered else value.new_empty(0)
+    if centered:
+        value = value - mean[:, None]
+    return mean, (value.square().mean(1) + eps).rsqrt()
 
 
 def _normed(
@@ -149,6 +164,14 @@ def norm_backward_op(
     centered: bool, weight_grad: bool, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dweight, dbias) of a norm, the last two fp32 or wider, empty where not asked; `x` is what was normalized."""
+    return _norm_backward(dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad)
+
+
+def _norm_backward(
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    centered: bool, weight_grad: bool, bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """By operations that have gradients themselves."""
     gradient, value = dy.to(rstd.dtype), x.to(rstd.dtype)
     value = (value - mean[:, None] if centered else value) * rstd[:, None]
     dweight = (gradient * value).sum(0) if weight_grad else rstd.new_empty(0)
@@ -196,7 +219,7 @@ def _norm_backward_fake(
 
 
 def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, ctx.centered = inputs
+    x, residual, weight, bias, ctx.eps, ctx.centered = inputs
     _, summed, mean, rstd = output
     ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
     ctx.dtypes = [None if t is None else t.dtype for t in (residual, weight, bias)]
@@ -212,8 +235,11 @@ def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any)
     if dy is None:
         dy = torch.zeros_like(x)
     dweight_asked, dbias_asked = ctx.needs_input_grad[2:4]
-    here = straight(x, dy, dsummed, weight) and not differentiated(dy, dsummed, x, weight)
-    way = _normed_backward if here else norm_backward_op
+    if differentiated(dy, dsummed, x, weight):  # a gradient of this one is wanted: by the statistics as well
+        mean, rstd = _statistics(x, ctx.eps, ctx.centered)
+        way: Any = _norm_backward
+    else:
+        way = _normed_backward if straight(x, dy, dsummed, weight) else norm_backward_op
     dx, dweight, dbias = way(dy, dsummed, x, weight, mean, rstd, ctx.centered, dweight_asked, dbias_asked)
     return (
         dx,

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import autocasts, pair, shape, tensors
+from .arguments import autocasts, pair, shape, tensors, whole
 from .spectral_cost import Verdict as Verdict
 from .spectral_cost import fast_size
 from .spectral_cost import spectral_wins as spectral_wins
@@ -45,17 +45,23 @@ def ifft(
 
 def _transform(op: str, run: Any, x: Any, dims: Any, norm: Any, stream: Stream | None) -> torch.Tensor:
     tensors(op, x=x)
-    over = (dims,) if isinstance(dims, int) else tuple(dims) if isinstance(dims, Sequence) else ()
-    if not over or any(not isinstance(d, int) or not -x.ndim <= d < x.ndim for d in over):
+    over = tuple(dims) if isinstance(dims, Sequence) else (dims,)
+    if not x.ndim:
+        raise ArgumentError(f"op.{op}: x is {shape(x)}", why="there is no dimension to transform", fix="x.reshape(1)")
+    if not over or any(not whole(d) or not -x.ndim <= d < x.ndim for d in over):
         raise ArgumentError(f"op.{op}: dims={dims!r}, x is {shape(x)}", fix=f"dims between {-x.ndim} and {x.ndim - 1}")
     if len({d % x.ndim for d in over}) < len(over):
         raise ArgumentError(f"op.{op}: dims={dims!r} names a dimension twice", fix="each once")
+    if not all(x.shape[d] for d in over):
+        raise ArgumentError(f"op.{op}: x is {shape(x)}, dims={dims!r}", why="of no points", fix="at least one")
     if norm not in _NORMS:
         raise ArgumentError(f"op.{op}: norm={norm!r}", fix='norm is None, "forward", "backward" or "ortho"')
     with stream_on(stream, x):
         # cuFFT has halves for powers of two only, and nobody has them on a CPU.
         x = x.float() if x.dtype in _HALF else x
-        if not x.numel() and all(x.shape[d] for d in over):  # of no rows at all; MKL refuses those
+        if x.dtype.itemsize == 1:
+            raise ArgumentError(f"op.{op}: x is {x.dtype}", why="fp8 has no transforms", fix="x.float()")
+        if not x.numel():  # of no rows at all; MKL refuses those
             return torch.complex(x, x) if x.is_floating_point() else x.clone()
         found: torch.Tensor = run(x, dim=over, norm=norm)
         return found
@@ -111,7 +117,7 @@ def _check(x: Any, w: Any, bias: Any, groups: Any) -> None:
     if x.ndim not in (3, 4) or w.ndim != 4:
         name, value, wanted = ("w", w, "4") if x.ndim in (3, 4) else ("x", x, "3 or 4")
         raise ArgumentError(f"op.spectral_conv2d: {name} is {shape(value)}", fix=f"{name} has {wanted} dimensions")
-    if not isinstance(groups, int) or groups < 1 or x.shape[-3] % groups or w.shape[0] % groups:
+    if not whole(groups) or groups < 1 or x.shape[-3] % groups or w.shape[0] % groups:
         raise ArgumentError(
             f"op.spectral_conv2d: groups={groups!r}, x has {x.shape[-3]} channels, w makes {w.shape[0]}",
             fix="groups divides both",

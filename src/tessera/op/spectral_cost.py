@@ -92,10 +92,11 @@ def _spectral(
 ) -> tuple[float, float]:
     from ..estimate.kernel_time import chip
     from ..estimate.power import PowerModel, Work
-    from ..estimate.predict import GAP_S, REPLAY_S
+    from ..estimate.predict import GAP_S, replay_s
 
     kernels = _kernels(device, chip(device), x, w, dtype, pads, groups)
-    work = Work(idle_s=len(kernels) * GAP_S["graph"] + REPLAY_S)
+    gaps_s = len(kernels) * GAP_S["graph"]
+    work = Work(idle_s=gaps_s + replay_s(gaps_s + sum(kernel.seconds for kernel in kernels)))
     for kernel in kernels:
         work = work + Work.of(kernel)
     found = PowerModel.from_device(device).estimate(work)

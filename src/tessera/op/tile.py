@@ -266,7 +266,10 @@ def _uncompiled() -> str:
 
 
 def _nearest(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: int) -> Tile | None:
-    """The valid tile the fewest halvings and doublings away that the compiler accepts."""
+    """The valid tile the fewest halvings and doublings away that the compiler accepts.
+
+    Of whole fragments where the one asked for is: another would be followed by the warning of `advise`.
+    """
     kernel, limit = _kernels[name], limit_bytes(arch)
     # Small differences of the formula to what is compiled go both ways: half as much again is surely too much.
     candidates = [
@@ -277,6 +280,7 @@ def _nearest(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: i
     # Among equally near ones, those that surely fit come first: each question is a compilation.
     candidates.sort(
         key=lambda near: (
+            _whole_fragments(tile, arch) and not _whole_fragments(near, arch),
             _distance(tile, near),
             kernel.formula(near, dtype, stages) > limit,
             -near.bm * near.bn * near.bk,
@@ -287,6 +291,16 @@ def _nearest(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: i
         if isinstance(fit, Fit) and fit.shared_bytes <= limit:
             return near
     return None
+
+
+def _whole_fragments(tile: Tile, arch: int) -> bool:
+    rows, _ = _fragment(arch)
+    return tile.bm % rows == 0
+
+
+def _fragment(arch: int) -> tuple[int, str]:
+    """Rows of a fragment, and the instruction that computes it."""
+    return _FRAGMENT_ROWS.get(arch, (16, "mma.sync"))
 
 
 def _neighbours(tile: Tile, free: Sequence[bool]) -> Iterator[Tile]:
@@ -301,9 +315,9 @@ def _distance(a: Tile, b: Tile) -> float:
 def advise(op: str, tile: Tile, dtype: Any, arch: int | None = None) -> None:
     """Warn, once per line that calls, where a tile works but is no multiple of the tensor core's fragment."""
     arch = arch or arch_of()
-    rows, instruction = _FRAGMENT_ROWS.get(arch, (16, "mma.sync"))
+    rows, instruction = _fragment(arch)
     text = ""
-    if tile.bm % rows:
+    if not _whole_fragments(tile, arch):
         text = (
             f"BM={tile.bm} is no multiple of {rows}, the rows of one {instruction} fragment of {precision_name(dtype)} "
             f"on sm_{arch}: slower instructions are used"

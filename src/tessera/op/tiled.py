@@ -15,7 +15,7 @@ import torch
 from ..errors import ArgumentError
 from . import arguments, tile
 from .arguments import PRECISION_OF
-from .eager import at, differentiated, straight
+from .eager import at, composed, differentiated, straight
 from .switches import tf32_allowed
 from .tile import Tile
 
@@ -39,14 +39,17 @@ tile.register("matmul", _compile)
 
 def product(
     op: str, a: Any, b: Any, tile_shape: Any, *, precision: str = "", bias: Any = None, residual: Any = None,
-    alpha: float = 1.0, beta: float = 1.0, activation: str = "none",
+    alpha: float = 1.0, beta: float = 1.0, activation: str = "none", advise: bool = True,
 ) -> Any:  # fmt: skip
-    """act(alpha a b + beta residual + bias) by the kernel of a tile, with torch.matmul's shapes."""
+    """act(alpha a b + beta residual + bias) by the kernel of a tile, with torch.matmul's shapes.
+
+    `advise` warns of a tile that works and is slow.
+    """
     shape = Tile.of(op, tile_shape)
     if not precision:  # one that was asked for stays
         a, b, bias, residual = arguments.autocast(a, b, bias, residual)
     check_dtype(op, "x" if op == "linear" else "a", a, precision)
-    stages, warps = _checked(op, shape, precision, a)
+    stages, warps = _checked(op, shape, precision, a, advise)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
     lead = arguments.batches(op, left, right)
     if right.ndim == 2:  # one product of all rows
@@ -64,7 +67,7 @@ def product(
         out = _launched(stack_a, stack_b, precision, shape, stages, warps, epilogue).reshape(full)
     else:
         sides = list(shape.sides)
-        out = tiled_mm(*given, alpha, beta, activation, precision, sides, stages, warps).reshape(full)
+        out = _product(*given, alpha, beta, activation, precision, sides, stages, warps).reshape(full)
     out = out.squeeze(-2) if a.ndim == 1 else out
     return out.squeeze(-1) if b.ndim == 1 else out
 
@@ -91,14 +94,15 @@ def _stack(x: Any, lead: tuple[int, ...]) -> Any:
     return x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead), *x.shape[-2:])
 
 
-def _checked(op: str, shape: Tile, precision: str, a: Any) -> tuple[int, int]:
+def _checked(op: str, shape: Tile, precision: str, a: Any, advise: bool) -> tuple[int, int]:
     """(stages, warps) of a tile that fits; zeros under torch.compile, where the fake checks and the launch decides."""
     if torch.compiler.is_compiling():
         return 0, 0
     stages, warps = tile.pipeline(shape)
     dtype, arch = _named(a, precision), tile.arch_of(a.device)
     tile.check("matmul", shape, dtype, stages, warps, arch, op=op)
-    tile.advise(op, shape, dtype, arch)
+    if advise:
+        tile.advise(op, shape, dtype, arch)
     return stages, warps
 
 
@@ -220,7 +224,7 @@ def _gradients(ctx: Any, g: Any) -> tuple[Any, ...]:
         )
 
     def again(x: Any, y: Any) -> Any:
-        return tiled_mm(x, y, None, None, ctx.alpha, 0.0, "none", "", ctx.tile_shape, ctx.stages, ctx.warps)
+        return _product(x, y, None, None, ctx.alpha, 0.0, "none", "", ctx.tile_shape, ctx.stages, ctx.warps)
 
     g = g.to(a.dtype)
     by_a = by_b = None
@@ -236,3 +240,4 @@ def _gradients(ctx: Any, g: Any) -> tuple[Any, ...]:
 
 
 tiled_mm.register_autograd(_gradients, setup_context=_save)
+_product = composed(tiled_mm, _save, _gradients, "matmul, gemm or linear", "tile_shape")

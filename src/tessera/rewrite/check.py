@@ -1,69 +1,34 @@
 """Whether a changed program computes what the original did: results, gradients, updates, on the same inputs and state.
 
-Each value is compared by its relative Frobenius error and by its largest deviation relative to its largest magnitude.
-A value that is small beside all others (the gradient of a key's bias is zero but for rounding) is compared on the scale
-of a thousandth of the largest. Whole numbers and truths must be the same but for a share as large as that error may be:
-rounding decides an argmax now and then. Texts must be the same. What the runs change is put back (`State`, `Inputs`),
-and inputs must be changed alike. The original runs twice, with other random numbers: what lies
-between these two is no fault of a change, and a compiler draws its own.
+What the runs change is put back (`State`, `Inputs`), and inputs must be changed alike. The original runs twice, with
+other random numbers: what lies between these two is no fault of a change, and a compiler draws its own. How values are
+compared: `reference.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .leaves import Unknown, is_exact, leaves
-from .state import Inputs, State
+from ..errors import ArgumentError, RewriteError
+from ..graph.stage import reachable
+from .leaves import instances, leaves
+from .outside import Outside
+from .reference import GRADIENT, RESULT, UPDATE, steady
+from .reference import TOLERANCE as TOLERANCE
+from .reference import Reference as Reference
+from .reference import Verdict as Verdict
+from .reference import compare as compare
+from .state import Inputs, State, memory
 
-TOLERANCE: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2,
-}  # fmt: skip
-"""Relative Frobenius error allowed by number format: 20 rounding errors (unit roundoff 2^-9 of bf16, 2^-11 of fp16),
-rounded up; fp32 is wider than its rounding, since eager and compiled may use TF32 in different places."""
-
-GRADIENTS = 5.0
-"""How much larger the error of one gradient may be than that of all together: those of biases and norms are sums over
-many rounded values that nearly cancel (5e-2 between eager and Inductor in bf16, four layers of GPT-2 on a CPU)."""
-
-WORST = 10.0
-"""How much larger the deviation of a single element may be, relative to the largest element."""
-
-SAME_UPDATE = 0.3
-"""How far a training step's update of all weights may be from the original's where gradients are not seen: optimizers
-that divide by the gradient's size make whole steps of rounding, so this only catches what is wrong (no step is 1.0)."""
-
-SPREADS = 4.0
-"""So many times the distance between two draws of random numbers may lie between a third draw and the first."""
-
-_SMALL = 1e-3
-_LARGEST = 2**63  # of a whole number in a tensor
-_RESULT, _ARGUMENT, _GRADIENT, _UPDATE = "result", "argument", "gradient of ", "update of "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What a comparison found: the errors of the value that is furthest off, where, and what was allowed there.
-
-    `result` is the largest relative error of what was returned; of whole numbers and truths it is the share that
-    differs. `checked` says whether there was anything to compare.
-    """
-
-    ok: bool
-    relative: float
-    worst: float
-    allowed: float
-    where: str = ""
-    why: str = ""
-    result: float = 0.0
-    checked: bool = True
+_Thing = TypeVar("_Thing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +36,8 @@ class Program:
     """How one iteration of a model or a step is run, checked and measured.
 
     A "call" runs as a "step" does but is seen from outside alone: a replayed CUDA graph runs no hooks that would note
-    gradients. `state` is put back after each run; where None, what was there before the run.
+    gradients. `state` is put back after each run; where None, what was there before the run. `outside` are variables
+    around the call that are put back as its arguments are.
     """
 
     call: Callable[..., Any]
@@ -79,14 +45,41 @@ class Program:
     optimizers: tuple[torch.optim.Optimizer, ...]
     mode: Literal["infer", "train", "step", "call"]
     state: State | None = None
+    outside: Outside | None = None
+
+    @classmethod
+    def of(
+        cls, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: Literal["infer", "train"]
+    ) -> Program:
+        """A module in this mode; any other callable as a step, with the models and optimizers that it can reach."""
+        if isinstance(call, torch.nn.Module):
+            found = cls(call=call, modules=(call,), optimizers=(), mode=mode)
+        else:
+            outside = Outside(call)
+            around = (tuple(args), dict(kwargs), outside.now())
+            modules, optimizers = reachable(call, args, kwargs)
+            modules += instances(around, torch.nn.Module)
+            optimizers += instances(around, torch.optim.Optimizer)
+            found = cls(
+                call=call, modules=_once(modules), optimizers=_once(optimizers), mode="step", outside=outside
+            )  # fmt: skip
+            outside.leave_large(memory(found))
+        if any(is_lazy(t) for m in found.modules for t in (*m.parameters(), *m.buffers())):
+            raise ArgumentError(
+                "the model has a lazy layer whose shape is not known yet",
+                why="its parameters are made at its first call", fix="call the model once, then optimize it",
+            )  # fmt: skip
+        return found
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One iteration with `call` in the model's place; what it returned."""
         if self.mode == "infer":
             with torch.no_grad():
                 return call(*args, **kwargs)
-        out = call(*args, **kwargs)
-        if self.mode == "train":
+        if self.mode != "train":
+            return call(*args, **kwargs)
+        with torch.enable_grad():  # whoever trains may stand under no_grad while he prepares
+            out = call(*args, **kwargs)
             scalar_of(out).backward()
         return out
 
@@ -95,10 +88,12 @@ class Program:
     ) -> Reference:
         """What the original does, to compare others with; see `Reference`."""
         with _formats_noted() as inside:  # autocast may stand in a forward, where nobody sees it
-            first, other = (self.observe(self.call, args, kwargs, seed) for seed in (0, 1))
-        for name, value in first.items():  # a time, a count of calls: no change is to blame
-            if _is_plain(value) and name in other and not (_is_plain(other[name]) and _equal(value, other[name])):
-                first[name] = Unknown("is another one at every run")
+            first = self.observe(self.call, args, kwargs)
+            try:
+                other = self.observe(self.call, args, kwargs, seed=1)
+            except Exception as e:
+                raise not_again(e) from e
+        first = steady(first, other)
         given = [*pytree.tree_leaves((tuple(args), dict(kwargs))), *(p for _, p in self._named("parameters"))]
         formats = [*inside, *(t.dtype for t in (*given, *first.values()) if isinstance(t, torch.Tensor))]
         formats += [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -115,25 +110,38 @@ class Program:
     ) -> dict[str, Any]:
         """Run once and note every value that must not change: results, gradients, buffers, how parameters move.
 
-        Also what became of the inputs, where they were written into.
+        Also what became of the inputs and of the variables outside, where they were written into.
         """
-        with self.untouched(seed) as state, Inputs(args, kwargs) as inputs:
+        with self.untouched(seed) as state, self.inputs(args, kwargs, state) as inputs:
+            for generator in inputs.generators:
+                generator.manual_seed(seed)
             seen: dict[str, Any] = {}
             with self._gradients(seen, inputs):
                 result = self.run(call, args, kwargs)
-            seen |= {k: _copy(v) for k, v in leaves(result, _RESULT).items()}
+            seen |= {k: _copy(v) for k, v in leaves(result, RESULT).items()}
             seen |= inputs.changed()
             seen |= self._update(state)
             seen |= {n: b.detach().clone() for n, b in self._named("buffers") if self.mode != "infer" or state.wrote(b)}
         return seen
 
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State) -> Inputs:
+        """Arguments and variables outside, kept for one run."""
+        return Inputs(args, kwargs, self.outside, state.memory)
+
     def _named(self, what: Literal["parameters", "buffers"]) -> list[tuple[str, torch.Tensor]]:
-        """All parameters that are trained, or all buffers, each once; of several models with the model's number."""
+        """All parameters that are trained, or all buffers, each once; of several models with the model's number.
+
+        Optimizers may have parameters that no model has.
+        """
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for i, module in enumerate(self.modules):
             for name, t in getattr(module, f"named_{what}")():
                 if what == "buffers" or t.requires_grad:
                     found.setdefault(id(t), (f"{i}.{name}" if len(self.modules) > 1 else name, t))
+        for optimizer in self.optimizers if what == "parameters" else ():
+            for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                if p.requires_grad:
+                    found.setdefault(id(p), (f"{type(optimizer).__name__}'s parameter {i}", p))
         return list(found.values())
 
     def _update(self, state: State) -> dict[str, torch.Tensor]:
@@ -144,7 +152,7 @@ class Program:
         """
         parameters = self._named("parameters")
         if self.mode == "call" and self.optimizers:
-            return {_UPDATE + name: state.moved(p) for name, p in parameters}
+            return {UPDATE + name: state.moved(p) for name, p in parameters}
         if self.mode != "step" or not parameters:
             return {}
         moved = torch.stack([_length(state.moved(p)) for _, p in parameters]).norm()
@@ -154,9 +162,10 @@ class Program:
     def _gradients(self, seen: dict[str, Any], inputs: Inputs) -> Iterator[None]:
         """Note every gradient when it is there: a step may clear it before it ends. Those of inputs count, too."""
 
+        @torch.compiler.disable  # a compiled step would take its hooks in, too
         def note(name: str, parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            seen[_GRADIENT + name] = parameter.grad.detach().clone()
+            if parameter.grad is not None:  # compiled code also says of a weight behind detach() that it has none
+                seen[GRADIENT + name] = parameter.grad.detach().clone()
 
         watched = {}
         if self.mode in ("train", "step"):
@@ -210,87 +219,18 @@ def _formats_noted() -> Iterator[set[torch.dtype]]:
         handle.remove()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """What the original did. `tolerance` replaces the one of each value's number format, which `retyped` lets change.
-
-    `spread` is how far apart two draws of random numbers are, by value, and `random` whether that is more than
-    rounding: then weights must move as far as the original's, not where they did. `numbers` is allowed of Python's
-    floats, whose format nobody knows any more, `decided` of whole numbers and truths, of which rounding decides some.
-    """
-
-    seen: Mapping[str, Any]
-    tolerance: float | None = None
-    spread: Mapping[str, float] = field(default_factory=dict)
-    random: bool = False
-    retyped: bool = False
-    numbers: float = TOLERANCE[torch.float32]
-    decided: float = 0.0
-
-    @property
-    def unknown(self) -> list[str]:
-        """What cannot be compared, in words."""
-        return [f"the {name} {v.why}: not compared" for name, v in self.seen.items() if isinstance(v, Unknown)]
-
-    def compare(self, seen: Mapping[str, Any]) -> Verdict:
-        """Another observation of the same program."""
-        found = list(self.verdicts(seen))
-        if not found:
-            return Verdict(ok=True, relative=0.0, worst=0.0, allowed=0.0, why="nothing to compare", checked=False)
-        worst = max(found, key=lambda v: (not v.ok, _excess(v)))
-        result = max((v.relative for v in found if v.where.startswith(_RESULT)), default=0.0)
-        return replace(worst, result=result)
-
-    def verdicts(self, seen: Mapping[str, Any]) -> Iterator[Verdict]:
-        """Value by value, and all gradients and all updates as one vector each."""
-        if odd := sorted(self.seen.keys() ^ seen.keys()):
-            how = "changed by one of the two only" if odd[0].startswith(_ARGUMENT) else "there on one side only"
-            yield _refused(odd[0], 0.0, f"{odd[0]} is {how}")
-            return
-        gradients, updates = (
-            [(v, seen[k]) for k, v in self.seen.items() if k.startswith(kind)] for kind in (_GRADIENT, _UPDATE)
-        )
-        if gradients:
-            allowed = self._allowed("all gradients", *(v for v, _ in gradients))
-            yield _vector("all gradients", _apart(gradients), allowed)
-        if updates:
-            yield _vector("all updates", _lengths(updates) if self.random else _apart(updates), SAME_UPDATE)
-        largest = max((_norm([v]) for v, _ in gradients), default=0.0)
-        for name, old in self.seen.items():
-            if name.startswith(_GRADIENT):
-                allowed = GRADIENTS * self._allowed(name, old, seen[name])
-                yield _one(name, old, seen[name], allowed, floor=_SMALL * largest)
-            elif not name.startswith(_UPDATE):
-                yield from self._value(name, old, seen[name])
-
-    def _value(self, name: str, old: Any, new: Any) -> Iterator[Verdict]:
-        """Of values that say nothing about a computation (None, a text), only that they are others."""
-        if type(old) is type(new) is int and old != new and max(abs(old), abs(new)) < _LARGEST:
-            old, new = torch.tensor([old]), torch.tensor([new])
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-            if is_exact(old) and is_exact(new):
-                allowed = max(self.tolerance or self.decided, SPREADS * self.spread.get(name, 0.0))
-                yield _exact(name, old, new, allowed)
-            else:
-                yield _one(name, old, new, self._allowed(name, old, new), retyped=self.retyped)
-        elif isinstance(old, (float, complex)) and isinstance(new, (int, float, complex)):
-            allowed = max(self.tolerance or self.numbers, SPREADS * self.spread.get(name, 0.0))
-            one, other = (torch.tensor([v], dtype=torch.complex128) for v in (old, new))
-            yield _one(name, one, other, allowed)
-        elif isinstance(old, Unknown) or (_is_plain(old) and _is_plain(new) and _equal(old, new)):
-            if isinstance(old, int):
-                yield Verdict(ok=True, relative=0.0, worst=0.0, allowed=0.0, where=name)
-        else:
-            yield _refused(name, 0.0, f"{name}: {_shown(old)} became {_shown(new)}")
-
-    def _allowed(self, where: str, *values: torch.Tensor) -> float:
-        given = self.tolerance or max(TOLERANCE.get(v.dtype.to_real(), 1e-3) for v in values)
-        return max(given, SPREADS * self.spread.get(where, 0.0))
+def first_line(error: Exception) -> str:
+    """An error as a part of a sentence."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:160]}"
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
-    """Two observations of a program that draws no random numbers."""
-    return Reference(seen=before, tolerance=tolerance).compare(after)
+def not_again(error: Exception) -> RewriteError:
+    """What to say of a program that ran, and fails when it runs again."""
+    return RewriteError(
+        "the program ran, and failed when it was run again",
+        why=f"{first_line(error)}; it is run many times on the same inputs",
+        fix="a step that works on one batch: leave data loaders, and schedules that come to an end, outside of it",
+    )
 
 
 def scalar_of(output: Any) -> torch.Tensor:
@@ -299,124 +239,21 @@ def scalar_of(output: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         return loss
     tensors = [
-        leaf for leaf in leaves(output, _RESULT).values() if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        leaf for leaf in leaves(output, RESULT).values() if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
     parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     weighted = [(t.float() * torch.arange(t.numel(), device=t.device).cos().view(t.shape)).sum() for t in parts]
     return torch.stack(weighted).sum() if weighted else torch.zeros((), requires_grad=True)
 
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-def _apart(pairs: Pairs) -> float:
-    """Relative Frobenius distance of many tensors taken as one vector; absolute where the old one is zero."""
-    size, apart = _norm(old for old, _ in pairs), _norm(_real(new) - _real(old) for old, new in pairs)
-    return apart / size if size else apart
-
-
-def _lengths(pairs: Pairs) -> float:
-    """How much longer or shorter the new vector is."""
-    old, new = _norm(old for old, _ in pairs), _norm(new for _, new in pairs)
-    return abs(new / old - 1.0) if old else new
-
-
-def _norm(parts: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(_real(t).square().sum()) for t in parts))
+def _once(things: Iterable[_Thing]) -> tuple[_Thing, ...]:
+    """Each object once, in this order; some compare equal that are two."""
+    return tuple({id(thing): thing for thing in things}.values())
 
 
 def _length(tensor: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tensor if tensor.is_complex() else tensor.float()).float()
 
 
-def _aligned(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse ones as the values at all places where either has one: dense they may not fit anywhere."""
-    if old.layout is torch.strided or new.layout is torch.strided:
-        return old, new
-    wide = torch.uint8 if old.dtype == torch.bool else old.dtype  # torch adds no sparse truths
-    one, other = (t.detach().to_sparse_coo().to(wide).coalesce() for t in (old, new))
-    places = torch.cat([one.indices(), other.indices().to(one.device)], 1)
-
-    def at_all(t: torch.Tensor) -> torch.Tensor:
-        zeros = torch.zeros((places.shape[1], *t.values().shape[1:]), dtype=t.dtype, device=places.device)
-        ones = torch.sparse_coo_tensor(places, zeros, t.shape)
-        return (t.to(places.device) + ones).coalesce().values()
-
-    return at_all(one), at_all(other)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Dense and in fp64; of complex numbers both parts, so that a norm is theirs."""
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense.to(torch.complex128).resolve_conj())
-    return dense.double()
-
-
-def _vector(where: str, relative: float, allowed: float) -> Verdict:
-    ok = relative <= allowed
-    why = "" if ok else f"{where} together: relative error {relative:.2g}, at most {allowed:.2g} is allowed"
-    return Verdict(ok=ok, relative=relative, worst=relative, allowed=allowed, where=where, why=why)
-
-
-def _one(
-    name: str, old: torch.Tensor, new: torch.Tensor, allowed: float, *, floor: float = 0.0, retyped: bool = False
-) -> Verdict:
-    if old.shape != new.shape or (old.dtype != new.dtype and not retyped):
-        return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
-    a, b = (_real(t) for t in _aligned(old, new))
-    strange = ~torch.isfinite(a)
-    if bool(strange.any()):  # what was infinite or no number must be so again
-        same = torch.equal(torch.nan_to_num(a)[strange], torch.nan_to_num(b)[strange])
-        if not same or not bool((torch.isnan(a) == torch.isnan(b)).all()):
-            return _refused(name, allowed, "infinities or NaNs differ")
-        a, b = a[~strange], b[~strange]
-    if not a.numel():
-        return Verdict(ok=True, relative=0.0, worst=0.0, allowed=allowed, where=name)
-    (norm, top), (gap, largest) = ([float(torch.linalg.vector_norm(t, p)) for p in (2, math.inf)] for t in (a, a - b))
-    relative, worst = _over(gap, max(norm, floor)), _over(largest, max(top, floor))
-    ok = relative <= allowed and worst <= WORST * allowed
-    why = "" if ok else f"{name}: relative error {relative:.2g}, at most {allowed:.2g} is allowed"
-    return Verdict(ok=ok, relative=relative, worst=worst, allowed=allowed, where=name, why=why)
-
-
-def _exact(name: str, old: torch.Tensor, new: torch.Tensor, allowed: float) -> Verdict:
-    """Whole numbers and truths are the same, unless it is allowed that a share differs, or numbers by so much."""
-    if old.shape != new.shape or old.dtype != new.dtype:
-        return _refused(name, allowed, f"{list(old.shape)} {old.dtype} became {list(new.shape)} {new.dtype}")
-    old, new = _aligned(old, new)
-    others = int((old != new.to(old.device)).sum())
-    off = others / old.numel() if others else 0.0
-    if off and old.dtype != torch.bool:  # a count of what rounding decides is a little off, not a share of it
-        off = min(off, _over(_norm([old.double() - new.double()]), _norm([old])))
-    why = "" if off <= allowed else f"{name}: {others} of {old.numel()} values differ"
-    return Verdict(ok=not why, relative=off, worst=off, allowed=allowed, where=name, why=why)
-
-
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, (torch.Tensor, Unknown, float, complex))
-
-
-def _equal(old: Any, new: Any) -> bool:
-    return type(old) is type(new) and bool(old == new)
-
-
-def _shown(value: Any) -> str:
-    text = value.why if isinstance(value, Unknown) else repr(value)
-    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else text[:60]
-
-
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _over(off: float, size: float) -> float:
-    return off / size if size > 0 else (0.0 if off == 0 else math.inf)
-
-
-def _refused(where: str, allowed: float, why: str) -> Verdict:
-    return Verdict(ok=False, relative=math.inf, worst=math.inf, allowed=allowed, where=where, why=why)
-
-
-def _excess(found: Verdict) -> float:
-    return max(found.relative, found.worst / WORST) / found.allowed if found.allowed else found.relative

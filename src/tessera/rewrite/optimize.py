@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ArgumentError, MeasurementError, MissingExtra, TesseraError, did_you_mean
+from ..errors import ArgumentError, MeasurementError, MissingExtra, RewriteError, TesseraError, did_you_mean
 from ..graph import rewrites as heard
 from ..graph.rewrites import Rewrite
 
@@ -63,11 +63,15 @@ def optimize(
     the trace out and lets torch's compilation cache work; "modelled" prices it without a look at the kernels, which
     makes later launches of this process dearer.
 
-    The program runs many times meanwhile. Models and optimizers it holds and the inputs are put back as they were; a
-    data loader or a scheduler that a step advances is not: hand over a step that works on one batch.
+    The program runs many times meanwhile. Models and optimizers it holds, the inputs and the variables around it (what
+    it closes over, is bound to, or names in its module) are put back as they were. What a data loader or an iterator
+    has handed out is gone: hand over a step that works on one batch.
     """
     if not callable(model_or_step):
-        raise ArgumentError(f"model_or_step={model_or_step!r} cannot be called", fix="an nn.Module or a function")
+        raise ArgumentError(
+            f"model_or_step is {_described(model_or_step)}, which cannot be called",
+            fix="optimize(model, inputs): an nn.Module or a function, then its inputs",
+        )
     if mode not in ("infer", "train"):
         raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, ('infer', 'train'))}", fix="mode='infer' or 'train'")
     if tolerance is not None and not 0 < tolerance < 1:
@@ -84,6 +88,12 @@ def optimize(
     if inputs is not None:
         found.prepare(*_split(inputs))
     return found
+
+
+def _described(value: Any) -> str:
+    """In a few words, though it be a tensor of millions."""
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
 
 
 def _split(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -122,13 +132,16 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
-            self.prepare(args, kwargs)
+            self._prepare(args, kwargs)  # an error of the program's own stays what it is, as in any call of it
         heard.ran(self.rewrites)
         assert self._call is not None
         return self._call(*args, **kwargs)
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Try the ways on these inputs and keep the best; done by the first call where `optimize` had no inputs."""
+        self._prepare(args, kwargs, explained=True)
+
+    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, explained: bool = False) -> None:
         try:
             import torch
         except ImportError as e:
@@ -136,9 +149,10 @@ class Optimized:
 
         from . import seen
         from .candidates import Trial
+        from .check import Program
         from .ways import modes
 
-        options, program = self._options, self._program(args, kwargs)
+        options, program = self._options, Program.of(self.original, args, kwargs, self._options["mode"])
         cuda = any(t.is_cuda for t in _tensors(program, args, kwargs))
         self.priced_for = _chip(options["device"], cuda)
         names = modes(program, options["launch"], options["ways"], cuda)
@@ -147,7 +161,12 @@ class Optimized:
             budget_s=options["budget_s"], say=options["progress"] or (lambda _line: None), explained=options["explain"],
         )  # fmt: skip
         slowed = bool(seen.LOOKS)  # before this one: of its own look it has a note
-        best = trial.run(names, self._passes())
+        try:
+            best = trial.run(names, self._passes())
+        except Exception as e:
+            if not explained or trial.reference is not None or isinstance(e, TesseraError):
+                raise
+            raise _does_not_run(e) from e  # the original has not run through once
         if slowed and cuda:
             trial.notes.append(
                 "a profiler ran in this process before: ways that launch were measured slower than alone"
@@ -161,17 +180,6 @@ class Optimized:
             way.call = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        import torch
-
-        from ..graph.stage import reachable
-        from .check import Program
-
-        if isinstance(self.original, torch.nn.Module):
-            return Program(call=self.original, modules=(self.original,), optimizers=(), mode=self._options["mode"])
-        modules, optimizers = reachable(self.original, args, kwargs)
-        return Program(call=self.original, modules=tuple(modules), optimizers=tuple(optimizers), mode="step")
 
     def _passes(self) -> list[Pass]:
         from .masks import masks
@@ -330,6 +338,16 @@ def _anew(original: Callable[..., Any], options: dict[str, Any], undone: bool) -
     if undone:
         found.undo()
     return found
+
+
+def _does_not_run(error: Exception) -> RewriteError:
+    from .check import first_line
+
+    return RewriteError(
+        "the program does not run on these inputs",
+        why=first_line(error),
+        fix="inputs it can be called with: a tensor, a tuple of positional or a dict of keyword arguments",
+    )
 
 
 def _as_called(program: Program, best: Way) -> Callable[..., Any]:

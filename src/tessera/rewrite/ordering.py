@@ -55,6 +55,11 @@ class Order:
     moved: int
     why: str
 
+    def __str__(self) -> str:
+        peaks = f"peak {self.peak_w_before:.0f} W before, {self.peak_w_after:.0f} W after"
+        moved = f"{self.moved} of {len(self.order)} operators moved"
+        return f"{peaks} (mean over {1e3 * self.window_s:.3g} ms); {moved}: {self.why}"
+
     @property
     def rewrites(self) -> list[Rewrite]:
         """One rewrite, or none where the order is the program's own."""

@@ -6,8 +6,11 @@ differ: a tensor's version tells others (weights that were folded into something
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .outside import Outside
 
 # What says how an optimizer computes, not what: whoever changed it after the state was kept takes it back himself.
 HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -28,21 +31,20 @@ class Held(Protocol):
 
 
 class State:
-    """A copy of everything a call may write; `restore` puts it back."""
+    """A copy of everything a call may write; `restore` puts it back. `memory` is that of what was copied."""
 
     def __init__(self, held: Held) -> None:
         import torch
 
         self._torch = torch
-        parameters = {id(p): p for m in held.modules for p in m.parameters()}
+        parameters = _parameters(held)
         tensors = parameters | {id(b): b for m in held.modules for b in m.buffers()}
         grads = [(p, p.grad) for p in parameters.values()]
-        states = [s for o in held.optimizers for s in o.state.values()]
-        inside = [v for s in states for v in s.values() if torch.is_tensor(v)]
-        self._copied = copied = _copier(torch, [*tensors.values(), *(g for _, g in grads if g is not None), *inside])
+        self.memory = memory(held)
+        self._copied = copied = _copier(torch, _tensors(held))
         self._tensors = {key: (t, copied(t)) for key, t in tensors.items()}
         self._grads = [(p, grad, None if grad is None else copied(grad)) for p, grad in grads]
-        self._modules = [(m, m.training, dict(m._buffers)) for root in held.modules for m in root.modules()]
+        self._modules = [(m, m.training, _buffers(m)) for root in held.modules for m in root.modules()]
         self._optimizers = [(o, {p: self._both(s) for p, s in o.state.items()}, [self._both(g) for g in o.param_groups])
                             for o in held.optimizers]  # fmt: skip
         self._random = torch.get_rng_state()
@@ -61,7 +63,8 @@ class State:
                 self._restore_optimizer(optimizer, states, groups, () if how else HOW)
         for module, training, buffers in self._modules:
             module.training = training
-            module._buffers.update(buffers)  # `self.mean = ...` puts another tensor there
+            if buffers:
+                module._buffers.update(buffers)  # `self.mean = ...` puts another tensor there
         self._torch.set_rng_state(self._random)
         if self._cuda_random is not None:
             self._torch.cuda.set_rng_state_all(self._cuda_random)
@@ -113,15 +116,54 @@ class State:
             tensor.copy_(kept)
 
 
-class Inputs:
-    """The arguments of a call; after `with` they are what they were: tensors by value, lists by what they hold."""
+def memory(held: Held) -> frozenset[int]:
+    """Where the tensors lie that a `State` keeps."""
+    from .leaves import memory_of
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    return frozenset(map(memory_of, _tensors(held))) - {0}
+
+
+def _buffers(module: Any) -> dict[str, Any]:
+    """A module's own; a scripted one's cannot become other tensors, and it shows no dictionary of them."""
+    return dict(module._buffers) if isinstance(module._buffers, dict) else {}
+
+
+def _parameters(held: Held) -> dict[int, Any]:
+    """Those of models, and those that optimizers alone have."""
+    given = [p for o in held.optimizers for group in o.param_groups for p in group["params"]]
+    return {id(p): p for p in (*(p for m in held.modules for p in m.parameters()), *given)}
+
+
+def _tensors(held: Held) -> list[Any]:
+    """Parameters, buffers, gradients, and what optimizers remember."""
+    parameters = _parameters(held)
+    tensors = parameters | {id(b): b for m in held.modules for b in m.buffers()}
+    grads = [p.grad for p in parameters.values() if p.grad is not None]
+    inside = [v for o in held.optimizers for s in o.state.values() for v in s.values() if hasattr(v, "untyped_storage")]
+    return [*tensors.values(), *grads, *inside]
+
+
+class Inputs:
+    """The arguments of a call; after `with` they are what they were: tensors by value, lists by what they hold.
+
+    So are the variables `outside`. Tensors in `known` memory (`State.memory`) are somebody else's to keep. `generators`
+    draw random numbers.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outside: Outside | None = None,
+        known: frozenset[int] = frozenset(),
+    ) -> None:
         import torch
 
-        from .leaves import holders
+        from .leaves import holders, instances
 
         self._torch, self._args, self._kwargs = torch, tuple(args), dict(kwargs)
+        self._outside, self._known = outside, known
+        self._variables = outside.now() if outside is not None else {}
         self._leaves = self._now()
         tensors = {id(t): t for t in self._leaves.values() if torch.is_tensor(t)}
         self.differentiable = {
@@ -131,8 +173,10 @@ class Inputs:
         copied = _copier(torch, [*tensors.values(), *(g for _, g in grads if g is not None)])
         self._tensors = {key: (t, copied(t), _placed(t)) for key, t in tensors.items()}
         self._grads = [(t, grad, None if grad is None else copied(grad)) for t, grad in grads]
-        held = [*holders(self._args), *(h for value in self._kwargs.values() for h in holders(value))]
-        self._holders = [(h, h.copy()) for h in held]
+        held = (self._args, [*self._kwargs.values()], [*self._variables.values()])
+        self._holders = [(h, h.copy()) for h in holders(held)]
+        self.generators = instances(held, torch.Generator)
+        self._drawn = [g.get_state() for g in self.generators]
 
     def changed(self) -> dict[str, Any]:
         """Values that are not what was kept, by name: copies of those that are there now."""
@@ -143,7 +187,7 @@ class Inputs:
                 kept = self._tensors[id(old)][1] if self._torch.is_tensor(old) else None
                 if kept is None or not _same(self._torch, leaf, kept):
                     found[name] = leaf.detach().clone()
-            elif name not in self._leaves or self._torch.is_tensor(old) or leaf != old:
+            elif name not in self._leaves or (leaf is not old and (self._torch.is_tensor(old) or leaf != old)):
                 found[name] = leaf
         return found | dict.fromkeys(self._leaves.keys() - now.keys(), "taken away")
 
@@ -151,6 +195,10 @@ class Inputs:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._outside is not None:
+            self._outside.put(self._variables)
+        for generator, drawn in zip(self.generators, self._drawn, strict=True):
+            generator.set_state(drawn)
         for holder, kept in self._holders:
             _refilled(holder, kept)
         for tensor, kept, placed in self._tensors.values():
@@ -166,9 +214,12 @@ class Inputs:
                     grad.copy_(kept)
 
     def _now(self) -> dict[str, Any]:
-        from .leaves import leaves
+        from .leaves import leaves, memory_of
 
-        return leaves(self._args, "argument") | leaves(self._kwargs, "argument")
+        found = leaves(self._args, "argument") | leaves(self._kwargs, "argument")
+        if self._outside is not None:
+            found |= leaves(self._outside.now(), "outside")
+        return {k: v for k, v in found.items() if not (self._torch.is_tensor(v) and memory_of(v) in self._known)}
 
 
 def _placed(tensor: Any) -> tuple[Any, ...] | None:
@@ -179,15 +230,37 @@ def _placed(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def _refilled(holder: Any, kept: Any) -> None:
-    """A list or a dictionary with the very things in it that it held."""
-    if len(holder) == len(kept) and all(a is b for a, b in zip(_things(holder), _things(kept), strict=True)):
+    """A list, a set or a dictionary with the very things in it that it held; an array with its values.
+
+    No more is touched than differs: other threads may read meanwhile, and would find it empty.
+    """
+    if hasattr(holder, "dtype"):
+        holder[...] = kept
+    elif isinstance(holder, dict):
+        _refilled_dict(holder, kept)
+    elif not _are_same(list(holder), list(kept)):
+        if isinstance(holder, list):
+            holder[:] = kept
+        else:
+            holder.clear()
+            (holder.update if isinstance(holder, set) else holder.extend)(kept)
+
+
+def _refilled_dict(holder: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    keys = list(holder)
+    if not _are_same(keys[: len(kept)], list(kept)):  # one was taken out, or they stand in another order
+        holder.clear()
+        holder.update(kept)
         return
-    holder.clear()
-    (holder.update if isinstance(holder, dict) else holder.extend)(kept)
+    for key in keys[len(kept) :]:
+        holder.pop(key, None)
+    for key, value in kept.items():
+        if holder.get(key, holder) is not value:
+            holder[key] = value
 
 
-def _things(holder: Any) -> Iterable[Any]:
-    return (thing for item in holder.items() for thing in item) if isinstance(holder, dict) else holder
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _same(torch: Any, tensor: Any, kept: Any) -> bool:
@@ -196,9 +269,9 @@ def _same(torch: Any, tensor: Any, kept: Any) -> bool:
         return False
     if tensor.layout is torch.strided:
         return _equal(torch, tensor, kept.to(tensor.device))
-    return all(
-        torch.equal(a, b.to(a.device)) for a, b in zip(_stored(torch, tensor), _stored(torch, kept), strict=True)
-    )
+    from .leaves import stored
+
+    return all(torch.equal(a, b.to(a.device)) for a, b in zip(stored(tensor), stored(kept), strict=True))
 
 
 def _equal(torch: Any, a: Any, b: Any) -> bool:
@@ -208,18 +281,6 @@ def _equal(torch: Any, a: Any, b: Any) -> bool:
     if torch.equal(a, b):
         return True
     return bool(a.is_floating_point() and ((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _stored(torch: Any, tensor: Any) -> tuple[Any, ...]:
-    """What a sparse tensor is made of: as it is stored, never dense."""
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.to_dense(),)
 
 
 def _copier(torch: Any, tensors: Sequence[Any]) -> Callable[[Any], Any]:

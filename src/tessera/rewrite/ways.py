@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,13 +89,23 @@ def build(program: Program, way: Way, *, explained: bool = True) -> None:
     way.call = _kept_apart(compiled) if way.replayed and program.mode == "infer" else compiled
 
 
+_frames = itertools.count()
+
+
 def _own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call in a function with its own code object: Dynamo keeps what it compiled by code object, up to a limit."""
+    """The call in a function with its own code object and name.
+
+    Dynamo keeps what it compiled by code object, up to a limit; and by file, line and name which sizes it has seen:
+    those that differ from the last program's would be taken for sizes that change, and rewrites that need them known
+    be lost.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    return types.FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
+    name = f"run_{next(_frames)}"
+    code = run.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, run.__globals__, name, None, run.__closure__)
 
 
 def _kept_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:

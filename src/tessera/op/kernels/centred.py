@@ -30,6 +30,7 @@ from .narrow import (
     magnitude,
     narrowed,
     power_of_two,
+    spot,
     store_tile,
     told,
 )
@@ -77,22 +78,11 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
 
 
 @triton.jit
-def _spot(at, y_rows, y_cols, ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The rows and columns of a tile: neighbours in number are neighbours along the memory that is read."""
-    down, across = tl.cdiv(y_rows, ROWS), tl.cdiv(y_cols, COLS)
-    if ACROSS:
-        at_row, at_col = at % down, at // down
-    else:
-        at_row, at_col = at // across, at % across
-    return at_row * ROWS + tl.arange(0, ROWS), at_col * COLS + tl.arange(0, COLS)
-
-
-@triton.jit
 def _first_cast(
     x, y, note, guess, tile, rows, cols, stride_row, stride_col, y_rows, y_cols,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    row, col = _spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
+    row, col = spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     exponent = _centre(x, rows, cols, stride_row, stride_col, ACROSS, CHUNK, CHUNKS)
     scaled = value * power_of_two(exponent)
@@ -143,12 +133,12 @@ def _mend(
         if strange > 0:  # every program looks at those tiles again: slow, and seldom many
             for tile in range(count):
                 if tl.load(notes + tile) == float("inf"):
-                    row, col = _spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
+                    row, col = spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
                     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
                     largest = tl.maximum(largest, tl.max(magnitude(value)))
         exponent = exponent_of(largest, TOP, THRESHOLD)
         for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-            row, col = _spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
+            row, col = spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
             value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
             store_tile(y, narrowed(value, power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
     if tl.program_id(0) == 0:

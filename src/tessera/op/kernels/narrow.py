@@ -60,6 +60,17 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def spot(at, y_rows, y_cols, ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The rows and columns of a tile: neighbours in number are neighbours along the memory that is read."""
+    down, across = tl.cdiv(y_rows, ROWS), tl.cdiv(y_cols, COLS)
+    if ACROSS:
+        at_row, at_col = at % down, at // down
+    else:
+        at_row, at_col = at // across, at % across
+    return at_row * ROWS + tl.arange(0, ROWS), at_col * COLS + tl.arange(0, COLS)
+
+
+@triton.jit
 def load_tile(x, row, col, rows, cols, stride_row, stride_col):
     """Values of some rows and columns in fp32, 0 outside the matrix."""
     inside = (row < rows)[:, None] & (col < cols)[None, :]

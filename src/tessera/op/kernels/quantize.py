@@ -30,6 +30,7 @@ from .narrow import (
     magnitude,
     narrowed,
     power_of_two,
+    spot,
     store_tile,
     told,
 )
@@ -119,17 +120,13 @@ def strip_cast(
 
 @triton.jit
 def _place(y_rows, y_cols, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A program's rows and columns: neighbours in number are neighbours along the memory that is read.
+    """A program's rows and columns, and whether they are the first.
 
     From the end to the beginning: what the launch before touched last is in the cache yet, however large the matrix.
     """
     at = tl.num_programs(0) - 1 - tl.program_id(0)
-    down, across = tl.cdiv(y_rows, ROWS), tl.cdiv(y_cols, COLS)
-    if DOWN_FIRST:
-        at_row, at_col = at % down, at // down
-    else:
-        at_row, at_col = at // across, at % across
-    return at_row * ROWS + tl.arange(0, ROWS), at_col * COLS + tl.arange(0, COLS), at == 0
+    row, col = spot(at, y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
+    return row, col, at == 0
 
 
 @triton.jit(do_not_specialize=["rows", "y_rows"])
