@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tessera
+from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
 from tessera import graph
 from tessera.errors import ArgumentError, RewriteError
 from tessera.hardware import lookup
@@ -34,18 +35,6 @@ from tessera.rewrite.watch import Found, Watch
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 HEADS = (2, 4, 16, 16)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Ways that run our passes and then the graph as it is: everything but Inductor, in a tenth of the time."""
-    monkeypatch.setattr(ways, "backend", lambda watch, passes, options: recorder(watch, passes))
 
 
 class Block(nn.Module):
@@ -221,6 +210,7 @@ def test_a_model_for_inference_with_inductor():
     profile = graph.profile(lambda: fast(x), steps=2, warmup=1)
     assert [r for r in profile.rewrites if r.rule == "flash_attention"] == [fused]
     assert "rewritten: flash_attention: " in str(profile)
+    assert ", modelled on h200]" in str(profile)
 
 
 def test_the_second_program_of_a_process_has_its_rewrites_too():

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tessera
+from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
 from tessera.errors import RewriteError
 from tessera.rewrite import ways
 from tessera.rewrite.check import Program, Reference
@@ -30,18 +31,6 @@ from tessera.rewrite.watch import Watch
 
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways that run our passes and then the graph as it is: everything but Inductor."""
-    monkeypatch.setattr(ways, "backend", lambda watch, passes, options: recorder(watch, passes))
 
 
 @dataclasses.dataclass

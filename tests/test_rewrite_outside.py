@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import tessera
+from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
 from tessera.errors import ArgumentError, RewriteError
-from tessera.rewrite import outside, ways
+from tessera.rewrite import outside
 from tessera.rewrite.check import Program
-from tessera.rewrite.inductor import recorder
 from tessera.rewrite.leaves import holders, leaves
 from tessera.rewrite.outside import Outside
 from tessera.rewrite.state import Inputs, _refilled
@@ -29,18 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 COUNT, SEEN, BUFFER = 0, [], torch.zeros(2)
 MODEL = nn.Linear(4, 4)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways that run our passes and then the graph as it is: everything but Inductor."""
-    monkeypatch.setattr(ways, "backend", lambda watch, passes, options: recorder(watch, passes))
 
 
 def of(call: Any, *args: Any) -> Program:

@@ -388,7 +388,7 @@ def test_the_trace_is_priced_by_what_was_seen_and_nothing_is_left_changed(at_han
     assert any("cost its host more" in note for note in fast.notes)
     assert "[inductor]" in fast.report(), "said once, not on every line"
     assert line(fast.rewrites[0]).endswith("[inductor, timed]")
-    assert "[inductor, modelled]" in line(replace(fast.rewrites[0], basis="modelled"), usual="timed")
+    assert "[inductor, modelled on h200]" in line(replace(fast.rewrites[0], basis="modelled"), usual="timed")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 

@@ -17,7 +17,8 @@ class Rewrite:
     became a kernel of Inductor's; "rest" is what changed without a rewrite of its own), `by` who made it ("inductor",
     "tessera"), `times` how often it was made. Savings are of all `times` together, modelled by `predict` unless `basis`
     says otherwise: "measured", or "timed", measured for the program and its kernels and shared out by the model. A
-    rewrite read off a kernel's name is "seen". None where nothing is known, with the reason in `why`.
+    rewrite read off a kernel's name is "seen". `device` is the chip they are modelled for. None where nothing is known,
+    with the reason in `why`.
     """
 
     rule: str
@@ -31,6 +32,7 @@ class Rewrite:
     saved_error_j: float | None = None
     saved_s: float | None = None
     basis: str = "modelled"
+    device: str = ""
     why: str = ""
 
 

@@ -52,7 +52,8 @@ def line(rewrite: Rewrite, usual: str = "modelled") -> str:
         saved.append(_signed(rewrite.saved_s, format_duration))
     if saved:
         parts.append(f"saves {', '.join(saved)}")
-    tail = f"[{rewrite.by}{', ' + rewrite.basis if rewrite.basis != usual else ''}]"
+    where = f" on {rewrite.device}" if rewrite.device and rewrite.basis == "modelled" else ""
+    tail = f"[{rewrite.by}{', ' + rewrite.basis + where if rewrite.basis != usual else ''}]"
     why = f" ({rewrite.why})" if rewrite.why else ""
     return "  ".join([*parts, tail]) + why
 

@@ -21,7 +21,8 @@ def text(found: GraphProfile, top: int = 20) -> str:
             marked = "" if found.basis == "measured" else f" ({found.basis})"
             joules = f", {format_energy(found.step_j)} ± {format_energy(found.step_error_j)}{marked}"
         lines.append(f"a step: {format_duration(found.step_s)}{joules}, mean of {found.steps}")
-    lines += [f"rewritten: {line(rewrite)}" for rewrite in found.rewrites]
+    # A step's joules are of the chip at hand: whose the savings are, each line says.
+    lines += [f"rewritten: {line(rewrite, usual='')}" for rewrite in found.rewrites]
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines)
 

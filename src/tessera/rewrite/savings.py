@@ -87,6 +87,7 @@ def trace(
     lines += _in_place(watch)
     lines = [replace(r, basis=sides.basis) for r in lines] + _ours(watch, sides)
     lines += _rest(lines, before_s - now.seconds, before_j - now.joules, before_j, sides.basis)
+    lines = [replace(r, device=device.id) for r in lines]
     return Trace(
         rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)), before_s=before_s, before_j=before_j,
         after_s=now.seconds, after_j=now.joules, launches_before=before.launches, launches_after=now.launches,
