@@ -22,12 +22,13 @@ from tessera.hardware import lookup
 from tessera.report.optimize import text
 from tessera.rewrite import hooks, ways
 from tessera.rewrite.candidates import Trial
-from tessera.rewrite.check import Program, compare
+from tessera.rewrite.check import Program
 from tessera.rewrite.inductor import recorder
 from tessera.rewrite.lowered import after_pieces
 from tessera.rewrite.measured import Measured
 from tessera.rewrite.patterns import attention
 from tessera.rewrite.pieces import pieces_of
+from tessera.rewrite.reference import compare
 from tessera.rewrite.savings import trace
 from tessera.rewrite.spectral import spectral
 from tessera.rewrite.watch import Found, Watch

@@ -22,10 +22,11 @@ import tessera
 from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
 from tessera.errors import RewriteError
 from tessera.rewrite import ways
-from tessera.rewrite.check import Program, Reference
+from tessera.rewrite.check import Program
 from tessera.rewrite.inductor import recorder
 from tessera.rewrite.leaves import Unknown, leaves, mapped
 from tessera.rewrite.patterns import attention
+from tessera.rewrite.reference import Reference
 from tessera.rewrite.state import Inputs
 from tessera.rewrite.watch import Watch
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.rewrite.check import Program, Reference
+from tessera.rewrite.check import Program
+from tessera.rewrite.reference import Reference
 from tessera.rewrite.state import State
 
 OPTIMIZERS = {

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, RecordingError, ScheduleError
-from tessera.rewrite.check import compare
+from tessera.rewrite.reference import compare
 from tessera.rewrite.state import State
 from tessera.runtime.tuner import Tuned, Wish, tuned
 from tessera.runtime.tuning import store

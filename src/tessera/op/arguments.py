@@ -22,6 +22,9 @@ PRECISION_OF = {
 }
 """The name of a number format by its dtype."""
 
+HALVES = (torch.bfloat16, torch.float16)
+"""The formats of 16 bits."""
+
 
 _HERE = contextlib.nullcontext()
 
@@ -202,6 +205,11 @@ def _has_no_fraction(value: Any) -> bool:
         return bool(value == int(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # complex, NaN, infinite
         return False
+
+
+def number(value: Any) -> bool:
+    """Whether it is a real number, but no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def whole(value: Any) -> bool:

@@ -17,7 +17,6 @@ that change their character but not their size in between go unseen.
 from __future__ import annotations
 
 import math
-import numbers
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ import torch
 
 from ..errors import ArgumentError, ToleranceError
 from . import bounds, lowprec, prepared
+from .arguments import HALVES, number
 from .candidates import Way, order
 from .eager import valueless
 
@@ -167,7 +167,7 @@ def _decide(
         if bound > tolerance and precision != full:
             seen.append(Candidate(**way, energy_j=joules, verdict="foretold too coarse"))
             continue
-        error = bounds.found(look, _tried(a, b, precision, sums, out, tile)).upper
+        error = bounds.found(look, multiplied(a, b, precision, sums, out, tile)).upper
         if precision == "fp64":  # the probes are fp64 themselves: they cannot see its error
             error = max(error, bound)
         verdict = "taken" if error <= tolerance else "found too coarse"
@@ -187,14 +187,14 @@ def _decide(
     ), look.amax  # fmt: skip
 
 
-def _tried(a: Any, b: Any, precision: str, sums: str, out: Any, tile: Any) -> torch.Tensor:
-    """The product as it will run: a tile's scales each matrix of a stack by itself, and sums in another order."""
+def multiplied(a: Any, b: Any, precision: str, sums: str, out: Any, tile: Any) -> torch.Tensor:
+    """The product of a choice, probed and run: a tile's scales each matrix of a stack by itself, and sums otherwise."""
     if tile is None:
         return lowprec.mm(a, b, precision, sums, out)
     from . import tiled
 
     found: torch.Tensor = tiled.product(tile[0], a, b, tile[1], precision=precision, advise=False)
-    return found
+    return found.to(out)
 
 
 def _why(seen: Sequence[Candidate], full: str) -> str:
@@ -214,7 +214,7 @@ def _refusal(c: Candidate) -> str:
 
 
 def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> ToleranceError:
-    if out in (torch.bfloat16, torch.float16):
+    if out in HALVES:
         why, fix = f"the result is rounded to {out}", "operands in fp32 (a.float(), b.float()), or a larger tolerance"
     elif dtype == torch.float64:
         why, fix = "sums of fp64 products are rounded themselves", "a larger tolerance"
@@ -222,10 +222,6 @@ def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> Toler
         why, fix = f"sums of {dtype} products are rounded to fp32 themselves", "fp64 operands, or a larger tolerance"
     what = f"error_tolerance={tolerance:g} is finer than {last.precision} gives: {last.sampled_error:.1e}"
     return ToleranceError(what, why=why, fix=fix)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _checked(
@@ -237,7 +233,7 @@ def _checked(
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):  # vectors, as torch.matmul takes them
         a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     lowprec.check(a, b, "fp32", accumulate or "fp32")
-    if not (_is_number(tolerance) and 0 < tolerance < math.inf):
+    if not (number(tolerance) and 0 < tolerance < math.inf):
         raise ToleranceError(
             f"error_tolerance={tolerance!r} is no bound",
             why="it is the error of the whole result relative to it (Frobenius norms): 0.01 is one percent",

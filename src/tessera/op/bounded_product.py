@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import lowprec
-from .bounded import choose
+from .bounded import choose, multiplied
 from .eager import composed
 
 
@@ -57,12 +57,7 @@ def product(
         out_dtype=out_dtype, refuse=not gradient,  # nobody can do anything about it in the middle of a backward
         tile=cut,
     )  # fmt: skip
-    if cut is not None:
-        from . import tiled
-
-        found: torch.Tensor = tiled.product(cut[0], a, b, cut[1], precision=choice.precision)
-        return found.to(out_dtype)
-    return lowprec.mm(a, b, choice.precision, choice.accumulate, out_dtype)
+    return multiplied(a, b, choice.precision, choice.accumulate, out_dtype, cut)
 
 
 @product.register_fake

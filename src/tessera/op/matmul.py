@@ -7,7 +7,6 @@ cheapest format whose relative error (Frobenius norm) stays within it; all three
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +14,9 @@ import torch
 from ..errors import ArgumentError
 from ..stream import Stream
 from . import arguments, hints, padding, tiled
-from .arguments import PRECISION_OF
+from .arguments import HALVES, PRECISION_OF
 from .eager import differentiated, unseen
 from .tile import Tile
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 _FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt's epilogue does, and torch's name for it (use_gelu)
 
@@ -215,7 +212,7 @@ def _fusible(x: Any, weight: Any, bias: Any) -> bool:
         x.is_cuda
         and bias is not None
         and x.ndim > 1
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype in HALVES
         and not (weight.shape[0] | weight.shape[1]) % 8
         and not torch.compiler.is_compiling()
         and not arguments.autocasts(x)
@@ -243,7 +240,7 @@ def _how(
         return _PLAIN if tile_shape is None else _How(tile_shape)
     _check_words(op, a, precision, accumulate, tile_shape)
     if precision is None and error_tolerance is None:
-        if not (accumulate == "fp32" and tile_shape is None and a.dtype in _HALVES and a.dtype is b.dtype):
+        if not (accumulate == "fp32" and tile_shape is None and a.dtype in HALVES and a.dtype is b.dtype):
             return _How(tile_shape)
         precision = PRECISION_OF[a.dtype]  # whose sums a library may split and round to 16 bits, unless it is told
     if error_tolerance is not None and _chooses(a, b, error_tolerance, tile_shape):
@@ -260,10 +257,11 @@ def _chooses(a: Any, b: Any, tolerance: Any, tile_shape: Any) -> bool:
 
     With a tile only graphs do: its gradients are products in the operands' own type.
     """
-    number = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
+    if not arguments.number(tolerance):
+        return False
     if tile_shape is not None:
-        return number and bool(torch.compiler.is_compiling())
-    return number and (not unseen(a, b) or differentiated(a, b))
+        return bool(torch.compiler.is_compiling())
+    return not unseen(a, b) or differentiated(a, b)
 
 
 def _check_words(op: str, a: Any, precision: str | None, accumulate: str | None, tile_shape: Any) -> None:
@@ -294,7 +292,7 @@ def _chosen(
     from . import lowprec
 
     # Sums in fp32 are what was asked for, or what the check found within the tolerance: a library's own may be coarser.
-    sums = tile_shape is None and a.dtype in _HALVES and (accumulate == "fp32" or error_tolerance is not None)
+    sums = tile_shape is None and a.dtype in HALVES and (accumulate == "fp32" or error_tolerance is not None)
     if accumulate is None and (error_tolerance is None or tile_shape is not None):
         accumulate = "fp32"
     if error_tolerance is not None:
@@ -324,7 +322,7 @@ def _product(a: Any, b: Any, how: _How) -> Any:
         cut = None if how.tile_shape is None else ("matmul", how.tile_shape)
         out = bounded_mm(
             left, right, tolerance=how.tolerance, first=how.precision, accumulate=how.accumulate, tile=cut,
-            allowed=None if cut is None else _precisions(cut),
+            allowed=None if cut is None else _precisions(how.tile_shape),
         )  # fmt: skip
     else:
         from .lowprec import mm

@@ -19,13 +19,12 @@ from typing import Any, Literal
 import torch
 
 from ..errors import ArgumentError, PredictionError
-from .arguments import one_of
+from .arguments import HALVES, one_of
 from .eager import transformed
 
 PIECE_BYTES = 16
 """What TMA, cp.async and ldmatrix move at a time (PTX ISA): rows must start at a multiple of it."""
 
-_HALVES = (torch.bfloat16, torch.float16)
 _COPY_LAUNCH_S = 3e-6  # a copy's launch and tail; assumed, not yet measured on a GPU
 _COPY_BANDWIDTH = 0.8  # of the datasheet's, what a copy with rows of odd bytes reaches; not yet measured on a GPU
 _HOST_S = 2e-5  # what the padded call costs the host beyond torch.matmul: less is not worth it
@@ -57,7 +56,7 @@ def use(mode: Mode) -> Iterator[None]:
 
 def matmul(a: Any, b: Any) -> Any:
     """As torch.matmul, padded where rows are unaligned and it pays."""
-    if a.dtype in _HALVES and b.ndim == 2 and a.ndim > 1 and _uneven(a, b):
+    if a.dtype in HALVES and b.ndim == 2 and a.ndim > 1 and _uneven(a, b):
         out = _tried(a, b, None)
         if out is not None:
             return out
@@ -66,7 +65,7 @@ def matmul(a: Any, b: Any) -> Any:
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """As torch's linear, padded where rows are unaligned and it pays."""
-    if x.dtype in _HALVES and x.ndim > 1 and _uneven(x, weight, -2):
+    if x.dtype in HALVES and x.ndim > 1 and _uneven(x, weight, -2):
         out = _tried(x, weight.t(), bias)
         if out is not None:
             return out

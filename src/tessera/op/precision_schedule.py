@@ -32,6 +32,7 @@ import torch
 
 from ..errors import ArgumentError
 from . import hints, lowprec
+from .arguments import whole
 from .dual import Dual, dual_precision
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal law
@@ -209,17 +210,13 @@ def _staged(stages: Any) -> tuple[Stage, ...]:
     made: tuple[Any, ...] = ()
     with contextlib.suppress(TypeError):  # nothing to iterate over, or more than two things in one
         made = tuple(s if isinstance(s, Stage) else Stage(*s) for s in stages)
-    if not made or not all(isinstance(s.precision, str) and _is_step(s.until) for s in made):
+    if not made or not all(isinstance(s.precision, str) and (s.until is None or whole(s.until)) for s in made):
         raise ArgumentError(
             f"stages={stages!r}",
             why="each stage is a precision and the step it holds until, None for ever",
             fix='"fp32 until 100, then fp8", or [("fp32", 100), ("fp8", None)]',
         )
     return made
-
-
-def _is_step(until: Any) -> bool:
-    return until is None or (isinstance(until, int) and not isinstance(until, bool))
 
 
 def _checked(stages: Any) -> tuple[Stage, ...]:

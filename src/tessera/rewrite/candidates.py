@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RewriteError
-from .check import Program, Reference, first_line, not_again
+from .check import Program, first_line, not_again
 from .inductor import Pass
 from .measured import measure
 from .patterns import attention
-from .reference import OUTSIDE
+from .reference import OUTSIDE, Reference
 from .ways import EAGER, TUNED, Way, build
 
 # Tuning every product took 333 s for a training step of GPT-2 small on an H200 (shared/design.md): it cannot be stopped

@@ -21,11 +21,7 @@ from ..errors import ArgumentError, RewriteError
 from ..graph.stage import reachable
 from .leaves import instances, leaves
 from .outside import Outside
-from .reference import GRADIENT, RESULT, UPDATE, steady
-from .reference import TOLERANCE as TOLERANCE
-from .reference import Reference as Reference
-from .reference import Verdict as Verdict
-from .reference import compare as compare
+from .reference import GRADIENT, RESULT, TOLERANCE, UPDATE, Reference, steady
 from .state import Inputs, State, memory
 
 _Thing = TypeVar("_Thing")

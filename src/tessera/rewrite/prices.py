@@ -28,7 +28,8 @@ PACES = (0.5, 2.0)
 WAITS = 0.85
 # Of kernels' joules over the model's, which is off by 15% in the mean (benchmarks/README.md): not by so much.
 FACTORS = (0.4, 2.5)
-# How much of the model's error is common to an operator's kernel and to the generated one that takes its place.
+# How much of the model's error is common to an operator's kernel and to the one that takes its place: assumed, between
+# the same kernel (1) and any other (0).
 COMMON = 0.5
 _HALVINGS = 10
 

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, did_you_mean
 from . import cudagraph
-from .check import Program, Verdict
+from .check import Program
 from .inductor import Pass, backend, mode_options
 from .leaves import PLAIN, mapped
+from .reference import Verdict
 from .watch import Found, Watch
 
 EAGER = "eager"

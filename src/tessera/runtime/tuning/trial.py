@@ -19,7 +19,8 @@ from .found import Reach
 from .plan import Setting, Trial
 
 if TYPE_CHECKING:
-    from ...rewrite.check import Program, Reference
+    from ...rewrite.check import Program
+    from ...rewrite.reference import Reference
 
 
 @dataclass(slots=True, kw_only=True)
