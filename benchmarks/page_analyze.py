@@ -59,7 +59,7 @@ def alarms(found: dict[str, Any]) -> list[Goal]:
 def goals() -> list[Goal]:
     exact = Goal(what="breakdown, overlap, links against independent brute force on random traces (hypothesis)",
                  goal="exact to 1 ns", reached="exact: a test that runs with every change", met=True, where="CI",
-                 command="pytest tests/test_analyses.py tests/test_timeline.py")  # fmt: skip
+                 command="pytest tests/analyze/test_analyses.py tests/timeline/test_timeline.py")  # fmt: skip
     return [
         *trace(load("analyze_trace")),
         ranks(load("ranks64")),

@@ -27,7 +27,7 @@ from tessera.hardware import lookup
 from tessera.record import CAPABILITY, Record
 from tessera.runtime import loop
 
-from conftest import ScriptSensor
+from fakes.sensor import ScriptSensor
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

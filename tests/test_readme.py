@@ -13,7 +13,7 @@ import pytest
 from tessera import monitor
 from tessera.cli.main import COMMANDS, cli
 
-from conftest import ScriptSensor
+from fakes.sensor import ScriptSensor
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

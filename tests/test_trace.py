@@ -15,7 +15,7 @@ from tessera.errors import MeasurementError, RecordingError
 from tessera.schema import Basis, Domain, Energy, Gap, Hold
 from tessera.trace import Column, PowerTrace, chain, combine, read_csv, worst_basis
 
-from test_integral import brute
+from brute_force import brute
 
 S = 1_000_000_000
 

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tessera.clock import Clock
+
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 BOARD = SOURCE.with_name("fake_board.h")
 SONAME = "libnvidia-ml.so.1"
@@ -331,3 +333,7 @@ class FakeNvml:
         """(min, max) MHz that the clocks of a GPU are locked to."""
         packed = int(self._library.fake_nvml_locked_clocks(index))
         return (packed >> 32, packed & 0xFFFFFFFF) if packed else None
+
+
+def clock_of(fake: FakeNvml) -> Clock:
+    return Clock(fake.monotonic_ns, fake.epoch_ns)

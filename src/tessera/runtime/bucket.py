@@ -11,7 +11,7 @@ corrects. Work larger than the bucket runs alone and pays afterwards, so nothing
 
 The plant is not linear: on an H200 clocks rise to fill short pauses, and a duty of 0.75 draws as much as 1.0. `burst_w`
 is therefore the secant from (0, idle_w) to the point just measured. For any concave power curve the duty it gives comes
-nearer from one side, never past the cap's own duty (tests/test_bucket.py); the bucket's level removes what is left.
+nearer from one side, never past the cap's own duty (tests/runtime/test_bucket.py); the bucket's level removes the rest.
 """
 
 from __future__ import annotations

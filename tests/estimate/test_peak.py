@@ -1,0 +1,111 @@
+"""The highest power of an iteration: over the window of a sensor's sample, above the limit only as was recorded."""
+
+from __future__ import annotations
+
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tessera
+from tessera.estimate import peak
+from tessera.estimate.peak import WINDOW_S, highest_mean_w
+from tessera.estimate.power import PowerModel
+from tessera.estimate.timeline import Solved
+from tessera.hardware import lookup
+
+from places import REPOSITORY
+
+WINDOWS = runpy.run_path(str(REPOSITORY / "benchmarks" / "limit_windows.py"))
+RECORDED, highest_w = WINDOWS["RECORDED"], WINDOWS["highest_w"]
+
+
+# -- the window ---------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1000)), min_size=1, max_size=8),
+    window=st.integers(1, 300),
+)
+def test_no_window_has_a_higher_mean_and_one_has_this(pieces: list[tuple[int, int]], window: int) -> None:
+    """Pieces of whole milliseconds: every window that begins on one is tried, which is where the highest lies."""
+    seconds, watts = (np.array(column, float) for column in zip(*pieces, strict=True))
+    found = highest_mean_w(seconds * 1e-3, watts * seconds * 1e-3, window * 1e-3)
+    each = np.repeat(watts, seconds.astype(int))
+    many = np.tile(each, -(-window // len(each)) + 1)
+    means = np.convolve(many, np.ones(window), "valid") / window
+    assert found == pytest.approx(means.max(), rel=1e-9, abs=1e-9)
+
+
+def test_pieces_that_take_no_time_have_no_power() -> None:
+    assert highest_mean_w([], []) is None
+    assert highest_mean_w([0.0], [0.0]) is None
+
+
+# -- the limit ----------------------------------------------------------------------------------------------------
+
+
+def _solved(watts: list[float], seconds: list[float], static_w: float, wait_s: float = 0.0) -> Solved:
+    device = np.array(seconds)
+    wait = np.full_like(device, wait_s)
+    static = static_w * (device + wait)
+    return Solved(device, wait, static, np.array(watts) * device - static_w * device, np.zeros_like(device), 1.0, 0.0)
+
+
+def _of(chip: str, watts: list[float], seconds: list[float], **options: bool) -> tuple[peak.Peak, float]:
+    power = PowerModel.from_device(lookup(chip))
+    found = peak.of_iteration(_solved(watts, seconds, power.static_w), power, **{"measured": False, **options})
+    assert found is not None
+    return found, power.limit_w
+
+
+def test_only_the_board_whose_limiter_was_recorded_goes_above_its_limit() -> None:
+    found, limit_w = _of("h200", [850.0, 400.0], [0.05, 0.05], measured=True)
+    assert found.power_w == pytest.approx(850.0) and "above the power limit" in found.note
+    found, limit_w = _of("h200", [1200.0, 100.0], [0.05, 0.05], measured=True)
+    assert limit_w < found.power_w == pytest.approx(965.0, rel=1e-3)
+    found, limit_w = _of("a100", [500.0, 100.0], [0.05, 0.05])
+    assert found.power_w == limit_w < 400.0 and "would draw 500 W" in found.note and "nobody measured" in found.note
+    found, limit_w = _of("a100", [500.0, 100.0], [0.05, 0.05], burst=True)
+    assert found.power_w == pytest.approx(500.0) and "a burst ends before it acts" in found.note
+
+
+def test_what_is_shorter_than_the_window_is_not_the_peak() -> None:
+    found, _ = _of("a100", [900.0, 100.0], [50e-6, 450e-6])
+    assert (found.power_w, found.note) == (pytest.approx(180.0, rel=1e-9), "")
+
+
+def test_waits_are_at_the_power_of_a_waiting_board() -> None:
+    power = PowerModel.from_device(lookup("h200"))
+    found = peak.of_iteration(_solved([600.0], [0.03], power.static_w, wait_s=0.03), power, measured=True)
+    assert found is not None and (found.power_w, found.note) == (pytest.approx(600.0), "")
+
+
+@pytest.mark.parametrize("chip", ["h200", "a100", "l4", "h100", "mi300x", "jetson-orin@30W"])
+@pytest.mark.parametrize("batch", [1, 4096])
+def test_no_prediction_passes_the_limit_unsaid(chip: str, batch: int) -> None:
+    model = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048), nn.LayerNorm(2048))
+    report = tessera.predict(model, torch.empty(batch, 2048, device="meta"), on=chip, precision="bf16")
+    tdp = lookup(chip).tdp_w
+    assert tdp is not None and report.peak_power_w is not None and report.average_power_w is not None
+    assert report.average_power_w <= tdp.value
+    assert report.average_power_w <= report.peak_power_w * (1 + 1e-9)
+    if report.peak_power_w > tdp.value:
+        assert chip == "h200" and any("above the power limit" in note for note in report.notes)
+
+
+# -- what was recorded --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not RECORDED, reason="the recordings are not here")
+def test_the_limiter_is_as_recorded() -> None:
+    """What `estimate/peak.py` says of the H200: far above 700 W for a sample, never in the mean over half a second."""
+    assert highest_w(WINDOW_S) == pytest.approx(965.0, abs=5.0)
+    assert 740.0 < highest_w(0.2) < 780.0
+    assert highest_w(0.5) < 700.0
+    assert highest_w(1.0) < 690.0

@@ -1,0 +1,504 @@
+"""EnergyBenchmark: the statistics on synthetic data, the measuring on a script sensor, the figures by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera.errors import ArgumentError, SensorLost
+from tessera.monitor import EnergyBenchmark, Monitor, benchmark
+from tessera.monitor.result import BenchmarkResult, Factors, Uncertain
+from tessera.monitor.steady import Row, drift, interval, summarize, t90, warm_up
+from tessera.schema import Domain, Energy, Telemetry, Work
+from tessera.sensors.base import Batch
+
+from fakes.sensor import ScriptSensor
+
+# -- statistics ----------------------------------------------------------------------------------------------
+
+
+def rows(seconds: list[float], joules: list[float], calls: int = 10) -> list[Row]:
+    pairs = zip(seconds, joules, strict=True)
+    return [Row(calls=calls, seconds=calls * s, joules=calls * j, error_j=0.0) for s, j in pairs]
+
+
+def test_warm_up_is_found_not_guessed() -> None:
+    rng = np.random.default_rng(0)
+    for cold in (0, 3, 8):
+        values = 1.0 + 0.01 * rng.normal(size=40)
+        values[:cold] += np.linspace(1.0, 0.3, cold)
+        assert abs(warm_up(values) - cold) <= (2 if cold else 8)
+        if cold:
+            assert np.mean(values[warm_up(values) :]) == pytest.approx(1.0, rel=0.01)
+
+
+def test_at_most_half_is_warm_up() -> None:
+    assert warm_up(np.linspace(2, 1, 20)) <= 10
+    assert warm_up(np.array([5.0, 1.0, 1.0])) == 0
+    assert warm_up(np.ones(12)) == 0
+
+
+@pytest.mark.parametrize("n", [6, 12, 40])
+def test_ninety_percent_intervals_hold_ninety_percent_of_the_truths(n: int) -> None:
+    rng = np.random.default_rng(n)
+    inside = 0
+    for _ in range(1500):
+        found = interval(rng.normal(5.0, 0.3, n))
+        assert found.error is not None
+        inside += abs(found.value - 5.0) <= found.error
+    assert 0.87 <= inside / 1500 <= 0.96
+
+
+def test_the_interval_of_batches_that_resemble_their_neighbours_is_wider() -> None:
+    """AR(1) with 0.6: treating the batches as independent would hold under 70%."""
+    rng = np.random.default_rng(3)
+    inside = naive = 0
+    for _ in range(600):
+        values, x = np.empty(40), rng.normal() / 0.8
+        for i in range(40):
+            x = 0.6 * x + rng.normal()
+            values[i] = 50 + x
+        found = interval(values)
+        assert found.error is not None
+        inside += abs(found.value - 50) <= found.error
+        naive += abs(found.value - 50) <= t90(39) * float(np.std(values, ddof=1)) / math.sqrt(40)
+    assert naive / 600 < 0.70
+    assert 0.80 <= inside / 600 <= 0.96
+
+
+@pytest.mark.parametrize(("n", "ramp"), [(9, []), (24, [2.0, 1.2, 0.7, 0.4])])
+def test_the_whole_summary_holds_its_intervals(n: int, ramp: list[float]) -> None:
+    """Choosing the cut by the data must not make the interval a lie."""
+    rng = np.random.default_rng(5)
+    inside = 0
+    for _ in range(3000):
+        joules = 4.0 + 0.1 * rng.normal(size=n)
+        joules[: len(ramp)] += ramp
+        found = summarize(rows([0.01] * n, joules.tolist()))
+        assert found.joules.error is not None
+        inside += abs(found.joules.value - 4.0) <= found.joules.error
+    assert 0.87 <= inside / 3000 <= 0.95
+
+
+def test_t_quantiles() -> None:
+    assert t90(1) == pytest.approx(6.314)
+    assert t90(30) == pytest.approx(1.697)
+    assert t90(31) == pytest.approx(1.696, abs=0.003)
+    assert t90(10_000) == pytest.approx(1.645, abs=0.001)
+    assert t90(0) == math.inf
+
+
+def test_a_single_value_has_no_interval() -> None:
+    assert interval(np.array([3.0])) == Uncertain(3.0, None)
+    one = summarize(rows([1.0], [5.0]))
+    assert one.joules.error is None
+    assert not one.within(0.5)
+    assert any("single batch" in n for n in one.notes)
+
+
+def test_a_drift_is_noticed_and_noise_is_not_called_one() -> None:
+    rng = np.random.default_rng(7)
+    noise = rng.normal(0, 0.01, 40)
+    rising = drift(1.0 + np.linspace(0, 0.2, 40) + noise)
+    assert rising == pytest.approx(0.2 / 1.1, rel=0.15)
+    falling = drift(1.0 - np.linspace(0, 0.2, 40) + noise)
+    assert falling is not None and falling < 0
+    assert drift(np.linspace(1.0, 1.01, 40)) is None, "1% is not worth a word"
+    assert drift(np.array([1.0, 2.0, 3.0])) is None
+    false_alarms = sum(drift(1.0 + rng.normal(0, 0.05, 30)) is not None for _ in range(300))
+    assert false_alarms < 10
+    found = summarize(rows([0.01] * 40, (1.0 + np.linspace(0, 0.3, 40)).tolist()))
+    assert any("energy per call drifts by +" in n for n in found.notes)
+    assert not any("time per call" in n for n in found.notes)
+
+
+def test_no_joules_at_all_is_no_crash() -> None:
+    found = summarize(rows([0.01] * 12, [0.0] * 12))
+    assert found.joules.value == 0.0
+    assert not found.within(0.5)
+
+
+def test_time_and_energy_must_both_have_settled() -> None:
+    seconds = [1.0] * 30
+    joules = [9.0, 8.0, 7.0, 6.0, *([5.0, 5.01] * 13)]
+    found = summarize(rows(seconds, joules, calls=3))
+    assert found.skipped >= 4
+    assert found.calls == 3 * (30 - found.skipped)
+    assert found.seconds.value == pytest.approx(1.0)
+    assert found.joules.value == pytest.approx(5.005, rel=1e-3)
+    assert found.watts.value == pytest.approx(5.005, rel=1e-3)
+
+
+# -- figures -------------------------------------------------------------------------------------------------
+
+
+def result(**kwargs: object) -> BenchmarkResult:
+    given: dict[str, object] = {
+        "name": "matmul", "calls": 100, "seconds_per_call": Uncertain(0.5, 0.01),
+        "joules_per_call": Uncertain(200.0, 4.0), "power_w": Uncertain(400.0, 8.0), "utilization_pct": 97.0,
+        "work": {"FLOP": Work(amount=1e15, unit="FLOP"), "sample": Work(amount=64, unit="sample")},
+        "by_domain": {"gpu0": Uncertain(180.0, 3.0)}, "converged": True, "target": 0.02, "basis": "measured",
+        "source": "script", "factors": Factors(price_per_kwh=0.30, gco2e_per_kwh=350.0, nodes=4),
+    }  # fmt: skip
+    return BenchmarkResult(**{**given, **kwargs})  # type: ignore[arg-type]
+
+
+def pair(u: Uncertain | None) -> tuple[float, float | None]:
+    assert u is not None
+    return u.value, u.error
+
+
+def test_every_figure_by_hand() -> None:
+    r = result()
+    assert pair(r.tflops) == pytest.approx((2000.0, 40.0))  # 1e15 in half a second
+    assert pair(r.tflops_per_w) == pytest.approx((5.0, 0.1))  # 1e15 by 200 J
+    assert pair(r.samples_per_j) == pytest.approx((0.32, 0.0064))
+    assert r.tokens_per_j is None
+    assert pair(r.kwh_per_call) == pytest.approx((200 / 3.6e6, 4 / 3.6e6))
+    assert pair(r.node_hours_per_call) == pytest.approx((4 * 0.5 / 3600, 4 * 0.01 / 3600))
+    assert pair(r.gco2e_per_call) == pytest.approx((350 * 200 / 3.6e6, 350 * 4 / 3.6e6))
+    assert pair(r.cost_per_call) == pytest.approx((0.30 * 200 / 3.6e6, 0.30 * 4 / 3.6e6))
+
+
+def test_what_was_not_given_is_none_not_zero() -> None:
+    r = result(work={}, factors=Factors())
+    assert r.tflops is None and r.tflops_per_w is None and r.samples_per_j is None
+    assert r.gco2e_per_call is None and r.cost_per_call is None
+    assert not {"tflops", "cost_per_call", "gco2e_per_call"} & set(r.measures())
+    assert r.node_hours_per_call.value == pytest.approx(0.5 / 3600)
+
+
+def test_own_units() -> None:
+    r = result(work={"image": Work(amount=100, unit="image")})
+    assert pair(r.per_joule("image")) == pytest.approx((0.5, 0.01))
+    assert r.measures()["image_per_j"].value == pytest.approx(0.5)
+
+
+def test_uncertain_arithmetic() -> None:
+    u = Uncertain(100.0, 3.0)
+    assert u.relative == pytest.approx(0.03)
+    assert u.with_level(0.04).error == pytest.approx(5.0)
+    assert pair(u.times(2)) == (200.0, 6.0)
+    assert pair(u.inverse(200.0)) == pytest.approx((2.0, 0.06))
+    unknown = Uncertain(100.0, None)
+    assert unknown.relative == math.inf
+    assert unknown.with_level(0.1).error is None
+    assert unknown.times(3) == Uncertain(300.0, None)
+    assert unknown.inverse().error is None
+    zero = Uncertain(0.0, 1.0)
+    assert zero.relative == math.inf
+    assert math.isnan(zero.inverse().value)
+
+
+def test_a_row_is_flat_and_a_dict_is_json() -> None:
+    r = result(notes=["careful"])
+    row = r.to_row()
+    assert row["name"] == "matmul" and row["calls"] == 100
+    assert (row["joules_per_call"], row["joules_per_call_error"]) == (200.0, 4.0)
+    assert row["utilization_pct"] == 97.0
+    assert not any(isinstance(v, (dict, list)) for v in row.values())
+    nested = json.loads(json.dumps(r.to_dict()))
+    assert nested["by_domain"]["gpu0"] == {"joules_per_call": 180.0, "error": 3.0}
+    assert nested["notes"] == ["careful"]
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+class BusySensor(ScriptSensor):
+    """Says how busy it is, too."""
+
+    def read(self) -> Batch:
+        batch = super().read()
+        batch.telemetry.append(Telemetry(time_ns=self.clock(), domain="gpu0", utilization_pct=80.0))
+        return batch
+
+
+Bench = Callable[..., EnergyBenchmark]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Benchmarks with batches of 20 ms on a sensor of 2 ms and 300 W."""
+    monkeypatch.setattr(benchmark, "BATCH_S", 0.02)
+    made: list[Monitor] = []
+
+    def make(power_w: Callable[[float], float] = lambda t: 300.0, **kwargs: object) -> EnergyBenchmark:
+        domain = Domain(name="gpu0", source="script", resolution_s=0.002, gain_error=0.01)
+        sensor = BusySensor(power_w, clock=time.monotonic_ns, step_ms=2.0, period_s=0.02, domain=domain)
+        hbm = Domain(name="gpu0.memory", source="script", resolution_s=0.002, counted=False)
+        memory = ScriptSensor(lambda t: 30.0, clock=time.monotonic_ns, step_ms=2.0, period_s=0.02, domain=hbm)
+        made.append(Monitor([sensor, memory]).start())
+        limits = {"target": 0.2, "min_seconds": 0.15, "max_seconds": 3.0}
+        return EnergyBenchmark(**{**limits, **kwargs}, monitor=made[-1])  # type: ignore[arg-type]
+
+    yield make
+    for m in made:
+        m.stop()
+
+
+def test_bare_decorator(bench: Bench) -> None:
+    b = bench()
+    calls = 0
+
+    @b.measure
+    def nap(x: int, *, y: int = 0) -> int:
+        """Naps."""
+        nonlocal calls
+        calls += 1
+        time.sleep(0.003)
+        return x + y
+
+    assert nap(2, y=3) == 5
+    assert nap.__doc__ == "Naps."
+    (r,) = b.results
+    assert r.name == "nap"
+    assert r.converged
+    assert 0 < r.calls < calls
+    assert 0.003 <= r.seconds_per_call.value < 0.03
+    assert r.power_w.value == pytest.approx(300.0, rel=1e-3)
+    assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.01)
+    assert r.joules_per_call.error is not None
+    assert r.joules_per_call.error >= 0.01 * r.joules_per_call.value, "the sensor's level error stays"
+    assert r.by_domain["gpu0"].value == pytest.approx(r.joules_per_call.value, rel=0.02)
+    assert r.by_domain["gpu0.memory"].value == pytest.approx(0.1 * r.joules_per_call.value, rel=0.02)
+    assert r.utilization_pct == 80.0
+    assert (r.basis, r.source) == ("measured", "script")
+
+
+def test_decorator_with_work_and_several_results(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    b = bench(price_per_kwh=0.25, gco2e_per_kwh=400.0, nodes=2)
+
+    @b.measure(flops=3e9, samples=8, tokens=100, work=2, unit="image", name="mine")
+    def work() -> str:
+        time.sleep(0.002)
+        return "done"
+
+    @b.measure()
+    def other() -> None:
+        time.sleep(0.002)
+
+    assert work() == "done"
+    assert other() is None
+    work()
+    assert [r.name for r in b.results] == ["mine", "other", "mine"]
+    r = b.results[0]
+    assert r.tflops_per_w is not None
+    assert r.tflops_per_w.value == pytest.approx(3e9 * 1e-12 / r.joules_per_call.value)
+    images = r.per_joule("image")
+    assert images is not None and images.value == pytest.approx(2 / r.joules_per_call.value)
+    assert r.tokens_per_j is not None and r.samples_per_j is not None
+    decoded = json.loads(b.to_json())
+    assert [d["name"] for d in decoded] == ["mine", "other", "mine"]
+    assert decoded[0]["cost_per_call"] == pytest.approx(0.25 * r.joules_per_call.value / 3.6e6)
+    frame = b.to_frame()
+    assert len(frame) == 3
+    assert frame.joules_per_call[0] == r.joules_per_call.value
+    assert math.isnan(frame.tflops_per_w[1])
+    b.print_results()
+    assert "mine" in capsys.readouterr().out
+
+
+def test_the_first_calls_are_not_counted(bench: Bench) -> None:
+    """The first call compiles, the first batches are slow: the result is the steady state, and says so."""
+    b = bench(target=0.1, max_seconds=2.0)
+    born = time.monotonic()
+
+    @b.measure
+    def warming() -> None:
+        time.sleep(0.02 if time.monotonic() - born < 0.12 else 0.003)
+
+    warming()
+    (r,) = b.results
+    assert r.seconds_per_call.value < 0.015
+    assert any("before the steady state" in n for n in r.notes)
+
+
+def test_a_slow_function_is_called_one_by_one_until_the_time_is_over(bench: Bench) -> None:
+    b = bench(min_seconds=0.1, max_seconds=0.2)
+    calls = []
+
+    @b.measure
+    def slow() -> None:
+        calls.append(time.sleep(0.15))
+
+    slow()
+    assert len(calls) == 2, "the first, and one that is measured"
+    (r,) = b.results
+    assert not r.converged
+    assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.05)
+    assert r.seconds_per_call.error is None and r.spread_j is None, "how well it repeats is not known"
+    assert r.joules_per_call.error is not None and r.power_w.error is not None
+    assert r.joules_per_call.relative >= 0.01, "the sensor's level is"
+    assert any("single batch" in n for n in r.notes) and not any("repeat within" in n for n in r.notes)
+    assert json.loads(b.to_json())[0]["joules_per_call_error"] == pytest.approx(r.joules_per_call.error)
+
+
+def test_a_noisy_function_that_does_not_converge_says_so(bench: Bench) -> None:
+    b = bench(lambda t: 300.0 + 250.0 * math.sin(40 * t), target=0.001, max_seconds=0.4)
+
+    @b.measure
+    def noisy() -> None:
+        time.sleep(0.002)
+
+    begin = time.monotonic()
+    noisy()
+    took_s = 1.1 * (time.monotonic() - begin)  # it is said in two digits
+    (r,) = b.results
+    assert not r.converged
+    (said,) = (n for n in r.notes if "does not repeat within 0.1%" in n)
+    spent_s = float(said.split("after ")[1].split(" s ")[0])
+    assert 0.0 < spent_s <= took_s, "what was spent, not what was allowed"
+
+
+@pytest.mark.parametrize(("target", "said"), [(0.9, []), (0.005, ["does not repeat within 0.5%", "known to ±1%"])])
+def test_repeating_is_told_from_the_level(target: float, said: list[str]) -> None:
+    rng = np.random.default_rng(1)
+    found = summarize(rows([0.01] * 9, (1 + 0.03 * rng.normal(size=9)).tolist()))
+    notes = benchmark._convergence(found, target, 0.01, 2.4)
+    assert len(notes) == len(said) and all(s in n for s, n in zip(said, notes, strict=True))
+    known = benchmark._convergence(found, 0.05, 0.3, 2.4)
+    assert known == [
+        "repeats within 5%; the level is known to ±30% (the sensor's own error, which no repetition makes smaller)"
+    ]
+
+
+def test_a_slow_sensor_that_is_unsure_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What repeats at once is known after five batches of three samples; no repetition would tell its level."""
+    now_s = [0.0]
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Slow:
+        sampler = SimpleNamespace(
+            domains=[Domain(name="cpu0", source="script", resolution_s=0.25, gain_error=0.3)], telemetry={}
+        )
+
+        def open(self, name: str) -> Any:
+            return SimpleNamespace(start=SimpleNamespace(host_ns=0), end=SimpleNamespace(host_ns=1), since=now_s[0])
+
+        def close(self, window: Any) -> None:
+            window.seconds = now_s[0] - window.since
+
+        def read(self, window: Any, **_: object) -> dict[str, Energy]:
+            return {}
+
+        def total(self, window: Any) -> Energy:
+            return Energy(
+                joules=8 * window.seconds, error_j=2.4 * window.seconds, seconds=window.seconds, source="script"
+            )
+
+    b = EnergyBenchmark(target=0.02, monitor=Slow())  # type: ignore[arg-type]
+
+    @b.measure
+    def work() -> None:
+        now_s[0] += 0.01
+
+    work()
+    assert now_s[0] < 5.0, "of thirty"
+    (r,) = b.results
+    assert r.converged and r.calls == 5 * 75
+    assert r.joules_per_call.relative == pytest.approx(0.3)
+    assert r.level_error == 0.3 and "repeats within 2%; the level is known to ±30%" in r.notes[0]
+
+
+def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) -> None:
+    b = bench(max_seconds=0.4)
+    monitor = b._given
+    assert monitor is not None
+    for slot in monitor.sampler._slots:
+        slot.sensor.fail = SensorLost("gone")  # type: ignore[attr-defined]
+    time.sleep(0.1)
+
+    @b.measure
+    def blind() -> None:
+        time.sleep(0.002)
+
+    blind()
+    (r,) = b.results
+    assert not r.converged
+    assert math.isnan(r.joules_per_call.value), "unknown is not zero"
+    assert any("saw only 0%" in n for n in r.notes)
+    json.loads(b.to_json())
+
+
+def test_an_error_in_the_function_is_the_callers(bench: Bench) -> None:
+    b = bench()
+
+    @b.measure
+    def bad() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        bad()
+    assert b.results == []
+
+
+def test_a_partial_has_no_name_but_is_measured(bench: Bench) -> None:
+    b = bench()
+    measured = b.measure(functools.partial(time.sleep, 0.002))
+    measured()
+    assert b.results[0].name
+    b.measure(name="napping")(functools.partial(time.sleep, 0.002))()
+    assert b.results[1].name == "napping"
+
+
+@pytest.mark.parametrize(
+    ("resolution_s", "gain_error", "max_seconds", "wanted_s"),
+    [
+        (0.002, 0.01, 30.0, 0.25),  # ten samples are sooner over than the shortest batch
+        (0.1, 0.01, 30.0, 1.0),
+        (0.1, 0.3, 30.0, 0.3),  # its level is less sure than the target: three are enough
+        (0.1, 0.01, 3.0, 0.5),  # five batches and the first call
+        (0.25, 0.01, 1.0, 0.75),  # no fewer than three
+    ],
+)
+def test_batches_are_as_long_as_the_sensor_needs(
+    resolution_s: float, gain_error: float, max_seconds: float, wanted_s: float
+) -> None:
+    domain = Domain(name="gpu0", source="script", resolution_s=resolution_s, gain_error=gain_error)
+    monitor: Any = SimpleNamespace(sampler=SimpleNamespace(domains=[domain]))
+    assert benchmark._batch_size(monitor, 0.001, 0.02, max_seconds) == round(wanted_s / 0.001)
+    assert benchmark._batch_size(monitor, 10.0, 0.02, max_seconds) == 1
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"target": 0}, {"target": 1.5}, {"target": -0.1}, {"min_seconds": 0}, {"min_seconds": 5, "max_seconds": 1},
+    ],
+)  # fmt: skip
+def test_wrong_limits(kwargs: dict[str, float]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        EnergyBenchmark(**kwargs)  # type: ignore[arg-type]
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"unit": "image"}, {"flops": 0}, {"samples": -1}, {"tokens": math.nan}, {"work": 0, "unit": "image"},
+        {"samples": 8, "work": 2, "unit": "sample"},
+    ],
+)  # fmt: skip
+def test_wrong_work(kwargs: dict[str, float]) -> None:
+    with pytest.raises(ArgumentError):
+        EnergyBenchmark().measure(**kwargs)  # type: ignore[call-overload]
+
+
+async def coroutine() -> None:
+    pass
+
+
+@pytest.mark.parametrize("wrong", [64, "name", coroutine])
+def test_what_cannot_be_measured_is_refused_at_once(wrong: object) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        EnergyBenchmark().measure(wrong)  # type: ignore[call-overload]
+    assert caught.value.fix

@@ -1,0 +1,306 @@
+"""`measure_command`: the exit code, signals, the child's own regions, idle power."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tessera.errors import SensorLost
+from tessera.monitor import Monitor
+from tessera.monitor.command import CommandNotRun, measure_command
+from tessera.monitor.regions import REGIONS_VARIABLE, merge, read_regions, write_regions
+from tessera.schema import Domain, Energy, RegionEnergy, Work
+
+from fakes.sensor import ScriptSensor
+
+
+def sensor(power_w: Callable[[float], float] = lambda t: 150.0, name: str = "gpu0", **kwargs: object) -> ScriptSensor:
+    made = Domain(name=name, source="script", resolution_s=0.005, **kwargs)  # type: ignore[arg-type]
+    return ScriptSensor(power_w, clock=time.monotonic_ns, step_ms=5.0, period_s=0.02, domain=made)
+
+
+@pytest.fixture
+def monitor() -> Iterator[Monitor]:
+    m = Monitor([sensor()]).start()
+    yield m
+    m.stop()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def test_the_command_is_measured_and_its_exit_code_passed_on(monitor: Monitor) -> None:
+    begin = time.monotonic()
+    run = measure_command(["sh", "-c", "sleep 0.1; exit 3"], monitor, work=[Work(amount=10, unit="step")])
+    took = time.monotonic() - begin
+    assert run.returncode == 3
+    total = run.report.total
+    assert 0.1 <= total.seconds <= took
+    assert total.joules == pytest.approx(150.0 * total.seconds)
+    assert run.report.by_domain["gpu0"].joules == total.joules
+    assert run.report.peak_w == 150.0
+    assert run.report.per_work()[0][:2] == ("step", pytest.approx(total.joules / 10))
+    assert run.report.name == "sh -c sleep 0.1; exit 3"
+    assert run.trace.energy_j == pytest.approx(total.joules, rel=0.05)
+    assert set(run.telemetry) == {"gpu0"}
+
+
+def test_output_and_environment_are_the_commands_own(monitor: Monitor, tmp_path: Path) -> None:
+    out = tmp_path / "env"
+    measure_command(["sh", "-c", f'echo "$HOME:${REGIONS_VARIABLE}" > {out}'], monitor)
+    home, folder = out.read_text().strip().rsplit(":", 1)
+    assert home == os.environ.get("HOME", "")
+    assert folder and not Path(folder).exists(), "its folder is removed afterwards"
+    assert REGIONS_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_death_by_a_signal_is_128_and_its_number(monitor: Monitor, signum: signal.Signals) -> None:
+    run = measure_command(["sh", "-c", f"kill -{signum.value} $$"], monitor)
+    assert run.returncode == 128 + signum
+
+
+def test_a_command_that_is_not_there(monitor: Monitor, tmp_path: Path) -> None:
+    with pytest.raises(CommandNotRun, match="no command 'not-a-command'") as caught:
+        measure_command(["not-a-command", "--flag"], monitor)
+    assert caught.value.fix
+    text = tmp_path / "data.txt"
+    text.write_text("not a program")
+    with pytest.raises(CommandNotRun, match="cannot run"):
+        measure_command([str(text)], monitor)
+
+
+def sent_when_ready(folder: Path, signum: signal.Signals) -> Path:
+    """A file the command makes when it runs: then we get the signal.
+
+    Not before it has a handler, as it would end the tests: the command may be faster than we are after starting it.
+    """
+    ready, before = folder / "ready", signal.getsignal(signum)
+
+    def send() -> None:
+        wait_for(ready)
+        deadline = time.monotonic() + 10
+        while signal.getsignal(signum) is before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if signal.getsignal(signum) is not before:
+            os.kill(os.getpid(), signum)
+
+    threading.Thread(target=send).start()
+    return ready
+
+
+def test_sigterm_goes_to_the_command_and_the_report_is_still_made(monitor: Monitor, tmp_path: Path) -> None:
+    old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    ready = sent_when_ready(tmp_path, signal.SIGTERM)
+    wait = "for i in $(seq 2000); do sleep 0.01; done"  # not for ever: it may be that nobody tells it
+    run = measure_command(["sh", "-c", f"trap 'exit 7' TERM; touch {ready}; {wait}"], monitor)
+    assert run.returncode == 7
+    assert run.report.total.joules > 0
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old, "handlers are put back"
+
+
+def test_a_signal_that_comes_while_the_command_starts_goes_to_it(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would end us, and leave the command running."""
+    start = subprocess.Popen
+
+    def slowly(*args: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        child = start(*args, **options)  # type: ignore[call-overload]
+        signal.raise_signal(signal.SIGTERM)
+        return child
+
+    monkeypatch.setattr("tessera.monitor.command.subprocess.Popen", slowly)
+    assert measure_command(["sleep", "20"], monitor).returncode == 128 + signal.SIGTERM
+
+
+def test_a_signal_is_ours_where_no_command_was_started(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    got: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: got.append(signum))
+    try:
+        monkeypatch.setattr("tessera.monitor.command.subprocess.Popen", refused)
+        with pytest.raises(CommandNotRun):
+            measure_command(["sleep", "20"], monitor)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert got == [signal.SIGTERM]
+
+
+def test_sigint_of_a_terminal_is_left_to_the_command(
+    monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends it to both: we go on until the command has ended by its own choice."""
+    ready = sent_when_ready(tmp_path, signal.SIGINT)
+    monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: True)
+    run = measure_command(["sh", "-c", f"touch {ready}; sleep 0.2; exit 5"], monitor)
+    assert run.returncode == 5
+    assert run.report.total.seconds >= 0.2
+
+
+def test_sigint_without_a_terminal_is_passed_on(
+    monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = sent_when_ready(tmp_path, signal.SIGINT)
+    monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: False)
+    run = measure_command(["sh", "-c", f"trap 'exit 7' INT; touch {ready}; sleep 5 & wait; exit 5"], monitor)
+    assert run.returncode == 7
+
+
+def test_from_another_thread_signals_are_left_alone(monitor: Monitor) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(measure_command(["false"], monitor).returncode))
+    thread.start()
+    thread.join(10)
+    assert codes == [1]
+
+
+def test_the_regions_of_the_command_and_its_children_are_collected(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_SENSORS", "modelled")
+    body = """
+import subprocess, sys, time
+from tessera.monitor import energy_scope
+with energy_scope("shared"):
+    time.sleep(0.03)
+if len(sys.argv) > 1:
+    with energy_scope("parent only"):
+        time.sleep(0.01)
+    subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+"""
+    run = measure_command([sys.executable, "-c", body, body], monitor)
+    assert run.returncode == 0
+    regions = {r.name: r for r in run.report.regions}
+    assert regions["shared"].calls == 2
+    assert regions["parent only"].calls == 1
+    assert regions["shared"].energy.seconds >= 0.06
+    assert regions["shared"].energy.joules > 0
+    assert regions["shared"].energy.basis == "modelled"
+
+
+def test_a_command_without_scopes_has_no_regions(monitor: Monitor) -> None:
+    assert list(measure_command(["true"], monitor).report.regions) == []
+
+
+def test_idle_power_is_what_was_drawn_before_the_command(tmp_path: Path) -> None:
+    started: list[float] = []
+    m = Monitor([sensor(lambda t: 500.0 if started and t >= started[0] else 80.0), sensor(lambda t: 20.0, "cpu0")])
+    m.start()
+    time.sleep(0.6)
+    started.append(time.monotonic() + 0.005)
+    run = measure_command(["sleep", "0.2"], m)
+    m.stop()
+    assert run.report.idle_w == pytest.approx(100.0, rel=0.02)
+    assert run.report.total.watts == pytest.approx(520.0, rel=0.1)
+
+
+def test_idle_power_is_unknown_where_the_sensor_had_just_begun(monitor: Monitor) -> None:
+    assert measure_command(["true"], monitor).report.idle_w is None
+
+
+def test_a_sensor_lost_during_the_command_is_in_the_report() -> None:
+    s = sensor(note="whole board")
+    m = Monitor([s]).start()
+    threading.Timer(0.1, lambda: setattr(s, "fail", SensorLost("unplugged"))).start()
+    run = measure_command(["sleep", "0.3"], m)
+    m.stop()
+    assert 0.1 < run.report.total.coverage < 0.7
+    assert run.report.total.joules == pytest.approx(150.0 * run.report.total.seconds * run.report.total.coverage)
+    assert [g.reason for g in run.report.gaps] == ["unplugged"]
+    assert run.report.notes == ["gpu0: whole board"]
+
+
+def test_one_domain_that_never_answers_does_not_spoil_the_report() -> None:
+    m = Monitor([sensor(), sensor(lambda t: 0.0, "gpu1")]).start()  # the script sensor's 0 W is "not known"
+    run = measure_command(["sleep", "0.05"], m)
+    m.stop()
+    assert run.report.by_domain["gpu0"].joules > 0
+    assert run.report.by_domain["gpu1"].coverage == 0
+    assert run.report.peak_w == 150.0
+
+
+# -- regions files -------------------------------------------------------------------------------------------
+
+
+def region(name: str, joules: float, *, calls: int = 1, seconds: float = 1.0, **kwargs: object) -> RegionEnergy:
+    energy = Energy(joules=joules, error_j=0.1 * joules, seconds=seconds, source="script", **kwargs)  # type: ignore[arg-type]
+    return RegionEnergy(name=name, calls=calls, energy=energy)
+
+
+def test_regions_round_trip_and_add_up(tmp_path: Path) -> None:
+    write_regions(tmp_path, [region("a", 30.0, calls=2), region("b", 5.0)])
+    (tmp_path / "99999.json").write_bytes((tmp_path / f"{os.getpid()}.json").read_bytes())
+    found = read_regions(tmp_path)
+    assert [(r.name, r.calls, r.energy.joules) for r in found] == [("a", 4, 60.0), ("b", 2, 10.0)]
+    assert found[0].energy.error_j == pytest.approx(3.0 * 2**0.5)
+    assert found[0].energy.seconds == 2.0
+
+
+def test_a_torn_file_does_not_lose_the_others(tmp_path: Path) -> None:
+    write_regions(tmp_path, [region("a", 30.0)])
+    (tmp_path / "1.json").write_bytes(b'{"schema_version": 1, "regions": [{"name": "a"')
+    (tmp_path / "2.json").write_bytes(msgspec.json.encode({"regions": "no"}))
+    assert [r.name for r in read_regions(tmp_path)] == ["a"]
+
+
+def test_nothing_to_write_writes_nothing(tmp_path: Path) -> None:
+    write_regions(tmp_path, [])
+    write_regions(tmp_path / "gone", [region("a", 1.0)])
+    assert list(tmp_path.iterdir()) == []
+    assert read_regions(tmp_path) == []
+
+
+def test_merging_weighs_coverage_by_time_and_keeps_the_worst_basis() -> None:
+    (merged,) = merge(
+        [region("a", 1.0, seconds=3.0, coverage=1.0), region("a", 1.0, seconds=1.0, coverage=0.0, basis="modelled")]
+    )
+    assert merged.energy.coverage == pytest.approx(0.75)
+    assert merged.energy.basis == "modelled"
+
+
+def test_a_region_of_which_nothing_is_known_keeps_the_others(tmp_path: Path) -> None:
+    good = Energy(joules=5.0, error_j=0.1, seconds=1.0, source="x")
+    lost = Energy(joules=math.nan, error_j=math.nan, seconds=1.0, source="x", coverage=0.0)
+    write_regions(
+        tmp_path, [RegionEnergy(name="a", calls=1, energy=good), RegionEnergy(name="b", calls=2, energy=lost)]
+    )
+    back = read_regions(tmp_path)
+    assert [r.name for r in back] == ["a", "b"]
+    assert math.isnan(back[1].energy.joules)
+
+
+def test_regions_of_three_ranks_side_by_side_are_not_added(tmp_path: Path) -> None:
+    def rank(joules: float, start: int, end: int) -> RegionEnergy:
+        energy = Energy(joules=joules, error_j=0.1, seconds=(end - start) * 1e-9, source="x")
+        return RegionEnergy(name="train", calls=1, energy=energy, start_ns=start, end_ns=end)
+
+    (merged,) = merge([rank(100.0, 0, 10), rank(120.0, 1, 5), rank(90.0, 7, 11)])
+    assert merged.energy.joules == 120.0
+    (after,) = merge([rank(100.0, 0, 10), rank(90.0, 12, 20)])
+    assert after.energy.joules == 190.0
+
+
+def test_a_domain_that_drew_nothing_before_the_command_is_no_error() -> None:
+    m = Monitor([sensor(lambda t: 1e-12)])
+    m.start()
+    time.sleep(0.7)
+    assert measure_command(["true"], m).report.idle_w == pytest.approx(0.0, abs=1e-9)
+    m.stop()

@@ -1,0 +1,824 @@
+"""Sessions, regions, schedules, modes: on the CPU, with a power sensor that plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tessera import monitor, profile
+from tessera.errors import ArgumentError, MeasurementError
+from tessera.monitor import Monitor
+from tessera.profile import region as region_class
+from tessera.profile.kineto_collector import chosen
+from tessera.profile.options import Options
+from tessera.profile.region import current
+from tessera.profile.sampling import BUDGET, StackSampler
+from tessera.profile.schedule import between
+from tessera.profile.summary_mode import OTHER, Summary
+from tessera.profile.torch_hooks import MainThread, inside_torch
+from tessera.schema import Domain
+from tessera.timeline.columns import Builder
+
+from fakes.sensor import ScriptSensor
+
+
+@pytest.fixture
+def power():
+    """100 W, every 20 ms."""
+    host = Domain(name="cpu0", source="script", resolution_s=0.02)
+    own = Monitor([ScriptSensor(lambda t: 100.0, clock=time.monotonic_ns, domain=host)]).start()
+    monitor.use(own)
+    yield own
+    monitor.use(None)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.tessera"
+
+
+def names(session, kind):
+    return [r.name for r in session.records() if r.kind == kind]
+
+
+def burn(rounds=20):
+    import torch
+
+    x = torch.ones(16, 16)
+    for _ in range(rounds):
+        x = torch.mm(x, x) * 0.01
+    return x
+
+
+# -- without a session -----------------------------------------------------------------------------------------------
+
+
+def test_outside_a_session_everything_is_quiet():
+    with profile.region("a"):
+        profile.mark("x")
+        profile.counter("y", 1.0)
+    assert current() is None
+
+    @profile.region("f")
+    def f(x):
+        return x + 1
+
+    assert f(1) == 2 and f.__name__ == "f"
+
+
+def test_importing_profile_loads_neither_torch_nor_numpy():
+    code = "import sys; from tessera import profile\nwith profile.region('x'): pass\n"
+    code += "assert not {'torch', 'numpy', 'rich', 'click'} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_region_outside_a_session_costs_under_a_microsecond():
+    best = min(_region_ns() for _ in range(20))
+    assert best < 1000
+
+
+def _region_ns():
+    region = profile.region
+    t0 = time.perf_counter_ns()
+    for _ in range(2000):
+        with region("x"):
+            pass
+    return (time.perf_counter_ns() - t0) / 2000
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_words_are_answered_with_the_nearest():
+    with pytest.raises(ArgumentError, match="did you mean 'collective'"):
+        profile.session(activities=["colective"])
+    with pytest.raises(ArgumentError, match="did you mean 'timeline'"):
+        profile.session(mode="timelin")
+    with pytest.raises(ArgumentError, match="did you mean 'record_shapes'"):
+        profile.session(record_shape=True)
+    with pytest.raises(ArgumentError, match="a list"):
+        profile.session(activities="gpu")
+    with pytest.raises(ArgumentError, match="not a time"):
+        profile.session(sample_interval_ms=0)
+    with pytest.raises(ArgumentError, match="not one of ours"):
+        profile.session(schedule=lambda step: 1)
+    with pytest.raises(ArgumentError, match="trace nothing"):
+        profile.schedule(active=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (["trace.json"], 'exporters=[profile.chrome("trace.json")]'),
+        ([Path("all.csv")], 'exporters=[profile.summary("all.csv")]'),
+        (["http://host:4318"], 'exporters=[profile.otlp("http://host:4318")]'),
+        ("rows.parquet", 'exporters=[profile.parquet("rows.parquet")]'),
+        (profile.chrome("a.json"), "exporters=[Chrome(path='a.json')]"),
+        ([profile.chrome], 'exporters=[profile.chrome("trace.json")]'),
+        ([None], 'exporters=[profile.chrome("trace.json")]'),
+    ],
+)  # fmt: skip
+def test_what_cannot_export_is_said_before_the_work(given, fix, tmp_path):
+    with pytest.raises(ArgumentError) as caught:
+        profile.session(exporters=given, path=tmp_path / "run.tessera")
+    assert caught.value.fix == fix
+
+
+def test_an_interval_under_a_millisecond_warns():
+    with pytest.warns(UserWarning, match="slow the program") as caught:
+        profile.session(sample_interval_ms=0.5)
+    assert caught[0].filename == __file__
+
+
+def test_finer_than_the_sensor_is_said(power, path):
+    with profile.session(mode="sampling", sample_interval_ms=5, path=path) as sess:
+        pass
+    assert any("asked for 5 ms" in note and "every 20 ms" in note for note in sess.notes)
+    assert sess.power().asked_ms == 5
+
+
+def test_schedules_are_torchs():
+    import torch
+    from torch.profiler import ProfilerAction as A
+
+    words = {A.NONE: "wait", A.WARMUP: "warmup", A.RECORD: "active", A.RECORD_AND_SAVE: "last"}
+    for arguments in ({"wait": 2, "warmup": 1, "active": 3, "repeat": 2, "skip_first": 4}, {"wait": 1, "active": 1}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = torch.profiler.schedule(**{"warmup": 0, **arguments})
+        ours = profile.schedule(**arguments)
+        assert [ours.action(i) for i in range(40)] == [words[theirs(i)] for i in range(40)]
+
+
+def test_steps_between():
+    plan = between(10, 12)
+    assert [plan.action(i) for i in (8, 9, 10, 11, 12)] == ["wait", "warmup", "active", "last", "wait"]
+    assert not plan.over(11) and plan.over(12)
+    assert between(0, 1).action(0) == "last"
+    with pytest.raises(ArgumentError):
+        between(3, 3)
+
+
+# -- timeline --------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_records_operators_regions_marks_counters_steps_and_power(power, path):
+    with profile.session(path=path) as sess:
+        for i in range(3):
+            with profile.region("forward"):
+                burn()
+            profile.counter(name="tokens_per_s", value=10.0 * i, unit="token/s")
+            sess.step()
+        sess.mark("start/step_12")
+        burn(1)
+        sess.mark("end/step_12")
+        time.sleep(0.25)
+    assert sess.path == path and current() is None
+    assert names(sess, "op").count("aten::mm") == 61
+    regions = names(sess, "region")
+    assert regions.count("forward") == 3 and {"step_0", "step_1", "step_2", "step_12"} <= set(regions)
+    assert "start/step_12" in names(sess, "mark")
+    counter = [r for r in sess.records() if r.kind == "counter"]
+    assert [r.value for r in counter] == [0.0, 10.0, 20.0] and counter[0].unit == "token/s"
+    shapes = [r.shapes for r in sess.records() if r.name == "aten::mm"]
+    assert all("16" in s for s in shapes)
+    trace = sess.power()
+    assert trace.mean_w == pytest.approx(100.0, rel=0.01) and trace.energy().coverage > 0.95
+    total = sess.report().total
+    assert total.joules == pytest.approx(trace.energy_j, rel=0.1)
+    assert sess.energy().total_j == pytest.approx(total.joules, rel=0.2)
+    with sess.run() as run:
+        assert not run.crashed and run.get("mode") == "timeline" and len(run.get("windows")) == 1
+        assert run.get("end_ns") > run.get("start_ns")
+
+
+def test_regions_lie_on_kinetos_clock(path):
+    """A region brackets the operators inside it, on the same thread, to within a few microseconds."""
+    import torch
+
+    x = torch.ones(8, 8)
+    with profile.session(["cpu"], path=path) as sess:
+        for _ in range(200):
+            with profile.region("mm"):
+                torch.mm(x, x)
+    rows = list(sess.records())
+    regions = np.array([(r.start_ns, r.end_ns, r.thread_id) for r in rows if r.name == "mm"])
+    ops = np.array([(r.start_ns, r.end_ns, r.thread_id) for r in rows if r.name == "aten::mm"])
+    assert len(regions) == len(ops) == 200 and (regions[:, 2] == ops[:, 2]).all()
+    before, after = ops[:, 0] - regions[:, 0], regions[:, 1] - ops[:, 1]
+    assert before.min() > -5_000 and after.min() > -5_000
+    assert np.median(before) < 50_000 and np.median(after) < 50_000
+
+
+def test_nested_threaded_and_recursive_regions(path):
+    shared = profile.region("shared")
+    ready = threading.Barrier(2)
+
+    def work():
+        with shared:
+            ready.wait()
+            with profile.region("inner"):
+                ready.wait()
+
+    @profile.region("fib")
+    def fib(n):
+        return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+    @profile.region("task")
+    async def task():
+        await asyncio.sleep(0.001)
+
+    async def both():
+        await asyncio.gather(task(), task())
+
+    with profile.session([], path=path) as sess:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        fib(3)
+        asyncio.run(both())
+        with shared, shared:
+            pass
+    rows = [r for r in sess.records() if r.kind == "region"]
+    by_name = {n: [r for r in rows if r.name == n] for n in ("shared", "inner", "fib", "task")}
+    assert {n: len(v) for n, v in by_name.items()} == {"shared": 4, "inner": 2, "fib": 5, "task": 2}
+    assert len({r.thread_id for r in by_name["inner"]}) == 2
+    for inner in by_name["inner"]:
+        outer = next(r for r in by_name["shared"] if r.thread_id == inner.thread_id)
+        assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
+    with pytest.raises(ArgumentError, match="generator"):
+
+        @profile.region("g")
+        def generator():
+            yield 1
+
+
+def test_a_region_entered_before_the_session_is_not_in_it(path):
+    early = profile.region("early")
+    with early, profile.session([], path=path) as sess:
+        pass
+    assert names(sess, "region") == []
+
+
+def test_one_session_at_a_time(path, tmp_path):
+    with profile.session([], path=path) as sess:
+        with pytest.raises(MeasurementError, match="already running") as caught:
+            profile.session([], path=tmp_path / "other.tessera").start()
+        assert str(path) in str(caught.value) and not (tmp_path / "other.tessera").exists()
+        assert current() is sess
+    with pytest.raises(MeasurementError, match="records once"):
+        sess.start()
+
+
+def test_left_by_an_exception_it_writes_and_lets_it_go_on(power, path):
+    with pytest.raises(ZeroDivisionError), profile.session(path=path) as sess:
+        burn()
+        with profile.region("bad"):
+            _ = 1 / 0
+    assert "bad" in names(sess, "region") and "aten::mm" in names(sess, "op")
+    sess.stop()  # twice is no error
+    with sess.run() as run:
+        assert not run.crashed
+
+
+def test_activities_that_were_not_asked_for_are_left_out(path):
+    built = Builder()
+    kernel = built.add("op", "aten::mm", 0, 10)
+    built.add("memcpy", "copy", 1, 2, device=0, parent=kernel)
+    built.add("kernel", "gemm", 2, 9, device=0, parent=kernel)
+    built.add("collective", "all_reduce", 3, 4, device=0, parent=kernel)
+    kept = chosen(built.build(), Options(activities=("gpu", "power")))
+    assert [kept.name(i) for i in range(len(kept))] == ["aten::mm", "gemm"]
+    assert kept["parent"].tolist() == [-1, 0] and "memcpy, collective" in kept.notes[-1]
+    assert Options(activities=("power",)).traces is False
+
+
+def test_without_torch_there_is_power_and_what_the_program_says(power, path, monkeypatch):
+    monkeypatch.setattr("tessera.profile.kineto_collector.torch_installed", lambda: False)
+    with profile.session(path=path) as sess, profile.region("x"):
+        time.sleep(0.1)
+    assert names(sess, "region") == ["x"] and sess.power().mean_w == pytest.approx(100.0, rel=0.01)
+    assert any("torch is not installed" in n for n in sess.notes)
+
+
+def test_a_trace_ended_by_another_thread_is_said(path):
+    sess = profile.session(["cpu"], path=path).start()
+    inner = sess._tracing.collector
+    other = threading.Thread(target=sess.stop)
+    other.start()
+    other.join()
+    assert any("the thread that began it" in n for n in sess.notes)
+    inner.stop()  # so that the next test finds Kineto at rest
+
+
+def test_regions_do_not_break_torch_compile(path):
+    import torch
+
+    def double(x):
+        with profile.region("inside"):
+            return x * 2
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)).item() == 2
+    with profile.session([], path=path) as sess:
+        with profile.region("around"):
+            assert compiled(torch.ones(1)).item() == 2
+        sess.step()
+    assert names(sess, "region") == ["around", "step_0"] or names(sess, "region") == ["step_0", "around"]
+
+
+def test_torchs_profiler_running_already_is_said(path):
+    import torch
+
+    prof = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    prof.start()
+    try:
+        with pytest.raises(MeasurementError, match="could not be started"):
+            profile.session(["cpu"], path=path).start()
+    finally:
+        prof.stop()
+    assert current() is None and not path.exists()
+    with profile.session(["cpu"], path=path) as sess:
+        burn(1)
+    assert "aten::mm" in names(sess, "op")
+
+
+def test_the_programs_own_profiler_goes_first(path):
+    import torch
+
+    with profile.session(["cpu"], path=path) as sess:
+        burn(2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+            burn(3)
+    assert names(sess, "op").count("aten::mm") == 2 and any("of its own" in n for n in sess.notes)
+    assert sum(e.name == "aten::mm" for e in prof.events()) == 3
+
+
+def test_exporters_write_and_their_errors_come_last(power, path, tmp_path):
+    seen = []
+
+    class Good:
+        def write(self, run, table=None):
+            seen.append((run.rows, table.total_j))
+            return tmp_path
+
+    class Bad:
+        def write(self, run, table=None):
+            raise ArgumentError("cannot write x")
+
+    with (
+        pytest.raises(ArgumentError, match="cannot write x"),
+        profile.session(path=path, exporters=[Bad(), Good()]),
+    ):
+        burn()
+    assert len(seen) == 1 and seen[0][0] > 0 and seen[0][1] > 0
+
+
+def test_flush_brings_operators_to_the_file_while_it_runs(path):
+    with profile.session(["cpu"], path=path, flush_s=0.05) as sess:
+        deadline = time.monotonic() + 10
+        while "aten::mm" not in names(sess, "op"):
+            assert time.monotonic() < deadline
+            with profile.region("work"):
+                burn()
+            time.sleep(0.02)
+        burn(7)
+    starts = [w[0] for w in sess.run().get("windows")]
+    assert len(starts) > 1 and starts == sorted(starts)
+
+
+def test_a_schedule_traces_its_steps_only(path):
+    plan = profile.schedule(wait=1, warmup=1, active=2, repeat=2)
+    with profile.session(["cpu"], path=path, schedule=plan) as sess:
+        for _ in range(10):
+            burn(1)
+            sess.step()
+    steps = {r.name: (r.start_ns, r.end_ns) for r in sess.records() if r.name.startswith("step_")}
+    traced = {
+        name for r in sess.records() if r.name == "aten::mm"
+        for name, (start, end) in steps.items() if start <= r.start_ns < end
+    }  # fmt: skip
+    assert traced == {"step_2", "step_3", "step_6", "step_7"} and len(steps) == 10
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (0, "steps 50 to 59 never came: there were none"),
+        (1, "steps 50 to 59 never came: there was one"),
+        (40, "steps 50 to 59 never came: there were 40 (0 to 39)"),
+        (50, "steps 50 to 59 never came: there were 50 (0 to 49)"),
+        (51, "of steps 50 to 59 only step 50 came"),
+        (59, "of steps 50 to 59 only steps 50 to 58 came"),
+        (60, None),
+        (99, None),
+    ],
+)
+def test_steps_that_never_came_are_said(steps, said):
+    assert between(50, 60).missed(steps) == said
+    assert profile.schedule(active=2).missed(steps) is None, "it began with the session"
+
+
+def test_a_session_that_ends_before_its_schedule_says_so(path):
+    with profile.session(["cpu"], path=path, schedule=profile.schedule(wait=98, warmup=1, active=1)) as sess:
+        for _ in range(3):
+            burn(1)
+            sess.step()
+    with profile.RunFile(path) as run:
+        assert "step 99 never came: there were 3 (0 to 2)" in run.notes
+
+
+def test_a_schedules_joules_are_those_of_its_windows(power, path):
+    plan = profile.schedule(wait=3, active=1)
+    with profile.session(path=path, schedule=plan) as sess:
+        for _ in range(8):
+            with profile.region("work"):
+                burn(3)
+            sess.step()
+    table = sess.energy()
+    windows = sess.run().get("windows")
+    assert len(windows) == 2 and table.seconds == pytest.approx(sum(b - a for a, b in windows) * 1e-9)
+    assert [s.name for s in table.steps] == ["step_3", "step_7"]
+    assert next(r for r in table.regions if r.name == "work").calls == 2
+
+
+def test_devices_are_numbered_as_the_sensors_do(monkeypatch):
+    import torch
+
+    from tessera.profile.kineto_collector import _as_sensors_count
+    from tessera.timeline import Builder
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    build = Builder()
+    for device in (0, 1, -1):
+        build.add("kernel" if device >= 0 else "op", "k", 0, 1, device=device)
+    build.meta["deviceProperties"] = [{"id": 0, "name": "a"}, {"id": 1, "name": "b"}]
+    timeline = build.build()
+    _as_sensors_count(timeline)
+    assert timeline["device"].tolist() == [3, 1, -1]
+    assert [p["id"] for p in timeline.meta["deviceProperties"]] == [3, 1]
+
+
+def test_sampling_gives_joules_to_regions_and_steps_not_to_idleness(power, path):
+    with profile.session(mode="sampling", path=path) as sess:
+        for _ in range(3):
+            with profile.region("work"):
+                burn(3)
+            sess.step()
+    table = sess.energy()
+    assert [s.name for s in table.steps] == ["step_0", "step_1", "step_2"] and math.isnan(table.idle_j)
+    assert table.regions[0].name == "work" and table.regions[0].energy_j > 0
+
+
+def test_a_window_that_ends_inside_a_record_function_ends_it(path):
+    """Else torch would write to memory that Kineto has freed, when the range is left in the next window."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    original = torch.autograd.profiler.record_function.__enter__
+    with profile.session(["cpu"], path=path, schedule=profile.schedule(active=1)) as sess:
+        handle = register_optimizer_step_post_hook(lambda *_: sess.step())
+        with torch.profiler.record_function("whole"):
+            for _ in range(4):
+                parameter.grad = torch.ones(2)
+                optimizer.step()
+        handle.remove()
+    assert torch.autograd.profiler.record_function.__enter__ is original
+    regions = names(sess, "region")
+    assert regions.count("whole") == 1 and regions.count("Optimizer.step#SGD.step") == 4
+    assert len(sess.run().get("windows")) == 5
+
+
+def test_a_limit_ends_tracing_without_any_boundary_of_the_program(path):
+    def spin(seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            burn(1)
+            time.sleep(0.001)
+
+    with profile.session(["cpu"], path=path, limit_s=0.05) as sess:
+        spin(1.5)
+        with profile.region("after"):
+            burn(1)
+    last = max(r.end_ns for r in sess.records() if r.name == "aten::mm")
+    after = next(r.start_ns for r in sess.records() if r.name == "after")
+    assert last < after and any("time limit" in n for n in sess.notes)
+
+
+def test_the_main_thread_is_asked_between_operators():
+    import torch
+
+    seen = []
+    main = MainThread(lambda: seen.append(threading.current_thread()))
+    threading.Thread(target=main.ask).start()
+    deadline = time.monotonic() + 5
+    while not seen and time.monotonic() < deadline:
+        sum(range(100))
+    assert seen == [threading.main_thread()]
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(inside_torch(sys._getframe()))
+            return grad * 2
+
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    Double.apply(x).sum().backward()
+    torch.nn.Sequential(torch.nn.Identity()).register_forward_hook(lambda *_: None)
+    layer = torch.nn.Identity()
+    layer.register_forward_hook(lambda *_: found.append(inside_torch(sys._getframe())))
+    layer(x)
+    assert found == [True, False]
+
+
+def test_an_interrupt_on_the_main_thread_is_not_lost():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    main = MainThread(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=main.ask).start()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            sum(range(100))
+
+
+def test_modules_are_named_by_their_paths(path):
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    block = Block()
+    with profile.session(["cpu"], path=path, with_modules=True) as sess:
+        block(torch.ones(2, 4))
+    found = {r.module for r in sess.records() if r.name == "aten::addmm"}
+    assert found == {"Block/layers.0 (Linear)", "Block/layers.1 (Linear)"}
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def module_calls(path, program):
+    """How often each module was called in the rows of a session."""
+    with profile.session(["cpu"], path=path, with_modules=True) as sess:
+        program()
+    called = [r.name.removeprefix("nn.Module: ") for r in sess.records() if r.name.startswith("nn.Module: ")]
+    return dict(Counter(called))
+
+
+def test_modules_of_one_leaf_name_are_rows_of_their_own(path):
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+    found = module_calls(path, lambda: [model(torch.ones(2, 4)) for _ in range(3)])
+    paths = [f"{name} ({type(part).__name__})" for name, part in model.named_modules() if name]
+    assert found == dict.fromkeys(["Sequential", *paths], 3) and "1.0 (Linear)" in found
+
+
+def test_modules_of_two_models_are_not_one(path):
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4)
+            self.loose = [torch.nn.ReLU(), torch.nn.ReLU()]  # torch does not know these
+
+        def forward(self, x):
+            x = self.body(x)
+            return self.loose[1](self.loose[0](x))
+
+    first, second = Net(), Net()
+
+    def program():
+        for _ in range(3):  # the loss is made anew each time: one row all the same
+            torch.nn.MSELoss()(first(torch.ones(2, 4)), second(torch.ones(2, 4)))
+
+    assert module_calls(path, program) == dict.fromkeys(
+        ["Net", "body (Linear)", "ReLU", "ReLU#2", "Net#2", "Net#2.body (Linear)", "ReLU#3", "ReLU#4", "MSELoss"], 3
+    )
+
+
+def test_a_module_called_from_inside_one_its_model_does_not_list_keeps_its_path(path):
+    torch = pytest.importorskip("torch")
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = [inner]
+
+        def forward(self, x):
+            return self.inner[0](x)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4)
+            self.around = [Around(self.body)]
+
+        def forward(self, x):
+            return self.around[0](x)
+
+    net = Net()
+    assert module_calls(path, lambda: net(torch.ones(2, 4))) == {"Net": 1, "Around": 1, "body (Linear)": 1}
+
+
+def test_a_fork_leaves_the_parents_session_alone(path):
+    with profile.session([], path=path) as sess:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+            child = os.fork()
+        if child == 0:
+            with profile.region("child"):
+                pass
+            sess.step()
+            sess.stop()
+            os._exit(0 if current() is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with profile.region("parent"):
+            pass
+    assert names(sess, "region") == ["parent"]
+
+
+def test_nothing_is_recorded_under_a_replay(path, monkeypatch):
+    monkeypatch.setenv("TESSERA_REPLAY", "1")
+    with profile.session(path=path) as sess, profile.region("x"):
+        sess.step()
+        sess.mark("y")
+    assert not path.exists()
+
+
+def test_run_files_have_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (profile.session([]) for _ in range(2))
+    with first:
+        pass
+    assert str(first.path) == "runs/session.tessera"
+    with profile.session([]) as third:
+        pass
+    assert third.path.name == "session-2.tessera"
+    monkeypatch.setenv("RANK", "3")
+    assert profile.session([]).path.name == "session.rank3.tessera"
+    assert profile.session([], path="a/b.tessera").path.name == "b.rank3.tessera"
+    assert second.path == first.path
+
+
+def test_killed_it_leaves_what_it_had(tmp_path):
+    path = tmp_path / "killed.tessera"
+    script = textwrap.dedent(f"""
+        import os, time
+        from tessera import profile
+        with profile.session(["power"], path={str(path)!r}):
+            with profile.region("first"):
+                pass
+            profile.counter("loss", 2.0)
+            time.sleep(1.2)
+            os._exit(9)
+    """)
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 9
+    with profile.RunFile(path) as run:
+        assert run.crashed
+        rows = run.timeline()
+        assert [rows.name(i) for i in range(len(rows))] == ["first", "loss"]
+        assert len(run.samples("cpu0")[0]) >= 3
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+def test_sampling_keeps_stacks_and_traces_nothing(power, path):
+    def busy():
+        deadline = time.monotonic() + 0.4
+        while time.monotonic() < deadline:
+            burn(1)
+
+    with profile.session(mode="sampling", path=path) as sess:
+        busy()
+    assert names(sess, "op") == []
+    stacks = sess.run().stacks()
+    main = [s for s in stacks if "busy" in s.stack]
+    assert main and main[0].thread == threading.get_native_id() and "test_session.py" in main[0].stack
+    ours = ("Session._tick", "Sampler._run", "RunWriter._run", "StackSampler._run")
+    assert not any(name in s.stack for s in stacks for name in ours)
+    assert sess.power().mean_w == pytest.approx(100.0, rel=0.01)
+
+
+def test_stacks_keep_to_their_budget():
+    sampler = StackSampler(0.001)
+    sampler._recent_s = 1e-4
+    assert sampler.period_s == pytest.approx(1e-4 / BUDGET) and sampler.stretched
+
+
+def test_gpu_activity_in_sampling_mode_is_explained(path):
+    with profile.session(["gpu"], mode="sampling", path=path) as sess:
+        pass
+    assert any("traces nothing" in n for n in sess.notes)
+
+
+# -- summary ---------------------------------------------------------------------------------------------------------
+
+
+def window(count, name="gemm", base=0):
+    built = Builder()
+    for i in range(count):
+        built.add("kernel", name, base + i * 100, base + i * 100 + 10 + i, device=0)
+    return built.build()
+
+
+def test_a_summary_adds_windows_up():
+    summary = Summary()
+    summary.add_window(window(3), 0, 1_000)
+    summary.add_window(window(2), 5_000, 6_000)
+    summary.add_window(Builder().build(), 0, 10)
+    summary.add_counter("loss", 2.0, "")
+    summary.add_counter("loss", 4.0, "")
+    found = summary.to_json()
+    (row,) = found["kernels"]
+    assert (row["calls"], row["total_ns"], row["min_ns"], row["max_ns"]) == (5, 54, 10, 12)
+    assert found["windows"] == 3 and found["traced_s"] == pytest.approx(2.01e-6)
+    assert found["counters"] == [{"name": "loss", "unit": "", "calls": 2, "mean": 3.0, "min": 2.0, "max": 4.0}]
+
+
+def test_a_summarys_memory_is_bounded():
+    summary = Summary(max_names=10)
+    for i in range(1000):
+        summary.add_row("region", f"step_{i}", 5)
+        summary.add_row("region", f"{i}th", 5)
+        summary.add_counter(f"c{i}", 1.0, "")
+        summary.add_window(window(1, f"kernel<{i}>"), 0, 1)
+    assert len(summary) <= 14
+    found = summary.to_json()
+    assert sum(r["calls"] for r in found["regions"]) == 2000
+    assert next(r for r in found["regions"] if r["name"] == "step_N")["calls"] == 1000
+    assert {r["name"] for r in found["kernels"]} >= {OTHER}
+
+
+def test_summary_mode_forgets_events_and_keeps_totals(power, path):
+    with profile.session(mode="summary", path=path) as sess:
+        for _ in range(6):
+            with profile.region("forward"):
+                burn(5)
+            sess.step()
+        time.sleep(0.3)
+    with sess.run() as run:
+        assert run.rows == 0
+        found = run.get("summary")
+        assert found["windows"] == 1
+        assert next(r for r in found["ops"] if r["name"] == "aten::mm")["calls"] == 15  # of three steps
+        assert next(r for r in found["regions"] if r["name"] == "forward")["calls"] == 6
+        assert next(r for r in found["regions"] if r["name"] == "step_N")["calls"] == 6
+    assert sess.power().mean_w == pytest.approx(100.0, rel=0.02)
+    assert sess.power().energy_j == pytest.approx(sess.report().total.joules, rel=0.1)
+    assert sess.energy().total_j == pytest.approx(sess.report().total.joules, rel=0.2)
+
+
+def test_nothing_of_a_session_stays_behind(path):
+    before = threading.active_count()
+    with profile.session(["cpu", "stack"], path=path):
+        burn()
+    gc.collect()
+    assert threading.active_count() == before and current() is None
+    assert region_class is profile.region
+
+
+def test_allocations_are_recorded_where_asked(tmp_path):
+    import torch
+
+    from tessera import analyze
+
+    with profile.session(activities=["cpu", "memory"], path=tmp_path / "m.tessera"):
+        kept = [torch.ones(256, 1024) for _ in range(4)]
+    found = analyze.memory(tmp_path / "m.tessera")
+    assert len(kept) == 4 and found.rows[0]["peak_bytes"] >= 4 * 2**20
+    with profile.session(activities=["cpu"], path=tmp_path / "n.tessera"):
+        torch.ones(256, 1024)
+    assert not analyze.memory(tmp_path / "n.tessera").rows

@@ -1,0 +1,273 @@
+"""One bucket for the processes of a node: real ones, each with a device that is a sleep, and one that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tessera.errors import ScheduleError
+from tessera.runtime.bucket import Command
+from tessera.runtime.node import STALE_NS, Member, NodeBucket, View, domain_key, job_key
+
+from places import TESTS
+
+WORKER = """
+import sys, time
+sys.path.insert(0, {here!r})
+from fakes.busy import BusySensor
+from tessera import monitor, schedule
+from tessera.monitor import Monitor
+
+name, cap, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+device = BusySensor(name)
+device.start()
+monitor.use(Monitor([device]).start())
+
+@schedule(power_cap=cap, points="call")
+def step():
+    device.work(0.002)
+
+end, mark, was = time.monotonic() + seconds, time.monotonic(), 0.0
+while time.monotonic() < end:
+    step()
+    now = time.monotonic()
+    if now - mark >= 0.1:
+        print(f"{{now:.4f}} {{100.0 + 800.0 * (device.worked_s - was) / (now - mark):.1f}}", flush=True)
+        mark, was = now, device.worked_s
+"""
+
+
+class Worker:
+    """A process under a cap, and the file it writes its power to."""
+
+    def __init__(self, tmp_path, name, cap, seconds, **env):
+        self._path = tmp_path / name
+        with self._path.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", WORKER.format(here=str(TESTS)), name, cap, str(seconds)],
+                stdout=out,
+                env={**os.environ, "TESSERA_RUNTIME_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1", **env},
+            )
+
+    def rows(self):
+        lines = self._path.read_text().split("\n")[:-1]
+        return [(float(t), float(w)) for t, w in (line.split() for line in lines)]
+
+
+def all_work(workers):
+    """Wait until every worker works; when that was."""
+    deadline = time.monotonic() + 30.0
+    while not all(w.rows() for w in workers):
+        assert time.monotonic() < deadline and all(w.process.poll() is None for w in workers)
+        time.sleep(0.02)
+    return time.monotonic()
+
+
+def mean_between(found, start, end):
+    inside = [w for t, w in found if start <= t <= end]
+    assert inside, f"nothing between {start} and {end}"
+    return sum(inside) / len(inside)
+
+
+def test_two_processes_share_a_cap_and_one_takes_over_when_the_other_is_killed(tmp_path):
+    """900 W each if free; 900 W for both. When one is killed the other has all of it within a second."""
+    one, two = workers = [Worker(tmp_path, f"cpu{i}", "node:900W", 60.0) for i in range(2)]
+    both = all_work(workers)
+    time.sleep(3.0)
+    killed = time.monotonic()
+    one.process.kill()
+    time.sleep(2.5)
+    ended = time.monotonic()
+    for each in workers:
+        each.process.kill()
+        each.process.wait()
+    shares = [mean_between(w.rows(), both + 1.0, killed) for w in workers]
+    assert sum(shares) <= 900.0 * 1.05
+    assert sum(shares) >= 900.0 * 0.8
+    assert max(shares) <= 1.2 * min(shares)  # each is slowed by the same share
+    after = mean_between(two.rows(), killed + 1.0, ended)
+    assert after >= 1.5 * shares[1]  # it has the node for itself
+    assert after <= 900.0 * 1.05
+
+
+def test_ranks_of_one_job_wait_together(tmp_path):
+    """One rank may draw 300 W, the other 850 W: both work by the tighter one's duty."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+    ranks = [Worker(tmp_path, f"cpu{r}", cap, 60.0, RANK=str(r), **job) for r, cap in enumerate(("300W", "850W"))]
+    both = all_work(ranks)
+    time.sleep(3.0)
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.wait()
+    means = [mean_between(r.rows(), both + 1.0, both + 3.0) for r in ranks]
+    assert means[0] == pytest.approx(300.0, rel=0.2)
+    assert means[1] == pytest.approx(means[0], rel=0.25)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------
+
+
+def member(cap_w=900.0, *, ratio=0.0, job=0, power_w=None):
+    return Member(os.getpid(), cap_w, 0.2, ratio, job, power_w or {})
+
+
+def test_the_first_to_look_leads_and_its_command_is_everybodys(tmp_path):
+    bucket = NodeBucket(tmp_path / "b")
+    now = time.monotonic_ns()
+    view = bucket.look(member(), now)
+    assert view is not None and view.leads
+    assert view.cap is not None and view.cap.power_w == 900.0
+    bucket.command(Command(1.5, 0.002), 880.0, now)
+    again = bucket.look(member(), now + 1)
+    assert again is not None and again.command == Command(1.5, 0.002)
+    bucket.close()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tessera.runtime.bucket import Command
+from tessera.runtime.node import Member, NodeBucket
+import os, fcntl
+bucket = NodeBucket(Path(sys.argv[1]))
+while True:
+    bucket.look(Member(os.getpid(), 700.0, 0.1, 0.0, 0, {5: (300.0, time.monotonic_ns())}), time.monotonic_ns())
+    bucket.command(Command(2.5, 0.003), 300.0, time.monotonic_ns())
+    if sys.argv[2] == "locked":
+        fcntl.flock(bucket._fd, fcntl.LOCK_EX)
+        print("locked", flush=True)
+        time.sleep(60)
+    print("beat", flush=True)
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process in the bucket; `locked` keeps the lock for ever."""
+    started = []
+
+    def start(how):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path / "b"), how], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_leader_that_is_killed_is_followed_within_a_tick_from_its_own_ratio(tmp_path, holder):
+    other = holder("beats")
+    bucket = NodeBucket(tmp_path / "b")
+    view = bucket.look(member(), time.monotonic_ns())
+    assert view is not None and not view.leads
+    assert view.command == Command(2.5, 0.003)
+    assert view.cap is not None and view.cap.power_w == 700.0  # the tightest of both
+    assert {m.pid for m in view.members} == {os.getpid(), other.pid}
+    assert view.power_w(time.monotonic_ns()) == 300.0
+    other.kill()
+    other.wait()
+    view = bucket.look(member(), time.monotonic_ns())
+    assert view is not None and view.leads  # at the next look, not after a timeout
+    assert view.command == Command(2.5, 0.003)
+    assert [m.pid for m in view.members] == [os.getpid()]
+
+
+def test_a_leader_that_is_stopped_is_followed_after_a_silence(tmp_path, holder):
+    other = holder("beats")
+    bucket = NodeBucket(tmp_path / "b")
+    os.kill(other.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 2.0
+    leads = False
+    while not leads and time.monotonic() < deadline:
+        time.sleep(0.02)
+        view = bucket.look(member(), time.monotonic_ns())
+        leads = view is not None and view.leads
+    assert leads
+    assert time.monotonic() < deadline - 1.0
+
+
+def test_a_lock_that_is_kept_stops_nobody(tmp_path, holder):
+    holder("locked")
+    bucket = NodeBucket(tmp_path / "b")
+    began = time.monotonic()
+    assert bucket.look(member(), time.monotonic_ns()) is None
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_lock_goes_with_its_killed_holder(tmp_path, holder):
+    other = holder("locked")
+    other.kill()
+    other.wait()
+    assert NodeBucket(tmp_path / "b").look(member(), time.monotonic_ns()) is not None
+
+
+def test_a_file_of_before_a_reboot_is_begun_anew(tmp_path):
+    bucket = NodeBucket(tmp_path / "b")
+    now = time.monotonic_ns()
+    bucket.look(member(), now + 10**15)  # the clock of a machine that had run for long
+    bucket.command(Command(9.0, 0.001), 0.0, now + 10**15)
+    view = bucket.look(member(), now)
+    assert view is not None and view.leads and view.command.ratio == 0.0
+
+
+def test_garbage_in_the_file_is_begun_anew(tmp_path):
+    path = tmp_path / "b"
+    path.write_bytes(b"\xff" * 100)
+    path.chmod(0o600)
+    view = NodeBucket(path).look(member(), time.monotonic_ns())
+    assert view is not None and view.leads and len(view.members) == 1
+
+
+def test_a_file_others_may_write_or_a_link_is_refused(tmp_path):
+    open_to_all = tmp_path / "open"
+    open_to_all.touch(mode=0o666)
+    open_to_all.chmod(0o666)
+    with pytest.raises(ScheduleError, match="ours alone"):
+        NodeBucket(open_to_all)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ScheduleError, match="opened"):
+        NodeBucket(link)
+
+
+def test_leaving_gives_the_slot_and_the_lead_back(tmp_path, holder):
+    bucket = NodeBucket(tmp_path / "b")
+    bucket.look(member(), time.monotonic_ns())
+    bucket.leave()
+    holder("beats")
+    time.sleep(0.1)
+    view = bucket.look(member(), time.monotonic_ns())
+    assert view is not None and not view.leads
+
+
+def test_a_domain_seen_by_two_counts_once_and_a_stale_one_not_at_all():
+    now = 10**12
+    key = domain_key("gpu0")
+    members = (
+        Member(1, 900.0, 0.2, 0.0, 0, {key: (300.0, now - 50), domain_key("gpu1"): (200.0, now - 10)}),
+        Member(2, 800.0, 0.1, 0.0, 0, {key: (310.0, now - 20), domain_key("gpu2"): (999.0, now - 2 * STALE_NS)}),
+    )
+    view = View(True, members, Command(), 0.0)
+    assert view.power_w(now) == 510.0
+    assert view.power_w(now, {key: (290.0, now - 60)}) == 490.0  # our own span, not a newer one of another's
+    assert view.power_w(now, {key: (290.0, now - 2 * STALE_NS)}) == 510.0
+    assert view.cap is not None and (view.cap.power_w, view.cap.window_s) == (800.0, 0.1)
+    assert View(True, (), Command(), 0.0).power_w(now) is None
+
+
+def test_ranks_know_their_job_by_the_launchers_variables():
+    rank = {"WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": "3"}
+    assert job_key(rank) == job_key({**rank, "RANK": "5"}) != 0
+    assert job_key(rank) != job_key({**rank, "MASTER_PORT": "29501"})
+    assert job_key({"WORLD_SIZE": "1"}) == job_key({}) == 0
