@@ -47,6 +47,7 @@ from tessera.estimate.overlay import Watts
 from tessera.estimate.points import Point, half_of, host_points, kernel_points, limit_point, repeated
 from tessera.estimate.predict import Launch, predict
 from tessera.graph.capture import capture
+from tessera.hardware import identify_board
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -290,7 +291,7 @@ def read(path: Path) -> Recorded:
     """What an earlier run measured."""
     data = json.loads(path.read_text())
     machine = Machine(**data["machine"])
-    device = calibrate.identify(machine.board)
+    device = identify_board(machine.board)
     rows = data["points"]
     held = recalled(device, [(limit_point(device), "graph")], rows)
     idle = {name: msgspec.convert(data[name], Watts) for name in ("idle_w", "idle_context_w")}

@@ -1,4 +1,4 @@
-"""The noun `Device`: what a chip can do and what that costs, every number with its source.
+"""`Device`: what a chip can do and what that costs, every number with its source.
 
 All values are SI: FLOP/s (or op/s), bytes, bytes/s, Hz, W, J. Peaks are dense, never the sparse ones that
 datasheets print first, and matrix units (tensor cores, AMX, MXU) are kept apart from vector units.
@@ -20,14 +20,14 @@ PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8
 Unit = Literal["vector", "matrix"]
 Kind = Literal["gpu", "cpu", "accelerator", "soc"]
 
-# What is assumed is not known to better than this: an idle guessed from a sister board was wrong by a factor of
-# three for the H200 (30% of TDP against a measured 11%).
+# An assumed figure is never more certain than this: an idle power guessed from a similar board was wrong by a factor
+# of three for the H200 (30% of TDP against a measured 11%).
 ASSUMED_ERROR = 0.30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A number of a datasheet or a measurement, with where it comes from; `error` is the 90% half-width."""
+    """A number from a datasheet or a measurement, with its source; `error` is the 90% half-width."""
 
     value: float
     source: str
@@ -36,14 +36,14 @@ class Figure:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.value) and self.value > 0):
-            raise ArgumentError(f"a figure is a positive number, not {self.value!r}")
+            raise ArgumentError(f"a figure must be a positive number, not {self.value!r}")
         if not self.source.strip():
-            raise ArgumentError("a figure without a source", fix="say where the number comes from")
+            raise ArgumentError("a figure needs a source", fix="say where the number comes from")
         if self.error is not None and not (math.isfinite(self.error) and self.error > 0):
-            raise ArgumentError(f"an error is a positive half-width, not {self.error!r}")
+            raise ArgumentError(f"an error must be a positive half-width, not {self.error!r}")
 
-    def scaled(self, factor: float, why: str = "") -> Figure:
-        """The figure times a factor, as uncertain as before relatively; `why` is added to the source."""
+    def scale(self, factor: float, why: str = "") -> Figure:
+        """The figure times a factor, with the same relative error; `why` is added to the source."""
         error = None if self.error is None else self.error * factor
         source = f"{self.source}; {why}" if why else self.source
         return Figure(value=self.value * factor, source=source, error=error, assumed=self.assumed)
@@ -79,7 +79,7 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One interconnect of a chip, all its lanes together, in the direction(s) that are said."""
+    """One interconnect of a chip, all its lanes together; `direction` says how its source counts."""
 
     bytes_per_s: Figure
     direction: Literal["per direction", "total"]
@@ -138,19 +138,19 @@ class Device:
         """The dense peak of a precision on one kind of unit, or on the faster of the two; None if it has none."""
         if precision not in PRECISIONS:
             raise ArgumentError(f"no precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
-        found = [
+        peaks = [
             figures[precision]
             for name, figures in (("vector", self.vector), ("matrix", self.matrix))
             if precision in figures and unit in (None, name)
         ]
-        return max(found, key=lambda figure: figure.value, default=None)
+        return max(peaks, key=lambda figure: figure.value, default=None)
 
     def at(self, point: str) -> Device:
         """The device at one of its operating points: watts, clocks and the peaks that follow them."""
         wanted = point.strip().lower()
-        for found in self.operating_points:
-            if found.name.lower() == wanted:
-                return _at(self, found)
+        for candidate in self.operating_points:
+            if candidate.name.lower() == wanted:
+                return _apply_point(self, candidate)
         names = [p.name for p in self.operating_points]
         raise ArgumentError(
             f"{self.id} has no operating point {point!r}{did_you_mean(wanted, names)}",
@@ -176,7 +176,7 @@ class Device:
         yield from ((f"energy.{name}", figure) for name, figure in self.energy.items())
 
 
-def _at(device: Device, point: OperatingPoint) -> Device:
+def _apply_point(device: Device, point: OperatingPoint) -> Device:
     boost, units, memory = device.clocks.boost_hz, device.units, device.memory
     factor, why = 1.0, []
     if point.clock_hz and boost:
@@ -192,16 +192,16 @@ def _at(device: Device, point: OperatingPoint) -> Device:
     notes = dict(device.notes)
     scaling = f"scaled to {point.name} by {' and '.join(why)}" if why else ""
     if not why:
-        notes["peaks"] = f"at {point.name} the clock is not known: the peaks are those of the whole chip"
+        notes["peaks"] = f"the clock at {point.name} is not known: the peaks are those of the whole chip"
     return dataclasses.replace(
         device,
         id=f"{device.id}@{point.name}",
         name=f"{device.name} at {point.name}",
-        vector={name: figure.scaled(factor, scaling) for name, figure in device.vector.items()},
-        matrix={name: figure.scaled(factor, scaling) for name, figure in device.matrix.items()},
+        vector={name: figure.scale(factor, scaling) for name, figure in device.vector.items()},
+        matrix={name: figure.scale(factor, scaling) for name, figure in device.matrix.items()},
         memory=memory,
         units=units,
-        # A base clock above the mode's limit would be a contradiction, and it says nothing at a fixed mode.
+        # A base clock means nothing in a fixed power mode, and could be above its clock.
         clocks=Clocks(boost_hz=boost) if point.clock_hz else device.clocks,
         tdp_w=point.power_w,
         point=point.name,

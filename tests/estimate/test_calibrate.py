@@ -35,7 +35,7 @@ from tessera.estimate.points import Point, kernel_points, precisions
 from tessera.estimate.power import PowerModel
 from tessera.estimate.timeline import Iteration
 from tessera.graph.capture import capture
-from tessera.hardware import lookup
+from tessera.hardware import identify_board, lookup
 from tessera.monitor import Monitor
 
 from fakes.nvml import FakeNvml, Scenario
@@ -433,13 +433,13 @@ def test_an_unknown_gpu_says_how_to_describe_it(config: Path) -> None:
     ],
 )
 def test_boards_by_the_names_drivers_give(board: str, device: str) -> None:
-    assert calibrate.identify(board).id == device
+    assert identify_board(board).id == device
 
 
 @pytest.mark.parametrize("board", ["NVIDIA H200 MaxQ", "NVIDIA A100-SXM4-96GB", "Tesla V100-SXM2-16GB", ""])
 def test_a_sister_board_is_not_taken_for_the_known_one(board: str) -> None:
     with pytest.raises(ArgumentError):
-        calibrate.identify(board)
+        identify_board(board)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 9.9, -1.0, math.nan])

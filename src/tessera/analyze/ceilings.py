@@ -8,8 +8,7 @@ from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError, TesseraError, did_you_mean
-from ..estimate.calibrate import identify
-from ..hardware import catalogue, lookup
+from ..hardware import catalogue, identify_board, lookup
 from ..timeline.columns import Timeline
 
 
@@ -97,7 +96,7 @@ def _named(timeline: Timeline, label: str | None) -> Device | None:
     for name in (*said, label):
         if isinstance(name, str) and name:
             try:
-                return identify(name)
+                return identify_board(name)
             except TesseraError:
                 continue
     return None

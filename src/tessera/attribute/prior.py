@@ -79,12 +79,12 @@ def board_of(name: str | None, samples_w: Floats) -> Board:
 @functools.lru_cache(maxsize=32)
 def _device(name: str) -> Device | None:
     """The catalogue's chip for a driver's name such as "NVIDIA H200"; None where none fits."""
-    from ..estimate.calibrate import identify
+    from ..hardware import identify_board
 
     if not name:
         return None
     try:
-        return identify(name)
+        return identify_board(name)
     except TesseraError:
         return None
 

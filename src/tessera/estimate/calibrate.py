@@ -12,7 +12,6 @@ Nothing of the GPU's state is changed: no clock, no limit, no mode.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import msgspec
 
 from ..device import Device
 from ..errors import ArgumentError, MeasurementError, MissingExtra
-from ..hardware import catalogue, user_folder
+from ..hardware import identify_board
 from .bench import Bench, CudaBench, Machine
 from .factors import Case, Measured, after, alone, case_of, fit
 from .overlay import Overlay, Watts
@@ -126,7 +125,7 @@ def measure(
     if not seconds >= LEAST_S:
         raise ArgumentError(f"{seconds:g} s are too few to calibrate", fix=f"give at least {LEAST_S:g}, better 60")
     machine = bench.machine()
-    device = identify(machine.board)
+    device = identify_board(machine.board)
     _check_idle(bench, machine, force)
     kernels, hosts, limit = points.kernel_points(device), points.host_points(device), points.limit_point(device)
     session = _Session(bench, device, len(kernels) + LOOKS * len(hosts) + 3, progress)
@@ -194,45 +193,6 @@ def _row(m: Measured, blank: Overlay, found: Overlay) -> Row:
         predicted_j=before.joules * each, measured_j=None if m.sample.joules is None else m.sample.joules * each,
         after_j=then.joules * each, clock_hz=m.sample.clock_hz, capped=m.sample.capped,
     )  # fmt: skip
-
-
-# -- which board ------------------------------------------------------------------------------------------------
-
-
-def identify(board: str) -> Device:
-    """The catalogued device of a board's name ("NVIDIA A100-SXM4-80GB"); a clear error for one nobody described."""
-    name = _plain(board)
-    for device in catalogue().values():
-        if any(name == _plain(alias) for alias in (device.id, device.name, *device.aliases)):
-            return device
-    for device in catalogue().values():  # "Tesla V100-SXM2-32GB": a known name, and what memory it has
-        for alias in (device.id, *device.aliases):
-            rest = name.removeprefix(_plain(alias) + " ")
-            if rest != name and _is_memory_of(device, rest):
-                return device
-    raise ArgumentError(
-        f"the catalogue does not know the GPU {board!r}",
-        why="a calibration is laid over a device's figures, and this one has none",
-        fix=f"describe it in {user_folder()}/my-gpu.toml with aliases = [{board.lower()!r}] "
-        "(peaks, memory, clocks, tdp_w, as `tessera hardware show h200 --json` has them), then calibrate again",
-    )
-
-
-def _plain(name: str) -> str:
-    words = re.split(r"[\s\-_]+", name.strip().lower())
-    return " ".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", ""))
-
-
-def _is_memory_of(device: Device, rest: str) -> bool:
-    """Whether the words after a known name only say its memory, and say it rightly."""
-    for word in rest.split():
-        size = re.fullmatch(r"(\d+)gb", word)
-        if size is None and not word.startswith("hbm"):
-            return False
-        capacity = device.memory.capacity_bytes
-        if size is not None and (capacity is None or abs(capacity.value / (int(size[1]) * 1e9) - 1) > 0.15):
-            return False
-    return True
 
 
 def _check_idle(bench: Bench, machine: Machine, force: bool) -> None:

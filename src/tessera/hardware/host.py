@@ -1,4 +1,4 @@
-"""The CPU of this machine, by its name in /proc/cpuinfo and the share of it that we see."""
+"""The CPU of this machine: its name in /proc/cpuinfo, and the share of it that this system sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .index import catalogue, lookup
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), threads: int | None = None) -> Device:
-    """The CPU of this machine, scaled to the threads we see: a VM has a share, two sockets are two."""
+    """The CPU of this machine, scaled to the visible threads: a VM has a part of a chip, two sockets are two chips."""
     seen = threads or os.cpu_count() or 1
     model = _model_name(cpuinfo)
     for device in catalogue().values():
@@ -29,17 +29,17 @@ def _model_name(cpuinfo: Path) -> str:
 
 
 def _share(device: Device, share: float, name: str | None = None) -> Device:
-    def scaled(figure: Figure | None) -> Figure | None:
-        return None if figure is None else figure.scaled(share)
+    def scale(figure: Figure | None) -> Figure | None:
+        return None if figure is None else figure.scale(share)
 
-    bandwidth = scaled(device.memory.bandwidth_bytes_per_s)
+    bandwidth = scale(device.memory.bandwidth_bytes_per_s)
     return dataclasses.replace(
         device,
         name=name or device.name,
-        vector={key: figure.scaled(share) for key, figure in device.vector.items()},
-        matrix={key: figure.scaled(share) for key, figure in device.matrix.items()},
+        vector={key: figure.scale(share) for key, figure in device.vector.items()},
+        matrix={key: figure.scale(share) for key, figure in device.matrix.items()},
         memory=dataclasses.replace(device.memory, bandwidth_bytes_per_s=bandwidth),
-        units=scaled(device.units),
-        tdp_w=scaled(device.tdp_w),
-        idle_w=scaled(device.idle_w),
+        units=scale(device.units),
+        tdp_w=scale(device.tdp_w),
+        idle_w=scale(device.idle_w),
     )

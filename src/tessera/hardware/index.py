@@ -1,4 +1,4 @@
-"""Every device we know: `catalog/*.toml` of the package, then the user's own files over them.
+"""The catalogue: the package's `catalog/*.toml`, with the user's own files laid over them, and look-ups in it.
 
 A user's `$XDG_CONFIG_HOME/tessera/hardware/*.toml` (default `~/.config`) adds a device, or, with the id of one that
 exists, replaces just the figures it gives. Such a figure names its file in its source, and the device in `origin`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -24,7 +25,7 @@ _NEAREST = 3
 
 def catalogue() -> Mapping[str, Device]:
     """Every device by its id; the user's files are read again when they change."""
-    return _catalogue(tuple((path, path.stat().st_mtime_ns) for path in user_files()))
+    return _load_catalogue(tuple((path, path.stat().st_mtime_ns) for path in user_files()))
 
 
 def lookup(name: str) -> Device:
@@ -41,7 +42,7 @@ def lookup(name: str) -> Device:
 
 
 def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
-    """The error for a name nobody has: the nearest ones, not all of them."""
+    """The error for an unknown name, with the nearest known ones."""
     import difflib
 
     wanted = name.strip().lower().partition("@")[0]
@@ -56,6 +57,42 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
     )
 
 
+def identify_board(board: str) -> Device:
+    """The device of a board's name as its driver gives it ("NVIDIA A100-SXM4-80GB")."""
+    name = _plain_name(board)
+    for device in catalogue().values():
+        if any(name == _plain_name(alias) for alias in (device.id, device.name, *device.aliases)):
+            return device
+    for device in catalogue().values():  # "Tesla V100-SXM2-32GB": a known name and its memory
+        for alias in (device.id, *device.aliases):
+            rest = name.removeprefix(_plain_name(alias) + " ")
+            if rest != name and _is_memory_of(device, rest):
+                return device
+    raise ArgumentError(
+        f"the catalogue does not know the GPU {board!r}",
+        why="predictions need the figures of the chip, and this one has none",
+        fix=f"describe it in {user_folder()}/my-gpu.toml with aliases = [{board.lower()!r}] "
+        "(peaks, memory, clocks, tdp_w, as `tessera hardware show h200 --json` has them), then try again",
+    )
+
+
+def _plain_name(name: str) -> str:
+    words = re.split(r"[\s\-_]+", name.strip().lower())
+    return " ".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", ""))
+
+
+def _is_memory_of(device: Device, rest: str) -> bool:
+    """Whether the words after a known name describe its memory, and correctly."""
+    for word in rest.split():
+        size = re.fullmatch(r"(\d+)gb", word)
+        if size is None and not word.startswith("hbm"):
+            return False
+        capacity = device.memory.capacity_bytes
+        if size is not None and (capacity is None or abs(capacity.value / (int(size[1]) * 1e9) - 1) > 0.15):
+            return False
+    return True
+
+
 def user_folder() -> Path:
     """Where a user's own device files lie."""
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -68,7 +105,7 @@ def user_files() -> list[Path]:
 
 
 @functools.cache
-def _packaged() -> dict[str, Table]:
+def _read_packaged() -> dict[str, Table]:
     folder = resources.files(__package__) / "catalog"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
     tables = [read(f.read_text(encoding="utf-8"), f.name) for f in files]
@@ -76,8 +113,8 @@ def _packaged() -> dict[str, Table]:
 
 
 @functools.lru_cache(maxsize=4)
-def _catalogue(user: tuple[tuple[Path, int], ...]) -> Mapping[str, Device]:
-    tables = dict(_packaged())
+def _load_catalogue(user: tuple[tuple[Path, int], ...]) -> Mapping[str, Device]:
+    tables = dict(_read_packaged())
     origins = dict.fromkeys(tables, (_PACKAGED,))
     for path, _ in user:
         over = read(_text(path), str(path))
@@ -98,17 +135,17 @@ def _catalogue(user: tuple[tuple[Path, int], ...]) -> Mapping[str, Device]:
 
 
 def _without_stale_notes(merged: Table, over: Table) -> Table:
-    """A note on a figure the user replaces ("not found", "a single reading") speaks of the one that is gone."""
-    kept = over.get("notes", {})
-    notes = {key: text for key, text in merged.get("notes", {}).items() if key in kept or not _given(over, key)}
+    """Drop the notes ("not found", "a single reading") about figures that the user's file replaces."""
+    own = over.get("notes", {})
+    notes = {key: text for key, text in merged.get("notes", {}).items() if key in own or not _has_key(over, key)}
     return {**merged, "notes": notes}
 
 
-def _given(table: Table, key: str) -> bool:
-    found: Any = table
+def _has_key(table: Table, key: str) -> bool:
+    value: Any = table
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found is not None
+        value = value.get(part) if isinstance(value, dict) else None
+    return value is not None
 
 
 def _text(path: Path) -> str:
@@ -119,7 +156,7 @@ def _text(path: Path) -> str:
 
 
 def _sign(table: Table, path: Path) -> None:
-    """Add the user's file to the source of each of its figures; it is the source where none is given."""
+    """Add the user's file to the source of each of its figures; without a source, the file is the source."""
     for value in table.values():
         for entry in value if isinstance(value, list) else [value]:
             if isinstance(entry, dict):

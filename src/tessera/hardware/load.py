@@ -1,20 +1,22 @@
-"""A device from its TOML file: every key is known, every figure checked, every mistake named with file and key.
+"""Read a device from its TOML file, check it, and name the file and the key of every mistake.
 
 A figure is `{ value = 4.8e12, source = "..." }`, with `error` (90% half-width) and `assumed = true` where they
 apply. A source that begins with "@name" is looked up in the file's `[sources]` table, so that a long citation
-stands there once; what follows the name is added to it.
+is written once; what follows the name is added to it.
+
+`check` looks for mistakes that such tables have had: teraflops for flops, a sparse peak among dense ones, an assumed
+idle power without an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
-from ..device import PRECISIONS, Caches, Clocks, Device, Figure, Kind, Link, Memory, OperatingPoint
+from ..device import ASSUMED_ERROR, PRECISIONS, Caches, Clocks, Device, Figure, Kind, Link, Memory, OperatingPoint
 from ..errors import ArgumentError, BadDevice, did_you_mean
-from .check import check
 
 _TEXTS = ("id", "name", "kind", "vendor", "architecture", "compute_capability", "unit_name")
 _FIGURES = ("units", "tdp_w", "idle_w", "idle_context_w")
@@ -28,20 +30,20 @@ _Part = TypeVar("_Part", Memory, Caches, Clocks)
 
 
 def bad(file: str, key: str, problem: str, fix: str | None = None) -> BadDevice:
-    """The error for a device file: the file, the key and what is wrong with it."""
+    """The error for a device file: the file, the key and the problem."""
     return BadDevice(
         f"{file}: {key}: {problem}" if key else f"{file}: {problem}",
-        fix=fix or "compare with a device that is known: tessera hardware show h200 --json",
+        fix=fix or "compare with a device of the catalogue: tessera hardware show h200 --json",
     )
 
 
 def read(text: str, file: str) -> Table:
-    """The table of a device file, its sources expanded and its keys known; figures are not yet checked."""
+    """The table of a device file with its sources expanded and its keys checked; figures are checked by `build`."""
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise bad(file, "", f"not TOML: {exc}") from None
-    _known(raw, _KEYS, file, "")
+    _check_keys(raw, _KEYS, file, "")
     sources = _table(raw, "sources", file)
     expanded: Table = _expand(raw, sources, file, "")
     expanded.pop("sources", None)
@@ -51,7 +53,7 @@ def read(text: str, file: str) -> Table:
 
 
 def merge(base: Table, over: Table) -> Table:
-    """The base with what the overlay says instead, figure by figure."""
+    """The base table with the figures of `over` in place of its own."""
     merged = dict(base)
     for key, value in over.items():
         under = merged.get(key)
@@ -61,18 +63,18 @@ def merge(base: Table, over: Table) -> Table:
 
 
 def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
-    """The device of a table that `read` returned, checked."""
+    """The checked device of a table from `read`."""
     for key in ("id", "name", "kind", "vendor"):
         if key not in raw:
             raise bad(file, key, "is missing", fix="id, name, kind and vendor are needed; the rest may be unknown")
     for key in _TEXTS:
         if key in raw and not (isinstance(raw[key], str) and raw[key]):
-            raise bad(file, key, f"is text, not {raw[key]!r}")
+            raise bad(file, key, f"must be text, not {raw[key]!r}")
     kinds = get_args(Kind)
     if raw["kind"] not in kinds:
         raise bad(file, "kind", f"no kind {raw['kind']!r}{did_you_mean(raw['kind'], kinds)}", f"one of {kinds}")
     peaks = _table(raw, "peaks", file)
-    _known(peaks, ("vector", "matrix"), file, "peaks")
+    _check_keys(peaks, ("vector", "matrix"), file, "peaks")
     texts: Table = {key: raw[key] for key in _TEXTS if key in raw}
     figures: Table = {key: _figure(raw, key, file, key) for key in _FIGURES}
     device = Device(
@@ -96,7 +98,7 @@ def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
     return device
 
 
-def _known(table: Mapping[str, Any], known: tuple[str, ...], file: str, where: str) -> None:
+def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], file: str, where: str) -> None:
     for key in table:
         if key not in known:
             path = f"{where}.{key}" if where else key
@@ -106,7 +108,7 @@ def _known(table: Mapping[str, Any], known: tuple[str, ...], file: str, where: s
 def _table(raw: Table, key: str, file: str, where: str | None = None) -> Table:
     table = raw.get(key, {})
     if not isinstance(table, dict):
-        raise bad(file, where or key, f"is a table, not {table!r}")
+        raise bad(file, where or key, f"must be a table, not {table!r}")
     return table
 
 
@@ -131,13 +133,13 @@ def _figure(table: Table, key: str, file: str, where: str) -> Figure | None:
         return None
     if not isinstance(entry, dict) or "value" not in entry:
         raise bad(file, where, "a figure is { value = ..., source = ... }")
-    _known(entry, _FIGURE_KEYS, file, where)
+    _check_keys(entry, _FIGURE_KEYS, file, where)
     for name in ("value", "error"):
         number = entry.get(name)
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
-            raise bad(file, f"{where}.{name}", f"is a number, not {number!r}")
+            raise bad(file, f"{where}.{name}", f"must be a number, not {number!r}")
     if not isinstance(entry.get("assumed", False), bool):
-        raise bad(file, f"{where}.assumed", "is true or false")
+        raise bad(file, f"{where}.assumed", "must be true or false")
     if not isinstance(entry.get("source"), str):
         raise bad(file, f"{where}.source", "is missing", fix="say where the number comes from")
     error = entry.get("error")
@@ -155,7 +157,7 @@ def _figure(table: Table, key: str, file: str, where: str) -> Figure | None:
 def _figures(table: Table, key: str, file: str, where: str, known: tuple[str, ...] | None = None) -> dict[str, Figure]:
     entries = _table(table, key, file, where)
     if known is not None:
-        _known(entries, known, file, where)
+        _check_keys(entries, known, file, where)
     found = {name: _figure(entries, name, file, f"{where}.{name}") for name in entries}
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -163,11 +165,11 @@ def _figures(table: Table, key: str, file: str, where: str, known: tuple[str, ..
 def _part(kind: type[_Part], raw: Table, key: str, file: str) -> _Part:
     entries = _table(raw, key, file)
     names = tuple(entry.name for entry in dataclasses.fields(kind))
-    _known(entries, names, file, key)
+    _check_keys(entries, names, file, key)
     values: Table = {name: _figure(entries, name, file, f"{key}.{name}") for name in names if name != "kind"}
     if "kind" in entries:
         if not isinstance(entries["kind"], str):
-            raise bad(file, f"{key}.kind", f"is text, not {entries['kind']!r}")
+            raise bad(file, f"{key}.kind", f"must be text, not {entries['kind']!r}")
         values["kind"] = entries["kind"]
     return kind(**values)
 
@@ -177,7 +179,7 @@ def _links(raw: Table, file: str) -> dict[str, Link]:
     for name, entry in _table(raw, "interconnect", file).items():
         where = f"interconnect.{name}"
         if not isinstance(entry, dict) or entry.get("direction") not in _DIRECTIONS:
-            raise bad(file, f"{where}.direction", f"is one of {_DIRECTIONS}", fix="say how the source counts")
+            raise bad(file, f"{where}.direction", f"must be one of {_DIRECTIONS}", fix="say how the source counts")
         figure = {key: value for key, value in entry.items() if key != "direction"}
         bytes_per_s = _figure({name: figure}, name, file, where)
         assert bytes_per_s is not None
@@ -189,11 +191,11 @@ def _points(raw: Table, file: str) -> tuple[OperatingPoint, ...]:
     points = []
     entries = raw.get("operating_points", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise bad(file, "operating_points", "is a list of tables: [[operating_points]]")
+        raise bad(file, "operating_points", "must be a list of tables: [[operating_points]]")
     names = tuple(f.name for f in dataclasses.fields(OperatingPoint))
     for i, entry in enumerate(entries):
         where = f"operating_points[{i}]"
-        _known(entry, names, file, where)
+        _check_keys(entry, names, file, where)
         power_w = _figure(entry, "power_w", file, f"{where}.power_w")
         if power_w is None or not isinstance(entry.get("name"), str):
             raise bad(file, where, "needs a name and power_w")
@@ -205,14 +207,14 @@ def _points(raw: Table, file: str) -> tuple[OperatingPoint, ...]:
 def _aliases(raw: Table, file: str) -> tuple[str, ...]:
     aliases = raw.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
-        raise bad(file, "aliases", "is a list of names")
+        raise bad(file, "aliases", "must be a list of names")
     return tuple(alias.lower() for alias in aliases)
 
 
 def _threads(raw: Table, file: str) -> int | None:
     threads = raw.get("threads")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise bad(file, "threads", f"is a number of hardware threads, not {threads!r}")
+        raise bad(file, "threads", f"must be a number of hardware threads, not {threads!r}")
     return threads
 
 
@@ -220,5 +222,84 @@ def _notes(raw: Table, file: str) -> dict[str, str]:
     notes = _table(raw, "notes", file)
     for key, text in notes.items():
         if not isinstance(text, str):
-            raise bad(file, f"notes.{key}", "is text")
+            raise bad(file, f"notes.{key}", "must be text")
     return notes
+
+
+# -- plausibility ----------------------------------------------------------------------------------------------
+
+# Below these a number is surely not in SI: "989" for 989 TFLOP/s, "141" for 141 GB, "1.98" for GHz.
+_SMALLEST = {"peaks": 1e9, "capacity_bytes": 1e6, "_bytes_per_s": 1e8, "_hz": 1e6, "l2_bytes": 1e3, "l3_bytes": 1e3}
+_LARGEST = {"_w": 1e5, "energy": 1e-6}
+
+# (slower, faster, largest ratio): a format of half the width is at most twice as fast on the same units. Only int8
+# may be four times fp16, where a GeForce halves what accumulates in fp32.
+_LADDER = (
+    ("tf32", "bf16", 2.1),
+    ("tf32", "fp16", 2.1),
+    ("bf16", "fp8", 2.1),
+    ("fp16", "fp8", 2.1),
+    ("fp16", "int8", 4.2),
+    ("bf16", "int8", 4.2),
+    ("fp8", "fp4", 2.1),
+)
+
+
+def check(device: Device) -> Iterator[tuple[str, str]]:
+    """The problems of a device, as (key, problem)."""
+    for key, figure in device.figures():
+        yield from _check_figure(key, figure)
+    yield from _check_peaks(device)
+    yield from _check_watts(device)
+    clocks = device.clocks
+    if clocks.base_hz and clocks.boost_hz and clocks.base_hz.value > clocks.boost_hz.value:
+        yield "clocks.base_hz", "is above boost_hz"
+    names = [point.name.lower() for point in device.operating_points]
+    if len(set(names)) != len(names):
+        yield "operating_points", "two have the same name"
+    if device.kind == "cpu" and device.threads is None:
+        yield "threads", "a CPU needs its number of hardware threads: its power is shared among them"
+
+
+def _check_figure(key: str, figure: Figure) -> Iterator[tuple[str, str]]:
+    if figure.assumed:
+        if not figure.source.startswith("assumed"):
+            yield key, 'is assumed, but its source does not say "assumed: ..." and the reasoning'
+        if figure.error is None or figure.error < ASSUMED_ERROR * figure.value * (1 - 1e-9):
+            yield key, f"is assumed and needs an error of at least {ASSUMED_ERROR:.0%} of its value"
+    if figure.error is not None and figure.error >= figure.value:
+        yield key, f"has an error ({figure.error:g}) that reaches zero"
+    for part, least in _SMALLEST.items():
+        if (key.startswith(part) or key.endswith(part)) and figure.value < least:
+            yield key, f"{figure.value:g} is too small to be in SI units"
+    for part, most in _LARGEST.items():
+        if (key.startswith(part) or key.endswith(part)) and figure.value > most:
+            yield key, f"{figure.value:g} is too large to be in SI units"
+    if key.startswith("energy.") and "_j_per_" not in key:
+        yield key, "an energy constant is named ..._j_per_byte, ..._j_per_flop or ..._j_per_op"
+
+
+def _check_peaks(device: Device) -> Iterator[tuple[str, str]]:
+    for slow, fast, ratio in _LADDER:
+        lower, upper = device.matrix.get(slow), device.matrix.get(fast)
+        if lower is None or upper is None:
+            continue
+        if upper.value < lower.value * 0.999:
+            yield f"peaks.matrix.{fast}", f"is below {slow}"
+        if upper.value > lower.value * ratio:
+            yield f"peaks.matrix.{fast}", f"is more than {ratio:.0f} times {slow}: is it the sparse figure?"
+    for wide, narrow in (("fp64", "fp32"), ("fp32", "fp16")):
+        lower, upper = device.vector.get(wide), device.vector.get(narrow)
+        if lower and upper and upper.value < lower.value * 0.999:
+            yield f"peaks.vector.{narrow}", f"is below {wide}"
+
+
+def _check_watts(device: Device) -> Iterator[tuple[str, str]]:
+    idle, context, full = device.idle_w, device.idle_context_w, device.tdp_w
+    if idle and full and idle.value >= full.value:
+        yield "idle_w", "is not below tdp_w"
+    if idle and context and context.value < idle.value:
+        yield "idle_context_w", "is below idle_w"
+    for point in device.operating_points:
+        if idle and point.power_w.value <= idle.value:
+            yield "operating_points", f"{point.name} is not above idle_w"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..device import Device
 from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, did_you_mean
 from ..graph.rewrites import Rewrite
-from ..hardware import lookup
+from ..hardware import identify_board, lookup
 from ..units import format_bytes
 from . import blocks as block_finder
 from .recompute import KEEP, RECOMPUTE, Cost, Way
@@ -190,9 +190,7 @@ def _device(on: str | Device | None) -> Device:
         return lookup(on)
     import torch
 
-    from ..estimate.calibrate import identify
-
-    return identify(torch.cuda.get_device_name()) if torch.cuda.is_available() else lookup("h200")
+    return identify_board(torch.cuda.get_device_name()) if torch.cuda.is_available() else lookup("h200")
 
 
 def _budget(memory_bytes: float | None, policy: Policy, device: Device, least: int) -> float | None:

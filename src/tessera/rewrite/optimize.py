@@ -386,10 +386,10 @@ def _chip(device: str | Device | None, cuda: bool) -> Device | None:
         return None
     import torch
 
-    from ..estimate.calibrate import identify
+    from ..hardware import identify_board
 
     try:
-        return identify(torch.cuda.get_device_name())
+        return identify_board(torch.cuda.get_device_name())
     except TesseraError:
         return None
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ArgumentError, ScheduleError, did_you_mean
-from ..estimate.calibrate import identify
+from ..hardware import identify_board
 from ..rewrite.state import State
 from .tuning.changes import NotHere, applied
 from .tuning.found import Reach, reach
@@ -211,7 +211,7 @@ class Tuned:
 def _chip(name: str) -> str | None:
     """The catalogue's name of the device; None where it has none."""
     try:
-        return None if name == "cpu" else identify(name).id
+        return None if name == "cpu" else identify_board(name).id
     except ArgumentError:
         return None
 

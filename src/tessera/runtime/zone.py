@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import TesseraError
-from ..estimate.calibrate import identify
-from ..hardware import host_cpu
+from ..hardware import host_cpu, identify_board
 from ..monitor.sampler import Sampler
 from ..units import format_power
 from .bucket import FIRST_BURST, MIN_DUTY, STUCK_DUTY, Cap, Command, Controller
@@ -240,7 +239,7 @@ def figures(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float, fl
     for name, board in domains:
         device, cpu = None, name.startswith(("cpu", "dram"))
         with contextlib.suppress(TesseraError):
-            device = host_cpu() if cpu else identify(board)
+            device = host_cpu() if cpu else identify_board(board)
         if device is None or device.tdp_w is None:
             burst_w += 2.0 * cap_w / len(domains)  # unknown hardware: begin careful, the sensor corrects it
             continue

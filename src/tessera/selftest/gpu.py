@@ -129,12 +129,13 @@ def prediction(seconds: float) -> Check:
     if _torch() is None:
         return skipped("prediction", what, "no CUDA device")
     from ..estimate.bench import CudaBench
-    from ..estimate.calibrate import identify, predicted
+    from ..estimate.calibrate import predicted
     from ..estimate.points import kernel_points, repeated
+    from ..hardware import identify_board
 
     try:
         with CudaBench() as bench:
-            device = identify(bench.machine().board)
+            device = identify_board(bench.machine().board)
             points = [next(p for p in kernel_points(device) if p.group == g) for g in _KERNELS]
             errors = []
             for point in points:
