@@ -146,16 +146,16 @@ def _hold_all(schedule: Schedule, ready: Callable[[], None], stop: threading.Eve
         time.sleep(0.001)
         return
     gpus, cap_w, clocks = schedule.holds[at]
-    with actuators.held(gpus, cap_w=cap_w, clocks_mhz=clocks) as hold:
+    with actuators.hold_gpus(gpus, cap_w=cap_w, clocks_mhz=clocks) as hold:
         _check_cap(hold, cap_w)
         _hold_all(schedule, ready, stop, at + 1)
 
 
-def _check_cap(hold: actuators.Hold, cap_w: float | None) -> None:
+def _check_cap(hold: actuators.GpuHold, cap_w: float | None) -> None:
     for actuator in hold.actuators if cap_w is not None else ():
         with contextlib.suppress(ActuatorError):  # a GPU that is lost for a moment has no limit to look at
             now_w = actuator.power_limit().now_w
-            if cap_w is not None and now_w > cap_w + 1 and hold.taken:  # it is not while a handler runs
+            if cap_w is not None and now_w > cap_w + 1 and hold.is_active:  # it is not while a handler runs
                 raise Broken(f"{actuator.gpu}: {now_w} W under a cap of {cap_w} W")
 
 
@@ -192,7 +192,7 @@ def _act(schedule: Schedule, ready: Callable[[], None], foreign: bool) -> None:
         second.start()
     try:
         if schedule.way == "raise":
-            with contextlib.suppress(RuntimeError), actuators.held(schedule.holds[0][0], cap_w=300):
+            with contextlib.suppress(RuntimeError), actuators.hold_gpus(schedule.holds[0][0], cap_w=300):
                 raise RuntimeError("the body fails")
         if schedule.way == "thread":  # held on a daemon thread when the main one ends: atexit has to do it
             taken = threading.Event()
@@ -200,15 +200,15 @@ def _act(schedule: Schedule, ready: Callable[[], None], foreign: bool) -> None:
             taken.wait(5)
             return
         if schedule.way == "os_exit":
-            with contextlib.suppress(ActuatorError), actuators.held(schedule.holds[0][0], cap_w=250):
+            with contextlib.suppress(ActuatorError), actuators.hold_gpus(schedule.holds[0][0], cap_w=250):
                 os._exit(0)
         if foreign:
-            with actuators.held("gpu0", cap_w=300) as hold:
+            with actuators.hold_gpus("gpu0", cap_w=300) as hold:
                 hold.actuators[0].set_power_limit_w(333)
             return
         _rounds(schedule, ready, stop)
         if schedule.way == "sys_exit":
-            with actuators.held(schedule.holds[0][0], cap_w=schedule.holds[0][1] or 400):
+            with actuators.hold_gpus(schedule.holds[0][0], cap_w=schedule.holds[0][1] or 400):
                 sys.exit(3)
     except ActuatorError:
         pass
@@ -220,7 +220,7 @@ def _act(schedule: Schedule, ready: Callable[[], None], foreign: bool) -> None:
 
 def _hold_forever(schedule: Schedule, taken: threading.Event) -> None:
     gpus, cap_w, clocks = schedule.holds[0]
-    with contextlib.suppress(ActuatorError), actuators.held(gpus, cap_w=cap_w, clocks_mhz=clocks):
+    with contextlib.suppress(ActuatorError), actuators.hold_gpus(gpus, cap_w=cap_w, clocks_mhz=clocks):
         taken.set()
         time.sleep(60)
     taken.set()
@@ -300,10 +300,10 @@ def run(trial: Trial) -> Ran:
 
 
 def _set_limits(trial: Trial) -> None:
-    actuators.visible()  # which makes the state's file, if nothing else does
+    actuators.list_gpus()  # which makes the state's file, if nothing else does
     for i, limit_w in enumerate(trial.limits_w):
         if limit_w is not None:
-            actuators.find(i).set_power_limit_w(limit_w)
+            actuators.find_gpu(i).set_power_limit_w(limit_w)
 
 
 def _run_schedules(trial: Trial, env: dict[str, str], ran: Ran) -> None:
@@ -359,14 +359,14 @@ def _help(by: str, env: dict[str, str], ran: Ran, restored: Callable[[], bool]) 
 
 
 def _heal() -> None:
-    failed = [found.error for found in actuators.heal() if found.error]
+    failed = [found.error for found in actuators.restore_outstanding() if found.error]
     if failed:
         raise Broken(failed[0])
 
 
 def _next() -> None:
-    for gpu in actuators.visible():
-        with actuators.capped(gpu, cap_w=200):
+    for gpu in actuators.list_gpus():
+        with actuators.cap_power(gpu, cap_w=200):
             pass
 
 

@@ -349,8 +349,8 @@ def _journal(data: bytes, folder: Path) -> None:
     from tessera.actuators import journal
 
     with mock.patch.dict(os.environ, {journal.VARIABLE: str(folder / "journals")}):
-        journal.path_of("GPU-1", ".json").write_bytes(data)
-        journal.read("GPU-1")
+        journal.gpu_file("GPU-1", ".json").write_bytes(data)
+        journal.read_journal("GPU-1")
 
 
 def _address(data: bytes, _: Path) -> None:

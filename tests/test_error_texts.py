@@ -274,7 +274,7 @@ def _bucket() -> Any:
     from tessera.actuators import journal
 
     with mock.patch.dict(os.environ, {journal.VARIABLE: str(Path("world").absolute())}):
-        return journal.folder()
+        return journal.runtime_folder()
 
 
 def _unavailable() -> Any:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera import actuators
-from tessera.actuators import Actuator, claims, guard, journal, lock
+from tessera.actuators import Actuator, claims, guard, journal
 from tessera.actuators.journal import Claim, ClockChange, Journal, LimitChange
 from tessera.errors import ActuatorError, ActuatorPermission, ArgumentError
 from tessera.sensors.health import power_control
@@ -61,13 +61,13 @@ def journals(run_dir: Path) -> list[str]:
 
 
 def test_a_cap_holds_in_the_block_and_not_after(fake, run_dir):
-    with actuators.capped("gpu0", cap_w=300) as hold:
+    with actuators.cap_power("gpu0", cap_w=300) as hold:
         assert (limit_w(0), limit_w(1)) == (300, 700)
         assert hold.gpus == ("gpu0",)
         (written,) = run_dir.glob("*.json")
         assert stat.S_IMODE(written.stat().st_mode) == 0o600
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-        found = journal.read(UUID.format(0))
+        found = journal.read_journal(UUID.format(0))
         assert found.limit == LimitChange(was_w=700, ours_w=(300,))
         assert [(c.pid, c.cap_w) for c in found.claims] == [(os.getpid(), 300)]
     assert limit_w() == 700
@@ -76,7 +76,7 @@ def test_a_cap_holds_in_the_block_and_not_after(fake, run_dir):
 
 def test_it_restores_what_was_and_not_the_default(fake):
     set_limit(555.5)
-    with pytest.raises(KeyError), actuators.capped("gpu0", cap_w=300):
+    with pytest.raises(KeyError), actuators.cap_power("gpu0", cap_w=300):
         raise KeyError("the body fails")
     assert limit_w() == 555.5
 
@@ -84,8 +84,8 @@ def test_it_restores_what_was_and_not_the_default(fake):
 def test_a_cap_just_below_what_was_is_put_back_too(fake):
     set_limit(420.5)
     with ExitStack() as first:
-        first.enter_context(actuators.capped("gpu0", cap_w=300))
-        with actuators.capped("gpu0", cap_w=420):
+        first.enter_context(actuators.cap_power("gpu0", cap_w=300))
+        with actuators.cap_power("gpu0", cap_w=420):
             first.close()
             assert limit_w() == 420
     assert limit_w() == 420.5
@@ -93,9 +93,9 @@ def test_a_cap_just_below_what_was_is_put_back_too(fake):
 
 def test_a_cap_never_raises_a_limit(fake, run_dir):
     set_limit(250)
-    with actuators.capped("gpu0", cap_w=300):
+    with actuators.cap_power("gpu0", cap_w=300):
         assert limit_w() == 250
-        assert journal.read(UUID.format(0)).limit is None
+        assert journal.read_journal(UUID.format(0)).limit is None
         set_limit(600)  # the administrator, meanwhile: nothing of ours to put back
     assert limit_w() == 600
     assert journals(run_dir) == []
@@ -103,10 +103,10 @@ def test_a_cap_never_raises_a_limit(fake, run_dir):
 
 def test_the_tightest_wins_and_the_next_tightest_follows(fake):
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(actuators.capped("gpu0", cap_w=300))
-        second.enter_context(actuators.capped("gpu0", cap_w=250))
+        first.enter_context(actuators.cap_power("gpu0", cap_w=300))
+        second.enter_context(actuators.cap_power("gpu0", cap_w=250))
         assert limit_w() == 250
-        with actuators.capped(["gpu0", "gpu1"], cap_w=500):
+        with actuators.cap_power(["gpu0", "gpu1"], cap_w=500):
             assert (limit_w(0), limit_w(1)) == (250, 500)
         second.close()
         assert limit_w() == 300
@@ -130,7 +130,7 @@ def test_any_order_of_coming_and_going(fake, run_dir, steps, was):
         else:
             wants = None if clocks is None else (clocks[0] * 15, clocks[1] * 15)
             stack = ExitStack()
-            stack.enter_context(actuators.held("gpu0", cap_w=cap, clocks_mhz=wants))
+            stack.enter_context(actuators.hold_gpus("gpu0", cap_w=cap, clocks_mhz=wants))
             open_.append((stack, cap, wants))
         assert limit_w() == min([was, *(c for _, c, _ in open_ if c is not None)])
         highs = [w[1] for _, _, w in open_ if w is not None]
@@ -143,9 +143,9 @@ def test_any_order_of_coming_and_going(fake, run_dir, steps, was):
 
 
 def test_clocks(fake):
-    with actuators.locked("gpu0", sm_mhz=1200):
+    with actuators.lock_clocks("gpu0", sm_mhz=1200):
         assert fake.locked_clocks(0) == (1200, 1200)
-        with actuators.locked("gpu0", sm_mhz=(345, 900)) as hold:
+        with actuators.lock_clocks("gpu0", sm_mhz=(345, 900)) as hold:
             assert fake.locked_clocks(0) == (900, 900), "ranges that do not overlap: the lower one"
             hold.change(clocks_mhz=(345, 1500))
             assert fake.locked_clocks(0) == (1200, 1200)
@@ -157,7 +157,7 @@ def test_threads_do_not_fight(fake):
 
     def work(cap):
         for _ in range(5):
-            with actuators.capped("gpu0", cap_w=cap):
+            with actuators.cap_power("gpu0", cap_w=cap):
                 seen.append(limit_w() <= cap)
 
     threads = [threading.Thread(target=work, args=(cap,)) for cap in (300, 400, 500, 600)]
@@ -174,14 +174,14 @@ def test_threads_do_not_fight(fake):
 
 @pytest.mark.parametrize("cap_w", [150, 701, 0, float("nan")])
 def test_a_cap_out_of_range(fake, run_dir, cap_w):
-    with pytest.raises(ActuatorError, match="200 W to 700 W"), actuators.capped("gpu0", cap_w=cap_w):
+    with pytest.raises(ActuatorError, match="200 W to 700 W"), actuators.cap_power("gpu0", cap_w=cap_w):
         pytest.fail("the body must not run")
     assert (limit_w(), journals(run_dir)) == (700, [])
 
 
 @pytest.mark.parametrize("sm_mhz", [100, 2500, (1200, 900)])
 def test_clocks_out_of_range(fake, run_dir, sm_mhz):
-    with pytest.raises(ActuatorError, match="345 to 1980 MHz"), actuators.locked("gpu0", sm_mhz=sm_mhz):
+    with pytest.raises(ActuatorError, match="345 to 1980 MHz"), actuators.lock_clocks("gpu0", sm_mhz=sm_mhz):
         pytest.fail("the body must not run")
     assert (fake.locked_clocks(0), journals(run_dir)) == (None, [])
 
@@ -190,20 +190,20 @@ def test_without_permission(fake, run_dir):
     fake.change(control="denied")
     with (
         pytest.raises(ActuatorPermission, match="may not set its power limit") as caught,
-        actuators.capped(0, cap_w=300),
+        actuators.cap_power(0, cap_w=300),
     ):
         pytest.fail("the body must not run")
     assert "sudo" in caught.value.fix and "nvidia-smi" in caught.value.fix and "SYS_ADMIN" in caught.value.fix
-    with pytest.raises(ActuatorPermission, match="may not lock its clocks"), actuators.locked(0, sm_mhz=900):
+    with pytest.raises(ActuatorPermission, match="may not lock its clocks"), actuators.lock_clocks(0, sm_mhz=900):
         pytest.fail("the body must not run")
     assert (limit_w(), journals(run_dir)) == (700, [])
 
 
 def test_a_board_without_the_control(fake, run_dir):
     fake.change(control="off")
-    with pytest.raises(ActuatorError, match="gpu0 cannot set its power limit"), actuators.capped(0, cap_w=300):
+    with pytest.raises(ActuatorError, match="gpu0 cannot set its power limit"), actuators.cap_power(0, cap_w=300):
         pass
-    with pytest.raises(ActuatorError, match="gpu0 cannot lock its clocks"), actuators.locked(0, sm_mhz=900):
+    with pytest.raises(ActuatorError, match="gpu0 cannot lock its clocks"), actuators.lock_clocks(0, sm_mhz=900):
         pass
     assert journals(run_dir) == []
 
@@ -211,8 +211,8 @@ def test_a_board_without_the_control(fake, run_dir):
 def test_the_second_gpu_refuses_and_the_first_is_put_back(fake, run_dir):
     fake.change(gpu={1: {"control": "denied"}})
     with (
-        pytest.raises(ActuatorPermission, match=r"gpu1: .*; gpu0 had been changed and was put back"),
-        actuators.held(["gpu0", "gpu1"], cap_w=300, clocks_mhz=(345, 900)),
+        pytest.raises(ActuatorPermission, match=r"gpu1: .*; gpu0 had been changed and was restored"),
+        actuators.hold_gpus(["gpu0", "gpu1"], cap_w=300, clocks_mhz=(345, 900)),
     ):
         pytest.fail("the body must not run")
     assert (limit_w(0), limit_w(1), fake.locked_clocks(0)) == (700, 700, None)
@@ -223,13 +223,13 @@ def test_the_second_gpu_refuses_and_the_first_is_put_back(fake, run_dir):
 @pytest.mark.parametrize("where", ["fault_limit", "fault_lock"])
 def test_a_change_that_fails_half_way_is_taken_back(fake, run_dir, where, fault):
     fake.change(**{where: fault})
-    with pytest.raises(ActuatorError), actuators.held("gpu0", cap_w=300, clocks_mhz=(345, 900)):
+    with pytest.raises(ActuatorError), actuators.hold_gpus("gpu0", cap_w=300, clocks_mhz=(345, 900)):
         pytest.fail("the body must not run")
     assert (limit_w(), fake.locked_clocks(0), journals(run_dir)) == (700, None, [])
 
 
 def test_a_change_of_a_hold_that_is_refused_leaves_what_held(fake):
-    with actuators.held(["gpu0", "gpu1"], cap_w=300) as hold:
+    with actuators.hold_gpus(["gpu0", "gpu1"], cap_w=300) as hold:
         fake.change(gpu={1: {"control": "denied"}})
         with pytest.raises(ActuatorPermission):
             hold.change(cap_w=250)
@@ -239,10 +239,10 @@ def test_a_change_of_a_hold_that_is_refused_leaves_what_held(fake):
 
 
 def test_no_journal_no_change(fake, run_dir):
-    with actuators.capped("gpu0", cap_w=600):
+    with actuators.cap_power("gpu0", cap_w=600):
         pass
     (run_dir / f"{UUID.format(0)}.draft").mkdir()  # whatever keeps the journal from being written
-    with pytest.raises(ActuatorError, match="is not changed"), actuators.capped("gpu0", cap_w=300):
+    with pytest.raises(ActuatorError, match="is not changed"), actuators.cap_power("gpu0", cap_w=300):
         pytest.fail("the body must not run")
     assert limit_w() == 700
 
@@ -250,41 +250,41 @@ def test_no_journal_no_change(fake, run_dir):
 def test_a_folder_that_others_can_write(fake, run_dir):
     run_dir.mkdir(mode=0o777)
     run_dir.chmod(0o777)
-    with pytest.raises(ActuatorError, match="not ours alone"), actuators.capped("gpu0", cap_w=300):
+    with pytest.raises(ActuatorError, match="open to other users"), actuators.cap_power("gpu0", cap_w=300):
         pass
     assert limit_w() == 700
 
 
 def test_names(fake, monkeypatch):
-    assert list(actuators.visible()) == ["gpu0", "gpu1"]
+    assert list(actuators.list_gpus()) == ["gpu0", "gpu1"]
     for name in ("gpu1", 1, "1", "cuda:1", UUID.format(1)):
-        found = actuators.find(name)
+        found = actuators.find_gpu(name)
         assert isinstance(found, Actuator)
         assert (found.gpu, found.uuid) == ("gpu1", UUID.format(1))
         found.close()
         found.close()
     assert limit_w() == 700, "closing twice did not shut NVML down under others"
     with pytest.raises(ActuatorError, match="did you mean 'gpu1'"):
-        actuators.find("gqu1")
-    with pytest.raises(ArgumentError, match="twice"), actuators.capped([0, "gpu0"], cap_w=300):
+        actuators.find_gpu("gqu1")
+    with pytest.raises(ArgumentError, match="twice"), actuators.cap_power([0, "gpu0"], cap_w=300):
         pass
-    with pytest.raises(ArgumentError, match="no GPU"), actuators.capped([], cap_w=300):
+    with pytest.raises(ArgumentError, match="no GPU"), actuators.cap_power([], cap_w=300):
         pass
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert list(actuators.visible()) == ["gpu1"]
+    assert list(actuators.list_gpus()) == ["gpu1"]
     with pytest.raises(ActuatorError, match="this process may use gpu1"):
-        actuators.find("gpu0")
+        actuators.find_gpu("gpu0")
 
 
 def test_slices_of_a_board_are_not_controlled(fake):
     fake.change(gpu={1: {"mig": 2}})
-    assert list(actuators.visible()) == ["gpu0"]
+    assert list(actuators.list_gpus()) == ["gpu0"]
 
 
 def test_no_gpu_at_all(fake_nvml):
     fake_nvml.set(Scenario(init="absent"))
     with pytest.raises(ActuatorError, match="no GPU here can be controlled") as caught:
-        actuators.find(0)
+        actuators.find_gpu(0)
     assert "NVIDIA driver" in caught.value.fix
 
 
@@ -292,7 +292,7 @@ def test_no_gpu_at_all(fake_nvml):
 
 
 def test_a_limit_somebody_else_set_is_left(fake, run_dir):
-    with actuators.capped("gpu0", cap_w=300) as hold:
+    with actuators.cap_power("gpu0", cap_w=300) as hold:
         set_limit(450)
     assert limit_w() == 450
     assert any("somebody else set the limit to 450 W" in note for note in hold.notes)
@@ -300,9 +300,9 @@ def test_a_limit_somebody_else_set_is_left(fake, run_dir):
 
 
 def test_somebody_elses_limit_is_what_was_for_the_next(fake):
-    with actuators.capped("gpu0", cap_w=300):
+    with actuators.cap_power("gpu0", cap_w=300):
         set_limit(450)
-        with actuators.capped("gpu0", cap_w=280):
+        with actuators.cap_power("gpu0", cap_w=280):
             assert limit_w() == 280
         assert limit_w() == 300, "the cap that is still held is tighter than theirs"
     assert limit_w() == 450
@@ -310,14 +310,14 @@ def test_somebody_elses_limit_is_what_was_for_the_next(fake):
 
 def test_a_driver_that_rounds(fake):
     fake.change(limit_step_w=25)
-    with actuators.capped("gpu0", cap_w=310):
+    with actuators.cap_power("gpu0", cap_w=310):
         assert limit_w() == 300
     assert limit_w() == 700
 
 
 def test_a_driver_restart_forgets_the_limit(fake, run_dir):
     fake.change(restart_at_s=5)
-    with actuators.capped("gpu0", cap_w=300):
+    with actuators.cap_power("gpu0", cap_w=300):
         fake.advance(6)
         nv.nvmlInit()
         assert limit_w() == 700
@@ -329,7 +329,7 @@ def test_a_driver_restart_forgets_the_limit(fake, run_dir):
 
 def test_a_restore_is_retried(fake, run_dir):
     fake.change(fault_limit="1:3:999", fault_unlock="0:3:15")
-    with actuators.held("gpu0", cap_w=300, clocks_mhz=(345, 900)):
+    with actuators.hold_gpus("gpu0", cap_w=300, clocks_mhz=(345, 900)):
         pass
     assert (limit_w(), fake.locked_clocks(0), journals(run_dir)) == (700, None, [])
 
@@ -337,48 +337,48 @@ def test_a_restore_is_retried(fake, run_dir):
 def test_a_restore_that_keeps_failing_is_loud_and_can_be_healed(fake, run_dir):
     fake.change(fault_limit="1:1000:999")
     with (
-        pytest.warns(UserWarning, match=r"(?s)could NOT be put back.*doctor --restore"),
-        actuators.held("gpu0", cap_w=300, clocks_mhz=(345, 900)) as hold,
+        pytest.warns(UserWarning, match=r"(?s)could NOT be restored.*doctor --restore"),
+        actuators.hold_gpus("gpu0", cap_w=300, clocks_mhz=(345, 900)) as hold,
     ):
         pass
     assert (limit_w(), fake.locked_clocks(0)) == (300, None), "what can be restored is"
-    assert hold in guard._process.holds, "it is tried again at exit"
-    (left,) = actuators.examine()
+    assert hold in guard._state.holds, "it is tried again at exit"
+    (left,) = actuators.list_outstanding()
     assert left.needs_restore and "from 300 W to 700 W" in left.action
-    (failed,) = actuators.heal()
+    (failed,) = actuators.restore_outstanding()
     assert "could not set its power limit to 700 W" in failed.error
     fake.change(fault_limit=None)
-    (healed,) = actuators.heal()
+    (healed,) = actuators.restore_outstanding()
     assert healed.error is None and "its limit is 700 W" in healed.action
-    assert (limit_w(), journals(run_dir), actuators.heal()) == (700, [], [])
-    guard.dismiss(hold)
+    assert (limit_w(), journals(run_dir), actuators.restore_outstanding()) == (700, [], [])
+    guard.unregister(hold)
 
 
 def test_clocks_that_were_locked_half_way_and_cannot_be_unlocked_are_in_the_journal(fake, run_dir):
     fake.change(fault_lock="0:1:999:applied", fault_unlock="0:1000:999")
-    with pytest.raises(ActuatorError, match="doctor --restore"), actuators.locked("gpu0", sm_mhz=900):
+    with pytest.raises(ActuatorError, match="doctor --restore"), actuators.lock_clocks("gpu0", sm_mhz=900):
         pytest.fail("the body must not run")
     assert fake.locked_clocks(0) == (900, 900)
     fake.change(fault_unlock=None)
-    actuators.heal()
+    actuators.restore_outstanding()
     assert (fake.locked_clocks(0), journals(run_dir)) == (None, [])
 
 
 def test_a_process_that_is_ending_takes_no_more(fake, run_dir, monkeypatch):
-    monkeypatch.setattr(guard._process, "ending", True)
-    with pytest.raises(ActuatorError, match="the process is ending"), actuators.capped("gpu0", cap_w=300):
+    monkeypatch.setattr(guard._state, "ending", True)
+    with pytest.raises(ActuatorError, match="the process is ending"), actuators.cap_power("gpu0", cap_w=300):
         pytest.fail("the body must not run")
     reached = []
 
     def late():
-        with actuators.capped("gpu0", cap_w=300):
+        with actuators.cap_power("gpu0", cap_w=300):
             reached.append(limit_w())
 
     thread = threading.Thread(target=late)
     thread.start()
     time.sleep(0.1)
     assert (reached, limit_w()) == ([], 700)
-    monkeypatch.setattr(guard._process, "ending", False)
+    monkeypatch.setattr(guard._state, "ending", False)
     thread.join(5)
     assert (reached, limit_w()) == ([300], 700)
 
@@ -391,15 +391,15 @@ def dead(run_dir: Path, **changes) -> None:
     run_dir.mkdir(mode=0o700, exist_ok=True)
     claim = Claim(id="x", owner="999-gone", pid=999, cap_w=300, clocks_mhz=(345, 900))
     made = {"uuid": UUID.format(0), "gpu": "gpu0", "vendor": "nvidia", "boot": journal.boot_id(), "claims": (claim,)}
-    journal.write(Journal(**(made | changes)))
+    journal.write_journal(Journal(**(made | changes)))
 
 
 def test_the_next_schedule_heals(fake, run_dir):
     set_limit(300)
     dead(run_dir, limit=LimitChange(was_w=650, ours_w=(300,)))
-    with actuators.capped("gpu0", cap_w=500) as hold:
+    with actuators.cap_power("gpu0", cap_w=500) as hold:
         assert limit_w() == 500
-    assert any("process 999 ended without giving back a cap of 300 W" in n for n in hold.notes)
+    assert any("process 999 ended without releasing a cap of 300 W" in n for n in hold.notes)
     assert (limit_w(), journals(run_dir)) == (650, [])
 
 
@@ -409,7 +409,7 @@ def test_killed_at_any_moment_of_a_change(fake, run_dir, ours, now):
     """Between the journal's lines the limit is either still what it was or already what was asked."""
     set_limit(now)
     dead(run_dir, limit=LimitChange(was_w=650, ours_w=ours))
-    actuators.heal()
+    actuators.restore_outstanding()
     assert (limit_w(), journals(run_dir)) == (650, [])
 
 
@@ -417,14 +417,14 @@ def test_killed_at_any_moment_of_a_change(fake, run_dir, ours, now):
 def test_killed_while_clocks_were_locked(fake, run_dir, done):
     nv.nvmlDeviceSetGpuLockedClocks(nv.nvmlDeviceGetHandleByIndex(0), 345, 900)
     dead(run_dir, clocks=ClockChange(was_mhz=None, ours_mhz=(345, 900), done=done))
-    (healed,) = actuators.heal()
+    (healed,) = actuators.restore_outstanding()
     assert "unlocked" in healed.action
     assert (fake.locked_clocks(0), journals(run_dir)) == (None, [])
 
 
 def test_the_dead_ones_clocks_that_were_never_set_are_set_for_the_living(fake, run_dir):
     dead(run_dir, clocks=ClockChange(was_mhz=None, ours_mhz=(345, 900)))
-    with actuators.locked("gpu0", sm_mhz=(345, 900)):
+    with actuators.lock_clocks("gpu0", sm_mhz=(345, 900)):
         assert fake.locked_clocks(0) == (345, 900)
     assert fake.locked_clocks(0) is None
 
@@ -432,26 +432,26 @@ def test_the_dead_ones_clocks_that_were_never_set_are_set_for_the_living(fake, r
 def test_a_reboot_voids_the_journal(fake, run_dir):
     set_limit(300)  # by the administrator, after the reboot
     dead(run_dir, boot="an earlier one", limit=LimitChange(was_w=650, ours_w=(300,)))
-    assert "void" in actuators.examine()[0].action
-    actuators.heal()
+    assert "void" in actuators.list_outstanding()[0].action
+    actuators.restore_outstanding()
     assert (limit_w(), journals(run_dir)) == (300, [])
 
 
 def test_a_live_holder_is_not_healed(fake, run_dir):
-    with actuators.capped("gpu0", cap_w=300):
-        (found,) = actuators.examine()
+    with actuators.cap_power("gpu0", cap_w=300):
+        (found,) = actuators.list_outstanding()
         assert not found.needs_restore and found.holders == (f"process {os.getpid()}: a cap of 300 W",)
-        assert actuators.heal() == []
+        assert actuators.restore_outstanding() == []
         assert limit_w() == 300
 
 
 def test_a_journal_that_cannot_be_read(fake, run_dir):
     dead(run_dir)
     (run_dir / f"{UUID.format(0)}.json").write_text("{ not json")
-    (found,) = actuators.examine()
+    (found,) = actuators.list_outstanding()
     assert "cannot be read" in found.error and found.needs_restore
-    assert actuators.heal()[0].error
-    with pytest.raises(ActuatorError, match="cannot be read"), actuators.capped("gpu0", cap_w=300):
+    assert actuators.restore_outstanding()[0].error
+    with pytest.raises(ActuatorError, match="cannot be read"), actuators.cap_power("gpu0", cap_w=300):
         pass
     assert limit_w() == 700
 
@@ -469,33 +469,35 @@ def test_doctor_says_whether_limits_may_be_set(tmp_path, driver, capabilities, o
 
 
 def test_looking_makes_no_folder(fake, run_dir):
-    assert (actuators.examine(), actuators.heal()) == ([], [])
+    assert (actuators.list_outstanding(), actuators.restore_outstanding()) == ([], [])
     assert not run_dir.exists()
 
 
 def test_who_is_alive(run_dir):
-    mine = lock.owner()
-    assert lock.alive(mine) and lock.owner() == mine
-    assert not lock.alive("1-nobody")
-    code = "import sys; from tessera.actuators import lock; print(lock.owner(), flush=True); sys.stdin.read()"
+    mine = journal.owner_name()
+    assert journal.is_alive(mine) and journal.owner_name() == mine
+    assert not journal.is_alive("1-nobody")
+    code = (
+        "import sys; from tessera.actuators import journal; print(journal.owner_name(), flush=True); sys.stdin.read()"
+    )
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     name = other.stdout.readline().strip()
-    assert lock.alive(name)
+    assert journal.is_alive(name)
     other.kill()
     other.wait()
     other.stdin.close()
     other.stdout.close()
-    assert not lock.alive(name)
-    assert lock.alive(mine)
+    assert not journal.is_alive(name)
+    assert journal.is_alive(mine)
 
 
 def test_a_lock_that_is_not_to_be_had(run_dir):
-    with lock.gpu_lock("GPU-x"):
+    with journal.lock_gpu("GPU-x"):
         failed = []
 
         def wait():
             try:
-                with lock.gpu_lock("GPU-x", timeout_s=0.05):
+                with journal.lock_gpu("GPU-x", timeout_s=0.05):
                     pass
             except ActuatorError as exc:
                 failed.append(exc)
@@ -504,14 +506,14 @@ def test_a_lock_that_is_not_to_be_had(run_dir):
         thread.start()
         thread.join()
     assert "another process has kept it" in failed[0].why
-    with lock.gpu_lock("GPU-x", timeout_s=0.05):
+    with journal.lock_gpu("GPU-x", timeout_s=0.05):
         pass
 
 
 def test_claims_are_described():
     claim = Claim(id="x", owner="o", pid=1, cap_w=300, clocks_mhz=(345, 900))
-    assert claims.describe(claim) == "a cap of 300 W and clocks of 345 to 900 MHz"
-    assert claims.tightest([]) == (None, None)
+    assert claims.describe_claim(claim) == "a cap of 300 W and clocks of 345 to 900 MHz"
+    assert claims.tightest_limits([]) == (None, None)
 
 
 # ---- signals in this process
@@ -528,7 +530,7 @@ def flags():
 
 def test_a_handler_that_comes_back_sees_it_restored_and_the_cap_holds_again(fake, flags):
     theirs = signal.getsignal(signal.SIGTERM)
-    with actuators.capped("gpu0", cap_w=300):
+    with actuators.cap_power("gpu0", cap_w=300):
         assert signal.getsignal(signal.SIGTERM) is not theirs
         os.kill(os.getpid(), signal.SIGTERM)
         assert flags == [(signal.SIGTERM, 700)]
@@ -538,8 +540,8 @@ def test_a_handler_that_comes_back_sees_it_restored_and_the_cap_holds_again(fake
 
 
 def test_a_signal_in_the_middle_of_a_change_waits(fake, flags):
-    with actuators.capped("gpu0", cap_w=300):
-        with guard.critical():
+    with actuators.cap_power("gpu0", cap_w=300):
+        with guard.defer_signals():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.01)
             assert flags == []
@@ -547,7 +549,7 @@ def test_a_signal_in_the_middle_of_a_change_waits(fake, flags):
 
 
 def test_ctrl_c_raises_where_it_came_and_unwinds(fake):
-    with pytest.raises(KeyboardInterrupt), actuators.capped("gpu0", cap_w=300):
+    with pytest.raises(KeyboardInterrupt), actuators.cap_power("gpu0", cap_w=300):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
     assert limit_w() == 700
@@ -557,14 +559,14 @@ def test_ctrl_c_raises_where_it_came_and_unwinds(fake):
 def test_an_ignored_signal_stays_ignored(fake):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with actuators.capped("gpu0", cap_w=300):
+        with actuators.cap_power("gpu0", cap_w=300):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_a_handler_put_over_ours_stays_and_may_call_ours(fake, flags):
-    with actuators.capped("gpu0", cap_w=300):
+    with actuators.cap_power("gpu0", cap_w=300):
         ours = signal.getsignal(signal.SIGTERM)
 
         def theirs(signum, frame):
@@ -572,7 +574,7 @@ def test_a_handler_put_over_ours_stays_and_may_call_ours(fake, flags):
 
         signal.signal(signal.SIGTERM, theirs)
     assert signal.getsignal(signal.SIGTERM) is theirs
-    with actuators.capped("gpu0", cap_w=300):
+    with actuators.cap_power("gpu0", cap_w=300):
         os.kill(os.getpid(), signal.SIGTERM)
         assert [watts for _, watts in flags] == [700]
     assert limit_w() == 700
@@ -597,7 +599,7 @@ HOLD = """
 import os, sys, threading, time
 from tessera import actuators
 def hold():
-    with actuators.held(["gpu0", "gpu1"], cap_w=300, clocks_mhz=(345, 900)):
+    with actuators.hold_gpus(["gpu0", "gpu1"], cap_w=300, clocks_mhz=(345, 900)):
         print("held", flush=True)
         time.sleep(60)
 """
@@ -653,7 +655,7 @@ def test_the_watcher_restores(world, run_dir, code, signum):
 def test_two_processes_share_a_gpu(world, run_dir):
     env, seen = world
     loose = start(env, "hold()")
-    tight = start(env, "with actuators.capped('gpu0', cap_w=250): hold()")
+    tight = start(env, "with actuators.cap_power('gpu0', cap_w=250): hold()")
     assert seen() == [(250, 900), (300, 900)]
     loose.kill()  # nobody restores for it: the one that lives still holds the same
     finish(loose)
@@ -666,14 +668,14 @@ def test_two_processes_share_a_gpu(world, run_dir):
 def test_a_forked_child_restores_nothing(world):
     env, seen = world
     code = """
-with actuators.held("gpu0", cap_w=300):
+with actuators.hold_gpus("gpu0", cap_w=300):
     pid = os.fork()
     if pid == 0:
         print("held", flush=True)
         sys.exit(0)           # unwinds the block, and runs atexit
     os.waitpid(pid, 0)
-    held = actuators.find("gpu0").power_limit().now_w
-sys.exit(0 if held == 300 and actuators.find("gpu0").power_limit().now_w == 700 else 1)
+    held = actuators.find_gpu("gpu0").power_limit().now_w
+sys.exit(0 if held == 300 and actuators.find_gpu("gpu0").power_limit().now_w == 700 else 1)
 """
     assert finish(start(env, code)) == 0
     assert seen()[0] == (700, 0)

@@ -31,10 +31,10 @@ def check_layout(fake: Fake) -> None:
 
 def check_reads(fake: Fake) -> None:
     fake.set(gpus=2, gpu1_cap=500e6)
-    assert list(actuators.visible()) == ["gpu0", "gpu1"]
-    limit = actuators.find("gpu1").power_limit()
+    assert list(actuators.list_gpus()) == ["gpu0", "gpu1"]
+    limit = actuators.find_gpu("gpu1").power_limit()
     assert (limit.now_w, limit.default_w, limit.min_w, limit.max_w) == (500, 750, 0, 750)
-    found = actuators.find(0)
+    found = actuators.find_gpu(0)
     assert isinstance(found, actuators.Actuator)
     clocks = found.supported_clocks_mhz()
     assert (clocks[0], clocks[-1]) == (2100, 132)
@@ -43,36 +43,42 @@ def check_reads(fake: Fake) -> None:
 
 def check_holds_are_put_back(fake: Fake) -> None:
     fake.set(gpu0_cap=600e6)
-    with actuators.held("gpu0", cap_w=300, clocks_mhz=(132, 900)):
+    with actuators.hold_gpus("gpu0", cap_w=300, clocks_mhz=(132, 900)):
         assert stored(fake, "0.cap") == 300e6
         assert (stored(fake, "0.min_mhz"), stored(fake, "0.max_mhz")) == (132, 900)
-        with actuators.locked("gpu0", sm_mhz=800):
+        with actuators.lock_clocks("gpu0", sm_mhz=800):
             assert stored(fake, "0.max_mhz") == 800
     assert (stored(fake, "0.cap"), stored(fake, "0.perf"), stored(fake, "0.max_mhz")) == (600e6, 0, 2100)
-    assert actuators.examine() == []
+    assert actuators.list_outstanding() == []
 
 
 def check_clocks_that_were_limited_are_limited_again(fake: Fake) -> None:
     fake.set(gpu0_perf=3, gpu0_min_mhz=500, gpu0_max_mhz=1500)
-    with actuators.locked("gpu0", sm_mhz=900):
+    with actuators.lock_clocks("gpu0", sm_mhz=900):
         assert stored(fake, "0.max_mhz") == 900
     assert (stored(fake, "0.min_mhz"), stored(fake, "0.max_mhz"), stored(fake, "0.perf")) == (500, 1500, 3)
 
 
 def check_refusals(fake: Fake) -> None:
     fake.set(fail_set_cap=NO_PERM)
-    with pytest.raises(ActuatorPermission, match="may not set its power cap") as caught, actuators.capped(0, cap_w=300):
+    with (
+        pytest.raises(ActuatorPermission, match="may not set its power cap") as caught,
+        actuators.cap_power(0, cap_w=300),
+    ):
         pass
     assert "amd-smi" in caught.value.fix
     fake.set(fail_set_cap=0, fail_clk_limit=NOT_SUPPORTED, fail_set_perf=NOT_SUPPORTED)
-    with pytest.raises(ActuatorError, match="gpu0 cannot lock"), actuators.held(0, cap_w=300, clocks_mhz=(132, 900)):
+    with (
+        pytest.raises(ActuatorError, match="gpu0 cannot lock"),
+        actuators.hold_gpus(0, cap_w=300, clocks_mhz=(132, 900)),
+    ):
         pass
     assert stored(fake, "0.cap") == 750e6
-    with pytest.raises(ActuatorError, match="0 W to 750 W"), actuators.capped(0, cap_w=800):
+    with pytest.raises(ActuatorError, match="0 W to 750 W"), actuators.cap_power(0, cap_w=800):
         pass
-    with pytest.raises(ActuatorError, match="132 to 2100 MHz"), actuators.locked(0, sm_mhz=2500):
+    with pytest.raises(ActuatorError, match="132 to 2100 MHz"), actuators.lock_clocks(0, sm_mhz=2500):
         pass
-    assert actuators.examine() == []
+    assert actuators.list_outstanding() == []
 
 
 CHECKS = [name for name in dict(globals()) if name.startswith("check_")]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
 
-from tessera.actuators.outstanding import Outstanding
+from tessera.actuators import OutstandingChange
 from tessera.cli.main import cli
 from tessera.hardware import catalogue
 from tessera.report.doctor import print_health
@@ -48,7 +48,7 @@ def test_doctor_fits(width: int) -> None:
         SensorHealth(name="nvml", state="ok", domains=(domain,), lacks=(lack,)),
         SensorHealth(name="rapl", state="missing", reason=LONG, fix=LONG),
     )
-    left = Outstanding(gpu="gpu0", uuid="GPU-1", dead=("123",), needs_restore=True, action=LONG)
+    left = OutstandingChange(gpu="gpu0", uuid="GPU-1", dead=("123",), needs_restore=True, action=LONG)
     out = console(width)
     health = Health(sensors=sensors, checks=(Check(name="clock", ok=False, detail=LONG, fix=LONG),))
     print_health(health, out, [left])

@@ -1,35 +1,34 @@
-"""Power limits and clocks, changed only when asked and put back on every way out.
+"""Power limits and clocks of GPUs. They change only when you ask, and are restored on every way out.
 
 ::
 
-    with actuators.capped("gpu0", cap_w=300): ...      the driver's limit, tightest of all holders
-    with actuators.locked("gpu0", sm_mhz=1200): ...    the clocks
-    tessera doctor --restore                           after a kill -9
+    with actuators.cap_power("gpu0", cap_w=300): ...      the driver's power limit
+    with actuators.lock_clocks("gpu0", sm_mhz=1200): ...  the SM clock
+    tessera doctor --restore                              after a kill -9
 
-    find ──► Actuator (nvml, amd): reads and sets one GPU, remembers nothing
-    hold ──► claims (join, leave, heal) ──► journal on disk, then the actuator, then the journal
-      └────► guard: signals, exit, fork, a watcher process for deaths that Python does not see
+    find_gpu ──► Actuator (nvml, amd): reads and sets one GPU, keeps no state
+    hold_gpus ─► claims: journal on disk, then the driver, then the journal again
+      └────────► guard: signals, exit, fork, and a watcher process for deaths that Python does not see
 """
 
 from __future__ import annotations
 
-from .base import Actuator, PowerLimit
-from .discover import find, visible
-from .hold import Hold, capped, held, locked
+from .actuator import Actuator, PowerLimit, find_gpu, list_gpus
+from .claims import OutstandingChange, list_outstanding, restore_outstanding
+from .hold import GpuHold, cap_power, hold_gpus, lock_clocks
 from .journal import Journal
-from .outstanding import Outstanding, examine, heal
 
 __all__ = [
     "Actuator",
-    "Hold",
+    "GpuHold",
     "Journal",
-    "Outstanding",
+    "OutstandingChange",
     "PowerLimit",
-    "capped",
-    "examine",
-    "find",
-    "heal",
-    "held",
-    "locked",
-    "visible",
+    "cap_power",
+    "find_gpu",
+    "hold_gpus",
+    "list_gpus",
+    "list_outstanding",
+    "lock_clocks",
+    "restore_outstanding",
 ]

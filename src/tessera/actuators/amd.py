@@ -1,8 +1,8 @@
-"""An AMD GPU's power cap and clocks through AMD SMI. Tested against a fake at the ABI, untested on hardware.
+"""Power cap and clocks of an AMD GPU through AMD SMI. Tested against a fake at the ABI, not yet on hardware.
 
 Caps are microwatts on bare metal (amdsmi.h, amdsmi_power_cap_info_t). Clocks: amdsmi_set_gpu_clk_limit sets the
-lowest and the highest graphics clock, which puts the board in the performance level MANUAL; the level AUTO takes both
-back, which is what `amd-smi reset --clocks` does. Setting needs root.
+lowest and the highest graphics clock, which puts the board in the performance level MANUAL; the level AUTO undoes
+both, as `amd-smi reset --clocks` does. Setting needs root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ActuatorError, ActuatorPermission, SensorError
 from ..sensors._amd_gpu import _MICROWATTS_ABOVE, _NO_PERM, Gpu, Smi, known
 from ..sensors.amd import _in_hip_order, _load, _text, _visible
-from .base import PowerLimit
+from .actuator import PowerLimit
 
 _NOT_SUPPORTED = 2  # AMDSMI_STATUS_NOT_SUPPORTED, amdsmi.h
 
@@ -26,25 +26,19 @@ class AmdActuator:
 
     def __init__(self, uuid: str, *, gpu: str | None = None) -> None:
         self._smi, machine = _machine()
-        found = next((g for g in machine if uuid in g.uuids), None)
-        if found is None:
+        match = next((g for g in machine if uuid in g.uuids), None)
+        if match is None:
             raise ActuatorError(f"no AMD GPU {uuid!r}", why=f"AMD SMI lists {len(machine)}", fix="see `amd-smi list`")
-        self._handle = found._handle
-        self._gpu, self._uuid = gpu or found.name, uuid
-
-    @property
-    def gpu(self) -> str:
-        return self._gpu
-
-    @property
-    def uuid(self) -> str:
-        return self._uuid
+        self._handle = match._handle
+        self.gpu, self.uuid = gpu or match.name, uuid
 
     def power_limit(self) -> PowerLimit:
         info = self._call("read its power cap", "amdsmi_get_power_cap_info")
         now_w = _watts(info.get("power_cap"))
         if now_w is None:
-            raise ActuatorError(f"{self._gpu} does not tell its power cap", why="AMD SMI says N/A", fix="use pacing")
+            raise ActuatorError(
+                f"{self.gpu} does not report its power cap", why="AMD SMI reports N/A", fix="use pacing"
+            )
         max_w = _watts(info.get("max_power_cap")) or now_w
         return PowerLimit(
             now_w=now_w,
@@ -61,12 +55,12 @@ class AmdActuator:
             info = self._smi.call("amdsmi_get_clk_freq", self._handle, self._smi.module.AmdSmiClkType.SYS)
         except self._smi.error:
             return ()
-        found = [round(hz / 1e6) for hz in info.get("frequency", ()) if known(hz)]
-        # Levels are listed (an MI300X: its lowest and its highest); a limit may be any MHz between them.
-        return tuple(range(max(found), min(found) - 1, -1)) if found else ()
+        levels = [round(hz / 1e6) for hz in info.get("frequency", ()) if known(hz)]
+        # AMD SMI lists levels (on an MI300X the lowest and the highest); a limit may be any MHz between them.
+        return tuple(range(max(levels), min(levels) - 1, -1)) if levels else ()
 
     def locked_clocks_mhz(self) -> tuple[int, int] | None:
-        """The range, unless the board runs at the level AUTO, where the driver has it."""
+        """The range; None at the performance level AUTO, where the driver chooses."""
         try:
             if str(self._smi.call("amdsmi_get_gpu_perf_level", self._handle)).endswith("AUTO"):
                 return None
@@ -98,17 +92,19 @@ class AmdActuator:
             raise self._error(what, exc) from exc
 
     def _error(self, what: str, exc: Exception) -> ActuatorError:
-        code, why = getattr(exc, "err_code", None), f"AMD SMI says: {_text(exc)}"
+        code, why = getattr(exc, "err_code", None), f"AMD SMI reports: {_text(exc)}"
         if code == _NO_PERM:
             return ActuatorPermission(
-                f"{self._gpu}: this user may not {what}",
+                f"{self.gpu}: this user may not {what}",
                 why=why,
-                fix="run as root, or let an administrator set it: `sudo amd-smi set --power-cap WATTS`; "
-                "without either a schedule paces instead",
+                fix="run as root, or ask an administrator to run `sudo amd-smi set --power-cap WATTS`; "
+                "without either, a schedule uses pacing instead",
             )
         if code == _NOT_SUPPORTED:
-            return ActuatorError(f"{self._gpu} cannot {what}", why=why, fix="use pacing: no such control here")
-        return ActuatorError(f"{self._gpu}: could not {what}", why=why, fix="see `sudo dmesg | grep amdgpu`")
+            return ActuatorError(
+                f"{self.gpu} cannot {what}", why=why, fix="use pacing: this board does not offer that control"
+            )
+        return ActuatorError(f"{self.gpu}: could not {what}", why=why, fix="see `sudo dmesg | grep amdgpu`")
 
 
 def _watts(value: Any) -> float | None:
@@ -128,12 +124,12 @@ def _machine() -> tuple[Smi, list[Gpu]]:
         raise ActuatorError("AMD SMI does not start", why=_text(exc), fix="check `lsmod | grep amdgpu`") from exc
 
 
-def boards(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """UUIDs by name of the AMD GPUs this process may use, in HIP's order. Raises ActuatorError without AMD SMI."""
+def list_boards(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name to UUID of the AMD GPUs this process may use, in HIP's order. Raises ActuatorError without AMD SMI."""
     _, machine = _machine()
-    found = {}
+    uuids = {}
     for gpu in _visible(machine, os.environ if environ is None else environ):
         if not gpu.uuids:
             raise ActuatorError(f"{gpu.name} has no UUID", why="AMD SMI gives none", fix="see `amd-smi list`")
-        found[gpu.name] = min(gpu.uuids)  # any, but always the same
-    return found
+        uuids[gpu.name] = min(gpu.uuids)  # any of them, but always the same
+    return uuids

@@ -1,11 +1,11 @@
-"""The claims on one GPU, made true: the tightest cap and the lowest clocks of those alive; nothing, once none is left.
+"""Claims on a GPU, and what they amount to: the tightest cap and the lowest clocks of all claims that are alive.
 
 Every change is the same step, under the GPU's lock::
 
     journal (what was, what we are about to write)  ──►  driver  ──►  journal (what it now reads)
 
-A value found that we did not write was set by somebody else. It becomes "what was": we tighten it while claims live and
-leave it as it is when they end.
+A value that we did not write was set by somebody else. It becomes "what was": claims may tighten it while they last,
+and it stays as it is when they end.
 """
 
 from __future__ import annotations
@@ -17,61 +17,74 @@ from dataclasses import dataclass, field
 
 from ..errors import ActuatorError, ActuatorPermission
 from . import journal as journals
-from .base import Actuator, check_clocks
+from .actuator import Actuator, check_clocks, open_uuid
 from .journal import ROUNDING_W, Claim, ClockChange, Journal, LimitChange
-from .lock import alive, gpu_lock
 
-# Restoring is tried this often: a driver that is busy (a GPU reset, another tool's call) answers soon after.
+# A restore is tried this often: a driver that is busy (a GPU reset, another tool's call) answers soon after.
 ATTEMPTS = 4
 _BACKOFF_S = 0.02
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What a step came to; `notes` are for people."""
+class ClaimOutcome:
+    """The state after a step; `notes` are for people."""
 
     limit_w: float | None = None
     clocks_mhz: tuple[int, int] | None = None
     notes: list[str] = field(default_factory=list)
 
 
-def join(actuator: Actuator, claim: Claim) -> Outcome:
-    """Add a claim, or replace the one of its id. When the driver refuses, all is as before and the error is raised."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutstandingChange:
+    """One GPU with a journal. `action`: what restoring would do, or did; `error`: why it failed."""
+
+    gpu: str
+    uuid: str
+    holders: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+    action: str = ""
+    error: str | None = None
+    needs_restore: bool = False
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        return f"{self.gpu}: {self.error or self.action}"
+
+
+def add_claim(actuator: Actuator, claim: Claim) -> ClaimOutcome:
+    """Add a claim, or replace the one with its id. If the driver refuses, the state before is restored."""
     if claim.cap_w is not None:
         actuator.power_limit().check(actuator.gpu, claim.cap_w)
     if claim.clocks_mhz is not None:
         check_clocks(actuator.gpu, actuator.supported_clocks_mhz(), *claim.clocks_mhz)
-    with gpu_lock(actuator.uuid):
-        outcome = Outcome()
-        before = _live(actuator, outcome)
+    with journals.lock_gpu(actuator.uuid):
+        outcome = ClaimOutcome()
+        before = _live_claims(actuator, outcome)
         others = tuple(c for c in before if c.id != claim.id)
         try:
-            return _settle(actuator, (*others, claim), outcome)
+            return _apply(actuator, (*others, claim), outcome)
         except ActuatorError as exc:
             try:
-                _persistently(actuator, before, outcome)
+                _restore(actuator, before, outcome)
             except ActuatorError as again:
-                exc.why = f"{exc.why or exc.what}; nor could it be put back ({again.what}): `tessera doctor --restore`"
+                exc.why = f"{exc.why or exc.what}; restoring failed too ({again.what}): `tessera doctor --restore`"
             raise
 
 
-def leave(actuator: Actuator, claim_id: str) -> Outcome:
-    """Take a claim away: the next tightest holds, or what was. Raises ActuatorError; the journal then stays."""
-    with gpu_lock(actuator.uuid):
-        outcome = Outcome()
-        rest = tuple(c for c in _live(actuator, outcome) if c.id != claim_id)
-        return _persistently(actuator, rest, outcome)
+def remove_claim(actuator: Actuator, claim_id: str | None) -> ClaimOutcome:
+    """Remove a claim, and those of dead processes: the next tightest applies, or what was before.
+
+    Raises ActuatorError; the journal then stays.
+    """
+    with journals.lock_gpu(actuator.uuid):
+        outcome = ClaimOutcome()
+        rest = tuple(c for c in _live_claims(actuator, outcome) if c.id != claim_id)
+        return _restore(actuator, rest, outcome)
 
 
-def heal(actuator: Actuator) -> Outcome:
-    """Drop the claims of the dead and put right what they left."""
-    with gpu_lock(actuator.uuid):
-        outcome = Outcome()
-        return _persistently(actuator, _live(actuator, outcome), outcome)
-
-
-def tightest(claims: Sequence[Claim]) -> tuple[float | None, tuple[int, int] | None]:
-    """The cap and the clocks that satisfy all of them; of clocks that do not overlap the lower ones."""
+def tightest_limits(claims: Sequence[Claim]) -> tuple[float | None, tuple[int, int] | None]:
+    """The cap and the clocks that satisfy all claims; of clocks that do not overlap, the lower ones."""
     caps = [c.cap_w for c in claims if c.cap_w is not None]
     ranges = [c.clocks_mhz for c in claims if c.clocks_mhz is not None]
     if not ranges:
@@ -80,7 +93,7 @@ def tightest(claims: Sequence[Claim]) -> tuple[float | None, tuple[int, int] | N
     return min(caps, default=None), (min(max(low for low, _ in ranges), high), high)
 
 
-def describe(claim: Claim) -> str:
+def describe_claim(claim: Claim) -> str:
     """A claim in words."""
     parts = [f"a cap of {claim.cap_w:g} W"] if claim.cap_w is not None else []
     if claim.clocks_mhz is not None:
@@ -88,53 +101,57 @@ def describe(claim: Claim) -> str:
     return " and ".join(parts) or "nothing"
 
 
-def _live(actuator: Actuator, outcome: Outcome) -> tuple[Claim, ...]:
-    """The claims of processes that live; a journal of an earlier boot is void, as its limits are."""
-    journal = journals.read(actuator.uuid)
+def _live_claims(actuator: Actuator, outcome: ClaimOutcome) -> tuple[Claim, ...]:
+    """The claims of live processes. A journal from an earlier boot is void, as its limits are."""
+    journal = journals.read_journal(actuator.uuid)
     if journal is None:
         return ()
     if journal.boot != journals.boot_id():
-        outcome.notes.append(f"{actuator.gpu}: a journal of an earlier boot is void: a reboot resets limits and clocks")
-        journals.remove(actuator.uuid)
+        outcome.notes.append(
+            f"{actuator.gpu}: a journal from an earlier boot is void: a reboot resets limits and clocks"
+        )
+        journals.remove_journal(actuator.uuid)
         return ()
-    dead = [c for c in journal.claims if not alive(c.owner)]
-    outcome.notes += [f"{actuator.gpu}: process {c.pid} ended without giving back {describe(c)}" for c in dead]
+    dead = [c for c in journal.claims if not journals.is_alive(c.owner)]
+    outcome.notes += [f"{actuator.gpu}: process {c.pid} ended without releasing {describe_claim(c)}" for c in dead]
     return tuple(c for c in journal.claims if c not in dead)
 
 
-def _persistently(actuator: Actuator, claims: tuple[Claim, ...], outcome: Outcome) -> Outcome:
+def _restore(actuator: Actuator, claims: tuple[Claim, ...], outcome: ClaimOutcome) -> ClaimOutcome:
     for attempt in range(ATTEMPTS - 1):
         try:
-            return _settle(actuator, claims, outcome, thorough=True)
+            return _apply(actuator, claims, outcome, thorough=True)
         except ActuatorError:
             time.sleep(_BACKOFF_S * 2**attempt)
-    return _settle(actuator, claims, outcome, thorough=True)
+    return _apply(actuator, claims, outcome, thorough=True)
 
 
-def _settle(actuator: Actuator, claims: tuple[Claim, ...], outcome: Outcome, *, thorough: bool = False) -> Outcome:
-    """Make the GPU what the claims ask for, and the journal say so; `thorough`: clocks even where the limit fails."""
+def _apply(
+    actuator: Actuator, claims: tuple[Claim, ...], outcome: ClaimOutcome, *, thorough: bool = False
+) -> ClaimOutcome:
+    """Set the GPU to what the claims ask for, and record it; `thorough`: set clocks even if the limit fails."""
     fresh = Journal(uuid=actuator.uuid, gpu=actuator.gpu, vendor=actuator.vendor, boot=journals.boot_id())
-    journal = dataclasses.replace(journals.read(actuator.uuid) or fresh, claims=claims)
+    journal = dataclasses.replace(journals.read_journal(actuator.uuid) or fresh, claims=claims)
     failed: ActuatorError | None = None
-    for part in (_settle_limit, _settle_clocks):
+    for part in (_apply_limit, _apply_clocks):
         try:
             journal = part(actuator, journal, outcome)
         except ActuatorError as exc:
             if not thorough:
                 raise
             failed = failed or exc
-            journal = dataclasses.replace(journals.read(actuator.uuid) or journal, claims=claims)
-    if claims or journal.changed:
-        journals.write(journal)
+            journal = dataclasses.replace(journals.read_journal(actuator.uuid) or journal, claims=claims)
+    if claims or journal.limit is not None or journal.clocks is not None:
+        journals.write_journal(journal)
     else:
-        journals.remove(actuator.uuid)
+        journals.remove_journal(actuator.uuid)
     if failed is not None:
         raise failed
     return outcome
 
 
-def _settle_limit(actuator: Actuator, journal: Journal, outcome: Outcome) -> Journal:
-    cap_w, _ = tightest(journal.claims)
+def _apply_limit(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
+    cap_w, _ = tightest_limits(journal.claims)
     change = journal.limit
     if change is None and cap_w is None:
         return journal
@@ -142,30 +159,28 @@ def _settle_limit(actuator: Actuator, journal: Journal, outcome: Outcome) -> Jou
     ours = change is not None and change.wrote(now_w)
     was_w = change.was_w if change is not None and ours else now_w
     if change is not None and not ours and now_w != change.was_w:
-        note = f"{actuator.gpu}: somebody else set the limit to {now_w:g} W meanwhile; that is left as it is"
+        note = f"{actuator.gpu}: somebody else set the limit to {now_w:g} W meanwhile; it stays as it is"
         outcome.notes += [note] if note not in outcome.notes else []
     target_w = was_w if cap_w is None else min(was_w, cap_w)  # a cap never raises a limit
     restoring = target_w == was_w
-    if now_w == target_w:
-        kept = None if restoring else LimitChange(was_w=was_w, ours_w=(now_w,))
-        return dataclasses.replace(journal, limit=kept)
-    if not restoring:  # the journal on disk already covers a restore, even one that is cut short
-        pending = LimitChange(was_w=was_w, ours_w=(now_w, target_w) if ours else (target_w,))
-        journals.write(dataclasses.replace(journal, limit=pending))
-    actuator.set_power_limit_w(target_w)
-    outcome.limit_w = now_w = actuator.power_limit().now_w
-    low_w, high_w = (target_w if restoring else 0.0) - ROUNDING_W, target_w + ROUNDING_W
-    if not low_w <= now_w <= high_w:  # a cap may be rounded down by more
-        raise ActuatorError(
-            f"{actuator.gpu}: the limit was set to {target_w:g} W and reads {now_w:g} W",
-            why="the driver took it and did not apply it, or somebody else set it at the same moment",
-            fix="look for another tool that sets limits (dcgm, nvidia-smi in a cron job)",
-        )
+    if now_w != target_w:
+        if not restoring:  # for a restore, the journal on disk is already right, even if it is interrupted
+            pending = LimitChange(was_w=was_w, ours_w=(now_w, target_w) if ours else (target_w,))
+            journals.write_journal(dataclasses.replace(journal, limit=pending))
+        actuator.set_power_limit_w(target_w)
+        outcome.limit_w = now_w = actuator.power_limit().now_w
+        low_w, high_w = (target_w if restoring else 0.0) - ROUNDING_W, target_w + ROUNDING_W
+        if not low_w <= now_w <= high_w:  # a driver may round a cap down by more
+            raise ActuatorError(
+                f"{actuator.gpu}: the limit was set to {target_w:g} W but reads {now_w:g} W",
+                why="the driver accepted it and did not apply it, or somebody else set it at the same moment",
+                fix="look for another tool that sets limits (dcgm, nvidia-smi in a cron job)",
+            )
     return dataclasses.replace(journal, limit=None if restoring else LimitChange(was_w=was_w, ours_w=(now_w,)))
 
 
-def _settle_clocks(actuator: Actuator, journal: Journal, outcome: Outcome) -> Journal:
-    _, wanted_mhz = tightest(journal.claims)
+def _apply_clocks(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
+    _, wanted_mhz = tightest_limits(journal.claims)
     change = journal.clocks
     outcome.clocks_mhz = wanted_mhz
     if wanted_mhz is None:
@@ -180,10 +195,99 @@ def _settle_clocks(actuator: Actuator, journal: Journal, outcome: Outcome) -> Jo
         return journal
     was_mhz = change.was_mhz if change is not None else actuator.locked_clocks_mhz()
     pending = ClockChange(was_mhz=was_mhz, ours_mhz=wanted_mhz)
-    journals.write(dataclasses.replace(journal, clocks=pending))
+    journals.write_journal(dataclasses.replace(journal, clocks=pending))
     try:
         actuator.lock_clocks_mhz(*wanted_mhz)
-    except ActuatorPermission:  # refused outright: nothing changed, and nothing could be put back either
-        journals.write(journal)
+    except ActuatorPermission:  # refused outright: nothing changed, so there is nothing to restore
+        journals.write_journal(journal)
         raise
     return dataclasses.replace(journal, clocks=dataclasses.replace(pending, done=True))
+
+
+# -- what is changed on this machine, for `tessera doctor` -------------------------------------------------------------
+
+
+def list_outstanding() -> list[OutstandingChange]:
+    """What is changed now and what `restore_outstanding` would do; changes nothing."""
+    return [_examine(uuid) for uuid in _list_journals()]
+
+
+def restore_outstanding() -> list[OutstandingChange]:
+    """Restore what dead processes left; live ones keep what they hold. A GPU that fails does not stop the others."""
+    changes = (_restore_gpu(uuid) for uuid in _list_journals())
+    return [change for change in changes if change is not None]
+
+
+def _list_journals() -> list[str]:
+    try:
+        return journals.list_journals()
+    except ActuatorError:
+        return []  # no folder, or not ours: then it has nothing of ours
+
+
+def _examine(uuid: str) -> OutstandingChange:
+    try:
+        journal = journals.read_journal(uuid)
+    except ActuatorError as exc:
+        return OutstandingChange(gpu=uuid, uuid=uuid, error=str(exc), needs_restore=True)
+    if journal is None:  # it ended since we listed it
+        return OutstandingChange(gpu=uuid, uuid=uuid, action="nothing")
+    if journal.boot != journals.boot_id():
+        return OutstandingChange(
+            gpu=journal.gpu, uuid=uuid, action="void: the machine was restarted since", needs_restore=True
+        )
+    live = tuple(c for c in journal.claims if journals.is_alive(c.owner))
+    dead = tuple(c for c in journal.claims if c not in live)
+    in_use = bool(live) and not dead
+    return OutstandingChange(
+        gpu=journal.gpu,
+        uuid=uuid,
+        holders=tuple(f"process {c.pid}: {describe_claim(c)}" for c in live),
+        dead=tuple(f"process {c.pid}: {describe_claim(c)}" for c in dead),
+        action="nothing: held by live processes" if in_use else _describe_restore(journal, live),
+        needs_restore=not in_use,
+    )
+
+
+def _describe_restore(journal: Journal, live: tuple[Claim, ...]) -> str:
+    cap_w, clocks_mhz = tightest_limits(live)
+    parts = []
+    if journal.limit is not None:
+        target_w = journal.limit.was_w if cap_w is None else min(cap_w, journal.limit.was_w)
+        parts.append(f"set the limit from {journal.limit.ours_w[-1]:g} W to {target_w:g} W, unless somebody changed it")
+    if journal.clocks is not None and clocks_mhz is None:
+        was = journal.clocks.was_mhz
+        parts.append("unlock the clocks" if was is None else f"lock the clocks to {was[0]}..{was[1]} MHz as before")
+    elif journal.clocks is not None and clocks_mhz != journal.clocks.ours_mhz:
+        parts.append(f"lock the clocks to {clocks_mhz} MHz")
+    return " and ".join(parts) or "forget the claims: nothing was changed"
+
+
+def _restore_gpu(uuid: str) -> OutstandingChange | None:
+    before = _examine(uuid)
+    if not before.needs_restore:
+        return None
+    try:
+        journal = journals.read_journal(uuid)
+        if journal is None:
+            return None
+        if journal.boot != journals.boot_id():
+            journals.remove_journal(uuid)
+            return before
+        actuator = open_uuid(uuid, journal.vendor)
+        try:
+            outcome = remove_claim(actuator, None)
+        finally:
+            actuator.close()
+    except ActuatorError as exc:
+        return dataclasses.replace(before, holders=(), action="", error=str(exc))
+    parts = [note.removeprefix(f"{actuator.gpu}: ") for note in outcome.notes]
+    if journal.limit is not None and outcome.limit_w is not None:
+        parts.append(f"its limit is {outcome.limit_w:g} W")
+    if journal.clocks is not None:
+        parts.append(
+            f"its clocks are locked to {outcome.clocks_mhz}" if outcome.clocks_mhz else "its clocks are unlocked"
+        )
+    return OutstandingChange(
+        gpu=actuator.gpu, uuid=uuid, dead=before.dead, action="; ".join(parts) or "nothing was changed"
+    )

@@ -1,16 +1,16 @@
-"""What happens to holds when the process does not leave by the front door.
+"""Restores GPUs when the process ends in any way other than leaving the `with` block.
 
 ::
 
     exception, return    the `with` block itself
     sys.exit, the end    atexit, for holds of other threads
-    SIGTERM/INT/HUP      put back, then the handler that was there; if that comes back, hold again
-    kill -9, os._exit,   the watcher, a small process of its own (watch.py); if that was killed too, `tessera doctor
-    a crash in C           --restore` or the next hold on that GPU
+    SIGTERM/INT/HUP      restore, then call the previous handler; if that returns, hold again
+    kill -9, os._exit,   the watcher, a small separate process; if that was killed too, `tessera doctor --restore` or
+    a crash in C           the next hold on that GPU
     fork                 the child holds nothing
 
 Python runs signal handlers in the main thread between two of its steps. So a handler may come in the middle of our own
-change of a GPU: it is then kept until that change is done (`critical`).
+change of a GPU: it is then delayed until that change is done (`defer_signals`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,146 +31,162 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ActuatorError
-from . import lock
-from .watch import start_time
+from . import journal
 
 if TYPE_CHECKING:
-    from .hold import Hold
+    from .hold import GpuHold
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 VARIABLE = "TESSERA_WATCHER"
 """Environment variable: "0" starts no watcher process."""
+_POLL_S = 0.2
 
 Handler = Callable[[int, Any], None]
 
 
 @dataclass(slots=True)
-class _Process:
-    """What this process holds, and how far it is watched over."""
+class _GuardState:
+    """What this process holds, and what has been set up to restore it."""
 
-    holds: list[Hold] = field(default_factory=list)
-    depth: int = 0  # of `critical`, in the main thread
+    holds: list[GpuHold] = field(default_factory=list)
+    depth: int = 0  # of `defer_signals`, in the main thread
     pending: list[tuple[Handler, int]] = field(default_factory=list)
-    ours: dict[int, tuple[Handler, Any]] = field(default_factory=dict)  # our handler and the one before it
+    handlers: dict[int, tuple[Handler, Any]] = field(default_factory=dict)  # our handler and the previous one
     watched_pid: int = 0
     at_exit: bool = False
     ending: bool = False
 
 
-_process = _Process()
+_state = _GuardState()
 
 
-def watch_over(hold: Hold) -> None:
-    """Before a hold changes anything: see that it ends with this process. One that is ending takes no more."""
-    _process.holds.append(hold)  # first: whoever ends the process either sees it in the list, or is seen below
-    while _process.ending:
+def register(hold: GpuHold) -> None:
+    """Before a hold changes anything: make sure it ends with this process. A process that is ending takes no more."""
+    _state.holds.append(hold)  # first: whoever ends the process either sees it in the list, or is seen below
+    while _state.ending:
         if threading.current_thread() is threading.main_thread():
-            _process.holds.remove(hold)
+            _state.holds.remove(hold)
             raise ActuatorError("nothing is changed any more", why="the process is ending", fix="hold it earlier")
-        time.sleep(0.05)  # a thread that goes on while the process ends: it has nothing left to do
-    if not _process.at_exit:
-        _process.at_exit = True
-        atexit.register(_at_exit)
-    _install()
+        time.sleep(0.05)  # a thread that runs on while the process ends: it has nothing left to do
+    if not _state.at_exit:
+        _state.at_exit = True
+        atexit.register(_release_all)
+    _install_handlers()
     _start_watcher()
 
 
-def dismiss(hold: Hold) -> None:
-    """The hold has ended and everything is put back."""
-    if hold in _process.holds:
-        _process.holds.remove(hold)
-    if not _process.holds:
-        _uninstall()
+def unregister(hold: GpuHold) -> None:
+    """The hold has ended and everything is restored."""
+    if hold in _state.holds:
+        _state.holds.remove(hold)
+    if not _state.holds:
+        _remove_handlers()
 
 
 @contextlib.contextmanager
-def critical() -> Iterator[None]:
-    """Keep signals waiting while the body changes a GPU: their handlers would need the lock it holds."""
+def defer_signals() -> Iterator[None]:
+    """Delay signal handlers while the body changes a GPU: they would need the lock it holds."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread only, and wait for this one
         return
-    _process.depth += 1
+    _state.depth += 1
     try:
         yield
     finally:
-        _process.depth -= 1
-        while _process.depth == 0 and _process.pending:
-            handler, signum = _process.pending.pop(0)
+        _state.depth -= 1
+        while _state.depth == 0 and _state.pending:
+            handler, signum = _state.pending.pop(0)
             handler(signum, None)
 
 
-def _install() -> None:
-    """Put our handlers before those there are. Only the main thread may; otherwise the watcher has to do."""
+def _install_handlers() -> None:
+    """Put our handlers before the existing ones. Only the main thread may; elsewhere the watcher has to do."""
     if threading.current_thread() is not threading.main_thread():
         return
     for signum in SIGNALS:
-        prior = signal.getsignal(signum)
-        if prior is signal.SIG_IGN or prior is None:  # ignored (nohup), or a handler of C's that we could not call
+        previous = signal.getsignal(signum)
+        if previous is signal.SIG_IGN or previous is None:  # ignored (nohup), or a C handler that we could not call
             continue
-        if signum in _process.ours and _process.ours[signum][0] is prior:
+        if signum in _state.handlers and _state.handlers[signum][0] is previous:
             continue
-        handler = _make_handler(prior)
-        _process.ours[signum] = (handler, prior)
+        handler = _make_handler(previous)
+        _state.handlers[signum] = (handler, previous)
         signal.signal(signum, handler)
 
 
-def _uninstall() -> None:
+def _remove_handlers() -> None:
     if threading.current_thread() is not threading.main_thread():
-        return  # harmless: with nothing held they only call the earlier ones
-    for signum, (handler, prior) in list(_process.ours.items()):
-        if signal.getsignal(signum) is handler:  # else somebody came after us, and may call us
-            signal.signal(signum, prior)
-            del _process.ours[signum]
+        return  # harmless: with nothing held they only call the previous ones
+    for signum, (handler, previous) in list(_state.handlers.items()):
+        if signal.getsignal(signum) is handler:  # else somebody installed a handler after us, and may call ours
+            signal.signal(signum, previous)
+            del _state.handlers[signum]
 
 
-def _make_handler(prior: Any) -> Handler:
+def _make_handler(previous: Any) -> Handler:
     def handler(signum: int, frame: Any) -> None:
-        if _process.depth:
-            _process.pending.append((handler, signum))
+        if _state.depth:
+            _state.pending.append((handler, signum))
             return
-        deadly = prior is signal.SIG_DFL
-        _process.ending = _process.ending or deadly
-        held = list(_process.holds)
+        deadly = previous is signal.SIG_DFL
+        _state.ending = _state.ending or deadly
+        holds = list(_state.holds)
         try:
-            for hold in held:
-                _quietly(hold.suspend)
+            for hold in holds:
+                _warn_on_error(hold.suspend)
         finally:
-            if deadly:  # die of the signal, as without us
+            if deadly:  # die from the signal, as without us
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
         if deadly:
-            return  # the signal is blocked: it comes when it is let through
+            return  # the signal is blocked: it arrives once it is unblocked
         try:
-            prior(signum, frame)
-        finally:  # it returned, or raised: the program goes on, if only to unwind
-            for hold in held:
-                _quietly(hold.resume)
+            previous(signum, frame)
+        finally:  # it returned, or raised: the program continues, if only to unwind
+            for hold in holds:
+                _warn_on_error(hold.resume)
 
     return handler
 
 
-def _quietly(step: Callable[[], object]) -> None:
+def _warn_on_error(step: Callable[[], object]) -> None:
     try:
         step()
     except ActuatorError as exc:
         warnings.warn(str(exc), stacklevel=2)
 
 
-def _at_exit() -> None:
-    _process.ending = True
-    for hold in list(_process.holds):
-        _quietly(hold.release)
-    lock.sign_off()
+def _release_all() -> None:
+    _state.ending = True
+    for hold in list(_state.holds):
+        _warn_on_error(hold.release)
+    journal.remove_owner_file()
+
+
+def _reset_after_fork() -> None:
+    """A forked child holds nothing: its parent does, and restores it."""
+    for hold in _state.holds:
+        hold.disown()
+    _state.holds.clear()
+    _state.pending.clear()
+    _state.depth, _state.ending = 0, False
+    journal.reset_locks()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+# -- the watcher ------------------------------------------------------------------------------------------------------
 
 
 def _start_watcher() -> None:
-    """Start the watcher once per process; by a shell that ends at once, so that it is no child of ours to wait for."""
-    if _process.watched_pid == os.getpid() or os.environ.get(VARIABLE) == "0" or not sys.executable:
+    """Start the watcher once per process; by a shell that ends at once, so that it is not our child to wait for."""
+    if _state.watched_pid == os.getpid() or os.environ.get(VARIABLE) == "0" or not sys.executable:
         return
-    _process.watched_pid = os.getpid()
-    code = "import sys; sys.path.append(sys.argv[1]); from tessera.actuators.watch import main; main(*sys.argv[2:])"
+    _state.watched_pid = os.getpid()
+    code = "import sys; sys.path.append(sys.argv[1]); from tessera.actuators.guard import watch; watch(*sys.argv[2:])"
     root = str(Path(__file__).parents[2])
-    python = [sys.executable, "-P", "-c", code, root, str(os.getpid()), str(start_time(os.getpid()))]
+    python = [sys.executable, "-P", "-c", code, root, str(os.getpid()), str(process_start(os.getpid()))]
     with contextlib.suppress(OSError):  # no /bin/sh: then the journal alone has to do
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *python],
@@ -180,14 +197,38 @@ def _start_watcher() -> None:
         )
 
 
-def _after_fork() -> None:
-    """A forked child holds nothing: its parent does, and will put it back."""
-    for hold in _process.holds:
-        hold.disown()
-    _process.holds.clear()
-    _process.pending.clear()
-    _process.depth, _process.ending = 0, False
-    lock.forget()
+def watch(pid: str, started: str) -> None:
+    """The watcher's main function: wait for a process to end, then restore what dead processes left changed."""
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)  # a signal that ends the process may go to its group; we must outlive it
+    os.chdir("/")  # keep no folder busy
+    _wait_for(int(pid), None if started == "None" else int(started))
+    from .claims import restore_outstanding
+
+    for change in restore_outstanding():
+        with contextlib.suppress(OSError):  # perhaps nobody is left to read it
+            sys.stderr.write(f"tessera: {change.text}\n")
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _wait_for(pid: int, started: int | None) -> None:
+    """Return once that process has ended; sleeps in the kernel until then."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:  # it has ended, or the kernel is older than 5.3
+        while process_start(pid) == started is not None:
+            time.sleep(_POLL_S)
+        return
+    try:
+        if process_start(pid) == started:
+            select.select([fd], [], [])
+    finally:
+        os.close(fd)
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: a reused PID has another start. None: no such process."""
+    try:
+        # Field 22 of /proc/PID/stat; the second field, in parentheses, may itself contain spaces and parentheses.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None

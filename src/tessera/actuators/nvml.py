@@ -1,8 +1,8 @@
-"""An NVIDIA GPU's limit and clocks through NVML (nvidia-ml-py).
+"""Power limit and clocks of an NVIDIA GPU through NVML (nvidia-ml-py).
 
 Setting needs root: NVML documents "requires root/admin access" for every device command
-(docs.nvidia.com/deploy/nvml-api, Device Commands). Limits and locks end with a reboot or an unloaded driver.
-NVML has no call that reads locked clocks, so a lock that somebody else had set cannot be put back: it is lifted.
+(docs.nvidia.com/deploy/nvml-api, Device Commands). Limits and locks end with a reboot or when the driver is unloaded.
+NVML cannot read locked clocks, so a lock that somebody else set before us cannot be restored: it is removed.
 """
 
 from __future__ import annotations
@@ -15,38 +15,30 @@ from typing import Any
 from ..errors import ActuatorError, ActuatorPermission, SensorError
 from ..sensors._visible import Visible, visible_boards
 from ..sensors.nvml import _boards, _import_nvml, _translate
-from .base import PowerLimit
+from .actuator import PowerLimit
 
 _PERMISSION_FIX = (
-    "run as root (`sudo -E python ...`), in a container also with --cap-add SYS_ADMIN; or let an administrator set it: "
-    "`sudo nvidia-smi -i {uuid} -pl WATTS` (clocks: -lgc LOW,HIGH); without either a schedule paces instead"
+    "run as root (`sudo -E python ...`), in a container also with --cap-add SYS_ADMIN; or ask an administrator to run "
+    "`sudo nvidia-smi -i {uuid} -pl WATTS` (clocks: -lgc LOW,HIGH); without either, a schedule uses pacing instead"
 )
 
 
 class NvmlActuator:
-    """One board, by UUID: the numbering may differ between processes, the UUID does not."""
+    """One board, by UUID: numbers may differ between processes, the UUID does not."""
 
     vendor = "nvidia"
 
     def __init__(self, uuid: str, *, gpu: str | None = None) -> None:
         self._nvml = _start()
         self._started = True
-        self._uuid = uuid
+        self.uuid = uuid
         self._handle: Any = None
         try:
             self._open()
-            self._gpu = gpu or f"gpu{self._nvml.nvmlDeviceGetIndex(self._handle)}"
+            self.gpu = gpu or f"gpu{self._nvml.nvmlDeviceGetIndex(self._handle)}"
         except self._nvml.NVMLError as exc:
             self.close()
             raise self._error("find it", exc, gpu or uuid) from exc
-
-    @property
-    def gpu(self) -> str:
-        return self._gpu
-
-    @property
-    def uuid(self) -> str:
-        return self._uuid
 
     def power_limit(self) -> PowerLimit:
         low_mw, high_mw = self._call("read its power limit", "nvmlDeviceGetPowerManagementLimitConstraints")
@@ -65,7 +57,7 @@ class NvmlActuator:
         try:
             memory_mhz = max(nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle), default=0)
             return tuple(nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz))
-        except nvml.NVMLError:  # not listed on every board; nothing but the early check depends on it
+        except nvml.NVMLError:  # not every board lists them; only the early check needs the list
             return ()
 
     def locked_clocks_mhz(self) -> tuple[int, int] | None:
@@ -82,35 +74,37 @@ class NvmlActuator:
                 raise
 
     def close(self) -> None:
-        if self._started:  # NVML counts: a second shutdown would be somebody else's
+        if self._started:  # NVML counts: a second shutdown would end somebody else's session
             self._started = False
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()
 
     def _open(self) -> None:
-        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self.uuid)
 
     def _call(self, what: str, function: str, *args: Any) -> Any:
         call = getattr(self._nvml, function)
         try:
             try:
                 return call(self._handle, *args)
-            except self._nvml.NVMLError_Uninitialized:  # closed, or the driver was restarted: once more, afresh
+            except self._nvml.NVMLError_Uninitialized:  # closed, or the driver was restarted: try once more
                 self._nvml.nvmlInit()
                 self._started = True
                 self._open()
                 return call(self._handle, *args)
         except self._nvml.NVMLError as exc:
-            raise self._error(what, exc, self._gpu) from exc
+            raise self._error(what, exc, self.gpu) from exc
 
     def _error(self, what: str, exc: Exception, gpu: str) -> ActuatorError:
-        why = f"NVML says: {exc}"
+        why = f"NVML reports: {exc}"
         if isinstance(exc, self._nvml.NVMLError_NoPermission):
             return ActuatorPermission(
-                f"{gpu}: this user may not {what}", why=why, fix=_PERMISSION_FIX.format(uuid=self._uuid)
+                f"{gpu}: this user may not {what}", why=why, fix=_PERMISSION_FIX.format(uuid=self.uuid)
             )
         if isinstance(exc, self._nvml.NVMLError_NotSupported):
-            return ActuatorError(f"{gpu} cannot {what}", why=why, fix="use pacing: this board has no such control")
+            return ActuatorError(
+                f"{gpu} cannot {what}", why=why, fix="use pacing: this board does not offer that control"
+            )
         return ActuatorError(f"{gpu}: could not {what}", why=why, fix="check nvidia-smi, and `dmesg` for Xid errors")
 
 
@@ -122,19 +116,19 @@ def _start() -> Any:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as exc:
-        found = _translate(nvml, exc)
-        raise ActuatorError(found.what, why=found.why, fix=found.fix) from exc
+        error = _translate(nvml, exc)
+        raise ActuatorError(error.what, why=error.why, fix=error.fix) from exc
     return nvml
 
 
-def boards(environ: Mapping[str, str] | None = None) -> list[Visible]:
-    """The NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
+def list_boards(environ: Mapping[str, str] | None = None) -> list[Visible]:
+    """NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
     nvml = _start()
     env = os.environ if environ is None else environ
     try:
         return visible_boards(_boards(nvml), env.get("CUDA_VISIBLE_DEVICES"))
     except nvml.NVMLError as exc:
-        raise ActuatorError("NVML does not list its GPUs", why=f"NVML says: {exc}", fix="check nvidia-smi") from exc
+        raise ActuatorError("NVML cannot list its GPUs", why=f"NVML reports: {exc}", fix="check nvidia-smi") from exc
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()

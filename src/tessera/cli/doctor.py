@@ -22,10 +22,10 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
     Exit code 0 when something here measures power, 1 when joules would be modelled; with --restore, 0 when nothing is
     left to put back, 1 otherwise.
     """
-    from ..actuators import outstanding
+    from .. import actuators
     from ..sensors.health import examine
 
-    control = outstanding.heal() if restore else outstanding.examine()
+    control = actuators.restore_outstanding() if restore else actuators.list_outstanding()
     health = examine(sensors or None)
     if as_json:
         import msgspec

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ..actuators.outstanding import Outstanding
+from ..actuators import OutstandingChange
 from ..schema import Capability, Domain
 from ..sensors.health import Check, Health, SensorHealth
 from ..units import format_duration
@@ -18,7 +18,7 @@ _CHECKS = {True: ("✓", "green"), False: ("!", "yellow"), None: ("·", "dim")}
 
 
 def print_health(
-    health: Health, console: Console, control: Sequence[Outstanding] = (), *, restored: bool = False
+    health: Health, console: Console, control: Sequence[OutstandingChange] = (), *, restored: bool = False
 ) -> None:
     """Sensors first, what they lack beneath them, then the machine, then what is changed on its GPUs."""
     for sensor in health.sensors:
@@ -87,7 +87,7 @@ def _check(check: Check, console: Console) -> None:
     _fix(check.fix, console)
 
 
-def _outstanding(found: Outstanding, console: Console, restored: bool) -> None:
+def _outstanding(found: OutstandingChange, console: Console, restored: bool) -> None:
     name = f"{found.gpu} limits and clocks"
     held = "; ".join((*(f"held by {h}" for h in found.holders), *(f"left by {d} (dead)" for d in found.dead)))
     if found.error:

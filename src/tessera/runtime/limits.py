@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..actuators import Actuator, Hold, find, visible
+from ..actuators import Actuator, GpuHold, find_gpu, list_gpus
 from ..errors import ActuatorError, TesseraError
 from . import dvfs as dvfs_room
 from . import lingering
@@ -103,14 +103,14 @@ def _open(
 
 
 def _opened(stack: contextlib.ExitStack, gpus: Sequence[str | int] | None, told: Held) -> list[Actuator]:
-    names = list(visible()) if gpus is None else gpus
+    names = list(list_gpus()) if gpus is None else gpus
     if not names:
         raise ActuatorError(
             "there is no GPU to control",
             why="this process may use none, or only slices (MIG) of some",
             fix="check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
-    actuators = [stack.enter_context(contextlib.closing(find(name))) for name in names]
+    actuators = [stack.enter_context(contextlib.closing(find_gpu(name))) for name in names]
     told.gpus = tuple(a.gpu for a in actuators)
     return actuators
 
@@ -124,7 +124,7 @@ def _enter(
     required: bool,
 ) -> None:
     """Take the cap, then the clocks: where only the clocks are refused the cap stays."""
-    held = Hold(actuators, cap_w)
+    held = GpuHold(actuators, cap_w)
     stack.callback(lambda: told.notes.extend(n for n in held.notes if n not in told.notes))
     stack.callback(held.release)
     held.take()
@@ -141,7 +141,7 @@ def _enter(
     told.notes += held.notes
 
 
-def _shape(stack: contextlib.ExitStack, held: Hold, cap_w: float | None, shapes: tuple[Shape, ...]) -> Shaper:
+def _shape(stack: contextlib.ExitStack, held: GpuHold, cap_w: float | None, shapes: tuple[Shape, ...]) -> Shaper:
     supported = _supported(held.actuators)
     whole = (min(supported), max(supported))
     # The whole range to begin with: it limits nothing, and shows at once whether clocks may be locked at all.

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..actuators.journal import folder
-from ..actuators.watch import start_time
+from ..actuators.guard import process_start
+from ..actuators.journal import runtime_folder
 from ..errors import ScheduleError
 from .bucket import Cap, Command
 
@@ -100,14 +100,14 @@ class NodeBucket:
     """This process's slot in the node's file. `clock_ns` must be the same clock in all processes."""
 
     def __init__(self, path: Path | None = None, *, name: str = "node.bucket") -> None:
-        self.path = path or folder() / name
+        self.path = path or runtime_folder() / name
         self._fd = _open(self.path)
         try:
             self._map = mmap.mmap(self._fd, _BYTES)
         except (OSError, ValueError) as exc:
             os.close(self._fd)
             raise ScheduleError(f"the node's bucket cannot be mapped: {self.path}", why=str(exc)) from exc
-        self._me = (os.getpid(), start_time(os.getpid()) or 0)
+        self._me = (os.getpid(), process_start(os.getpid()) or 0)
         self._slot: int | None = None
 
     def look(self, member: Member, now_ns: int) -> View | None:
@@ -189,7 +189,7 @@ class NodeBucket:
     def _free_slot(self) -> int:
         for slot in range(SLOTS):
             pid, started = _SLOT.unpack_from(self._map, self._at(slot))[:2]
-            if (pid, started) == self._me or pid == 0 or start_time(pid) != started:
+            if (pid, started) == self._me or pid == 0 or process_start(pid) != started:
                 return slot
         raise ScheduleError(
             f"the node's bucket is full: {SLOTS} processes hold a cap", fix="one process per GPU is the usual number"
@@ -201,7 +201,7 @@ class NodeBucket:
             pid, started, beat, cap_w, window_s, ratio, job, count = _SLOT.unpack_from(self._map, at)
             if pid == 0 or abs(now_ns - beat) > SILENT_NS:
                 continue
-            if (pid, started) != self._me and start_time(pid) != started:
+            if (pid, started) != self._me and process_start(pid) != started:
                 _SLOT.pack_into(self._map, at, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
                 continue
             powers = (_POWER.unpack_from(self._map, at + _SLOT.size + i * _POWER.size) for i in range(count))
@@ -212,7 +212,7 @@ class NodeBucket:
         pid, started, beat = head[1:4]
         if (pid, started) == self._me:
             return True
-        if pid and abs(now_ns - beat) < SILENT_NS and start_time(pid) == started:
+        if pid and abs(now_ns - beat) < SILENT_NS and process_start(pid) == started:
             return False
         self._put_head(now_ns, Command(head[4], head[5]), head[6])
         return True
