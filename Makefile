@@ -58,33 +58,33 @@ search: $(VENV)/.dev
 # Left out, each with its command on the page: fuzz_traces.py 100000 (half an hour), analyze_trace.py and ranks64.py (they
 # need HolisticTraceAnalysis or the GPT-2 recording), the fits.
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/import_time.py
-	$(BIN)/python benchmarks/memory_24h.py
-	$(BIN)/python benchmarks/scope_cost.py
-	$(BIN)/python benchmarks/fit_response.py
-	$(BIN)/python benchmarks/replay_accuracy.py
-	$(BIN)/python benchmarks/limit_windows.py
-	$(BIN)/python benchmarks/flops.py
-	$(BIN)/python benchmarks/predict_time.py
-	$(BIN)/python benchmarks/cpu_dispatch.py
-	$(BIN)/python benchmarks/attribution.py --json benchmarks/results/attribution.json
-	$(BIN)/python benchmarks/region_cost.py
-	$(BIN)/python benchmarks/summary_24h.py
-	$(BIN)/python benchmarks/kill9.py
-	$(BIN)/python benchmarks/export_million.py
-	$(BIN)/python benchmarks/page_speed.py
-	$(BIN)/python benchmarks/diff_aa.py
-	$(BIN)/python benchmarks/op_host_cost.py benchmarks/results/op_host_cost.json
-	$(BIN)/python benchmarks/error_bounds.py benchmarks/results/error_bounds.json
+	$(BIN)/python benchmarks/measure/import_time.py
+	$(BIN)/python benchmarks/measure/memory_24h.py
+	$(BIN)/python benchmarks/measure/scope_cost.py
+	$(BIN)/python benchmarks/fit/fit_response.py
+	$(BIN)/python benchmarks/fit/replay_accuracy.py
+	$(BIN)/python benchmarks/measure/limit_windows.py
+	$(BIN)/python benchmarks/predict/flops.py
+	$(BIN)/python benchmarks/predict/predict_time.py
+	$(BIN)/python benchmarks/predict/cpu_dispatch.py
+	$(BIN)/python benchmarks/measure/attribution.py --json benchmarks/results/attribution.json
+	$(BIN)/python benchmarks/measure/region_cost.py
+	$(BIN)/python benchmarks/measure/summary_24h.py
+	$(BIN)/python benchmarks/measure/kill9.py
+	$(BIN)/python benchmarks/measure/export_million.py
+	$(BIN)/python benchmarks/measure/page_speed.py
+	$(BIN)/python benchmarks/measure/diff_aa.py
+	$(BIN)/python benchmarks/measure/op_host_cost.py benchmarks/results/op_host_cost.json
+	$(BIN)/python benchmarks/measure/error_bounds.py benchmarks/results/error_bounds.json
 	$(BIN)/python benchmarks/device/checkpointing.py benchmarks/results/checkpoint_plan.json --plan-only
 	$(BIN)/python benchmarks/device/checkpointing.py benchmarks/results/checkpoint_reorder.json --reorder
-	$(BIN)/python benchmarks/schedule_cost.py benchmarks/results/schedule_cost.json
-	$(BIN)/python benchmarks/schedule_plant.py benchmarks/results/schedule_plant.json
-	$(BIN)/python benchmarks/actuator_faults.py 1000
-	$(BIN)/python benchmarks/fuzz_parsers.py 100000
-	$(BIN)/python benchmarks/soak.py --minutes 10
-	$(BIN)/python benchmarks/first_hour.py
-	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/measure/schedule_cost.py benchmarks/results/schedule_cost.json
+	$(BIN)/python benchmarks/measure/schedule_plant.py benchmarks/results/schedule_plant.json
+	$(BIN)/python benchmarks/measure/actuator_faults.py 1000
+	$(BIN)/python benchmarks/fuzz/fuzz_parsers.py 100000
+	$(BIN)/python benchmarks/measure/soak.py --minutes 10
+	$(BIN)/python benchmarks/measure/first_hour.py
+	$(BIN)/python benchmarks/page/build.py
 
 clean:
 	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache

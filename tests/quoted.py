@@ -124,9 +124,9 @@ def _apart(numbers: str) -> str:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """The page without code, what page.py wrote, and its marks, which go with the block below them."""
+    """The page without code, what benchmarks/page/build.py wrote, and its marks, which go with the block below them."""
     text = page.read_text()
-    for unread in (r"^( *)```.*?^\1```", r"<!-- [\w ]+ from benchmarks/page\.py -->.*?<!-- end -->"):
+    for unread in (r"^( *)```.*?^\1```", r"<!-- [\w ]+ from benchmarks/page/build\.py -->.*?<!-- end -->"):
         text = re.sub(unread, lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     lines: list[str] = []
     mark = None

@@ -9,7 +9,7 @@ A figure is a number with a unit of ours (%, J, W, ms, µs, times ...). It must 
 the block, must stand there, rounded as it is quoted, or be computed as the mark says from the names of the first part.
 `given` are settings and constants of the code, no results; a block with `<!-- given: ... -->` alone has none. Blocks
 without a mark may quote the H200's facts (benchmarks/data/h200_facts.json), what the README's sweep and attribution
-print, and what GIVEN and ALLOWED explain, nothing else. Tables of benchmarks/page.py are held by tests/test_readme.py.
+print, and what GIVEN and ALLOWED explain, nothing else. Tables of benchmarks/page/build.py: tests/test_readme.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""benchmarks/page.py: goals without a figure say so, figures are those the scripts write, rehearsals are none."""
+"""benchmarks/page/build.py: goals without a figure say so, figures are those the scripts write, rehearsals are none."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-11-20"}
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The page's modules, reading a folder of results that has none of the device scripts' files."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "page"))
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         if path.stem not in DEVICE_RESULTS:
             shutil.copy(path, tmp_path)
-    goal = importlib.import_module("page_goal")
+    goal = importlib.import_module("goal")
     monkeypatch.setattr(goal, "RESULTS", tmp_path)
-    names = ("measure", "predict", "profile", "analyze", "ops", "schedule", "first_hour")
-    return {n: importlib.import_module(f"page_{n}") for n in names}
+    names = ("measuring", "predicting", "profiling", "analysing", "operators", "schedules", "first_hour")
+    return {n: importlib.import_module(n) for n in names}
 
 
 def rows_of(module: ModuleType, part: str) -> list[Any]:
@@ -44,7 +44,7 @@ def test_goals_without_results_are_open_and_name_their_script(pages: dict[str, M
     every = [g for module in pages.values() for g in module.goals()]
     still = [g for g in every if not g.reached and "benchmarks/device/" in g.command]
     assert {re.search(r"device/(\w+)\.py", g.command)[1] for g in still} == set(DEVICE_RESULTS)  # type: ignore[index]
-    table = importlib.import_module("page_goal").table(still, whole=False)
+    table = importlib.import_module("goal").table(still, whole=False)
     assert len(table) == len(still) + 2
     assert all("not yet measured on a GPU: `benchmarks/device/" in line and "| open |" in line for line in table[2:])
 
@@ -68,7 +68,7 @@ def test_a_rehearsal_is_refused(pages: dict[str, ModuleType], tmp_path: Path) ->
     ):  # fmt: skip
         write(tmp_path, "ops_rows", content)
         with pytest.raises(SystemExit, match="rehearsal"):
-            pages["ops"].goals()
+            pages["operators"].goals()
 
 
 # -- figures, in the shape the scripts write them ------------------------------------------------------------------
@@ -95,7 +95,7 @@ def rows(ms: float) -> dict[str, Any]:
 def test_operators_against_torch(pages: dict[str, ModuleType], tmp_path: Path) -> None:
     write(tmp_path, "ops_gemm", gemm(1.01))
     write(tmp_path, "ops_rows", rows(1.2))
-    ops = pages["ops"]
+    ops = pages["operators"]
     matmul, softmax = (rows_of(ops, f"op.{name} ")[0] for name in ("matmul", "softmax"))
     assert matmul.met and "1.000 (1.000) / 1.010 (1.010), 12 shapes" in matmul.reached
     assert softmax.met is False and softmax.reached.startswith("1.200 (1.200) / 1.000")
@@ -115,13 +115,13 @@ def test_turns_are_averaged_and_not_taken_for_shapes(pages: dict[str, ModuleType
         "op: softmax rows=99 cols=1024 dtype=bf16 training=False op",
     ]
     write(tmp_path, "ops_rows", found)
-    softmax = rows_of(pages["ops"], "op.softmax ")[0]
+    softmax = rows_of(pages["operators"], "op.softmax ")[0]
     assert softmax.reached.startswith("1.040 (1.040) / 1.000 (1.000), 12 shapes (1 not reached)")
     found["rows"][-1]["ms"] += 0.1
     write(tmp_path, "ops_rows", found)
     assert (
         "(1.088) / 1.000 (1.000), 12 shapes (1 not reached), 1 over 1.05"
-        in rows_of(pages["ops"], "op.softmax ")[0].reached
+        in rows_of(pages["operators"], "op.softmax ")[0].reached
     )
 
 
@@ -131,7 +131,7 @@ def test_dropout_is_the_best_launch_over_torchs(pages: dict[str, ModuleType], tm
         "ours_us": {"forward (64, 64, 2, 4)": 80.0, "forward (128, 64, 2, 4)": 70.0, "backward (64, 64, 2, 4)": 130.0},
     }
     write(tmp_path, "dropout", {"shapes": [shape], **H200})
-    assert rows_of(pages["ops"], "with dropout")[0].reached == "0.70 (0.70) / 1.30 (1.30), 1 shapes"
+    assert rows_of(pages["operators"], "with dropout")[0].reached == "0.70 (0.70) / 1.30 (1.30), 1 shapes"
 
 
 def test_precision_and_whole_models(pages: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_precision_and_whole_models(pages: dict[str, ModuleType], tmp_path: Path
         "optimize over best mode": {"best_mode": "reduce-overhead", "j_ratio": 0.99, "s_ratio": 1.03},
     }
     write(tmp_path, "optimize", {"torch": "2.11.0+cu130", "models": {"gpt2": ways, "bert": {"eager": {"error": "x"}}}})
-    ops = pages["ops"]
+    ops = pages["operators"]
     prepared, cast = rows_of(ops, "fp8 against bf16")
     assert prepared.reached == "" and cast.reached == "4096, fp8: 40.0" and cast.met
     assert rows_of(ops, "the same layers")[0].reached == "0.05: 40 / 95"
@@ -194,7 +194,7 @@ def test_schedules(pages: dict[str, ModuleType], tmp_path: Path) -> None:
         "tune",
         {"device": "NVIDIA H200", "date": "2026-11-20", "models": models, "regret": {"regret_pct": 1.0, "settings": 6}},
     )
-    page = pages["schedule"]
+    page = pages["schedules"]
     assert [rows_of(page, f"GEMM loop at {w} W")[0].met for w in (600, 500, 400, 300)] == [None, True, False, None]
     assert [rows_of(page, m)[0].met for m in ("GPT-2-small training", "BERT-base", "ResNet-50")] == [True, False, None]
     assert rows_of(page, "GPT-2-small training")[0].reached == "41.0; 1.90; 6.0 (compile=x: 16.00 J)"
@@ -212,7 +212,7 @@ def test_a_run_cut_off_is_compared_by_its_trials(pages: dict[str, ModuleType], t
     bert = {"model": "bert", "trials": trials, "chosen": trials[-1]["setting"], "compared_by": "its trials"}
     bert |= {"saved_pct": 50.0, "speedup": 2.0, "below_best_mode_pct": 33.3}
     write(tmp_path, "tune", {"device": "NVIDIA H200", "date": "2026-11-20", "models": [bert]})
-    row = rows_of(pages["schedule"], "BERT-base")[0]
+    row = rows_of(pages["schedules"], "BERT-base")[0]
     assert row.reached == "50.0; 2.00; 33.3 (compile=default, graph: 1.00 J); by the trials of its search, once each"
     assert row.beside == "torch.compile reduce-overhead: 1.50 J; eager 2.00 J" and row.met
 
@@ -231,7 +231,7 @@ def test_profilers_overhead(pages: dict[str, ModuleType], tmp_path: Path) -> Non
         for how, beside, v in (("sampling", "plain", 0.6), ("timeline", "torch", 1.0))
     }
     write(tmp_path, "overhead_profile", {**H200, **parts})
-    sampling, timeline = pages["profile"].goals()[:2]
+    sampling, timeline = pages["profiling"].goals()[:2]
     assert sampling.met is False and timeline.met and "torch 59.0" in timeline.beside
 
 

@@ -62,5 +62,5 @@ def test_figures_are_those_of_the_results() -> None:
 
     root = Path(__file__).parent.parent
     before = [(root / p).read_text() for p in ("README.md", "benchmarks/README.md")]
-    subprocess.run([sys.executable, "benchmarks/page.py"], cwd=root, check=True)
+    subprocess.run([sys.executable, "benchmarks/page/build.py"], cwd=root, check=True)
     assert [(root / p).read_text() for p in ("README.md", "benchmarks/README.md")] == before

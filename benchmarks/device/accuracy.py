@@ -24,11 +24,10 @@ from typing import Any
 import pynvml
 import torch
 
+from loads import CounterTruth, Loads, windows_between_ticks
 from tessera import monitor
 
-from loads import CounterTruth, Loads, windows_between_ticks
-
-COUNTER_LAG_NS = 8_000_000  # the counter at tick T holds the energy up to T - 8 ms (benchmarks/fit_response.py)
+COUNTER_LAG_NS = 8_000_000  # the counter at tick T holds the energy up to T - 8 ms (benchmarks/fit/fit_response.py)
 results: dict[str, Any] = {}
 
 

@@ -113,8 +113,8 @@ def answered(path: Path) -> tuple[dict[str, dict[str, float]], int]:
 def measured(folder: Path, device: str, seconds: float) -> dict[str, Any]:
     """One run, from its start to its answer."""
     import msgspec
-    from run_modes import SCRIPT
 
+    from run_modes import SCRIPT
     from tessera.profile.launch import Plan
 
     script, out, path = folder / "train.py", folder / "child.json", folder / "run.tessera"

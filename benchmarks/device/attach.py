@@ -3,7 +3,7 @@
     PYTHONPATH=src:.carry/site python benchmarks/device/attach.py RESULTS.json           about 75 s
     PYTHONPATH=src:.carry/site python benchmarks/device/attach.py RESULTS.json --why     about 40 s
 
-The loops and the timing are those of benchmarks/attach.py. `--why` looks into traces by time that have launches and no
+The loops and the timing are those of benchmarks/measure/attach.py. `--why` looks into traces by time that have launches and no
 kernels: the plain loop with other recordings, and libkineto's own count of what it dropped.
 """
 
@@ -54,7 +54,7 @@ def why(shared: dict[str, Any], results: Path) -> None:
 
 
 def main() -> None:
-    shared = runpy.run_path(str(Path(__file__).parent.parent / "attach.py"))
+    shared = runpy.run_path(str(Path(__file__).parent.parent / "measure/attach.py"))
     (why if "--why" in sys.argv else speed)(shared, Path(sys.argv[1]))
 
 

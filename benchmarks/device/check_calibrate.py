@@ -32,10 +32,10 @@ from typing import Any
 
 import msgspec
 import torch
-import vision
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import vision
 from tessera.device import Device, Figure
 from tessera.estimate import calibrate
 from tessera.estimate import overlay as laid
@@ -311,7 +311,7 @@ def graphs(device: Device) -> list[tuple[Point, Launch]]:
 def recorded_models(which: str, chips: Mapping[str, Device], found: Mapping[str, Calibration]) -> list[Check]:
     """Device-bound models as recorded on an H200 earlier. Their host was another: its factor is left out."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    import predict_models
+    from predict import predict_models
 
     vision.importable()
     rows = predict_models.public(SHARED) if which == "public" else predict_models.recorded(which)

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vision
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import vision
 from tessera.rewrite import checkpoint as plans
 
 Row = dict[str, Any]
@@ -120,6 +120,7 @@ def measure(step: Callable[[], Any], args: argparse.Namespace) -> Row:
         step()
         return {"ms": (time.perf_counter() - begin) * 1e3, "J": None, "W": None, "peak_bytes": None}
     import pynvml
+
     from record_models import figures, steady
 
     pynvml.nvmlInit()  # `steady` reads clocks; counted by NVML, so once more does no harm

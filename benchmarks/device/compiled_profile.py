@@ -23,7 +23,6 @@ import torch
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import tune
-
 from tessera import profile
 from tessera.rewrite.state import State
 from tessera.runtime.tuning.changes import applied

@@ -33,7 +33,6 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import vision
-
 from tessera.monitor import EnergyBenchmark
 from tessera.rewrite.fused_conv import fuse
 

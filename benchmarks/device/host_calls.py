@@ -6,12 +6,13 @@ import statistics as st
 import time
 from collections.abc import Callable
 
-import kernel_case
 import torch
-from kernel_case import Row, Step, rand
-from record_models import JsonLines
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+
+import kernel_case
+from kernel_case import Row, Step, rand
+from record_models import JsonLines
 
 
 class Empty(nn.Module):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kernel_case import LAST, Op, Pass, Step, backward_of, both, index, ints, on, rand, t
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+
+from kernel_case import LAST, Op, Pass, Step, backward_of, both, index, ints, on, rand, t
 
 # -- elementwise ------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kernel_case import DTYPES, LAST, Op, Pass, Row, Step, both, rand
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+
+from kernel_case import DTYPES, LAST, Op, Pass, Row, Step, both, rand
 
 # -- matrix products --------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kernel_case import LAST, Op, Pass, Step, backward_of, both, ints, on, rand, t
 from torch.nn import functional as F  # noqa: N812
+
+from kernel_case import LAST, Op, Pass, Step, backward_of, both, ints, on, rand, t
 
 REDUCERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum_last": lambda x: x.sum(-1),

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
+
 from ops_restart import again, dead, written
 from record_kernels import capture, quick_time
 from record_models import figures, machine, nvml_state, steady, tidy
-from torch.nn import functional as F  # noqa: N812
-
 from tessera import op
 from tessera.op import hints, padding
 from tessera.op.tile import Tile

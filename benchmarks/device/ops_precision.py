@@ -8,7 +8,7 @@ scaled in the product against rows scaled after it, what fp8's fast sums lose; i
 products: joules of one square product in each precision, with and without the casts, and the native row-wise product
 beside ours. layers: the linear layers of GPT-2, BERT and a Llama, freshly initialised and with outlier channels, at three
 tolerances: the way that its predicted joules chose, true error against fp64, violations, true joules of the choice
-against fp32 and bf16. random: cases of the kinds of benchmarks/error_bounds.py, a seed of their own, every other one with
+against fp32 and bf16. random: cases of the kinds of benchmarks/measure/error_bounds.py, a seed of their own, every other one with
 costs by which scales a row come first, some with bf16 results. "fp8 fast" is fp8 with the tensor core's fast sums.
 
 With `--only` the parts that are named are run and take the place of theirs in RESULTS.json, whose others stay.
@@ -41,15 +41,13 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from measure import error_bounds  # noqa: E402
 from ops_restart import dead, written  # noqa: E402
-
 from tessera.errors import ToleranceError  # noqa: E402
 from tessera.op import bounded, bounds, lowprec, prepared  # noqa: E402
 from tessera.op.kernels import centred  # noqa: E402
 from tessera.op.kernels import quantize as kernels  # noqa: E402
 from tessera.op.product_cost import energy_j  # noqa: E402
-
-import error_bounds  # noqa: E402
 
 Row = dict[str, Any]
 Step = Callable[[], Any]

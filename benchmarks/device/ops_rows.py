@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ops_restart import again, dead, written
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ops_restart import again, dead, written
 from tessera import op
 from tessera.op import attention, normalize
 
@@ -790,8 +790,8 @@ def main() -> None:
         bench.resume()
     if not args.quick:
         import pynvml
-        from record_models import machine
 
+        from record_models import machine
         from tessera import monitor
 
         pynvml.nvmlInit()

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ops_restart import written
 from torch.nn import functional as F  # noqa: N812
 
+from ops_restart import written
 from tessera import event, memcpy, monitor, op, profile, stream
 from tessera.profile import stream_ids
 from tessera.timeline import stream_names

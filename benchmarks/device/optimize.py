@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vision
 
 import tessera
+import vision
 from tessera.rewrite.measured import measure
 
 MODES = ("default", "reduce-overhead")

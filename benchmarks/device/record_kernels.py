@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import kernel_case
 import torch
+
+import kernel_case
 from host_calls import chains, host_calls, host_speed, record_chains, record_host_calls
 from kernel_case import Op, Row, Step
 from kernels_elements import (

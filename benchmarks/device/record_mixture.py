@@ -4,7 +4,7 @@
 
 Per set: every load alone (0.4 s to settle, 1.2 s measured: joules per call), then `--seconds` of a random mixture under
 torch.profiler: runs of 2-60 ms of one load, pauses of 2-60 ms after a quarter of them. Kernels (name, start, end, in
-epoch ns), the driver's samples and the counter's ticks are kept. `benchmarks/attribution.py` solves them. A set named
+epoch ns), the driver's samples and the counter's ticks are kept. `benchmarks/measure/attribution.py` solves them. A set named
 `regionsN` repeats a region of N ms 50 times between random other runs. No clock, limit or mode is changed.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/device/record_sensor.py OUT.json.gz
 
 The recording is raw: every ring sample, every energy-counter poll with the time before and after the call, and
-the host times at which loads began and ended. `benchmarks/fit_response.py` fits the sensor's response from it.
+the host times at which loads began and ended. `benchmarks/fit/fit_response.py` fits the sensor's response from it.
 No clock, limit or mode is changed.
 """
 

@@ -21,8 +21,8 @@ from pathlib import Path
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import torch
-from schedule_caps import Run, Step, few_in_flight, load_row, text
 
+from schedule_caps import Run, Step, few_in_flight, load_row, text
 from tessera import op, schedule
 from tessera.op import hints
 from tessera.runtime.bucket import Command

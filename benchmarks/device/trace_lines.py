@@ -27,12 +27,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import fused_conv
-import optimize
 import torch
-import vision
 from torch.nn import functional as F  # noqa: N812 - the name everybody knows it by
 
+import fused_conv
+import optimize
+import vision
 from tessera.rewrite.measured import Measured, measure
 
 ROUNDS = 3

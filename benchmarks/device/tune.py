@@ -30,7 +30,6 @@ import torch
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import vision
-
 from tessera.rewrite.state import State
 from tessera.runtime.tuner import Wish, tuned
 from tessera.runtime.tuning.changes import COMPILE_MODES, applied

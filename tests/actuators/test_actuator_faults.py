@@ -1,4 +1,4 @@
-"""Sixty random worlds of benchmarks/actuator_faults.py: whatever fails or is killed, the GPUs are as they were."""
+"""Sixty random worlds of benchmarks/measure/actuator_faults.py: after any failure or kill the GPUs are as before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from fakes.nvml import missing_compiler
 from places import REPOSITORY
 
-SCRIPT = REPOSITORY / "benchmarks" / "actuator_faults.py"
+SCRIPT = REPOSITORY / "benchmarks" / "measure" / "actuator_faults.py"
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))

@@ -43,7 +43,7 @@ T0 = 1_790_000_000_000_000_000
 GAP = 6  # ns: the longest kernel gap in these tests
 SILENT = 15
 
-sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+sys.path.insert(0, str(TESTS.parent / "benchmarks" / "fuzz"))
 
 # -- Random timelines -----------------------------------------------------------------------------------------------
 

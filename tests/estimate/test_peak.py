@@ -20,7 +20,7 @@ from tessera.hardware import lookup
 
 from places import REPOSITORY
 
-WINDOWS = runpy.run_path(str(REPOSITORY / "benchmarks" / "limit_windows.py"))
+WINDOWS = runpy.run_path(str(REPOSITORY / "benchmarks" / "measure" / "limit_windows.py"))
 RECORDED, highest_w = WINDOWS["RECORDED"], WINDOWS["highest_w"]
 
 

@@ -1,4 +1,4 @@
-"""`tessera.predict`: the call, the report, the physics, the errors. Accuracy is for benchmarks/predict_models.py."""
+"""`tessera.predict`: the call, the report, the physics, the errors. Accuracy: benchmarks/predict/predict_models.py."""
 
 from __future__ import annotations
 

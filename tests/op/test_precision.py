@@ -23,7 +23,7 @@ from tessera.op.switches import fp32_products, fp32_sums, tf32_allowed
 
 from places import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+sys.path.insert(0, str(REPOSITORY / "benchmarks" / "measure"))
 
 import error_bounds
 

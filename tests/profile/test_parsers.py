@@ -21,7 +21,7 @@ from tessera.profile.runfile import RunFile, RunWriter
 from places import REPOSITORY
 from synthetic_run import make
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+sys.path.insert(0, str(REPOSITORY / "benchmarks" / "fuzz"))
 
 import fuzz_parsers
 

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Power falls with the clock when the limit holds it: kernels that run slower than their class usually does draw less.
-# The exponent is the one that fits four recorded mixtures on an H200 best (benchmarks/attribution.py --fit: 1 to 2).
+# The exponent fits four recorded mixtures on an H200 best (benchmarks/measure/attribution.py --fit: 1 to 2).
 SPEED_EXPONENT = 1.7
 _SPEED_RANGE = 0.2
 # A class whose durations scatter more than this is not slowed and sped up by clocks alone.

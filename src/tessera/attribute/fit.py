@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 # The noise a sample has at least: watts, share of its level, and seconds of jitter of its stamp times the slope of the
 # power. Only their proportions matter (the residuals set the scale); from the residuals of recorded mixtures, flat
-# against steep stretches (benchmarks/attribution.py --fit).
+# against steep stretches (benchmarks/measure/attribution.py --fit).
 _NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
 # Consecutive samples see overlapping stretches of the same load: no recording's residuals were less alike than this.
 _ALIKE = 0.2

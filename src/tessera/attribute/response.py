@@ -18,8 +18,8 @@ from ..schema import Domain, Hold
 Floats = NDArray[np.float64]
 
 # NVML's ring on an H200: of exponentials and boxcars with a dead time those that fit four recorded mixtures of kernels
-# best (benchmarks/attribution.py --fit; the fall of the power in h200/waves.json is met at +26 and +45 ms). The mean
-# delay is well determined (16 ms, +-1), the split between exponential and boxcar is not.
+# best (benchmarks/measure/attribution.py --fit; the fall of the power in h200/waves.json is met at +26 and +45 ms). The
+# mean delay is well determined (16 ms, +-1), the split between exponential and boxcar is not.
 RING_TAU_S = 0.011
 RING_BOX_S = 0.010
 RING_DELAY_ERROR_S = 0.001

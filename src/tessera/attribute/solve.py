@@ -43,7 +43,7 @@ _IDLE_SD_W = 40.0
 _MOST_SAMPLES = 6000
 # The power of one class is not one number: temperature, operands and what ran before move it. Standard deviation, as a
 # share, that makes the 90% intervals hold on recorded mixtures beside what the loads took alone at the same speed
-# (benchmarks/attribution.py; the set named `final` was not looked at for this).
+# (benchmarks/measure/attribution.py; the set named `final` was not looked at for this).
 _DRIFT = 0.02
 
 

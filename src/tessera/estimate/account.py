@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .predict import Estimate
 
 # The share of a kernel's error that all of its kind make together: with it the intervals of whole models left out of
-# the fits hold 90% of them (benchmarks/fit_ops.py).
+# the fits hold 90% of them (benchmarks/fit/fit_ops.py).
 SHARED = 0.8
 # By what share joules follow the time: the static ones and the busy units' do, those of FLOPs and bytes do not.
 PER_SECOND = 0.6

@@ -4,7 +4,7 @@ One block holds a tile of queries (grouped query heads are packed into it) and w
 costs the matrix products and the exponentials, whichever is slower; blocks run in waves over the SMs; with few blocks
 the keys are split and merged. Keys and values come at the achieved bandwidth. Rates are per SM and cycle, so that the
 H200's constants carry over to another chip. PyTorch's kernels ("torch": SDPA under graph replay) and vLLM's ("vllm":
-paged FlashAttention) have constants of their own. Fitted by `benchmarks/fit_kernels.py`.
+paged FlashAttention) have constants of their own. Fitted by `benchmarks/fit/fit_kernels.py`.
 """
 
 from __future__ import annotations

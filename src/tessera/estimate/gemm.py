@@ -7,7 +7,7 @@ prologue and epilogue); Tm is device-memory bytes at the achieved bandwidth plus
 latencies are counted in cycles and rates per SM and cycle, so that constants fitted on the H200 carry over to another
 chip by its SM count, clock, per-SM peak, bandwidth and cache. On the H200 itself a small tree ensemble corrects the
 logarithm of what the formula leaves over (nearest neighbours in shape space did as well on vLLM's products and a
-quarter worse on PyTorch's). Constants and trees are written by `benchmarks/fit_kernels.py`.
+quarter worse on PyTorch's). Constants and trees are written by `benchmarks/fit/fit_kernels.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An eager program is as slow as the slower of two clocks: the device's, and the host's, which runs ahead as far as it
 can. Constants are those of hosts beside an H200 (Intel Xeons, 16 vCPU, torch 2.11), fitted on whole models
-(`benchmarks/fit_ops.py`). Hosts of the same kind differ from one session to the next: four recordings found them at
+(`benchmarks/fit/fit_ops.py`). Hosts of the same kind differ from one session to the next: four recordings found them at
 0.83 to 1.5 times what is shipped here, which is their geometric mean, each recording one draw. So what is bound by the
 host is predicted with a wide interval, which holds 90% of the rows of those recordings; `tessera calibrate` measures
 the host at hand.

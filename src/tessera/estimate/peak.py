@@ -1,7 +1,7 @@
 """The highest power that a sensor would show of an iteration which repeats, and how far above its limit a board goes.
 
 A limiter holds the mean over about half a second, not every moment. Recorded on an H200 limited to 700 W under mixed
-loads (benchmarks/limit_windows.py prints it, all of them sustained): the highest mean over 20 ms is 965 W, over 50 ms
+loads (benchmarks/measure/limit_windows.py, all of them sustained): the highest mean over 20 ms is 965 W, over 50 ms
 942 W, over 100 ms 846 W, over 200 ms 766 W, over 500 ms 682 W, over a second 670 W. On other boards nobody measured it:
 there the peak is held at the limit, and said to be.
 """

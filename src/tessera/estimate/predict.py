@@ -37,7 +37,7 @@ Launch = Literal["eager", "graph"]
 GAP_S = {"eager": 1.0e-6, "graph": 0.25e-6}
 # One replay of a CUDA graph: what it adds to one small kernel, and the least that both took together (a copy of 65,536
 # floats, h200/kernels.jsonl). Behind longer kernels most of it is hidden: one product a replay took 0.9 us longer than
-# many in one graph (benchmarks/kernel_rows.py).
+# many in one graph (benchmarks/fit/kernel_rows.py).
 REPLAY_S = 2.4e-6
 _LEAST_REPLAY_S = 4.06e-6
 _HIDDEN_REPLAY_S = 0.9e-6

@@ -22,7 +22,7 @@ NO_GRAPHS = "a CPU has no CUDA graphs: its operators are dispatched one by one, 
 RELATIVE_ERROR = 0.95
 
 # What a CPU takes to dispatch an operator to itself, over what a Xeon takes to launch one on a GPU (`host.json`): the
-# geometric mean of six small layers on one thread of an AMD EPYC, torch 2.13, by benchmarks/cpu_dispatch.py
+# geometric mean of six small layers on one thread of an AMD EPYC, torch 2.13, by benchmarks/predict/cpu_dispatch.py
 # (results/cpu_dispatch.json, the middle one of seven runs, which gave 0.160 to 0.174; nn.ReLU 0.09 to nn.Conv2d 0.24).
 # Other processors differ, hence the wide interval.
 _DISPATCH = 0.16

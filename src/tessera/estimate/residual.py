@@ -1,6 +1,6 @@
 """What a formula leaves over: tree ensembles fitted on the H200 and read from data files, evaluated with numpy.
 
-The files under `data/` are written by `benchmarks/fit_kernels.py`; each says what it was fitted on and how well it
+The files under `data/` are written by `benchmarks/fit/fit_kernels.py`; each says what it was fitted on and how well it
 holds on shapes it has not seen.
 """
 

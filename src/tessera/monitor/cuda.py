@@ -25,7 +25,7 @@ from typing import Any
 # float32 has 24 bits: at 4 s (4000 ms) a step is 0.24 µs, far below the anchor's own ~20-50 µs.
 RENEW_NS = 4_000_000_000
 _ANCHOR_TRIES = 5
-# A round trip took 24-136 µs on the H200 (benchmarks/fit_response.py); half of one is the anchor's uncertainty.
+# A round trip took 24-136 µs on the H200 (benchmarks/fit/fit_response.py); half of one is the anchor's uncertainty.
 _ROUND_TRIP_NS = 200_000
 _POLL_NS = 300_000
 _KEPT_ANCHORS = 32

@@ -30,7 +30,7 @@ from .lowprec import cast
 PROBES = 16
 Z = 4.265  # one in 100,000 of a normal law lies beyond
 # The foretold error is a mean over roundings. Single products of 64 and more exceed it by up to 40% where few entries
-# carry the norm (benchmarks/error_bounds.py prints it). It only sorts out what is not worth running: probes decide.
+# carry the norm (benchmarks/measure/error_bounds.py prints it). It only drops what is not worth running: probes decide.
 MARGIN = 1.1
 _SEED = 0x7E55E7A  # of the probes: fixed, so that a program chooses the same twice; unlikely to be the data's own
 _CHUNK = 1 << 24  # elements converted to fp64 at a time

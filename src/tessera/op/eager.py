@@ -2,7 +2,7 @@
 
 What is registered with torch is what compilers, modes, transforms, tracers and profilers work with, and each of those
 gets it. Without any of them the way through the dispatcher and `torch.library`'s wrappers changes nothing and is most
-of what a small call costs the host (benchmarks/op_host_cost.py), so it is left out.
+of what a small call costs the host (benchmarks/measure/op_host_cost.py), so it is left out.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _BF16, _FP16, _FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
 # Intervals end at widths that were measured; one that did not win (softmax of 197 columns, RMS norm of 5,120) parts
 # them. The host is not in them: that day a launch of ours took it 123 µs more than torch's (RMS norm; "host" there).
 # Most of it was the dispatcher's and Triton's, which plain calls now leave out (eager.py, kernels/direct.py): by
-# benchmarks/op_host_cost.py, not yet measured again beside a GPU.
+# benchmarks/measure/op_host_cost.py, not yet measured again beside a GPU.
 RULES: dict[str, tuple[Rule, ...]] = {
     "softmax": (
         Rule(least_cols=128, most_cols=128, least_rows=1024, dtypes=_BF16, training=False),

@@ -1,6 +1,6 @@
 """Where pace points are put: after every few operators, mirrored in the backward pass, and after each call.
 
-A torch function mode sees what Python calls (benchmarks/schedule_cost.py prints what that costs; a dispatch mode costs
+A torch function mode sees what Python calls (benchmarks/measure/schedule_cost.py prints the cost; a dispatch mode costs
 about three times as much). Most of it launches nothing (views, attributes, the optimizer's Python) and is not counted;
 a call on much data counts as several launches, so that a point follows the long ones. The mode is thread-local and does
 not see the C++ nodes that autograd runs, so each point of the forward pass hangs one on the backward node beside it.

@@ -13,7 +13,7 @@ from ..clock import REAL, Clock
 from ._tick import TickFinder
 
 # On the H200 the counter at tick T holds the energy up to T - 8 ms: it leads the ring's 15 ms by 7 ms
-# (benchmarks/fit_response.py).
+# (benchmarks/fit/fit_response.py).
 COUNTER_LAG_NS = 8_000_000
 READ_EVERY_NS = 1_000_000_000
 WATCH_EVERY_NS = 15_000_000_000

@@ -19,7 +19,7 @@ from ._polled import PolledPower
 from .base import Batch
 
 # Response of the ring on the H200, fitted on a random mixture of loads of 2-60 ms whose times were known
-# (benchmarks/fit_response.py): mean delay 15 ms, ±1 ms between fits. Blur and noise of a sample are such that the
+# (benchmarks/fit/fit_response.py): mean delay 15 ms, ±1 ms between fits. Blur and noise of a sample are such that the
 # 90% intervals held on the recording they were fitted on; benchmarks/device/accuracy.py checks them on other runs.
 RING_LAG_S = 0.015
 RING_BLUR_S = 0.012

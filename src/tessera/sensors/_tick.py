@@ -22,7 +22,7 @@ SNAP_NS = 5_000_000
 # It must be known at least this well by itself: a multiple of 5 ms is near everything.
 SNAP_WITHIN = 0.03
 # How much a tick may wander from the host's clock per second elapsed: the device's clock was under 10 ppm off
-# (benchmarks/fit_response.py).
+# (benchmarks/fit/fit_response.py).
 DRIFT = 20e-6
 # An enclosure wider than this share of the period teaches nothing new of a known phase; to count ticks it must be
 # narrower still, or reads that are far apart see a change each and pass for ticks.

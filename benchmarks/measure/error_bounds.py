@@ -1,0 +1,259 @@
+"""Error-bounded precision on random products, easy and hard: violations of the bound, sharpness of the choice.
+
+    python benchmarks/measure/error_bounds.py [RESULTS.json] [--cases 1000] [--seed 2]
+
+Every case is a pair of matrices of one of the kinds below, of random shape, with a tolerance drawn from the issue's
+three (5e-2, 1e-2, 1e-3) or log-uniformly between 1e-4 and 0.3. Precisions are emulated on the CPU, exactly as
+`lowprec.mm` does it; costs are those of a 4096^3 product on an H200, so that every precision is worth its cast. The
+true error is against the whole product in fp64. Constants of `op/bounds.py` were set with seed 1; seed 2 is reported.
+Also printed: what was foretold against what came, for products of 64 and more (MARGIN in `op/bounds.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.errors import ToleranceError
+from tessera.op import bounded, bounds, lowprec
+from tessera.op.product_cost import energy_j
+
+TOLERANCES = (5e-2, 1e-2, 1e-3)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def costs() -> dict[str, float]:
+    """Joules of each precision at 4096^3 from fp32 operands."""
+    return {p: energy_j(p, 4096, 4096, 4096, 1, torch.float32, torch.float32) for p in lowprec.PRECISIONS}
+
+
+# -- kinds of matrices -------------------------------------------------------------------------------------------
+
+
+def normal(m: int, n: int, k: int, rng: Any) -> Pair:
+    return torch.randn(m, k, generator=rng), torch.randn(k, n, generator=rng)
+
+
+def uniform(m: int, n: int, k: int, rng: Any) -> Pair:
+    """All positive: sums grow with k, not with its root."""
+    return torch.rand(m, k, generator=rng), torch.rand(k, n, generator=rng)
+
+
+def wide_range(m: int, n: int, k: int, rng: Any) -> Pair:
+    """Entries over many octaves: log-normal with a large sigma."""
+    a, b = normal(m, n, k, rng)
+    return a * torch.exp(4 * torch.randn(m, k, generator=rng)), b * torch.exp(3 * torch.randn(k, n, generator=rng))
+
+
+def outlier_columns(m: int, n: int, k: int, rng: Any) -> Pair:
+    """A few columns of the left are a thousand times larger, as some channels of language models are."""
+    a, b = normal(m, n, k, rng)
+    a[:, torch.randint(0, k, (max(1, k // 64),), generator=rng)] *= 1000.0
+    return a, b
+
+
+def matched_outliers(m: int, n: int, k: int, rng: Any) -> Pair:
+    """Large columns of the left meet tiny rows of the right: fp8 loses what the result is made of."""
+    a, b = normal(m, n, k, rng)
+    size = torch.exp(4 * torch.randn(k, generator=rng))
+    return a * size, b / size[:, None]
+
+
+def cancelling(m: int, n: int, k: int, rng: Any) -> Pair:
+    """|AB| far below |A||B|: the second half of k takes the first half away but for a little."""
+    half = max(1, k // 2)
+    a, b = normal(m, n, half, rng)
+    little = 10.0 ** (-3 * float(torch.rand((), generator=rng)))
+    rest = torch.randn(m, half, generator=rng) * little
+    return torch.cat([a, -a + rest], 1), torch.cat([b, b], 0)
+
+
+def tiny(m: int, n: int, k: int, rng: Any) -> Pair:
+    """Under the smallest fp16 and fp8 numbers unless scaled."""
+    a, b = normal(m, n, k, rng)
+    return a * 1e-12, b * 1e-9
+
+
+def huge(m: int, n: int, k: int, rng: Any) -> Pair:
+    a, b = normal(m, n, k, rng)
+    return a * 1e14, b * 1e12
+
+
+def constant(m: int, n: int, k: int, rng: Any) -> Pair:
+    """Every entry rounds alike: errors add up instead of averaging out."""
+    x, y = torch.randn(2, generator=rng).tolist()
+    return torch.full((m, k), x), torch.full((k, n), y)
+
+
+def few_values(m: int, n: int, k: int, rng: Any) -> Pair:
+    values = torch.randn(3, generator=rng)
+    return (values[torch.randint(0, 3, s, generator=rng)] for s in ((m, k), (k, n)))  # type: ignore[return-value]
+
+
+def sparse(m: int, n: int, k: int, rng: Any) -> Pair:
+    a, b = normal(m, n, k, rng)
+    return a * (torch.rand(m, k, generator=rng) < 0.03), b * (torch.rand(k, n, generator=rng) < 0.2)
+
+
+def rank_one(m: int, n: int, k: int, rng: Any) -> Pair:
+    (u, v), (w, x) = normal(m, k, 1, rng), normal(k, n, 1, rng)
+    return u @ v, w @ x
+
+
+def bad_rows(m: int, n: int, k: int, rng: Any) -> Pair:
+    """Rows of the left and columns of the right over twelve decades."""
+    a, b = normal(m, n, k, rng)
+    rows, cols = (10 ** (12 * torch.rand(s, generator=rng) - 6) for s in (m, n))
+    return a * rows[:, None], b * cols
+
+
+def one_large(m: int, n: int, k: int, rng: Any) -> Pair:
+    """One entry sets the scale of the whole matrix."""
+    a, b = normal(m, n, k, rng)
+    a[0, 0] = 1e6
+    return a, b
+
+
+def nearly_zero_sum(m: int, n: int, k: int, rng: Any) -> Pair:
+    """Columns of equal sign against rows that sum to nearly nothing: coherent rounding errors survive the sum."""
+    a = 1.0 + 1e-3 * torch.randn(m, k, generator=rng)
+    b = torch.randn(k, n, generator=rng)
+    return a, b - b.mean(0) * (1 - 1e-2)
+
+
+def relu(m: int, n: int, k: int, rng: Any) -> Pair:
+    a, b = normal(m, n, k, rng)
+    return a.relu(), b / math.sqrt(k)
+
+
+KINDS: dict[str, Callable[[int, int, int, Any], Pair]] = {
+    f.__name__: f
+    for f in (
+        normal, uniform, wide_range, outlier_columns, matched_outliers, cancelling, tiny, huge, constant, few_values,
+        sparse, rank_one, bad_rows, one_large, nearly_zero_sum, relu,
+    )
+}  # fmt: skip
+
+
+# -- cases -------------------------------------------------------------------------------------------------------
+
+
+def relative(c: torch.Tensor, exact: torch.Tensor) -> float:
+    size, error = float(exact.norm()), float((c.double() - exact).norm())
+    return 0.0 if error == 0 else error / size if size > 0 else math.inf
+
+
+def case(index: int, rng: Any, joules: dict[str, float]) -> dict[str, Any]:
+    name = list(KINDS)[index % len(KINDS)]
+    m, n, k = (int(2 ** (float(torch.rand((), generator=rng)) * 6 + 3)) for _ in range(3))
+    a, b = KINDS[name](m, n, k, rng)
+    drawn = int(torch.randint(0, 6, (), generator=rng))
+    spread = 10 ** (float(torch.rand((), generator=rng)) * 3.5 - 4)
+    tolerance = TOLERANCES[drawn] if drawn < 3 else spread
+    exact = a.double() @ b.double()
+    errors = {p: relative(lowprec.mm(a, b, p), exact) for p in lowprec.PRECISIONS[:6]}
+    begin = time.perf_counter()
+    bounded.forget()
+    row: dict[str, Any] = {"kind": name, "shape": (m, n, k), "tolerance": tolerance, "errors": errors}
+    try:
+        choice = bounded.choose("matmul", a, b, tolerance=tolerance, costs=joules)
+    except ToleranceError:
+        return {**row, "chosen": None, "true_error": errors["fp32"], "best": best(errors, tolerance, joules)}
+    seconds = time.perf_counter() - begin
+    foretold = {c.precision: c.bound for c in choice.candidates}
+    return {
+        **row, "chosen": choice.precision, "true_error": errors[choice.precision], "said": choice.sampled_error,
+        "foretold": foretold, "seconds": seconds, "best": best(errors, tolerance, joules),
+    }  # fmt: skip
+
+
+def best(errors: dict[str, float], tolerance: float, joules: dict[str, float]) -> str | None:
+    """The cheapest that truly holds, known afterwards."""
+    return min((p for p, e in errors.items() if e <= tolerance), key=joules.__getitem__, default=None)
+
+
+def run(cases: int, seed: int) -> list[dict[str, Any]]:
+    rng, joules = torch.Generator().manual_seed(seed), costs()
+    return [case(i, rng, joules) for i in range(cases)]
+
+
+def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    joules = costs()
+    chosen = [r for r in rows if r["chosen"] is not None]
+    wrong = [r for r in chosen if r["true_error"] > r["tolerance"]]
+    over = [r for r in chosen if r["true_error"] > r["said"] * (1 + 1e-12)]
+    sharp = [r for r in rows if r["chosen"] == r["best"]]
+    refused = [r for r in rows if r["chosen"] is None]
+    spent = sum(joules[r["chosen"]] for r in chosen if r["best"])
+    least = sum(joules[r["best"]] for r in chosen if r["best"])
+    surprise = [
+        r["errors"][p] / bound * bounds.MARGIN
+        for r in chosen
+        if r["kind"] in ("normal", "uniform", "wide_range", "relu") and min(r["shape"]) >= 64
+        for p, bound in r["foretold"].items()
+        if bound and p in ("fp8", "fp8_row", "bf16", "tf32", "fp16")
+    ]
+    return {
+        "date": str(date.today()), "torch": torch.__version__, "seed": seed, "cases": len(rows), "violations": len(wrong),
+        "said_too_little": len(over), "refused": len(refused),
+        "refused_although_fp32_holds": sum(r["true_error"] <= r["tolerance"] for r in refused),
+        "cheapest_chosen_pct": 100 * len(sharp) / len(rows), "joules_over_cheapest_pct": 100 * (spent / least - 1),
+        "chosen": dict(Counter(r["chosen"] or "refused" for r in rows)),
+        "median_check_ms": 1e3 * sorted(r["seconds"] for r in chosen)[len(chosen) // 2],
+        "foretold_worst_ratio": max(surprise, default=None), "foretold_cases": len(surprise),
+    }  # fmt: skip
+
+
+def kept_choice_us(times: int = 10_000) -> float:
+    """What a kept choice costs a call, apart from every 16th, which fetches the magnitudes."""
+    a, b = normal(64, 64, 64, torch.Generator().manual_seed(0))
+    bounded.forget()
+    begin, watched = time.perf_counter(), 0.0
+    for index in range(times):
+        start = time.perf_counter()
+        bounded.choose("matmul", a, b, tolerance=1e-2, recheck_every=10 * times)
+        if index % 16 == 0:
+            watched += time.perf_counter() - start
+    return 1e6 * (time.perf_counter() - begin - watched) / (times - times // 16)
+
+
+def by_kind(rows: list[dict[str, Any]]) -> list[str]:
+    groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for r in rows:
+        groups[r["kind"]].append(r)
+    lines = [f"  {'kind':18} {'cases':>5} {'violations':>10} {'sharp':>6}  chosen"]
+    for name, group in groups.items():
+        bad = sum(r["chosen"] is not None and r["true_error"] > r["tolerance"] for r in group)
+        sharp = sum(r["chosen"] == r["best"] for r in group) / len(group)
+        picked = ", ".join(f"{p} {n}" for p, n in Counter(r["chosen"] or "refused" for r in group).most_common())
+        lines.append(f"  {name:18} {len(group):5} {bad:10} {sharp:6.0%}  {picked}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=2)
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    rows = run(args.cases, args.seed)
+    found = {**summary(rows, args.seed), "seconds": time.perf_counter() - begin, "kept_choice_us": kept_choice_us()}
+    print("\n".join(by_kind(rows)))
+    for name, value in found.items():
+        print(f"  {name:28} {value}")
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

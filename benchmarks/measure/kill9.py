@@ -1,0 +1,100 @@
+"""What a kill -9 loses of a run: a child records rows, counters, power samples and whole timelines; we kill it.
+
+python benchmarks/measure/kill9.py [KILLS]        (20 by default; each takes 1 to 3 s)
+
+Lost is the time between the last thing found in the file and the kill, with the time the kill itself takes included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tessera.profile.runfile import RunFile
+
+CHILD = """
+import sys, time
+import numpy as np
+from tessera.profile.runfile import RunWriter
+from tessera.schema import Domain
+from tessera.timeline.columns import Builder
+
+domain = Domain(name="gpu0", source="child", resolution_s=0.02)
+kernels = Builder()
+n = 200_000
+kernels.intern("kernel")
+start = time.time_ns() + np.arange(n) * 1000
+kernels.extend({"kind": np.zeros(n), "name": np.zeros(n), "start_ns": start, "end_ns": start + 500}, n)
+timeline = kernels.build()
+run = RunWriter(sys.argv[1], meta={"kind": "kill9"})
+print("ready", flush=True)
+i = 0
+while True:
+    now = time.time_ns()
+    run.add_row("counter", "sequence", now, now, value=float(i))
+    if i % 20 == 0:
+        run.add_samples(domain, [now], [float(i)])
+    if i % 1000 == 0:
+        run.add_timeline(timeline)
+    i += 1
+    time.sleep(0.001)
+"""
+
+
+def kill_once(path: Path, after_s: float) -> dict[str, float]:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    time.sleep(after_s)
+    killed_ns = time.time_ns()
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    with RunFile(path) as run:
+        timeline = run.timeline()
+        rows = timeline.rows("counter")
+        values = timeline["value"][rows]
+        assert run.crashed
+        assert np.array_equal(values, np.arange(len(rows))), "a row in the middle is missing"
+        times, _ = run.samples("gpu0")
+        return {
+            "ran_s": after_s,
+            "rows": len(timeline),
+            "lost_rows_s": (killed_ns - int(timeline["end_ns"][rows].max())) * 1e-9,
+            "lost_samples_s": (killed_ns - int(times[-1])) * 1e-9,
+        }
+
+
+def main() -> None:
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    chance = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        found = [kill_once(Path(folder) / f"{i}.tessera", 0.6 + 2.0 * chance.random()) for i in range(kills)]
+    lost = [max(f["lost_rows_s"], f["lost_samples_s"]) for f in found]
+    result = {
+        "kills": kills,
+        "lost_s": {"mean": float(np.mean(lost)), "max": max(lost)},
+        "each": found,
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+    }
+    target = Path(__file__).parents[1] / "results" / "kill9.json"
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{kills} kills: lost {result['lost_s']['mean']:.3f} s on average, {result['lost_s']['max']:.3f} s at most")
+
+
+if __name__ == "__main__":
+    main()

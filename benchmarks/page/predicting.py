@@ -1,0 +1,187 @@
+"""The prediction part of benchmarks/README.md: goals, figures reached, the datasheet roofline and peers beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from goal import H200, Goal, load, pct, where
+
+MODELS = "python benchmarks/predict/predict_models.py {}"
+# kind of case: (goal in words, most latency, most energy), as shares
+KINDS = {
+    "all": ("12 / 12", 0.12, 0.12),
+    "device-bound": ("8 latency", 0.08, None),
+    "host-bound": ("15 latency", 0.15, None),
+}
+
+
+def met(found: dict[str, Any], kind: str) -> bool:
+    _, latency, energy = KINDS[kind]
+    return found[kind]["latency"] <= latency and (energy is None or found[kind]["energy"] <= energy)
+
+
+def both(found: dict[str, Any], kind: str) -> str:
+    return f"{pct(found[kind]['latency'])} / {pct(found[kind]['energy'])}"
+
+
+def models(first: dict[str, Any], after: dict[str, Any], public: dict[str, Any]) -> list[Goal]:
+    """Whole models: the blind look at the held-out set (it decides), the same after repairs, and the public set."""
+    here = {"where": where("predict_heldout", H200), "command": MODELS.format("heldout")}
+    rows = []
+    for kind, (goal, *_) in KINDS.items():
+        roof = first[kind]["roofline_latency"]
+        reached = f"{both(first, kind)} ({first[kind]['cases']} cases); after repairs {both(after, kind)}; public set {both(public, kind)}"
+        rows.append(
+            Goal(what=f"models never used in fitting, {kind}: mean error of latency / energy, %", goal=goal, reached=reached,
+                 met=met(first, kind), beside=f"roofline {pct(roof)}, ratio {roof / first[kind]['latency']:.1f}", **here)
+        )  # fmt: skip
+    f = first["all"]
+    within = (
+        f"{pct(f['latency_within_10'])}% / {pct(f['energy_within_10'])}%, {f['worst']} {100 * f['worst_latency']:+.0f}%"
+    )
+    inside = f"{pct(f['inside_latency'])} latency, {pct(f['inside_energy'])} energy"
+    m = first["memory"]
+    return [
+        *rows,
+        Goal(what="the same: share within 10% (latency / energy), worst case", goal="printed", reached=within, **here),
+        Goal(what="models inside the stated 90% interval, %", goal=">= 80", reached=inside,
+             met=min(f["inside_latency"], f["inside_energy"]) >= 0.8, **here),
+        Goal(what="peak memory against max_memory_allocated, mean error %", goal="<= 10", met=m["error"] <= 0.1, **here,
+             reached=f"{pct(m['error'])} over {m['cases']} cases, worst {100 * m['worst']:+.0f}"),
+    ]  # fmt: skip
+
+
+def second(blind: dict[str, Any], after: dict[str, Any]) -> list[Goal]:
+    """The second blind set, recorded after the repairs the first one asked for."""
+    rows = []
+    for kind, (goal, *_) in KINDS.items():
+        roof = blind[kind]["roofline_latency"]
+        inside = f"{pct(blind[kind]['inside_latency'])}% and then {pct(after[kind]['inside_latency'])}% in the interval"
+        rows.append(
+            Goal(what=f"a second set of models, {kind}: mean error of latency / energy, %", goal=goal, met=met(blind, kind),
+                 reached=f"blind {both(blind, kind)} ({blind[kind]['cases']} cases); after repairs {both(after, kind)}; {inside}",
+                 beside=f"roofline {pct(roof)}, ratio {roof / after[kind]['latency']:.1f} after",
+                 where=where("predict_heldout2", H200), command=MODELS.format("heldout2"))
+        )  # fmt: skip
+    return rows
+
+
+GOALS = {
+    "gemm seconds, H200, vLLM": 6, "gemm seconds, H200, torch alone": 6, "gemm seconds, H200, torch in models": 6,
+    "attention seconds, H200, vLLM": 9, "attention seconds, H200, torch alone": 9,
+    "attention seconds, H200, torch in models": 9, "gemm joules, H200, torch alone": 10,
+    "attention joules, H200, torch alone": 10, "gemm seconds, A100 from its datasheet": 16,
+    "attention seconds, A100 from its datasheet": 25,
+}  # fmt: skip
+
+
+def kernels(k: dict[str, Any], rest: dict[str, Any]) -> list[Goal]:
+    """Single kernels: held out by shape."""
+    rows = []
+    for name, goal in GOALS.items():
+        v = k["figures"][name]
+        board = (
+            "NVIDIA A100 (public timings)" if "A100" in name else f"{H200} (public timings)" if "vLLM" in name else H200
+        )
+        rows.append(
+            Goal(what=f"{name}: mean error %", goal=f"<= {goal}", met=v["mean_abs_error"] <= goal / 100,
+                 reached=f"{pct(v['mean_abs_error'])} ({v['rows']} rows; {pct(v['coverage_90'])}% in the 90% interval)",
+                 beside=f"roofline {pct(v['roofline_mean_abs_error'])}, ratio {v['roofline_over_model']:.1f}",
+                 where=where("kernel_accuracy", board), command="python benchmarks/predict/kernel_accuracy.py")
+        )  # fmt: skip
+    s, c = rest["summary"], [f["coverage_90"] for n, f in k["figures"].items() if n in GOALS and "A100" not in n]
+    inside = (
+        f"{pct(min(c))} to {pct(max(c))} by kind; the rest {pct(s['inside'])} latency, {pct(s['inside_energy'])} energy"
+    )
+    return [
+        *rows,
+        Goal(what="the rest of the H200 kernels (convolutions, norms, elementwise...): latency / energy, mean error %",
+             goal="12 / 10", met=s["latency"] <= 0.12 and s["energy"] <= 0.1,
+             reached=f"{both({'': s}, '')} ({s['rows']} rows; {pct(s['inside'])}% / {pct(s['inside_energy'])}% in the interval)",
+             beside=f"roofline {pct(s['roofline'])}, ratio {s['roofline'] / s['latency']:.1f}",
+             where=where("predict_kernels", H200), command="python benchmarks/predict/predict_kernels.py"),
+        Goal(what="held-out kernels inside the stated 90% interval, %", goal="85-95", reached=inside,
+             met=all(0.85 <= x <= 0.95 for x in (*c, s["inside"], s["inside_energy"])),
+             where=where("kernel_accuracy", H200), command="python benchmarks/predict/kernel_accuracy.py"),
+    ]  # fmt: skip
+
+
+def speed(t: dict[str, Any], flops: list[dict[str, Any]]) -> list[Goal]:
+    rows = []
+    for name, v in t.items():
+        if not isinstance(v, dict):
+            continue
+        peer = f"branes-ai/graphs {v['graphs_s']:.1f}, ratio {v['graphs_s'] / v['warm_s']:.0f}" if v["graphs_s"] else ""
+        rows.append(
+            Goal(what=f"time to predict {name}, warm, s", goal=f"<= {v['goal_s']}", reached=f"{v['warm_s']:.2f}", beside=peer,
+                 met=v["warm_s"] <= v["goal_s"], where=where("predict_time"), command="python benchmarks/predict/predict_time.py")
+        )  # fmt: skip
+    equal = sum(r["why"] == "equal" for r in flops)
+    rest = "; the others: causal attention at its lower half, grouped products counted"
+    rows.append(
+        Goal(what="FLOPs against torch's flop_counter", goal="equal or explained", reached=f"{equal} of {len(flops)} equal{rest}",
+             met=all(r["why"] for r in flops), where=where("flops"), command="python benchmarks/predict/flops.py")
+    )  # fmt: skip
+    return rows
+
+
+def pairs(found: dict[str, dict[str, float]]) -> list[Goal]:
+    """Differences of two predictions of one chip, whose errors are mostly shared: no issue's goal, ours."""
+    return [
+        Goal(what=f"difference of two predictions, {kind}: in the 90% interval, latency / energy, %", goal=">= 85 (ours)",
+             reached=f"{pct(v['latency_inside'])} / {pct(v['energy_inside'])} ({v['pairs']} pairs); "
+             f"energy called certain {pct(v['energy_certain'])}, of wrong sign {pct(v['energy_wrong_sign'])}",
+             met=min(v["latency_inside"], v["energy_inside"]) >= 0.85,
+             beside=f"errors as independent: certain {pct(v['energy_certain_independent'])}",
+             where=where("predict_pairs", H200), command="python benchmarks/predict/predict_pairs.py")
+        for kind, v in found.items() if isinstance(v, dict) and "pairs" in v
+    ]  # fmt: skip
+
+
+def goals() -> list[Goal]:
+    """Every goal of the prediction with the figure reached."""
+    first, after, public = (load(f"predict_{n}") for n in ("heldout", "heldout_after", "public"))
+    return [
+        *models(first, after, public),
+        *second(load("predict_heldout2"), load("predict_heldout2_after")),
+        *kernels(load("kernel_accuracy"), load("predict_kernels")),
+        *speed(load("predict_time"), load("flops")),
+        *pairs(load("predict_pairs")),
+    ]
+
+
+def cases() -> list[str]:
+    """Every case of the public and the held-out set, as first predicted."""
+    lines = ["| case | bound | ms | predicted | error | J | predicted | error |", "|---|---|---|---|---|---|---|---|"]
+    for which in ("public", "heldout", "heldout2"):
+        for r in load(f"predict_{which}")["rows"]:
+            lines.append(
+                f"| {r['name']} | {r['bound']} | {r['ms']:.3g} | {r['predicted_ms']:.3g} ± {r['ms_error']:.2g} | {100 * r['latency']:+.0f}% "
+                f"| {r['j']:.3g} | {r['predicted_j']:.3g} ± {r['j_error']:.2g} | {100 * r['energy']:+.0f}% |"
+            )
+    return lines
+
+
+NOTES = [
+    "- The held-out set (53 models, `device/heldout_cases.py`) was chosen and recorded by somebody who did not build the",
+    "  predictor, and looked at once, after everything was fitted. That look found two errors of capture (attention whose",
+    "  keys must be broadcast was taken as fused; the backward of `EmbeddingBag` had no family) and one of the host (cuDNN",
+    "  launches per step of a recurrent layer); 'after repairs' is with those mended and the host's level moved by a rule",
+    "  from the development set: no longer blind.",
+    "- The second set (36 models, `device/heldout2_cases.py`) was again chosen and recorded by somebody else, after the repairs of",
+    "  the first look, and scored once: 31 / 23%. What it found: TF32 switched on inside a model and autocast around attention",
+    "  were not seen by the capture, group norms, operands laid out across each other, embeddings and grouped convolutions of odd",
+    "  width were priced wrongly, and its host was 1.6 times slower than the ones before. 'After repairs' is fitted on all",
+    "  recordings, so it is not blind; with the kernels of whole models left out (`fit_ops.py --only folds`, 5 folds) device-bound",
+    "  models come out at 6.6% latency and 6.8% energy. The physics was chosen with all sets in view.",
+    "- Host-bound cases: hosts of the same kind differ by a factor of two from session to session (four recordings at 0.83 to 1.5",
+    "  of what is shipped, their geometric mean), so 15% is not held without calibrating.",
+    "- The kernel split of GEMM and attention was read once before three changes (see results/kernel_accuracy.json): those",
+    "  rows are not a single blind look. On the A100 no constant was fitted, but rules were chosen with part of its rows",
+    "  in view.",
+    "- `tessera calibrate` on the H200 (`device/check_calibrate.py`, results/calibrate_check.json): two eager models not measured by",
+    "  it from 23.7% to 11.7% latency; kernels stay as they are on this chip, which ships calibrated (12.4 to 12.2%); with the",
+    "  datasheet's figures a third too high or too low 16.6 to 11.6% and 27.0 to 11.8%.",
+    "- Worst and why: bidirectional GRU (cuDNN runs both directions at once, we add them); fp32 products of 197 rows",
+    "  (cuBLAS's choices are erratic there); grouped convolutions; host-bound CNNs at batch 1.",
+]
