@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from typing import Any
 
@@ -339,12 +340,12 @@ def test_flexible_attention_over_the_blocks_of_its_mask():
 
 def test_flexible_attention_of_another_thread_is_left_alone():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    found: list[torch.Tensor] = []
+    found = queue.SimpleQueue()  # a list that the program holds would be put back
     x = torch.randn(1, 1, 128, 16)
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, before = True, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
 
-    def attend():  # what the program itself holds would be put back
-        found.append(flex.flex_attention(x, x, x))
+    def attend():
+        found.put(flex.flex_attention(x, x, x))
 
     def program(y):
         thread = threading.Thread(target=attend)
@@ -356,7 +357,7 @@ def test_flexible_attention_of_another_thread_is_left_alone():
         capture(program, torch.randn(4))
     finally:
         flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
-    assert found and torch.allclose(found[0], F.scaled_dot_product_attention(x, x, x), atol=1e-5)
+    assert torch.allclose(found.get_nowait(), F.scaled_dot_product_attention(x, x, x), atol=1e-5)
 
 
 def test_what_cannot_be_captured_says_what_and_where():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tessera.errors import ArgumentError, CaptureError, DataDependent
 from tessera.graph.capture import capture
 from tessera.graph.kinds import kind_of
-from tessera.graph.stage import reachable
+from tessera.graph.surroundings import find_models
 
 
 def names(graph):
@@ -730,7 +730,7 @@ def test_strangers_around_a_program_are_left_alone(made, monkeypatch):
         return model(x), stranger, default, STRANGER  # noqa: F821 - set above
 
     before = len(sys.modules)
-    found, _ = reachable(step)
+    found, _ = find_models(step)
     assert found == [model]
     assert len(sys.modules) == before
 
@@ -738,5 +738,5 @@ def test_strangers_around_a_program_are_left_alone(made, monkeypatch):
 def test_models_of_several_partials_are_all_found():
     """What is made for the look alone must not be taken for something seen: addresses are used again."""
     models = [nn.Linear(1, 1) for _ in range(8)]
-    found, _ = reachable(*(functools.partial(print, model) for model in models))
+    found, _ = find_models(*(functools.partial(print, model) for model in models))
     assert found == models

@@ -20,10 +20,10 @@ from torch import nn
 
 import tessera
 from tessera.errors import RewriteError
+from tessera.graph.nested import Unreadable, find_leaves, map_tensors
 from tessera.rewrite import ways
 from tessera.rewrite.check import Program
 from tessera.rewrite.inductor import recorder
-from tessera.rewrite.leaves import Unknown, leaves, mapped
 from tessera.rewrite.patterns import attention
 from tessera.rewrite.reference import Reference
 from tessera.rewrite.state import Inputs
@@ -183,16 +183,16 @@ def test_leaves_of_what_is_deep_or_closed() -> None:
     deep: Any = torch.ones(1)
     for _ in range(100):
         deep = [deep]
-    ((name, found),) = leaves(deep, "result").items()
-    assert found == Unknown("is a list")
+    ((name, found),) = find_leaves(deep, "result").items()
+    assert found == Unreadable("is a list")
     assert name.count("[0]") < 100
-    assert leaves(iter([1]), "result") == {"result": Unknown("is a list_iterator")}
-    assert leaves(nn.Linear(1, 1), "result") == {"result": Unknown("is a Linear")}
-    assert leaves(len, "result") == {"result": Unknown("is a builtin_function_or_method")}
-    assert leaves(Own, "result") == {"result[0]": Own}
-    assert leaves(np.zeros(2, dtype=np.longdouble), "result") == {"result": Unknown("is an array of float128")}
-    assert leaves({1, 2}, "result") == {"result[0]": {1, 2}}
-    assert leaves(ValueError("x"), "result") == {"result": Unknown("is a ValueError")}
+    assert find_leaves(iter([1]), "result") == {"result": Unreadable("is a list_iterator")}
+    assert find_leaves(nn.Linear(1, 1), "result") == {"result": Unreadable("is a Linear")}
+    assert find_leaves(len, "result") == {"result": Unreadable("is a builtin_function_or_method")}
+    assert find_leaves(Own, "result") == {"result[0]": Own}
+    assert find_leaves(np.zeros(2, dtype=np.longdouble), "result") == {"result": Unreadable("is an array of float128")}
+    assert find_leaves({1, 2}, "result") == {"result[0]": {1, 2}}
+    assert find_leaves(ValueError("x"), "result") == {"result": Unreadable("is a ValueError")}
 
 
 def test_a_result_that_torch_compile_gets_wrong_is_refused_in_a_dataclass_too() -> None:
@@ -274,7 +274,7 @@ WRITES = {
 
 
 def held_by(args: Any) -> dict[str, Any]:
-    return {k: v.clone() if torch.is_tensor(v) else v for k, v in leaves(args, "argument").items()}
+    return {k: v.clone() if torch.is_tensor(v) else v for k, v in find_leaves(args, "argument").items()}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -418,14 +418,14 @@ def test_results_of_a_replay_are_copied_out_of_what_holds_them() -> None:
     for wrap, _ in [HOLDERS[k] for k in ("dataclass", "frozen dataclass with slots", "named tuple", "object",
                                          "a dictionary of its own", "deque", "dictionary", "namespace")]:  # fmt: skip
         kept = wrap(tensor)
-        twin = mapped(torch.clone, kept)
+        twin = map_tensors(torch.clone, kept)
         assert type(twin) is type(kept)
         tensor.zero_()
-        (one,) = [v for v in leaves(twin, "result").values() if torch.is_tensor(v)]
+        (one,) = [v for v in find_leaves(twin, "result").values() if torch.is_tensor(v)]
         assert one.tolist() == [1.0, 1.0]
         tensor.fill_(1.0)
     plain = Data(3)
-    assert mapped(torch.clone, plain) is plain
+    assert map_tensors(torch.clone, plain) is plain
 
 
 def test_a_graph_is_not_captured_of_inputs_it_could_not_be_given_anew() -> None:
@@ -531,7 +531,7 @@ def test_a_pass_that_breaks_the_program_is_left_out(uncompiled: None, monkeypatc
 
 
 def test_a_reference_says_what_it_does_not_know() -> None:
-    seen = {"result.a": torch.ones(1), "result.b": Unknown("is a Lock")}
+    seen = {"result.a": torch.ones(1), "result.b": Unreadable("is a Lock")}
     assert Reference(seen=seen).unknown == ["the result.b is a Lock: not compared"]
     assert Reference(seen=seen).compare(seen).checked
     assert not Reference(seen={"result.b": seen["result.b"]}).compare({"result.b": seen["result.b"]}).checked
@@ -542,7 +542,7 @@ def test_objects_that_know_each_other_are_opened_once() -> None:
     many = [types.SimpleNamespace(i=torch.tensor(float(i))) for i in range(12)]
     for one in many:
         one.others = list(many)
-    found = leaves(many[0], "result")
+    found = find_leaves(many[0], "result")
     assert sum(isinstance(leaf, torch.Tensor) for leaf in found.values()) == 12
 
 
@@ -565,20 +565,20 @@ def lists_that_know_each_other() -> Any:
 def test_lists_that_share_lists_are_not_gone_through_by_every_path(made: Any) -> None:
     """It would take hours."""
     thing = made()
-    tensors = {id(leaf) for leaf in leaves(thing, "result").values() if torch.is_tensor(leaf)}
+    tensors = {id(leaf) for leaf in find_leaves(thing, "result").values() if torch.is_tensor(leaf)}
     assert len(tensors) == (1 if made is lists_of_lists else 14)
-    twin = mapped(torch.clone, thing)
-    copies = {id(leaf) for leaf in leaves(twin, "result").values() if torch.is_tensor(leaf)}
+    twin = map_tensors(torch.clone, thing)
+    copies = {id(leaf) for leaf in find_leaves(twin, "result").values() if torch.is_tensor(leaf)}
     assert len(copies) == len(tensors) and not copies & tensors
     if made is lists_that_know_each_other:
         assert twin[3][1] is twin[0] and twin[3][4] is twin[3]
-    assert leaves(twin, "result").keys() == leaves(thing, "result").keys()
+    assert find_leaves(twin, "result").keys() == find_leaves(thing, "result").keys()
 
 
 def test_large_lists_with_two_names_are_found_under_both() -> None:
     hidden = [torch.ones(1)] * 3000
     for pair in ({"a": hidden, "b": hidden}, {"a": hidden, "b": list(hidden)}):
-        assert len(leaves(pair, "result")) == 6000
+        assert len(find_leaves(pair, "result")) == 6000
 
 
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc"])
@@ -601,19 +601,19 @@ def test_containers_of_their_own_class_are_copied_with_what_else_they_hold() -> 
             self.name = name
 
     kept = Named("cache", torch.ones(1), 2)
-    twin = mapped(torch.clone, kept)
+    twin = map_tensors(torch.clone, kept)
     assert type(twin) is Named and twin.name == "cache" and twin[1] == 2
     assert twin[0] is not kept[0] and torch.equal(twin[0], kept[0])
-    short = mapped(torch.clone, collections.deque([torch.ones(1)], maxlen=3))
+    short = map_tensors(torch.clone, collections.deque([torch.ones(1)], maxlen=3))
     assert short.maxlen == 3
-    counted = mapped(torch.clone, collections.OrderedDict({0: torch.ones(1), 1: 5}))
+    counted = map_tensors(torch.clone, collections.OrderedDict({0: torch.ones(1), 1: 5}))
     assert list(counted) == [0, 1] and type(counted) is collections.OrderedDict
 
 
 def test_a_list_that_has_two_names_is_found_under_both() -> None:
     """A compiled program may return two lists in its place."""
     hidden = [torch.ones(1), torch.zeros(1)]
-    assert len(leaves({"hidden": hidden, "last": hidden}, "result")) == 4
+    assert len(find_leaves({"hidden": hidden, "last": hidden}, "result")) == 4
 
 
 def test_what_is_made_on_the_way_is_not_taken_for_what_was_there_before() -> None:
@@ -630,7 +630,7 @@ def test_what_is_made_on_the_way_is_not_taken_for_what_was_there_before() -> Non
         def __len__(self) -> int:
             return 1
 
-    assert len(leaves([Fresh(float(i)) for i in range(8)], "result")) == 8
+    assert len(find_leaves([Fresh(float(i)) for i in range(8)], "result")) == 8
 
 
 def test_autocast_in_a_forward_lets_rounding_decide_as_much_as_its_format() -> None:

@@ -17,11 +17,11 @@ from torch import nn
 
 import tessera
 from tessera.errors import ArgumentError, RewriteError
-from tessera.rewrite import outside
+from tessera.graph import surroundings
+from tessera.graph.nested import find_containers, find_leaves, refill
+from tessera.graph.surroundings import Surroundings
 from tessera.rewrite.check import Program
-from tessera.rewrite.leaves import holders, leaves
-from tessera.rewrite.outside import Outside
-from tessera.rewrite.state import Inputs, _refilled
+from tessera.rewrite.state import Inputs
 
 from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
 
@@ -163,7 +163,7 @@ PLACES = {
 
 
 def kept(thing: Any) -> str:
-    return repr({k: v.tolist() if torch.is_tensor(v) else v for k, v in leaves(thing, "x").items()})
+    return repr({k: v.tolist() if torch.is_tensor(v) else v for k, v in find_leaves(thing, "x").items()})
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -171,7 +171,7 @@ def test_what_a_function_writes_outside_is_put_back(place: str) -> None:
     call, now = PLACES[place]()
     x = torch.ones(2)
     before = kept(now())
-    with Inputs((x,), {}, Outside(call)) as inputs:
+    with Inputs((x,), {}, Surroundings(call)) as inputs:
         assert inputs.changed() == {}
         call(x)
         assert kept(now()) != before
@@ -398,9 +398,9 @@ def test_what_is_made_once_and_stays_is_not_compared() -> None:
 
 
 def test_what_is_large_is_left_alone_and_named(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, data = {str(i): i for i in range(outside.MOST + 1)}, torch.zeros(1000, 1000)
+    words, data = {str(i): i for i in range(surroundings.MAX_VALUES + 1)}, torch.zeros(1000, 1000)
     rows = [torch.ones(2)]
-    monkeypatch.setattr(outside, "_free_bytes", lambda: 10e6)
+    monkeypatch.setattr(surroundings, "_read_free_bytes", lambda: 10e6)
 
     def step(x: Any) -> Any:
         data.add_(1.0)
@@ -412,8 +412,8 @@ def test_what_is_large_is_left_alone_and_named(uncompiled: None, monkeypatch: py
     assert "data outside has 0.0 GB, of which no copy fits: what is written there is not put back" in fast.notes
     assert float(data[0, 0]) > 0.0
     assert rows[0].tolist() == [1.0, 1.0]
-    monkeypatch.setattr(outside, "_free_bytes", lambda: 100e6)
-    assert "data" not in Outside(step).left
+    monkeypatch.setattr(surroundings, "_read_free_bytes", lambda: 100e6)
+    assert "data" not in Surroundings(step).skipped
 
 
 def test_copies_of_weights_are_not_made_twice() -> None:
@@ -452,9 +452,9 @@ def test_the_workers_of_a_data_loader_are_left_alone() -> None:
 
 def test_what_belongs_to_torchs_compiler_is_left_alone() -> None:
     compiled = torch.compile(lambda x: x * 2)
-    found = Outside(lambda x: compiled(x) + 1).now()
+    found = Surroundings(lambda x: compiled(x) + 1).values()
     assert any(type(value).__module__.startswith("torch._dynamo") for value in found.values())
-    assert list(holders(found)) == [found]
+    assert list(find_containers(found)) == [found]
 
 
 def test_no_more_is_put_back_than_was_changed() -> None:
@@ -465,10 +465,10 @@ def test_no_more_is_put_back_than_was_changed() -> None:
             raise AssertionError
 
     watched = Watched(a=1, b=2, c=3)
-    _refilled(watched, {"a": 1, "b": 0})
+    refill(watched, {"a": 1, "b": 0})
     assert watched == {"a": 1, "b": 0}
     turned = {"b": 1, "a": 2}
-    _refilled(turned, {"a": 1, "b": 2})
+    refill(turned, {"a": 1, "b": 2})
     assert list(turned.items()) == [("a", 1), ("b", 2)]
 
 
@@ -523,8 +523,8 @@ def test_what_cannot_be_looked_at_is_no_error(name: str) -> None:
         seen.append(id(odd))
         return x
 
-    around = Outside(step)
-    around.leave_large(frozenset())
+    around = Surroundings(step)
+    around.skip_large(frozenset())
     with Inputs((), {}, around) as inputs:
         step(1)
         assert [*inputs.changed()] == ["outside['seen'][0]"]
@@ -535,7 +535,7 @@ def test_a_long_chain_of_functions_is_followed_to_its_end() -> None:
     names: dict[str, Any] = {"__name__": "chain", "END": []}
     lines = [f"def f{i}(x): return f{i + 1}(x)" for i in range(2000)]
     exec("\n".join([*lines, "def f2000(x): END.append(x)"]), names)
-    assert Outside(names["f0"]).now()["END"] is names["END"]
+    assert Surroundings(names["f0"]).values()["END"] is names["END"]
 
 
 def test_sparse_tensors_and_scripted_models_are_kept() -> None:

@@ -17,9 +17,10 @@ from .fastpath import fast_paths
 from .flex import flexible
 from .intercept import Interceptor, patched
 from .ir import Graph
-from .keep import kept, leaves
+from .keep import replace_leaves, restore_containers
 from .record import NOT_THE_USERS, Recorder, paused
-from .stage import CAST, Stage, reachable
+from .stage import CAST, Stage
+from .surroundings import find_models
 
 Mode = Literal["infer", "train"]
 # While a program is captured, names of torch and the model's tensors are replaced: one capture at a time.
@@ -51,7 +52,7 @@ def capture(
     recorder = Recorder(always_tf32=precision == "tf32")
     args, kwargs = _arguments(stage, recorder, inputs, batch)
     module = model if isinstance(model, torch.nn.Module) else None
-    modules, optimizers = ([module], []) if module is not None else reachable(model)
+    modules, optimizers = ([module], []) if module is not None else find_models(model)
     if module is not None and isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [optimizer]  # the user's own: it must step the twins, not the model
     if module is None and mode == "train":
@@ -61,10 +62,10 @@ def capture(
             fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
         )
     with _ONE_AT_A_TIME, real_names() as stack:
-        stack.enter_context(kept(modules, model))
+        stack.enter_context(restore_containers(modules, model))
         stack.enter_context(stage.modules(modules))
         stack.enter_context(stage.optimizers(optimizers))
-        stack.enter_context(leaves(model, stage.twin))
+        stack.enter_context(replace_leaves(model, stage.twin))
         recorder.known.note_small(stage.twins())
         stack.enter_context(_training_flags(module, mode))
         for m in modules:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,74 +125,3 @@ class _CopyToMeta(TorchFunctionMode):
             args[1][id(args[0])] = twin
             return twin
         return func(*args, **(kwargs or {}))
-
-
-def reachable(*things: Any) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-    """Modules and optimizers that callables and others hold: closure, bound object, partial arguments, globals.
-
-    Strangers are judged by their type and never asked for an attribute: a `__getattr__` may raise, import, or wait.
-    """
-    modules: list[torch.nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    seen: set[int] = set()
-
-    def visit(thing: Any, depth: int) -> None:
-        if id(thing) in seen or depth > 3:
-            return
-        seen.add(id(thing))
-        kind = type(thing)
-        if issubclass(kind, torch.nn.Module):
-            modules.append(thing)
-        elif issubclass(kind, torch.optim.Optimizer):
-            optimizers.append(thing)
-        elif issubclass(kind, (*_CONTAINERS, functools.partial, *_FUNCTIONS)):
-            for item in _held(thing):
-                visit(item, depth + 1)
-        elif depth < 3 and not issubclass(kind, (type, types.ModuleType)) and kind.__module__ != "builtins":
-            for item in _attributes(thing):
-                visit(item, depth + 2)
-
-    for thing in things:
-        visit(thing, 0)
-    return modules, optimizers
-
-
-_CONTAINERS = (list, tuple, set, dict)
-_FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod)
-
-
-def _held(thing: Any) -> list[Any]:
-    """What a container, a partial or a function holds, as it is now: another thread may write to it meanwhile."""
-    kind = type(thing)
-    if issubclass(kind, dict):
-        return list(dict.copy(thing).values())
-    for container in _CONTAINERS:
-        if issubclass(kind, container):
-            return list(container.__iter__(thing))
-    if issubclass(kind, functools.partial):
-        return [thing.func, *thing.args, *_held(thing.keywords)]
-    if issubclass(kind, types.FunctionType):
-        return _held_by_function(thing)
-    bound = [thing.__self__] if issubclass(kind, types.MethodType) else []
-    plain = thing.__func__
-    return [*bound, *(_held_by_function(plain) if issubclass(type(plain), types.FunctionType) else [plain])]
-
-
-def _attributes(thing: Any) -> list[Any]:
-    """The values of an object's own attributes; none where it keeps them in a way of its own."""
-    try:
-        own = object.__getattribute__(thing, "__dict__")
-    except Exception:  # noqa: BLE001 - no attributes, or a property of that name, which may raise anything
-        return []
-    return _held(own) if issubclass(type(own), dict) else []
-
-
-def _held_by_function(fn: types.FunctionType) -> list[Any]:
-    held = []
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is not filled yet
-            held.append(cell.cell_contents)
-    held += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    named = (fn.__globals__.get(name) for name in fn.__code__.co_names)
-    wanted = (torch.nn.Module, torch.optim.Optimizer, list, dict, types.FunctionType, types.MethodType)
-    return held + [value for value in named if issubclass(type(value), wanted)]

@@ -110,7 +110,7 @@ class Trial:
             with self.program.evaluating():
                 self.reference = known()
         self.notes.extend(self.reference.unknown)
-        left = self.program.outside.left if self.program.outside is not None else {}
+        left = self.program.outside.skipped if self.program.outside is not None else {}
         self.notes.extend(f"{name} outside {why}: what is written there is not put back" for name, why in left.items())
 
     def attempt(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Way:

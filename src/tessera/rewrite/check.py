@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, RewriteError
-from ..graph.stage import reachable
-from .leaves import instances, leaves
-from .outside import Outside
+from ..graph.nested import find_leaves
+from ..graph.surroundings import Surroundings, find_models
 from .reference import GRADIENT, RESULT, TOLERANCE, UPDATE, Reference, steady
 from .state import Inputs, State, memory
-
-_Thing = TypeVar("_Thing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,7 @@ class Program:
     optimizers: tuple[torch.optim.Optimizer, ...]
     mode: Literal["infer", "train", "step", "call"]
     state: State | None = None
-    outside: Outside | None = None
+    outside: Surroundings | None = None
 
     @classmethod
     def of(
@@ -51,15 +48,12 @@ class Program:
         if isinstance(call, torch.nn.Module):
             found = cls(call=call, modules=(call,), optimizers=(), mode=mode)
         else:
-            outside = Outside(call)
-            around = (tuple(args), dict(kwargs), outside.now())
-            modules, optimizers = reachable(call, args, kwargs)
-            modules += instances(around, torch.nn.Module)
-            optimizers += instances(around, torch.optim.Optimizer)
+            outside = Surroundings(call)
+            modules, optimizers = find_models(call, tuple(args), dict(kwargs))
             found = cls(
-                call=call, modules=_once(modules), optimizers=_once(optimizers), mode="step", outside=outside
+                call=call, modules=tuple(modules), optimizers=tuple(optimizers), mode="step", outside=outside
             )  # fmt: skip
-            outside.leave_large(memory(found))
+            outside.skip_large(memory(found))
         if any(is_lazy(t) for m in found.modules for t in (*m.parameters(), *m.buffers())):
             raise ArgumentError(
                 "the model has a lazy layer whose shape is not known yet",
@@ -114,7 +108,7 @@ class Program:
             seen: dict[str, Any] = {}
             with self._gradients(seen, inputs):
                 result = self.run(call, args, kwargs)
-            seen |= {k: _copy(v) for k, v in leaves(result, RESULT).items()}
+            seen |= {k: _copy(v) for k, v in find_leaves(result, RESULT).items()}
             seen |= inputs.changed()
             seen |= self._update(state)
             seen |= {n: b.detach().clone() for n, b in self._named("buffers") if self.mode != "infer" or state.wrote(b)}
@@ -235,16 +229,11 @@ def scalar_of(output: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         return loss
     tensors = [
-        leaf for leaf in leaves(output, RESULT).values() if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        leaf for leaf in find_leaves(output, RESULT).values() if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
     parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     weighted = [(t.float() * torch.arange(t.numel(), device=t.device).cos().view(t.shape)).sum() for t in parts]
     return torch.stack(weighted).sum() if weighted else torch.zeros((), requires_grad=True)
-
-
-def _once(things: Iterable[_Thing]) -> tuple[_Thing, ...]:
-    """Each object once, in this order; some compare equal that are two."""
-    return tuple({id(thing): thing for thing in things}.values())
 
 
 def _length(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .leaves import Unknown, is_exact
+from ..graph.nested import Unreadable
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2,
@@ -80,7 +80,7 @@ class Reference:
     @property
     def unknown(self) -> list[str]:
         """What cannot be compared, in words."""
-        return [f"the {name} {v.why}: not compared" for name, v in self.seen.items() if isinstance(v, Unknown)]
+        return [f"the {name} {v.why}: not compared" for name, v in self.seen.items() if isinstance(v, Unreadable)]
 
     def compare(self, seen: Mapping[str, Any]) -> Verdict:
         """Another observation of the same program."""
@@ -120,8 +120,8 @@ class Reference:
 
     def _odd(self, seen: Mapping[str, Any]) -> list[str]:
         """What is on one side only. A variable outside whose names are others at every run may have further ones."""
-        loose = {_variable(n) for n, v in self.seen.items() if n.startswith(OUTSIDE) and isinstance(v, Unknown)}
-        missing = (n for n in self.seen.keys() - seen.keys() if not isinstance(self.seen[n], Unknown))
+        loose = {_variable(n) for n, v in self.seen.items() if n.startswith(OUTSIDE) and isinstance(v, Unreadable)}
+        missing = (n for n in self.seen.keys() - seen.keys() if not isinstance(self.seen[n], Unreadable))
         return sorted((*missing, *(n for n in seen.keys() - self.seen.keys() if _variable(n) not in loose)))
 
     def _value(self, name: str, old: Any, new: Any) -> Iterator[Verdict]:
@@ -129,7 +129,7 @@ class Reference:
         if type(old) is type(new) is int and old != new and max(abs(old), abs(new)) < _LARGEST:
             old, new = torch.tensor([old]), torch.tensor([new])
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-            if is_exact(old) and is_exact(new):
+            if _is_exact(old) and _is_exact(new):
                 allowed = max(self.tolerance or self.decided, SPREADS * self.spread.get(name, 0.0))
                 yield _exact(name, old, new, allowed)
             else:
@@ -138,7 +138,7 @@ class Reference:
             allowed = max(self.tolerance or self.numbers, SPREADS * self.spread.get(name, 0.0))
             one, other = (torch.tensor([v], dtype=torch.complex128) for v in (old, new))
             yield _one(name, one, other, allowed)
-        elif isinstance(old, Unknown) or (_is_plain(old) and _is_plain(new) and _equal(old, new)):
+        elif isinstance(old, Unreadable) or (_is_plain(old) and _is_plain(new) and _equal(old, new)):
             if isinstance(old, int):
                 yield Verdict(ok=True, relative=0.0, worst=0.0, allowed=0.0, where=name)
         else:
@@ -169,7 +169,7 @@ def steady(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
         else:
             varies = _is_plain(old) and not (_is_plain(new) and _equal(old, new))
         if varies:
-            found[name] = Unknown("is another one at every run")
+            found[name] = Unreadable("is another one at every run")
     return found
 
 
@@ -261,8 +261,12 @@ def _variable(name: str) -> str:
     return name.partition("]")[0]
 
 
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _is_plain(value: Any) -> bool:
-    return not isinstance(value, (torch.Tensor, Unknown, float, complex))
+    return not isinstance(value, (torch.Tensor, Unreadable, float, complex))
 
 
 def _equal(old: Any, new: Any) -> bool:
@@ -270,7 +274,7 @@ def _equal(old: Any, new: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = value.why if isinstance(value, Unknown) else repr(value)
+    text = value.why if isinstance(value, Unreadable) else repr(value)
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else text[:60]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .outside import Outside
+    from ..graph.surroundings import Surroundings
 
 # What says how an optimizer computes, not what: whoever changed it after the state was kept takes it back himself.
 HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -118,9 +118,9 @@ class State:
 
 def memory(held: Held) -> frozenset[int]:
     """Where the tensors lie that a `State` keeps."""
-    from .leaves import memory_of
+    from ..graph.nested import storage_address
 
-    return frozenset(map(memory_of, _tensors(held))) - {0}
+    return frozenset(map(storage_address, _tensors(held))) - {0}
 
 
 def _buffers(module: Any) -> dict[str, Any]:
@@ -154,16 +154,16 @@ class Inputs:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        outside: Outside | None = None,
+        outside: Surroundings | None = None,
         known: frozenset[int] = frozenset(),
     ) -> None:
         import torch
 
-        from .leaves import holders, instances
+        from ..graph.nested import find_containers, find_instances
 
         self._torch, self._args, self._kwargs = torch, tuple(args), dict(kwargs)
         self._outside, self._known = outside, known
-        self._variables = outside.now() if outside is not None else {}
+        self._variables = outside.values() if outside is not None else {}
         self._leaves = self._now()
         tensors = {id(t): t for t in self._leaves.values() if torch.is_tensor(t)}
         self.differentiable = {
@@ -174,8 +174,8 @@ class Inputs:
         self._tensors = {key: (t, copied(t), _placed(t)) for key, t in tensors.items()}
         self._grads = [(t, grad, None if grad is None else copied(grad)) for t, grad in grads]
         held = (self._args, [*self._kwargs.values()], [*self._variables.values()])
-        self._holders = [(h, h.copy()) for h in holders(held)]
-        self.generators = instances(held, torch.Generator)
+        self._holders = [(h, h.copy()) for h in find_containers(held)]
+        self.generators = find_instances(held, torch.Generator)
         self._drawn = [g.get_state() for g in self.generators]
 
     def changed(self) -> dict[str, Any]:
@@ -195,12 +195,14 @@ class Inputs:
         return self
 
     def __exit__(self, *_: object) -> None:
+        from ..graph.nested import refill
+
         if self._outside is not None:
-            self._outside.put(self._variables)
+            self._outside.restore(self._variables)
         for generator, drawn in zip(self.generators, self._drawn, strict=True):
             generator.set_state(drawn)
         for holder, kept in self._holders:
-            _refilled(holder, kept)
+            refill(holder, kept)
         for tensor, kept, placed in self._tensors.values():
             with self._torch.inference_mode(tensor.is_inference()), self._torch.no_grad():
                 if placed is not None and _placed(tensor) != placed:  # x.unsqueeze_(0)
@@ -214,12 +216,12 @@ class Inputs:
                     grad.copy_(kept)
 
     def _now(self) -> dict[str, Any]:
-        from .leaves import leaves, memory_of
+        from ..graph.nested import find_leaves, storage_address
 
-        found = leaves(self._args, "argument") | leaves(self._kwargs, "argument")
+        found = find_leaves(self._args, "argument") | find_leaves(self._kwargs, "argument")
         if self._outside is not None:
-            found |= leaves(self._outside.now(), "outside")
-        return {k: v for k, v in found.items() if not (self._torch.is_tensor(v) and memory_of(v) in self._known)}
+            found |= find_leaves(self._outside.values(), "outside")
+        return {k: v for k, v in found.items() if not (self._torch.is_tensor(v) and storage_address(v) in self._known)}
 
 
 def _placed(tensor: Any) -> tuple[Any, ...] | None:
@@ -229,49 +231,15 @@ def _placed(tensor: Any) -> tuple[Any, ...] | None:
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
-def _refilled(holder: Any, kept: Any) -> None:
-    """A list, a set or a dictionary with the very things in it that it held; an array with its values.
-
-    No more is touched than differs: other threads may read meanwhile, and would find it empty.
-    """
-    if hasattr(holder, "dtype"):
-        holder[...] = kept
-    elif isinstance(holder, dict):
-        _refilled_dict(holder, kept)
-    elif not _are_same(list(holder), list(kept)):
-        if isinstance(holder, list):
-            holder[:] = kept
-        else:
-            holder.clear()
-            (holder.update if isinstance(holder, set) else holder.extend)(kept)
-
-
-def _refilled_dict(holder: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    keys = list(holder)
-    if not _are_same(keys[: len(kept)], list(kept)):  # one was taken out, or they stand in another order
-        holder.clear()
-        holder.update(kept)
-        return
-    for key in keys[len(kept) :]:
-        holder.pop(key, None)
-    for key, value in kept.items():
-        if holder.get(key, holder) is not value:
-            holder[key] = value
-
-
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
 def _same(torch: Any, tensor: Any, kept: Any) -> bool:
     """Whether they are known to be equal; not where torch cannot tell."""
     if tensor.dtype != kept.dtype or tensor.layout != kept.layout or tensor.shape != kept.shape:
         return False
     if tensor.layout is torch.strided:
         return _equal(torch, tensor, kept.to(tensor.device))
-    from .leaves import stored
+    from ..graph.nested import sparse_parts
 
-    return all(torch.equal(a, b.to(a.device)) for a, b in zip(stored(tensor), stored(kept), strict=True))
+    return all(torch.equal(a, b.to(a.device)) for a, b in zip(sparse_parts(tensor), sparse_parts(kept), strict=True))
 
 
 def _equal(torch: Any, a: Any, b: Any) -> bool:

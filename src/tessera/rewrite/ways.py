@@ -12,10 +12,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, did_you_mean
+from ..graph.nested import PLAIN_TYPES, map_tensors
 from . import cudagraph
 from .check import Program
 from .inductor import Pass, backend, mode_options
-from .leaves import PLAIN, mapped
 from .reference import Verdict
 from .watch import Found, Watch
 
@@ -120,7 +120,7 @@ def _kept_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copies(output: Any) -> Any:
-    return mapped(torch.clone, output)
+    return map_tensors(torch.clone, output)
 
 
 class Replayed:
@@ -158,7 +158,7 @@ class Replayed:
 
     def _capture(self, leaves: Sequence[Any], spec: Any, key: Any) -> None:
         for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, *PLAIN)):  # the graph would go on reading what it holds today
+            if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)):  # the graph would go on reading what it holds today
                 raise TypeError(f"a graph cannot be given another {type(leaf).__qualname__}")
         self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         args, kwargs = pytree.tree_unflatten(self._inputs, spec)

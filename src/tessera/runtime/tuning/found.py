@@ -38,9 +38,9 @@ def reach(fn: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None 
     """What a call works with: as a capture finds it, in the function and in what it is given."""
     import torch
 
-    from ...graph.stage import reachable
+    from ...graph.surroundings import find_models
 
-    modules, optimizers = reachable(fn, args, dict(kwargs or {}))
+    modules, optimizers = find_models(fn, args, dict(kwargs or {}))
     inner = {id(sub) for m in modules for sub in m.modules() if sub is not m}
     tensors = [t for t in torch.utils._pytree.tree_leaves((args, dict(kwargs or {}))) if torch.is_tensor(t)]
     return Reach(
