@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import random
@@ -18,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import analyze
-from tessera.analyze import critical, temporal
-from tessera.analyze.comms import bus_factor
+from tessera.analyze.collectives import bus_factor
+from tessera.analyze.critical_path import BETWEEN, Walk
 from tessera.analyze.folder import read_folder
 from tessera.analyze.result import Column, Result
 from tessera.analyze.source import Source
@@ -41,6 +42,7 @@ GPT2 = SHARED / "gpt2_train.kineto.json.gz"
 needs_gpt2 = pytest.mark.skipif(not GPT2.exists(), reason="the shared recording is not here")
 T0 = 1_790_000_000_000_000_000
 GAP = 6  # ns: the longest kernel gap in these tests
+BREAKDOWN = importlib.import_module("tessera.analyze.breakdown")  # the attribute of the package is the function
 SILENT = 15
 
 sys.path.insert(0, str(TESTS.parent / "benchmarks" / "fuzz"))
@@ -134,8 +136,8 @@ def part_of(rows: list[dict[str, Any]], host: list[Any], device: int, t: int) ->
 def test_the_parts_of_a_breakdown_are_those_of_every_nanosecond(drawn: Any) -> None:
     rows, host = drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(temporal, "SILENT_NS", SILENT)
-        patch.setattr(temporal, "_BLOCK", 4)
+        patch.setattr(BREAKDOWN, "SILENT_NS", SILENT)
+        patch.setattr(BREAKDOWN, "_BLOCK", 4)
         found = analyze.breakdown(trace=made(rows, host), kernel_gap_s=GAP * 1e-9)
     for device in {r["device"] for r in rows}:
         mine = [r for r in rows if r["device"] == device]
@@ -330,7 +332,7 @@ def test_the_critical_path_is_that_of_a_simulated_program(steps: list[Any]) -> N
 def test_a_critical_path_has_no_holes(drawn: Any) -> None:
     rows, host = drawn
     timeline = made(rows, host)
-    segments = critical.Walk(timeline, {}).path()
+    segments = Walk(timeline, {}).path()
     for a, b in itertools.pairwise(segments):
         assert a[1] == b[0] and a[0] < a[1]
     device = timeline.device_rows
@@ -346,7 +348,7 @@ def test_a_path_over_two_threads_follows_who_woke_whom() -> None:
     b.add("op", "backward", T0 + 101_000, T0 + 300_000, thread=2)
     b.add("op", "optimizer", T0 + 302_000, T0 + 400_000, thread=1)
     found = {r["name"]: r["ns"] for r in analyze.critical_path(b.build()).rows}
-    assert found == {"forward": 100_000, "backward": 199_000, "optimizer": 98_000, critical.BETWEEN: 3_000}
+    assert found == {"forward": 100_000, "backward": 199_000, "optimizer": 98_000, BETWEEN: 3_000}
 
 
 # -- Ranks ----------------------------------------------------------------------------------------------------------

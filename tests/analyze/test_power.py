@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import analyze
+from tessera.analyze.power import TOTAL, PowerResult
 from tessera.analyze.spectrum import BAND_HZ, MIN_POINTS, Even, even_parts, gain, ramps, seen_at_hz, spectrum
 from tessera.analyze.spikes import curve_of
-from tessera.analyze.watts import TOTAL, PowerResult
 from tessera.attribute.response import Response
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.schema import Domain, Hold, Telemetry

@@ -9,10 +9,10 @@ from math import prod
 import numpy as np
 import pytest
 
-from tessera.analyze.calls import calls_of
 from tessera.analyze.ceilings import ceilings, device_of
-from tessera.analyze.roofs import roofline
-from tessera.analyze.warps import divergence, stalls
+from tessera.analyze.kernel_work import calls_of
+from tessera.analyze.roofline import roofline
+from tessera.analyze.stalls import divergence, stalls
 from tessera.attribute.work import work_of
 from tessera.errors import ArgumentError
 from tessera.hardware import lookup

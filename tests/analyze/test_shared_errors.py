@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tessera
 from tessera import analyze
-from tessera.analyze import alike
+from tessera.analyze import prediction_errors
 from tessera.estimate.account import SHARED
 from tessera.report.predict import report_json
 from tessera.schema import EnergyReport
@@ -69,7 +69,9 @@ def test_another_shape_within_the_scatter_is_noise(twenty: EnergyReport) -> None
 
 def test_the_same_prediction_twice_differs_by_nothing(twenty: EnergyReport) -> None:
     found = analyze.diff(twenty, twenty)
-    assert found.total.error_j == pytest.approx(alike.SMALLEST * twenty.total.joules) and not found.significant
+    assert (
+        found.total.error_j == pytest.approx(prediction_errors.SMALLEST * twenty.total.joules) and not found.significant
+    )
     assert not any(r.significant or r.significant_s for r in found.rows)
     assert "no change" in found.verdict().text and "cannot see" not in found.verdict().text
 
@@ -103,7 +105,7 @@ def test_host_bound_predictions_share_their_host() -> None:
     found = analyze.diff(many, few)
     assert found.total.share_s == pytest.approx(-0.1, abs=0.02) and found.total.significant_s
     assert abs(found.total.change_s) < many.prediction.latency_error_s
-    assert analyze.diff(many, many).total.error_s == pytest.approx(alike.SMALLEST * many.total.seconds)
+    assert analyze.diff(many, many).total.error_s == pytest.approx(prediction_errors.SMALLEST * many.total.seconds)
 
 
 KERNELS = st.dictionaries(
@@ -115,11 +117,11 @@ KERNELS = st.dictionaries(
 
 @given(a=KERNELS, b=KERNELS, common=KERNELS)
 def test_a_difference_knows_no_order_and_nothing_of_what_both_have(a: Any, b: Any, common: Any) -> None:
-    one, two, both = alike.Errors(a), alike.Errors(b), alike.Errors(common)
-    wide = alike.difference(one, two)
-    assert alike.difference(two, one) == pytest.approx(wide)
-    assert alike.difference(one + both, two + both) == pytest.approx(wide, abs=1e-12)
-    assert alike.difference(one, one) == (0.0, 0.0)
+    one, two, both = prediction_errors.Errors(a), prediction_errors.Errors(b), prediction_errors.Errors(common)
+    wide = prediction_errors.difference(one, two)
+    assert prediction_errors.difference(two, one) == pytest.approx(wide)
+    assert prediction_errors.difference(one + both, two + both) == pytest.approx(wide, abs=1e-12)
+    assert prediction_errors.difference(one, one) == (0.0, 0.0)
     for which in (0, 1):  # each kind all alike, and of a sign, is the widest there is
         widest = sum(e[which] for e in (*a.values(), *b.values()))
         assert wide[which] <= widest * (1 + 1e-9) + 1e-12

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tessera import graph
-from tessera.analyze.tiles import fused, joined, label, occupancy_pct, operators, tile_of
+from tessera.analyze.graph_profile import fused, joined, label, occupancy_pct, operators, tile_of
 from tessera.errors import ArgumentError
 from tessera.graph.rewrites import Rewrite, listening, ran
 from tessera.timeline import Builder, Launch

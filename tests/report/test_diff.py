@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from report.test_run_report import checked
 from tessera import analyze
-from tessera.analyze.change import Difference
 from tessera.analyze.compare import side_of
-from tessera.analyze.line import Change
+from tessera.analyze.diff import Difference
+from tessera.analyze.diff_rows import Change
 from tessera.analyze.matching import operator
 from tessera.analyze.side import Side
 from tessera.attribute.table import EnergyRow, EnergyTable

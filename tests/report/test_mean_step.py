@@ -11,9 +11,9 @@ import pytest
 
 from report.test_diff import measured, predicted, table
 from tessera import analyze
-from tessera.analyze.alike import watts_error
 from tessera.analyze.answer import answer
 from tessera.analyze.mean_step import counted, dear, mean_of, mean_step
+from tessera.analyze.prediction_errors import watts_error
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.profile.runfile import RunFile
 from tessera.profile.untraced import table_of

@@ -18,12 +18,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console, RenderableType
 
-from tessera.analyze import names
+from tessera.analyze import kernel_names
 from tessera.analyze.answer import answer
 from tessera.analyze.findings import findings
+from tessera.analyze.host_gaps import LAUNCHING, HostGap, host_gaps
 from tessera.analyze.icicle import Node, icicle
 from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
-from tessera.analyze.places import LAUNCHING, HostGap, host_gaps
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
@@ -154,21 +154,21 @@ def array(packed: list[str]) -> Any:
     ],
 )  # fmt: skip
 def test_kernel_names_are_short(name: str, short: str) -> None:
-    assert names.short_name(name) == short
+    assert kernel_names.short_name(name) == short
 
 
 def test_names_that_would_be_the_same_are_numbered() -> None:
     twice = [f"void k<at::native::F<float>, at::OffsetCalculator<{n}> >(int)" for n in (1, 2)]
-    assert list(names.distinct([*twice, twice[0]]).values()) == ["k<F<f32>>", "k<F<f32>> (2)"]
+    assert list(kernel_names.distinct([*twice, twice[0]]).values()) == ["k<F<f32>>", "k<F<f32>> (2)"]
 
 
 def test_a_name_is_cut_in_the_middle() -> None:
-    assert names.fit("abcdefghij", 10) == "abcdefghij"
-    cut = names.fit("nvjet_sm90_tst_192x128_bias_NNT", 16)
+    assert kernel_names.fit("abcdefghij", 10) == "abcdefghij"
+    cut = kernel_names.fit("nvjet_sm90_tst_192x128_bias_NNT", 16)
     assert len(cut) == 16
     assert cut.startswith("nvjet")
     assert cut.endswith("bias_NNT")
-    assert names.fit("abcdef", 2) == "ab"
+    assert kernel_names.fit("abcdef", 2) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_name_is_cut_in_the_middle() -> None:
     ],
 )  # fmt: skip
 def test_what_kernels_do(name: str, kind: str, category: str) -> None:
-    assert names.category(name, kind) == category
+    assert kernel_names.category(name, kind) == category
 
 
 # -- the answer -----------------------------------------------------------------------------------------------------
@@ -796,12 +796,15 @@ def test_joules_are_in_the_unit_of_the_larger() -> None:
 
 def test_names_cut_to_the_same_are_told_apart() -> None:
     long = [f"some_kernel_{'x' * 30}_{n}_{'y' * 60}" for n in range(3)]
-    cut = list(names.fitted(long, 40).values())
+    cut = list(kernel_names.fitted(long, 40).values())
     assert len(set(cut)) == 3
     assert max(map(len, cut)) <= 40
-    assert names.region_name("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__") == "DataLoader.__next__"
-    assert names.region_name("Optimizer.step#AdamW.step") == "AdamW.step"
-    assert names.region_name("forward") == "forward"
+    assert (
+        kernel_names.region_name("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
+        == "DataLoader.__next__"
+    )
+    assert kernel_names.region_name("Optimizer.step#AdamW.step") == "AdamW.step"
+    assert kernel_names.region_name("forward") == "forward"
 
 
 def test_a_run_without_power_says_so(tmp_path: Path) -> None:

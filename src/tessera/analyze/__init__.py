@@ -15,46 +15,61 @@ Each takes a run file, a Kineto trace, a folder of ranks, a session or a timelin
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advice import advise as advise
-    from .allocations import memory as memory
-    from .change import diff as diff
-    from .comms import collectives as collectives
-    from .copies import memcpy as memcpy
-    from .critical import critical_path as critical_path
-    from .roofs import roofline as roofline
-    from .spenders import kernels as kernels
-    from .temporal import breakdown as breakdown
-    from .temporal import overlap as overlap
-    from .warps import divergence as divergence
-    from .warps import stalls as stalls
-    from .watts import power as power
+    from .advise import advise as advise
+    from .breakdown import breakdown as breakdown
+    from .breakdown import overlap as overlap
+    from .collectives import collectives as collectives
+    from .critical_path import critical_path as critical_path
+    from .diff import diff as diff
+    from .kernels import kernels as kernels
+    from .memcpy import memcpy as memcpy
+    from .memory import memory as memory
+    from .power import power as power
+    from .roofline import roofline as roofline
+    from .stalls import divergence as divergence
+    from .stalls import stalls as stalls
 
-# Name -> the module that has the function. No module has the name of a function: importing it would hide the function.
-_WHERE = {
-    "advise": "advice",
-    "breakdown": "temporal",
-    "collectives": "comms",
-    "critical_path": "critical",
-    "diff": "change",
-    "divergence": "warps",
-    "kernels": "spenders",
-    "memcpy": "copies",
-    "memory": "allocations",
-    "overlap": "temporal",
-    "power": "watts",
-    "roofline": "roofs",
-    "stalls": "warps",
+_MODULES = {
+    "advise": "advise",
+    "breakdown": "breakdown",
+    "collectives": "collectives",
+    "critical_path": "critical_path",
+    "diff": "diff",
+    "divergence": "stalls",
+    "kernels": "kernels",
+    "memcpy": "memcpy",
+    "memory": "memory",
+    "overlap": "breakdown",
+    "power": "power",
+    "roofline": "roofline",
+    "stalls": "stalls",
 }
-KINDS = tuple(k for k in _WHERE if k != "diff")
+KINDS = tuple(k for k in _MODULES if k != "diff")
 
-__all__ = ["KINDS", *_WHERE]  # noqa: PLE0604
+__all__ = ["KINDS", *_MODULES]  # noqa: PLE0604
 
-if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+
+class _Analyses(ModuleType):
+    """The type of this package: the module `roofline` never hides the function `roofline`.
+
+    Importing a submodule sets it as an attribute of its package. Here the function wins.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Analyses
+
+if not TYPE_CHECKING:  # a type checker that saw it would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in _WHERE:
-            return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+        if name in _MODULES:
+            return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
         raise AttributeError(f"module 'tessera.analyze' has no attribute {name!r}")

@@ -19,11 +19,11 @@ from ..profile.runfile import RunFile
 from ..schema import Basis, Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
+from .energy_by_time import Shared, Spent, from_stacks, from_summary, weighed
 from .findings import Finding, findings
+from .host_gaps import HostGap, devices, host_gaps
+from .kernel_names import CATEGORIES, category
 from .mean_step import counted, mean_step
-from .names import CATEGORIES, category
-from .places import HostGap, devices, host_gaps
-from .shared import Shared, Spent, from_stacks, from_summary, weighed
 from .slowdown import FIRST, Slowdown, slowdown_of
 from .whole import Outside, Whole, is_partial, outside, whole_of, windows_of
 from .whole import window_of as window_of

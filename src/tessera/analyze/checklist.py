@@ -14,11 +14,11 @@ import numpy as np
 
 from ..record import ON_DEVICE
 from ..schema import PowerEvent, Telemetry
-from .names import short_name
+from .kernel_names import short_name
 from .spikes import Curve, Spike, level_text
 
 if TYPE_CHECKING:
-    from .ties import Alignment, Traffic
+    from .alignment import Alignment, Traffic
 
 Verdict = Literal["yes", "no", "unknown"]
 

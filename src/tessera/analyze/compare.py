@@ -28,11 +28,11 @@ from ..record import KINDS
 from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from ..trace import PowerTrace
-from . import alike
+from . import prediction_errors
+from .diff_notes import past_limit
 from .side import Cell, Side
 from .source import Source, open_source
-from .stepwise import stepped, wall
-from .told import past_limit
+from .step_rows import stepped, wall
 
 if TYPE_CHECKING:
     from ..profile.runfile import RunFile
@@ -49,7 +49,7 @@ _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fie
 
 def compare(before: EnergyReport, after: EnergyReport) -> EnergyDiff:
     """What `EnergyReport.diff` gives: see `tessera.analyze.diff`, which takes runs and tables too."""
-    from .change import diff
+    from .diff import diff
 
     return diff(before, after)
 
@@ -83,7 +83,7 @@ def _of_report(report: EnergyReport) -> Side:
     of, total = report.prediction, report.total
     ops: dict[str, Cell] = {}
     for d in report.descriptors:
-        errors = alike.errors_of([d])
+        errors = prediction_errors.errors_of([d])
         cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind, errors)
         ops[d.subgraph_name] = ops[d.subgraph_name] + cell if d.subgraph_name in ops else cell
     regions = {
@@ -96,13 +96,14 @@ def _of_report(report: EnergyReport) -> Side:
         basis="predicted" if of else report.basis,
         total=Cell(
             total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1,
-            errors=alike.whole_errors(report) if of else None, once=of is None, error_w=alike.watts_error(report),
+            errors=prediction_errors.whole_errors(report) if of else None, once=of is None,
+            error_w=prediction_errors.watts_error(report),
         ),
         span="" if of else "run",
         work={w.unit: w.amount for w in report.work},
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
-        model=alike.model_of(report),
+        model=prediction_errors.model_of(report),
         notes=past_limit(report),
         **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
     )  # fmt: skip

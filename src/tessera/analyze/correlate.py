@@ -21,9 +21,9 @@ from ..schema import PowerEvent, Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
 from . import checklist
+from .alignment import Alignment, Work, boundaries, edge_alignments
 from .checklist import Answer
 from .spikes import Spike, curve_of, find, level_text, threshold_of
-from .ties import Alignment, Work, boundaries, edge_alignments
 
 WITHIN_S = 0.2
 # Above this share of the time a threshold marks a level, not spikes.

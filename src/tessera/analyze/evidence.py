@@ -23,9 +23,9 @@ from ..schema import Telemetry
 from ..timeline.columns import Ints, Timeline
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
-from .calls import Calls, calls_of
 from .ceilings import Ceilings, ceilings, device_of
-from .places import UNFED, Floats, HostGap, row_joules
+from .host_gaps import UNFED, Floats, HostGap, row_joules
+from .kernel_work import Calls, calls_of
 from .slowdown import Slowdown
 
 By = Literal["prediction", "roofline", "counters", "energy table", "experience"]

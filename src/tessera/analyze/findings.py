@@ -18,7 +18,7 @@ from . import rules_host, rules_kernels, rules_warps
 from .evidence import SAVES as SAVES
 from .evidence import Case
 from .evidence import Finding as Finding
-from .places import HostGap
+from .host_gaps import HostGap
 from .slowdown import Slowdown
 
 RULES: tuple[Callable[[Case], Finding | None], ...] = (

@@ -25,7 +25,7 @@ from ..profile.ranks.merge import _concatenated, _files, _load, _settled
 from ..record import CODE, ON_DEVICE, Kind
 from ..timeline import Timeline
 from ..timeline.columns import NONE
-from .comms import ON_HOST
+from .collectives import ON_HOST
 from .source import Source
 
 MOST_WORKERS = 8

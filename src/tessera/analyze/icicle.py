@@ -11,8 +11,8 @@ import numpy as np
 from ..attribute.table import EnergyTable
 from ..record import ON_DEVICE
 from ..timeline.columns import NONE, Ints, Timeline
-from .names import op_name, short_name
-from .places import Floats, region_paths, row_joules
+from .host_gaps import Floats, region_paths, row_joules
+from .kernel_names import op_name, short_name
 
 SMALLEST = 0.0015
 """Share of all joules below which branches of one parent become one: narrower than two pixels."""

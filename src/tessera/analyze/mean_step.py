@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..attribute.table import EnergyRow
 from ..units import format_duration, format_energy
 from .repeats import scatter
-from .stepwise import wall
+from .step_rows import wall
 
 DEAR = 1.5
 """A step is dear where it costs more than this many times the middle one: it compiles, tunes, or waits for a disk."""

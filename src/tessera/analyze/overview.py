@@ -19,7 +19,7 @@ from ..schema import Telemetry
 from ..timeline import stream_names
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
-from .places import Floats, row_joules
+from .host_gaps import Floats, row_joules
 
 POINTS = 6000
 """Points of one line: each of 3000 stretches keeps its lowest and highest, more than a screen has pixels."""

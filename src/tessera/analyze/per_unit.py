@@ -18,7 +18,7 @@ from ..attribute.table import EnergyRow
 from ..errors import ArgumentError
 from .mean_step import MeanStep, counted, mean_of, mean_step
 from .side import OUTSIDE, Cell, Side, Span
-from .stepwise import wall
+from .step_rows import wall
 
 _NAN = float("nan")
 

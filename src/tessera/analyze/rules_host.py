@@ -11,11 +11,11 @@ import numpy as np
 from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
 from ..units import format_duration, format_energy
+from .energy_by_time import FUNCTION
 from .evidence import SAVES, Case, Finding
+from .host_gaps import LAUNCHING, PREPARING, UNFED
+from .kernel_names import short
 from .mean_step import counted, dear
-from .names import short
-from .places import LAUNCHING, PREPARING, UNFED
-from .shared import FUNCTION
 from .spikes import curve_of, find, threshold_of
 
 # Shares of the run's joules below which a finding is not worth a user's time: chosen, not measured.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from .evidence import Case, Finding
-from .names import short
-from .warps import Weighted
+from .kernel_names import short
+from .stalls import Weighted
 
 # Of the run's joules: below it a finding is not worth a user's time. Chosen.
 KERNEL_SHARE = 0.05

@@ -9,8 +9,8 @@ from typing import Literal
 
 from ..attribute.table import EnergyRow
 from ..schema import Basis
-from . import alike
-from .stepwise import Stepped
+from . import prediction_errors
+from .step_rows import Stepped
 
 Span = Literal["run", "trace", ""]
 OUTSIDE = "outside the trace"
@@ -44,7 +44,7 @@ class Cell:
     error_s: float
     calls: float
     kind: str = ""
-    errors: alike.Errors | None = None  # of a prediction: what its half-widths consist of
+    errors: prediction_errors.Errors | None = None  # of a prediction: what its half-widths consist of
     once: bool = False
     runs: Runs | None = None
     error_w: float | None = None
@@ -81,7 +81,7 @@ class Cell:
         return Cell(left_j, level * abs(left_j), max(self.seconds - part.seconds, 0.0), _NAN, 0.0, once=True)
 
 
-ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=alike.NONE)
+ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=prediction_errors.NONE)
 UNSTATED = Cell(_NAN, _NAN, _NAN, _NAN, 0.0, "idle")
 """A row that a side may have spent, and does not tell apart: neither nothing, nor known."""
 

@@ -32,7 +32,7 @@ from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
 from ..timeline.link import steps_of
 from ..trace import PowerTrace, chain
 from ..units import format_duration, format_energy
-from .places import devices
+from .host_gaps import devices
 from .repeats import BLOCKS, between, scatter
 from .whole import accounted_energies
 

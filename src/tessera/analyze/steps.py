@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import ArgumentError, MeasurementError
 from ..graph.rewrites import listening
 from ..profile.session import session
+from .graph_profile import GraphProfile, joined, operators
 from .mean_step import mean_step
-from .tiles import GraphProfile, joined, operators
 
 
 def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: str | None) -> GraphProfile:

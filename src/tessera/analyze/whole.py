@@ -14,8 +14,8 @@ from ..schema import Energy
 from ..timeline.columns import Timeline
 from ..timeline.link import Step
 from ..trace import PowerTrace, chain, column_energies, combine
-from .places import devices
-from .shared import Shared
+from .energy_by_time import Shared
+from .host_gaps import devices
 
 FULLY = 0.98
 """A run of which this much was traced is called traced."""

@@ -15,7 +15,7 @@ from .missing import missing
 from .plain import printable, say, show
 
 if TYPE_CHECKING:
-    from ..analyze.change import Difference, Metric, Verdict
+    from ..analyze.diff import Difference, Metric, Verdict
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 AFTER = "tessera.diff.after"
@@ -86,7 +86,7 @@ def command(
     where both have steps. Exit codes: 0, or 1 when B is worse than --fail-above allows and the difference is
     significant, or 2 when something could not be read.
     """
-    from ..analyze.change import diff
+    from ..analyze.diff import diff
 
     try:
         before, after = _sides(list(files), ctx.meta.get(AFTER))

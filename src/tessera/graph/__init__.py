@@ -12,7 +12,7 @@ from .ir import TensorSpec as TensorSpec
 from .rewrites import Rewrite as Rewrite
 
 if TYPE_CHECKING:
-    from ..analyze.tiles import GraphProfile
+    from ..analyze.graph_profile import GraphProfile
     from ..rewrite.optimize import Optimized
 
 

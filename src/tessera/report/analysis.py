@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.names import fit, short_name
+from ..analyze.kernel_names import fit, short_name
 from ..analyze.result import Column, Result
 from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power, format_temperature
 from .screen import colourless

@@ -6,7 +6,7 @@ from html import escape
 
 from ..analyze.checklist import Answer, told
 from ..analyze.correlate import Correlation
-from ..analyze.names import fit, short
+from ..analyze.kernel_names import fit, short
 from ..analyze.spikes import Spike, level_text
 from ..units import format_duration, format_power
 from .run_parts import prose

@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.change import Difference, Verdict
-from ..analyze.line import Change
-from ..analyze.names import distinct, fit
+from ..analyze.diff import Difference, Verdict
+from ..analyze.diff_rows import Change
+from ..analyze.kernel_names import distinct, fit
 from ..units import (
     format_duration,
     format_energy,

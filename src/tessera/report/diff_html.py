@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from html import escape
 
-from ..analyze.change import Difference, Verdict
-from ..analyze.line import Change
-from ..analyze.names import fit
+from ..analyze.diff import Difference, Verdict
+from ..analyze.diff_rows import Change
+from ..analyze.kernel_names import fit
 from ..units import format_duration
 from .diff import (
     STATES,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.answer import TIME_LIMIT, Answer, answer
-from ..analyze.names import fit, region_name
+from ..analyze.kernel_names import fit, region_name
 from ..analyze.whole import Outside
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile

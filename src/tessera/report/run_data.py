@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..analyze.correlate import Correlation
-from ..analyze.names import CATEGORIES, category, fit, region_name, short
+from ..analyze.kernel_names import CATEGORIES, category, fit, region_name, short
 from ..analyze.overview import Lane, Line, Overview
 from ..timeline.columns import NONE
 from ..units import format_duration, format_power

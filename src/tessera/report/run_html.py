@@ -10,7 +10,7 @@ from html import escape
 from ..analyze.answer import Answer, answer, by_domain, stacks_of
 from ..analyze.correlate import Correlation
 from ..analyze.icicle import Node, icicle, stack_tree
-from ..analyze.names import CATEGORIES, category, fit
+from ..analyze.kernel_names import CATEGORIES, category, fit
 from ..analyze.overview import overview
 from ..analyze.result import Result
 from ..analyze.spikes import level_text

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from ..analyze.answer import Answer
-from ..analyze.names import fit
+from ..analyze.kernel_names import fit
 from ..analyze.result import Result
 from ..analyze.slowdown import Slowdown
 from ..attribute.table import EnergyTable

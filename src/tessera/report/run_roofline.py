@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..analyze.names import CATEGORIES, category, fit, short
+from ..analyze.kernel_names import CATEGORIES, category, fit, short
 from ..analyze.result import Result
 from ..units import format_duration, format_energy
 from .run_parts import head, note, number, prose, si

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analyze.names import fit, short
+from ..analyze.kernel_names import fit, short
 from ..analyze.overview import Line
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 
 from ..analyze.answer import Answer, mean_w
-from ..analyze.names import CATEGORIES, category, fit, fitted, region_name
-from ..analyze.shared import FUNCTION
+from ..analyze.energy_by_time import FUNCTION
+from ..analyze.kernel_names import CATEGORIES, category, fit, fitted, region_name
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_power, format_share
 from .energy import TITLES, idle_row, joules, mark, rest_row, shown_names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..analyze.tiles import GraphProfile, OpProfile
+from ..analyze.graph_profile import GraphProfile, OpProfile
 from ..units import format_duration, format_energy
 from .optimize import line
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..analyze.answer import Answer
-from ..analyze.names import CATEGORIES
+from ..analyze.kernel_names import CATEGORIES
 from ..report.energy import joules
 from ..report.text import with_error
 from ..units import format_duration, format_share

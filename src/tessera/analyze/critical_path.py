@@ -26,8 +26,8 @@ from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.nesting import Nesting
-from .comms import meetings_of
-from .lanes import is_sync, launches, no_device, places
+from .collectives import meetings_of
+from .devices import is_sync, launches, no_device, places
 from .result import Column, Result
 from .source import Progress, open_source
 

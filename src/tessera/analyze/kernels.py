@@ -12,7 +12,7 @@ from ..attribute.table import EnergyRow, EnergyTable
 from ..errors import ArgumentError
 from ..record import KINDS
 from ..timeline.columns import Ints
-from .lanes import no_device, no_power, places
+from .devices import no_device, no_power, places
 from .result import Column, Result
 from .source import Progress, Source, open_source
 

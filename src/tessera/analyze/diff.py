@@ -7,9 +7,9 @@
 
 The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
 same sensors measured (or the same model gave) are off by one factor, and so is their difference. Two predictions for
-one chip err alike where their kernels are alike (`alike.py`). Of steps it contains how they scatter, of every row how
-that row does; of several runs, how those do (`repeats.py`). Two runs without steps, each measured once, have none, and
-nothing is said of noise then: the sensor's error is not how a program scatters.
+one chip err alike where their kernels are alike (`prediction_errors.py`). Of steps it contains how they scatter, of
+every row how that row does; of several runs, how those do (`repeats.py`). Two runs without steps, each
+measured once, have none, and nothing is said of noise then: the sensor's error is not how a program scatters.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..schema import EnergyDiff
 from ..units import format_energy, format_share
 from . import repeats
 from .compare import side_of
-from .line import Change, Lines, common
+from .diff_notes import REPEAT, other_commands, other_machine, told
+from .diff_rows import Change, Lines, common
 from .matching import aligned
 from .mean_step import counted
 from .per_unit import amount, outside_of, rows_of, span_of, total_of, unit_of
 from .side import UNSTATED, Cell, Side, Span
-from .told import REPEAT, other_commands, other_machine, told
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"

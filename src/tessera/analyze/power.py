@@ -20,13 +20,13 @@ from ..schema import Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
 from . import checklist
+from .alignment import Work, boundaries
 from .correlate import WITHIN_S, Correlation, _device_rows, _epoch, _only_gpu, _own_telemetry, correlate
-from .names import short
+from .kernel_names import short
 from .result import Column, Result
 from .source import open_source
 from .spectrum import BAND_HZ, Even, Peak, Ramp, Spectrum, even_parts, gain, ramps, seen_at_hz, spectrum
 from .spikes import NOISE_SIGMAS, Curve, Spike, curve_of, find, threshold_of
-from .ties import Work, boundaries
 
 TOTAL = "all counted"
 # A dominant frequency this near the step rate (or twice, three times it) is it, where the lines are narrower still.

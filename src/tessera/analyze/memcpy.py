@@ -9,7 +9,7 @@ import numpy as np
 from ..record import CODE
 from ..timeline.columns import NONE
 from ..timeline.intervals import covered_ns
-from .lanes import Place, by_launch, no_device, places, spans_of
+from .devices import Place, by_launch, no_device, places, spans_of
 from .result import Column, Result
 from .source import Progress, open_source
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..schema import DiffRow
 from ..units import format_share
-from . import alike, repeats
+from . import prediction_errors, repeats
 from .side import UNSTATED, ZERO, Cell, Side
 
 ROUNDING = 1e-9
@@ -126,13 +126,13 @@ class Lines:
         error_j, error_s = self._apart(a.energy_j, a.error_j, b.energy_j, b.error_j), math.hypot(a.error_s, b.error_s)
         error_w = self._apart(a.power_w, a.power_error_w, b.power_w, b.power_error_w)
         if self.same and a.errors is not None and b.errors is not None:
-            alike_s, alike_j = alike.difference(a.errors, b.errors)
-            alike_s = math.hypot(alike_s, alike.SMALLEST * min(a.seconds, b.seconds))
-            alike_j = math.hypot(alike_j, alike.SMALLEST * min(a.energy_j, b.energy_j))
+            alike_s, alike_j = prediction_errors.difference(a.errors, b.errors)
+            alike_s = math.hypot(alike_s, prediction_errors.SMALLEST * min(a.seconds, b.seconds))
+            alike_j = math.hypot(alike_j, prediction_errors.SMALLEST * min(a.energy_j, b.energy_j))
             # Errors in common never widen a difference.
             if min(a.seconds, b.seconds) > 0:
-                alike_w = alike.difference_w(a.errors, a.power_w, a.seconds, b.errors, b.power_w, b.seconds)
-                error_w = min(error_w, math.hypot(alike_w, alike.SMALLEST * min(a.power_w, b.power_w)))
+                alike_w = prediction_errors.difference_w(a.errors, a.power_w, a.seconds, b.errors, b.power_w, b.seconds)
+                error_w = min(error_w, math.hypot(alike_w, prediction_errors.SMALLEST * min(a.power_w, b.power_w)))
             return min(error_j, alike_j), min(error_s, alike_s), error_w
         return error_j, error_s, error_w
 

@@ -23,7 +23,7 @@ from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.shapes import parse
 from ..timeline.transfers import collective_type
-from .lanes import no_device, places, ranks_of
+from .devices import no_device, places, ranks_of
 from .result import Column, Result
 from .source import Progress, Source, open_source
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
-from .lanes import Place
+from .devices import Place
 from .result import Column, Result
 from .source import Progress, open_source
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..attribute.work import OpWork, work_of
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
-from .names import category
+from .kernel_names import category
 from .outputs import convolutions
 
 Floats = NDArray[np.float64]

@@ -15,7 +15,7 @@ from ..record import ON_DEVICE
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import union
 from ..timeline.nesting import Nesting
-from .names import op_name, region_name
+from .kernel_names import op_name, region_name
 
 Floats = NDArray[np.float64]
 

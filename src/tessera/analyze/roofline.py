@@ -11,9 +11,9 @@ from ..device import Device
 from ..errors import ArgumentError, did_you_mean
 from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
-from .calls import Calls, Floats, calls_of
 from .ceilings import Ceilings, ceilings, device_of
-from .lanes import no_device, no_power
+from .devices import no_device, no_power
+from .kernel_work import Calls, Floats, calls_of
 from .result import Column, Result
 from .source import Progress, open_source
 

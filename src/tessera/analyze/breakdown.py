@@ -31,7 +31,7 @@ from ..record import CODE, ON_DEVICE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import EMPTY, Spans, covered_ns, difference, intersection, union
-from .lanes import NO_ACCELERATOR, SORTS, WHERE, Place, launches, named, no_device, no_power, places, spans_of
+from .devices import NO_ACCELERATOR, SORTS, WHERE, Place, launches, named, no_device, no_power, places, spans_of
 from .result import Column, Result
 from .source import Progress, open_source
 

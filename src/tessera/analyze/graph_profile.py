@@ -25,7 +25,7 @@ from ..record import ON_DEVICE
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links, link
-from .names import category, short
+from .kernel_names import category, short
 
 # Of one SM since Volta (CUDA programming guide, compute capabilities 7.0 to 10.0): registers, threads, blocks; shared
 # memory by what the device properties say, else Hopper's.

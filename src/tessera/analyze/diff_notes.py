@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError
 from ..hardware import lookup
 from ..units import format_duration, format_energy, format_power, format_share
-from .alike import watts_error
-from .line import ROUNDING, Change
-from .names import fit
+from .diff_rows import ROUNDING, Change
+from .kernel_names import fit
+from .prediction_errors import watts_error
 
 if TYPE_CHECKING:
     from ..schema import EnergyReport
-    from .change import Difference, Metric
+    from .diff import Difference, Metric
 
 # A machine that changed moves this share of rows, of their seconds too, by at least this factor; of a few rows nothing
 # can be said.

@@ -16,12 +16,12 @@ from ..timeline.columns import NONE, Timeline
 from ..timeline.intervals import union
 from .answer import by_domain, window_of
 from .ceilings import device_of
+from .devices import no_device, no_power
 from .findings import Finding, findings
-from .lanes import no_device, no_power
-from .places import devices, host_gaps
+from .host_gaps import devices, host_gaps
 from .result import Column, Result
 from .source import Progress, Source, open_source
-from .warps import COMMAND
+from .stalls import COMMAND
 
 NOTHING = "nothing stands out: no change known to us would save a share worth the work"
 

@@ -14,8 +14,8 @@ import numpy as np
 from ..errors import ArgumentError, did_you_mean
 from ..profile.counters.nvidia import STALLS
 from ..timeline.columns import NONE, Ints, Timeline
-from .lanes import no_device
-from .places import region_paths
+from .devices import no_device
+from .host_gaps import region_paths
 from .result import Column, Result
 from .source import Progress, Source, open_source
 
