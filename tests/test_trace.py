@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import MeasurementError, RecordingError
+from tessera.joules import DomainSamples, sum_domains, sum_windows, worst_basis
 from tessera.schema import Basis, Domain, Energy, Gap, Hold
-from tessera.trace import Column, PowerTrace, chain, combine, read_csv, worst_basis
+from tessera.trace import PowerTrace, read_csv
 
 from brute_force import brute
 
@@ -24,14 +25,14 @@ def domain(name: str = "gpu0", **kwargs: object) -> Domain:
     return Domain(name=name, source=kwargs.pop("source", "test"), resolution_s=0.02, **kwargs)  # type: ignore[arg-type]
 
 
-def trace(*columns: Column, end_s: float = 1.0, **kwargs: object) -> PowerTrace:
+def trace(*columns: DomainSamples, end_s: float = 1.0, **kwargs: object) -> PowerTrace:
     return PowerTrace({c.domain.name: c for c in columns}, start_ns=0, end_ns=round(end_s * S), **kwargs)  # type: ignore[arg-type]
 
 
-def square(low: float, high: float, *, n: int = 51, **kwargs: object) -> Column:
+def square(low: float, high: float, *, n: int = 51, **kwargs: object) -> DomainSamples:
     """20 ms samples, alternating every 100 ms."""
     times = np.arange(n) * 20_000_000
-    return Column.of(domain(**kwargs), times, np.where(np.arange(n) // 5 % 2, high, low).astype(float))
+    return DomainSamples.of(domain(**kwargs), times, np.where(np.arange(n) // 5 % 2, high, low).astype(float))
 
 
 # -- energy --------------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def test_energy_is_the_brute_integral_of_the_window_moved_by_the_lag(
     times = np.cumsum([dt for dt, _ in steps]).tolist()
     watts = [w for _, w in steps]
     hold = Hold.MEAN if mean else Hold.LINEAR
-    pwr = trace(Column.of(domain(lag_s=lag_s, hold=hold), times, watts), end_s=times[-1] * 1e-9)
+    pwr = trace(DomainSamples.of(domain(lag_s=lag_s, hold=hold), times, watts), end_s=times[-1] * 1e-9)
     lag_ns = round(lag_s * 1e9)
     at = sorted(round(c * times[-1]) for c in cuts)
     parts = []
@@ -71,13 +72,13 @@ def test_energy_is_the_brute_integral_of_the_window_moved_by_the_lag(
 def test_lag_moves_the_window() -> None:
     times = np.arange(0, 101) * 20_000_000
     seen = np.where(times >= 1.1 * S, 700.0, 100.0)  # a step at 1.0 s, shown 0.1 s late
-    late = trace(Column.of(domain(lag_s=0.1), times, seen), end_s=1.5)
+    late = trace(DomainSamples.of(domain(lag_s=0.1), times, seen), end_s=1.5)
     assert late.energy(end_ns=S).joules == pytest.approx(100.0, abs=7)
     assert late.energy(start_ns=S, end_ns=round(1.5 * S)).joules == pytest.approx(350.0, abs=7)
 
 
 def test_a_gap_is_not_zero_watts() -> None:
-    column = Column.of(domain(), [0, S, 2 * S, 3 * S, 4 * S], [100.0, 100.0, math.nan, 100.0, 100.0])
+    column = DomainSamples.of(domain(), [0, S, 2 * S, 3 * S, 4 * S], [100.0, 100.0, math.nan, 100.0, 100.0])
     pwr = trace(column, end_s=4, gaps=[Gap(domain="gpu0", start_ns=S, end_ns=2 * S, reason="driver restart")])
     energy = pwr.energy()
     assert energy.joules == pytest.approx(300.0)
@@ -88,8 +89,8 @@ def test_a_gap_is_not_zero_watts() -> None:
 
 def test_mean_is_over_what_was_seen_of_each_domain() -> None:
     """A domain that was seen half the time must not double the others."""
-    full = Column.of(domain("gpu0"), [0, 2 * S], [100.0, 100.0])
-    half = Column.of(domain("cpu0"), [0, S], [50.0, 50.0])
+    full = DomainSamples.of(domain("gpu0"), [0, 2 * S], [100.0, 100.0])
+    half = DomainSamples.of(domain("cpu0"), [0, S], [50.0, 50.0])
     pwr = trace(full, half, end_s=2)
     assert pwr.energy().coverage == pytest.approx(0.5)
     assert pwr.mean_w == pytest.approx(150.0)
@@ -129,10 +130,10 @@ def test_one_modelled_part_makes_the_whole_modelled() -> None:
 
 
 def test_combine_of_nothing_says_so() -> None:
-    empty = combine([], 1.0)
+    empty = sum_domains([], 1.0)
     assert (empty.joules, empty.coverage, empty.source) == (0.0, 0.0, "none")
     parts = [Energy(joules=1, error_j=3, seconds=1, source="a"), Energy(joules=2, error_j=4, seconds=1, source="a")]
-    both = combine(parts, 1.0)
+    both = sum_domains(parts, 1.0)
     assert (both.joules, both.error_j, both.source) == (3.0, 5.0, "a")
 
 
@@ -141,7 +142,7 @@ def test_combine_of_nothing_says_so() -> None:
 
 def test_peak_and_crest_of_a_triangle() -> None:
     times = np.arange(5) * S
-    pwr = trace(Column.of(domain(), times, [0.0, 300.0, 0.0, 300.0, 0.0]), end_s=4)
+    pwr = trace(DomainSamples.of(domain(), times, [0.0, 300.0, 0.0, 300.0, 0.0]), end_s=4)
     assert pwr.peak_w == 300.0
     assert pwr.crest_factor() == pytest.approx(math.sqrt(3))  # the rms of a triangle is its peak by root three
 
@@ -151,7 +152,7 @@ def test_crest_of_a_constant_is_one() -> None:
 
 
 def test_crest_of_means_is_that_of_steps() -> None:
-    column = Column.of(domain(hold=Hold.MEAN), [0, S, 2 * S], [math.nan, 100.0, 300.0])
+    column = DomainSamples.of(domain(hold=Hold.MEAN), [0, S, 2 * S], [math.nan, 100.0, 300.0])
     assert trace(column, end_s=2).crest_factor() == pytest.approx(300 / math.sqrt((100**2 + 300**2) / 2))
 
 
@@ -159,7 +160,7 @@ def test_a_gap_has_no_weight_in_the_statistics() -> None:
     """100 W for a second, nothing known for an hour, 300 W for a second."""
     hour = 3600 * S
     times = [0, S, hour - 1, hour, hour + S]
-    pwr = trace(Column.of(domain(), times, [100.0, 100.0, math.nan, 300.0, 300.0]), end_s=3601)
+    pwr = trace(DomainSamples.of(domain(), times, [100.0, 100.0, math.nan, 300.0, 300.0]), end_s=3601)
     assert pwr.crest_factor() == pytest.approx(300 / math.sqrt((100**2 + 300**2) / 2), rel=1e-6)
     assert pwr.percentile(25) == pytest.approx(100.0)
     assert pwr.percentile(75) == pytest.approx(300.0)
@@ -170,7 +171,7 @@ def test_percentile_is_weighted_by_time_not_by_samples() -> None:
     burst = np.linspace(0, 1.0, 100)
     rest = np.linspace(1.01, 10.0, 10)
     times = (np.concatenate([burst, rest]) * 1e9).astype(np.int64)
-    pwr = trace(Column.of(domain(), times, np.r_[np.full(100, 700.0), np.full(10, 100.0)]), end_s=10)
+    pwr = trace(DomainSamples.of(domain(), times, np.r_[np.full(100, 700.0), np.full(10, 100.0)]), end_s=10)
     assert pwr.percentile(50) == pytest.approx(100.0)
     assert pwr.percentile(85) == pytest.approx(100.0, abs=20)
     assert pwr.percentile(96) == pytest.approx(700.0)
@@ -180,21 +181,21 @@ def test_percentile_is_weighted_by_time_not_by_samples() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(1, 1000), min_size=2, max_size=30), st.floats(0, 100), st.floats(0, 100))
 def test_percentiles_rise_and_stay_within_the_samples(watts: list[float], q: float, r: float) -> None:
-    pwr = trace(Column.of(domain(), np.arange(len(watts)) * 20_000_000, watts))
+    pwr = trace(DomainSamples.of(domain(), np.arange(len(watts)) * 20_000_000, watts))
     low, high = (pwr.percentile(v) for v in sorted((q, r)))
     assert low is not None and high is not None
     assert min(watts) - 1e-9 <= low <= high <= max(watts) + 1e-9
 
 
 def test_percentile_of_a_ramp_is_its_share() -> None:
-    pwr = trace(Column.of(domain(), np.arange(1001) * 1_000_000, np.linspace(0, 1000, 1001)))
+    pwr = trace(DomainSamples.of(domain(), np.arange(1001) * 1_000_000, np.linspace(0, 1000, 1001)))
     for q in (5, 50, 90):
         assert pwr.percentile(q) == pytest.approx(10 * q, abs=2)
 
 
 def test_total_adds_domains_of_different_rates_where_both_are_known() -> None:
-    fast = Column.of(domain("gpu0"), np.arange(0, 101) * 10_000_000, np.linspace(0, 100, 101))
-    slow = Column.of(domain("cpu0", hold=Hold.MEAN), [S // 10, S // 2, 9 * S // 10], [math.nan, 50.0, 70.0])
+    fast = DomainSamples.of(domain("gpu0"), np.arange(0, 101) * 10_000_000, np.linspace(0, 100, 101))
+    slow = DomainSamples.of(domain("cpu0", hold=Hold.MEAN), [S // 10, S // 2, 9 * S // 10], [math.nan, 50.0, 70.0])
     times, watts = trace(fast, slow).total()
     assert times[0] == S // 10 and times[-1] == 9 * S // 10
     assert np.all(np.diff(times) > 0)
@@ -206,8 +207,8 @@ def test_the_total_of_lagging_domains_lines_up() -> None:
     """Two sensors show the same 1 s pulse, one of them 0.2 s late: the sum is one pulse of double height."""
     t = np.arange(0, 201) * 20_000_000
     pulse = lambda x: np.where((x >= S) & (x < 2 * S), 500.0, 100.0)  # noqa: E731
-    prompt = Column.of(domain("gpu0"), t, pulse(t))
-    late = Column.of(domain("gpu1", lag_s=0.2), t, pulse(t - S // 5))
+    prompt = DomainSamples.of(domain("gpu0"), t, pulse(t))
+    late = DomainSamples.of(domain("gpu1", lag_s=0.2), t, pulse(t - S // 5))
     pwr = trace(prompt, late, end_s=4)
     assert pwr.peak_w == 1000.0
     assert set(np.round(pwr.total()[1]).tolist()) == {200.0, 1000.0}
@@ -225,7 +226,7 @@ def test_statistics_of_several_domains() -> None:
 
 @pytest.mark.parametrize("hold", list(Hold))
 def test_a_domain_that_never_answered_does_not_break_the_others(hold: Hold) -> None:
-    dead = Column.of(domain("gpu1", hold=hold), [0, S], [math.nan, math.nan])
+    dead = DomainSamples.of(domain("gpu1", hold=hold), [0, S], [math.nan, math.nan])
     pwr = trace(square(100, 300), dead)
     assert pwr.peak_w == 300.0
     assert pwr.percentile(100) == 300.0
@@ -235,7 +236,7 @@ def test_a_domain_that_never_answered_does_not_break_the_others(hold: Hold) -> N
 
 
 def test_an_empty_trace_knows_nothing() -> None:
-    for pwr in (trace(), trace(Column.of(domain(), [], []))):
+    for pwr in (trace(), trace(DomainSamples.of(domain(), [], []))):
         assert pwr.peak_w is None
         assert pwr.mean_w is None
         assert pwr.percentile(50) is None
@@ -243,21 +244,21 @@ def test_an_empty_trace_knows_nothing() -> None:
         assert pwr.true_resolution_ms is None
         assert not pwr.energy_j > 0
         assert pwr.energy().coverage == 0.0
-    one = trace(Column.of(domain(), [5], [100.0]))
+    one = trace(DomainSamples.of(domain(), [5], [100.0]))
     assert (one.peak_w, one.percentile(50), one.crest_factor()) == (100.0, 100.0, None)
 
 
 def test_the_resolution_is_that_of_the_slowest_counted_domain() -> None:
-    fast, slow = square(1, 2), Column.of(domain("cpu0"), np.arange(5) * S // 10, np.ones(5))
-    hidden = Column.of(domain("gpu0.memory", counted=False), [0, S], [1.0, 1.0])
+    fast, slow = square(1, 2), DomainSamples.of(domain("cpu0"), np.arange(5) * S // 10, np.ones(5))
+    hidden = DomainSamples.of(domain("gpu0.memory", counted=False), [0, S], [1.0, 1.0])
     assert trace(fast, slow, hidden).true_resolution_ms == pytest.approx(100.0)
     assert trace(fast).true_resolution_ms == pytest.approx(20.0)
 
 
 def test_the_resolution_is_never_finer_than_the_sensor() -> None:
-    short = Column.of(domain(), [0, 3_000_000], [100.0, 101.0])  # a block of 3 ms, read at its end
+    short = DomainSamples.of(domain(), [0, 3_000_000], [100.0, 101.0])  # a block of 3 ms, read at its end
     assert trace(short).true_resolution_ms == pytest.approx(20.0)
-    slow = Column.of(domain(), [0, 30_000_000], [100.0, 101.0])
+    slow = DomainSamples.of(domain(), [0, 30_000_000], [100.0, 101.0])
     assert trace(slow).true_resolution_ms == pytest.approx(30.0), "what was really had may be coarser"
 
 
@@ -266,12 +267,13 @@ def test_the_resolution_is_never_finer_than_the_sensor() -> None:
 
 def test_csv_round_trip(tmp_path: Path) -> None:
     offset = 1_790_000_000 * S
-    one = Column.of(domain(), [0, 20_000_000, 40_123_000], [100.0, math.nan, 300.25])
-    two = Column.of(domain("cpu,0"), [1_000], [7.125])
-    pwr = trace(one, two, epoch_offset_ns=offset)
+    times = [offset, offset + 20_000_000, offset + 40_123_000]
+    one = DomainSamples.of(domain(), times, [100.0, math.nan, 300.25])
+    two = DomainSamples.of(domain("cpu,0"), [1_000], [7.125])
+    pwr = trace(one, two)
     back = read_csv(pwr.to_csv(tmp_path / "power.csv"))
     assert set(back) == {"gpu0", "cpu,0"}
-    assert back["gpu0"][0].tolist() == [offset, offset + 20_000_000, offset + 40_123_000]
+    assert back["gpu0"][0].tolist() == times
     assert back["gpu0"][1].tolist() == pytest.approx([100.0, math.nan, 300.25], nan_ok=True)  # a gap stays a gap
     assert back["cpu,0"][1].tolist() == [7.125]
 
@@ -313,12 +315,12 @@ def test_a_missing_file_is_a_recording_error(tmp_path: Path) -> None:
 
 
 def test_frame() -> None:
-    pwr = trace(square(100, 300), Column.of(domain("cpu0"), [5_000], [7.0]), epoch_offset_ns=S)
+    pwr = trace(square(100, 300), DomainSamples.of(domain("cpu0"), [5_000], [7.0]))
     frame = pwr.to_frame()
     assert list(frame.columns) == ["time_ns", "epoch_us", "domain", "watts"]
     assert len(frame) == 52
     row = frame[frame.domain == "cpu0"].iloc[0]
-    assert (row.time_ns, row.epoch_us, row.watts) == (5_000, 1_000_005, 7.0)
+    assert (row.time_ns, row.epoch_us, row.watts) == (5_000, 5, 7.0)
     assert list(trace().to_frame().columns) == ["time_ns", "epoch_us", "domain", "watts"]
 
 
@@ -327,14 +329,14 @@ def test_repr_names_the_domains() -> None:
 
 
 def test_the_peak_of_means_is_of_the_trace_and_not_of_before_it() -> None:
-    column = Column.of(domain(hold=Hold.MEAN), [S, 2 * S, 3 * S], [500.0, 10.0, 12.0])
+    column = DomainSamples.of(domain(hold=Hold.MEAN), [S, 2 * S, 3 * S], [500.0, 10.0, 12.0])
     assert PowerTrace({"gpu0": column}, start_ns=S + 50_000_000, end_ns=3 * S).peak_w == 12.0
 
 
 def test_windows_of_which_nothing_is_known_widen_the_error_of_a_chain() -> None:
     known = Energy(joules=5.0, error_j=0.1, seconds=1.0, source="x")
     unknown = Energy(joules=math.nan, error_j=math.nan, seconds=9.0, source="x", coverage=0.0)
-    whole = chain([known, unknown])
+    whole = sum_windows([known, unknown])
     assert whole.joules == 5.0
     assert whole.error_j >= 45.0
     assert whole.coverage == pytest.approx(0.1)

@@ -260,9 +260,8 @@ def record(name: str, seconds: float, seed: int) -> dict[str, Any]:
     found["steady"] = {n: read() for n, read in alone.items()}
     found["bursts"] = {n: read() for n, read in bursty.items()}
     column = trace.columns["gpu0"]
-    offset = trace.epoch_offset_ns
-    found["start_ns"], found["end_ns"] = trace.start_ns + offset, trace.end_ns + offset
-    found["samples"] = [[int(t) + offset, float(w)] for t, w in zip(column.times_ns, column.watts, strict=True)]
+    found["start_ns"], found["end_ns"] = trace.start_ns, trace.end_ns
+    found["samples"] = [[int(t), float(w)] for t, w in zip(column.times_ns, column.watts, strict=True)]
     found["total"] = {"joules": scope.joules, "error_j": scope.error_j, "source": "scope"}
     found["runs"] = runs
     found["kernels"] = kernels_of(profiler)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from fit_response import RECORDING, load, tick_times
+from tessera.joules import DomainSamples
 from tessera.sensors._nvml_counter import COUNTER_LAG_NS
 from tessera.sensors._nvml_power import RingReader
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     domain = RingReader(None, None).domain("NVIDIA H200", "")
     ring = data["ring"]
     trace = PowerTrace(
-        {"gpu0": Column.of(domain, np.round(ring[:, 0] * 1e6).astype(np.int64), ring[:, 1])},
+        {"gpu0": DomainSamples.of(domain, np.round(ring[:, 0] * 1e6).astype(np.int64), ring[:, 1])},
         start_ns=int(ring[0, 0] * 1e6), end_ns=int(ring[-1, 0] * 1e6),
     )  # fmt: skip
     ticks = np.round(tick_times(data["ticks"])[0] * 1e6).astype(np.int64) - COUNTER_LAG_NS

@@ -26,10 +26,11 @@ from tessera.attribute import response as response_module
 from tessera.attribute.response import Response, response_of
 from tessera.attribute.solve import _Problem, attribute
 from tessera.attribute.table import EnergyTable
+from tessera.joules import DomainSamples
 from tessera.record import CODE
 from tessera.schema import Domain
 from tessera.timeline import Builder, Launch, Timeline
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 # Which kernels a load launches: parts of their names, or of name and grid. Memsets belong to the kernel they go before.
 LOADS = {
@@ -90,7 +91,7 @@ def timeline_of(found: dict[str, Any]) -> Timeline:
 
 def power_of(found: dict[str, Any]) -> PowerTrace:
     times = np.array([int(t) for t, _ in found["samples"]])
-    column = Column.of(RING, times, np.array([w for _, w in found["samples"]]))
+    column = DomainSamples.of(RING, times, np.array([w for _, w in found["samples"]]))
     return PowerTrace({"gpu0": column}, start_ns=found["start_ns"], end_ns=found["end_ns"])
 
 

@@ -14,7 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NewType
 
+EpochNs = NewType("EpochNs", int)
+"""Nanoseconds of the wall clock (Unix epoch): the clock of everything recorded. A monotonic time is a plain int."""
 NS_PER_S = 1_000_000_000
 
 # NTP slews at most 500 ppm (man 2 adjtimex), i.e. 0.5 ms between our reads a second apart. Anything above 20 ms
@@ -96,6 +99,6 @@ class EpochMap:
             return earlier
         return current
 
-    def to_epoch(self, monotonic_ns: int) -> int:
+    def to_epoch(self, monotonic_ns: int) -> EpochNs:
         """Wall-clock nanoseconds of a monotonic time, by the present offset."""
-        return monotonic_ns + self.offset_ns
+        return EpochNs(monotonic_ns + self.offset_ns)

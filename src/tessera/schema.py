@@ -82,6 +82,11 @@ class Gap:
     end_ns: int | None
     reason: str
 
+    def shift(self, offset_ns: int) -> Gap:
+        """The same gap on another clock."""
+        end_ns = None if self.end_ns is None else self.end_ns + offset_ns
+        return dataclasses.replace(self, start_ns=self.start_ns + offset_ns, end_ns=end_ns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerEvent:

@@ -3,59 +3,38 @@
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .errors import MeasurementError, MissingExtra, RecordingError
-from .integral import Floats, Ints, Mark, accumulate, mark, window_error_j
-from .schema import Basis, Domain, Energy, Gap, Hold
+from .clock import EpochNs
+from .errors import MeasurementError, MissingExtra, RecordingError, did_you_mean
+from .integral import Floats, Ints
+from .joules import BASES, DomainSamples, sum_domains, worst_basis
+from .schema import Basis, Domain, Energy, Gap, Hold, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
 """What every power log has; ours says in a fourth column, `basis`, whether it was measured or modelled."""
-# Seen all but for the rounding of edges: not worth a wider interval.
-FULL = 0.995
-BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated")
-
 
 MOST_NS, MOST_W = 1 << 62, 1e12
 """What is beyond is damage: times whose differences would not fit into 64 bits, watts beyond any power grid's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """The samples of one domain. `peaks_w` is the highest power each sample stands for (itself, when not merged)."""
-
-    domain: Domain
-    times_ns: Ints
-    watts: Floats
-    peaks_w: Floats
-
-    @classmethod
-    def of(cls, domain: Domain, times_ns: Sequence[int] | Ints, watts: Sequence[float] | Floats) -> Column:
-        """A column of plain samples."""
-        w = np.asarray(watts, dtype=np.float64)
-        return cls(domain, np.asarray(times_ns, dtype=np.int64), w, w)
-
-
 class PowerTrace:
     """Watts over time. Samples are what the sensor really had: a repeated reading is never a sample.
 
-    Totals and statistics are over the counted domains together (`domain=` picks one). Times in the columns are
-    those of the sensor; integrals correct them for its lag.
+    Totals and statistics are over the counted domains together (`domain=` picks one). Times are
+    epoch nanoseconds, as the sensor gave them; integrals correct them for its lag.
     """
 
     def __init__(
         self,
-        columns: Mapping[str, Column],
+        columns: Mapping[str, DomainSamples],
         *,
         start_ns: int,
         end_ns: int,
-        epoch_offset_ns: int = 0,
         gaps: Sequence[Gap] = (),
         asked_ms: float | None = None,
     ) -> None:
@@ -63,29 +42,32 @@ class PowerTrace:
         self._start_ns = start_ns
         self._end_ns = end_ns
         self._gaps = tuple(gaps)
-        self.epoch_offset_ns = epoch_offset_ns
         self.asked_ms = asked_ms
 
     # What a live trace overrides: everything else is computed from these.
     @property
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Mapping[str, DomainSamples]:
         """The samples by domain."""
         return self._columns
 
     @property
-    def start_ns(self) -> int:
-        """Monotonic start of the trace."""
-        return self._start_ns
+    def start_ns(self) -> EpochNs:
+        """Start of the trace."""
+        return EpochNs(self._start_ns)
 
     @property
-    def end_ns(self) -> int:
-        """Monotonic end of the trace."""
-        return self._end_ns
+    def end_ns(self) -> EpochNs:
+        """End of the trace."""
+        return EpochNs(self._end_ns)
 
     @property
     def gaps(self) -> Sequence[Gap]:
         """Stretches without data, each with its reason."""
         return self._gaps
+
+    def telemetry(self, domain: str) -> list[Telemetry]:
+        """Clocks, temperature, throttling recorded beside the samples of a domain; a live trace has them."""
+        return []
 
     @property
     def seconds(self) -> float:
@@ -112,13 +94,16 @@ class PowerTrace:
         """Either "measured", or "modelled"/"simulated" as soon as one counted domain is."""
         return worst_basis(c.domain.basis for c in self._counted(None))
 
-    def _counted(self, domain: str | None) -> list[Column]:
+    @property
+    def is_counted(self) -> bool:
+        """Whether any domain adds to the total."""
+        return any(c.domain.counted for c in self.columns.values())
+
+    def _counted(self, domain: str | None) -> list[DomainSamples]:
         columns = self.columns
         if domain is None:
             return [c for c in columns.values() if c.domain.counted]
         if domain not in columns:
-            from .errors import did_you_mean
-
             raise MeasurementError(
                 f"this trace has no domain {domain!r}{did_you_mean(domain, columns)}",
                 fix=f"one of: {', '.join(columns) or 'none was recorded'}",
@@ -137,10 +122,10 @@ class PowerTrace:
         grid = _shared_grid(moved)
         return grid, np.sum([_resample(t, c, grid) for t, c in moved], axis=0)
 
-    def _moved(self, domain: str | None) -> list[tuple[Ints, Column]]:
+    def _moved(self, domain: str | None) -> list[tuple[Ints, DomainSamples]]:
         """The columns that know anything at all, with their times moved back by the lag."""
         known = [c for c in self._counted(domain) if not np.all(np.isnan(c.watts))]
-        return [(c.times_ns - round(c.domain.lag_s * 1e9), c) for c in known]
+        return [(c.times_ns - c.lag_ns, c) for c in known]
 
     def _pieces(self, domain: str | None) -> tuple[Floats, Floats, Floats]:
         """Seconds, and watts at both ends, of the stretches over which every domain is known."""
@@ -172,7 +157,7 @@ class PowerTrace:
     @property
     def mean_w(self) -> float | None:
         """Mean power over the time that was seen: of each domain over what was seen of it, added up."""
-        parts = [column_energy(c, self.start_ns, self.end_ns) for c in self._counted(None)]
+        parts = [c.energy(self.start_ns, self.end_ns) for c in self._counted(None)]
         known = [e.joules / (e.seconds * e.coverage) for e in parts if e.seconds * e.coverage > 0]
         return sum(known) if known else None
 
@@ -190,7 +175,7 @@ class PowerTrace:
         """Joules between two times (the whole trace by default), lag-corrected and exact at the edges."""
         begin = self.start_ns if start_ns is None else start_ns
         end = self.end_ns if end_ns is None else end_ns
-        return combine([column_energy(c, begin, end) for c in self._counted(domain)], (end - begin) * 1e-9)
+        return sum_domains([c.energy(begin, end) for c in self._counted(domain)], (end - begin) * 1e-9)
 
     def percentile(self, q: float, domain: str | None = None) -> float | None:
         """Power that is not exceeded q% of the time (weighted by time: samples are not evenly spaced)."""
@@ -224,7 +209,7 @@ class PowerTrace:
             for name, column in self.columns.items():
                 for t, w in zip(column.times_ns.tolist(), column.watts.tolist(), strict=True):
                     # "nan" ends a gap: nothing is known since the sample before.
-                    out.writerow(((t + self.epoch_offset_ns) // 1000, name, f"{w:.3f}", column.domain.basis))
+                    out.writerow((t // 1000, name, f"{w:.3f}", column.domain.basis))
         return target
 
     def to_frame(self) -> Any:
@@ -237,7 +222,7 @@ class PowerTrace:
             pd.DataFrame(
                 {
                     "time_ns": c.times_ns,
-                    "epoch_us": (c.times_ns + self.epoch_offset_ns) // 1000,
+                    "epoch_us": c.times_ns // 1000,
                     "domain": name,
                     "watts": c.watts,
                 }
@@ -298,85 +283,7 @@ def _csv_sample(row: Mapping[str, str]) -> tuple[int, float]:
     return time_ns, watts
 
 
-def column_energy(column: Column, start_ns: int, end_ns: int) -> Energy:
-    """Joules of one domain between two times."""
-    return column_energies(column, [(start_ns, end_ns)])[0]
-
-
-def column_energies(column: Column, spans: Sequence[tuple[int, int]]) -> list[Energy]:
-    """Joules of one domain in each of some stretches of time; its samples are summed up once for all of them."""
-    d = column.domain
-    mean = d.hold is Hold.MEAN
-    lag_ns = round(d.lag_s * 1e9)
-    sums = accumulate(column.times_ns, column.watts, mean=mean, noise=d.sample_noise)
-
-    def at(time_ns: int) -> Mark:
-        return mark(column.times_ns, column.watts, sums, time_ns + lag_ns, mean=mean)
-
-    return [energy_between(d, at(start), at(end), max(end - start, 0) * 1e-9) for start, end in spans]
-
-
-def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> Energy:
-    """Joules of one domain between two marks. A window of which nothing was seen has NaN joules, not 0."""
-    covered_s = end.covered_s - start.covered_s
-    coverage = min(max(covered_s / seconds, 0.0), 1.0) if seconds > 0 else 0.0
-    unseen_s = (1.0 - coverage) * seconds if coverage < FULL else 0.0
-    unknown = coverage <= 0.0 and seconds > 0
-    error_j = window_error_j(start, end, gain_error=domain.gain_error, blur_s=domain.blur_s, unseen_s=unseen_s)
-    return Energy(
-        joules=math.nan if unknown else max(end.joules - start.joules, 0.0),
-        error_j=math.nan if unknown else error_j,
-        seconds=seconds,
-        source=domain.source,
-        coverage=coverage,
-        basis=domain.basis,
-    )
-
-
-def combine(parts: Sequence[Energy], seconds: float) -> Energy:
-    """The sum of several domains over one window. Their errors are independent, so they add in quadrature.
-
-    A domain of which nothing is known (NaN) is left out, and the error widened by what the others drew on average.
-    """
-    known = [p for p in parts if not math.isnan(p.joules)]
-    joules = sum(p.joules for p in known)
-    missing_j = (len(parts) - len(known)) * joules / len(known) if known else 0.0
-    nothing = bool(parts) and not known
-    return Energy(
-        joules=math.nan if nothing else float(joules),
-        error_j=math.nan if nothing else float(np.sqrt(sum(p.error_j**2 for p in known))) + missing_j,
-        seconds=seconds,
-        source="+".join(dict.fromkeys(p.source for p in parts)) or "none",
-        coverage=min((p.coverage for p in parts), default=0.0),
-        basis=worst_basis(p.basis for p in parts),
-    )
-
-
-def chain(parts: Sequence[Energy]) -> Energy:
-    """The sum of one thing over several windows of time, errors in quadrature.
-
-    Windows of which nothing is known lower the coverage and widen the error by what the others drew.
-    """
-    known = [p for p in parts if not math.isnan(p.joules)]
-    seconds, known_s = sum(p.seconds for p in parts), sum(p.seconds for p in known)
-    joules = sum(p.joules for p in known)
-    unknown_j = joules / known_s * (seconds - known_s) if known_s > 0 else 0.0
-    return Energy(
-        joules=joules if known else math.nan,
-        error_j=sum(p.error_j**2 for p in known) ** 0.5 + unknown_j if known else math.nan,
-        seconds=seconds,
-        source=parts[-1].source,
-        coverage=sum(p.coverage * p.seconds for p in parts) / seconds if seconds > 0 else 0.0,
-        basis=worst_basis(p.basis for p in parts),
-    )
-
-
-def worst_basis(bases: Iterable[Basis]) -> Basis:
-    """One modelled or simulated part makes the whole so."""
-    return max(bases, key=BASES.index, default="measured")
-
-
-def _spacing_ms(column: Column) -> float | None:
+def _spacing_ms(column: DomainSamples) -> float | None:
     """Median spacing of a column's samples, and no less than the sensor's period.
 
     The sensor is read once more where a block ends: in a short block that spacing is the block's, not the sensor's.
@@ -387,14 +294,14 @@ def _spacing_ms(column: Column) -> float | None:
     return max(float(np.median(np.diff(known)) * 1e-6), column.domain.resolution_s * 1e3)
 
 
-def _shared_grid(moved: Sequence[tuple[Ints, Column]]) -> Ints:
+def _shared_grid(moved: Sequence[tuple[Ints, DomainSamples]]) -> Ints:
     """All the sample times at which every column has begun and none has ended."""
     grid = np.unique(np.concatenate([t for t, _ in moved]))
     shared: Ints = grid[(grid >= max(t[0] for t, _ in moved)) & (grid <= min(t[-1] for t, _ in moved))]
     return shared
 
 
-def _between(times_ns: Ints, column: Column, grid: Ints) -> tuple[Floats, Floats]:
+def _between(times_ns: Ints, column: DomainSamples, grid: Ints) -> tuple[Floats, Floats]:
     """Watts at both ends of each step of a grid within the samples; NaN where nothing is known."""
     i = np.searchsorted(times_ns, grid[1:], side="left")
     w0, w1 = column.watts[i - 1], column.watts[i]
@@ -405,7 +312,7 @@ def _between(times_ns: Ints, column: Column, grid: Ints) -> tuple[Floats, Floats
     return w0 * (1.0 - begin) + w1 * begin, w0 * (1.0 - end) + w1 * end  # in this form exact at the samples
 
 
-def _resample(times_ns: Ints, column: Column, grid: Ints) -> Floats:
+def _resample(times_ns: Ints, column: DomainSamples, grid: Ints) -> Floats:
     known = ~np.isnan(column.watts)
     if column.domain.hold is Hold.MEAN:
         i = np.clip(np.searchsorted(times_ns[known], grid, side="left"), 0, int(known.sum()) - 1)

@@ -13,10 +13,11 @@ from tessera.analyze.findings import RULES
 from tessera.analyze.slowdown import EVENT_S
 from tessera.analyze.source import Source
 from tessera.estimate.predict import GAP_S
+from tessera.joules import DomainSamples
 from tessera.report.analysis import text
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline, kineto
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 from places import REPOSITORY
 
@@ -208,7 +209,7 @@ def test_a_power_limit_is_weighed_against_a_lower_cap():
 
 def powered(watts: np.ndarray, script: Script) -> Source:
     times = T0 + np.arange(len(watts)) * 20_000_000
-    trace = PowerTrace({"gpu0": Column.of(RING, times, watts)}, start_ns=T0, end_ns=int(times[-1]))
+    trace = PowerTrace({"gpu0": DomainSamples.of(RING, times, watts)}, start_ns=T0, end_ns=int(times[-1]))
     return Source("run", script.build(), trace)
 
 
@@ -280,7 +281,7 @@ def test_a_recorded_training_is_told_to_pad_its_vocabulary():
     samples = json.loads((SHARED / "gpt2_train.power.json").read_text())["samples_mw"]
     times, milliwatts = (np.array(v) for v in zip(*samples, strict=True))
     trace = PowerTrace(
-        {"gpu0": Column.of(RING, times * 1000, milliwatts / 1e3)}, start_ns=int(times[0]) * 1000,
+        {"gpu0": DomainSamples.of(RING, times * 1000, milliwatts / 1e3)}, start_ns=int(times[0]) * 1000,
         end_ns=int(times[-1]) * 1000,
     )  # fmt: skip
     rows = found(Source("gpt2", kineto.read(SHARED / "gpt2_train.kineto.json.gz"), trace))

@@ -27,11 +27,11 @@ from tessera.analyze.source import Source
 from tessera.attribute.table import EnergyTable
 from tessera.cli.analyze import command, typed
 from tessera.errors import ArgumentError, RecordingError
+from tessera.joules import DomainSamples as Samples
 from tessera.profile.runfile import RunFile
 from tessera.report import analysis
 from tessera.schema import Domain
 from tessera.timeline import Builder, Launch, Timeline, kineto
-from tessera.trace import Column as Samples
 from tessera.trace import PowerTrace
 
 from places import TESTS

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tessera.analyze.correlate import Correlation, correlate
 from tessera.analyze.spikes import Chance, curve_of, find, level_text, p_values, threshold_of
 from tessera.errors import ArgumentError, MeasurementError
+from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold, PowerEvent, Telemetry
 from tessera.sensors._nvml_power import RING_BLUR_S, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
 from tessera.timeline import Builder, Launch, Timeline
 from tessera.timeline.intervals import union
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 from places import REPOSITORY
 
 T0 = 1_790_000_000_000_000_000  # epoch
-OFFSET = T0 - 5_000_000_000  # epoch less monotonic: the trace's own times begin at 5 s
 MS = 1_000_000
 RECORDING = REPOSITORY.parent / "shared" / "h200"
 RING = Domain(
@@ -46,9 +46,8 @@ def power(levels: Sequence[tuple[float, float, float]], seconds: float, *, base_
     times = np.arange(0, round(seconds * 1000) + 40, 20) + rng.integers(-2, 3, (round(seconds * 1000) + 40 + 19) // 20)
     at = np.clip(times + 100 - round(domain.lag_s * 1000), 0, len(grid) - 1)
     watts = seen[at] * (1.0 + rng.normal(0.0, noise, len(times)))
-    ns = T0 - OFFSET + times * MS
-    return PowerTrace({domain.name: Column.of(domain, ns, watts)}, start_ns=int(ns[0]), end_ns=int(ns[-1]),
-                      epoch_offset_ns=OFFSET)  # fmt: skip
+    ns = T0 + times * MS
+    return PowerTrace({domain.name: DomainSamples.of(domain, ns, watts)}, start_ns=int(ns[0]), end_ns=int(ns[-1]))
 
 
 def timeline(seconds: float, collectives: Intervals = (), copies: Intervals = (), step_s: float = 0.01) -> Timeline:
@@ -108,9 +107,9 @@ def test_every_burst_is_one_spike_where_it_was(seed: int, count: int, watts: flo
 
 
 def test_a_dip_within_the_noise_does_not_split_a_spike() -> None:
-    times = T0 - OFFSET + np.arange(12) * 20 * MS
+    times = T0 + np.arange(12) * 20 * MS
     watts = np.array([400, 400, 600, 599, 590, 601, 600, 400, 400, 600, 400, 400.0])
-    trace = PowerTrace({"gpu0": Column.of(RING, times, watts)}, start_ns=0, end_ns=1, epoch_offset_ns=OFFSET)
+    trace = PowerTrace({"gpu0": DomainSamples.of(RING, times, watts)}, start_ns=0, end_ns=1)
     spikes = find(curve_of(trace, None, T0 - 10**9, T0 + 10**9), 595.0)
     assert [s.number for s in spikes] == [1, 2]
     assert spikes[0].peak_w == 601.0 and spikes[1].peak_w == 600.0
@@ -118,9 +117,9 @@ def test_a_dip_within_the_noise_does_not_split_a_spike() -> None:
 
 def test_gaps_are_no_spikes_and_means_have_steps() -> None:
     domain = Domain(name="cpu0", source="rapl", resolution_s=0.1, hold=Hold.MEAN)
-    times = T0 - OFFSET + np.arange(10) * 100 * MS
+    times = T0 + np.arange(10) * 100 * MS
     watts = np.array([100, 100, 100, math.nan, 100, 300, 300, 100, 100, 100.0])
-    trace = PowerTrace({"cpu0": Column.of(domain, times, watts)}, start_ns=0, end_ns=1, epoch_offset_ns=OFFSET)
+    trace = PowerTrace({"cpu0": DomainSamples.of(domain, times, watts)}, start_ns=0, end_ns=1)
     curve = curve_of(trace, None, T0, T0 + 10**9)
     assert curve.mean_w == pytest.approx((6 * 100 + 2 * 300) / 8) and curve.crest_factor == pytest.approx(
         300 / 173.2, rel=0.01
@@ -246,7 +245,7 @@ def telemetry(seconds: float, hot: Intervals, *, every: float = 0.05, **fields: 
         slow = any(a <= t <= b for a, b in hot)
         rows.append(
             Telemetry(
-                time_ns=T0 - OFFSET + round(t * 1e9), domain="gpu0", temperature_c=61.0,
+                time_ns=T0 + round(t * 1e9), domain="gpu0", temperature_c=61.0,
                 clocks_mhz={"sm": 1500.0 if slow else 1980.0, "memory": 3201.0},
                 throttle=("power cap",) if slow else ("application clocks",), **fields,
             )
@@ -279,7 +278,7 @@ def test_throttling_after_spikes() -> None:
 
 def test_counted_throttle_seconds_tell_what_no_look_caught() -> None:
     rows = [
-        Telemetry(time_ns=T0 - OFFSET + i * 100 * MS, domain="gpu0", throttled_s={"power cap": 0.01 * (i > 6)})
+        Telemetry(time_ns=T0 + i * 100 * MS, domain="gpu0", throttled_s={"power cap": 0.01 * (i > 6)})
         for i in range(70)
     ]
     found = spiky(telemetry=rows)
@@ -288,13 +287,13 @@ def test_counted_throttle_seconds_tell_what_no_look_caught() -> None:
 
 
 def test_feeds() -> None:
-    event = PowerEvent(time_ns=T0 - OFFSET + 10**9, domain="pdu1", kind="over_current", message="phase L2 above 30 A")
+    event = PowerEvent(time_ns=T0 + 10**9, domain="pdu1", kind="over_current", message="phase L2 above 30 A")
     found = spiky(events=[event]).answer("feeds")
     assert found.verdict == "yes" and "phase L2" in found.evidence and "crest factor of" in found.evidence
     long_ago = PowerEvent(time_ns=0, domain="pdu1", kind="over_current", message="long ago")
     old = spiky(events=[long_ago]).answer("feeds")
     assert old.verdict == "unknown" and "TESSERA_REDFISH_URL" in old.needs
-    amps = [Telemetry(time_ns=T0 - OFFSET, domain="pdu1", current_a=10.0, peak_current_a=p) for p in (11.0, 18.0)]
+    amps = [Telemetry(time_ns=T0, domain="pdu1", current_a=10.0, peak_current_a=p) for p in (11.0, 18.0)]
     assert spiky(telemetry=amps).answer("feeds").verdict == "yes"
     assert spiky(telemetry=amps[:1]).answer("feeds").verdict == "no"
 
@@ -345,7 +344,9 @@ def test_what_is_wrong_is_said() -> None:
         correlate(timeline(4.0), trace, domain="gpu7")
     level = correlate(timeline(4.0), trace, threshold_w=100.0)
     assert "a level, not spikes" in level.notes[0]
-    dead = PowerTrace({"gpu0": Column.of(RING, trace.columns["gpu0"].times_ns, [math.nan] * 202)}, start_ns=0, end_ns=1)
+    dead = PowerTrace(
+        {"gpu0": DomainSamples.of(RING, trace.columns["gpu0"].times_ns, [math.nan] * 202)}, start_ns=0, end_ns=1
+    )
     with pytest.raises(MeasurementError):
         correlate(timeline(4.0), dead)
 
@@ -356,8 +357,8 @@ def test_of_several_boards_each_has_its_own_kernels() -> None:
         for i in range(40):
             b.add("kernel", f"on{device}", *_ns(i * 0.1, i * 0.1 + 0.09), device=device)
     two = power([(1.0, 1.2, 700.0)], 4.0)
-    both = PowerTrace({**two.columns, "gpu1": Column.of(board("gpu1"), two.columns["gpu0"].times_ns,
-                      two.columns["gpu0"].watts)}, start_ns=0, end_ns=1, epoch_offset_ns=OFFSET)  # fmt: skip
+    both = PowerTrace({**two.columns, "gpu1": DomainSamples.of(board("gpu1"), two.columns["gpu0"].times_ns,
+                      two.columns["gpu0"].watts)}, start_ns=0, end_ns=1)  # fmt: skip
     one = correlate(b.build(), both, domain="gpu1", threshold_w=550.0)
     assert {k.name for s in one.spikes for k in s.kernels} == {"on1"}
     total = correlate(b.build(), both, threshold_w=1100.0)
@@ -374,7 +375,7 @@ def test_gpt2_on_an_h200_spikes_in_its_backward_pass() -> None:
 
     samples = json.loads((RECORDING / "gpt2_train.power.json").read_text())["samples_mw"]
     times, watts = np.array([t for t, _ in samples]) * 1000, np.array([w for _, w in samples]) * 1e-3
-    trace = PowerTrace({"gpu0": Column.of(RING, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1]))
+    trace = PowerTrace({"gpu0": DomainSamples.of(RING, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1]))
     found = correlate(kineto.read(RECORDING / "gpt2_train.kineto.json.gz"), trace, percentile=60.0)
     assert found.mean_w == pytest.approx(484, abs=2) and len(found.spikes) == 8
     work = {a.name: a for a in found.aligned}
@@ -405,7 +406,7 @@ def test_a_live_trace_brings_its_own_clock_and_telemetry() -> None:
     try:
         with power_trace(monitor=monitor) as trace:
             time.sleep(0.5)
-        offset = trace.epoch_offset_ns
+        offset = trace.to_epoch(0)
         b = Builder()
         b.add("kernel", "calm", begin + offset, begin + offset + 200 * MS, device=0)
         b.add("kernel", "storm", begin + offset + 200 * MS, begin + offset + 300 * MS, device=0)

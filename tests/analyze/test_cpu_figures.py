@@ -17,11 +17,12 @@ from tessera.analyze.roofline import roofline
 from tessera.attribute.by_time import _joules_at
 from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyRow, EnergyTable
+from tessera.joules import DomainSamples
 from tessera.profile.summary_mode import Summary
 from tessera.report.run_roofline import roofline as drawn
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder, Timeline
-from tessera.trace import Column, PowerTrace, column_energy
+from tessera.trace import PowerTrace
 
 T0 = 1_790_000_000_000_000_000
 MS = 1_000_000
@@ -36,7 +37,7 @@ watts = st.floats(LEAST_W, MOST_W)
 def power_of(levels: Sequence[float], domain: Domain = MODEL) -> PowerTrace:
     """A sample every 100 ms, the first of which knows nothing."""
     times = T0 + 100 * MS * np.arange(len(levels) + 1)
-    column = Column.of(domain, times, [math.nan, *levels])
+    column = DomainSamples.of(domain, times, [math.nan, *levels])
     return PowerTrace({"cpu0": column}, start_ns=int(times[0]), end_ns=int(times[-1]))
 
 
@@ -93,7 +94,7 @@ def test_the_running_sum_is_that_of_the_trace(levels: list[float], at_ms: list[i
     at = np.array([T0, *(T0 + ms * MS for ms in sorted(at_ms))])
     found = _joules_at(column, at)
     for t, joules in zip(at[1:].tolist(), (found[1:] - found[0]).tolist(), strict=True):
-        want = column_energy(column, T0, t).joules
+        want = column.energy(T0, t).joules
         assert joules == pytest.approx(0.0 if math.isnan(want) else want, abs=1e-9)
 
 

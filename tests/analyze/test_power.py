@@ -18,9 +18,10 @@ from tessera.analyze.spectrum import BAND_HZ, MIN_POINTS, Even, even_parts, gain
 from tessera.analyze.spikes import curve_of
 from tessera.attribute.response import Response
 from tessera.errors import ArgumentError, MeasurementError
+from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold, Telemetry
 from tessera.timeline import Builder, Timeline
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 import synthetic_run
 from places import REPOSITORY
@@ -38,7 +39,9 @@ def trace(watts: object, *, step_ms: float = 20.0, domain: Domain = PLAIN, jitte
     times = times + np.random.default_rng(0).uniform(-jitter_ms, jitter_ms, count) * MS
     times = times.astype(np.int64)
     values = watts(times * 1e-9) if callable(watts) else watts
-    return PowerTrace({domain.name: Column.of(domain, times, values)}, start_ns=int(times[0]), end_ns=int(times[-1]))
+    return PowerTrace(
+        {domain.name: DomainSamples.of(domain, times, values)}, start_ns=int(times[0]), end_ns=int(times[-1])
+    )
 
 
 def sine(mean_w: float, amplitude_w: float, hz: float) -> object:
@@ -118,7 +121,7 @@ def test_a_gap_leaves_its_longest_stretch() -> None:
     column = power.columns["gpu0"]
     watts = column.watts.copy()
     watts[900:1000] = np.nan
-    gappy = PowerTrace({"gpu0": Column.of(PLAIN, column.times_ns, watts)}, start_ns=0, end_ns=power.end_ns)
+    gappy = PowerTrace({"gpu0": DomainSamples.of(PLAIN, column.times_ns, watts)}, start_ns=0, end_ns=power.end_ns)
     found = analyze.power(gappy)
     assert any("longest stretch without a gap, 40 s" in note for note in found.notes)
     assert found.rows[0]["band_w2"] == pytest.approx(5000.0, rel=0.01)
@@ -157,7 +160,9 @@ def test_percentiles_are_by_time(seed: int, mean: bool) -> None:
     times = (np.cumsum(gaps_ms) * MS).astype(np.int64)
     watts = 300.0 + np.cumsum(rng.normal(0.0, 8.0, 400))
     domain = MEANS if mean else PLAIN
-    power = PowerTrace({domain.name: Column.of(domain, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1]))
+    power = PowerTrace(
+        {domain.name: DomainSamples.of(domain, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1])
+    )
     row = analyze.power(power).rows[0]
     moments = np.linspace(times[0], times[-1], 10_000)[1:]
     seen = watts[np.searchsorted(times, moments)] if mean else np.interp(moments, times, watts)
@@ -173,7 +178,7 @@ def test_percentiles_are_by_time(seed: int, mean: bool) -> None:
 
 def test_a_merged_rows_peak_counts() -> None:
     column = trace(np.full(100, 300.0)).columns["gpu0"]
-    merged = Column(column.domain, column.times_ns, column.watts, np.where(np.arange(100) == 50, 700.0, 300.0))
+    merged = DomainSamples(column.domain, column.times_ns, column.watts, np.where(np.arange(100) == 50, 700.0, 300.0))
     row = analyze.power(PowerTrace({"gpu0": merged}, start_ns=0, end_ns=int(column.times_ns[-1]))).rows[0]
     assert row["peak_w"] == 700.0 and row["crest_factor"] == pytest.approx(700.0 / 300.0)
 
@@ -216,7 +221,9 @@ def stepping(hz: float, seconds: float = 30.0) -> tuple[Timeline, PowerTrace]:
     level = np.where((grid * hz) % 1.0 < 0.5, 600.0, 150.0)
     seen = level.reshape(-1, 40).mean(axis=1)
     times = ((np.arange(len(seen)) + 0.5) * 20 * MS).astype(np.int64)
-    return b.build(), PowerTrace({"gpu0": Column.of(PLAIN, times, seen)}, start_ns=0, end_ns=round(seconds * 1e9))
+    return b.build(), PowerTrace(
+        {"gpu0": DomainSamples.of(PLAIN, times, seen)}, start_ns=0, end_ns=round(seconds * 1e9)
+    )
 
 
 def test_a_step_rate_that_is_not_a_reports_says_why() -> None:
@@ -228,7 +235,7 @@ def test_a_step_rate_that_is_not_a_reports_says_why() -> None:
         b.add("op", "aten::mm", at, at + lasts, thread=1)
         at += lasts
     times = np.arange(0, at, 2 * MS, dtype=np.int64)
-    power = PowerTrace({"gpu0": Column.of(PLAIN, times, np.full(len(times), 300.0))}, start_ns=0, end_ns=at)
+    power = PowerTrace({"gpu0": DomainSamples.of(PLAIN, times, np.full(len(times), 300.0))}, start_ns=0, end_ns=at)
     found = analyze.power(b.build(), power=power)
     assert found.facts["step_hz"] == pytest.approx(100.0) and "middle step 100 Hz" in str(found)
     assert any("100 Hz is the rate of the middle step" in n and "of the mean step" in n for n in found.notes)
@@ -284,7 +291,7 @@ def test_throttling_is_told_in_episodes() -> None:
 def test_every_domain_has_a_row_and_the_counted_ones_together() -> None:
     gpu, cpu = trace(sine(400.0, 100.0, 2.0)), trace(np.full(3000, 80.0), domain=MEANS)
     inner = Domain(name="gpu0.memory", source="test", resolution_s=0.02, counted=False)
-    memory = Column.of(inner, gpu.columns["gpu0"].times_ns, np.full(3000, 60.0))
+    memory = DomainSamples.of(inner, gpu.columns["gpu0"].times_ns, np.full(3000, 60.0))
     both = PowerTrace({**gpu.columns, **cpu.columns, "gpu0.memory": memory}, start_ns=0, end_ns=gpu.end_ns)
     found = analyze.power(both)
     rows = {r["domain"]: r for r in found.rows}
@@ -324,7 +331,7 @@ def test_gpt2_on_an_h200() -> None:
 
     samples = json.loads((RECORDING / "gpt2_train.power.json").read_text())["samples_mw"]
     times, watts = np.array([t for t, _ in samples]) * 1000, np.array([w for _, w in samples]) * 1e-3
-    power = PowerTrace({"gpu0": Column.of(RING, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1]))
+    power = PowerTrace({"gpu0": DomainSamples.of(RING, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1]))
     found = analyze.power(RECORDING / "gpt2_train.kineto.json.gz", power=power)
     row = found.rows[0]
     assert row["mean_w"] == pytest.approx(484, abs=2) and row["peak_w"] == pytest.approx(609.6, abs=0.1)

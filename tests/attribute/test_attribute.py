@@ -16,9 +16,10 @@ from tessera.attribute.prior import board_of, matrix_flops
 from tessera.attribute.response import Response, response_of
 from tessera.attribute.solve import attribute
 from tessera.errors import ArgumentError, MeasurementError
+from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder, Launch, Timeline
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 from places import REPOSITORY
 
@@ -79,7 +80,7 @@ class Board:
         picks = np.arange(1200, len(grid), 200) + self.rng.integers(-60, 60, len(np.arange(1200, len(grid), 200)))
         picks = picks[picks < len(grid)]
         values = seen[picks] * (1 + noise * self.rng.standard_normal(len(picks)))
-        column = Column.of(RING, grid[picks], values)
+        column = DomainSamples.of(RING, grid[picks], values)
         return PowerTrace({"gpu0": column}, start_ns=int(grid[picks[0]]), end_ns=int(grid[picks[-1]]))
 
 
@@ -169,27 +170,12 @@ def test_a_power_log_of_another_time_is_refused():
     board.mixture(LOADS, 0.2)
     power = board.power()
     column = power.columns["gpu0"]
-    late = Column.of(RING, column.times_ns + 10**12, column.watts)
+    late = DomainSamples.of(RING, column.times_ns + 10**12, column.watts)
     first, last = int(late.times_ns[0]), int(late.times_ns[-1])
     with pytest.raises(MeasurementError, match="do not overlap"):
         attribute(board.timeline(), PowerTrace({"gpu0": late}, start_ns=first, end_ns=last))
     with pytest.raises(MeasurementError, match="no power samples"):
         attribute(board.timeline(), PowerTrace({}, start_ns=T0, end_ns=T0 + 10**9))
-
-
-def test_times_of_a_live_trace_are_moved_to_the_epoch():
-    board = Board(WATTS)
-    board.mixture(LOADS, 1.0)
-    power = board.power()
-    c = power.columns["gpu0"]
-    offset = T0 - 5_000_000_000
-    moved = PowerTrace(
-        {"gpu0": Column.of(RING, c.times_ns - offset, c.watts)}, start_ns=power.start_ns - offset,
-        end_ns=power.end_ns - offset, epoch_offset_ns=offset,
-    )  # fmt: skip
-    there, here = attribute(board.timeline(), moved), attribute(board.timeline(), power)
-    assert there.total_j == pytest.approx(here.total_j)
-    assert [r.energy_j for r in there.kernels] == pytest.approx([r.energy_j for r in here.kernels])
 
 
 def test_two_devices_are_solved_apart():
@@ -202,7 +188,7 @@ def test_two_devices_are_solved_apart():
     columns = {}
     for device, watts in ((0, 300.0), (1, 600.0)):
         domain = Domain(name=f"gpu{device}", source="nvml-samples", resolution_s=0.02, lag_s=0.016)
-        columns[domain.name] = Column.of(domain, times, np.full(len(times), watts))
+        columns[domain.name] = DomainSamples.of(domain, times, np.full(len(times), watts))
     timeline = build.build()
     table = attribute(timeline, PowerTrace(columns, start_ns=int(times[0]), end_ns=int(times[-1])))
     joules = [np.nansum(timeline.energy_j[timeline["device"] == d]) for d in (0, 1)]
@@ -244,7 +230,9 @@ def test_a_host_without_gpu_gives_its_joules_to_operators():
         build.add("op", "aten::addmm", start + MS, start + 13 * MS, thread=1)
     times = np.arange(T0, T0 + 1000 * MS, 50 * MS)
     domain = Domain(name="cpu", source="modelled", resolution_s=0.05, basis="modelled", hold=Hold.MEAN)
-    power = PowerTrace({"cpu": Column.of(domain, times, np.full(len(times), 60.0))}, start_ns=T0, end_ns=int(times[-1]))
+    power = PowerTrace(
+        {"cpu": DomainSamples.of(domain, times, np.full(len(times), 60.0))}, start_ns=T0, end_ns=int(times[-1])
+    )
     table = attribute(build.build(), power)
     rows = {r.name: r for r in table.ops}
     assert rows["aten::addmm"].time_s == pytest.approx(0.6, rel=0.06)
@@ -377,7 +365,7 @@ def test_the_recorded_training_steps_take_what_their_counter_says():
 
     power = json.loads((SHARED / "gpt2_train.power.json").read_text())
     times, milliwatts = (np.array(v) for v in zip(*power["samples_mw"], strict=True))
-    column = Column.of(RING, times * 1000, milliwatts / 1e3)
+    column = DomainSamples.of(RING, times * 1000, milliwatts / 1e3)
     timeline = kineto.read(SHARED / "gpt2_train.kineto.json.gz")
     trace = PowerTrace({"gpu0": column}, start_ns=int(times[0]) * 1000, end_ns=int(times[-1]) * 1000)
     table = attribute(timeline, trace)
@@ -425,7 +413,7 @@ def test_what_ran_in_a_hole_of_the_samples_has_no_joules_and_the_rest_its_own():
     power = board.power()
     column = power.columns["gpu0"]
     hole = (column.times_ns > T0 + 1000 * MS) & (column.times_ns < T0 + 2000 * MS)
-    holed = Column.of(RING, column.times_ns, np.where(hole, np.nan, column.watts))
+    holed = DomainSamples.of(RING, column.times_ns, np.where(hole, np.nan, column.watts))
     timeline = board.timeline()
     table = attribute(timeline, PowerTrace({"gpu0": holed}, start_ns=power.start_ns, end_ns=power.end_ns))
     assert table.coverage == pytest.approx(0.66, abs=0.03) and any("has no joules" in n for n in table.notes)
@@ -454,7 +442,7 @@ def test_a_log_of_a_part_of_the_trace_is_said():
     power = board.power()
     column = power.columns["gpu0"]
     part = column.times_ns < T0 + 700 * MS
-    first = Column.of(RING, column.times_ns[part], column.watts[part])
+    first = DomainSamples.of(RING, column.times_ns[part], column.watts[part])
     log = PowerTrace({"gpu0": first}, start_ns=int(first.times_ns[0]), end_ns=int(first.times_ns[-1]))
     table = attribute(board.timeline(), log)
     assert any("of that part" in n for n in table.notes) and table.seconds < 0.75

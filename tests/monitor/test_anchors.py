@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from tessera.monitor.anchors import KEPT, Anchors, Correction, correction
+from tessera.joules import Correction, correct_by_counter
+from tessera.monitor.anchors import KEPT, Anchors
 from tessera.monitor.series import Series
 from tessera.schema import Domain
 
@@ -27,7 +28,7 @@ def made(
 
 
 def between(anchors: Anchors, start_s: float, end_s: float) -> Correction | None:
-    return correction(anchors.first_after(round(start_s * S)), anchors.last_before(round(end_s * S)))
+    return correct_by_counter(anchors.first_after(round(start_s * S)), anchors.last_before(round(end_s * S)))
 
 
 def test_the_counter_corrects_a_sensor_that_reads_low() -> None:
@@ -44,7 +45,7 @@ def test_no_correction_under_two_seconds() -> None:
     assert between(anchors, 1.0, 2.9) is None
     assert between(anchors, 1.0, 3.0) is not None
     assert between(anchors, 20.0, 30.0) is None
-    assert correction(None, None) is None
+    assert correct_by_counter(None, None) is None
 
 
 def test_the_counter_fills_a_gap_of_the_samples() -> None:

@@ -337,7 +337,7 @@ def test_a_slow_function_is_called_one_by_one_until_the_time_is_over(bench: Benc
     assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.05)
     assert r.seconds_per_call.error is None and r.spread_j is None, "how well it repeats is not known"
     assert r.joules_per_call.error is not None and r.power_w.error is not None
-    assert r.joules_per_call.relative >= 0.01, "the sensor's level is"
+    assert r.joules_per_call.relative >= 0.01 * (1 - 1e-9), "the sensor's level is"
     assert any("single batch" in n for n in r.notes) and not any("repeat within" in n for n in r.notes)
     assert json.loads(b.to_json())[0]["joules_per_call_error"] == pytest.approx(r.joules_per_call.error)
 

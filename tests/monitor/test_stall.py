@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 from tessera import monitor, profile
 from tessera.analyze import whole
 from tessera.analyze.whole import whole_of
+from tessera.joules import DomainSamples
 from tessera.monitor import Monitor
-from tessera.monitor.anchors import recorded_energy
 from tessera.monitor.sampler import Sampler
 from tessera.profile import power_feed
 from tessera.profile.kineto_collector import Finished, KinetoCollector
@@ -22,7 +23,6 @@ from tessera.profile.tracing import Tracing
 from tessera.profile.untraced import untraced
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Timeline
-from tessera.trace import Column
 
 from fakes.driven import Driven
 from fakes.nvml import FakeNvml, Scenario
@@ -96,17 +96,17 @@ def test_a_window_has_all_its_samples_however_long_its_end_takes(recorded) -> No
 
 def test_the_counter_knows_the_joules_of_the_holes(recorded, fake_nvml: FakeNvml) -> None:
     run, start_ns, end_ns, closed_ns, _ = recorded
-    column, ticks = run.power().columns["gpu0"], run.anchors("gpu0")
+    column = run.power().columns["gpu0"]
     truth = fake_nvml.true_joules(start_ns // 1000, end_ns // 1000)
     sampled = run.power().energy("gpu0", start_ns, end_ns)
-    found = recorded_energy(column, *ticks, start_ns, end_ns)
+    found = column.energy(start_ns, end_ns, fill_gaps=True)
     assert sampled.coverage < 0.85 and sampled.error_j > 0.15 * truth
     assert found.source == "nvml-samples+counter"
     assert found.coverage == pytest.approx(1.0, abs=0.001)
     assert found.error_j < 0.01 * truth
     assert abs(found.joules - truth) < found.error_j
     # Where the samples have no hole they stand: rows are shared out of them.
-    seen = recorded_energy(column, *ticks, start_ns, closed_ns)
+    seen = column.energy(start_ns, closed_ns, fill_gaps=True)
     assert seen == run.power().energy("gpu0", start_ns, closed_ns)
 
 
@@ -121,7 +121,7 @@ def test_the_sum_of_a_run_has_the_joules_of_the_holes_too(recorded, fake_nvml: F
 def test_what_no_row_has_is_told_with_the_holes(recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     run, start_ns, _, closed_ns, _ = recorded
     power, timeline = run.power(), run.timeline()
-    window = (start_ns + power.epoch_offset_ns, closed_ns + power.epoch_offset_ns)
+    window = (start_ns, closed_ns)
     monkeypatch.setattr(whole, "windows_of", lambda run: [window])
     traced = power.energy("gpu0", start_ns, closed_ns)
     all_of_it = whole_of(run, untraced(run, timeline), timeline, power, True, None)
@@ -169,9 +169,12 @@ def test_a_session_has_its_sensors_read_before_each_stall(
 def test_only_ticks_that_can_be_subtracted_fill_a_hole(ticks: list[tuple[int, float]], source: str) -> None:
     times = np.arange(0, 10 * S + 1, S // 50)
     hole = (times > 4 * S) & (times <= 6 * S)
-    column = Column.of(Domain(name="gpu0", source="made", resolution_s=0.02), times, np.where(hole, np.nan, 300.0))
+    column = DomainSamples.of(
+        Domain(name="gpu0", source="made", resolution_s=0.02), times, np.where(hole, np.nan, 300.0)
+    )
     at = np.array([t * S for t, _ in ticks], dtype=np.int64)
-    found = recorded_energy(column, at, np.array([j for _, j in ticks], dtype=float), 0, 10 * S)
+    counted = dataclasses.replace(column, ticks_ns=at, ticks_j=np.array([j for _, j in ticks], dtype=float))
+    found = counted.energy(0, 10 * S, fill_gaps=True)
     assert found.source == source
     if source == "made":
         assert found.joules == pytest.approx(8 * 300.0) and found.coverage == pytest.approx(0.8)

@@ -576,8 +576,8 @@ KINETO = b"""{
   ], "traceName": "x" }"""
 
 
-def power_track(name="gpu0.power", basis="measured"):
-    times = np.array([500_000_000, 520_000_000], np.int64)
+def power_track(start_ns, name="gpu0.power", basis="measured"):
+    times = np.array([start_ns, start_ns + 20_000_000], np.int64)
     return Track(
         name=name,
         unit="W",
@@ -611,8 +611,7 @@ def test_a_trace_that_lost_its_kernels_says_so():
 
 def test_counters_lie_on_kinetos_time_line(tmp_path):
     path = tmp_path / "trace.json"
-    # monotonic 0.5 s is epoch 1.0001 s, i.e. 100 us after Kineto's base
-    write_trace(path, KINETO, [power_track()], epoch_offset_ns=500_100_000)
+    write_trace(path, KINETO, [power_track(1_000_100_000)])  # 100 us after Kineto's base
     trace = json.loads(path.read_text())
     counted = [e for e in trace["traceEvents"] if e["ph"] == "C"]
     assert [e["ts"] for e in counted] == [100.0, 20_100.0]
@@ -627,19 +626,19 @@ def test_counters_lie_on_kinetos_time_line(tmp_path):
 
 def test_a_trace_is_compressed_by_its_name(tmp_path):
     path = tmp_path / "trace.json.gz"
-    write_trace(path, KINETO, [], epoch_offset_ns=0)
+    write_trace(path, KINETO, [])
     assert json.loads(gzip.decompress(path.read_bytes())) == json.loads(KINETO)
 
 
 def test_without_a_kineto_trace_the_file_has_the_counters(tmp_path):
     path = tmp_path / "trace.json"
-    write_trace(path, None, [power_track(basis="modelled")], epoch_offset_ns=7_000_000_000)
+    write_trace(path, None, [power_track(7_500_000_000, basis="modelled")])
     trace = json.loads(path.read_text())
     counted = [e for e in trace["traceEvents"] if e["ph"] == "C"]
     epoch_us = [trace["baseTimeNanoseconds"] / 1e3 + e["ts"] for e in counted]
     assert epoch_us == [7_500_000.0, 7_520_000.0]
     assert "modelled" in counted[0]["name"]
-    write_trace(path, None, [], epoch_offset_ns=0)
+    write_trace(path, None, [])
     assert json.loads(path.read_text())["traceEvents"] == []
 
 
@@ -653,7 +652,7 @@ def test_an_empty_trace_and_one_without_a_list():
 
 def test_the_summary_says_whose_each_figure_is(tmp_path):
     path = tmp_path / "perf.csv"
-    write_summary(path, [power_track().metric()])
+    write_summary(path, [power_track(0).metric()])
     (row,) = read_rows(path)
     assert row == {
         "metric": "gpu0.power", "unit": "W", "scope": "device", "mean": "200", "min": "100", "max": "300",

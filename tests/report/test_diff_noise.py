@@ -26,11 +26,12 @@ from tessera.analyze.repeats import between, scatter
 from tessera.cli import report as report_command
 from tessera.cli.diff import command
 from tessera.errors import ArgumentError
+from tessera.joules import DomainSamples
 from tessera.report.diff import text
 from tessera.report.diff_html import page
 from tessera.schema import Domain, Energy, EnergyReport, Work
 from tessera.timeline import Builder, Timeline
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 import synthetic_run
 from command_line import invoke
@@ -186,7 +187,9 @@ class Program:
         times = np.arange(T0 - 20_000_000, self.now + 40_000_000, 10_000_000)
         domain = RING if self.device else MODEL
         curve = watts * (1.0 + 0.3 * np.sin(np.arange(len(times))))
-        return PowerTrace({domain.name: Column.of(domain, times, curve)}, start_ns=int(times[0]), end_ns=int(times[-1]))
+        return PowerTrace(
+            {domain.name: DomainSamples.of(domain, times, curve)}, start_ns=int(times[0]), end_ns=int(times[-1])
+        )
 
 
 OPS = st.lists(st.tuples(st.sampled_from(["mm", "add", "mul", "cat"]), st.integers(200, 20_000)), max_size=5)

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, RecordingError
+from tessera.joules import DomainSamples
 from tessera.monitor.sampler import Sampler
 from tessera.schema import Domain, Hold
 from tessera.sensors.base import Sensor
 from tessera.sensors.replay import ReplaySensor
-from tessera.trace import Column, PowerTrace
+from tessera.trace import PowerTrace
 
 MS = 1_000_000
 S = 1000 * MS
@@ -36,7 +37,7 @@ class Clock:
 def column(name, offsets_ms, watts=None, **domain):
     times = [RECORDED_NS + round(o * MS) for o in offsets_ms]
     values = [100.0 + i for i in range(len(times))] if watts is None else watts
-    return Column.of(Domain(name=name, source="nvml-samples", resolution_s=0.02, **domain), times, values)
+    return DomainSamples.of(Domain(name=name, source="nvml-samples", resolution_s=0.02, **domain), times, values)
 
 
 def player(columns, clock, **kwargs):
@@ -140,7 +141,7 @@ def test_domains_say_that_they_are_replayed_and_keep_the_rest():
     (domain,) = sensor.domains()
     assert domain.source == "replay:nvml-samples"
     assert (domain.name, domain.lag_s, domain.hold, domain.basis) == ("gpu0", 0.015, Hold.MEAN, "modelled")
-    trace = PowerTrace({"gpu0": Column.of(domain, [1, 2], [1.0, 2.0])}, start_ns=1, end_ns=2)
+    trace = PowerTrace({"gpu0": DomainSamples.of(domain, [1, 2], [1.0, 2.0])}, start_ns=1, end_ns=2)
     assert ReplaySensor.from_trace(trace).domains()[0].source == "replay:nvml-samples", "not replay:replay:"
 
 

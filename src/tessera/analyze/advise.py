@@ -109,9 +109,8 @@ def _window(source: Source) -> tuple[int, int]:
         return window_of(source.run)
     if source.power is None:
         return _span(source.timeline)
-    offset = source.power.epoch_offset_ns
-    start_ns = max(source.timeline.start_ns, source.power.start_ns + offset)
-    return start_ns, min(source.timeline.end_ns, source.power.end_ns + offset)
+    start_ns = max(source.timeline.start_ns, source.power.start_ns)
+    return start_ns, min(source.timeline.end_ns, source.power.end_ns)
 
 
 def _span(timeline: Timeline) -> tuple[int, int]:

@@ -359,7 +359,7 @@ def _shared(run: RunFile, table: EnergyTable, power: PowerTrace) -> Shared | Non
     spent_j = table.total_j
     if not spent_j > 0:
         return None
-    start_ns, end_ns = (t - power.epoch_offset_ns for t in _traced_ns(run))
+    start_ns, end_ns = _traced_ns(run)
     traced = power.energy(start_ns=start_ns, end_ns=end_ns)
     known = traced.coverage > 0 and traced.joules > 0
     spent = Spent(

@@ -104,7 +104,7 @@ def correlate(
 
     A spike is a stretch above `threshold_w`, or above the percentile of the trace (and clearly above its mean: noise
     on a flat load is no spike) that rises at least as fast as `rise_w_per_s`, where given. `within_s` is how long
-    after a spike throttling counts as its consequence. Times of `telemetry` and `events` are monotonic, as in `power`.
+    after a spike throttling counts as its consequence. All times are epoch nanoseconds.
     """
     for name, value in (("threshold_w", threshold_w), ("rise_w_per_s", rise_w_per_s), ("within_s", within_s)):
         if value is not None and not value > 0:
@@ -119,8 +119,7 @@ def correlate(
         notes.append(
             f"the power is above {level_text(level_w)} for {share:.0%} of the time: that is a level, not spikes"
         )
-    told = _epoch(telemetry or _own_telemetry(power), power.epoch_offset_ns)
-    logged = [dataclasses.replace(e, time_ns=e.time_ns + power.epoch_offset_ns) for e in events]
+    told = _flatten(telemetry or _own_telemetry(power))
     mine = [t for t in told if t.domain == curve.domain or "+" in curve.domain]
     work = Work(timeline, rows, curve, spikes)
     edges = boundaries(timeline, rows, curve)
@@ -133,7 +132,7 @@ def correlate(
         checklist=(
             checklist.alignment(spikes, aligned, level_w),
             checklist.throttling(spikes, mine, within_s),
-            checklist.feeds(curve, [e for e in logged if curve.start_ns <= e.time_ns <= curve.end_ns], told),
+            checklist.feeds(curve, [e for e in events if curve.start_ns <= e.time_ns <= curve.end_ns], told),
             checklist.links(spikes, mine, work.traffic(), curve.reach_s),
         ),
         domain=curve.domain, threshold_w=level_w, mean_w=curve.mean_w, start_ns=curve.start_ns, end_ns=curve.end_ns,
@@ -170,13 +169,11 @@ def _device_rows(timeline: Timeline, domain: str | None) -> tuple[Ints, list[str
     return rows[devices == int(number)], []
 
 
-def _epoch(telemetry: Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[Telemetry]:
+def _flatten(telemetry: Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]) -> list[Telemetry]:
     rows = [t for part in telemetry.values() for t in part] if isinstance(telemetry, Mapping) else list(telemetry)
-    moved = [dataclasses.replace(t, time_ns=t.time_ns + offset_ns) for t in rows]
-    return sorted(moved, key=lambda t: t.time_ns)
+    return sorted(rows, key=lambda t: t.time_ns)
 
 
 def _own_telemetry(power: PowerTrace) -> list[Telemetry]:
     """A live trace knows the telemetry beside its samples."""
-    ask = getattr(power, "telemetry", None)
-    return [t for d in power.domains for t in ask(d.name)] if callable(ask) else []
+    return [t for d in power.domains for t in power.telemetry(d.name)]

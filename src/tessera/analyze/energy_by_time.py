@@ -105,7 +105,7 @@ def weighed(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int
     mine = [(time_ns, stack, count) for time_ns, thread, stack, count in stacks if thread == main]
     times, watts = power.total()
     at = np.array([time_ns for time_ns, _, _ in mine], np.int64)
-    level = np.interp(at, times + power.epoch_offset_ns, watts) if len(times) else np.ones(len(mine))
+    level = np.interp(at, times, watts) if len(times) else np.ones(len(mine))
     weights = level * np.array([count for _, _, count in mine], np.float64)
     joules = total_j * weights / (weights.sum() or 1.0)
     return [(stack, count, j) for (_, stack, count), j in zip(mine, joules.tolist(), strict=True)]

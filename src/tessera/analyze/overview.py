@@ -85,13 +85,12 @@ class Overview:
 def overview(
     timeline: Timeline, power: PowerTrace | None, telemetry: Mapping[str, Sequence[Telemetry]], table: EnergyTable
 ) -> Overview:
-    """Reduce a run to what can be drawn. `Telemetry.time_ns` is monotonic, like the power trace's times."""
-    offset = power.epoch_offset_ns if power else 0
+    """Reduce a run to what can be drawn."""
     begins = [timeline.start_ns] if len(timeline) else []
     ends = [timeline.end_ns] if len(timeline) else []
     if power is not None and power.columns:
-        begins.append(power.start_ns + offset)
-        ends.append(power.end_ns + offset)
+        begins.append(power.start_ns)
+        ends.append(power.end_ns)
     start = min(begins, default=0)
     span = max(max(ends, default=0) - start, 1)
     names: dict[str, int] = {}
@@ -103,8 +102,8 @@ def overview(
         start_ns=start,
         span_ns=span,
         power=_power(power, start) if power else (),
-        telemetry=_telemetry(telemetry, offset - start),
-        throttle=_throttle(telemetry, offset - start),
+        telemetry=_telemetry(telemetry, -start),
+        throttle=_throttle(telemetry, -start),
         lanes=lanes,
         marks=_marks(timeline, start),
         names=list(names),
@@ -140,7 +139,7 @@ def _power(power: PowerTrace, start_ns: int) -> list[Line]:
     for name, column in power.columns.items():
         if not len(column.times_ns):
             continue
-        moved = column.times_ns + (power.epoch_offset_ns - start_ns - round(column.domain.lag_s * 1e9))
+        moved = column.times_ns - (start_ns + column.lag_ns)
         times, watts = thin(moved, column.watts)
         out.append(Line(name=name, unit="W", times_ns=times, values=watts, basis=column.domain.basis))
     return out

@@ -21,7 +21,7 @@ from ..timeline.columns import Timeline
 from ..trace import PowerTrace
 from . import checklist
 from .alignment import Work, boundaries
-from .correlate import WITHIN_S, Correlation, _device_rows, _epoch, _only_gpu, _own_telemetry, correlate
+from .correlate import WITHIN_S, Correlation, _device_rows, _flatten, _only_gpu, _own_telemetry, correlate
 from .kernel_names import short
 from .result import Column, Result
 from .source import open_source
@@ -116,7 +116,7 @@ def power(
     rows = [focus, *(look.at(d.name) for d in log.domains if d.name != focus.curve.domain and _known(log, d.name))]
     if name is not None and sum(d.counted for d in log.domains) > 1:
         rows.append(look.at(None))
-    readings = _epoch(told if told is not None else _own_telemetry(log), log.epoch_offset_ns)
+    readings = _flatten(told if told is not None else _own_telemetry(log))
     missing: dict[str, str] = {}
     found: Correlation | None = None
     if ran and timeline is not None:
@@ -186,7 +186,7 @@ class _Look:
             rows = timeline.device_rows
             self.start_ns, self.end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
         else:
-            self.start_ns, self.end_ns = log.start_ns + log.epoch_offset_ns, log.end_ns + log.epoch_offset_ns
+            self.start_ns, self.end_ns = log.start_ns, log.end_ns
 
     @property
     def said(self) -> str:
@@ -197,9 +197,8 @@ class _Look:
         """The window looked at, and mean and joules of all that was recorded, as attribution and reports have them."""
         if self.timeline is None:
             return {"recorded_s": (self.end_ns - self.start_ns) * 1e-9}
-        offset = self.log.epoch_offset_ns
-        start_ns = max(self.timeline.start_ns - offset, self.log.start_ns)
-        spent = self.log.energy(domain, start_ns, min(self.timeline.end_ns - offset, self.log.end_ns))
+        start_ns = max(self.timeline.start_ns, self.log.start_ns)
+        spent = self.log.energy(domain, start_ns, min(self.timeline.end_ns, self.log.end_ns))
         return {
             "window_s": (self.end_ns - self.start_ns) * 1e-9, "recorded_s": spent.seconds, "recorded_j": spent.joules,
             "recorded_error_j": spent.error_j,
@@ -232,7 +231,7 @@ class _Domain:
         if self.asked is None and "+" in self.curve.domain:
             return 0.0  # the peaks of several domains need not be at one moment
         column = self.log.columns[self.curve.domain]
-        moved = column.times_ns + (self.log.epoch_offset_ns - round(column.domain.lag_s * 1e9))
+        moved = column.times_ns - column.lag_ns
         inside = (moved > self.curve.start_ns) & (moved <= self.curve.end_ns) & ~np.isnan(column.peaks_w)
         return float(np.max(column.peaks_w[inside], initial=0.0))
 
@@ -246,8 +245,7 @@ class _Domain:
         return 100.0 * s.band_w2(*BAND_HZ) / s.ac_w2 if s is not None and s.ac_w2 > 0 else None
 
     def row(self) -> dict[str, Any]:
-        offset = self.log.epoch_offset_ns
-        spent = self.log.energy(self.asked, self.curve.start_ns - offset, self.curve.end_ns - offset)
+        spent = self.log.energy(self.asked, self.curve.start_ns, self.curve.end_ns)
         return {
             "domain": self.label, "peak_w": self.peak_w, "mean_w": self.curve.mean_w,
             "p50_w": self.curve.percentile(50.0), "p99_w": self.curve.percentile(99.0),

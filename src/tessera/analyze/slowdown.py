@@ -24,13 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
+from ..joules import sum_windows
 from ..profile.runfile import RunFile
 from ..record import ON_DEVICE, Kind
 from ..schema import Energy
 from ..timeline.columns import Ints, Timeline
 from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
 from ..timeline.link import steps_of
-from ..trace import PowerTrace, chain
+from ..trace import PowerTrace
 from ..units import format_duration, format_energy
 from .host_gaps import devices
 from .repeats import BLOCKS, between, scatter
@@ -275,13 +276,13 @@ def _with_joules(found: Slowdown, seen: _Seen, power: PowerTrace) -> Slowdown:
 
 def _each(seen: _Seen, steps: Bools, power: PowerTrace) -> list[float]:
     """Joules of some steps one by one, for how they scatter: as in `mean_step`, where each has a row."""
-    edges = np.stack([seen.begins[steps], seen.ends[steps]], axis=1) - power.epoch_offset_ns
+    edges = np.stack([seen.begins[steps], seen.ends[steps]], axis=1)
     return [spent.joules for spent in accounted_energies(power, seen.timeline, edges.tolist())]
 
 
 def _spent(seen: _Seen, steps: Bools, power: PowerTrace) -> Energy | None:
     """Joules of some steps; None where the sensor did not see them."""
     # Steps that follow one another as one: what lies between two (a validation, a data loader) is no step's.
-    edges = np.stack(union(seen.begins[steps], seen.ends[steps]), axis=1) - power.epoch_offset_ns
-    spent = chain(accounted_energies(power, seen.timeline, edges.tolist()))
+    edges = np.stack(union(seen.begins[steps], seen.ends[steps]), axis=1)
+    spent = sum_windows(accounted_energies(power, seen.timeline, edges.tolist()))
     return spent if spent.coverage >= SEEN and spent.joules > 0 else None

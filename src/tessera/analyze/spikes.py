@@ -132,12 +132,12 @@ def curve_of(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) 
     """A domain of a trace (the counted ones together when None) between two times of the wall clock."""
     moved = power._moved(domain)
     grid = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
-    edges = grid + power.epoch_offset_ns
+    edges = grid
     if len(edges) < 2 or edges[-1] <= start_ns or edges[0] >= end_ns:
         raise MeasurementError(
             "the power trace and the timeline share no time",
             why=f"power {_range(edges)}, timeline {_range([start_ns, end_ns])} (seconds of the wall clock)",
-            fix="record both in one session; a trace read from a file needs the epoch_offset_ns it was taken with",
+            fix="record both in one session; the clocks of two machines may differ",
         )
     ends = [_between(t, c, grid) for t, c in moved]
     begin, end = np.sum([e[0] for e in ends], axis=0), np.sum([e[1] for e in ends], axis=0)

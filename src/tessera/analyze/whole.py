@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from ..attribute.table import EnergyTable
-from ..monitor.anchors import recorded_energy
+from ..joules import sum_domains, sum_windows
 from ..profile.runfile import RunFile
 from ..schema import Energy
 from ..timeline.columns import Timeline
 from ..timeline.link import Step
-from ..trace import PowerTrace, chain, column_energies, combine
+from ..trace import PowerTrace
 from .energy_by_time import Shared
 from .host_gaps import devices
 
@@ -115,31 +115,30 @@ def _unbegun(run: RunFile, steps: Sequence[Step]) -> int:
 def _filled(run: RunFile, power: PowerTrace, timeline: Timeline) -> Energy:
     """The whole run's, holes in the samples filled by the counter: no row can be given those joules, the sum can."""
     names = _accounted(power, timeline)
-    parts = [recorded_energy(power.columns[n], *run.anchors(n), power.start_ns, power.end_ns) for n in names]
-    return combine(parts, power.seconds)
+    parts = [power.columns[n].energy(power.start_ns, power.end_ns, fill_gaps=True) for n in names]
+    return sum_domains(parts, power.seconds)
 
 
 def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tuple[int, int]]) -> list[Energy]:
-    """Joules of some stretches of (monotonic) time, of the devices that the table is about."""
-    columns = [column_energies(power.columns[name], spans) for name in _accounted(power, timeline)]
-    return [combine([c[i] for c in columns], (end - start) * 1e-9) for i, (start, end) in enumerate(spans)]
+    """Joules of some stretches of time, of the devices that the table is about."""
+    columns = [power.columns[name] for name in _accounted(power, timeline)]
+    return [sum_domains([c.energy(start, end) for c in columns], (end - start) * 1e-9) for start, end in spans]
 
 
 def outside(run: RunFile, timeline: Timeline, power: PowerTrace, table_j: float, whole: Whole) -> list[Outside]:
     """Where the joules are that no row has: with the table's they are the whole run's."""
     first, last = power.start_ns, power.end_ns
-    offset = power.epoch_offset_ns
-    windows = [(min(max(a - offset, first), last), min(max(b - offset, first), last)) for a, b in windows_of(run)]
-    spans = {
+    windows = [(min(max(a, first), last), min(max(b, first), last)) for a, b in windows_of(run)]
+    spans: dict[str, list[tuple[int, int]]] = {
         "before": [(first, windows[0][0])],
         "between": [(one[1], two[0]) for one, two in pairwise(windows)],
         "after": [(windows[-1][1], last)],
     }
-    middles = [(s.start_ns + s.end_ns) // 2 - offset for s in timeline.linked.steps]
+    middles = [(s.start_ns + s.end_ns) // 2 for s in timeline.linked.steps]
     found = []
     for where, stretches in spans.items():
         spent = accounted_energies(power, timeline, [(a, b) for a, b in stretches if b > a])
-        part = chain(spent) if spent else None
+        part = sum_windows(spent) if spent else None
         if part is not None and part.joules > 0:
             steps = sum(a <= middle < b for a, b in stretches for middle in middles)
             seconds = part.seconds * part.coverage

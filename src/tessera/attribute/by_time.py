@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..integral import Z90, accumulate
+from ..joules import FULL, DomainSamples
 from ..schema import Energy, Hold
 from ..sensors.modelled import LINE_ERROR
-from ..trace import FULL, Column
 from .activity import Activity, Sharing, gaps, summed
 from .fit import Fit, conserved
 from .share import Share, idle_class
@@ -24,7 +24,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def by_time(device: int, column: Column, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy) -> Share:
+def by_time(
+    device: int, column: DomainSamples, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy
+) -> Share:
     """The share of a device whose power is modelled. `found` lies within `seen`, of which `energy` is."""
     idle_in = [gaps(found, *stretch) for stretch in seen]
     none = np.zeros(0, np.int64)
@@ -53,7 +55,7 @@ def by_time(device: int, column: Column, found: Activity, seen: Sequence[tuple[i
     )  # fmt: skip
 
 
-def _joules_at(column: Column, at_ns: Ints) -> Floats:
+def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
     """The running sum of a column's joules at some times of the program."""
     times = column.times_ns - round(column.domain.lag_s * 1e9)
     if len(times) < 2:
@@ -76,7 +78,7 @@ def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats
     return found
 
 
-def _covariance(column: Column, seen: Sequence[tuple[int, int]], watts: Floats) -> Floats:
+def _covariance(column: DomainSamples, seen: Sequence[tuple[int, int]], watts: Floats) -> Floats:
     """What classes may differ by, one from another: by what the line misses, and by what the samples spread."""
     times = column.times_ns - round(column.domain.lag_s * 1e9)
     inside = np.zeros(len(times), bool)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..integral import Z90
+from ..joules import worst_basis
 from ..record import CODE, KINDS
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
-from ..trace import worst_basis
 from .activity import ranked, summed
 from .share import Share
 from .table import EnergyRow, EnergyTable

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from ..errors import MeasurementError
 from ..integral import Z90
+from ..joules import FULL, DomainSamples, sum_windows
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
-from ..trace import FULL, Column, PowerTrace, chain, column_energy
+from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, summed
 from .by_time import by_time
 from .fit import Fit, conserved, exposure, groups, solve
@@ -69,8 +70,7 @@ def attribute(
         windows, notes = [(begin, end)], [*timeline.notes, *([] if asked else _partly(timeline, begin, end))]
     parts = []
     for device, column, found in _pairs(timeline, links, power, notes):
-        moved = dataclasses.replace(column, times_ns=column.times_ns + power.epoch_offset_ns)
-        part = _solve(timeline, links, device, moved, found, windows, board)
+        part = _solve(timeline, links, device, column, found, windows, board)
         if part is None:
             notes.append(f"{column.domain.name}: no sample lies within the trace, so its joules are not known")
         else:
@@ -90,14 +90,13 @@ def attribute(
 
 def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns: int | None) -> tuple[int, int]:
     """The epoch window: as asked, or where both the timeline and the power have something."""
-    offset = power.epoch_offset_ns
-    begin = max(timeline.start_ns, power.start_ns + offset) if start_ns is None else start_ns
-    end = min(timeline.end_ns, power.end_ns + offset) if end_ns is None else end_ns
+    begin = max(timeline.start_ns, power.start_ns) if start_ns is None else start_ns
+    end = min(timeline.end_ns, power.end_ns) if end_ns is None else end_ns
     if end <= begin:
         raise MeasurementError(
             "the power log and the trace do not overlap in time",
             why=f"the trace is {_span(timeline.start_ns, timeline.end_ns)}, the power "
-            f"{_span(power.start_ns + offset, power.end_ns + offset)} (seconds of the epoch)",
+            f"{_span(power.start_ns, power.end_ns)} (seconds of the epoch)",
             fix="use a power log of the same run; if the clocks of two machines differ, shift one of them",
         )
     return begin, end
@@ -122,7 +121,9 @@ def _span(start_ns: int, end_ns: int) -> str:
     return f"{start_ns / 1e9:.3f} to {end_ns / 1e9:.3f}"
 
 
-def _pairs(timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]) -> list[tuple[int, Column, Activity]]:
+def _pairs(
+    timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]
+) -> list[tuple[int, DomainSamples, Activity]]:
     """Each device with its power and what ran on it; the host's, where nothing ran on a device."""
     counted = {name: c for name, c in power.columns.items() if c.domain.counted}
     if not counted:
@@ -146,8 +147,8 @@ def _pairs(timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]
 
 
 def _host_pairs(
-    timeline: Timeline, links: Links, counted: dict[str, Column], notes: list[str]
-) -> list[tuple[int, Column, Activity]]:
+    timeline: Timeline, links: Links, counted: dict[str, DomainSamples], notes: list[str]
+) -> list[tuple[int, DomainSamples, Activity]]:
     """Operators of the host get its joules; a board on which nothing ran keeps its own, as idle."""
     hosts = {n: c for n, c in counted.items() if not n.startswith("gpu")}
     boards = {n: c for n, c in counted.items() if n not in hosts}
@@ -169,14 +170,14 @@ def _host_pairs(
 
 
 def _solve(
-    timeline: Timeline, links: Links, device: int, column: Column, found: Activity,
+    timeline: Timeline, links: Links, device: int, column: DomainSamples, found: Activity,
     windows: Sequence[tuple[int, int]], board_name: str | None,
 ) -> Share | None:  # fmt: skip
     known = ~np.isnan(column.watts)
     times_ns, watts = column.times_ns[known], column.watts[known]
     if len(times_ns) == 0:
         return None
-    energy = chain([column_energy(column, begin, end) for begin, end in windows])
+    energy = sum_windows([column.energy(begin, end) for begin, end in windows])
     if math.isnan(energy.joules) or energy.joules <= 0:
         return None
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
@@ -211,12 +212,12 @@ def _named(timeline: Timeline, device: int) -> str | None:
     return names.get(device)
 
 
-def _seen(column: Column, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _seen(column: DomainSamples, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The stretches of some windows that the samples tell of: what ran in a hole of them is given no joules.
 
     Else the joules of the seen part would be spread over all that ran, and every kernel look cheaper than it is.
     """
-    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    times = column.times_ns - column.lag_ns
     known = ~np.isnan(column.watts)[1:]  # of the stretch up to each sample
     edge = np.diff(known.astype(np.int64), prepend=0, append=0)
     start, stop = times[np.flatnonzero(edge == 1)], times[np.flatnonzero(edge == -1)]

@@ -71,7 +71,7 @@ def measure_command(
         regions=regions,
         work=tuple(work),
         peak_w=trace.peak_w,
-        idle_w=_idle_w(monitor, trace.start_ns),
+        idle_w=_idle_w(monitor, trace.monotonic_span_ns[0]),
         gaps=base.gaps,
         missing=base.missing,
         events=list(monitor.sampler.events),

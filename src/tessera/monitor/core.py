@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..joules import sum_domains, sum_windows
 from ..schema import Capability, Energy, RegionEnergy
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
-from ..trace import chain, combine
 from .cuda import DeviceClocks, Edge
 from .regions import REGIONS_VARIABLE, by_joules, write_regions
 from .sampler import Sampler
@@ -51,7 +51,7 @@ class _Region:
 
     def add(self, energy: Energy, window: Window) -> None:
         self.calls += 1
-        self.energy = chain([self.energy, energy])
+        self.energy = sum_windows([self.energy, energy])
         self.start_ns = min(self.start_ns, window.start.host_ns)
         self.end_ns = max(self.end_ns, window.end.host_ns if window.end else 0)
 
@@ -174,7 +174,7 @@ class Monitor:
         """The counted domains of a settled window, together."""
         names = [n for n in self.sampler.counted() if n in window.energies]
         gpu = any(on_device(self.sampler.series[n].domain) for n in names)
-        return combine([window.energies[n] for n in names], window.seconds(gpu))
+        return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
 
     # -- what was measured ----------------------------------------------------------------------------------
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from ..clock import EpochNs
 from ..errors import ArgumentError
+from ..joules import DomainSamples
 from ..schema import Gap, Telemetry
-from ..trace import Column, PowerTrace
+from ..trace import PowerTrace
 from .core import Monitor, default
 
 
@@ -29,12 +32,13 @@ class LiveTrace(PowerTrace):
         super().__init__({}, start_ns=0, end_ns=0, asked_ms=interval_ms)
         self._given = monitor
         self._monitor: Monitor | None = None
+        self._offset_ns = 0
         self._closed = False
 
     def __enter__(self) -> LiveTrace:
         self._monitor = self._given or default()
-        self.epoch_offset_ns = self._monitor.sampler.epoch.offset_ns
-        self._start_ns = time.monotonic_ns()
+        self._offset_ns = self._monitor.sampler.epoch.offset_ns
+        self._start_ns = self._now_ns()
         self._closed = False
         self._columns = {}
         return self
@@ -42,7 +46,7 @@ class LiveTrace(PowerTrace):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._end_ns = time.monotonic_ns()
+        self._end_ns = self._now_ns()
         self._closed = True
 
     @property
@@ -61,22 +65,34 @@ class LiveTrace(PowerTrace):
         return found
 
     @property
-    def end_ns(self) -> int:
-        """Monotonic end: now, while the block runs."""
-        return self._end_ns if self._closed or self._monitor is None else time.monotonic_ns()
+    def end_ns(self) -> EpochNs:
+        """The end: now, while the block runs."""
+        return EpochNs(self._end_ns if self._closed or self._monitor is None else self._now_ns())
+
+    def _now_ns(self) -> EpochNs:
+        return self.to_epoch(time.monotonic_ns())
+
+    def to_epoch(self, monotonic_ns: int) -> EpochNs:
+        """A time of the sampler's clock on the clock of this trace."""
+        return EpochNs(monotonic_ns + self._offset_ns)
 
     @property
-    def columns(self) -> Mapping[str, Column]:
+    def monotonic_span_ns(self) -> tuple[int, int]:
+        """Start and end on the clock of the sampler."""
+        return self.start_ns - self._offset_ns, self.end_ns - self._offset_ns
+
+    @property
+    def columns(self) -> Mapping[str, DomainSamples]:
         """The samples by domain, one beyond each edge; so far, while the block runs."""
         if self._columns or self._monitor is None:
             return self._columns
         sampler = self._monitor.sampler
-        end_ns = self.end_ns
+        start_ns, end_ns = self.monotonic_span_ns
         if self._closed:
             sampler.wait_for(end_ns)
         with sampler.lock:
             # Asked coarser than the sensor, it still keeps every sample: thinning would only lose peaks.
-            columns = {n: s.column(self._start_ns, end_ns) for n, s in sampler.series.items()}
+            columns = {n: s.column(start_ns, end_ns).shift(self._offset_ns) for n, s in sampler.series.items()}
         if self._closed:
             self._columns = columns
         return columns
@@ -86,16 +102,24 @@ class LiveTrace(PowerTrace):
         """Gaps within the trace."""
         if self._monitor is None:
             return ()
-        end = self.end_ns
-        kept = list(self._monitor.sampler.gaps)
-        return [g for g in kept if g.start_ns < end and (g.end_ns is None or g.end_ns > self._start_ns)]
+        start_ns, end_ns = self.monotonic_span_ns
+        return [
+            gap.shift(self._offset_ns)
+            for gap in list(self._monitor.sampler.gaps)
+            if gap.start_ns < end_ns and (gap.end_ns is None or gap.end_ns > start_ns)
+        ]
 
     def telemetry(self, domain: str) -> list[Telemetry]:
         """Clocks, temperature, throttling of a domain during the trace."""
         if self._monitor is None:
             return []
-        kept = list(self._monitor.sampler.telemetry.get(domain, ()))
-        return [t for t in kept if self._start_ns <= t.time_ns <= self.end_ns]
+        start_ns, end_ns = self.monotonic_span_ns
+        readings = list(self._monitor.sampler.telemetry.get(domain, ()))
+        return [
+            dataclasses.replace(t, time_ns=t.time_ns + self._offset_ns)
+            for t in readings
+            if start_ns <= t.time_ns <= end_ns
+        ]
 
 
 def power_trace(interval_ms: float | None = None, *, monitor: Monitor | None = None) -> LiveTrace:

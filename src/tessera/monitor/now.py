@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 
 from ..integral import accumulate
+from ..joules import sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
 from ..sensors.base import Sensor
 from ..sensors.discover import Found
-from ..trace import chain, combine
 from .core import Monitor
 from .cuda import Edge
 from .series import Series
@@ -125,7 +125,7 @@ class Ledger:
 
 def _since(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
     """One window after the other. Their errors are mostly the level of one sensor, so they add up here."""
-    whole = chain(links)
+    whole = sum_windows(links)
     known = [e for e in links if not math.isnan(e.joules)]
     joules = max(sum(e.joules for e in known), floor_j)
     unseen_j = max(whole.error_j - sum(e.error_j**2 for e in known) ** 0.5, 0.0) if known else 0.0
@@ -166,7 +166,7 @@ class Watch:
             readings = [self._reading(s, energies[n], open_gaps.get(n), now_ns) for n, s in sampler.series.items()]
         counted = [r for r in readings if r.counted]
         seconds = (now_ns - self._begun_ns) * 1e-9
-        total = combine([energies[r.domain] for r in counted], seconds)
+        total = sum_domains([energies[r.domain] for r in counted], seconds)
         return Snapshot(
             time_s=sampler.epoch.to_epoch(now_ns) * 1e-9, seconds=seconds, readings=readings,
             power_w=_sum(r.power_w for r in counted), mean_w=_sum(r.mean_w for r in counted),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from ..joules import sum_windows
 from ..schema import SCHEMA_VERSION, RegionEnergy
-from ..trace import chain
 
 REGIONS_VARIABLE = "TESSERA_REGIONS_DIR"
 """Environment variable with the folder; set by `tessera measure` for the command it runs."""
@@ -77,7 +77,7 @@ def _sum(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:
     return RegionEnergy(
         name=name,
         calls=sum(p.calls for p in parts),
-        energy=chain([p.energy for p in parts]),
+        energy=sum_windows([p.energy for p in parts]),
         start_ns=parts[0].start_ns,
         end_ns=max(p.end_ns for p in parts),
     )

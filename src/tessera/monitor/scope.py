@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import ArgumentError, MeasurementError
+from ..joules import sum_domains
 from ..schema import Basis, Energy, EnergyReport
-from ..trace import combine
 from .core import Monitor, default
 from .window import Window
 
@@ -116,7 +116,7 @@ class EnergyScope:
         assert self._window is not None and self._monitor is not None
         if self._window.end is not None:
             return self._monitor.total(self._window)
-        return combine(counted, max((e.seconds for e in counted), default=0.0))
+        return sum_domains(counted, max((e.seconds for e in counted), default=0.0))
 
     @property
     def joules(self) -> float:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..integral import ZERO, Floats, Ints, Mark, Sums, accumulate, mark
+from ..joules import DomainSamples
 from ..schema import Domain, Hold
-from ..trace import Column
 
 FINE_SAMPLES = 1 << 15
 COARSE_ROWS = 1 << 13
@@ -163,7 +163,7 @@ class Series:
         joules, covered_s, variance_j2 = (float(np.interp(x_ns, rows[0], rows[k])) for k in (1, 2, 3))
         return Mark(joules, covered_s, variance_j2, 0.0)
 
-    def column(self, start_ns: int, end_ns: int) -> Column:
+    def column(self, start_ns: int, end_ns: int) -> DomainSamples:
         """The samples that bear on a window, one beyond each edge; rows of a second where only those are left."""
         lo, hi = start_ns + self._lag_ns, end_ns + self._lag_ns
         times, watts = self._times[: self._n], self._values[0, : self._n]
@@ -172,7 +172,7 @@ class Series:
         fine = (times[i:j].copy(), watts[i:j].copy(), watts[i:j].copy())
         rows = self._past_rows()
         if rows.shape[1] == 0 or lo >= times[0]:
-            return Column(self.domain, *fine)
+            return DomainSamples(self.domain, *fine)
         first = max(int(np.searchsorted(rows[0], lo, side="right")) - 1, 0)
         last = int(np.searchsorted(rows[0], hi, side="left")) + 1
         seen_s, joules = np.diff(rows[2], prepend=0.0), np.diff(rows[1], prepend=0.0)
@@ -181,7 +181,7 @@ class Series:
         merged = [row[first:last] for row in (rows[0].astype(np.int64), means, rows[4])]
         if last > rows.shape[1]:  # else the window ends before the fine samples begin
             merged = [np.concatenate(pair) for pair in zip(merged, fine, strict=True)]
-        return Column(self.domain, *merged)
+        return DomainSamples(self.domain, *merged)
 
 
 def _merge_pairs(rows: Floats) -> Floats:

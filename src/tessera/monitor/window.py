@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ..integral import Mark
+from ..joules import Anchor, apply_correction, correct_by_counter, energy_between
 from ..schema import Domain, Energy
-from ..trace import energy_between
-from .anchors import Anchor, Anchors, correction, with_counter
+from .anchors import Anchors
 from .cuda import DeviceClocks, Edge
 from .sampler import Sampler
 from .series import Series
@@ -94,7 +94,7 @@ class Window:
         device = on_device(domain)
         seconds = self.seconds(device)
         start_mark, end_mark = self._starts[domain.name], self._ends[domain.name]
-        fix = correction(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
+        fix = correct_by_counter(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
         if fix is None:
             return energy_between(domain, start_mark, end_mark, seconds)
-        return with_counter(start_mark, end_mark, fix, domain, seconds)
+        return apply_correction(start_mark, end_mark, fix, domain, seconds)

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RecordingError
+from ..joules import DomainSamples
 from ..schema import Basis, Domain, Hold
 from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
 from ..sensors.modelled import MODEL_ERROR
-from ..trace import MOST_NS, MOST_W, Column, PowerTrace, csv_basis, read_csv
+from ..trace import MOST_NS, MOST_W, PowerTrace, csv_basis, read_csv
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -51,7 +52,7 @@ def read_power(path: str | Path) -> PowerTrace:
     return PowerTrace(columns, start_ns=int(times.min()), end_ns=int(times.max()))
 
 
-def _own(source: Path) -> dict[str, Column]:
+def _own(source: Path) -> dict[str, DomainSamples]:
     samples = read_csv(source)  # first: it says what a file that is no power log lacks
     basis = csv_basis(source)
     found = {}
@@ -62,13 +63,13 @@ def _own(source: Path) -> dict[str, Column]:
     return found
 
 
-def _column(domain: Domain, times_ns: Ints, watts: Floats) -> Column:
+def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
     """Samples with their holes marked: where nothing was logged for long, nothing is known."""
     hole_ns = max(_HOLE_S, _HOLE_SPACINGS * domain.resolution_s) * 1e9
     after = np.flatnonzero(np.diff(times_ns) > hole_ns) + 1
     # NaN says that nothing is known since the sample before it.
     times_ns = np.insert(times_ns, after, times_ns[after] - 1)
-    return Column.of(domain, times_ns, np.insert(watts, after, np.nan))
+    return DomainSamples.of(domain, times_ns, np.insert(watts, after, np.nan))
 
 
 def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
@@ -98,7 +99,7 @@ def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
 # -- nvidia-smi ----------------------------------------------------------------------------------------------------
 
 
-def _nvidia_smi(source: Path, head: list[str]) -> dict[str, Column]:
+def _nvidia_smi(source: Path, head: list[str]) -> dict[str, DomainSamples]:
     """`nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv -lms 20`, with or without units."""
     power = next((c for c in head if c.startswith("power.draw")), None)
     if power is None:
@@ -127,7 +128,7 @@ def _nvidia_smi(source: Path, head: list[str]) -> dict[str, Column]:
     return {n: _smi_column(n, pairs, power, labels[n]) for n, pairs in rows.items()}
 
 
-def _smi_column(name: str, pairs: list[tuple[int, float]], power: str, label: str) -> Column:
+def _smi_column(name: str, pairs: list[tuple[int, float]], power: str, label: str) -> DomainSamples:
     pairs.sort()
     times, watts = np.array([t for t, _ in pairs]), np.array([w for _, w in pairs])
     fresh = _fresh(times, watts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sqlite3
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -14,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError
+from ..joules import DomainSamples
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import FLOATS, INTEGERS, Launch, Timeline
-from ..trace import Column, PowerTrace
+from ..trace import PowerTrace
 from .runfile_check import (
     DAMAGE,
     DAMAGED_FIX,
@@ -266,7 +268,7 @@ class RunFile:
 
         It runs from the facts `start_ns` to `end_ns` where they were set, else over the rows and samples there are.
         """
-        columns = {name: Column.of(domain, *self.samples(name)) for name, domain in self.domains.items()}
+        columns = {name: self._column(domain) for name, domain in self.domains.items()}
         columns = {name: c for name, c in columns.items() if len(c.times_ns)}
         start_ns, end_ns = self.span_ns
         rows = self._all("SELECT domain, start_ns, end_ns, reason FROM gaps ORDER BY start_ns")
@@ -275,7 +277,12 @@ class RunFile:
             for d, start, end, reason in rows
         ]
         asked_ms = self.get("asked_ms")
-        return PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, epoch_offset_ns=0, gaps=gaps, asked_ms=asked_ms)
+        return PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=gaps, asked_ms=asked_ms)
+
+    def _column(self, domain: Domain) -> DomainSamples:
+        samples = DomainSamples.of(domain, *self.samples(domain.name))
+        ticks_ns, ticks_j = self.anchors(domain.name)
+        return dataclasses.replace(samples, ticks_ns=ticks_ns, ticks_j=ticks_j)
 
     @cached_property
     def span_ns(self) -> tuple[int, int]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..errors import MeasurementError
-from ..integral import Sums, accumulate, mark
-from ..schema import Energy, Hold
+from ..joules import sum_windows
+from ..schema import Energy
 from ..timeline.columns import Timeline
-from ..trace import Column, chain, combine, energy_between
+from ..trace import PowerTrace
 from .energy import energy
 from .runfile import RunFile
 
@@ -65,7 +65,6 @@ def untraced(run: RunFile, timeline: Timeline, notes: Sequence[str] = ()) -> Ene
             seconds=(end_ns - start_ns) * 1e-9, busy_s=0.0, coverage=0.0, notes=[*notes, said],
         )  # fmt: skip
     total = power.energy()
-    meter = _Meter([c for c in power.columns.values() if c.domain.counted], power.epoch_offset_ns)
     steps = [(s.name, s.start_ns, s.end_ns) for s in timeline.linked.steps[:PASSES]]
     named = {s.row for s in timeline.linked.steps}
     regions = [
@@ -73,7 +72,7 @@ def untraced(run: RunFile, timeline: Timeline, notes: Sequence[str] = ()) -> Ene
         for r in timeline.rows("region")[:PASSES].tolist()
         if r not in named
     ]
-    passed = [row for step in steps for row in _rows(meter, [step], "step", total.joules)]
+    passed = [row for step in steps for row in _rows(power, [step], "step", total.joules)]
     rows = [row for row in passed if not math.isnan(row.energy_j)]
     told = list(notes)
     if len(rows) < len(passed):
@@ -82,41 +81,18 @@ def untraced(run: RunFile, timeline: Timeline, notes: Sequence[str] = ()) -> Ene
         total_j=total.joules, total_error_j=total.error_j, idle_j=math.nan, idle_error_j=math.nan,
         seconds=total.seconds, busy_s=0.0, kernels=(), source=total.source, basis=total.basis,
         coverage=total.coverage, notes=told, steps=rows,
-        regions=[r for r in _rows(meter, regions, "region", total.joules) if not math.isnan(r.energy_j)],
+        regions=[r for r in _rows(power, regions, "region", total.joules) if not math.isnan(r.energy_j)],
     )  # fmt: skip
 
 
-class _Meter:
-    """Joules between any two times, from running sums made once."""
-
-    def __init__(self, columns: Sequence[Column], epoch_offset_ns: int) -> None:
-        self._offset_ns = epoch_offset_ns
-        self._columns = [(c, _sums(c)) for c in columns]
-
-    def between(self, start_ns: int, end_ns: int) -> Energy:
-        seconds = (end_ns - start_ns) * 1e-9
-        parts = []
-        for c, sums in self._columns:
-            moved_ns = round(c.domain.lag_s * 1e9) - self._offset_ns
-            mean = c.domain.hold is Hold.MEAN
-            edges = [mark(c.times_ns, c.watts, sums, t + moved_ns, mean=mean) for t in (start_ns, end_ns)]
-            parts.append(energy_between(c.domain, edges[0], edges[1], seconds))
-        return combine(parts, seconds)
-
-
-def _sums(column: Column) -> Sums:
-    d = column.domain
-    return accumulate(column.times_ns, column.watts, mean=d.hold is Hold.MEAN, noise=d.sample_noise)
-
-
-def _rows(meter: _Meter, passes: Sequence[tuple[str, int, int]], kind: str, total_j: float) -> list[EnergyRow]:
+def _rows(power: PowerTrace, passes: Sequence[tuple[str, int, int]], kind: str, total_j: float) -> list[EnergyRow]:
     """Passes of one name together."""
     by_name: dict[str, list[Energy]] = {}
     for name, start_ns, end_ns in passes:
-        by_name.setdefault(name, []).append(meter.between(start_ns, end_ns))
+        by_name.setdefault(name, []).append(power.energy(None, start_ns, end_ns))
     out = []
     for name, parts in by_name.items():
-        spent = chain(parts)
+        spent = sum_windows(parts)
         out.append(
             EnergyRow(
                 name=name, kind=kind, calls=len(parts), time_s=spent.seconds, energy_j=spent.joules,

@@ -122,7 +122,7 @@ def integral(monitor: Monitor, seconds: float) -> Check:
     what = "power samples integrated, against the energy counter"
     with power_trace(monitor=monitor) as trace, EnergyScope("selftest", monitor=monitor) as energy:
         gpu.load(seconds)
-    start, end = energy.start_ns, energy.end_ns
+    start, end = trace.to_epoch(energy.start_ns), trace.to_epoch(energy.end_ns)
     shares = [
         100 * abs(trace.energy(name, start, end).joules / found.joules - 1)
         for name, found in energy.by_domain.items()

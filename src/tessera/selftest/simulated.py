@@ -6,9 +6,10 @@ import numpy as np
 
 from ..attribute.response import RING_BOX_S, RING_TAU_S, Response
 from ..attribute.solve import attribute
+from ..joules import DomainSamples
 from ..schema import Domain
 from ..timeline.columns import Builder, Launch
-from ..trace import Column, PowerTrace
+from ..trace import PowerTrace
 
 # Microseconds and watts of kernels as they were recorded on an H200 (shared/h200/kernels.jsonl), rounded.
 KERNELS = {
@@ -62,5 +63,5 @@ def _seen(rows: list[tuple[str, int, int]], end_ns: int, rng: np.random.Generato
     picks = picks + rng.integers(-60, 60, len(picks))
     watts = shown[picks] * (1 + _NOISE * rng.standard_normal(len(picks)))
     domain = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02)
-    column = Column.of(domain, grid[picks], watts)
+    column = DomainSamples.of(domain, grid[picks], watts)
     return PowerTrace({"gpu0": column}, start_ns=int(grid[picks[0]]), end_ns=int(grid[picks[-1]]))

@@ -11,8 +11,9 @@ import numpy as np
 from ..clock import now_ns
 from ..errors import ArgumentError, RecordingError
 from ..integral import Floats, Ints
+from ..joules import DomainSamples
 from ..schema import Basis, Capability, Domain, Gap
-from ..trace import Column, PowerTrace, csv_basis, read_csv
+from ..trace import PowerTrace, csv_basis, read_csv
 from .base import Batch
 from .modelled import MODEL_ERROR
 
@@ -27,7 +28,7 @@ class ReplaySensor:
 
     def __init__(
         self,
-        columns: Mapping[str, Column],
+        columns: Mapping[str, DomainSamples],
         *,
         anchors: Mapping[str, Sequence[tuple[int, float]]] | None = None,
         speed: float | None = 1.0,
@@ -54,7 +55,7 @@ class ReplaySensor:
     def from_csv(cls, path: str | Path, *, speed: float | None = 1.0) -> ReplaySensor:
         """Play a CSV as `PowerTrace.to_csv` writes it (epoch_us, domain, watts)."""
         samples, basis = read_csv(path), csv_basis(path)
-        columns = {n: Column.of(_recorded(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
+        columns = {n: DomainSamples.of(_recorded(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
         return cls(columns, speed=speed)
 
     @classmethod

@@ -28,18 +28,18 @@ _HEAD = 1 << 20  # bytes in which the header of a trace must lie
 _COMPRESSION = 3  # of gzip: a trace of 200 MB takes 3 s instead of 10, and is 10% larger
 
 
-def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track], epoch_offset_ns: int) -> None:
+def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track]) -> None:
     """Write the process's own trace with our counters in it; the counters alone where it left none.
 
-    The process's bytes are kept as they are. `epoch_offset_ns` makes wall-clock times of the tracks' monotonic ones.
+    The process's bytes are kept as they are.
     """
     if kineto is None:
-        base_ns = min((int(t.times_ns[0]) for t in tracks), default=0) + epoch_offset_ns
+        base_ns = min((int(t.times_ns[0]) for t in tracks), default=0)
         head, tail, comma = _OWN_HEAD % base_ns, b"]}\n", b""
     else:
         base_ns, head, tail = split(kineto)
         comma = b"" if tail.lstrip().startswith(b"]") else b","
-    events = b",\n".join(counters(tracks, epoch_offset_ns - base_ns))
+    events = b",\n".join(counters(tracks, -base_ns))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with _open(part, compressed=path.suffix == ".gz") as f:

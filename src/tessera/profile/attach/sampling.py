@@ -6,6 +6,7 @@ Device telemetry is the monitor's; it is collected here as it comes, since the m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -103,8 +104,13 @@ class ProcessSampler:
                 ours += [t for t in list(kept) if t.time_ns > after_ns]
 
     def device_telemetry(self, start_ns: int, end_ns: int) -> Mapping[str, Sequence[Telemetry]]:
-        """What the devices said between two times."""
-        return {d: [t for t in said if start_ns <= t.time_ns <= end_ns] for d, said in self.telemetry.items()}
+        """What the devices reported between two times (epoch)."""
+        offset_ns = self._sampler.epoch.offset_ns
+        moved = {
+            domain: [dataclasses.replace(t, time_ns=t.time_ns + offset_ns) for t in readings]
+            for domain, readings in self.telemetry.items()
+        }
+        return {d: [t for t in readings if start_ns <= t.time_ns <= end_ns] for d, readings in moved.items()}
 
     def tracks(self, sections: Collection[Section]) -> list[Track]:
         """CPU always (100% is one core), the rest by section."""
@@ -122,7 +128,8 @@ class ProcessSampler:
                 found.append(track(f"process.{gpu}.memory", "B", "process", "mem", held))
                 busy = [(t, u.memory_pct) for t, u in here if u.memory_pct is not None]
                 found.append(track(f"process.{gpu}.memory_utilization", "%", "process", "mem", busy))
-        return [t for t in found if t is not None]
+        offset_ns = self._sampler.epoch.offset_ns
+        return [dataclasses.replace(t, times_ns=t.times_ns + offset_ns) for t in found if t is not None]
 
     def _cpu_mean(self) -> float | None:
         if len(self._times_ns) < 2:

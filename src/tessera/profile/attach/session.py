@@ -96,7 +96,7 @@ class Attached:
 
     def export(self, path: Path) -> None:
         """Write the trace with the counters in it; gzipped where the name ends in .gz."""
-        write_trace(path, self.kineto, self.tracks, self.power.epoch_offset_ns)
+        write_trace(path, self.kineto, self.tracks)
 
     def summary(self, path: Path) -> None:
         """Write the metrics as CSV."""
@@ -140,7 +140,7 @@ class _Session:
             ):
                 self._look(sampler)
             # Only for what adds up: HBM power is a one-second average, and the trace need not wait for it.
-            monitor.sampler.wait_for(power.end_ns, names=monitor.sampler.counted())
+            monitor.sampler.wait_for(power.monotonic_span_ns[1], names=monitor.sampler.counted())
         finally:
             monitor.stop()
         if use is not None:

@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ...joules import DomainSamples
 from ...schema import Basis, Domain, Hold, Telemetry
-from ...trace import Column, PowerTrace
+from ...trace import PowerTrace
 
 Scope = Literal["process", "device"]
 Section = Literal["always", "gpu", "mem", "tc", "collectives"]
@@ -40,7 +41,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """Values at monotonic times. `mean` is given where the plain mean of the values would not be it."""
+    """Values at epoch times. `mean` is given where the plain mean of the values would not be it."""
 
     name: str
     unit: str
@@ -132,7 +133,7 @@ def device_tracks(
     return [t for t in found if t is not None]
 
 
-def _power(trace: PowerTrace, name: str, column: Column, section: Section) -> Track | None:
+def _power(trace: PowerTrace, name: str, column: DomainSamples, section: Section) -> Track | None:
     """The samples of the trace, moved back by the sensor's lag so that they lie under the work that drew them."""
     domain: Domain = column.domain
     times = column.times_ns - round(domain.lag_s * 1e9)

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import ArgumentError
-from ...integral import Sums, accumulate, mark
-from ...schema import Energy, Hold
-from ...trace import Column, PowerTrace, combine, energy_between
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable
@@ -48,31 +45,6 @@ def device_of(domain: str) -> int | None:
     """The number of the GPU a domain is of ("gpu3", "gpu3.memory"); None for a CPU's or a node's."""
     found = _GPU.search(domain)
     return int(found[1]) if found else None
-
-
-class Windows:
-    """Joules between any two times of a power trace. The samples are summed once: a window costs two look-ups."""
-
-    def __init__(self, trace: PowerTrace) -> None:
-        self._columns: list[tuple[Column, Sums]] = [
-            (c, accumulate(c.times_ns, c.watts, mean=c.domain.hold is Hold.MEAN, noise=c.domain.sample_noise))
-            for c in trace.columns.values()
-            if c.domain.counted
-        ]
-
-    def __bool__(self) -> bool:
-        return bool(self._columns)
-
-    def energy(self, start_ns: int, end_ns: int) -> Energy:
-        """Joules of the counted domains together; NaN where nothing was seen."""
-        seconds = (end_ns - start_ns) * 1e-9
-        return combine([self._of(c, s, start_ns, end_ns, seconds) for c, s in self._columns], seconds)
-
-    @staticmethod
-    def _of(column: Column, sums: Sums, start_ns: int, end_ns: int, seconds: float) -> Energy:
-        mean, lag_ns = column.domain.hold is Hold.MEAN, round(column.domain.lag_s * 1e9)
-        edges = [mark(column.times_ns, column.watts, sums, t + lag_ns, mean=mean) for t in (start_ns, end_ns)]
-        return energy_between(column.domain, edges[0], edges[1], seconds)
 
 
 def class_power(table: EnergyTable | None) -> dict[tuple[str, str], tuple[float, float]]:

@@ -12,7 +12,7 @@ import numpy as np
 from ...record import CODE
 from ...schema import Energy
 from ...timeline.columns import NONE
-from .base import Windows
+from ...trace import PowerTrace
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable
@@ -39,12 +39,12 @@ def spans(run: RunFile, table: EnergyTable | None, limit: int) -> tuple[list[Spa
         keep = np.argsort(rows[:, 1] - rows[:, 2], kind="stable")[:limit]
         rows = rows[keep]
     rows = rows[np.lexsort((-rows[:, 2], rows[:, 1]))]
-    windows, names = Windows(run.power()), run.names
+    power, names = run.power(), run.names
     attributed = {r.name: r for r in (*table.regions, *table.steps)} if table is not None else {}
     start_ns, end_ns = run.span_ns
     if len(rows):
         start_ns, end_ns = min(start_ns, int(rows[0, 1])), max(end_ns, int(rows[:, 2].max()))
-    about: dict[str, Any] = _joules(windows, start_ns, end_ns)
+    about: dict[str, Any] = _joules(power, start_ns, end_ns)
     if table is not None:
         about |= _finite({"tessera.energy_j": table.total_j, "tessera.energy_error_j": table.total_error_j})
         about |= _finite({"tessera.idle_j": table.idle_j}) | {"tessera.basis": table.basis}
@@ -54,7 +54,7 @@ def spans(run: RunFile, table: EnergyTable | None, limit: int) -> tuple[list[Spa
         stack = open_spans.setdefault(thread, [])
         while stack and stack[-1][0] < end:
             stack.pop()
-        attributes = _joules(windows, start, end)
+        attributes = _joules(power, start, end)
         if thread != NONE:
             attributes["thread.id"] = thread
         if (row := attributed.get(names[name])) is not None:
@@ -69,11 +69,11 @@ def _regions(chunk: Any) -> Any:
     return np.stack([chunk[c][these] for c in ("name", "start_ns", "end_ns", "thread")], axis=1)
 
 
-def _joules(windows: Windows, start_ns: int, end_ns: int) -> dict[str, Any]:
+def _joules(power: PowerTrace, start_ns: int, end_ns: int) -> dict[str, Any]:
     """What the counted domains drew between two times; nothing where nobody measured."""
-    if not windows:
+    if not power.is_counted:
         return {}
-    energy: Energy = windows.energy(start_ns, end_ns)
+    energy: Energy = power.energy(None, start_ns, end_ns)
     figures = {
         "tessera.energy_j": energy.joules, "tessera.energy_error_j": energy.error_j,
         "tessera.power_w": energy.watts, "tessera.coverage": energy.coverage,

@@ -19,7 +19,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...record import CODE
 from ..runfile_format import open_read_only
-from .base import Windows, written
+from .base import written
 from .chrome import Chrome
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def scalars(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
 def _rows(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
     """Counters in the order they came, and the joules of steps: attributed ones, else what was drawn meanwhile."""
     names: list[str] = run.names
-    windows = Windows(run.power())
+    power = run.power()
     joules = {r.name: r.energy_j for r in table.steps} if table is not None else {}
     counts: dict[str, int] = {}
     for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", "value")):
@@ -137,8 +137,8 @@ def _rows(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
             elif (match := _STEP.fullmatch(name)) is not None:
                 place = counts["step\0"] = counts.get("step\0", -1) + 1
                 drawn = joules.get(name)
-                if drawn is None and windows:
-                    drawn = windows.energy(start_ns, end_ns).joules
+                if drawn is None and power.is_counted:
+                    drawn = power.energy(None, start_ns, end_ns).joules
                 step = int(match[1]) if match[1] else place
                 if drawn is not None and np.isfinite(drawn):
                     yield "energy_j/step", step, end_ns, drawn
