@@ -144,6 +144,7 @@ def part_of(source: str) -> Any:
     """A results file, or a part of it."""
     name, _, path = source.partition("#")
     found = json.loads((RESULTS / name).read_text())
+    found.pop("stamp", None)
     for key in filter(None, path.split("/")):
         found = found[int(key)] if isinstance(found, list) else found[key]
     return found

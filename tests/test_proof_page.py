@@ -20,7 +20,7 @@ DEVICE_RESULTS = (
     "ops_gemm", "ops_rows", "ops_precision", "ops_streams", "optimize", "checkpointing", "schedule_caps", "tune",
     "overhead_profile", "dropout",
 )  # fmt: skip
-H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-11-20"}
+H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ def test_every_command_of_the_page_is_there(pages: dict[str, ModuleType]) -> Non
 
 
 def write(folder: Path, name: str, content: Any) -> None:
-    (folder / f"{name}.json").write_text(json.dumps(content))
+    stamp = {"machine": "NVIDIA H200", "date": "2026-11-20", "commit": "abcdef0"}
+    (folder / f"{name}.json").write_text(json.dumps({**content, "stamp": stamp}))
 
 
 def test_a_rehearsal_is_refused(pages: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_precision_and_whole_models(pages: dict[str, ModuleType], tmp_path: Path
     found += [{"part": "layer joules", "shape": [8, 8, 8], "precision": p, "J": j} for p, j in layers]
     write(tmp_path, "ops_precision", {"rows": found, "summary": summary, "machine": H200})
     off = {name: {"ms": 0.3, "J": 0.05, "peak_bytes": -0.02} for name in ("none", "chosen", "all")}
-    write(tmp_path, "checkpointing", {"off": off, "device": "NVIDIA H200", "date": "2026-11-20"})
+    write(tmp_path, "checkpointing", {"off": off, "device": "NVIDIA H200"})
     ways = {
         "eager": {"ms": 50.0, "j": 26.0},
         "optimize": {"ms": 30.0, "j": 17.0, "explained_j": 0.95, "explained_s": 0.92, "chosen": "x"},
@@ -192,7 +193,7 @@ def test_schedules(pages: dict[str, ModuleType], tmp_path: Path) -> None:
     write(
         tmp_path,
         "tune",
-        {"device": "NVIDIA H200", "date": "2026-11-20", "models": models, "regret": {"regret_pct": 1.0, "settings": 6}},
+        {"device": "NVIDIA H200", "models": models, "regret": {"regret_pct": 1.0, "settings": 6}},
     )
     page = pages["schedules"]
     assert [rows_of(page, f"GEMM loop at {w} W")[0].met for w in (600, 500, 400, 300)] == [None, True, False, None]
@@ -211,7 +212,7 @@ def test_a_run_cut_off_is_compared_by_its_trials(pages: dict[str, ModuleType], t
     ]
     bert = {"model": "bert", "trials": trials, "chosen": trials[-1]["setting"], "compared_by": "its trials"}
     bert |= {"saved_pct": 50.0, "speedup": 2.0, "below_best_mode_pct": 33.3}
-    write(tmp_path, "tune", {"device": "NVIDIA H200", "date": "2026-11-20", "models": [bert]})
+    write(tmp_path, "tune", {"device": "NVIDIA H200", "models": [bert]})
     row = rows_of(pages["schedules"], "BERT-base")[0]
     assert row.reached == "50.0; 2.00; 33.3 (compile=default, graph: 1.00 J); by the trials of its search, once each"
     assert row.beside == "torch.compile reduce-overhead: 1.50 J; eager 2.00 J" and row.met

@@ -10,14 +10,12 @@ No clock, limit or mode is changed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics as st
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,9 @@ import torch
 
 from loads import CounterTruth, Loads, windows_between_ticks
 from tessera import monitor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 COUNTER_LAG_NS = 8_000_000  # the counter at tick T holds the energy up to T - 8 ms (benchmarks/fit/fit_response.py)
 results: dict[str, Any] = {}
@@ -304,7 +305,6 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "torch": torch.__version__,
-        "date": str(date.today()),
         "zeus": getattr(sys.modules.get("zeus"), "__version__", None),
     }
     monitor.default()
@@ -323,7 +323,7 @@ def main() -> None:
         "gaps": [g.reason for g in sampler.gaps],
     }
     print("\nsampler", results["sampler"])
-    args.out.write_text(json.dumps(results, indent=1))
+    write_result(args.out, results)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 os.environ["TESSERA_CONTROL"] = "0"
 TORCH = ("stop", "export", "process goes")
@@ -145,8 +147,8 @@ def main() -> None:
         return
     device, seconds = ("cpu", 1.0) if given.quick else ("cuda", given.seconds)
     with tempfile.TemporaryDirectory() as folder:
-        found = {"date": str(date.today()), "device": device} | measured(Path(folder), device, seconds)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+        found = {"device": device} | measured(Path(folder), device, seconds)
+    write_result(given.out, found)
     for name, part in found["parts"].items():
         of_torch = "torch" if name in TORCH else ""
         print(f"{name:14} {part['s']:7.2f} s {part.get('cpu_s', float('nan')):7.2f} s of CPU  {of_torch}")

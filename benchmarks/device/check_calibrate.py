@@ -49,6 +49,9 @@ from tessera.estimate.predict import Launch, predict
 from tessera.graph.capture import capture
 from tessera.hardware import identify_board
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECK_S = 1.5
@@ -376,7 +379,7 @@ def write(path: Path, found: Mapping[str, Calibration], recorded: Recorded, part
         "host_again": [asdict(check(m, {}, {})) for m in recorded.host_again],
         "checks": [asdict(c) for c in parts["kernels"] + parts["models, graph"] + parts["models, eager"]],
     }
-    path.write_text(json.dumps(msgspec.to_builtins(data), indent=1) + "\n")
+    write_result(path, msgspec.to_builtins(data))
 
 
 # -- what came out ----------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ from tessera.profile.counters import KernelCounters, merge, replay
 from tessera.profile.counters.ncu import find_ncu
 from tessera.timeline.columns import Builder, Launch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 STREAM_ELEMENTS = 1 << 29  # of fp32: 2 GiB read, 2 GiB written
 GEMM_N = 8192
 SOFTMAX_SHAPE = (32768, 4096)  # bf16
@@ -245,7 +248,7 @@ def main() -> None:
             "notes": found.notes, "merge": merged.notes(), "coverage": merged.coverage, "kernels": kernels,
             "kineto": [{k: v for k, v in e.items() if k != "ts_us"} for e in seen],
         }  # fmt: skip
-        (out / "counters.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result(out / "counters.json", result)
         if "--cases" in sys.argv:
             cases_of(argv)
 

@@ -19,10 +19,10 @@ import functools
 import gc
 import json
 import statistics as st
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import vision
 from tessera.rewrite import checkpoint as plans
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 Row = dict[str, Any]
 SETTINGS = ("none", "chosen", "all")
@@ -47,7 +50,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        self._path.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
+        write_result(self._path, self.data)
 
     def add(self, row: Row) -> None:
         self.data["rows"].append(row)
@@ -300,7 +303,7 @@ def main() -> None:
     if args.quick:
         args.batch, args.sequence, args.layers = 8, 128, 4
     cuda = torch.cuda.is_available()
-    head = {"date": str(date.today()), "torch": torch.__version__, "device": "cpu", "arguments": vars(args)}
+    head = {"torch": torch.__version__, "device": "cpu", "arguments": vars(args)}
     if cuda:
         head["device"] = torch.cuda.get_device_name()
     results = Results(args.results, head)

@@ -9,12 +9,11 @@ graph capture of the compiled step fails on, if it does. No clock, limit or mode
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import sys
 import tempfile
 import time
 import traceback
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,9 @@ from tessera.rewrite.state import State
 from tessera.runtime.tuning.changes import applied
 from tessera.runtime.tuning.found import Reach, reach
 from tessera.runtime.tuning.trial import Bench
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": "default"},
@@ -72,7 +74,7 @@ def main() -> None:
     bench = Bench(
         fn=step, args=(), kwargs={}, reach=found, state=State(found), own={}, trial_s=0.3 if given.quick else 1.5
     )
-    rows: dict[str, Any] = {"date": str(date.today()), "torch": torch.__version__, "quick": given.quick, "settings": {}}
+    rows: dict[str, Any] = {"torch": torch.__version__, "quick": given.quick, "settings": {}}
     if torch.cuda.is_available():
         rows["gpu"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as name:
@@ -89,7 +91,7 @@ def main() -> None:
                     row["error"] = f"{type(exc).__name__}: {exc}"
                 bench.state.restore()  # the next one is checked against the model as it was
             rows["settings"][what] = row
-            given.out.write_text(json.dumps(rows, indent=1, default=str))
+            write_result(given.out, rows)
             print(
                 f"{what}: {row['refused'] or f'''{1e3 * row['seconds']:.2f} ms  {row['energy_j']:.3f} J'''}", flush=True
             )

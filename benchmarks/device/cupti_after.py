@@ -17,11 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 ROUNDS = 5
 
@@ -102,10 +104,7 @@ def main() -> None:
         ratios = {name: row["after"][name] / value for name, value in row["before"].items()}
         told = ", ".join(f"{name} {row['before'][name]:.3f} -> x {ratio:.3f}" for name, ratio in ratios.items())
         print(f"TEARDOWN_CUPTI={teardown}: {told}; kernels seen again: {row['kernels_seen_again']}", flush=True)
-    given.out.write_text(
-        json.dumps({"date": str(date.today()), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                    "rows": rows}, indent=1)
-    )  # fmt: skip
+    write_result(given.out, {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from tessera import op
 from tessera.op import attention, attention_ops
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 P = 0.1
 WORKERS = 8
@@ -157,10 +159,10 @@ def main() -> None:
                 if (shape, i) in mine:
                     call()
         return
-    found: dict[str, Any] = {"date": str(date.today()), "p": P, "shapes": []}
+    found: dict[str, Any] = {"p": P, "shapes": []}
     if given.quick:
         found["numerics"] = numerics("cpu")
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(given.out, found)
         return
     running = [subprocess.Popen([sys.executable, __file__, str(given.out), "--share", str(i)]) for i in range(WORKERS)]
     found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "numerics": numerics("cuda")}
@@ -177,7 +179,7 @@ def main() -> None:
                 print(f"   {what} {cut}: {type(exc).__name__}: {str(exc)[:120]}")
         print("  ", {k: round(v, 1) for k, v in row["ours_us"].items() if v}, flush=True)
         found["shapes"].append(row)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(given.out, found)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import json
 import os
 import statistics as st
 import sys
@@ -23,7 +22,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,9 @@ os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never c
 import vision
 from tessera.monitor import EnergyBenchmark
 from tessera.rewrite.fused_conv import fuse
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 Call = Callable[[], Any]
 COMPILE_S = 45.0  # torch.compile of ResNet-50 in its default mode took about 30 s on the H200's host
@@ -58,7 +59,7 @@ class Results:
         self.path, self.deadline = path, time.monotonic() + budget_s
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         self.data: dict[str, Any] = {
-            "date": str(date.today()), "device": name, "torch": torch.__version__,
+            "device": name, "torch": torch.__version__,
             "cudnn": torch.backends.cudnn.version(), "operators": {}, "model": {}, "skipped": [],
         }  # fmt: skip
 
@@ -74,7 +75,7 @@ class Results:
                 traceback.print_exc()
                 found = {"error": f"{type(e).__name__}: {str(e)[:600]}"}
         self.data[group][name] = found
-        self.path.write_text(json.dumps(self.data, indent=1, default=str))
+        write_result(self.path, self.data)
         print(f"{group:9s} {name:24s} " + "  ".join(f"{k} {short(v)}" for k, v in found.items() if k != "kernels"),
               flush=True)  # fmt: skip
         return found

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ops_restart import again, dead, written
+from ops_restart import again, dead, replace_result
 from record_kernels import capture, quick_time
 from record_models import figures, machine, nvml_state, steady, tidy
 from tessera import op
@@ -402,8 +402,8 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path, self.content = path, {"rows": [], "skipped": []}
 
-    def save(self, last: bool = False) -> None:
-        written(self.path, self.content, last=last)
+    def save(self) -> None:
+        replace_result(self.path, self.content)
 
     def has(self, case: Case) -> bool:
         """Whether a row was tried before this process began."""
@@ -445,7 +445,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
     while waiting:
         keep(waiting, results)
     results.content["seconds"] = time.monotonic() - begin
-    results.save(last=True)
+    results.save()
 
 
 def restart(results: Results, deadline: float, waiting: deque[tuple[Row, dict[str, Any]]] | None = None) -> None:

@@ -32,7 +32,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ops_restart import again, dead, written
+from ops_restart import again, dead, replace_result
 from tessera import op
 from tessera.op import attention, normalize
 
@@ -397,8 +397,8 @@ class Bench:
         self._waiting: deque[tuple[Row, Any]] = deque()
         self.results: Row = {"quick": quick, "rows": [], "skipped": [], "numerics": []}
 
-    def save(self, last: bool = False) -> None:
-        written(self._out, self.results, last=last)
+    def save(self) -> None:
+        replace_result(self._out, self.results)
 
     def resume(self) -> None:
         """Take over what a process before this one measured."""
@@ -805,7 +805,7 @@ def main() -> None:
         print(bench.results["stopped"])
         bench.flush()
     show(bench)
-    bench.save(last=True)
+    bench.save()
 
 
 if __name__ == "__main__":

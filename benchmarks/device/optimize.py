@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics as st
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,9 @@ import torch
 import tessera
 import vision
 from tessera.rewrite.measured import measure
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 MODES = ("default", "reduce-overhead")
 SECONDS_EACH = 4.5  # of measuring a way: three times the least EnergyBenchmark takes
@@ -116,14 +117,14 @@ class Results:
         self.path, self.deadline = path, deadline
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         self.data: dict[str, Any] = {
-            "date": str(date.today()), "device": name, "torch": torch.__version__, "models": {}, "skipped": [],
+            "device": name, "torch": torch.__version__, "models": {}, "skipped": [],
         }  # fmt: skip
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
     def save(self) -> None:
-        self.path.write_text(json.dumps(self.data, indent=1))
+        write_result(self.path, self.data)
 
     def row(self, model: str, name: str, make: Callable[[], dict[str, Any]], needs_s: float) -> dict[str, Any] | None:
         """Run one guarded row; None where it was skipped or failed."""

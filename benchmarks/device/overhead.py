@@ -8,12 +8,10 @@ Blocks of steps with and without Tessera alternate, so that the drift of clocks 
 
 from __future__ import annotations
 
-import json
 import statistics as st
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -21,6 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tessera import monitor
 from tessera.sensors.discover import discover
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 STEPS, PAIRS = 50, 10
 Step = Callable[[], None]
@@ -85,7 +86,6 @@ def main(out: Path) -> None:
     slowdown = st.mean(ratios) * 100
     half = 1.833 * st.stdev(ratios) / len(ratios) ** 0.5 * 100  # Student's t, 9 degrees of freedom, 90%
     rows = {
-        "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
         "step_ms_without": st.median(off_ms),
         "step_ms_with": st.median(on_ms),
@@ -97,7 +97,7 @@ def main(out: Path) -> None:
     }
     for name, value in rows.items():
         print(f"  {name:28s} {value}")
-    out.write_text(json.dumps(rows, indent=1))
+    write_result(out, rows)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics as st
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 LEAD = 6
 SETTLED_S = 2.5
@@ -127,10 +129,10 @@ def middle(ratios: list[float]) -> dict[str, float]:
     }
 
 
-def written(out: Path, units: dict[str, list[dict[str, list[dict[str, float]]]]], seconds: float) -> None:
+def write_rows(out: Path, units: dict[str, list[dict[str, list[dict[str, float]]]]], seconds: float) -> None:
     """What there is so far."""
     rows: dict[str, object] = {
-        "date": str(date.today()), "gpu": torch.cuda.get_device_name(), "torch_version": torch.__version__,
+        "gpu": torch.cuda.get_device_name(), "torch_version": torch.__version__,
         "model": "GPT-2 small, 8x1024, bf16, AdamW", "seconds": seconds,
     }  # fmt: skip
     for how, found in units.items():
@@ -146,7 +148,7 @@ def written(out: Path, units: dict[str, list[dict[str, list[dict[str, float]]]]]
             **{key: st.median(b[key] for u in found for b in u[how]) for key in found[0][how][0] if key != "ms"},
             "beside_end_s": st.median(b["end_s"] for u in found for b in u[beside]),
         }  # fmt: skip
-    out.write_text(json.dumps(rows, indent=1) + "\n")
+    write_result(out, rows)
 
 
 def main() -> None:
@@ -177,7 +179,7 @@ def main() -> None:
                 f"  {how} " + "  ".join(f"{w} {st.mean(b['ms'] for b in bs):.2f} ms" for w, bs in found.items()),
                 flush=True,
             )
-            written(args.out, units, time.perf_counter() - started)
+            write_rows(args.out, units, time.perf_counter() - started)
             turn += 1
     print(args.out.read_text())
 

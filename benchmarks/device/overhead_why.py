@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics as st
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +24,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 FIRST, STEPS = 8, 16
 Step = Callable[[], None]
@@ -130,7 +133,7 @@ def main() -> None:
                     f"{' '.join(f'{v:.0f}' for v in values[:FIRST])}  {row['cpu_s']}",
                     flush=True,
                 )
-                given.out.write_text(json.dumps(rows, indent=1))
+                write_result(given.out, rows)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 os.environ["TESSERA_CONTROL"] = "0"
 
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     device, seconds = ("cpu", 1.0) if given.quick else ("cuda", given.seconds)
-    found: dict[str, Any] = {"date": str(date.today()), "device": device, "ways": {}}
+    found: dict[str, Any] = {"device": device, "ways": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "gpt2_train.py"
@@ -148,14 +150,14 @@ def main() -> None:
                         shutil.copy(kept, given.out.parent / f"gpt2_train{kept.suffix}")
                 print("\n".join(row["screen"]))
             print(way, json.dumps({k: v for k, v in row.items() if k not in ("top", "screen")})[:900], flush=True)
-            given.out.write_text(json.dumps(found, indent=1))
+            write_result(given.out, found)
         if "session" in given.only:
             try:
                 found["session"] = session(folder, seconds / 2, given.quick)
             except Exception as exc:  # noqa: BLE001  (the ways before it are worth keeping)
                 found["session"] = {"error": f"{type(exc).__name__}: {exc}"}
             print("session", json.dumps(found["session"], indent=1)[:3000])
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(given.out, found)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ from tessera.runtime.loop import loop
 from tessera.runtime.meter import Meter, Reading
 from tessera.runtime.pace import Passed, pacer_of
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 WINDOW_S, FIRST_S = 0.2, 1.0
 AGREE = 0.02  # by so much their means may differ; bursts of 8 ms at half the time were 5% apart on 2026-11-15
 TICK_S = 0.1  # of the energy counter (shared/design.md)
@@ -102,7 +105,7 @@ class Run:
                 self._keep(name, value.pop("series", None))
         self.rows[name] = value
         print(f"  {name:44s} {text(value)}", flush=True)
-        self.out.write_text(json.dumps(self.rows, indent=1, default=str))
+        write_result(self.out, self.rows)
         return value if isinstance(value, dict) and "error" not in value and "skipped" not in value else None
 
     def _keep(self, name: str, series: Any) -> None:

@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,9 @@ import fused_conv
 import optimize
 import vision
 from tessera.rewrite.measured import Measured, measure
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 ROUNDS = 3
 SECONDS_EACH = 1.5
@@ -333,7 +335,7 @@ def told_again(path: Path, told: dict[str, Any]) -> None:
         if model in told:
             beside(rows, told[model]["optimize"]["rewrites"]["rewrites"])
         show(model, rows)
-    path.write_text(json.dumps(data, indent=1))
+    write_result(path, data)
 
 
 def main() -> None:
@@ -353,7 +355,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # a shape each
     device, dtype = ("cpu", torch.float32) if given.quick else ("cuda", torch.bfloat16)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    data: dict[str, Any] = {"date": str(date.today()), "device": name, "torch": torch.__version__, "models": {}}
+    data: dict[str, Any] = {"device": name, "torch": torch.__version__, "models": {}}
     for model in given.only.split(","):
         torch.manual_seed(0)
         begin = time.monotonic()
@@ -369,7 +371,7 @@ def main() -> None:
         show(model, rows)
         print(f"{model:9s} took {time.monotonic() - begin:.0f} s", flush=True)
         data["models"][model] = rows
-        given.out.write_text(json.dumps(data, indent=1))
+        write_result(given.out, data)
         torch._dynamo.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,9 @@ from tessera.runtime.tuning.changes import COMPILE_MODES, applied
 from tessera.runtime.tuning.found import reach
 from tessera.runtime.tuning.plan import Setting, Trial, same
 from tessera.runtime.tuning.trial import Bench
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 Step = Callable[[], Any]
 WARMING_S = 150.0
@@ -317,7 +319,7 @@ def main() -> None:
     parser.add_argument("--compile", nargs=2, metavar=("MODEL", "SETTING"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.ended:
-        given.out.write_text(json.dumps(ended(json.loads(given.out.read_text())), indent=1) + "\n")
+        write_result(given.out, ended(json.loads(given.out.read_text())))
         return
     if given.compile:
         vision.importable()
@@ -328,14 +330,14 @@ def main() -> None:
     vision.importable()
     if given.warm:
         warmed(given)
-    begun, figures = time.monotonic(), {"date": date.today().isoformat(), "goals": GOALS, "models": []}
+    begun, figures = time.monotonic(), {"goals": GOALS, "models": []}
     if torch.cuda.is_available():
         os.environ.setdefault("TESSERA_SENSORS", "nvml")  # the GPU's joules alone, whatever RAPL may say
         figures |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
 
     def save(now: dict[str, Any] | None = None) -> None:
         figures["running"] = now
-        given.out.write_text(json.dumps(figures, indent=1, default=str))
+        write_result(given.out, figures)
 
     for at, name in enumerate(given.only):
         left = given.budget_s - (time.monotonic() - begun)

@@ -32,15 +32,15 @@ BENCHMARKS = Path(__file__).parents[1]
 DATA = BENCHMARKS / "data"
 OUT = BENCHMARKS.parent / "src/tessera/estimate/data"
 sys.path.insert(0, str(BENCHMARKS))
-import align  # noqa: E402
-from device import vision  # noqa: E402
-from kernel_fits import fit_trees  # noqa: E402
-from tessera.estimate import conv, families, residency, stream  # noqa: E402
-from tessera.estimate.kernel_time import chip  # noqa: E402
-from tessera.estimate.power import Work  # noqa: E402
-from tessera.estimate.residency import CACHE_SHARE  # noqa: E402
-from tessera.estimate.residual import fitted  # noqa: E402
-from tessera.hardware import lookup  # noqa: E402
+import align
+from device import vision
+from kernel_fits import fit_trees
+from tessera.estimate import conv, families, residency, stream
+from tessera.estimate.kernel_time import chip
+from tessera.estimate.power import Work
+from tessera.estimate.residency import CACHE_SHARE
+from tessera.estimate.residual import fitted
+from tessera.hardware import lookup
 
 H200 = lookup("h200")
 UNITS, CLOCK_HZ, BANDWIDTH = 132, 1.98e9, 4.8e12

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 RECORDING = Path(__file__).parents[1] / "data" / "h200_sensor.json.gz"
 RESULT = Path(__file__).parents[1] / "results" / "fit_response.json"
 STEP_MS = 0.25
@@ -163,7 +166,7 @@ def main() -> None:
     figures["ring_response"] = [dict(zip(names, row, strict=True)) for row in best]
     figures["counter"] = fit_counter(data)
     if recording == RECORDING:
-        RESULT.write_text(json.dumps(figures, indent=1) + "\n")
+        write_result(RESULT, figures)
 
 
 if __name__ == "__main__":

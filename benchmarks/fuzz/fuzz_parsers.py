@@ -34,8 +34,11 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 TESTS = BENCHMARKS.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
-from fuzz_traces import cut, flip  # noqa: E402
-from tessera.errors import TesseraError  # noqa: E402
+from fuzz_traces import cut, flip
+from tessera.errors import TesseraError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 LIMIT_S = 5.0
 ODD: tuple[Any, ...] = (
@@ -312,13 +315,13 @@ def _overlay(data: bytes, folder: Path) -> None:
 def _device(data: bytes, folder: Path) -> None:
     """A user's file, alone and laid over the catalogue."""
     from tessera.hardware import load
-    from tessera.hardware.index import _packaged, _sign, _text, _without_stale_notes
+    from tessera.hardware.index import _read_packaged, _sign, _text, _without_stale_notes
 
     path = folder / "mine.toml"
     path.write_bytes(data)
     table = load.read(_text(path), str(path))
     _sign(table, path)
-    under = _packaged().get(table["id"]) or _packaged()["h200"]
+    under = _read_packaged().get(table["id"]) or _read_packaged()["h200"]
     for raw in (table, _without_stale_notes(load.merge(under, table), table)):
         with contextlib.suppress(TesseraError):
             load.build(raw, str(path), (str(path),))
@@ -639,7 +642,7 @@ def main() -> None:
         f"{given.count} cases, {len(failed)} failures, {figures['seconds']} s; slowest {slowest[0]:.2f} s ({slowest[1]} {slowest[2]})"
     )
     if not given.only:
-        given.save.write_text(json.dumps(figures, indent=1) + "\n")
+        write_result(given.save, figures)
     raise SystemExit(1 if failed else 0)
 
 

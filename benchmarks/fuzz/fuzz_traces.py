@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import random
 import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -27,6 +28,9 @@ from tessera import analyze
 from tessera.analyze.source import Source
 from tessera.errors import TesseraError
 from tessera.timeline import kineto
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ANALYSES = ("breakdown", "overlap", "kernels", "critical_path", "collectives", "memcpy", "memory")
@@ -241,7 +245,7 @@ def main() -> None:
         "slowest_case": slowest[1], "seconds": time.perf_counter() - start,
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
-    given.save.write_text(json.dumps(figures, indent=1) + "\n")
+    write_result(given.save, figures)
     raise SystemExit(1 if failed else 0)
 
 

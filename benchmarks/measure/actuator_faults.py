@@ -34,12 +34,15 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
 
-import tessera.actuators.amd  # noqa: E402  (imported once, here: each trial forks)
-import tessera.actuators.nvml  # noqa: E402, F401
-from tessera import actuators  # noqa: E402
-from tessera.errors import ActuatorError  # noqa: E402
+import tessera.actuators.amd
+import tessera.actuators.nvml  # noqa: F401
+from tessera import actuators
+from tessera.errors import ActuatorError
 
-from fakes.nvml import Scenario, build_fake, control_state, fake_env  # noqa: E402
+from fakes.nvml import Scenario, build_fake, control_state, fake_env
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 LIMITS_W = (None, 700.0, 550.0, 420.5)  # what somebody set before; None: the default, 700 W
 CODES = (999, 15, 4)  # NVML: unknown error, GPU is lost, no permission
@@ -416,7 +419,7 @@ def main() -> None:
     for ran in bad:
         print(f"seed {ran.seed} ({', '.join(ran.ways)}; {draw(ran.seed).faults}): {'; '.join(ran.problems)}")
     if len(found) >= 1000:
-        (BENCHMARKS / "results" / "actuator_faults.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result(BENCHMARKS / "results" / "actuator_faults.json", result)
     print(json.dumps(result))
     sys.exit(bool(bad))
 

@@ -20,6 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RECORDING = BENCHMARKS.parents[1] / "shared" / "h200" / "gpt2_train.kineto.json.gz"
 HTA = BENCHMARKS.parent / ".bench" / "hta" / "bin" / "python"
@@ -158,7 +161,7 @@ def main() -> None:
             )
         else:
             print(f"  HTA is not installed in {HTA.parents[1]}: see the top of this file")
-    given.save.write_text(json.dumps(figures, indent=1) + "\n")
+    write_result(given.save, figures)
 
 
 if __name__ == "__main__":

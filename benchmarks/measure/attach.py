@@ -23,6 +23,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 RESULTS = Path(__file__).parents[1] / "results" / "attach.json"
 GOALS_S = {"plain": 8.0, "optimizer": 5.0}
 CYCLE_S = 10.24
@@ -149,7 +152,7 @@ def measure(python: str, device: str, pauses_s: Sequence[float], fast_s: Sequenc
 def write(path: Path, name: str, found: dict[str, Any]) -> None:
     """Keep what other machines have in the file."""
     all_found = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**all_found, name: found}, indent=1, ensure_ascii=False) + "\n")
+    write_result(path, {**all_found, name: found})
 
 
 def main() -> None:

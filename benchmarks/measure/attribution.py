@@ -16,6 +16,7 @@ import argparse
 import gzip
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ from tessera.record import CODE
 from tessera.schema import Domain
 from tessera.timeline import Builder, Launch, Timeline
 from tessera.trace import PowerTrace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 # Which kernels a load launches: parts of their names, or of name and grid. Memsets belong to the kernel they go before.
 LOADS = {
@@ -287,7 +291,7 @@ def main() -> None:
                   f"({100 * (row['attributed_j'] / row['alone_j'] - 1):+.1f}%), at this speed {row['here_j']}")  # fmt: skip
         out["sets"][f"{found['set']}-{found['seed']}"] = part
     if args.json:
-        args.json.write_text(json.dumps(out, indent=1))
+        write_result(args.json, out)
     return None
 
 

@@ -23,6 +23,9 @@ from typing import Any
 
 from tessera import analyze
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 BENCHMARKS = Path(__file__).parents[1]
 SET = 3
 WORK = "total = sum(i * i for i in range(3_000_000))\n"
@@ -117,7 +120,7 @@ def main() -> None:
             "measure": {n: alarms(how(measured)) for n, how in WAYS.items()},
             "steps": {n: alarms(how(runs)) for n, how in WAYS.items()},
         }  # fmt: skip
-    (BENCHMARKS / "results" / "diff_aa.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(BENCHMARKS / "results" / "diff_aa.json", found)
     print(json.dumps(found, indent=1))
 
 

@@ -12,12 +12,11 @@ Also printed: what was foretold against what came, for products of 64 and more (
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,9 @@ import torch
 from tessera.errors import ToleranceError
 from tessera.op import bounded, bounds, lowprec
 from tessera.op.product_cost import energy_j
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 TOLERANCES = (5e-2, 1e-2, 1e-3)
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -203,7 +205,7 @@ def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         if bound and p in ("fp8", "fp8_row", "bf16", "tf32", "fp16")
     ]
     return {
-        "date": str(date.today()), "torch": torch.__version__, "seed": seed, "cases": len(rows), "violations": len(wrong),
+        "torch": torch.__version__, "seed": seed, "cases": len(rows), "violations": len(wrong),
         "said_too_little": len(over), "refused": len(refused),
         "refused_although_fp32_holds": sum(r["true_error"] <= r["tolerance"] for r in refused),
         "cheapest_chosen_pct": 100 * len(sharp) / len(rows), "joules_over_cheapest_pct": 100 * (spent / least - 1),
@@ -252,7 +254,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"  {name:28} {value}")
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(args.out, found)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from tessera.profile.runfile import RunFile, RunWriter
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Launch, Timeline
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 T0 = 1_790_000_000_000_000_000
 
 
@@ -132,7 +135,7 @@ def main() -> None:
             "load_average": os.getloadavg()[0],
         },
     }  # fmt: skip
-    (Path(__file__).parents[1] / "results" / "export_million.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(Path(__file__).parents[1] / "results" / "export_million.json", result)
 
 
 if __name__ == "__main__":

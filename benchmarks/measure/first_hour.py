@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
 COLUMNS = 100
@@ -49,7 +52,7 @@ def selftest() -> dict[str, Any]:
 def main() -> None:
     load = os.getloadavg()[0]
     found = {"load_before": round(load, 2), "cpus": os.cpu_count(), "make_run": make_run(), "selftest": selftest()}
-    (BENCHMARKS / "results" / "first_hour.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(BENCHMARKS / "results" / "first_hour.json", found)
     print("\n".join(found["make_run"]["screen"]))
     print({k: v if k != "make_run" else {x: y for x, y in v.items() if x != "screen"} for k, v in found.items()})
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics as st
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 RUNS = 15
 
@@ -30,7 +32,7 @@ def main() -> None:
     print(f"import tessera     {imported:+7.1f} ms   (goal <= 30)")
     print(f"tessera --help     {help_ms:7.1f} ms   (goal <= 150)")
     rows = {"bare_ms": bare, "import_tessera_ms": imported, "help_ms": help_ms}
-    (Path(__file__).parents[1] / "results" / "import_time.json").write_text(json.dumps(rows, indent=1) + "\n")
+    write_result(Path(__file__).parents[1] / "results" / "import_time.json", rows)
     for peer in ("click", "rich.console", "pynvml", "msgspec", "numpy"):
         print(f"  import {peer:12s}{median_ms('-c', f'import {peer}') - bare:+7.1f} ms")
 

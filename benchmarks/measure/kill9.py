@@ -7,7 +7,6 @@ Lost is the time between the last thing found in the file and the kill, with the
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
@@ -21,6 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from tessera.profile.runfile import RunFile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 CHILD = """
 import sys, time
@@ -92,7 +94,7 @@ def main() -> None:
         },
     }
     target = Path(__file__).parents[1] / "results" / "kill9.json"
-    target.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(target, result)
     print(f"{kills} kills: lost {result['lost_s']['mean']:.3f} s on average, {result['lost_s']['max']:.3f} s at most")
 
 

@@ -17,6 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 BENCHMARKS = Path(__file__).parents[1]
 RECORDED = sorted((BENCHMARKS / "data").glob("h200_mixture_*.json.gz"))
 WINDOWS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -50,7 +53,7 @@ def main() -> None:
     for window, watts in rows.items():
         print(f"{window:>8}  {watts:6.1f} W")
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else BENCHMARKS / "results" / "limit_windows.json"
-    out.write_text(json.dumps({"recordings": len(RECORDED), "limit_w": 700, "highest_mean_w": rows}, indent=1) + "\n")
+    write_result(out, {"recordings": len(RECORDED), "limit_w": 700, "highest_mean_w": rows})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python benchmarks/measure/memory_24h.py [HOURS]
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
@@ -15,6 +14,9 @@ from tessera.clock import Clock
 from tessera.monitor.sampler import Sampler
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 GPUS, HZ = 8, 50
 
@@ -84,7 +86,7 @@ def main() -> None:
 
     if hours >= 24:
         out = Path(__file__).parents[1] / "results" / "memory_24h.json"
-        out.write_text(json.dumps({"resident_mib": rows, "gpus": GPUS, "hz": HZ}, indent=1) + "\n")
+        write_result(out, {"resident_mib": rows, "gpus": GPUS, "hz": HZ})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ own launcher, as every call went before and goes under a mode, a transform or a 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from tessera import op
 from tessera.op import attention_ops, eager, normalize, row_ops
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 ROUNDS, CALLS = 40, 500
 
@@ -141,7 +143,7 @@ def main() -> None:
         kernels = by_our_kernels()
     if len(sys.argv) > 1:
         found = {"calls": calls, "kernels": kernels, "torch": torch.__version__}
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
+        write_result(Path(sys.argv[1]), found)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -27,7 +26,10 @@ from tessera.timeline.columns import Builder
 BENCHMARKS = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
 
-from browser import chromium  # noqa: E402
+from browser import chromium
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 START_NS = 1_790_000_000_000_000_000
 GOALS = {"answer_ms": 500.0, "first_plot_ms": 3500.0, "size_mb": 12.0}
@@ -124,7 +126,7 @@ def main() -> None:
             **loaded(html, given.loads), "machine": f"{platform.machine()}, Python {platform.python_version()}",
             "goals": GOALS,
         }  # fmt: skip
-    (BENCHMARKS / "results" / "page_speed.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(BENCHMARKS / "results" / "page_speed.json", found)
     for key, value in found.items():
         print(f"{key:22} {value}{f'   (goal < {GOALS[key]:g})' if key in GOALS else ''}")
     sys.exit(any(found[key] >= goal for key, goal in GOALS.items()))

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RECORDING = BENCHMARKS.parents[1] / "shared" / "h200" / "gpt2_train.kineto.json.gz"
 LATE, LATE_US, SCATTER_US, END_US, LASTS_US = 17, 500.0, 50.0, 3.0, 2000.0
@@ -146,7 +149,7 @@ def main() -> None:
     print(
         f"  skew of {found['collectives']} collectives recovered to {figures['skew_worst_us']:.2f} us; rank {LATE} named {figures['straggler_found']} times, another {figures['straggler_wrong']}"
     )
-    given.save.write_text(json.dumps(figures, indent=1) + "\n")
+    write_result(given.save, figures)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RECORDING = BENCHMARKS.parents[1] / "shared" / "h200" / "gpt2_train.kineto.json.gz"
 RUNS = 3
@@ -110,7 +113,7 @@ def main() -> None:
                 print(f"  {label:12} {rate}   peak {run['peak_mib']:6,.0f} MiB")
             print(f"  columns {ours['columns_mib']:,.0f} MiB for {ours['rows']:,.0f} rows; link {ours['link_s']:.2f} s")
     if given.save:
-        given.save.write_text(json.dumps(figures, indent=1) + "\n")
+        write_result(given.save, figures)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Blocks of both alternate; the figure is the median block.
 
 from __future__ import annotations
 
-import json
 import statistics as st
 import sys
 import tempfile
@@ -18,6 +17,9 @@ from pathlib import Path
 from torch.profiler import record_function
 
 from tessera import profile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 BLOCKS, CALLS = 60, 5_000
 
@@ -65,7 +67,7 @@ def main() -> None:
         f"  without a session a region costs 1/{rows['record_function_off_ns'] / rows['region_off_ns']:.0f} of record_function (goal: under 1000 ns)"
     )
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
+        write_result(Path(sys.argv[1]), rows)
 
 
 if __name__ == "__main__":

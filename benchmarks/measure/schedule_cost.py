@@ -8,7 +8,6 @@ and the CPU time of the loop's thread and the sampler while a cap is held.
 
 from __future__ import annotations
 
-import json
 import statistics as st
 import sys
 import threading
@@ -21,6 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera import schedule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 REPEATS, CALLS = 15, 4000
 
@@ -103,7 +105,7 @@ def main() -> None:
     for name, value in rows.items():
         print(f"{name:52s} {'-' if value is None else f'{value:8.3f}'}")
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1))
+        write_result(Path(sys.argv[1]), rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ windows by the ring and the counter are those of their beats with them.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +39,9 @@ from fakes.plant import (
     training,
     worst_window_w,
 )  # fmt: skip
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 SECONDS, WINDOW_S, SEEDS = 16.0, 0.2, 3
 GEMM = Op(0.000171, 976.0)  # 4096 a side, as measured between waits
@@ -199,7 +201,7 @@ def main() -> None:
         rows[f"fixed duty 0.5 x {slice_s * 1e3:g} ms"] = beating(0.5, slice_s)
     show(rows)
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1))
+        write_result(Path(sys.argv[1]), rows)
 
 
 if __name__ == "__main__":

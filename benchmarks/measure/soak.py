@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -39,6 +40,9 @@ from tessera.report import prometheus
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.discover import Found
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 BOARDS, HZ = 8, 500
@@ -265,7 +269,7 @@ def main() -> None:
     figures["flat"] = flat(figures)
     figures["machine"] = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     print(json.dumps(figures, indent=1))
-    given.save.write_text(json.dumps(figures, indent=1) + "\n")
+    write_result(given.save, figures)
     raise SystemExit(0 if figures["flat"] else 1)
 
 

@@ -8,7 +8,6 @@ before); the aggregator, the power feed, the sampler and the run file are the re
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import tempfile
@@ -24,6 +23,9 @@ from tessera.profile.power_feed import PowerFeed
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.summary_mode import Summary
 from tessera.timeline.columns import Builder
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 ROWS, NAMES, STEPS_PER_S = 2_000, 300, 20
 
@@ -84,9 +86,7 @@ def main() -> None:
     print(f"joules from the file {joules:.6g}, from the sampler {true_j:.6g}")
     if hours >= 24:
         out = Path(__file__).parents[1] / "results" / "summary_24h.json"
-        out.write_text(
-            json.dumps({"resident_mib": rows, "windows": found["windows"], "gpus": GPUS, "hz": HZ}, indent=1) + "\n"
-        )
+        write_result(out, {"resident_mib": rows, "windows": found["windows"], "gpus": GPUS, "hz": HZ})
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[1]
+sys.path.insert(0, str(BENCHMARKS))
+from result_file import read_result
+
 RESULTS = BENCHMARKS / "results"
 DEVICE = "benchmarks/device"  # on the GPU, with PYTHONPATH=src:.carry/site python
 H200 = "NVIDIA H200"
@@ -40,9 +40,9 @@ class Goal:
 
 
 def load(name: str) -> Any:
-    """The content of a results file; None where it does not exist."""
+    """The content of a result file without its stamp; None where it does not exist."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_result(path) if path.exists() else None
 
 
 def load_device(name: str) -> Any:
@@ -75,37 +75,15 @@ def table(goals: Iterable[Goal], *, whole: bool) -> list[str]:
 
 
 def where(name: str, recorded_on: str = "") -> str:
-    """The machine and the day of a results file: what it says itself, else where this page first saw it.
+    """The machine and the day of a result file, from its stamp.
 
     `recorded_on` is the board of recordings that a script without a GPU reads.
     """
-    content = load(name)
-    if content is None:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
         return ""
-    inside = content if isinstance(content, dict) else {}
-    about = next((inside[k] for k in ("machine", "about") if isinstance(inside.get(k), dict)), inside)
-    stamp = _stamp(name)
-    board = next((str(about[k]) for k in BOARDS if about.get(k)), "")
-    board = board if board and board not in ("cpu", "none (CPU)") else recorded_on or stamp["machine"]
-    day = about.get("date") or inside.get("date") or stamp["date"]
-    return f"{board}, {day}"
-
-
-def _stamp(name: str) -> dict[str, str]:
-    """Machine and day of a results file that does not say them: noted when its content was first seen."""
-    path = RESULTS / "stamps.json"
-    known: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
-    seen = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()[:16]
-    if known.get(name, {}).get("sha256") != seen:
-        known[name] = {"sha256": seen, "date": str(date.today()), "machine": _machine()}
-        path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-    return known[name]
-
-
-def _machine() -> str:
-    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    name = re.sub(r"\(R\)|\(TM\)| Processor| CPU", "", cpu.group(1)).strip() if cpu else "CPU"
-    return f"{name}, {os.cpu_count()} cores"
+    stamp = json.loads(path.read_text())["stamp"]
+    return f"{recorded_on or stamp['machine']}, {stamp['date']}"
 
 
 # -- figures -----------------------------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from goal import DEVICE, RESULTS, Goal, load, pair, where, within
+from goal import DEVICE, RESULTS, Goal, load, pair, read_result, where, within
 
 ACCURACY = f"{DEVICE}/accuracy.py OUT.json --zeus .carry/zeus"
 LIMITS = {"50 ms": (5, 12), "100 ms": (2, 5), "200 ms": (1, 3), "1000 ms": (0.5, 1)}
@@ -112,7 +111,7 @@ def intervals() -> list[str]:
 
 def spread(a: dict[str, Any]) -> str:
     """How far the figures moved from run to run: this one and the earlier ones that were kept."""
-    runs = [a, *(json.loads(p.read_text()) for p in sorted((RESULTS / "earlier").glob("h200_accuracy_*.json")))]
+    runs = [a, *(read_result(p) for p in sorted((RESULTS / "earlier").glob("h200_accuracy_*.json")))]
     medians = [r["steady load: fp32"][f"tessera {w} ms"]["median"] for r in runs for w in (50, 100, 200, 1000)]
     waves = [
         abs(row["error_pct"])

@@ -145,7 +145,7 @@ def goals() -> list[Goal]:
         *models(first, after, public),
         *second(load("predict_heldout2"), load("predict_heldout2_after")),
         *kernels(load("kernel_accuracy"), load("predict_kernels")),
-        *speed(load("predict_time"), load("flops")),
+        *speed(load("predict_time"), load("flops")["models"]),
         *pairs(load("predict_pairs")),
     ]
 

@@ -9,7 +9,6 @@ fitted beside an H200) gives the same call. The geometric mean of the ratios is 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,9 @@ from torch import nn
 
 from tessera.estimate.host import HostModel, host_times
 from tessera.graph.capture import capture
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 ROUNDS, CALLS = 40, 500
 
@@ -77,7 +79,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         result = {"layers": found, "ratio": mean, "least": min(ratios), "most": max(ratios)}
         result |= {"processor": processor(), "torch": torch.__version__}
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+        write_result(Path(sys.argv[1]), result)
 
 
 if __name__ == "__main__":

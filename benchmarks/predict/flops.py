@@ -8,7 +8,6 @@ apart into there, so that nothing is left out on either side.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import warnings
@@ -23,7 +22,8 @@ from tessera.graph.capture import capture
 
 BENCHMARKS = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCHMARKS))
-from device import vision  # noqa: E402
+from device import vision
+from result_file import write_result
 
 VISION = ("resnet18", "resnet50", "resnext50_32x4d", "mobilenet_v2", "mobilenet_v3_large", "densenet121", "vgg16",
           "efficientnet_b0", "convnext_tiny", "regnet_y_400mf", "squeezenet1_1", "shufflenet_v2_x1_0", "swin_t",
@@ -91,7 +91,7 @@ def main() -> None:
             )
         rows.append({"model": name, "tessera": graph.flops, "torch": counted, "why": why})
         print(f"{name:20s} {graph.flops:>18,d} {counted if counted is not None else 0:>18,d}  {why}")
-    (BENCHMARKS / "results/flops.json").write_text(json.dumps(rows, indent=1) + "\n")
+    write_result(BENCHMARKS / "results/flops.json", {"models": rows})
 
 
 if __name__ == "__main__":

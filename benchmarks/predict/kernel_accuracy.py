@@ -10,7 +10,6 @@ benchmarks/results/kernel_accuracy.json.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +23,7 @@ from tessera.hardware import lookup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fit.kernel_rows import ROOT, SHARED, Row, load, predict
+from result_file import write_result
 
 # Said in the result, because a split that was looked at is no longer quite unseen.
 NOTE = (
@@ -129,9 +129,7 @@ def main() -> None:
         )
     if arguments.split == "final":
         RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(
-            json.dumps({"split": "final", "note": NOTE, "missing": missing, "figures": table}, indent=1) + "\n"
-        )
+        write_result(RESULT, {"split": "final", "note": NOTE, "missing": missing, "figures": table})
 
 
 if __name__ == "__main__":

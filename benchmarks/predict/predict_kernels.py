@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ import torch.nn.functional as F  # noqa: N812
 import tessera
 from predict_models import roofline_ms
 from tessera.graph.capture import capture
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 BENCHMARKS = Path(__file__).parents[1]
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -165,7 +169,7 @@ def main() -> None:
     for x in sorted(every, key=lambda x: -abs(x["latency"]))[:8]:
         print(f"  worst {x['latency']:+.0%} {x['row']}")
     out = {"summary": summary(every), "by_case": {c: summary(rows) for c, rows in found.items()}}
-    (BENCHMARKS / "results/predict_kernels.json").write_text(json.dumps(out, indent=1) + "\n")
+    write_result(BENCHMARKS / "results/predict_kernels.json", out)
 
 
 def mean(rows: list[dict[str, Any]], key: str) -> float:

@@ -28,10 +28,11 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCHMARKS))
-import tessera  # noqa: E402
-from device import vision  # noqa: E402
-from fit import align  # noqa: E402
-from tessera.graph.capture import capture  # noqa: E402
+import tessera
+from device import vision
+from fit import align
+from result_file import write_result
+from tessera.graph.capture import capture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -212,7 +213,7 @@ def main() -> None:
         print("failed:", name, why)
     found["rows"] = [{**r.__dict__, "latency": r.latency, "energy": r.energy} for r in rows]
     found["failed"] = failed
-    (BENCHMARKS / f"results/predict_{given.out or given.which}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(BENCHMARKS / f"results/predict_{given.out or given.which}.json", found)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import re
@@ -29,6 +28,7 @@ from tessera import analyze
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import predict_models
 from device import vision
+from result_file import write_result
 
 NEAR = 1.4  # times as long
 REPEAT = 0.01  # of a recording
@@ -106,7 +106,7 @@ def main() -> None:
             f"{group[what + '_width']:.0%} ({group[what + '_width_independent']:.0%}), certain "
             f"{group[what + '_certain']:.0%} ({group[what + '_certain_independent']:.0%}), wrong sign "
             f"{group[what + '_wrong_sign']:.1%}" for what in ("latency", "energy")))  # fmt: skip
-    Path(__file__).parents[1].joinpath("results/predict_pairs.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(Path(__file__).parents[1].joinpath("results/predict_pairs.json"), found)
 
 
 if __name__ == "__main__":

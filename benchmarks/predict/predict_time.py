@@ -9,7 +9,6 @@ not published), imported from its `src/`; its `analyze_model` is timed in the sa
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import resource
 import statistics
@@ -26,7 +25,8 @@ import tessera
 
 BENCHMARKS = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCHMARKS))
-from device import vision  # noqa: E402
+from device import vision
+from result_file import write_result
 
 GOALS = {"resnet18": 0.5, "vit_b_16": 1.0, "bert-base": 1.0, "llama-70b": 10.0}
 
@@ -114,7 +114,7 @@ def main() -> None:
     found["resident_bytes"] = peak
     print(f"resident memory {peak / 2**20:.0f} MiB, torch and the model zoos included")
     if given.graphs is not None:  # a result stands on the page beside its peer, from one run
-        (BENCHMARKS / "results/predict_time.json").write_text(json.dumps(found, indent=1) + "\n")
+        write_result(BENCHMARKS / "results/predict_time.json", found)
 
 
 if __name__ == "__main__":
