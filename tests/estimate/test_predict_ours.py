@@ -11,7 +11,7 @@ import tessera
 from tessera.estimate.ops import OpModel
 from tessera.graph.capture import capture
 from tessera.graph.ir import Graph
-from tessera.graph.kinds import kind_of
+from tessera.graph.op_kinds import kind_of
 from tessera.hardware import lookup
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from tessera.graph.signature import signature_of  # noqa: E402
-from tessera.graph.storages import Storages  # noqa: E402
+from tessera.graph.tracking import StorageTracker  # noqa: E402
 
 aten = torch.ops.aten
 A, B, OUT = (torch.empty(4, 4, device="meta") for _ in range(3))
@@ -28,7 +28,7 @@ A, B, OUT = (torch.empty(4, 4, device="meta") for _ in range(3))
 )
 def test_what_is_read_and_written(func: Any, args: Any, kwargs: Any, reads: list[Any], writes: list[Any]) -> None:
     made = [torch.empty(4, 4, device="meta")]
-    read, wrote = signature_of(func).moved(args, kwargs, made)
+    read, wrote = signature_of(func).find_moved(args, kwargs, made)
     assert [id(t) for t in read] == [id(t) for t in reads]
     assert [id(t) for t in wrote] == [id(t) for t in writes or made]
 
@@ -47,13 +47,14 @@ def test_nothing_runs_for_an_allocation() -> None:
 
 def test_a_storage_is_born_and_dies_between_operators() -> None:
     ops: list[str] = []
-    storages = Storages(ops)
+    storages = StorageTracker(ops)
     weight = torch.empty(2, 8, device="meta")
-    assert storages.seen(weight) is None
-    assert storages.adopt(weight, "parameters", "weight") == 0
+    assert storages.find(weight) is None
+    storages.adopt(weight, "parameters", "weight")
+    assert storages.find(weight) == 0
     ops += ["one", "two"]
     made = torch.empty(10, device="meta")
-    assert storages.id_of(made) == storages.id_of(made[2:]) == storages.seen(made) == 1
+    assert storages.id_of(made) == storages.id_of(made[2:]) == storages.find(made) == 1
     storages.mark(made, "gradients")
     ops.append("three")
     del made

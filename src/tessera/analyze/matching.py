@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from ..graph.kinds import KINDS, kind_of
+from ..graph.op_kinds import KINDS, kind_of
 from .side import Cell
 
 _ATTENTION = re.compile(

@@ -15,7 +15,7 @@ from math import prod
 
 from ..graph.flops import attention_flops, conv_flops, gemm_flops, gemm_sizes
 from ..graph.ir import TensorSpec
-from ..graph.kinds import KINDS
+from ..graph.op_kinds import KINDS
 from ..timeline.shapes import parse
 
 Shape = tuple[int, ...]

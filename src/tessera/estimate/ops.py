@@ -10,7 +10,7 @@ from typing import Any
 from ..device import Device
 from ..errors import PredictionError
 from ..graph.ir import DTYPE_BYTES, Op
-from ..graph.kinds import MATRIX_KINDS
+from ..graph.op_kinds import MATRIX_KINDS
 from .attention import attention_time
 from .conv import conv_time
 from .families import power_family, stream_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, did_you_mean
 from ..graph.ir import DTYPE_BYTES, WHAT_IFS, Op, TensorSpec
-from ..graph.kinds import MATRIX_KINDS
+from ..graph.op_kinds import MATRIX_KINDS
 from .ops import check_precision
 
 

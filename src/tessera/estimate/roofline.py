@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..device import Device
 from ..errors import ArgumentError
 from ..graph.ir import Op
-from ..graph.kinds import MATRIX_KINDS
+from ..graph.op_kinds import MATRIX_KINDS
 from ..graph.partition import PartitionReport, Subgraph
 from ..hardware import lookup
 from .kernel_time import KernelTime

@@ -1,31 +1,27 @@
-"""Capture: one iteration of any model or callable as a `Graph`, with nothing allocated and nothing computed."""
+"""Capture one iteration of any model or callable as a `Graph`, with nothing allocated and nothing computed."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, CaptureError, TesseraError, did_you_mean
-from .autocast import followed
-from .dynamo import real_names
-from .fastpath import fast_paths
-from .flex import flexible
-from .intercept import Interceptor, patched
+from .intercept import Interceptor
 from .ir import Graph
-from .keep import replace_leaves, restore_containers
-from .record import NOT_THE_USERS, Recorder, paused
-from .stage import CAST, Stage
+from .patches import TorchPatches, patch_torch
+from .recorder import Recorder, first_line, is_user_code, pause
+from .staging import CAST, MetaTwins, replace_leaves, restore_containers
 from .surroundings import find_models
 
 Mode = Literal["infer", "train"]
+OPTIMIZERS = ("sgd", "adamw")
 # While a program is captured, names of torch and the model's tensors are replaced: one capture at a time.
 _ONE_AT_A_TIME = threading.RLock()
-OPTIMIZERS = ("sgd", "adamw")
 
 
 def capture(
@@ -39,18 +35,19 @@ def capture(
     replay: bool = False,
     name: str | None = None,
 ) -> Graph:
-    """Capture one steady iteration of a model (or of a callable that does its own step).
+    """Capture one steady iteration of a model, or of a callable that does its own step.
 
     `inputs` are a tensor, a tuple of positional or a dict of keyword arguments, real or meta. In mode "infer" a module
-    runs in eval mode without gradients; "train" adds the loss, backward and an optimizer step. A callable that is no
-    module runs as it is. `precision` casts parameters and floating inputs; `batch` rescales the first dimension;
-    `replay` says that the program will be recorded into a CUDA graph, which some programs ask.
+    runs in eval mode without gradients; "train" adds the loss, backward and an optimizer step. A callable that is not a
+    module runs as it is. `precision` casts parameters and floating-point inputs; `batch` changes the first dimension;
+    `replay` says that the program will be recorded into a CUDA graph, which some programs ask about.
     """
     model = _eager_form(model)
-    _check(mode, precision, optimizer, batch)
-    stage = Stage(precision)
+    title = name or _title(model)
+    _check_arguments(mode, precision, optimizer, batch)
+    twins = MetaTwins(precision)
     recorder = Recorder(always_tf32=precision == "tf32")
-    args, kwargs = _arguments(stage, recorder, inputs, batch)
+    args, kwargs = _stage_inputs(twins, recorder, inputs, batch)
     module = model if isinstance(model, torch.nn.Module) else None
     modules, optimizers = ([module], []) if module is not None else find_models(model)
     if module is not None and isinstance(optimizer, torch.optim.Optimizer):
@@ -61,30 +58,49 @@ def capture(
             why=f"{_title(model)} is a plain callable: where its loss is cannot be known",
             fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
         )
-    with _ONE_AT_A_TIME, real_names() as stack:
+    with _ONE_AT_A_TIME, TorchPatches() as stack:
         stack.enter_context(restore_containers(modules, model))
-        stack.enter_context(stage.modules(modules))
-        stack.enter_context(stage.optimizers(optimizers))
-        stack.enter_context(replace_leaves(model, stage.twin))
-        recorder.known.note_small(stage.twins())
-        stack.enter_context(_training_flags(module, mode))
+        stack.enter_context(twins.replace_modules(modules))
+        stack.enter_context(twins.replace_optimizers(optimizers))
+        stack.enter_context(replace_leaves(model, twins.twin))
+        recorder.known.note_small(twins.pairs())
+        if module is not None:
+            with contextlib.suppress(NotImplementedError):  # an exported program has no train(): its mode is fixed
+                module.train(mode == "train")
+            stack.enter_context(torch.set_grad_enabled(mode == "train"))
         for m in modules:
-            stack.callback(_adopt(recorder, m))
-        stack.enter_context(_scopes(recorder, modules))
+            _adopt_tensors(recorder, m, stack)
+        _follow_modules(recorder, modules, stack)
         interceptor = Interceptor(recorder)
-        stack.enter_context(followed(interceptor.autocast, recorder.assumptions))
-        stack.enter_context(patched(recorder, replay, interceptor.autocast))
-        stack.enter_context(fast_paths(recorder, interceptor.autocast))
-        stack.enter_context(flexible(recorder))
+        patch_torch(stack, recorder, interceptor.autocast, replay=replay)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(interceptor)
         stack.enter_context(recorder)
-        _run(model, module, mode, args, kwargs, recorder, optimizer, optimizers)
-    return _graph(name or _title(model), recorder, mode if module is not None else "step", args, kwargs, modules)
+        try:
+            if module is not None and mode == "train":
+                _train_step(module, args, kwargs, recorder, _make_optimizer(optimizer, module))
+            else:
+                _prime(recorder, optimizers)
+                model(*args, **kwargs)
+        except TesseraError:
+            raise
+        except Exception as e:
+            raise _capture_error(model, e) from e
+    return Graph(
+        name=title,
+        ops=tuple(recorder.ops),
+        storages=dict(recorder.storages.by_id),
+        mode=mode if module is not None else "step",
+        samples=batch_of((args, kwargs)),
+        tokens=_count_tokens((args, kwargs)),
+        parameters=sum(p.numel() for m in modules for p in m.parameters()),
+        assumptions=tuple(recorder.assumptions),
+        ends_synchronised=recorder.host_waits,
+    )
 
 
 def _eager_form(model: Any) -> Any:
-    """The program as Python: what an exported program wraps; a scripted one has none."""
+    """The Python module in an exported program; a scripted program has none."""
     if isinstance(model, torch.export.ExportedProgram):
         return model.module()
     if isinstance(model, torch.jit.ScriptModule):
@@ -96,7 +112,7 @@ def _eager_form(model: Any) -> Any:
     return model
 
 
-def _check(mode: str, precision: str | None, optimizer: Any, batch: int | None) -> None:
+def _check_arguments(mode: str, precision: str | None, optimizer: Any, batch: int | None) -> None:
     if mode not in ("infer", "train"):
         raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, ('infer', 'train'))}", fix="mode='infer' or 'train'")
     if precision is not None and precision not in CAST:
@@ -111,29 +127,28 @@ def _check(mode: str, precision: str | None, optimizer: Any, batch: int | None) 
         raise ArgumentError(f"a batch of {batch}", fix="batch is a positive number of samples")
 
 
-def _arguments(
-    stage: Stage, recorder: Recorder, inputs: Any, batch: int | None
+# -- inputs -----------------------------------------------------------------------------------------------------
+
+
+def _stage_inputs(
+    twins: MetaTwins, recorder: Recorder, inputs: Any, batch: int | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    real = inputs
-    if batch is not None:
-        inputs = _rescaled(inputs, batch)
-    staged = stage.inputs(inputs)
+    """The inputs on meta as positional and keyword arguments."""
+    staged = twins.copy_inputs(inputs if batch is None else _change_batch(inputs, batch))
     if batch is None:
-        for given, meta in zip(pytree.tree_leaves(real), pytree.tree_leaves(staged), strict=False):
-            if isinstance(given, torch.Tensor) and given.device.type == "cpu" and not given.is_floating_point():
-                recorder.known.note(meta, given)
+        for real, meta in zip(pytree.tree_leaves(inputs), pytree.tree_leaves(staged), strict=False):
+            if isinstance(real, torch.Tensor) and real.device.type == "cpu" and not real.is_floating_point():
+                recorder.known.note(meta, real)
     for leaf in pytree.tree_leaves(staged):
         if isinstance(leaf, torch.Tensor):
-            recorder.adopt(leaf, "inputs")
+            recorder.storages.adopt(leaf, "inputs")
     if isinstance(staged, Mapping):
         return (), dict(staged)
-    if isinstance(staged, (tuple, list)):
-        return tuple(staged), {}
-    return (staged,), {}
+    return (tuple(staged) if isinstance(staged, (tuple, list)) else (staged,)), {}
 
 
-def _rescaled(inputs: Any, batch: int) -> Any:
-    """Inputs with another first dimension, on meta: integers lose their values and become shapes."""
+def _change_batch(inputs: Any, batch: int) -> Any:
+    """Inputs with another first dimension, on meta: integers lose their values."""
     old = batch_of(inputs)
     if old is None:
         raise ArgumentError("batch= needs an input with a first dimension", fix="leave batch out")
@@ -148,143 +163,73 @@ def _rescaled(inputs: Any, batch: int) -> Any:
 
 def batch_of(inputs: Any) -> int | None:
     """The first dimension of the first tensor among the inputs."""
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    return None
+    leaves = pytree.tree_leaves(inputs)
+    return next((int(t.shape[0]) for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
 
 
-@contextlib.contextmanager
-def _training_flags(module: torch.nn.Module | None, mode: Mode) -> Iterator[None]:
-    """eval() or train() for the capture; the stage puts the flags back with the other attributes."""
-    if module is not None:
-        with contextlib.suppress(NotImplementedError):  # an exported program has no train(): its mode is fixed
-            module.train(mode == "train")
-    with torch.set_grad_enabled(mode == "train" if module is not None else torch.is_grad_enabled()):
-        yield
+def _count_tokens(inputs: Any) -> int | None:
+    """Elements of the first matrix of token ids among the inputs."""
+    ids = (t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dtype == torch.int64)
+    return next((int(t.numel()) for t in ids if t.dim() == 2), None)
 
 
-def _adopt(recorder: Recorder, module: torch.nn.Module) -> Callable[[], None]:
-    """Note what a model holds, and its gradients when they come; the result takes the hooks away again."""
-    hooks = []
+# -- modules ----------------------------------------------------------------------------------------------------
+
+
+def _adopt_tensors(recorder: Recorder, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
+    """Note the tensors of a model, and its gradients when they come."""
+
+    def note_gradient(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and recorder.active:
+            recorder.storages.mark(gradient, "gradients")
+
     for name, parameter in module.named_parameters():
-        recorder.adopt(parameter, "weights", name)
+        recorder.storages.adopt(parameter, "weights", name)
         if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients")))
+            stack.callback(parameter.register_post_accumulate_grad_hook(note_gradient).remove)
     for name, buffer in module.named_buffers():
-        recorder.adopt(buffer, "weights", name)
-
-    def remove() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return remove
+        recorder.storages.adopt(buffer, "weights", name)
 
 
-@contextlib.contextmanager
-def _scopes(recorder: Recorder, modules: list[torch.nn.Module]) -> Iterator[None]:
-    """The path of the module that is running, kept by global hooks; and how many module calls the host has made."""
+def _follow_modules(recorder: Recorder, modules: list[torch.nn.Module], stack: contextlib.ExitStack) -> None:
+    """Tell the recorder the path of the module that is running and how many module calls the host has made."""
     names: dict[int, str] = {}
     for root in modules:
         for name, module in root.named_modules():
             names.setdefault(id(module), name)
-    stack: list[str] = []
-
+    running: list[str] = []
     here = threading.get_ident()
 
     def enter(module: torch.nn.Module, _args: Any) -> None:
-        if threading.get_ident() != here:
-            return  # global hooks see every thread's modules
-        recorder.modules += 1
-        stack.append(names.get(id(module), stack[-1] if stack else ""))
+        if threading.get_ident() == here:  # global hooks see every thread's modules
+            recorder.modules += 1
+            running.append(names.get(id(module), running[-1] if running else ""))
 
     def leave(_module: torch.nn.Module, _args: Any, _out: Any) -> None:
-        if threading.get_ident() == here and stack:
-            stack.pop()
+        if threading.get_ident() == here and running:
+            running.pop()
 
-    recorder.scope = lambda: stack[-1] if stack else ""
-    hooks = (
-        torch.nn.modules.module.register_module_forward_pre_hook(enter),
-        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    recorder.scope = lambda: running[-1] if running else ""
+    register = torch.nn.modules.module
+    stack.callback(register.register_module_forward_pre_hook(enter).remove)
+    stack.callback(register.register_module_forward_hook(leave, always_call=True).remove)
 
 
-def _run(
-    model: Any,
-    module: torch.nn.Module | None,
-    mode: Mode,
-    args: Any,
-    kwargs: Any,
-    recorder: Recorder,
-    optimizer: Any,
-    optimizers: list[torch.optim.Optimizer],
-) -> None:
-    """The iteration itself; what goes wrong in it names the line."""
-    try:
-        if module is not None and mode == "train":
-            stepper = _make_optimizer(optimizer, module)
-            _prime(recorder, [stepper])
-            _train_step(module, args, kwargs, recorder, stepper)
-        else:
-            _prime(recorder, optimizers)
-            model(*args, **kwargs)
-    except TesseraError:
-        raise
-    except Exception as e:
-        raise CaptureError(
-            f"{_title(model)} cannot be captured: {type(e).__name__}: {_first_line(e)}",
-            why=f"raised {_raised_at(e)} while running on meta tensors (shapes without values)",
-            fix="check that the model runs with these inputs; if it does, it needs values: measure it instead "
-            "(tessera measure)",
-        ) from e
+# -- training ---------------------------------------------------------------------------------------------------
 
 
 def _train_step(
     module: torch.nn.Module, args: Any, kwargs: Any, recorder: Recorder, optimizer: torch.optim.Optimizer
 ) -> None:
-    output = module(*args, **kwargs)  # held until the step is over, as `out = model(x)` does in everybody's loop
-    loss = loss_of(output, args, kwargs)
+    _prime(recorder, [optimizer])
+    output = module(*args, **kwargs)  # alive until the step is over, as `out = model(x)` in a training loop
+    loss = loss_of(output)
     loss.backward()
     recorder.phase = "optimizer"
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     recorder.phase = "forward"
-
-
-def loss_of(output: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The model's own loss where it has one, otherwise the fp32 cross-entropy of its output."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if isinstance(loss, torch.Tensor):
-        return loss
-    logits = _logits(output)
-    if logits.dim() == 0:
-        return logits
-    classes = 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
-    if logits.dim() == 3:
-        logits, classes = logits.reshape(-1, logits.shape[-1]), 1
-    shape = [size for i, size in enumerate(logits.shape) if i != classes]
-    target = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    return torch.nn.functional.cross_entropy(logits.float(), target)
-
-
-def _logits(output: Any) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    for name in ("logits", "out", "last_hidden_state", "pooler_output"):
-        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(found, torch.Tensor):
-            return found
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            return leaf
-    raise CaptureError("the model returns no floating-point tensor to make a loss of", fix="return logits or a loss")
 
 
 def _make_optimizer(optimizer: Any, module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -300,36 +245,63 @@ def _make_optimizer(optimizer: Any, module: torch.nn.Module) -> torch.optim.Opti
 
 def _prime(recorder: Recorder, optimizers: list[torch.optim.Optimizer]) -> None:
     """An unrecorded first step, so that the optimizer's state exists as it does in every later one."""
-    with paused(recorder), torch.no_grad():
+    with pause(recorder), torch.no_grad():
         for optimizer in optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            for p in parameters:
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
                 p.grad = torch.empty_like(p)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                        recorder.adopt(value, "optimizer")
+            for value in (value for state in optimizer.state.values() for value in state.values()):
+                if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                    recorder.storages.adopt(value, "optimizer")
 
 
-def _graph(name: str, recorder: Recorder, mode: str, args: Any, kwargs: Any, modules: list[torch.nn.Module]) -> Graph:
-    samples = batch_of((args, kwargs))
-    tokens = None
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64 and leaf.dim() == 2:
-            tokens = int(leaf.numel())
-            break
-    return Graph(
-        name=name,
-        ops=tuple(recorder.ops),
-        storages=dict(recorder.storages),
-        mode=mode,  # type: ignore[arg-type]
-        samples=samples,
-        tokens=tokens,
-        parameters=sum(p.numel() for m in modules for p in m.parameters()),
-        assumptions=tuple(recorder.assumptions),
-        ends_synchronised=recorder.waits,
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss if it has one, otherwise the fp32 cross-entropy of its output."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, torch.Tensor):
+        return loss
+    logits = _find_logits(output)
+    if logits.dim() == 0:
+        return logits
+    classes = 1 if logits.dim() in (2, 4, 5) else logits.dim() - 1
+    if logits.dim() == 3:
+        logits, classes = logits.reshape(-1, logits.shape[-1]), 1
+    shape = [size for i, size in enumerate(logits.shape) if i != classes]
+    target = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    return torch.nn.functional.cross_entropy(logits.float(), target)
+
+
+def _find_logits(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    for name in ("logits", "out", "last_hidden_state", "pooler_output"):
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, torch.Tensor):
+            return value
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    raise CaptureError("the model returns no floating-point tensor to make a loss of", fix="return logits or a loss")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def _capture_error(model: Any, error: Exception) -> CaptureError:
+    trace, line = error.__traceback__, "at an unknown line"
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if is_user_code(path):
+            line = f"at {path}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return CaptureError(
+        f"{_title(model)} cannot be captured: {type(error).__name__}: {first_line(error)}",
+        why=f"raised {line} while running on meta tensors (shapes without values)",
+        fix="check that the model runs with these inputs; if it does, it needs values: measure it instead "
+        "(tessera measure)",
     )
 
 
@@ -337,17 +309,3 @@ def _title(model: Any) -> str:
     if isinstance(model, torch.nn.Module):
         return type(model).__name__
     return getattr(model, "__name__", None) or type(model).__name__
-
-
-def _first_line(e: BaseException) -> str:
-    return (str(e).strip().splitlines() or ["no message"])[0][:200]
-
-
-def _raised_at(e: BaseException) -> str:
-    trace, line = e.__traceback__, "at an unknown line"
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if not any(place in path for place in NOT_THE_USERS):
-            line = f"at {path}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line

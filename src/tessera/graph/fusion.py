@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .ir import Graph, Op
-from .kinds import MATRIX_KINDS
+from .op_kinds import MATRIX_KINDS
 from .partition import Flow, main_op
 
 _POINTWISE = frozenset({"elementwise", "random", "batch_norm", "copy"})

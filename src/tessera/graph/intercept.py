@@ -1,34 +1,33 @@
-"""Where the meta device would take another path than a GPU: those calls are answered here, and emitted as what runs.
+"""A function mode that answers the calls for which meta tensors would take another path than a GPU.
 
 Attention on meta tensors falls apart into products and a softmax, a GPU runs one fused kernel; the same holds for
 recurrent layers (cuDNN), dropout and RMS norm. Requests for a CUDA device are given the meta device, so that a program
-written for a GPU captures on a laptop.
+written for a GPU can be captured on a laptop.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DataDependent
 from .autocast import Autocast
-from .costing import attention_params
-from .known import MAX_KNOWN_INTS
-from .record import Recorder, _user_line
-from .recurrent import GATES, recurrent
+from .flops import attention_params
+from .recorder import Recorder, user_line
+from .tracking import MAX_KNOWN_INTS
+
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+"""Recurrent functions of torch by the products of one step."""
 
 _SDPA = F.scaled_dot_product_attention
 
 
-def _like(t: torch.Tensor) -> torch.Tensor:
+def _new_like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, device="meta")  # a slice of something larger gets memory of its own, in its order
 
 
@@ -41,7 +40,7 @@ def _attention_call(q: Any, k: Any, v: Any, mask: Any, params: dict[str, Any]) -
     return efficient, (q, k, v, mask, True, params["dropout"], params["causal"])
 
 
-class _Attention(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
     """Scaled dot-product attention as one kernel forward and one family of kernels backward."""
 
     @staticmethod
@@ -65,20 +64,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse, *mask = ctx.saved_tensors
-        dq, dk, dv = _like(q), _like(k), _like(v)
-        outs = [dq, dk, dv]
-        dmask = _like(mask[0]) if ctx.mask_grad else None
-        ctx.recorder.emit(
-            "tessera.sdpa_backward",
-            "attention",
-            [grads[0], q, k, v, out, lse, *mask],
-            outs,
-            {**ctx.params, "backward": True},
-        )
+        dq, dk, dv = _new_like(q), _new_like(k), _new_like(v)
+        dmask = _new_like(mask[0]) if ctx.mask_grad else None
+        reads, params = [grads[0], q, k, v, out, lse, *mask], {**ctx.params, "backward": True}
+        ctx.recorder.emit("tessera.sdpa_backward", "attention", reads, [dq, dk, dv], params)
         return None, dq, dk, dv, dmask, None
 
 
-def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, gqa: bool) -> bool:
+def _can_fuse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, gqa: bool
+) -> bool:
     """Whether a fused kernel takes these operands; otherwise torch runs products and a softmax (seen on an H200)."""
     cuda = torch.backends.cuda
     if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
@@ -111,42 +106,50 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """What `torch.nn.functional.scaled_dot_product_attention` runs on a GPU."""
-    query, key, value = (t if t.device.type == "meta" else recorder.twin(t) for t in (query, key, value))
-    if not _fusible(query, key, value, attn_mask, enable_gqa):
+    query, key, value = (recorder.on_meta(t) for t in (query, key, value))
+    if not _can_fuse(query, key, value, attn_mask, enable_gqa):
         return _SDPA(
             query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     params = attention_params(query, key, value, attn_mask, is_causal, dropout=dropout_p)
-    if attn_mask is not None and attn_mask.device.type != "meta":
-        attn_mask = recorder.twin(attn_mask)
+    attn_mask = recorder.on_meta(attn_mask)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the fused kernels add a mask: zeros and infinities
         with torch.no_grad():
             zero, never = (torch.scalar_tensor(x, dtype=query.dtype, device="meta") for x in (0.0, -math.inf))
             attn_mask = torch.where(attn_mask, zero, never)
-    out: torch.Tensor = _Attention.apply(recorder, query, key, value, attn_mask, params)
+    out: torch.Tensor = FusedAttention.apply(recorder, query, key, value, attn_mask, params)
     return out
 
 
-class _Fused(torch.autograd.Function):
-    """One kernel forward, one backward: y = f(x, weight)."""
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """What `torch.nn.functional.dropout` runs on a GPU: one kernel in training, none otherwise."""
+    if not training or p == 0.0:
+        return input
+    out: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel forward, one backward."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, name: str, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    def forward(ctx: Any, recorder: Recorder, x: torch.Tensor, weight: Any) -> torch.Tensor:
         out = torch.empty_like(x)
-        recorder.emit(f"tessera.{name}", "norm", [x] + ([weight] if weight is not None else []), [out], {})
-        ctx.recorder, ctx.name = recorder, name
-        ctx.save_for_backward(x, *([weight] if weight is not None else []))
+        weights = [weight] if weight is not None else []
+        recorder.emit("tessera.rms_norm", "norm", [x, *weights], [out], {})
+        ctx.recorder = recorder
+        ctx.save_for_backward(x, *weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *weight = ctx.saved_tensors
-        outs = [_like(x), *(_like(w) for w in weight)]
-        ctx.recorder.emit(f"tessera.{ctx.name}_backward", "norm", [grads[0], x, *weight], outs, {})
-        return None, None, outs[0], outs[1] if weight else None
+        outs = [_new_like(x), *(_new_like(w) for w in weight)]
+        ctx.recorder.emit("tessera.rms_norm_backward", "norm", [grads[0], x, *weight], outs, {})
+        return None, outs[0], outs[1] if weight else None
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """A grouped matrix product (the experts of a mixture): one product of all rows forward, two backward."""
 
     @staticmethod
@@ -162,12 +165,66 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         a, b = ctx.saved_tensors
-        da, db = _like(a), _like(b)
+        da, db = _new_like(a), _new_like(b)
         for wanted, out, reads in ((ctx.needs_input_grad[1], da, b), (ctx.needs_input_grad[2], db, a)):
             if wanted:
                 # Each gradient is a product with the FLOPs of the forward one: emitted with its sizes.
                 ctx.recorder.emit("aten._grouped_mm", "gemm", [a, b], [out], {"gradient": True, "reads": reads.shape})
         return None, da, db, None
+
+
+class _Recurrent(torch.autograd.Function):
+    """A whole recurrent layer, as cuDNN runs it."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, params: dict[str, Any], out_shape: Any, *tensors: torch.Tensor) -> Any:
+        x = tensors[0]
+        states = [torch.empty_like(t) for t in tensors[1 : 1 + params["states"]]]
+        out = torch.empty(out_shape, dtype=x.dtype, device="meta")
+        recorder.emit("tessera.rnn", "rnn", list(tensors), [out, *states], params)
+        ctx.recorder, ctx.params = recorder, params
+        ctx.save_for_backward(*tensors, out)
+        return (out, *states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        *tensors, out = ctx.saved_tensors
+        outs = [torch.empty_like(t, device="meta") for t in tensors]
+        reads, params = [*(g for g in grads if g is not None), *tensors, out], {**ctx.params, "backward": True}
+        ctx.recorder.emit("tessera.rnn_backward", "rnn", reads, outs, params)
+        return None, None, None, *outs
+
+
+def _recurrent(recorder: Recorder, cell: str, *args: Any) -> Any:
+    """`torch.lstm`, `torch.gru`, `torch.rnn_tanh`: padded input, or packed (data, batch sizes)."""
+    packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64
+    x, rest = args[0], args[2:] if packed else args[1:]
+    states = list(rest[0]) if cell == "lstm" else [rest[0]]
+    weights, _bias, layers, _dropout, _train, bidirectional = rest[1:7]
+    batch_first = bool(rest[7]) if len(rest) > 7 else False
+    directions = 2 if bidirectional else 1
+    hidden = states[-1].shape[-1]  # the cell state of an LSTM: its output may be projected to fewer
+    width = states[0].shape[-1] * directions
+    if packed:
+        steps, batch = len(args[1]), max(1, x.shape[0] // max(1, len(args[1])))
+        out_shape: list[int] = [x.shape[0], width]
+    else:
+        batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        out_shape = [*x.shape[:2], width]
+    params = {
+        "gates": GATES[cell],
+        "cell": cell,
+        "hidden": hidden,
+        "input": x.shape[-1],
+        "layers": int(layers),
+        "directions": directions,
+        "steps": steps,
+        "batch": batch,
+        "states": len(states),
+        "out": states[0].shape[-1],
+    }
+    tensors = [recorder.on_meta(t) for t in (x, *states, *weights)]
+    return _Recurrent.apply(recorder, params, out_shape, *tensors)
 
 
 class Interceptor(TorchFunctionMode):
@@ -180,8 +237,8 @@ class Interceptor(TorchFunctionMode):
         vf = torch._C._VariableFunctions
         self._answers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
-            F.dropout: self._dropout,
-            torch.dropout: self._dropout,
+            F.dropout: dropout,
+            torch.dropout: dropout,
             F.rms_norm: self._rms_norm,
             torch.rms_norm: self._rms_norm,
             F.multi_head_attention_forward: lambda *a, **k: self._inside(
@@ -195,9 +252,9 @@ class Interceptor(TorchFunctionMode):
             torch.tensor: lambda *a, **k: self._literal(torch.tensor, *a, **k),
             torch.as_tensor: lambda *a, **k: self._literal(torch.as_tensor, *a, **k),
             F.one_hot: self._one_hot,
-            torch._grouped_mm: self._grouped,
-            torch.nn.functional.grouped_mm: self._grouped,
-            torch.Tensor.__setitem__: self._set,
+            torch._grouped_mm: self._grouped_product,
+            torch.nn.functional.grouped_mm: self._grouped_product,
+            torch.Tensor.__setitem__: self._set_item,
             torch.Tensor.cuda: lambda x, *a, **k: x.to("meta"),
             torch.Tensor.cpu: lambda x, *a, **k: self._to_host(x),
             torch.Tensor.numpy: lambda x, *a, **k: self._values(x).numpy(),
@@ -205,7 +262,7 @@ class Interceptor(TorchFunctionMode):
             torch.Tensor.pin_memory: lambda x, *a: x,
         }
         for cell in GATES:
-            self._answers[getattr(vf, cell)] = lambda *a, cell=cell: recurrent(self._recorder, cell, *a)
+            self._answers[getattr(vf, cell)] = lambda *a, cell=cell: _recurrent(self._recorder, cell, *a)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, redirect to the meta device, answer or pass on."""
@@ -232,14 +289,14 @@ class Interceptor(TorchFunctionMode):
     def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward runs Python too: checkpoints recompute, custom functions differentiate."""
         names = ("gradient", "retain_graph", "create_graph", "inputs")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        given["grad_tensors"] = given.pop("gradient", None)
-        self._inside(torch.autograd, lambda: torch.autograd.backward(tensor, **given))
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        options["grad_tensors"] = options.pop("gradient", None)
+        self._inside(torch.autograd, lambda: torch.autograd.backward(tensor, **options))
 
     def _one_hot(self, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         out: torch.Tensor = F.one_hot(tensor, num_classes)
         if out.device.type == "meta":
-            self._recorder.routes.one_hot(out, int(out.shape[-1]))
+            self._recorder.masks.note_one_hot(out, int(out.shape[-1]))
         return out
 
     def _literal(self, make: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,13 +312,7 @@ class Interceptor(TorchFunctionMode):
         return attention(self._recorder, *args, **kwargs)
 
     @staticmethod
-    def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if not training or p == 0.0:
-            return input
-        return torch.native_dropout(input, p, True)[0]
-
-    @staticmethod
-    def _set(x: torch.Tensor, index: Any, value: Any) -> None:
+    def _set_item(x: torch.Tensor, index: Any, value: Any) -> None:
         """`x[a:b] = number` and `x[mask] = number` fill on a GPU; on the meta device the number becomes a tensor."""
         items = index if isinstance(index, tuple) else (index,)
         plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
@@ -272,11 +323,13 @@ class Interceptor(TorchFunctionMode):
         else:
             x.__setitem__(index, value)
 
-    def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, **_: Any) -> Any:
-        return _Grouped.apply(self._recorder, a, b, out_dtype)
+    def _grouped_product(
+        self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, **_: Any
+    ) -> Any:
+        return _GroupedProduct.apply(self._recorder, a, b, out_dtype)
 
     def _rms_norm(self, input: torch.Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-        return _Fused.apply(self._recorder, "rms_norm", input, weight)
+        return _RmsNorm.apply(self._recorder, input, weight)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         self._recorder.wait()
@@ -291,7 +344,7 @@ class Interceptor(TorchFunctionMode):
             return torch.ones(x.shape, dtype=x.dtype, device="cpu")
         if value is None:
             raise DataDependent(
-                f"the program asks for the values of a tensor at {_user_line()}",
+                f"the program asks for the values of a tensor at {user_line()}",
                 why="capture computes nothing, so they do not exist",
                 fix="leave that part out of what is predicted, or measure the model instead: tessera measure",
             )
@@ -302,58 +355,3 @@ def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return bool(device.type == "cuda")
     return isinstance(device, str) and device.startswith("cuda")
-
-
-@contextlib.contextmanager
-def patched(recorder: Recorder, replay: bool, autocast: Autocast) -> Iterator[None]:
-    """Names that functions of torch itself call, where the function mode does not see them, and the foreach optimizers.
-
-    Optimizers choose their multi-tensor kernels by device; the meta device is not on their list, a GPU is. `replay`:
-    programs that ask whether a CUDA graph is being captured are told so (transformers then builds its masks).
-    """
-    import torch.optim.optimizer as optim
-
-    capturing = torch.cuda.is_current_stream_capturing
-    if replay:
-
-        def yes() -> bool:
-            recorder.assumptions[
-                "the program asks whether a CUDA graph is captured, and is told so (masks are built)"
-            ] = None
-            return True
-
-        torch.cuda.is_current_stream_capturing = yes
-
-    names = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices",
-             "_get_capturable_supported_devices")  # fmt: skip
-    # The modules of optimizers have imported them by name.
-    places = [m for path, m in list(sys.modules.items()) if path.startswith("torch.optim.")]
-    supported = [(m, name, getattr(m, name)) for m in (optim, *places) for name in names if hasattr(m, name)]
-    for module, name, ask in supported:
-        setattr(module, name, lambda *a, ask=ask, **k: [*ask(*a, **k), "meta"])
-    synchronize = torch.cuda.synchronize
-    torch.cuda.synchronize = lambda *_: recorder.wait()
-    before_sdpa = F.scaled_dot_product_attention
-    before_dropout = F.dropout
-
-    here = threading.get_ident()
-
-    def sdpa(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != here:  # another thread's real model
-            return before_sdpa(*args, **kwargs)
-        args, kwargs = autocast.apply(before_sdpa, args, kwargs)
-        return attention(recorder, *args, **kwargs)
-
-    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if threading.get_ident() != here:
-            return before_dropout(input, p, training, inplace)
-        return Interceptor._dropout(input, p, training, inplace)
-
-    F.scaled_dot_product_attention, F.dropout = sdpa, dropout
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention, F.dropout = before_sdpa, before_dropout
-        torch.cuda.is_current_stream_capturing, torch.cuda.synchronize = capturing, synchronize
-        for module, name, ask in reversed(supported):
-            setattr(module, name, ask)

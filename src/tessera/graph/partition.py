@@ -156,9 +156,9 @@ def _captured(graph: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
             f"cannot partition {type(graph).__name__}",
             fix="pass a tessera Graph, a torch.fx.GraphModule, an exported program or an nn.Module with inputs=",
         )
-    from .fxrun import captured
+    from .fx_capture import capture_fx
 
-    return captured(graph, inputs)
+    return capture_fx(graph, inputs)
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 (batch, heads, sequence, dim) tensors; keys and values may have fewer heads. `bm`, `bn` are the tile of the forward
 kernel; `stages` and `warps` 0 mean the kernel's own choice. Tiles are checked when the operator runs, on any device.
 With a `seed` (one int64, drawn by the caller) probabilities are dropped: which ones, it alone decides, here and there.
-The operators take it late: `graph/costing.py` reads what stands before it, and the last one, by position.
+The operators take it late: `graph/flops.py` reads what stands before it, and the last one, by position.
 """
 
 from __future__ import annotations

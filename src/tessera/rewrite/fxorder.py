@@ -10,7 +10,7 @@ from torch import fx
 
 from ..device import Device
 from ..estimate.peak import WINDOW_S
-from ..graph.fxrun import captured
+from ..graph.fx_capture import capture_fx
 from ..graph.ir import Graph
 from .effects import has_effect
 from .ordering import Buffer, Order, Task, best
@@ -31,7 +31,7 @@ def reorder(
     """
     from ..estimate.predict import predict
 
-    graph, _ = captured(module, inputs)
+    graph, _ = capture_fx(module, inputs)
     report: Any = predict(graph, on=on, check_memory=False)
     spent: defaultdict[str | None, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for op, d in zip(graph.kernels, report.descriptors, strict=True):

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..graph import costing
+from ..graph import flops
 from ..graph.ir import DTYPE_BYTES, Graph, Op, Storage, TensorSpec
-from ..graph.kinds import kind_of
+from ..graph.op_kinds import kind_of
 
 _ROWWISE = frozenset({"norm", "softmax", "reduce", "batch_norm"})
 _ATTENTION = "_scaled_dot_product"
@@ -85,10 +85,10 @@ def tensor_of(value: Any) -> Tensor | None:
     """A fake or real tensor as data; None for anything else."""
     if not hasattr(value, "shape") or not hasattr(value, "stride"):
         return None
-    from ..graph.record import DTYPES
+    from ..graph.recorder import dtype_name
 
-    dtype = DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-    return Tensor(tuple(size_of(s) for s in value.shape), tuple(size_of(s) for s in value.stride()), dtype)
+    shape, stride = tuple(size_of(s) for s in value.shape), tuple(size_of(s) for s in value.stride())
+    return Tensor(shape, stride, dtype_name(value.dtype))
 
 
 def size_of(size: Any) -> int:
@@ -197,7 +197,7 @@ def params_of(node: Any) -> dict[str, Any]:
     if short.startswith(_ATTENTION):
         return _attention(node, short)
     try:
-        return costing.params_of(short, node.args, node.kwargs)
+        return flops.params_of(short, node.args, node.kwargs)
     except (IndexError, TypeError):  # an overload that gives them in another order
         return {}
 
@@ -219,13 +219,13 @@ def _attention(node: Any, short: str) -> dict[str, Any]:
 
 def op_of(piece: Piece, index: int, storages: Mapping[str, int], *, kernels: int | None = None) -> Op:
     """A piece as an operator of a `Graph`."""
-    from ..graph.record import switched_to_tf32
+    from ..graph.recorder import uses_tf32
 
     inputs = tuple(spec_of(t, storages[n]) for n, t in piece.reads)
     outputs = tuple(spec_of(t, storages[n]) for n, t in piece.writes)
     kind = piece.kind
-    tf32 = kind in ("gemm", "conv") and switched_to_tf32(kind)
-    work = costing.work_of(piece.name, kind, inputs, outputs, dict(piece.params), tf32)
+    tf32 = kind in ("gemm", "conv") and uses_tf32(kind)
+    work = flops.work_of(piece.name, kind, inputs, outputs, dict(piece.params), tf32)
     return Op(
         index, piece.name, kind, piece.scope, "backward" if piece.backward else "forward", inputs, outputs, work.flops,
         work.precision, work.unit, work.kernels if kernels is None else kernels, work.params,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MeasurementError
-from ..graph.kinds import KINDS, kind_of
+from ..graph.op_kinds import KINDS, kind_of
 from .pieces import Piece
 from .watch import Kernel
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..graph.record import Recorder
+from ..graph.recorder import Recorder
 
 Key = tuple[str, int]
 """An operator of a block: its name without namespace and overload, and the how-manieth of that name (from 0)."""

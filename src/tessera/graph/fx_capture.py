@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..errors import ArgumentError
 from .capture import capture
 from .ir import Graph
-from .record import Recorder
+from .recorder import Recorder
 
 _aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ _NAMES_CAPTURE_KNOWS: dict[Any, Any] = {
 }
 
 
-def captured(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
+def capture_fx(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
     """An fx graph module, exported program or plain module as a `Graph`, and the nodes whose values it returns."""
     if isinstance(program, torch.export.ExportedProgram):
         if inputs is None and program.example_inputs is not None:
