@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,6 +50,37 @@ class Capability:
     fix: str | None = None
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceId:
+    """Which device of which machine. `host` is "" in a recording of one machine."""
+
+    host: str
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.host}.{self.kind}{self.index}" if self.host else f"{self.kind}{self.index}"
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is an accelerator, of any vendor."""
+        return self.kind == "gpu"
+
+    @classmethod
+    def of_domain(cls, name: str) -> DeviceId:
+        """The device that a power domain belongs to: "gpu0", "gpu0.memory", "cpu", and "node7.gpu0" of a merged run.
+
+        The only place that reads a device out of a name: sensors, power logs and run files name their domains so.
+        """
+        match = _DEVICE_NAME.fullmatch(name)
+        if match is None:
+            return cls("", name, 0)
+        return cls(match["host"] or "", match["kind"], int(match["index"] or 0))
+
+
+_DEVICE_NAME = re.compile(r"(?:(?P<host>.+)\.)?(?P<kind>gpu|cpu|dram)(?P<index>\d*)(?:\.[a-z_]+)?")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
     """A named place where power is drawn, and how well its sensor sees it.
@@ -71,6 +103,11 @@ class Domain:
     basis: Basis = "measured"
     label: str = ""
     note: str = ""
+
+    @property
+    def device(self) -> DeviceId:
+        """The device whose power this is, or is a part of."""
+        return DeviceId.of_domain(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

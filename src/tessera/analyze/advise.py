@@ -18,7 +18,7 @@ from .answer import by_domain, window_of
 from .ceilings import device_of
 from .devices import no_device, no_power
 from .findings import Finding, findings
-from .host_gaps import devices, host_gaps
+from .host_gaps import host_gaps
 from .result import Column, Result
 from .source import Progress, Source, open_source
 from .stalls import COMMAND
@@ -137,10 +137,10 @@ def _modelled(timeline: Timeline, arch: str | Device | None) -> tuple[EnergyTabl
     if device is not None and len(rows):
         watts = prior(timeline, rows[first], spent_s / calls, timeline.linked.op, board).watts
     busy_s = 0.0
-    for number in devices(timeline) if len(rows) else ():
-        mine = rows[timeline["device"][rows] == number]
+    by_device = timeline.by_device(rows)
+    for mine in by_device.values():
         busy_s += union(timeline["start_ns"][mine], timeline["end_ns"][mine]).total_ns * 1e-9
-    idle_j = max(0.0, seconds * max(1, len(devices(timeline)) if len(rows) else 1) - busy_s) * board.static_w
+    idle_j = max(0.0, seconds * max(1, len(by_device)) - busy_s) * board.static_w
     total = float((watts * spent_s).sum()) + idle_j
     by_name: dict[tuple[str, str], list[float]] = {}
     for i, at in enumerate(first.tolist()):

@@ -21,7 +21,7 @@ from ..timeline.columns import Timeline
 from ..trace import PowerTrace
 from .energy_by_time import Shared, Spent, from_stacks, from_summary, weighed
 from .findings import Finding, findings
-from .host_gaps import HostGap, devices, host_gaps
+from .host_gaps import HostGap, host_gaps
 from .kernel_names import CATEGORIES, category
 from .mean_step import counted, mean_step
 from .slowdown import FIRST, Slowdown, slowdown_of
@@ -187,7 +187,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         power_w=table.total_j / seen_s if seen_s > 0 else None,
         power_error_w=error_j / seen_s if seen_s > 0 else None,
         peak_w=_peak_w(power, table, whole),
-        **_busy_and_idle(table, len(devices(lines)), known),
+        **_busy_and_idle(table, len(lines.devices), known),
         whole=whole,
         partial=partial,
         traced_steps=len(table.steps) if whole.steps is not None and not shared else None,

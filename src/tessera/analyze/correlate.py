@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra
-from ..schema import PowerEvent, Telemetry
+from ..schema import DeviceId, PowerEvent, Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
 from . import checklist
@@ -142,7 +142,7 @@ def correlate(
 
 def _only_gpu(power: PowerTrace) -> str | None:
     """The one counted GPU of a trace: its spikes are not those of the CPU beside it. None: all domains together."""
-    gpus = [d.name for d in power.domains if d.counted and d.name.startswith("gpu")]
+    gpus = [d.name for d in power.domains if d.counted and d.device.is_gpu]
     return gpus[0] if len(gpus) == 1 else None
 
 
@@ -160,13 +160,13 @@ def _device_rows(timeline: Timeline, domain: str | None) -> tuple[Ints, list[str
                 fix='record with activities=["gpu", "power"], or name parts with profile.region(...)',
             )
         return host, ["nothing ran on a GPU: spikes are tied to what the host did"]
-    devices = timeline["device"][rows]
-    number = domain.removeprefix("gpu") if domain else ""
-    if len(np.unique(devices)) == 1 or not number.isdecimal():
+    by_device = timeline.by_device(rows)
+    device = DeviceId.of_domain(domain) if domain else None
+    if len(by_device) == 1 or device is None or not device.is_gpu:
         return rows, []
-    if int(number) not in devices:
-        return rows, [f"no kernel ran on device {number}: those of all devices are shown beside {domain}"]
-    return rows[devices == int(number)], []
+    if device not in by_device:
+        return rows, [f"no kernel ran on {device}: those of all devices are shown beside {domain}"]
+    return by_device[device], []
 
 
 def _flatten(telemetry: Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]) -> list[Telemetry]:

@@ -86,11 +86,6 @@ class HostGap:
         return self.seconds / self.count
 
 
-def devices(timeline: Timeline) -> list[int]:
-    """The devices that ran anything."""
-    return [int(d) for d in np.unique(timeline["device"][timeline.rows(*ON_DEVICE)])]
-
-
 def host_gaps(
     timeline: Timeline, table: EnergyTable, start_ns: int, end_ns: int, *, windows: Sequence[tuple[int, int]] = ()
 ) -> list[HostGap]:
@@ -121,9 +116,8 @@ def host_gaps(
 
 def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
     """Idle stretches of all devices within a window."""
-    rows, parts = timeline.rows(*ON_DEVICE), []
-    for device in devices(timeline):
-        mine = rows[timeline["device"][rows] == device]
+    parts = []
+    for mine in timeline.by_device().values():
         busy = union(timeline["start_ns"][mine], timeline["end_ns"][mine])
         begins, ends = np.r_[start_ns, busy.end_ns], np.r_[busy.start_ns, end_ns]
         begins, ends = np.maximum(begins, start_ns), np.minimum(ends, end_ns)

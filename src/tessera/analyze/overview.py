@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
 from ..record import ON_DEVICE
-from ..schema import Telemetry
+from ..schema import DeviceId, Telemetry
 from ..timeline import stream_names
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
@@ -257,19 +257,19 @@ def _device_lanes(
     if not len(rows):
         return []
     joules = row_joules(timeline, rows, table)
-    device, stream = timeline["device"][rows], timeline["stream"][rows]
-    streams, lane = np.unique(stream, return_inverse=True)
-    keys, lane, sizes = np.unique(device * len(streams) + lane, return_inverse=True, return_counts=True)
-    busiest = np.argsort(-sizes, kind="stable")[:LANES]
+    by_device = timeline.by_device(rows)
+    lanes: list[tuple[DeviceId, int, Ints]] = []
+    for device, own in by_device.items():
+        streams = timeline["stream"][own]
+        lanes += [(device, int(number), own[streams == number]) for number in np.unique(streams)]
+    busiest = sorted(sorted(lanes, key=lambda lane: -len(lane[2]))[:LANES], key=lambda lane: lane[:2])
     quantum = span_ns / BARS * len(busiest) if len(rows) > BARS else 0.0
-    several = len(np.unique(device)) > 1
     out = []
-    for key in sorted(busiest.tolist()):
-        mine = np.flatnonzero(lane == key)
-        of, at = divmod(int(keys[key]), len(streams))
-        number = int(streams[at])
-        label = f"gpu{of} " * several + stream_names.label(timeline.meta, of, number, timeline.rank)
-        out.append(_bars(timeline, rows[mine], joules[mine], label, "device", start_ns, quantum, names, whole))
+    for device, number, own in busiest:
+        label = stream_names.label(timeline.meta, device.index, number, timeline.rank)
+        label = f"{device} {label}" if len(by_device) > 1 else label
+        spent = joules[np.searchsorted(rows, own)]
+        out.append(_bars(timeline, own, spent, label, "device", start_ns, quantum, names, whole))
     return out
 
 

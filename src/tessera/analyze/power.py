@@ -131,7 +131,7 @@ def power(
         )  # fmt: skip
     if not readings and not recorded:
         missing["throttle"] = "throttling is not in a power log: record with `tessera run`"
-    elif not readings and any(d.startswith("gpu") for d in log.columns):
+    elif not readings and any(d.device.is_gpu for d in log.domains):
         missing["throttle"] = "the GPU did not say in this run whether it throttled: `tessera doctor`"
     slow = _throttled([t for t in readings if focus.curve.start_ns <= t.time_ns <= focus.curve.end_ns])
     facts = _facts(focus, spikes, level_w, slow, bool(readings), _step_hz(timeline))

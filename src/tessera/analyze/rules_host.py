@@ -198,7 +198,7 @@ def spikes(case: Case) -> Finding | None:
     if case.power is None or calls is None or device is None or device.tdp_w is None or case.timeline is None:
         return None
     start, end = case.timeline["start_ns"][calls.rows].min(), case.timeline["end_ns"][calls.rows].max()
-    gpus = [d.name for d in case.power.domains if d.counted and d.name.startswith("gpu")]
+    gpus = [d.name for d in case.power.domains if d.counted and d.device.is_gpu]
     if len(gpus) != 1:
         return None
     try:

@@ -26,14 +26,13 @@ from numpy.typing import NDArray
 from ..attribute.table import EnergyTable
 from ..joules import sum_windows
 from ..profile.runfile import RunFile
-from ..record import ON_DEVICE, Kind
+from ..record import Kind
 from ..schema import Energy
 from ..timeline.columns import Ints, Timeline
 from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
 from ..timeline.link import steps_of
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
-from .host_gaps import devices
 from .repeats import BLOCKS, between, scatter
 from .whole import accounted_energies
 
@@ -147,7 +146,7 @@ class _Seen:
         self.begins, self.ends = edges[:, 0], edges[:, 1]
         self.seconds: Floats = np.asarray((self.ends - self.begins) * 1e-9, np.float64)
         self.traced, self.untraced = _sorted_out(self.begins, self.ends, windows, tracing_s)
-        self.devices = len(devices(timeline))
+        self.devices = len(timeline.devices)
         self.busy = _busiest(timeline)
         self.host_ns = np.sort(timeline["start_ns"][timeline.rows(*HOST)])
         whole = union(*windows)
@@ -250,9 +249,8 @@ def _doubt(seconds: Floats) -> float:
 
 def _busiest(timeline: Timeline) -> Spans:
     """When the device that waited least had something to do: a step is never shorter than that."""
-    rows, found = timeline.rows(*ON_DEVICE), [EMPTY]
-    for device in devices(timeline):
-        mine = rows[timeline["device"][rows] == device]
+    found = [EMPTY]
+    for mine in timeline.by_device().values():
         found.append(union(timeline["start_ns"][mine], timeline["end_ns"][mine]))
     return max(found, key=lambda spans: spans.total_ns)
 

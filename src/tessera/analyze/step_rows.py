@@ -156,7 +156,6 @@ def _self_time(timeline: Timeline) -> tuple[Ints, Floats]:
         used, where = np.unique(found.rows, return_inverse=True)
         return used, summed(where.reshape(-1), found.share_s, len(used))
     seconds = np.zeros(len(rows))
-    for device in np.unique(timeline["device"][rows]).tolist():
-        mine = np.flatnonzero(timeline["device"][rows] == device)
-        seconds[mine] = shares(timeline["start_ns"][rows[mine]], timeline["end_ns"][rows[mine]])
+    for own in timeline.by_device(rows).values():
+        seconds[np.searchsorted(rows, own)] = shares(timeline["start_ns"][own], timeline["end_ns"][own])
     return rows, seconds

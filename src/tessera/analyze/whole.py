@@ -15,7 +15,6 @@ from ..timeline.columns import Timeline
 from ..timeline.link import Step
 from ..trace import PowerTrace
 from .energy_by_time import Shared
-from .host_gaps import devices
 
 FULLY = 0.98
 """A run of which this much was traced is called traced."""
@@ -154,11 +153,11 @@ def outside(run: RunFile, timeline: Timeline, power: PowerTrace, table_j: float,
 
 def _accounted(power: PowerTrace, timeline: Timeline) -> list[str]:
     """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
-    counted = [name for name, c in power.columns.items() if c.domain.counted]
-    boards = [name for name in counted if name.startswith("gpu")]
-    used = devices(timeline)
+    counted = {name: c.domain.device for name, c in power.columns.items() if c.domain.counted}
+    boards = [name for name, device in counted.items() if device.is_gpu]
+    used = timeline.devices
     if not used:
         hosts = [name for name in counted if name not in boards]
         return hosts[:1] or boards
-    boards = boards or counted
-    return [name for name in boards if name in {f"gpu{d}" for d in used}] or boards[:1]
+    boards = boards or list(counted)
+    return [name for name in boards if counted[name] in used] or boards[:1]

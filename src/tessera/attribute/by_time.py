@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..integral import Z90, accumulate
 from ..joules import FULL, DomainSamples
-from ..schema import Energy, Hold
+from ..schema import DeviceId, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from .activity import Activity, Sharing, gaps, summed
 from .fit import Fit, conserved
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 def by_time(
-    device: int, column: DomainSamples, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy
+    device: DeviceId, column: DomainSamples, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy
 ) -> Share:
     """The share of a device whose power is modelled. `found` lies within `seen`, of which `energy` is."""
     idle_in = [gaps(found, *stretch) for stretch in seen]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..integral import Z90
 from ..joules import worst_basis
 from ..record import CODE, KINDS
+from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
@@ -37,7 +38,7 @@ class _Line:
     time_s: float = 0.0
     wall_s: float = 0.0
     idle_s: float = 0.0
-    seconds: dict[int, Floats] = field(default_factory=dict)
+    seconds: dict[DeviceId, Floats] = field(default_factory=dict)
     later_j: float = 0.0
     groups: set[int] = field(default_factory=set)
 
@@ -49,7 +50,7 @@ def table(
     _fill(timeline, parts)
     total_j = float(sum(p.joules for p in parts))
     ledger = _Ledger(timeline, links, parts, total_j, windows)
-    on_host = all(p.device == NONE for p in parts)
+    on_host = all(p.on_host for p in parts)
     idle = [_idle(p) for p in parts]
     idle_s = sum(i[2] for i in idle)
     return EnergyTable(
@@ -231,7 +232,7 @@ class _Ledger:
         flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(found) * classes)
         by_key = flat.reshape(len(found), classes)
         time_s = summed(where, part.activity.share_s, len(found))
-        on_device = part.device != NONE  # there every row is one interval
+        on_device = not part.on_host  # there every row is one interval
         counts = np.bincount(where, minlength=len(found)) if on_device else _distinct(where, rows, len(found))
         for i, key in enumerate(found.tolist()):
             line = lines.setdefault(key, _Line(kind))
@@ -282,10 +283,10 @@ class _Ledger:
             while np.any(level != NONE):
                 keys = np.where((level == NONE) | again[level], NONE, names[level])
                 self._add(lines, p, keys, p.activity.rows, kind)
-                if kind == "region" and p.device != NONE:
+                if kind == "region" and not p.on_host:
                     self._add_gaps_within(lines, p, level, keys)
                 level = np.where(level == NONE, NONE, parent[level])
-            if kind == "region" and p.device == NONE:
+            if kind == "region" and p.on_host:
                 self._add_gaps_of_host(lines, p, again)
         lines.pop(NONE, None)
         self._count_calls(lines, self._named_rows(kind), again)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..schema import Domain
+from ..integral import Floats, Ints
+from ..schema import DeviceId, Domain
 from .activity import Activity
 from .fit import Fit
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
+HOST = DeviceId("", "cpu", 0)
+"""The device of operators where nothing ran on an accelerator."""
 # Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
 _SHORT_GAP_NS = 2_000_000
 
@@ -22,7 +21,7 @@ _SHORT_GAP_NS = 2_000_000
 class Share:
     """What one device's joules were solved to: intervals (those of `activity`, then its gaps) with watts by class."""
 
-    device: int
+    device: DeviceId
     domain: Domain
     activity: Activity
     gap_start_ns: Ints
@@ -35,6 +34,11 @@ class Share:
     error_j: float
     coverage: float
     fit: Fit
+
+    @property
+    def on_host(self) -> bool:
+        """Whether operators of the host are what ran, not kernels."""
+        return self.device == HOST
 
     @property
     def seconds(self) -> Floats:

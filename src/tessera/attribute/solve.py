@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MeasurementError
-from ..integral import Z90
+from ..integral import Z90, Floats, Ints
 from ..joules import FULL, DomainSamples, sum_windows
+from ..schema import DeviceId
 from ..timeline import Timeline
-from ..timeline.columns import NONE
 from ..timeline.link import Links
 from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, summed
@@ -33,11 +32,8 @@ from .fit import Fit, conserved, exposure, groups, solve
 from .host import host_activity
 from .prior import Board, Prior, board_of, prior
 from .response import Response, response_of
-from .share import Share, idle_class
+from .share import HOST, Share, idle_class
 from .table import EnergyTable
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _IDLE_SD_W = 40.0
 # More samples than this (2 min of the ring) no longer sharpen the watts of a class: its power drifts by more.
@@ -123,7 +119,7 @@ def _span(start_ns: int, end_ns: int) -> str:
 
 def _pairs(
     timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]
-) -> list[tuple[int, DomainSamples, Activity]]:
+) -> list[tuple[DeviceId, DomainSamples, Activity]]:
     """Each device with its power and what ran on it; the host's, where nothing ran on a device."""
     counted = {name: c for name, c in power.columns.items() if c.domain.counted}
     if not counted:
@@ -131,26 +127,37 @@ def _pairs(
     rows = timeline.device_rows
     if len(rows) == 0:
         return _host_pairs(timeline, links, counted, notes)
-    boards = {n: c for n, c in counted.items() if n.startswith("gpu")} or counted
-    found = []
-    for device in np.unique(timeline["device"][rows]).tolist():
-        mine = rows[timeline["device"][rows] == device]
-        column = boards.get(f"gpu{device}") or (next(iter(boards.values())) if len(boards) == 1 else None)
+    boards = {c.domain.device: c for c in counted.values() if c.domain.device.is_gpu}
+    by_device = timeline.by_device(rows)
+    only = next(iter((boards or counted).values())) if len(boards or counted) == len(by_device) == 1 else None
+    pairs = []
+    for device, own in by_device.items():
+        column = boards.get(device) or only
         if column is None:
-            notes.append(f"device {device} ran {len(mine)} kernels, but no power of gpu{device} was recorded")
+            notes.append(f"{device} ran {len(own):,} kernels, but its power was not recorded")
         else:
-            found.append((int(device), column, activity(timeline, mine, links.op)))
-    others = [n for n in counted if n not in {c.domain.name for _, c, _ in found}]
+            pairs.append((device, column, activity(timeline, own, links.op)))
+    if not pairs:
+        raise MeasurementError(
+            "no joules can be attributed",
+            why=f"kernels ran on {_list_names(by_device)}, and the power is that of {_list_names(counted)}",
+            fix="record the power of the devices that the program uses, or rename the domains of the power log",
+        )
+    others = [n for n in counted if n not in {c.domain.name for _, c, _ in pairs}]
     if others:
         notes.append(f"{', '.join(others)}: recorded, but no kernel ran there; its joules are not in this table")
-    return found
+    return pairs
+
+
+def _list_names(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names))
 
 
 def _host_pairs(
     timeline: Timeline, links: Links, counted: dict[str, DomainSamples], notes: list[str]
-) -> list[tuple[int, DomainSamples, Activity]]:
+) -> list[tuple[DeviceId, DomainSamples, Activity]]:
     """Operators of the host get its joules; a board on which nothing ran keeps its own, as idle."""
-    hosts = {n: c for n, c in counted.items() if not n.startswith("gpu")}
+    hosts = {n: c for n, c in counted.items() if not c.domain.device.is_gpu}
     boards = {n: c for n, c in counted.items() if n not in hosts}
     if not hosts:
         launches = len(timeline.rows("runtime", "graph_launch"))
@@ -160,17 +167,17 @@ def _host_pairs(
             "none can be given to operators"
         )
         nothing = np.zeros(0, np.int64)
-        return [(i, column, activity(timeline, nothing, links.op)) for i, column in enumerate(boards.values())]
+        return [(c.domain.device, c, activity(timeline, nothing, links.op)) for c in boards.values()]
     notes.append("nothing ran on a GPU: the joules of the host are given to its operators")
     name, column = next(iter(hosts.items()))
     others = [n for n in counted if n != name]
     if others:
         notes.append(f"only {name} is given to operators; {', '.join(others)} not, and not in this table")
-    return [(NONE, column, host_activity(timeline, links))]
+    return [(HOST, column, host_activity(timeline, links))]
 
 
 def _solve(
-    timeline: Timeline, links: Links, device: int, column: DomainSamples, found: Activity,
+    timeline: Timeline, links: Links, device: DeviceId, column: DomainSamples, found: Activity,
     windows: Sequence[tuple[int, int]], board_name: str | None,
 ) -> Share | None:  # fmt: skip
     known = ~np.isnan(column.watts)
@@ -186,7 +193,7 @@ def _solve(
     found = _clipped(found, seen)
     if column.domain.basis == "modelled":
         return by_time(device, column, found, seen, energy)
-    board = board_of(board_name or column.domain.label or _named(timeline, device), watts)
+    board = board_of(board_name or column.domain.label or _board_name(timeline, device), watts)
     problem = _Problem.of(timeline, links, found, seen, board, response, times_ns, watts)
     result = problem.solved(response)
     covariance = result.covariance + problem.shift(result, response) + np.diag((_DRIFT * result.watts) ** 2)
@@ -204,12 +211,12 @@ def _solve(
     )  # fmt: skip
 
 
-def _named(timeline: Timeline, device: int) -> str | None:
+def _board_name(timeline: Timeline, device: DeviceId) -> str | None:
     properties = timeline.meta.get("deviceProperties")
     if not isinstance(properties, list):
         return None
     names = {int(p.get("id", i)): p.get("name") for i, p in enumerate(properties) if isinstance(p, dict)}
-    return names.get(device)
+    return names.get(device.index)
 
 
 def _seen(column: DomainSamples, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

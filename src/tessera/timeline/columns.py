@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..record import CODE, KINDS, ON_DEVICE, Kind, Record
+from ..schema import DeviceId
 
 if TYPE_CHECKING:
     from ..trace import PowerTrace
@@ -100,6 +102,29 @@ class Timeline:
     def device_rows(self) -> Ints:
         """Rows of everything that ran on an accelerator."""
         return self.rows(*ON_DEVICE)
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank, where ranks of several hosts were merged; else empty."""
+        hosts = {int(r["rank"]): str(r["host"]) for r in self.meta.get("ranks", ()) if r.get("host")}
+        return hosts if len(set(hosts.values())) > 1 else {}
+
+    def by_device(self, rows: Ints | None = None) -> dict[DeviceId, Ints]:
+        """Rows (all that ran on a device, by default) by the device they ran on."""
+        rows = self.device_rows if rows is None else rows
+        hosts, parts = self.hosts, defaultdict[DeviceId, list[Ints]](list)
+        ranks = self.columns["rank"][rows]
+        for rank in np.unique(ranks).tolist() if hosts else [NONE]:
+            own = rows[ranks == rank] if hosts else rows
+            numbers = self.columns["device"][own]
+            for index in np.unique(numbers).tolist():
+                parts[DeviceId(hosts.get(rank, ""), "gpu", int(index))].append(own[numbers == index])
+        return {device: np.sort(np.concatenate(parts[device])) for device in sorted(parts)}
+
+    @property
+    def devices(self) -> list[DeviceId]:
+        """The devices that ran anything."""
+        return list(self.by_device())
 
     def name(self, row: int) -> str:
         """The name of a row."""
