@@ -39,7 +39,7 @@ from tessera.profile.runfile import RunFile
 from tessera.report import prometheus
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
-from tessera.sensors.discover import Found
+from tessera.sensors.discover import DiscoveredSensors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -115,7 +115,7 @@ def exporter(done: threading.Event, counted: Counted) -> Iterator[None]:
     """Serves on loopback, and asks itself."""
     with (
         prometheus.bind(socket.AF_INET, ("127.0.0.1", 0)) as server,
-        Watch(Found([started()], []), 1.0) as watch,
+        Watch(DiscoveredSensors([started()], []), 1.0) as watch,
         prometheus.serving(server, prometheus.SnapshotCollector(watch.look)),
     ):
         url = f"http://127.0.0.1:{server.server_port}/metrics"

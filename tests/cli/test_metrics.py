@@ -27,7 +27,7 @@ from tessera.errors import ArgumentError, MissingExtra, SensorLost
 from tessera.monitor.now import Snapshot, Watch
 from tessera.report import prometheus as report
 from tessera.schema import Domain
-from tessera.sensors.discover import Found
+from tessera.sensors.discover import DiscoveredSensors
 
 from fakes.nvml import Scenario, fake_env, missing_compiler
 from fakes.sensor import ScriptSensor
@@ -115,7 +115,7 @@ def test_only_a_sensor_that_was_asked_for_is_down_when_it_is_not_there():
 def test_joules_are_monotone_through_a_loss():
     sensor = ScriptSensor(clock=time.monotonic_ns, domain=Domain(name="gpu0", source="script", resolution_s=0.02))
     seen: list[Samples] = []
-    with Watch(Found([sensor], []), 1.0) as watch:
+    with Watch(DiscoveredSensors([sensor], []), 1.0) as watch:
         collector = report.SnapshotCollector(watch.look)
         for failing in (None, SensorLost("GPU is lost"), None):
             sensor.fail = failing

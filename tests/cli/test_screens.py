@@ -22,7 +22,7 @@ from tessera.report.screen import Console
 from tessera.report.selftest import print_checks
 from tessera.schema import Capability, Domain
 from tessera.selftest.checks import judged, skipped
-from tessera.sensors.health import Check, Health, SensorHealth
+from tessera.sensors.health import Health, MachineCheck, SensorHealth
 
 LONG = " ".join(f"word{i}" for i in range(40))
 
@@ -50,7 +50,7 @@ def test_doctor_fits(width: int) -> None:
     )
     left = OutstandingChange(gpu="gpu0", uuid="GPU-1", dead=("123",), needs_restore=True, action=LONG)
     out = console(width)
-    health = Health(sensors=sensors, checks=(Check(name="clock", ok=False, detail=LONG, fix=LONG),))
+    health = Health(sensors=sensors, checks=(MachineCheck(name="clock", ok=False, detail=LONG, fix=LONG),))
     print_health(health, out, [left])
     text = shown(out)
     assert max(map(len, text.splitlines())) <= width

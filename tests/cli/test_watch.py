@@ -27,7 +27,7 @@ from tessera.monitor.series import Series
 from tessera.report.watch import plain_lines, screen, sparkline, summary
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
-from tessera.sensors.discover import Found
+from tessera.sensors.discover import DiscoveredSensors
 
 from fakes.nvml import Scenario, fake_env, missing_compiler
 from fakes.sensor import ScriptSensor
@@ -119,7 +119,7 @@ def test_history_keeps_its_bars_when_time_goes_on_and_shows_the_gap():
 def test_power_is_the_mean_of_an_interval_and_its_age_has_the_lag():
     domain = Domain(name="gpu0", source="script", resolution_s=0.02, lag_s=0.03)
     sensor = ScriptSensor(lambda t: 700.0 if t % 0.1 < 0.05 else 100.0, clock=time.monotonic_ns, domain=domain)
-    with Watch(Found([sensor], []), 0.4) as watch:
+    with Watch(DiscoveredSensors([sensor], []), 0.4) as watch:
         time.sleep(0.5)
         look = watch.look()
     (r,) = look.readings
@@ -131,7 +131,7 @@ def test_power_is_the_mean_of_an_interval_and_its_age_has_the_lag():
 
 def test_a_lost_sensor_is_shown_with_its_reason_and_joules_never_fall():
     sensor = ScriptSensor(clock=time.monotonic_ns)
-    with Watch(Found([sensor], [Capability(name="rapl", available=False, reason="no")]), 0.1) as watch:
+    with Watch(DiscoveredSensors([sensor], [Capability(name="rapl", available=False, reason="no")]), 0.1) as watch:
         time.sleep(0.2)
         looks = [watch.look()]
         sensor.fail = SensorLost("GPU is lost")

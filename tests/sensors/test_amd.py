@@ -18,8 +18,7 @@ import pytest
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
 from tessera.schema import Capability, Hold
 from tessera.sensors._amd_gpu import select_visible
-from tessera.sensors._energy_counter import CounterPower
-from tessera.sensors._polled import PolledPower
+from tessera.sensors._meters import CounterPower, PolledPower
 from tessera.sensors.amd import AmdSensor
 from tessera.sensors.base import Batch, Sensor
 

@@ -133,7 +133,7 @@ def test_the_model_never_stands_in_for_what_was_asked_for(machine):
 def test_no_sensor_at_all(machine):
     for name in ("nvml", "intel", "modelled"):
         machine(name, error=SensorUnavailable(f"no {name}"))
-    with pytest.raises(SensorError, match="none of the sensors") as caught:
+    with pytest.raises(SensorError, match="none of the requested sensors") as caught:
         discover(environ={})
     assert "no modelled" in caught.value.why
 

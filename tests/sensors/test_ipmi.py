@@ -8,10 +8,9 @@ import subprocess
 import pytest
 
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
-from tessera.sensors._bmc import classify
-from tessera.sensors._polled import PolledPower
+from tessera.sensors._meters import PolledPower
 from tessera.sensors.base import Batch, Sensor
-from tessera.sensors.ipmi import IpmiSensor, RunResult, parse_power_reading
+from tessera.sensors.ipmi import IpmiSensor, RunResult, classify_event, parse_power_reading
 
 OLD = "   1 | 01/15/2024 | 10:23:45 | Power Supply PS1 Status | Failure detected () | Asserted"
 
@@ -230,4 +229,4 @@ def test_a_real_process(tmp_path):
     ],
 )
 def test_log_lines_have_kinds(text, kind):
-    assert classify(text) == kind
+    assert classify_event(text) == kind

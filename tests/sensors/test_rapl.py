@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
 from tessera.schema import Hold
-from tessera.sensors._rapl_zone import counter_delta
 from tessera.sensors.base import Batch, Sensor
-from tessera.sensors.rapl import RaplSensor
+from tessera.sensors.rapl import RaplSensor, counter_delta
 
 RANGE_UJ = 262_143_328_850  # what an Intel server reports
 

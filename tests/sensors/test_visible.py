@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.sensors._visible import Board, visible_boards
+from tessera.sensors._visible import GpuBoard, visible_boards
 
 BOARDS = [
-    Board(0, "GPU-aa694fa2-111c-4524-7ac7-efa2ec117766"),
-    Board(1, "GPU-aa69bbbb-111c-4524-7ac7-000000000001"),
-    Board(2, "GPU-cc000000-111c-4524-7ac7-000000000002", ("MIG-11110000-aaaa", "MIG-11112222-bbbb")),
-    Board(3, "GPU-dd000000-111c-4524-7ac7-000000000003", ("MIG-33330000-cccc",)),
+    GpuBoard(0, "GPU-aa694fa2-111c-4524-7ac7-efa2ec117766"),
+    GpuBoard(1, "GPU-aa69bbbb-111c-4524-7ac7-000000000001"),
+    GpuBoard(2, "GPU-cc000000-111c-4524-7ac7-000000000002", ("MIG-11110000-aaaa", "MIG-11112222-bbbb")),
+    GpuBoard(3, "GPU-dd000000-111c-4524-7ac7-000000000003", ("MIG-33330000-cccc",)),
 ]
 
 

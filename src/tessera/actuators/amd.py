@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
-from ..sensors._amd_gpu import _MICROWATTS_ABOVE, _NO_PERM, Gpu, Smi, known
-from ..sensors.amd import _in_hip_order, _load, _text, _visible
+from ..sensors._amd_gpu import MICROWATTS_ABOVE, NO_PERMISSION, AmdGpu, Smi, as_nonzero
+from ..sensors.amd import error_text, import_amdsmi, order_by_hip, select_gpus
 from .actuator import PowerLimit
 
 _NOT_SUPPORTED = 2  # AMDSMI_STATUS_NOT_SUPPORTED, amdsmi.h
@@ -55,7 +55,7 @@ class AmdActuator:
             info = self._smi.call("amdsmi_get_clk_freq", self._handle, self._smi.module.AmdSmiClkType.SYS)
         except self._smi.error:
             return ()
-        levels = [round(hz / 1e6) for hz in info.get("frequency", ()) if known(hz)]
+        levels = [round(hz / 1e6) for hz in info.get("frequency", ()) if as_nonzero(hz)]
         # AMD SMI lists levels (on an MI300X the lowest and the highest); a limit may be any MHz between them.
         return tuple(range(max(levels), min(levels) - 1, -1)) if levels else ()
 
@@ -67,7 +67,7 @@ class AmdActuator:
             info = self._smi.call("amdsmi_get_clock_info", self._handle, self._smi.module.AmdSmiClkType.SYS)
         except self._smi.error:
             return None
-        low, high = known(info.get("min_clk")), known(info.get("max_clk"))
+        low, high = as_nonzero(info.get("min_clk")), as_nonzero(info.get("max_clk"))
         return (int(low), int(high)) if low and high else None
 
     def lock_clocks_mhz(self, low_mhz: int, high_mhz: int) -> None:
@@ -92,8 +92,8 @@ class AmdActuator:
             raise self._error(what, exc) from exc
 
     def _error(self, what: str, exc: Exception) -> ActuatorError:
-        code, why = getattr(exc, "err_code", None), f"AMD SMI reports: {_text(exc)}"
-        if code == _NO_PERM:
+        code, why = getattr(exc, "err_code", None), f"AMD SMI reports: {error_text(exc)}"
+        if code == NO_PERMISSION:
             return ActuatorPermission(
                 f"{self.gpu}: this user may not {what}",
                 why=why,
@@ -108,27 +108,27 @@ class AmdActuator:
 
 
 def _watts(value: Any) -> float | None:
-    cap = known(value)
-    return cap / 1e6 if cap is not None and cap > _MICROWATTS_ABOVE else cap
+    cap = as_nonzero(value)
+    return cap / 1e6 if cap is not None and cap > MICROWATTS_ABOVE else cap
 
 
-def _machine() -> tuple[Smi, list[Gpu]]:
+def _machine() -> tuple[Smi, list[AmdGpu]]:
     try:
-        smi = Smi(_load())
+        smi = Smi(import_amdsmi())
     except SensorError as exc:
         raise ActuatorError(exc.what, why=exc.why, fix=exc.fix) from exc
     try:
         smi.call("amdsmi_init")
-        return smi, _in_hip_order([Gpu(smi, handle) for handle in smi.call("amdsmi_get_processor_handles")])
+        return smi, order_by_hip([AmdGpu(smi, handle) for handle in smi.call("amdsmi_get_processor_handles")])
     except smi.error as exc:
-        raise ActuatorError("AMD SMI does not start", why=_text(exc), fix="check `lsmod | grep amdgpu`") from exc
+        raise ActuatorError("AMD SMI does not start", why=error_text(exc), fix="check `lsmod | grep amdgpu`") from exc
 
 
 def list_boards(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Name to UUID of the AMD GPUs this process may use, in HIP's order. Raises ActuatorError without AMD SMI."""
     _, machine = _machine()
     uuids = {}
-    for gpu in _visible(machine, os.environ if environ is None else environ):
+    for gpu in select_gpus(machine, os.environ if environ is None else environ):
         if not gpu.uuids:
             raise ActuatorError(f"{gpu.name} has no UUID", why="AMD SMI gives none", fix="see `amd-smi list`")
         uuids[gpu.name] = min(gpu.uuids)  # any of them, but always the same

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
-from ..sensors._visible import Visible, visible_boards
-from ..sensors.nvml import _boards, _import_nvml, _translate
+from ..sensors._visible import VisibleBoard, visible_boards
+from ..sensors.nvml import import_nvml, read_boards, translate_error
 from .actuator import PowerLimit
 
 _PERMISSION_FIX = (
@@ -110,23 +110,23 @@ class NvmlActuator:
 
 def _start() -> Any:
     try:
-        nvml = _import_nvml()
+        nvml = import_nvml()
     except SensorError as exc:
         raise ActuatorError(exc.what, why=exc.why, fix=exc.fix) from exc
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as exc:
-        error = _translate(nvml, exc)
+        error = translate_error(nvml, exc)
         raise ActuatorError(error.what, why=error.why, fix=error.fix) from exc
     return nvml
 
 
-def list_boards(environ: Mapping[str, str] | None = None) -> list[Visible]:
+def list_boards(environ: Mapping[str, str] | None = None) -> list[VisibleBoard]:
     """NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
     nvml = _start()
     env = os.environ if environ is None else environ
     try:
-        return visible_boards(_boards(nvml), env.get("CUDA_VISIBLE_DEVICES"))
+        return visible_boards(read_boards(nvml), env.get("CUDA_VISIBLE_DEVICES"))
     except nvml.NVMLError as exc:
         raise ActuatorError("NVML cannot list its GPUs", why=f"NVML reports: {exc}", fix="check nvidia-smi") from exc
     finally:

@@ -289,7 +289,7 @@ class NvmlBoard:
     @classmethod
     def open(cls, index: int) -> NvmlBoard | None:
         """The board that is CUDA's device `index` for this process; None where NVML does not answer."""
-        from ..sensors._visible import Board, visible_boards
+        from ..sensors._visible import GpuBoard, visible_boards
 
         try:
             import pynvml as nvml
@@ -301,7 +301,7 @@ class NvmlBoard:
             return None
         try:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            boards = [Board(i, nvml.nvmlDeviceGetUUID(h)) for i, h in enumerate(handles)]
+            boards = [GpuBoard(i, nvml.nvmlDeviceGetUUID(h)) for i, h in enumerate(handles)]
             visible = visible_boards(boards, os.environ.get("CUDA_VISIBLE_DEVICES"))
             if index < len(visible):
                 return cls(nvml, visible[index].board.index, visible[index].board.uuid)

@@ -18,7 +18,7 @@ from ..integral import accumulate
 from ..joules import sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
 from ..sensors.base import Sensor
-from ..sensors.discover import Found
+from ..sensors.discover import DiscoveredSensors
 from .core import Monitor
 from .cuda import Edge
 from .series import Series
@@ -135,7 +135,7 @@ def _since(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
 class Watch:
     """A monitor looked at again and again. Starts the sampling when entered, stops it on the way out."""
 
-    def __init__(self, found: Found, interval_s: float) -> None:
+    def __init__(self, found: DiscoveredSensors, interval_s: float) -> None:
         self._monitor = Monitor(found.sensors, found.missing)
         self._interval_s = interval_s
         self._domains = _domains_by_sensor(found.sensors)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..actuators import OutstandingChange
 from ..schema import Capability, Domain
-from ..sensors.health import Check, Health, SensorHealth
+from ..sensors.health import Health, MachineCheck, SensorHealth
 from ..units import format_duration
 from .narrow import Hanging
 
@@ -29,7 +29,7 @@ def print_health(
     for found in control:
         _outstanding(found, console, restored)
     if restored and not control:
-        _check(Check(name="power limits and clocks", ok=True, detail="nothing was left to put back"), console)
+        _check(MachineCheck(name="power limits and clocks", ok=True, detail="nothing was left to put back"), console)
     console.print()
     if health.measures:
         conclusion = Text("Power is measured here.", style="bold")
@@ -78,7 +78,7 @@ def _lack(lack: Capability) -> str:
     return f"{lack.reason}; {lack.fix}" if lack.fix else str(lack.reason)
 
 
-def _check(check: Check, console: Console) -> None:
+def _check(check: MachineCheck, console: Console) -> None:
     mark, style = _CHECKS[check.ok]
     line = Text(f"{mark} ", style=style)
     line.append(f"{check.name}: ", style="bold")
@@ -91,12 +91,12 @@ def _outstanding(found: OutstandingChange, console: Console, restored: bool) -> 
     name = f"{found.gpu} limits and clocks"
     held = "; ".join((*(f"held by {h}" for h in found.holders), *(f"left by {d} (dead)" for d in found.dead)))
     if found.error:
-        _check(Check(name=name, ok=False, detail=f"{held}: {found.error}" if held else found.error), console)
+        _check(MachineCheck(name=name, ok=False, detail=f"{held}: {found.error}" if held else found.error), console)
     elif restored or not found.needs_restore:
-        _check(Check(name=name, ok=True, detail=found.action if restored else held), console)
+        _check(MachineCheck(name=name, ok=True, detail=found.action if restored else held), console)
     else:
         detail = f"{held or 'changed by a process that is gone'}; --restore would {found.action}"
-        _check(Check(name=name, ok=False, detail=detail, fix="sudo tessera doctor --restore"), console)
+        _check(MachineCheck(name=name, ok=False, detail=detail, fix="sudo tessera doctor --restore"), console)
 
 
 def _fix(fix: str | None, console: Console) -> None:

@@ -12,19 +12,18 @@ from typing import Any
 
 from ..clock import now_ns
 from ..schema import Capability, Telemetry
-from ._energy_counter import CounterPower
-from ._polled import PolledPower
-from .base import telemetry_of
+from ._meters import CounterPower, PolledPower
+from .base import telemetry_capabilities
 
 # amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, it only has no time.
 TRANSIENT = frozenset({8, 9, 11, 30})
-_NO_PERM = 10
+NO_PERMISSION = 10
 # What fields of 16, 32 and 64 bits hold when the firmware does not fill them (MaxUIntegerTypes of the
 # binding).
 _UNFILLED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 # Caps are in microwatts on bare metal, in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No
 # board's cap is above 100 kW or below 0.1 W, so the size tells which.
-_MICROWATTS_ABOVE = 100_000
+MICROWATTS_ABOVE = 100_000
 # The call for violations may sleep inside the library to see counters twice; it gets at most 2% of the time.
 _VIOLATION_REST = 50
 _VIOLATION_SLOW_NS = 20_000_000
@@ -39,13 +38,13 @@ _VIOLATIONS = {
 }
 
 
-def known(value: Any) -> float | None:
+def as_nonzero(value: Any) -> float | None:
     """Return a reading that is never 0 while the GPU runs, or None where AMD SMI marks it as missing."""
-    number = known_or_zero(value)
+    number = as_number(value)
     return number or None
 
 
-def known_or_zero(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """Return a reading that may be 0 (a utilisation, memory used), or None where it is missing."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value in _UNFILLED:
         return None
@@ -83,7 +82,7 @@ class Smi:
         return found(*args)
 
 
-class Gpu:
+class AmdGpu:
     """One GPU and what is known of it. `meter` is chosen by the sensor; without one it has no domain."""
 
     def __init__(self, smi: Smi, handle: Any) -> None:
@@ -129,17 +128,17 @@ class Gpu:
     def read_energy(self) -> tuple[float, int] | None:
         """Joules of the counter and its stamp in nanoseconds; None for N/A. Raises the binding's error."""
         count = self._smi.call("amdsmi_get_energy_count", self._handle)
-        ticks = known(count.get("energy_accumulator"))
-        resolution_uj = known(count.get("counter_resolution"))
+        ticks = as_nonzero(count.get("energy_accumulator"))
+        resolution_uj = as_nonzero(count.get("counter_resolution"))
         if ticks is None or resolution_uj is None:
             return None
-        return ticks * resolution_uj * 1e-6, int(known(count.get("timestamp")) or 0)
+        return ticks * resolution_uj * 1e-6, int(as_nonzero(count.get("timestamp")) or 0)
 
     def read_power_w(self) -> float | None:
         """Socket power, the present one where there is one, else the average; None for N/A. Raises."""
         info = self._smi.call("amdsmi_get_power_info", self._handle)
         for field in ("current_socket_power", "average_socket_power"):
-            power_w = known(info.get(field))
+            power_w = as_nonzero(info.get(field))
             if power_w is not None:
                 self.power_field = field.replace("_", "-")
                 return power_w
@@ -165,7 +164,7 @@ class Gpu:
             return None
 
     def _note_failure(self, err: Exception) -> None:
-        self.denied = self.denied or getattr(err, "err_code", None) == _NO_PERM
+        self.denied = self.denied or getattr(err, "err_code", None) == NO_PERMISSION
         self.failure = " ".join(str(getattr(err, "err_info", err)).split())
 
     def _ask(self, what: str, function: str, *args: Any) -> Any:
@@ -180,7 +179,7 @@ class Gpu:
         """Read everything once and say what this GPU gives."""
         self._missing.clear()
         told = self.telemetry()
-        return telemetry_of(told, {"utilization": told.utilization_pct}, self._missing, "the reading is N/A")
+        return telemetry_capabilities(told, {"utilization": told.utilization_pct}, self._missing, "the reading is N/A")
 
     def telemetry(self) -> Telemetry:
         """Read what the GPU says of itself now."""
@@ -195,8 +194,8 @@ class Gpu:
             clocks_mhz={k: v for k, t in (("sys", "SYS"), ("mem", "MEM")) if (v := self._clock(t)) is not None},
             power_limit_w=self._power_limit_w(),
             throttle=self._throttle(),
-            utilization_pct=known_or_zero(activity.get("gfx_activity")),
-            memory_utilization_pct=known_or_zero(activity.get("umc_activity")),
+            utilization_pct=as_number(activity.get("gfx_activity")),
+            memory_utilization_pct=as_number(activity.get("umc_activity")),
             memory_used_bytes=None if used is None else int(used),
             memory_total_bytes=int(total) if total else None,
         )
@@ -204,20 +203,20 @@ class Gpu:
     def _temperature(self, what: str, place: str) -> float | None:
         smi = self._smi.module
         place, metric = smi.AmdSmiTemperatureType[place], smi.AmdSmiTemperatureMetric.CURRENT
-        return known(self._ask(what, "amdsmi_get_temp_metric", place, metric))
+        return as_nonzero(self._ask(what, "amdsmi_get_temp_metric", place, metric))
 
     def _clock(self, kind: str) -> float | None:
         info = self._ask("clocks", "amdsmi_get_clock_info", self._smi.module.AmdSmiClkType[kind])
-        return known(info.get("clk")) if info else None
+        return as_nonzero(info.get("clk")) if info else None
 
     def _memory(self, what: str) -> float | None:
         vram = self._smi.module.AmdSmiMemoryType.VRAM
-        return known_or_zero(self._ask("memory", f"amdsmi_get_gpu_memory_{what}", vram))
+        return as_number(self._ask("memory", f"amdsmi_get_gpu_memory_{what}", vram))
 
     def _power_limit_w(self) -> float | None:
         info = self._ask("power_limit", "amdsmi_get_power_cap_info") or {}
-        cap = known(info.get("power_cap"))
-        return cap * 1e-6 if cap is not None and cap > _MICROWATTS_ABOVE else cap
+        cap = as_nonzero(info.get("power_cap"))
+        return cap * 1e-6 if cap is not None and cap > MICROWATTS_ABOVE else cap
 
     def _throttle(self) -> tuple[str, ...] | None:
         before_ns = now_ns()

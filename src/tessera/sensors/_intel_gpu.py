@@ -12,9 +12,8 @@ from typing import Any
 
 from ..clock import now_ns
 from ..schema import Capability, Telemetry
-from ._energy_counter import CounterPower
-from ._sysman import UNSUPPORTED, Sysman, ZesError
-from .base import telemetry_of
+from ._meters import CounterPower
+from .base import telemetry_capabilities
 
 # ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, not
 # ready.
@@ -36,6 +35,58 @@ _THROTTLE = (
 )
 # zes_power_domain_t (zes_api.h), with our names, best first: the whole card is what the user pays for.
 _POWER_DOMAINS = {1: "card", 2: "package", 0: "device", 3: "stack", 5: "gpu", 4: "memory"}
+# A call the loader is too old to have; the number is the specification's UNSUPPORTED_FEATURE.
+UNSUPPORTED = 0x78000003
+
+
+class ZesError(Exception):
+    """A Sysman call that did not succeed, with its ze_result_t."""
+
+    def __init__(self, function: str, code: int, meaning: str) -> None:
+        self.code = code
+        super().__init__(f"{function}: {meaning}")
+
+
+class Sysman:
+    """Calls into the binding that raise instead of returning a code."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._meanings = {
+            value: name.removeprefix("ZE_RESULT_")
+            for name, value in vars(module).items()
+            if name.startswith("ZE_RESULT_") and isinstance(value, int)
+        }
+
+    def call(self, function: str, *args: Any) -> None:
+        """Call a function; raises ZesError unless it succeeds."""
+        try:
+            code = int(getattr(self.module, function)(*args))
+        except AttributeError as err:  # from the binding, or from a loader older than the function
+            raise ZesError(function, UNSUPPORTED, str(err)) from err
+        if code:
+            raise ZesError(function, code, self._meanings.get(code, f"error 0x{code:08X}"))
+
+    def enumerate(self, function: str, handle_type: Any, *parent: Any) -> list[Any]:
+        """Return all handles of a kind: ask for the count, then for that many."""
+        count = ctypes.c_uint32(0)
+        self.call(function, *parent, ctypes.byref(count), None)
+        if count.value == 0:
+            return []
+        handles = (handle_type * count.value)()
+        self.call(function, *parent, ctypes.byref(count), handles)
+        return list(handles[: count.value])
+
+    def fill(self, function: str, handle: Any, struct: Any) -> Any:
+        """Have a structure filled, and return it."""
+        self.call(function, handle, ctypes.byref(struct))
+        return struct
+
+    def make_struct(self, name: str, stype: str) -> Any:
+        """Make an empty structure that says what it is, as the specification asks of the caller."""
+        struct = getattr(self.module, name)()
+        struct.stype = getattr(self.module, f"ZES_STRUCTURE_TYPE_{stype}")
+        return struct
 
 
 @dataclass(slots=True)
@@ -67,7 +118,7 @@ class IntelGpu:
         self._engine_before: dict[int, tuple[int, int]] = {}
         self._traffic_before: dict[int, tuple[int, int]] = {}
         told = sysman.fill(
-            "zesDeviceGetProperties", handle, sysman.typed("zes_device_properties_t", "DEVICE_PROPERTIES")
+            "zesDeviceGetProperties", handle, sysman.make_struct("zes_device_properties_t", "DEVICE_PROPERTIES")
         )
         self.kind = int(told.core.type)
         self.tiles = max(int(told.numSubdevices), 1)
@@ -83,7 +134,7 @@ class IntelGpu:
             told = self._sysman.fill(
                 "zesDevicePciGetProperties",
                 self._handle,
-                self._sysman.typed("zes_pci_properties_t", "PCI_PROPERTIES"),
+                self._sysman.make_struct("zes_pci_properties_t", "PCI_PROPERTIES"),
             ).address
         except ZesError:
             return ""
@@ -112,8 +163,8 @@ class IntelGpu:
         return sorted(found, key=lambda d: (d.subdevice is not None, order.index(d.kind), d.subdevice or 0))
 
     def _power_properties(self, handle: Any) -> tuple[Any, str]:
-        extended = self._sysman.typed("zes_power_ext_properties_t", "POWER_EXT_PROPERTIES")
-        told = self._sysman.typed("zes_power_properties_t", "POWER_PROPERTIES")
+        extended = self._sysman.make_struct("zes_power_ext_properties_t", "POWER_EXT_PROPERTIES")
+        told = self._sysman.make_struct("zes_power_properties_t", "POWER_PROPERTIES")
         told.pNext = ctypes.cast(ctypes.pointer(extended), ctypes.c_void_p)
         self._sysman.fill("zesPowerGetProperties", handle, told)
         return told, _POWER_DOMAINS.get(int(extended.domain), "device")
@@ -143,7 +194,7 @@ class IntelGpu:
             "utilization": self._engine_before or None,
             "memory_utilization": self._traffic_before or None,
         }
-        return telemetry_of(told, more, self._missing, "the GPU has no such sensor")
+        return telemetry_capabilities(told, more, self._missing, "the GPU has no such sensor")
 
     def _sensors(self, what: str, noun: str, plural: str, handle_type: Any) -> list[tuple[Any, Any]]:
         """Return the handles of a kind with their properties."""
@@ -151,7 +202,7 @@ class IntelGpu:
         found = []
         try:
             for handle in self._sysman.enumerate(f"zesDeviceEnum{plural}", handle_type, self._handle):
-                struct = self._sysman.typed(f"zes_{short}_properties_t", f"{short.upper()}_PROPERTIES")
+                struct = self._sysman.make_struct(f"zes_{short}_properties_t", f"{short.upper()}_PROPERTIES")
                 found.append((handle, self._sysman.fill(f"zes{noun}GetProperties", handle, struct)))
         except ZesError as err:
             self._missing[what] = str(err)
@@ -206,7 +257,7 @@ class IntelGpu:
         answered = False
         for handle, properties in self._clocks:
             name = {0: "gpu", 1: "mem", 2: "media"}.get(int(properties.type))
-            state = self._sysman.typed("zes_freq_state_t", "FREQ_STATE")
+            state = self._sysman.make_struct("zes_freq_state_t", "FREQ_STATE")
             if name is None or self._ask("clocks", "zesFrequencyGetState", handle, state) is None:
                 continue
             if state.actual > 0.0:  # negative: not known (zes_freq_state_t)
@@ -222,7 +273,7 @@ class IntelGpu:
         """Bytes used and in all, of the memory on the card (zes_mem_loc_t 1), over all tiles."""
         used, total = 0, 0
         for handle, properties in self._memories:
-            state = self._sysman.typed("zes_mem_state_t", "MEM_STATE")
+            state = self._sysman.make_struct("zes_mem_state_t", "MEM_STATE")
             if properties.location != 1 or self._ask("memory", "zesMemoryGetState", handle, state) is None:
                 continue
             used, total = used + state.size - state.free, total + state.size

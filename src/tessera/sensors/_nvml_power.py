@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ..clock import REAL, Clock, EpochMap
 from ..schema import Domain, Gap
-from ._polled import PolledPower
+from ._meters import PolledPower
 from .base import Batch
 
 # Response of the ring on the H200, fitted on a random mixture of loads of 2-60 ms whose times were known

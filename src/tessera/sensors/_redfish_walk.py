@@ -28,7 +28,7 @@ _TOTAL_POWER = re.compile(r"total[ _-]?(?:system[ _-]?)?power|power[ _-]?total|s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class RedfishReading:
     """One look at a resource. `power_w` None comes with the `problem`."""
 
     power_w: float | None = None
@@ -44,12 +44,12 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class RedfishPoint:
     """Where one domain's power is read: a resource and how. A circuit may have a current and no power."""
 
     domain: str
     path: str
-    parse: Callable[[Json], Reading]
+    parse: Callable[[Json], RedfishReading]
     label: str
     note: str = ""
     circuit: bool = False
@@ -60,7 +60,7 @@ class Point:
 class Survey:
     """What a walk found: points to read, logs to follow, and what could not be had."""
 
-    points: list[Point] = field(default_factory=list)
+    points: list[RedfishPoint] = field(default_factory=list)
     logs: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ def _excerpt(resource: Json, key: str) -> float | None:
     return number(value.get("Reading")) if isinstance(value, dict) else number(value)
 
 
-def _reading(power: object, name: str, **more: float | str | None) -> Reading:
+def _reading(power: object, name: str, **more: float | str | None) -> RedfishReading:
     """Make a reading of a raw power value, with the reason if it is none."""
     power_w = number(power)
     if power_w is None:
@@ -118,21 +118,21 @@ def _reading(power: object, name: str, **more: float | str | None) -> Reading:
         problem, power_w = f"{name} is {power_w:g} W, which cannot be", None
     else:
         problem = ""
-    return Reading(power_w=power_w, problem=problem, **more)  # type: ignore[arg-type]  # names are Reading's
+    return RedfishReading(power_w=power_w, problem=problem, **more)  # type: ignore[arg-type]
 
 
-def parse_power_watts(resource: Json) -> Reading:
+def parse_power_watts(resource: Json) -> RedfishReading:
     """Read the PowerWatts excerpt of EnvironmentMetrics or of PDU metrics."""
     excerpt = mapping(resource.get("PowerWatts"))
     return _reading(excerpt.get("Reading"), "PowerWatts", stamp=text(excerpt.get("ReadingTime")))
 
 
-def parse_sensor(resource: Json) -> Reading:
+def parse_sensor(resource: Json) -> RedfishReading:
     """Read a Sensor resource whose ReadingType is Power."""
     return _reading(resource.get("Reading"), "Reading", stamp=text(resource.get("ReadingTime")))
 
 
-def parse_control(resource: Json) -> Reading:
+def parse_control(resource: Json) -> RedfishReading:
     """Read PowerControl[0] of the old Power resource: the whole chassis."""
     control = (items(resource.get("PowerControl")) or [{}])[0]
     limit_w = number(mapping(control.get("PowerLimit")).get("LimitInWatts"))
@@ -142,7 +142,7 @@ def parse_control(resource: Json) -> Reading:
     return _reading(average, "AverageConsumedWatts", power_limit_w=limit_w)
 
 
-def parse_supply_metrics(resource: Json) -> Reading:
+def parse_supply_metrics(resource: Json) -> RedfishReading:
     """Read PowerSupplyMetrics: input power, or output where the supply meters only that."""
     key = "InputPowerWatts" if "InputPowerWatts" in resource else "OutputPowerWatts"
     return _reading(
@@ -154,7 +154,7 @@ def parse_supply_metrics(resource: Json) -> Reading:
     )
 
 
-def parse_old_supply(resource: Json, index: int) -> Reading:
+def parse_old_supply(resource: Json, index: int) -> RedfishReading:
     """Read PowerSupplies[index] of the old Power resource."""
     supplies = items(resource.get("PowerSupplies"))
     supply = supplies[index] if index < len(supplies) else {}
@@ -165,7 +165,7 @@ def parse_old_supply(resource: Json, index: int) -> Reading:
     return _reading(supply.get(key), key, voltage_v=number(supply.get("LineInputVoltage")), fault=fault)
 
 
-def parse_circuit(resource: Json) -> Reading:
+def parse_circuit(resource: Json) -> RedfishReading:
     """Read a Circuit or Outlet; of several phases the one with the highest current counts."""
     phases = mapping(resource.get("PolyPhaseCurrentAmps"))
     currents = [mapping(p) for p in (resource.get("CurrentAmps"), *phases.values())]
@@ -245,7 +245,7 @@ class Walker:
         self._survey.problems.append(error.reason)
 
     def _chassis(self, chassis: list[Json]) -> None:
-        found: list[tuple[Json, list[Point]]] = []
+        found: list[tuple[Json, list[RedfishPoint]]] = []
         for resource in chassis:
             old = self._optional(link(resource, "Power"))
             points = [
@@ -260,11 +260,11 @@ class Walker:
             prefix = "node" if resource is node else f"chassis.{slug(resource.get('Id'), str(i))}"
             self._survey.points += [_under(prefix, p) for p in points]
 
-    def _whole(self, chassis: Json, old: Json) -> list[Point]:
+    def _whole(self, chassis: Json, old: Json) -> list[RedfishPoint]:
         label = text(chassis.get("Name")) or "chassis"
         uri = link(chassis, "EnvironmentMetrics")
         if isinstance(self._optional(uri).get("PowerWatts"), dict):
-            return [Point(domain="", path=str(uri), parse=parse_power_watts, label=label)]
+            return [RedfishPoint(domain="", path=str(uri), parse=parse_power_watts, label=label)]
         for entry in self.entries(link(chassis, "Sensors")):
             uri = entry.get("@odata.id")
             # Each sensor is one request and a BMC has hundreds: look only at those named for power.
@@ -272,15 +272,15 @@ class Walker:
                 sensor = self._optional(uri)
                 named = f"{sensor.get('Id')} {sensor.get('Name')}"
                 if sensor.get("ReadingType") == "Power" and _TOTAL_POWER.search(named):
-                    return [Point(domain="", path=uri, parse=parse_sensor, label=label)]
+                    return [RedfishPoint(domain="", path=uri, parse=parse_sensor, label=label)]
         control = items(old.get("PowerControl"))
         if not control:
             return []
         averaged = "PowerConsumedWatts" not in control[0]
         note = "a mean over minutes, not the power now" if averaged else ""
-        return [Point(domain="", path=str(link(chassis, "Power")), parse=parse_control, label=label, note=note)]
+        return [RedfishPoint(domain="", path=str(link(chassis, "Power")), parse=parse_control, label=label, note=note)]
 
-    def _supplies(self, chassis: Json) -> list[Point]:
+    def _supplies(self, chassis: Json) -> list[RedfishPoint]:
         subsystem = self._optional(link(chassis, "PowerSubsystem"))
         points = []
         for i, supply in enumerate(self.members(link(subsystem, "PowerSupplies"))):
@@ -290,13 +290,13 @@ class Walker:
                 label = text(supply.get("Name")) or f"power supply {i}"
                 note = "" if "InputPowerWatts" in metrics else "output power: without the supply's own loss"
                 points.append(
-                    Point(domain=f".psu{i}", path=str(uri), parse=parse_supply_metrics, label=label, note=note)
+                    RedfishPoint(domain=f".psu{i}", path=str(uri), parse=parse_supply_metrics, label=label, note=note)
                 )
         return points
 
-    def _old_supplies(self, chassis: Json, old: Json) -> list[Point]:
+    def _old_supplies(self, chassis: Json, old: Json) -> list[RedfishPoint]:
         return [
-            Point(
+            RedfishPoint(
                 domain=f".psu{i}",
                 path=str(link(chassis, "Power")),
                 parse=functools.partial(parse_old_supply, index=i),
@@ -313,14 +313,16 @@ class Walker:
             label = text(pdu.get("Name")) or "rack PDU"
             uri = link(pdu, "Metrics")
             if isinstance(self._optional(uri).get("PowerWatts"), dict):
-                self._survey.points.append(Point(domain=prefix, path=str(uri), parse=parse_power_watts, label=label))
+                self._survey.points.append(
+                    RedfishPoint(domain=prefix, path=str(uri), parse=parse_power_watts, label=label)
+                )
             for key, name in (("Mains", "mains"), ("Branches", "branch"), ("Outlets", "outlet")):
                 self._circuits(link(pdu, key), f"{prefix}.{name}", label)
 
     def _circuits(self, uri: object, prefix: str, label: str) -> None:
         for i, circuit in enumerate(self.members(uri)):
             self._survey.points.append(
-                Point(
+                RedfishPoint(
                     domain=f"{prefix}.{slug(circuit.get('Id'), str(i))}",
                     path=str(circuit.get("@odata.id")),
                     parse=parse_circuit,
@@ -337,5 +339,7 @@ class Walker:
                 self._survey.logs.append(uri)
 
 
-def _under(prefix: str, point: Point) -> Point:
-    return Point(domain=prefix + point.domain, path=point.path, parse=point.parse, label=point.label, note=point.note)
+def _under(prefix: str, point: RedfishPoint) -> RedfishPoint:
+    return RedfishPoint(
+        domain=prefix + point.domain, path=point.path, parse=point.parse, label=point.label, note=point.note
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class GpuBoard:
     """A physical GPU as the driver lists it, with the UUIDs of its MIG slices."""
 
     index: int
@@ -17,10 +17,10 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class VisibleBoard:
     """A board this process may use; `mig` names the slices when it may use only those."""
 
-    board: Board
+    board: GpuBoard
     mig: tuple[str, ...] = ()
 
 
@@ -28,7 +28,7 @@ class Visible:
 _ORDINAL = re.compile(r"\s*([+-]?\d+)", re.ASCII)
 
 
-def visible_boards(boards: Sequence[Board], text: str | None) -> list[Visible]:
+def visible_boards(boards: Sequence[GpuBoard], text: str | None) -> list[VisibleBoard]:
     """The boards that CUDA_VISIBLE_DEVICES leaves visible, in its order. None: not set, all are.
 
     As CUDA does: the list ends at the first entry that names no device ("-1" and "" hide all), a device named twice
@@ -37,8 +37,8 @@ def visible_boards(boards: Sequence[Board], text: str | None) -> list[Visible]:
     board give that board once.
     """
     if text is None:
-        return [Visible(b) for b in boards]
-    chosen: dict[int, Visible] = {}
+        return [VisibleBoard(b) for b in boards]
+    chosen: dict[int, VisibleBoard] = {}
     entries = text.split(",")
     kind = _kind(entries[0])
     named: set[tuple[int, str | None]] = set()
@@ -52,7 +52,7 @@ def visible_boards(boards: Sequence[Board], text: str | None) -> list[Visible]:
         named.add((board.index, mig))
         before = chosen.get(board.index)
         slices = (*(before.mig if before else ()), *((mig,) if mig else ()))
-        chosen[board.index] = Visible(board, slices)
+        chosen[board.index] = VisibleBoard(board, slices)
     return list(chosen.values())
 
 
@@ -60,12 +60,12 @@ def _kind(entry: str) -> str:
     return entry[:4] if entry.startswith(("GPU-", "MIG-")) else "ordinal"
 
 
-def _find(boards: Sequence[Board], entry: str) -> tuple[Board, str | None] | None:
+def _find(boards: Sequence[GpuBoard], entry: str) -> tuple[GpuBoard, str | None] | None:
     uuid = entry.rstrip().lower()
     if entry.startswith("MIG-GPU-"):  # before driver 470: MIG-GPU-<uuid>/<gpu instance>/<compute instance>
         whole = uuid.removeprefix("mig-").split("/", maxsplit=1)[0]
         return next(((b, uuid) for b in boards if b.uuid.lower() == whole), None)
-    hits: list[tuple[Board, str | None]] = []
+    hits: list[tuple[GpuBoard, str | None]] = []
     if uuid in ("gpu-", "mig-"):  # CUDA wants at least one digit of a UUID, even where it would be unambiguous
         pass
     elif entry.startswith("GPU-"):

@@ -23,9 +23,8 @@ from typing import Any
 from ..clock import NS_PER_S, now_ns
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Hold
-from ._amd_gpu import TRANSIENT, Gpu, Smi, select_visible
-from ._energy_counter import CounterPower
-from ._polled import PolledPower
+from ._amd_gpu import TRANSIENT, AmdGpu, Smi, select_visible
+from ._meters import CounterPower, PolledPower
 from .base import Batch
 
 # The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649), so 0.1 s loses
@@ -44,7 +43,7 @@ PROBE_FACTOR = 10.0
 # AMD publishes no accuracy of its power telemetry; the 5% NVIDIA documents for its boards is assumed.
 ASSUMED_GAIN_ERROR = 0.05
 
-_NO_PERM = 10  # AMDSMI_STATUS_NO_PERM, amdsmi.h
+NO_PERMISSION = 10  # AMDSMI_STATUS_NO_PERM, amdsmi.h
 _PERMISSION_FIX = "add the user to the groups of /dev/kfd: `sudo usermod -aG render,video $USER`, then log in again"
 
 
@@ -59,7 +58,7 @@ class AmdSensor:
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._env = os.environ if env is None else env
         self._smi: Smi | None = None
-        self._gpus: list[Gpu] = []
+        self._gpus: list[AmdGpu] = []
         self._capabilities: list[Capability] = []
         self._telemetry_due_ns = 0
         self._lost = False
@@ -77,7 +76,7 @@ class AmdSensor:
 
     def start(self) -> None:
         """Load AMD SMI and find the GPUs. Raises SensorUnavailable or SensorPermission."""
-        smi = Smi(_load())
+        smi = Smi(import_amdsmi())
         if self._lost:  # the library keeps the handles of its first init: only a shutdown makes it look again
             with contextlib.suppress(smi.error):
                 smi.call("amdsmi_shut_down")
@@ -87,8 +86,8 @@ class AmdSensor:
             handles = smi.call("amdsmi_get_processor_handles")
         except smi.error as err:
             raise _start_error(err) from err
-        machine = _in_hip_order([Gpu(smi, handle) for handle in handles])
-        visible = _visible(machine, self._env)
+        machine = order_by_hip([AmdGpu(smi, handle) for handle in handles])
+        visible = select_gpus(machine, self._env)
         if not visible:
             raise SensorUnavailable(
                 "no AMD GPU to measure",
@@ -139,7 +138,7 @@ class AmdSensor:
         self._smi, self._gpus = None, []
 
 
-def _load() -> Any:
+def import_amdsmi() -> Any:
     """Import the vendor's binding, which binds every symbol of libamd_smi.so as it is imported."""
     try:
         # When it cannot find its library the binding prints so and then fails with a KeyError.
@@ -163,21 +162,21 @@ def _load() -> Any:
 
 
 def _start_error(err: Exception) -> SensorError:
-    if getattr(err, "err_code", None) == _NO_PERM:
-        return SensorPermission("AMD GPUs may not be read by this user", why=_text(err), fix=_PERMISSION_FIX)
+    if getattr(err, "err_code", None) == NO_PERMISSION:
+        return SensorPermission("AMD GPUs may not be read by this user", why=error_text(err), fix=_PERMISSION_FIX)
     return SensorUnavailable(
-        "AMD SMI does not start", why=_text(err), fix="check that the driver is loaded: `lsmod | grep amdgpu`"
+        "AMD SMI does not start", why=error_text(err), fix="check that the driver is loaded: `lsmod | grep amdgpu`"
     )
 
 
-def _no_meter(visible: Sequence[Gpu]) -> SensorError:
+def _no_meter(visible: Sequence[AmdGpu]) -> SensorError:
     reasons = "; ".join(f"{gpu.name}: {gpu.failure}" for gpu in visible)
     if any(gpu.denied for gpu in visible):
         return SensorPermission("AMD GPU power may not be read by this user", why=reasons, fix=_PERMISSION_FIX)
     return SensorUnavailable("no visible AMD GPU tells its power", why=reasons, fix="compare `amd-smi metric -p -E`")
 
 
-def _in_hip_order(gpus: list[Gpu]) -> list[Gpu]:
+def order_by_hip(gpus: list[AmdGpu]) -> list[AmdGpu]:
     """Order and name the GPUs as HIP numbers them, or as AMD SMI does where it does not know HIP's order."""
     if all(gpu.hip_id is not None for gpu in gpus) and len({gpu.hip_id for gpu in gpus}) == len(gpus):
         gpus = sorted(gpus, key=lambda gpu: gpu.hip_id or 0)
@@ -186,7 +185,7 @@ def _in_hip_order(gpus: list[Gpu]) -> list[Gpu]:
     return gpus
 
 
-def _visible(gpus: list[Gpu], env: Mapping[str, str]) -> list[Gpu]:
+def select_gpus(gpus: list[AmdGpu], env: Mapping[str, str]) -> list[AmdGpu]:
     """Leave what ROCr leaves, then HIP of that: HIP's indices count within ROCr's list."""
     gpus = [gpus[i] for i in select_visible([g.uuids for g in gpus], env.get("ROCR_VISIBLE_DEVICES"))]
     # HIP takes an empty setting for none at all, unlike ROCr.
@@ -194,7 +193,7 @@ def _visible(gpus: list[Gpu], env: Mapping[str, str]) -> list[Gpu]:
     return [gpus[i] for i in select_visible([g.uuids for g in gpus], hip)]
 
 
-def _choose_meters(gpus: Sequence[Gpu]) -> None:
+def _choose_meters(gpus: Sequence[AmdGpu]) -> None:
     """Give each GPU its counter if that moves and agrees with its power, else polled power, else none."""
     first = {gpu.name: gpu.energy() for gpu in gpus}
     deadline_ns = now_ns() + int(PROBE_S * NS_PER_S)
@@ -217,7 +216,7 @@ def _choose_meters(gpus: Sequence[Gpu]) -> None:
             )
 
 
-def _counter_fault(gpu: Gpu, first: tuple[float, int] | None, power_w: float | None) -> str | None:
+def _counter_fault(gpu: AmdGpu, first: tuple[float, int] | None, power_w: float | None) -> str | None:
     """Why the energy counter is no use, or None."""
     if first is None:
         return gpu.failure or "the GPU has no energy counter"
@@ -233,7 +232,7 @@ def _counter_fault(gpu: Gpu, first: tuple[float, int] | None, power_w: float | N
     return None
 
 
-def _domain(gpu: Gpu) -> Domain:
+def _domain(gpu: AmdGpu) -> Domain:
     counter = isinstance(gpu.meter, CounterPower)
     found_s = gpu.meter.resolution_s if gpu.meter is not None else None
     return Domain(
@@ -247,7 +246,7 @@ def _domain(gpu: Gpu) -> Domain:
     )
 
 
-def _read_power(smi: Smi, gpu: Gpu, batch: Batch) -> str | None:
+def _read_power(smi: Smi, gpu: AmdGpu, batch: Batch) -> str | None:
     """One reading into the batch; the reason if the GPU does not answer (any more)."""
     before_ns = now_ns()
     try:
@@ -255,7 +254,7 @@ def _read_power(smi: Smi, gpu: Gpu, batch: Batch) -> str | None:
     except smi.error as err:
         if getattr(err, "err_code", None) in TRANSIENT:  # a counter goes on counting, the next read is soon
             return None
-        answered, reason = False, _text(err)
+        answered, reason = False, error_text(err)
     else:
         reason = "the reading is N/A"
     gpu.gone = not answered
@@ -266,7 +265,7 @@ def _read_power(smi: Smi, gpu: Gpu, batch: Batch) -> str | None:
     return reason
 
 
-def _observe(gpu: Gpu, batch: Batch, before_ns: int) -> bool:
+def _observe(gpu: AmdGpu, batch: Batch, before_ns: int) -> bool:
     """Hand a reading to the GPU's meter; False for N/A."""
     if isinstance(gpu.meter, CounterPower):
         energy = gpu.read_energy()
@@ -282,6 +281,7 @@ def _observe(gpu: Gpu, batch: Batch, before_ns: int) -> bool:
     return True
 
 
-def _text(err: Exception) -> str:
+def error_text(err: Exception) -> str:
+    """What the binding says of an error, on one line."""
     info = getattr(err, "err_info", None) or str(err)
     return " ".join(str(info).split())

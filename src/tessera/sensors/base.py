@@ -1,15 +1,15 @@
-"""What every sensor is: it names its domains, starts, is read again and again, stops.
+"""The Sensor protocol: a sensor names its domains, starts, is read again and again, and stops.
 
-A sensor never renders, never retries on the user's thread and never raises from `read` for a reading that
-failed: it reports a gap with the reason and goes on. It raises `SensorLost` only when nothing of it answers
-any more; the sampler then calls `start` again now and then, so that a restarted driver comes back.
+A sensor never prints and never retries on the user's thread. When one reading fails, `read` does not raise: it
+reports a gap with the reason and continues. It raises `SensorLost` only when nothing answers any more; the sampler
+then calls `start` again from time to time, so that a restarted driver comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
 
@@ -50,7 +50,7 @@ class Sensor(Protocol):
         ...
 
     def start(self) -> None:
-        """Begin (or begin again after a loss). Raises SensorUnavailable or SensorPermission."""
+        """Start, or start again after a loss. Raises SensorUnavailable or SensorPermission."""
         ...
 
     def domains(self) -> Sequence[Domain]:
@@ -58,7 +58,7 @@ class Sensor(Protocol):
         ...
 
     def capabilities(self) -> Sequence[Capability]:
-        """What it gives and what it cannot, with reason and fix; known after `start`."""
+        """What it can measure, and what it cannot, with reason and fix; known after `start`."""
         ...
 
     def read(self) -> Batch:
@@ -66,26 +66,30 @@ class Sensor(Protocol):
         ...
 
     def stop(self) -> None:
-        """Release what `start` took. May be called twice."""
+        """Release what `start` acquired. Safe to call twice."""
         ...
 
 
-def telemetry_of(
-    told: Telemetry, more: Mapping[str, Any], missing: Mapping[str, str], otherwise: str
+def telemetry_capabilities(
+    first: Telemetry, rates: Mapping[str, object], missing: Mapping[str, str], otherwise: str
 ) -> list[Capability]:
-    """What a GPU says of itself, by its first answer; of what it does not, why (`missing` by name, or `otherwise`)."""
-    given = {
-        "temperature": told.temperature_c,
-        "memory_temperature": told.memory_temperature_c,
-        "clocks": told.clocks_mhz or None,
-        "power_limit": told.power_limit_w,
-        "throttle": told.throttle,
-        **more,
-        "memory": told.memory_used_bytes,
-    }
+    """Which telemetry a GPU gives, by its first answer; `rates` has the values that need two readings.
+
+    The reason for each absent one is in `missing` by its name, or `otherwise`.
+    """
+    values = {
+        "temperature": first.temperature_c,
+        "memory_temperature": first.memory_temperature_c,
+        "clocks": first.clocks_mhz or None,
+        "power_limit": first.power_limit_w,
+        "throttle": first.throttle,
+        "memory": first.memory_used_bytes,
+    } | dict(rates)
     return [
-        Capability(name=f"{told.domain}.{what}", available=True)
-        if value is not None
-        else Capability(name=f"{told.domain}.{what}", available=False, reason=missing.get(what, otherwise))
-        for what, value in given.items()
+        Capability(
+            name=f"{first.domain}.{name}",
+            available=value is not None,
+            reason=None if value is not None else missing.get(name, otherwise),
+        )
+        for name, value in values.items()
     ]

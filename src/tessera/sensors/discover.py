@@ -1,7 +1,9 @@
-"""Find and start the sensors of this machine; say why each missing one is missing."""
+"""Find and start the sensors of this machine, with the reason for each one that is missing."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ VARIABLE = "TESSERA_SENSORS"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredSensors:
     """Started sensors, and what is missing with reason and fix."""
 
     sensors: Sequence[Sensor]
@@ -27,31 +29,12 @@ class Found:
         return all(s.name == "modelled" for s in self.sensors)
 
 
-def _nvml() -> Sensor:
-    from .nvml import NvmlSensor
-
-    return NvmlSensor()
-
-
-def _rapl() -> Sensor:
-    from .rapl import RaplSensor
-
-    return RaplSensor()
+def _load(module: str, sensor: str) -> Sensor:
+    made: Sensor = getattr(importlib.import_module(f".{module}", __package__), sensor)()
+    return made
 
 
-def _amd() -> Sensor:
-    from .amd import AmdSensor
-
-    return AmdSensor()
-
-
-def _intel() -> Sensor:
-    from .intel import IntelSensor
-
-    return IntelSensor()
-
-
-def _redfish() -> Sensor:
+def _load_redfish() -> Sensor:
     from .redfish import RedfishConfig, RedfishSensor
     from .slow import SlowSensor
 
@@ -65,33 +48,26 @@ def _redfish() -> Sensor:
     return SlowSensor(RedfishSensor(config))
 
 
-def _ipmi() -> Sensor:
-    from .ipmi import IpmiSensor
+def _load_ipmi() -> Sensor:
     from .slow import SlowSensor
 
-    return SlowSensor(IpmiSensor())
+    return SlowSensor(_load("ipmi", "IpmiSensor"))
 
 
-def _modelled() -> Sensor:
-    from .modelled import ModelledSensor
-
-    return ModelledSensor()
-
-
-KINDS: dict[str, Callable[[], Sensor]] = {
-    "nvml": _nvml,
-    "amd": _amd,
-    "intel": _intel,
-    "rapl": _rapl,
-    "redfish": _redfish,
-    "ipmi": _ipmi,
-    "modelled": _modelled,
+KINDS: dict[str, Callable[[], Sensor]] = {  # a vendor's module is imported only when its sensor is wanted
+    "nvml": functools.partial(_load, "nvml", "NvmlSensor"),
+    "amd": functools.partial(_load, "amd", "AmdSensor"),
+    "intel": functools.partial(_load, "intel", "IntelSensor"),
+    "rapl": functools.partial(_load, "rapl", "RaplSensor"),
+    "redfish": _load_redfish,
+    "ipmi": _load_ipmi,
+    "modelled": functools.partial(_load, "modelled", "ModelledSensor"),
 }
-# Asked for by name only: they need an address, or root and seconds.
+# Started only when asked for by name: they need an address, or root and seconds.
 ON_REQUEST = ("redfish", "ipmi", "modelled")
 
 
-def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Found:
+def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> DiscoveredSensors:
     """Start the named sensors, or all that this machine has; the modelled one if there is no other.
 
     Two sensors that claim one domain name (an NVIDIA and an Intel GPU are both gpu0) do not mix: the first wins.
@@ -113,13 +89,12 @@ def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | No
             sensor.stop()
         raise
     if not started:
-        reasons = "; ".join(f"{c.name}: {c.reason}" for c in missing)
         raise SensorError(
-            f"none of the sensors asked for works here: {', '.join(wanted) or 'any'}",
-            why=reasons,
-            fix="run `tessera doctor` for what each one needs, or use the modelled sensor",
+            f"none of the requested sensors works here: {', '.join(wanted) or 'any'}",
+            why="; ".join(f"{c.name}: {c.reason}" for c in missing),
+            fix="run `tessera doctor` to see what each one needs, or use the modelled sensor",
         )
-    return Found(started, missing)
+    return DiscoveredSensors(started, missing)
 
 
 def make(name: str) -> Sensor:
@@ -144,16 +119,15 @@ def _try(name: str, started: list[Sensor], missing: list[Capability]) -> None:
         sensor.start()
     except SensorError as exc:
         if sensor is not None:
-            sensor.stop()  # it may have got half way: NVML is loaded even if it then shows no GPU
+            sensor.stop()  # it may have started halfway: NVML is loaded even if it then shows no GPU
         state = "no permission" if isinstance(exc, SensorPermission) else None
         reason = ": ".join(p for p in (state, exc.what, exc.why) if p)
         missing.append(Capability(name=name, available=False, reason=reason, fix=exc.fix))
         return
-    taken = {d.name for s in started for d in s.domains()}
-    clash = sorted(taken & {d.name for d in sensor.domains()})
+    clash = sorted({d.name for s in started for d in s.domains()} & {d.name for d in sensor.domains()})
     if clash:
         sensor.stop()
-        reason = f"it has domains another sensor has too: {', '.join(clash)}"
+        reason = f"another sensor already has its domains: {', '.join(clash)}"
         missing.append(Capability(name=name, available=False, reason=reason, fix=f"set {VARIABLE}={name} to prefer it"))
         return
     started.append(sensor)

@@ -27,7 +27,7 @@ class SensorHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class MachineCheck:
     """A property of the machine: True, False or None (cannot be told), with the reason and the fix."""
 
     name: str
@@ -41,7 +41,7 @@ class Health:
     """Everything `tessera doctor` says."""
 
     sensors: Sequence[SensorHealth]
-    checks: Sequence[Check] = field(default_factory=tuple)
+    checks: Sequence[MachineCheck] = field(default_factory=tuple)
 
     @property
     def measures(self) -> bool:
@@ -80,18 +80,18 @@ def _reason(exc: SensorError) -> str:
 
 def performance_counters(
     params: Path = Path("/proc/driver/nvidia/params"), status: Path = Path("/proc/self/status")
-) -> Check:
+) -> MachineCheck:
     """Whether ncu and CUPTI may read the GPU's performance counters here."""
     name = "GPU performance counters (ncu)"
     try:
         lines = dict(line.split(":", 1) for line in params.read_text().splitlines() if ":" in line)
     except OSError:
-        return Check(name=name, ok=None, detail="no NVIDIA driver to ask (/proc/driver/nvidia/params)")
+        return MachineCheck(name=name, ok=None, detail="no NVIDIA driver to ask (/proc/driver/nvidia/params)")
     if lines.get("RmProfilingAdminOnly", "1").strip() == "0":
-        return Check(name=name, ok=True, detail="permitted to every user (RmProfilingAdminOnly: 0)")
+        return MachineCheck(name=name, ok=True, detail="permitted to every user (RmProfilingAdminOnly: 0)")
     if _has_sys_admin(status):
-        return Check(name=name, ok=True, detail="permitted: this process has CAP_SYS_ADMIN")
-    return Check(
+        return MachineCheck(name=name, ok=True, detail="permitted: this process has CAP_SYS_ADMIN")
+    return MachineCheck(
         name=name,
         ok=False,
         detail="the driver keeps them for administrators (RmProfilingAdminOnly: 1)",
@@ -100,16 +100,16 @@ def performance_counters(
     )
 
 
-def power_control(driver: Path = Path("/proc/driver/nvidia"), status: Path = Path("/proc/self/status")) -> Check:
+def power_control(driver: Path = Path("/proc/driver/nvidia"), status: Path = Path("/proc/self/status")) -> MachineCheck:
     """Whether a schedule that was let (TESSERA_CONTROL=1) could set power limits and clocks here."""
     name = "GPU power limits and clocks"
     if not driver.exists():
-        return Check(name=name, ok=None, detail=f"no NVIDIA driver to ask ({driver})")
+        return MachineCheck(name=name, ok=None, detail=f"no NVIDIA driver to ask ({driver})")
     if _has_sys_admin(status):
-        return Check(
+        return MachineCheck(
             name=name, ok=True, detail="this process may set them; schedules do so only with TESSERA_CONTROL=1"
         )
-    return Check(
+    return MachineCheck(
         name=name,
         ok=False,
         detail="the driver keeps them for root: schedules hold their caps by pacing",
@@ -146,21 +146,23 @@ _STA_UNSYNC = 0x40  # linux/timex.h
 _MAX_ERROR_US = 100_000
 
 
-def clock_synchronised() -> Check:
+def clock_synchronised() -> MachineCheck:
     """Whether the kernel's clock is disciplined (NTP, PTP): needed to merge runs of several hosts."""
     name = "host clock synchronised"
     timex = _Timex()  # modes 0: only read
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
     except (OSError, AttributeError) as exc:
-        return Check(name=name, ok=None, detail=f"adjtimex cannot be called: {exc}")
+        return MachineCheck(name=name, ok=None, detail=f"adjtimex cannot be called: {exc}")
     if state < 0:
-        return Check(name=name, ok=None, detail=f"adjtimex: {os.strerror(ctypes.get_errno())}")
+        return MachineCheck(name=name, ok=None, detail=f"adjtimex: {os.strerror(ctypes.get_errno())}")
     if timex.status & _STA_UNSYNC:
-        return Check(
+        return MachineCheck(
             name=name,
             ok=False,
             detail="the kernel says the clock is not synchronised; times within this machine are not affected",
             fix="install chrony or enable systemd-timesyncd; it matters only when runs of several hosts are merged",
         )
-    return Check(name=name, ok=timex.maxerror < _MAX_ERROR_US, detail=f"largest error {timex.maxerror / 1000:.1f} ms")
+    return MachineCheck(
+        name=name, ok=timex.maxerror < _MAX_ERROR_US, detail=f"largest error {timex.maxerror / 1000:.1f} ms"
+    )

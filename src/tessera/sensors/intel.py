@@ -16,9 +16,8 @@ from typing import Any
 from ..clock import NS_PER_S, now_ns
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Hold
-from ._energy_counter import CounterPower
-from ._intel_gpu import PERMISSION, TRANSIENT, IntelGpu, PowerDomain
-from ._sysman import Sysman, ZesError
+from ._intel_gpu import PERMISSION, TRANSIENT, IntelGpu, PowerDomain, Sysman, ZesError
+from ._meters import CounterPower
 from .base import Batch
 
 # The counters are stamped, so reading them late loses nothing; 0.1 s is how finely we want to see.

@@ -16,8 +16,7 @@ from pathlib import Path
 from ..clock import NS_PER_S, now_ns
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, PowerEvent
-from ._bmc import classify
-from ._polled import PolledPower
+from ._meters import PolledPower
 from .base import Batch
 
 DOMAIN = "node"
@@ -34,6 +33,16 @@ _WATTS = re.compile(r"^\s*Instantaneous power reading:\s*(\d+)\s*Watts", re.M)
 _STATE = re.compile(r"^\s*Power reading state is:\s*(\w+)", re.M)
 _STAMP = re.compile(r"^\s*IPMI timestamp:\s*(\S.*?)\s*$", re.M)
 _SEL_LINE = re.compile(r"^\s*[0-9a-fA-F]+ \|.*\|.*\|")
+# What a management controller's log says of power.
+_OVER_CURRENT = re.compile(r"over[- ]?current|\bocp\b|current (?:limit|threshold) exceeded|\boverload", re.I)
+_BREAKER_TRIPPED = re.compile(r"breaker\b.*\btrip(?:ped)?\b|\btripped\b.*breaker", re.I)
+_BREAKER_NEAR = re.compile(r"breaker\b.*(?:\bnear|warning|threshold|high load|approach)", re.I)
+_SUPPLY = re.compile(r"power suppl|\bpsu ?\d*\b|\bps\d+\b", re.I)
+_FAULT = re.compile(r"fail|fault|\blost\b|\bloss\b|out[- ]of[- ]range|critical|error|shut ?down", re.I)
+_OVER = re.compile(r"current\b.*upper (?:critical|non-recoverable) going high", re.I)
+_RECOVERED = re.compile(
+    r"de-?assert|restored|cleared|recovered|\b(?:back|return\w*) to normal|\bno (?:longer|faults?)\b", re.I
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +96,20 @@ def parse_power_reading(text: str) -> PowerReading:
     # Some BMCs never set the stamp (1970); it then says nothing about what is new.
     told = stamp[1] if stamp is not None and "1970" not in stamp[1] else None
     return PowerReading(power_w=float(power_w), stamp=told)
+
+
+def classify_event(text: str) -> str | None:
+    """Return the kind of power event a log line tells of; None for recoveries and for anything else."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)  # MessageIds are CamelCase: PowerSupplyFailed
+    if _RECOVERED.search(words):
+        return None
+    if _BREAKER_NEAR.search(words):
+        return "breaker_near_trip"
+    if _BREAKER_TRIPPED.search(words):
+        return "breaker_tripped"
+    if _OVER_CURRENT.search(words) or _OVER.search(words):
+        return "over_current"
+    return "psu_fault" if _SUPPLY.search(words) and _FAULT.search(words) else None
 
 
 class IpmiSensor:
@@ -210,7 +233,7 @@ class IpmiSensor:
         except (SensorError, ValueError):
             return  # the log is not power data: the next round sees what this one missed
         for line in lines:
-            kind = None if line in self._seen else classify(line)
+            kind = None if line in self._seen else classify_event(line)
             if kind is not None:
                 # The BMC's clock has no zone and is often wrong: the event is stamped when seen, its own time
                 # stays in the message.

@@ -21,7 +21,7 @@ from ..schema import Capability, Domain, Gap
 from ._nvml_counter import EnergyCounter
 from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, PowerReader, absent_errors, choose_reader, field_mw
 from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
-from ._visible import Board, Visible, visible_boards
+from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
 
 TELEMETRY_S = 1.0
@@ -47,19 +47,19 @@ class NvmlSensor:
         self._environ = os.environ if environ is None else environ
         self._telemetry_s = telemetry_s
         self._nvml: Any = None
-        self._gpus: list[Gpu] = []
+        self._gpus: list[NvidiaGpu] = []
 
     def start(self) -> None:
         """Load NVML and find the GPUs; again after a driver restart."""
         self.stop()
-        nvml = _import_nvml()
+        nvml = import_nvml()
         try:
             nvml.nvmlInit()
             self._nvml = nvml
-            visible = visible_boards(_boards(nvml), self._environ.get("CUDA_VISIBLE_DEVICES"))
-            self._gpus = [Gpu(nvml, v, self._telemetry_s, self._clock) for v in visible]
+            visible = visible_boards(read_boards(nvml), self._environ.get("CUDA_VISIBLE_DEVICES"))
+            self._gpus = [NvidiaGpu(nvml, v, self._telemetry_s, self._clock) for v in visible]
         except nvml.NVMLError as exc:
-            raise _translate(nvml, exc) from exc
+            raise translate_error(nvml, exc) from exc
         if not self._gpus:
             raise SensorUnavailable(
                 "NVML shows no GPU to this process",
@@ -115,10 +115,10 @@ class NvmlSensor:
             self._nvml = None
 
 
-class Gpu:
+class NvidiaGpu:
     """One board: its power reader, counter, HBM power and telemetry, each with its own pace."""
 
-    def __init__(self, nvml: Any, visible: Visible, telemetry_s: float, clock: Clock = REAL) -> None:
+    def __init__(self, nvml: Any, visible: VisibleBoard, telemetry_s: float, clock: Clock = REAL) -> None:
         self._clock = clock
         self._nvml = nvml
         self._visible = visible
@@ -270,7 +270,8 @@ def _text(nvml: Any, ask: Callable[..., str | bytes], *args: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _import_nvml() -> Any:
+def import_nvml() -> Any:
+    """The binding (nvidia-ml-py); raises SensorUnavailable where it is not installed."""
     try:
         import pynvml
     except ImportError as exc:
@@ -280,11 +281,12 @@ def _import_nvml() -> Any:
     return pynvml
 
 
-def _boards(nvml: Any) -> list[Board]:
+def read_boards(nvml: Any) -> list[GpuBoard]:
+    """All boards of the machine, with their MIG slices."""
     boards = []
     for i in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(i)
-        boards.append(Board(i, _text(nvml, nvml.nvmlDeviceGetUUID, handle), _mig_uuids(nvml, handle)))
+        boards.append(GpuBoard(i, _text(nvml, nvml.nvmlDeviceGetUUID, handle), _mig_uuids(nvml, handle)))
     return boards
 
 
@@ -302,7 +304,7 @@ def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _translate(nvml: Any, exc: Exception) -> SensorError:
+def translate_error(nvml: Any, exc: Exception) -> SensorError:
     """NVML's own words kept, and what to do beside them."""
     if isinstance(exc, (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded)):
         return SensorUnavailable(

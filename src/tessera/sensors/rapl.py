@@ -1,34 +1,38 @@
 """CPU and DRAM energy from the RAPL counters, as Linux shows them under /sys/class/powercap.
 
-Each zone has a counter of microjoules that runs up to `max_energy_range_uj` and starts again at zero; how its
-wraps are told is in `_rapl_zone`.
+Each zone has a counter of microjoules that runs up to `max_energy_range_uj` and starts again at zero:
+
+    energy_uj   /|  /|  /            two readings give the mean power between them, once it is known
+               / | / | /             how often the counter wrapped. Every number of wraps whose power the
+              /  |/  |/              zone could really draw is a candidate:
+            ──●───────●──► time        none: the counter was reset         -> gap
+              read    read             one:  that one, exactly             -> sample
+                                       more: the one near the power before, if one clearly is; else a gap
 
 AMD processors appear under the same names (intel-rapl:N, package and core).
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..clock import now_ns
+from ..clock import NS_PER_S, now_ns
 from ..errors import SensorLost, SensorPermission, SensorUnavailable
-from ..schema import Capability, Domain, Hold
-from ._rapl_zone import Zone
+from ..schema import Capability, Domain, Gap, Hold
 from .base import Batch
 
 POWERCAP_ROOT = Path("/sys/class/powercap")
-
 # Intel SDM vol. 3B, "RAPL Interfaces": the energy status counters are updated about every 1 ms.
 RESOLUTION_S = 0.001
-
 DEFAULT_PERIOD_S = 0.1
-
-# What a zone could draw at most when it does not say: twice the largest socket sold (500 W: Xeon 6980P, EPYC
-# 9965 datasheets), and for psys, which is a whole platform, four such sockets' worth. Being generous is safe:
-# the bound only tells a reset from a wrap, and a 262 kJ range (2^32 counts of 61 µJ, SDM) lasts minutes.
+# The most a zone could draw when it does not say: twice the largest socket sold (500 W: Xeon 6980P, EPYC 9965
+# datasheets), and for psys, which is a whole platform, four such sockets' worth. A generous bound is safe: it only
+# tells a reset from a wrap, and a 262 kJ range (2^32 counts of 61 µJ, SDM) lasts minutes.
 ASSUMED_MAX_W = {"psys": 4000.0}
 ASSUMED_PACKAGE_MAX_W = 1000.0
 # Assumed: turbo exceeds the limits for a while, and a limit may be raised mid-run.
@@ -36,7 +40,10 @@ LIMIT_HEADROOM = 2.0
 LEAST_MAX_W = 100.0
 # Reads come at least four times per fastest possible wrap, so that a sampler twice as late still sees each.
 READS_PER_WRAP = 4.0
-
+# A read may be held up between the clock and the counter; without this a late read looks like a jump.
+READ_SLACK_S = 0.05
+# 61 µJ a count: a domain that draws anything moves its counter within a second.
+STALL_S = 1.0
 # Relative 90% error of the level. Assumed: package readings follow an external meter within percents (Khan
 # et al., "RAPL in Action", 2018); DRAM within 20% (Desrochers et al., "A Validation of DRAM RAPL", 2016).
 GAIN_ERROR = {"dram": 0.20}
@@ -59,6 +66,135 @@ _NOTES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyDelta:
+    """Joules between two readings of a counter, or the reason why they are unknown."""
+
+    energy_j: float | None
+    reason: str = ""
+    guessed: bool = False
+
+
+def counter_delta(
+    before_uj: int, after_uj: int, *, range_uj: int, elapsed_s: float, max_power_w: float, previous_w: float | None
+) -> EnergyDelta:
+    """Joules a wrapping counter counted between two readings, with any number of wraps in between.
+
+    `max_power_w` bounds what is possible, `previous_w` (the mean power of the interval before) decides among
+    several possible numbers of wraps, but only where it lies well within the nearest one.
+    """
+    range_j = range_uj * 1e-6
+    least_j = ((after_uj - before_uj) % range_uj) * 1e-6
+    most_j = max_power_w * (elapsed_s + READ_SLACK_S)
+    if least_j > most_j:
+        way = "went backwards" if after_uj < before_uj else "jumped"
+        why = "a reset (suspend, module reload), not a wrap"
+        reason = f"the energy counter {way} by more than {max_power_w:g} W can explain: {why}"
+        return EnergyDelta(energy_j=None, reason=reason)
+    most_wraps = math.floor((most_j - least_j) / range_j)
+    if most_wraps == 0:
+        return EnergyDelta(energy_j=least_j)
+    undecided = f"{elapsed_s:.1f} s between reads: the counter may have wrapped {most_wraps} times more than seen"
+    if previous_w is None:
+        return EnergyDelta(energy_j=None, reason=undecided)
+    expected_j = previous_w * elapsed_s
+    wraps = min(max(round((expected_j - least_j) / range_j), 0), most_wraps)
+    energy_j = least_j + wraps * range_j
+    # Within a quarter range of the expectation the next candidate is at least three times as far away.
+    if abs(energy_j - expected_j) > range_j / 4:
+        reason = f"{undecided}, and the power before ({previous_w:.1f} W) fits no number of wraps"
+        return EnergyDelta(energy_j=None, reason=reason)
+    return EnergyDelta(energy_j=energy_j, guessed=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class RaplZone:
+    """One counter, and the reading the next sample counts from."""
+
+    domain: Domain
+    path: Path
+    range_uj: int
+    max_power_w: float
+    energy_uj: int = 0
+    time_ns: int = 0
+    previous_w: float | None = None
+    fresh: bool = True
+    lost: bool = False
+    stalled: bool = False
+    guesses: int = 0
+
+    def rebase(self, batch: Batch, time_ns: int, energy_uj: int) -> None:
+        """Count from here; what came before is unknown."""
+        batch.add(self.domain.name, time_ns, math.nan)
+        self.energy_uj, self.time_ns, self.previous_w = energy_uj, time_ns, None
+        self.lost = self.stalled = False
+
+    def advance(self, batch: Batch, time_ns: int, energy_uj: int) -> None:
+        """Turn one more reading into a sample, or into a gap with its reason."""
+        if self.fresh:
+            batch.add(self.domain.name, self.time_ns, math.nan)
+            self.fresh = False
+        if self.lost:
+            self.rebase(batch, time_ns, energy_uj)
+        elif not 0 <= energy_uj <= self.range_uj:
+            self._add_gap(batch, f"the counter shows {energy_uj} µJ, outside its range", time_ns)
+            self.rebase(batch, time_ns, energy_uj % self.range_uj)
+        elif energy_uj == self.energy_uj and self._skip_unmoved(batch, time_ns):
+            return
+        elif self.stalled:
+            # When it moved is only known within the last read; start from there.
+            self.rebase(batch, time_ns, energy_uj)
+        elif time_ns > self.time_ns:
+            self._sample(batch, time_ns, energy_uj)
+
+    def _skip_unmoved(self, batch: Batch, time_ns: int) -> bool:
+        """Leave the interval open while the counter stands still (True); the next sample covers it."""
+        elapsed_s = (time_ns - self.time_ns) / NS_PER_S
+        if self.max_power_w * elapsed_s >= self.range_uj * 1e-6:
+            return False  # long enough to have gone all the way round
+        if elapsed_s > STALL_S and not self.stalled:
+            self.stalled = True
+            self._add_gap(
+                batch, f"the counter has not moved for {elapsed_s:.1f} s: the firmware does not update it", None
+            )
+        return True
+
+    def _sample(self, batch: Batch, time_ns: int, energy_uj: int) -> None:
+        elapsed_s = (time_ns - self.time_ns) / NS_PER_S
+        delta = counter_delta(
+            self.energy_uj,
+            energy_uj,
+            range_uj=self.range_uj,
+            elapsed_s=elapsed_s,
+            max_power_w=self.max_power_w,
+            previous_w=self.previous_w,
+        )
+        if delta.energy_j is None:
+            self._add_gap(batch, delta.reason, time_ns)
+            self.rebase(batch, time_ns, energy_uj)
+            return
+        self.guesses += delta.guessed
+        self.previous_w = delta.energy_j / elapsed_s
+        batch.add(self.domain.name, time_ns, self.previous_w)
+        self.energy_uj, self.time_ns = energy_uj, time_ns
+
+    def _add_gap(self, batch: Batch, reason: str, end_ns: int | None) -> None:
+        batch.gaps.append(Gap(domain=self.domain.name, start_ns=self.time_ns, end_ns=end_ns, reason=reason))
+
+    def lose(self, batch: Batch, reason: str) -> None:
+        """Report once that the zone no longer answers."""
+        if not self.lost:
+            self.lost = True
+            self._add_gap(batch, reason, None)
+
+    def describe(self) -> Domain:
+        """The domain, with a note where wraps were inferred."""
+        if not self.guesses:
+            return self.domain
+        note = f"{self.guesses} intervals had their wraps inferred from the power before"
+        return replace(self.domain, note="; ".join(filter(None, (self.domain.note, note))))
+
+
 def _find_zones(root: Path, text: Callable[[Path], str]) -> list[tuple[Domain, Path]]:
     """List the zones with their domains, each domain once (MSR and MMIO show the same package)."""
     paths: dict[str, Path] = {}
@@ -69,16 +205,16 @@ def _find_zones(root: Path, text: Callable[[Path], str]) -> list[tuple[Domain, P
         (m["control"], int(m["index"]), int(m["sub"] or -1), name) for name in paths if (m := _ZONE.fullmatch(name))
     ]
     names: dict[str, str] = {}
-    found: dict[str, tuple[Domain, Path]] = {}
+    zones: dict[str, tuple[Domain, Path]] = {}
     for _, _, _, zone in sorted(keys):  # "intel-rapl" sorts before "intel-rapl-mmio": MSR wins
         try:
             names[zone] = text(paths[zone] / "name")
         except OSError:
             continue  # it went while we looked
         domain = _domain_name(names[zone], names.get(zone.rpartition(":")[0], ""))
-        if domain is not None and domain not in found:
-            found[domain] = (_describe(domain, f"{zone} {names[zone]}"), paths[zone])
-    return list(found.values())
+        if domain is not None and domain not in zones:
+            zones[domain] = (_describe(domain, f"{zone} {names[zone]}"), paths[zone])
+    return list(zones.values())
 
 
 def _domain_name(name: str, parent: str) -> str | None:
@@ -98,7 +234,7 @@ def _domain_name(name: str, parent: str) -> str | None:
 
 
 def _kind(domain: str) -> str:
-    """Tell what a domain is: "cpu", "dram", "core", "uncore" or "psys"."""
+    """The kind of a domain: "cpu", "dram", "core", "uncore" or "psys"."""
     last = domain.rpartition(".")[2]
     return last if last in ("core", "uncore") else domain.partition(".")[0].rstrip("0123456789")
 
@@ -123,6 +259,8 @@ class RaplSensor:
     Packages and DRAM are counted; core and uncore lie inside a package and psys contains everything.
     """
 
+    name = "rapl"
+
     def __init__(
         self,
         *,
@@ -139,13 +277,8 @@ class RaplSensor:
         self._read_text = read_text
         self._machine = machine
         self._cpuinfo = cpuinfo
-        self._zones: list[Zone] = []
+        self._zones: list[RaplZone] = []
         self._capabilities: list[Capability] = []
-
-    @property
-    def name(self) -> str:
-        """Short name of the sensor."""
-        return "rapl"
 
     @property
     def period_s(self) -> float:
@@ -156,52 +289,49 @@ class RaplSensor:
     def start(self) -> None:
         """Find the zones and take their first readings."""
         self._zones, self._capabilities = [], []
-        denied = 0
+        denied = False
         for domain, path in _find_zones(self._root, self._text):
-            denied += not self._open(domain, path)
+            reason = fix = None
+            try:
+                reason = self._open(domain, path)
+            except PermissionError:
+                denied, reason, fix = True, f"{path.name}: {PERMISSION_WHY}", PERMISSION_FIX
+            except (OSError, ValueError) as error:
+                reason = f"{path.name} cannot be read: {error}"
+            self._capabilities.append(
+                Capability(name=f"{domain.name}.power", available=reason is None, reason=reason, fix=fix)
+            )
         if self._zones:
             return
         if denied:
             raise SensorPermission("no RAPL counter is readable", why=PERMISSION_WHY, fix=PERMISSION_FIX)
         raise SensorUnavailable(
-            "no RAPL energy counter found",
-            why=self._absence(),
-            fix="measure the host, or do without CPU energy",
+            "no RAPL energy counter found", why=self._absence(), fix="measure the host, or do without CPU energy"
         )
 
-    def _open(self, domain: Domain, path: Path) -> bool:
-        """Take a zone's first reading; False if this user may not."""
-        try:
-            before_ns = self._clock_ns()
-            energy_uj = int(self._text(path / "energy_uj"))
-            time_ns = (before_ns + self._clock_ns()) // 2
-            range_uj = int(self._text(path / "max_energy_range_uj"))
-        except PermissionError:
-            self._tell(domain, reason=f"{path.name}: {PERMISSION_WHY}", fix=PERMISSION_FIX)
-            return False
-        except (OSError, ValueError) as error:
-            self._tell(domain, reason=f"{path.name} cannot be read: {error}")
-            return True
+    def _open(self, domain: Domain, path: Path) -> str | None:
+        """Take a zone's first reading; the reason where the zone cannot be used."""
+        time_ns, energy_uj = self._read_counter(path)
+        range_uj = int(self._text(path / "max_energy_range_uj"))
         if range_uj <= 0:
-            self._tell(domain, reason=f"{path.name} gives no counter range, so a wrap cannot be told")
-            return True
-        self._tell(domain)
+            return f"{path.name} gives no counter range, so a wrap cannot be detected"
+        max_power_w = self._max_power_w(domain, path)
         self._zones.append(
-            Zone(
+            RaplZone(
                 domain=domain,
                 path=path,
                 range_uj=range_uj,
-                max_power_w=self._max_power_w(domain, path),
+                max_power_w=max_power_w,
                 energy_uj=energy_uj,
                 time_ns=time_ns,
             )
         )
-        return True
+        return None
 
-    def _tell(self, domain: Domain, *, reason: str | None = None, fix: str | None = None) -> None:
-        self._capabilities.append(
-            Capability(name=f"{domain.name}.power", available=reason is None, reason=reason, fix=fix)
-        )
+    def _read_counter(self, path: Path) -> tuple[int, int]:
+        before_ns = self._clock_ns()
+        energy_uj = int(self._text(path / "energy_uj"))
+        return (before_ns + self._clock_ns()) // 2, energy_uj
 
     def _max_power_w(self, domain: Domain, path: Path) -> float:
         """Return the most this zone could plausibly draw, from its limits where it has any."""
@@ -231,26 +361,23 @@ class RaplSensor:
         if virtual:
             return "this is a virtual machine, and hypervisors hide the counters"
         if not self._root.is_dir():
-            return f"{self._root} is not there: a container without /sys, or intel_rapl_msr is not loaded"
+            return f"{self._root} does not exist: a container without /sys, or intel_rapl_msr is not loaded"
         return f"{self._root} has no intel-rapl zones: load intel_rapl_msr, or the processor has none"
 
     def domains(self) -> Sequence[Domain]:
-        """Return the zones that can be read."""
-        return [zone.described() for zone in self._zones]
+        return [zone.describe() for zone in self._zones]
 
     def capabilities(self) -> Sequence[Capability]:
-        """One per zone found, readable or not."""
+        """One per zone, readable or not."""
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """Return the mean power of each zone since the read before."""
+        """The mean power of each zone since the last read."""
         batch = Batch()
         reason = "the sensor was not started"
         for zone in self._zones:
             try:
-                before_ns = self._clock_ns()
-                energy_uj = int(self._text(zone.path / "energy_uj"))
-                time_ns = (before_ns + self._clock_ns()) // 2
+                time_ns, energy_uj = self._read_counter(zone.path)
             except (OSError, ValueError) as error:
                 reason = f"{zone.path.name}/energy_uj can no longer be read: {error}"
                 zone.lose(batch, reason)
@@ -258,9 +385,7 @@ class RaplSensor:
                 zone.advance(batch, time_ns, energy_uj)
         if all(zone.lost for zone in self._zones):
             raise SensorLost(
-                "no RAPL counter answers any more",
-                why=reason,
-                fix="check that intel_rapl_msr is still loaded",
+                "no RAPL counter answers any more", why=reason, fix="check that intel_rapl_msr is still loaded"
             )
         return batch
 

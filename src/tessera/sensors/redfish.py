@@ -20,11 +20,11 @@ from datetime import datetime
 from ..clock import NS_PER_S, Clock, EpochMap, now_ns
 from ..errors import SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, PowerEvent, Telemetry
-from ._bmc import classify
-from ._polled import PolledPower
+from ._meters import PolledPower
 from ._redfish_http import Json, RedfishClient, RedfishConfig, RequestFailed
-from ._redfish_walk import Point, Reading, Survey, Walker, collection, link, mapping, text
+from ._redfish_walk import RedfishPoint, RedfishReading, Survey, Walker, collection, link, mapping, text
 from .base import Batch
+from .ipmi import classify_event
 
 __all__ = ["RedfishConfig", "RedfishSensor"]
 
@@ -48,11 +48,11 @@ Client = Callable[[RedfishConfig], RedfishClient]
 class _Watch:
     """One point, and where we stand with it."""
 
-    point: Point
+    point: RedfishPoint
     power: PolledPower
     alarms: set[str] = field(default_factory=set)
 
-    def take(self, batch: Batch, time_ns: int, reading: Reading) -> None:
+    def take(self, batch: Batch, time_ns: int, reading: RedfishReading) -> None:
         """Turn a reading into a sample or gap, telemetry and events."""
         if reading.power_w is not None:
             self.power.observe(batch, power_w=reading.power_w, time_ns=time_ns, stamp=reading.stamp)
@@ -72,7 +72,7 @@ class _Watch:
             )
         self._judge(batch, time_ns, reading)
 
-    def _judge(self, batch: Batch, time_ns: int, reading: Reading) -> None:
+    def _judge(self, batch: Batch, time_ns: int, reading: RedfishReading) -> None:
         current_a, rating_a = reading.current_a, reading.rating_a
         if current_a is not None and rating_a is not None and rating_a > 0:
             threshold = NEAR_TRIP_REARM if "breaker_near_trip" in self.alarms else NEAR_TRIP
@@ -90,7 +90,7 @@ class _Watch:
             self.alarms.add(kind)
             batch.events.append(PowerEvent(time_ns=time_ns, domain=self.point.domain, kind=kind, message=message))
 
-    def described(self) -> Domain:
+    def describe(self) -> Domain:
         """Describe the domain as its sensor is known by now."""
         assumed = "" if self.power.refresh_seen else "refresh period assumed, not yet seen"
         notes = ("contains what other sensors count, so not counted", self.point.note, assumed)
@@ -207,7 +207,7 @@ class RedfishSensor:
 
     def domains(self) -> Sequence[Domain]:
         """Return the domains with a power reading; resolutions are assumed until changes were seen."""
-        return [watch.described() for watch in self._watches if watch.point.has_power]
+        return [watch.describe() for watch in self._watches if watch.point.has_power]
 
     def capabilities(self) -> Sequence[Capability]:
         """Return what is given, what could not be had and why, and the risk of verify=False."""
@@ -295,7 +295,7 @@ class RedfishSensor:
     def _log_event(self, batch: Batch, entry: Json, since_ns: int, now: int) -> None:
         message = text(entry.get("Message")) or text(entry.get("MessageId")) or ""
         said = " ".join(text(entry.get(key)) or "" for key in ("MessageId", "Message", "SensorType", "EntryCode"))
-        kind = classify(said)
+        kind = classify_event(said)
         if kind is not None:
             time_ns = self._logged_ns(entry, since_ns, now)
             domain = self._origin(link(mapping(entry.get("Links")), "OriginOfCondition"))

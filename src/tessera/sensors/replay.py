@@ -55,7 +55,7 @@ class ReplaySensor:
     def from_csv(cls, path: str | Path, *, speed: float | None = 1.0) -> ReplaySensor:
         """Play a CSV as `PowerTrace.to_csv` writes it (epoch_us, domain, watts)."""
         samples, basis = read_csv(path), csv_basis(path)
-        columns = {n: DomainSamples.of(_recorded(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
+        columns = {n: DomainSamples.of(_describe_column(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
         return cls(columns, speed=speed)
 
     @classmethod
@@ -75,7 +75,7 @@ class ReplaySensor:
         self._over = False
 
     def domains(self) -> Sequence[Domain]:
-        return [_marked(c.domain) for c in self._columns.values()]
+        return [_mark_as_replay(c.domain) for c in self._columns.values()]
 
     def capabilities(self) -> Sequence[Capability]:
         return []
@@ -91,18 +91,18 @@ class ReplaySensor:
         if not self._over and all(self._sent[f"s:{n}"] == len(c.times_ns) for n, c in self._columns.items()):
             self._over = True
             for name, column in self._columns.items():
-                end_ns = int(self._placed(column.times_ns[-1:])[0]) if len(column.times_ns) else self._begun_ns
+                end_ns = int(self._to_present(column.times_ns[-1:])[0]) if len(column.times_ns) else self._begun_ns
                 batch.gaps.append(Gap(domain=name, start_ns=end_ns, end_ns=None, reason="the recording is over"))
         return batch
 
     def _until_now(self, key: str, times: Ints, values: Floats) -> list[tuple[int, float]]:
         first = self._sent.get(key, 0)
-        placed = self._placed(times[first:])
+        placed = self._to_present(times[first:])
         n = int(np.searchsorted(placed, self._clock(), side="right"))
         self._sent[key] = first + n
         return list(zip(placed[:n].tolist(), values[first : first + n].tolist(), strict=True))
 
-    def _placed(self, times: Ints) -> Ints:
+    def _to_present(self, times: Ints) -> Ints:
         """Recorded times on the clock of now."""
         if self._speed is None:
             return times - self._last_ns + self._begun_ns
@@ -113,7 +113,7 @@ class ReplaySensor:
         """Nothing to release."""
 
 
-def _recorded(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
+def _describe_column(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
     return Domain(
         name=name,
@@ -126,7 +126,7 @@ def _recorded(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
     )
 
 
-def _marked(domain: Domain) -> Domain:
+def _mark_as_replay(domain: Domain) -> Domain:
     return (
         domain if domain.source.startswith("replay") else dataclasses.replace(domain, source=f"replay:{domain.source}")
     )

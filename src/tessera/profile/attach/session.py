@@ -17,7 +17,7 @@ from ...errors import ArgumentError, RecordingError, SensorError, TesseraError
 from ...monitor import LiveTrace, Monitor, power_trace
 from ...schema import Energy
 from ...sensors.base import Sensor
-from ...sensors.discover import Found, discover
+from ...sensors.discover import DiscoveredSensors, discover
 from .daemon import TraceDaemon
 from .export import write_summary, write_trace
 from .gpu import open_use
@@ -229,10 +229,10 @@ class _Session:
         )
 
 
-def _sensors(target: Target, options: Options) -> Found:
+def _sensors(target: Target, options: Options) -> DiscoveredSensors:
     """The sensors of this machine, with the GPUs that the process may see, asked as often as GPM answers."""
     found = discover(list(options.sensors) or None)
-    return Found([_finer(s, target, options) for s in found.sensors], found.missing)
+    return DiscoveredSensors([_finer(s, target, options) for s in found.sensors], found.missing)
 
 
 def _finer(sensor: Sensor, target: Target, options: Options) -> Sensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tessera.clock import Clock
 from tessera.monitor.sampler import Sampler
 from tessera.schema import Capability, Domain
-from tessera.sensors._polled import ASSUMED_REFRESH_S, EARLY, STALE_S, PolledPower
+from tessera.sensors._meters import ASSUMED_REFRESH_S, EARLY, STALE_S, PolledPower
 from tessera.sensors.base import Batch
 
 S = 1_000_000_000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.sensors._tick import TickFinder
+from tessera.sensors._nvml_counter import TickFinder
 
 MS = 1_000_000
 S = 1_000 * MS
@@ -43,16 +43,16 @@ class Counter:
     def teach(self, finder):
         begin, end, value = self.read()
         if self.last is not None and value != self.last[1]:
-            finder.saw(self.last[0], end)
+            finder.add_tick(self.last[0], end)
         self.last = (begin, value)
         return begin, end, value
 
     def learn(self, finder, seconds=3.0):
         limit = self.now_ns + seconds * S
-        while not finder.known and self.now_ns < limit:
+        while not finder.is_known and self.now_ns < limit:
             self.teach(finder)
             self.now_ns += round(self.random.uniform(*self.pause_ms) * MS)
-        return finder.known
+        return finder.is_known
 
     def check(self, finder):
         """One read, dated: the tick it was dated to is the true one, or None. Whether it was dated."""
@@ -173,7 +173,7 @@ def test_hours_of_drift_are_followed_by_watching_a_tick_now_and_then(ppm):
         counter.teach(finder)
         counter.now_ns = max(counter.now_ns, finder.next_tick_ns(counter.now_ns) + round(finder.uncertainty_ns) + MS)
         counter.teach(finder)
-        if not finder.known:
+        if not finder.is_known:
             assert counter.learn(finder)
         counter.now_ns = finder.next_quiet_ns(counter.now_ns + S)
         dated += counter.check(finder)
@@ -201,7 +201,7 @@ def test_ticks_that_are_elsewhere_are_learned_anew(change):
     for _ in range(200):
         counter.teach(finder)
         counter.now_ns += 3 * MS
-        if finder.relearned and finder.known:
+        if finder.relearned and finder.is_known:
             break
     assert finder.relearned == 1
     assert finder.period_ns == (50 if change == "period" else 100) * MS
@@ -214,8 +214,8 @@ def test_ticks_out_of_step_while_learning_do_no_harm():
     """A driver that restarts in the middle: the third tick lies where it cannot."""
     finder = TickFinder()
     for at_ms in (0, 100, 230, 300, 400, 500, 600, 700, 800):
-        finder.saw(T0_NS + at_ms * MS, T0_NS + (at_ms + 5) * MS)
-    assert finder.known
+        finder.add_tick(T0_NS + at_ms * MS, T0_NS + (at_ms + 5) * MS)
+    assert finder.is_known
     assert finder.period_ns == 100 * MS
     assert finder.next_tick_ns(T0_NS + 1000 * MS) <= T0_NS + 1005 * MS
 
@@ -226,13 +226,13 @@ def test_a_pause_while_learning_is_not_counted_through():
     for start_s in (0, 60):
         for k in range(3):
             at = T0_NS + start_s * S + k * 103 * MS
-            finder.saw(at, at + 4 * MS)
-    assert not finder.known
+            finder.add_tick(at, at + 4 * MS)
+    assert not finder.is_known
 
 
 def test_before_anything_is_known():
     finder = TickFinder()
-    assert not finder.known
+    assert not finder.is_known
     assert finder.last_tick_ns(T0_NS, T0_NS + MS) is None
     assert finder.next_quiet_ns(T0_NS) == T0_NS
 
@@ -251,9 +251,9 @@ def test_quiet_times_and_ticks_to_come(after_ms):
 def test_a_tick_that_does_not_come_is_noticed() -> None:
     finder = TickFinder()
     for k in range(12):
-        finder.saw(k * 100_000_000 + 40_000_000, k * 100_000_000 + 44_000_000)
-    assert finder.known
-    finder.quiet(1_250_000_000, 1_330_000_000)
-    assert finder.known, "no tick was due there"
-    finder.quiet(1_320_000_000, 1_360_000_000)
-    assert not finder.known, "one was due at 1.342 s"
+        finder.add_tick(k * 100_000_000 + 40_000_000, k * 100_000_000 + 44_000_000)
+    assert finder.is_known
+    finder.add_quiet(1_250_000_000, 1_330_000_000)
+    assert finder.is_known, "no tick was due there"
+    finder.add_quiet(1_320_000_000, 1_360_000_000)
+    assert not finder.is_known, "one was due at 1.342 s"
