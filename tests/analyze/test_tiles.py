@@ -10,7 +10,7 @@ import torch
 from tessera import graph
 from tessera.analyze.graph_profile import fused, joined, label, occupancy_pct, operators, tile_of
 from tessera.errors import ArgumentError
-from tessera.graph.rewrites import Rewrite, listening, ran
+from tessera.graph.rewrites import Rewrite, announce_rewrites, collect_rewrites
 from tessera.timeline import Builder, Launch
 
 
@@ -105,8 +105,8 @@ def test_rewrites_are_read_off_names_and_joined_with_what_was_told():
 
 def test_rewritten_programs_are_heard_once():
     rewrites = [Rewrite(rule="fuse_elementwise", before="a", after="b", by="inductor")]
-    ran(rewrites)  # nobody listens
-    with listening() as heard:
-        ran(rewrites)
-        ran(rewrites)
+    announce_rewrites(rewrites)  # nobody listens
+    with collect_rewrites() as heard:
+        announce_rewrites(rewrites)
+        announce_rewrites(rewrites)
     assert heard == [rewrites]

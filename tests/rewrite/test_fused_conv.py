@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tessera.errors import RewriteError
-from tessera.graph.rewrites import listening
+from tessera.graph.rewrites import collect_rewrites
 from tessera.rewrite import folded
 from tessera.rewrite.convolutions import chains
 from tessera.rewrite.fused_conv import fuse
@@ -449,7 +449,7 @@ def test_hooks_added_inside_are_run():
             run(model, image())
             handle.remove()
         assert seen == [nn.Sequential, nn.BatchNorm2d]
-        with listening() as heard:
+        with collect_rewrites() as heard:
             run(model, image())
         assert heard == [fused.rewrites]
 
@@ -492,7 +492,7 @@ def test_fused_twice_is_refused():
 
 def test_who_profiles_hears_of_it():
     net = Net(one)
-    with fuse(net) as fused, listening() as heard:
+    with fuse(net) as fused, collect_rewrites() as heard:
         run(net, image())
     assert heard == [fused.rewrites]
     assert (fused.rewrites[0].rule, fused.rewrites[0].by) == ("fused_conv", "tessera")
@@ -517,7 +517,7 @@ def test_optional_arguments_go_the_way_of_the_plain_call():
     module, x = Optional().eval(), image()
     with torch.no_grad():
         expected = [module(x), module(x, None), module(x, mask=x), module(x=x, scale=3.0)]
-        with fuse(module), listening() as heard:
+        with fuse(module), collect_rewrites() as heard:
             found = [module(x), module(x, None), module(x, mask=x), module(x=x, scale=3.0)]
             assert len(heard) == 1
             close(module(x=x), expected[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, MeasurementError
-from ..graph.rewrites import listening
+from ..graph.rewrites import collect_rewrites
 from ..profile.session import session
 from .graph_profile import GraphProfile, joined, operators
 from .mean_step import mean_step
@@ -30,7 +30,7 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     _wait()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(path) if path is not None else Path(folder, "steps.tessera")
-        with listening() as heard, session(record_shapes=True, path=target) as sess:
+        with collect_rewrites() as heard, session(record_shapes=True, path=target) as sess:
             for _ in range(steps):
                 step_fn()
                 sess.step()

@@ -1,4 +1,4 @@
-"""The program as data: capture, cost, partition; `profile(step_fn)`, what its operators took; `optimize`, rewritten."""
+"""The program as data: capture, cost, partition. `profile(step_fn)` measures its operators; `optimize` rewrites it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from .rewrites import Rewrite as Rewrite
 
 if TYPE_CHECKING:
     from ..analyze.graph_profile import GraphProfile
-    from ..rewrite.optimize import Optimized
+    from ..rewrite.optimize import optimize as optimize
 
 
 def profile(step_fn: Callable[[], Any], *, steps: int = 5, warmup: int = 2, path: str | None = None) -> GraphProfile:
-    """Run a step a few times and say what each operator took: latency, occupancy, tiles, joules, what was fused.
+    """Run a step a few times and report each operator's latency, occupancy, tiles, joules and fusion.
 
     >>> print(graph.profile(step_fn))
 
-    Rewrites of programs made by `tessera.optimize` are listed with what they save; of others, what kernels' names tell.
-    The run file is kept at `path` where one is given.
+    For programs made by `tessera.optimize` it lists the rewrites and what they save; for others, what the names of
+    kernels show. The run file is kept at `path` if one is given.
     """
     from ..analyze.steps import profile_steps
 
     return profile_steps(step_fn, steps=steps, warmup=warmup, path=path)
 
 
-def optimize(model_or_step: Callable[..., Any], inputs: Any = None, **options: Any) -> Optimized:
-    """`tessera.optimize`: apply the rewrites that pay, check them, and explain them."""
-    from ..rewrite.optimize import optimize as run
+def __getattr__(name: str) -> Any:
+    if name == "optimize":  # the same as tessera.optimize, which is in a later room
+        from ..rewrite.optimize import optimize
 
-    return run(model_or_step, inputs, **options)
+        return optimize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

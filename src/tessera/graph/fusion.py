@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from .ir import Graph, Op
 from .op_kinds import MATRIX_KINDS
-from .partition import Flow, main_op
+from .partition import Flow, main_op, outlives
 
-_POINTWISE = frozenset({"elementwise", "random", "batch_norm", "copy"})
 _ROWWISE = frozenset({"norm", "softmax"})
 
 
@@ -29,19 +28,19 @@ class _Group:
     rowwise: bool
 
 
-def fuse(graph: Graph, pieces: Sequence[Sequence[Op]], kept: frozenset[str]) -> list[list[int]]:
-    """Groups of pieces, in an order in which they can run. `kept` are fx nodes whose values the program returns."""
-    return _Fuser(graph, pieces, kept).run()
+def fuse(graph: Graph, pieces: Sequence[Sequence[Op]], returned: frozenset[str]) -> list[list[int]]:
+    """Groups of pieces, in an order in which they can run. `returned`: fx nodes whose values leave the program."""
+    return _Fuser(graph, pieces, returned).run()
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, pieces: Sequence[Sequence[Op]], kept: frozenset[str]) -> None:
+    def __init__(self, graph: Graph, pieces: Sequence[Sequence[Op]], returned: frozenset[str]) -> None:
         self._graph = graph
         self._pieces = pieces
-        self._kept = kept
+        self._returned = returned
         self._flow = Flow.of(pieces)
         self._group: dict[int, _Group] = {}
-        self._touches = [_storages(ops) for ops in pieces]
+        self._touches = [{t.storage for op in ops if op.kernels for t in (*op.inputs, *op.outputs)} for ops in pieces]
         self._writers: dict[int, list[int]] = {}
         for i, ops in enumerate(pieces):
             for storage in {t.storage for op in ops if op.kernels for t in op.outputs}:
@@ -58,13 +57,13 @@ class _Fuser:
         main = main_op(self._pieces[i])
         rowwise = main.kind in _ROWWISE
         alone = _Group([i], i, main.kind in MATRIX_KINDS, rowwise)
-        if not (rowwise or _pointwise(self._pieces[i])):
+        if not (rowwise or _is_pointwise(self._pieces[i])):
             return alone
         joined = alone
         for group in self._candidates(i):
             matrix, rows = joined.matrix or group.matrix, joined.rowwise or group.rowwise
             # One product per kernel, and a norm needs whole rows, which the tiles of a product do not hold.
-            if (joined.matrix and group.matrix) or (matrix and rows) or not self._movable(group, i):
+            if (joined.matrix and group.matrix) or (matrix and rows) or not self._can_move(group, i):
                 continue
             joined = _Group([*group.members, *joined.members], i, matrix, rows)
         for member in joined.members:
@@ -74,10 +73,10 @@ class _Fuser:
     def _candidates(self, i: int) -> list[_Group]:
         """Groups whose value goes to piece i alone, in the order in which it reads them."""
         sizes = _numel(self._pieces[i])
-        found: dict[int, _Group] = {}
+        groups: dict[int, _Group] = {}
         for source in sorted(self._flow.sources[i], reverse=True):
             group = self._group[source]
-            fits = group.matrix or group.rowwise or _pointwise(self._pieces[source])
+            fits = group.matrix or group.rowwise or _is_pointwise(self._pieces[source])
             if (
                 fits
                 and group.tail == source
@@ -85,21 +84,18 @@ class _Fuser:
                 and not self._escapes(source)
                 and _numel(self._pieces[source]) == sizes
             ):
-                found[id(group)] = group
-        return list(found.values())
+                groups[id(group)] = group
+        return list(groups.values())
 
     def _escapes(self, piece: int) -> bool:
         """Whether a value of this piece is needed after the program, so that it must reach memory anyway."""
-        if any(op.node in self._kept for op in self._pieces[piece] if op.node):
+        ops = self._pieces[piece]
+        if any(op.node in self._returned for op in ops if op.node):
             return True
-        for op in self._pieces[piece]:
-            for t in op.outputs if op.kernels else ():
-                storage = self._graph.storages.get(t.storage)
-                if t.nbytes and (storage is None or storage.birth < 0 or storage.death is None):
-                    return True
-        return False
+        written = (t for op in ops if op.kernels for t in op.outputs if t.nbytes)
+        return any(outlives(self._graph, t.storage) for t in written)
 
-    def _movable(self, group: _Group, to: int) -> bool:
+    def _can_move(self, group: _Group, to: int) -> bool:
         """Whether the group may run as late as piece `to`: nothing in between overwrites what it reads."""
         members = set(group.members)
         for member in group.members:
@@ -113,21 +109,17 @@ class _Fuser:
         return True
 
 
-def _storages(ops: Sequence[Op]) -> set[int]:
-    return {t.storage for op in ops if op.kernels for t in (*op.inputs, *op.outputs)}
-
-
-def _pointwise(ops: Sequence[Op]) -> bool:
+def _is_pointwise(ops: Sequence[Op]) -> bool:
     """Whether a piece computes each output element from the input elements at the same place."""
-    return all(_is_pointwise(op) for op in ops if op.kernels)
+    return all(_is_pointwise_op(op) for op in ops if op.kernels)
 
 
-def _is_pointwise(op: Op) -> bool:
+def _is_pointwise_op(op: Op) -> bool:
     if op.kind == "batch_norm":
         return not op.params.get("training", "no_training" not in op.name) and "backward" not in op.name
     if op.kind == "copy":  # a cast; moves and concatenations change places
         return op.name.endswith("._to_copy") and bool(op.inputs) and op.inputs[0].shape == op.outputs[0].shape
-    return op.kind in _POINTWISE
+    return op.kind in ("elementwise", "random")
 
 
 def _numel(ops: Sequence[Op]) -> int:

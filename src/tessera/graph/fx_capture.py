@@ -1,4 +1,4 @@
-"""fx graphs and exported programs as a `Graph`: run node by node, so that every operator knows its node."""
+"""Capture fx graphs and exported programs as a `Graph`: they run node by node, so that every operator has its node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 def _functional(name: str) -> Callable[..., Any]:
-    """A function of torch.nn.functional, looked up when it is called: capture puts its own there."""
+    """A function of torch.nn.functional, looked up when it is called: capture replaces some."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(torch.nn.functional, name)(*args, **kwargs)
@@ -29,9 +29,9 @@ def _functional(name: str) -> Callable[..., Any]:
     return call
 
 
-# Operators of an exported program that a GPU runs as one kernel and the meta device takes apart: called by the name
-# under which capture knows them.
-_NAMES_CAPTURE_KNOWS: dict[Any, Any] = {
+# Operators of an exported program that a GPU runs as one kernel and the meta device takes apart: called through the
+# functions that capture intercepts.
+_INTERCEPTED: dict[Any, Any] = {
     _aten.scaled_dot_product_attention.default: _functional("scaled_dot_product_attention"),
     _aten.dropout.default: _functional("dropout"),
     _aten.rms_norm.default: _functional("rms_norm"),
@@ -45,13 +45,13 @@ def capture_fx(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
     if isinstance(program, torch.export.ExportedProgram):
         if inputs is None and program.example_inputs is not None:
             inputs = tuple(pytree.tree_leaves(program.example_inputs))
-        program = _module_of(program)
+        program = _unwrap(program)
     if isinstance(program, fx.GraphModule):
         if inputs is None:
-            inputs = _inputs_of(program)
-        with _node_by_node(program):
+            inputs = _make_inputs(program)
+        with _run_by_nodes(program):
             graph = capture(program, inputs)
-        return graph, _returned(program)
+        return graph, _find_returned(program)
     if isinstance(program, torch.nn.Module):
         if inputs is None:
             raise ArgumentError("a module needs inputs to be partitioned", fix="partition(model, inputs=...)")
@@ -62,21 +62,21 @@ def capture_fx(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
     )
 
 
-def _module_of(program: Any) -> fx.GraphModule:
+def _unwrap(program: Any) -> fx.GraphModule:
     """The exported program with its parameters in place, without the guards on its inputs."""
-    known = inspect.signature(program.module).parameters
-    module: fx.GraphModule = program.module(**({"check_guards": False} if "check_guards" in known else {}))
+    has_guards = "check_guards" in inspect.signature(program.module).parameters
+    module: fx.GraphModule = program.module(**({"check_guards": False} if has_guards else {}))
     module.__dict__["train"] = lambda _mode=True: module  # the mode is fixed at export: its own train() refuses
     return module
 
 
-class _Nodes(fx.Interpreter):
-    """Runs the nodes and tells the recorder which one."""
+class _NodeInterpreter(fx.Interpreter):
+    """Runs the nodes and tells the recorder which one is running."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
-        self._recorder = found[-1] if found else None
+        modes = reversed(_get_current_dispatch_mode_stack())
+        self._recorder = next((mode for mode in modes if isinstance(mode, Recorder)), None)
 
     def run_node(self, n: fx.Node) -> Any:
         if self._recorder is None:
@@ -88,36 +88,36 @@ class _Nodes(fx.Interpreter):
             self._recorder.node = before
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(_NAMES_CAPTURE_KNOWS.get(target, target), args, kwargs)
+        return super().call_function(_INTERCEPTED.get(target, target), args, kwargs)
 
 
 @contextlib.contextmanager
-def _node_by_node(module: fx.GraphModule) -> Iterator[None]:
-    """The module runs through the interpreter for as long as this lasts."""
+def _run_by_nodes(module: fx.GraphModule) -> Iterator[None]:
+    """Run the module through the interpreter inside this block."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _Nodes(module).run(*_bound(module, args, kwargs), enable_io_processing=False)
+        return _NodeInterpreter(module).run(*_bind_arguments(module, args, kwargs), enable_io_processing=False)
 
-    had = module.__dict__.get("forward")
+    before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
         yield
     finally:
         del module.__dict__["forward"]
-        if had is not None:
-            module.__dict__["forward"] = had
+        if before is not None:
+            module.__dict__["forward"] = before
 
 
-def _bound(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def _bind_arguments(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Arguments in the order of the placeholders; an exported program takes its tree of inputs apart."""
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
-    given = (*args, *kwargs.values())
-    if len(given) != len(nodes) and not all(isinstance(a, torch.Tensor) for a in given):
+    inputs = (*args, *kwargs.values())
+    if len(inputs) != len(nodes) and not all(isinstance(a, torch.Tensor) for a in inputs):
         args, kwargs = tuple(pytree.tree_leaves((args, dict(kwargs)))), {}
     left, values = dict(kwargs), list(args)
     for node in nodes[len(args) :]:
         if node.target in left or node.name in left:
-            values.append(left.pop(node.target, None) if node.target in left else left.pop(node.name))
+            values.append(left.pop(node.target if node.target in left else node.name))
         elif node.args:
             values.append(node.args[0])
         else:
@@ -132,43 +132,40 @@ def _bound(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, A
     return values
 
 
-def _inputs_of(module: fx.GraphModule) -> tuple[Any, ...]:
+def _make_inputs(module: fx.GraphModule) -> tuple[Any, ...]:
     """Meta tensors with the shapes the placeholders carry."""
     values: list[Any] = []
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue
-        found = node.meta.get("val", node.meta.get("tensor_meta"))
-        if found is None and node.args:
+        example = node.meta.get("val", node.meta.get("tensor_meta"))
+        if example is None and node.args:
             values.append(node.args[0])
             continue
-        if found is None:
+        if example is None:
             raise ArgumentError(
                 f"the shape of the graph's input {node.target!r} is not known",
                 why="an fx graph from symbolic_trace has no shapes",
                 fix="pass inputs=torch.randn(...) to partition(), or run ShapeProp(graph).propagate(...) first",
             )
-        values.append(pytree.tree_map(_meta, found, is_leaf=lambda x: hasattr(x, "shape")))
+        values.append(pytree.tree_map(_to_meta, example, is_leaf=lambda x: hasattr(x, "shape")))
     return tuple(values)
 
 
-def _meta(found: Any) -> Any:
-    if not hasattr(found, "shape"):
-        return found
-    shape = tuple(_plain(s) for s in found.shape)
-    stride = found.stride() if callable(found.stride) else found.stride
-    return torch.empty_strided(shape, tuple(_plain(s) for s in stride), dtype=found.dtype, device="meta")
+def _to_meta(example: Any) -> Any:
+    if not hasattr(example, "shape"):
+        return example
+    stride = example.stride() if callable(example.stride) else example.stride
+    shape, stride = (tuple(size_of(s) for s in sizes) for sizes in (example.shape, stride))
+    return torch.empty_strided(shape, stride, dtype=example.dtype, device="meta")
 
 
-def _plain(size: Any) -> int:
-    """A size as a number; of a symbolic one the value it was traced with."""
+def size_of(size: Any) -> int:
+    """A size as a number; the size of a symbolic one is the value it was traced with."""
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint if hint is not None else size)
 
 
-def _returned(module: fx.GraphModule) -> frozenset[str]:
-    names: set[str] = set()
-    for node in module.graph.nodes:
-        if node.op == "output":
-            names.update(n.name for n in node.all_input_nodes)
-    return frozenset(names)
+def _find_returned(module: fx.GraphModule) -> frozenset[str]:
+    outputs = (node for node in module.graph.nodes if node.op == "output")
+    return frozenset(n.name for node in outputs for n in node.all_input_nodes)

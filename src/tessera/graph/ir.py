@@ -1,37 +1,43 @@
-"""The noun `Graph`: a captured program as data, free of torch.
+"""A captured program as data (`Graph`), without torch.
 
-A graph is the ordered list of operators one iteration dispatches, each with the tensors it reads and writes, the
-module it was called from, its floating-point work, and what the host had to do to get there. Tensors name the storage
-they live in, so that views cost nothing, re-use in a cache can be followed, and memory has a timeline.
+A graph is the ordered list of operators that one iteration dispatches, each with the tensors it reads and writes, the
+module it was called from, its floating-point work, and what the host did to get there. Tensors name the storage they
+live in, so that views cost nothing, re-use in a cache can be followed, and memory has a timeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
 Category = Literal["weights", "gradients", "optimizer", "activations", "workspace", "inputs"]
 
 DTYPE_BYTES: Mapping[str, float] = {
-    "fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "complex32": 4, "int4": 0.5, "fp4": 0.5,
-}  # fmt: skip
+    "complex128": 16,
+    **dict.fromkeys(("fp64", "int64", "complex64"), 8),
+    **dict.fromkeys(("fp32", "tf32", "int32", "complex32"), 4),
+    **dict.fromkeys(("bf16", "fp16", "int16"), 2),
+    **dict.fromkeys(("fp8", "int8", "uint8", "bool"), 1),
+    **dict.fromkeys(("fp4", "int4"), 0.5),
+}
 """Bytes of one element, by our names of the number formats."""
 
-
 WHAT_IFS: Mapping[str, str] = {
-    "fp64": "fp64", "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "int8": "bf16",
-}  # fmt: skip
-"""Formats a model can be asked to run in, and what its tensors are then kept in: bf16 between quantised products."""
+    **{name: name for name in ("fp64", "fp32", "bf16", "fp16")},
+    "tf32": "fp32",
+    **dict.fromkeys(("fp8", "int8"), "bf16"),
+}
+"""Formats a model can be asked to run in, and the format of its tensors then: bf16 between quantised products."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as an operator sees it: where it lives, its shape, strides and number format.
+    """A tensor as an operator sees it: its storage, shape, strides and number format.
 
-    `nbytes` counts what is really there: an expanded dimension (stride 0) is stored once.
+    `nbytes` counts what is really stored: an expanded dimension (stride 0) is stored once.
     """
 
     storage: int
@@ -43,10 +49,7 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements, expanded ones counted."""
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return prod(self.shape)
 
     @property
     def contiguous(self) -> bool:
@@ -74,12 +77,12 @@ class Op:
     """One dispatched operator.
 
     `name` is torch's ("aten.convolution"), `kind` the family that decides how it is costed, `scope` the path of the
-    module it was called from ("layer1.0.conv1"), `node` the fx node where the program was an fx graph. `flops` are
-    those of matrix products, convolutions and attention, as torch's counter counts them, and `unit` says which part of
-    the chip runs them. `kernels` is the number of kernels it launches, 0 for views. `host_modules` and `host_functions`
-    count what Python did on the way here since the operator before: module calls and torch functions. `sync` says that
-    the host waited for it, `hooked` that autograd called Python for what it saves, as within a checkpoint: such an
-    operator of the backward phase is one that is recomputed.
+    module it was called from ("layer1.0.conv1"), `node` the fx node if the program was an fx graph. `flops` are those
+    of matrix products, convolutions and attention, as torch's counter counts them, and `unit` is the part of the chip
+    that runs them. `kernels` is the number of kernels it launches, 0 for views. `host_modules` and `host_functions`
+    count the module calls and torch functions that Python ran since the operator before. `sync` says that the host
+    waited for it, `hooked` that autograd called Python for the tensors it saves, as in a checkpoint: such an operator
+    of the backward phase is recomputed.
     """
 
     index: int
@@ -111,27 +114,24 @@ class Op:
     @property
     def bytes_in(self) -> int:
         """Bytes read, each tensor once."""
-        return sum(t.nbytes for t in _unique(self.inputs))
+        return _count_bytes(self.inputs)
 
     @property
     def bytes_out(self) -> int:
         """Bytes written."""
-        return sum(t.nbytes for t in _unique(self.outputs))
+        return _count_bytes(self.outputs)
 
 
-def _unique(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Without the repeats: `x * x` reads x once."""
-    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], TensorSpec] = {}
-    for t in tensors:
-        seen.setdefault((t.storage, t.shape, t.stride), t)
-    return list(seen.values())
+def _count_bytes(tensors: Sequence[TensorSpec]) -> int:
+    """Bytes of tensors without repeats: `x * x` reads x once."""
+    return sum({(t.storage, t.shape, t.stride): t.nbytes for t in reversed(tensors)}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A piece of memory: its size, what it holds, and from the birth op to the death op (index after its last use).
+    """A piece of memory: its size, what it holds, the op at its birth, and the op after its last use (`death`).
 
-    `birth` is -1 where it existed before the iteration, `death` None where it outlives it.
+    `birth` is -1 if it existed before the iteration, `death` None if it outlives it.
     """
 
     id: int
@@ -144,7 +144,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """A captured iteration. `samples` is the batch size where inputs have one; `assumptions` what capture guessed.
+    """A captured iteration. `samples` is the batch size if the inputs have one; `assumptions` what capture assumed.
 
     `ends_synchronised`: the host waits for the device at the end (`loss.item()`), so that iterations do not overlap.
     """

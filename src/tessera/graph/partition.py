@@ -1,21 +1,32 @@
-"""The nouns `Subgraph` and `PartitionReport`: a captured program cut into the pieces that launch something.
+"""Cut a captured program into the pieces that launch something: `Subgraph`s in a `PartitionReport`.
 
 Unfused, a piece is one kernel-launching operator (or one fx node with everything it dispatches); views, reshapes and
-eval-mode dropout launch nothing and are no pieces. Fused, operators that a compiler would run as one kernel are one
+eval-mode dropout launch nothing and are not pieces. Fused, operators that a compiler would run as one kernel are one
 piece (`fusion.py`), and what stays inside it never crosses device memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from ..errors import ArgumentError
 from .ir import Graph, Op, TensorSpec
-from .tiles import tiles_of
 
-View = tuple[int, tuple[int, ...], tuple[int, ...]]
+TILE = 128
+"""Rows and columns of outputs one block of a matrix product computes: what cuBLAS and cuDNN choose most."""
+ELEMENTS = 1024
+"""Elements one block of a pointwise kernel handles: torch's 128 threads of 4 to 8."""
+
+Piece = tuple[str, tuple[Op, ...]]
+_Moved = dict[
+    tuple[int, tuple[int, ...], tuple[int, ...]], tuple[TensorSpec, int]
+]  # bytes of tensors, by what they view
+_FIELDS = """
+    index name kind pattern flops input_bytes output_bytes weight_bytes total_bytes arithmetic_intensity precision unit
+    depends_on parallelism tiles"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +58,12 @@ class Subgraph:
 
     @property
     def total_bytes(self) -> int:
-        """All bytes that cross the border of the piece, were nothing of them in a cache."""
+        """All bytes that cross the border of the piece if nothing is in a cache."""
         return self.input_bytes + self.weight_bytes + self.output_bytes
 
     @property
     def arithmetic_intensity(self) -> float:
-        """FLOPs per byte; 0 where nothing is counted in FLOPs."""
+        """FLOPs per byte; 0 if nothing is counted in FLOPs."""
         return self.flops / self.total_bytes if self.total_bytes else 0.0
 
     @property
@@ -72,10 +83,7 @@ class Subgraph:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: operators by name, tensors left out."""
-        plain = ("index", "name", "kind", "pattern", "flops", "input_bytes", "output_bytes", "weight_bytes",
-                 "total_bytes", "arithmetic_intensity", "precision", "unit", "depends_on", "parallelism",
-                 "tiles")  # fmt: skip
-        return {**{key: getattr(self, key) for key in plain}, "ops": [op.name for op in self.ops]}
+        return {**{key: getattr(self, key) for key in _FIELDS.split()}, "ops": [op.name for op in self.ops]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +139,13 @@ class GraphPartitioner:
 
     def partition(self, graph: Any, inputs: Any = None) -> PartitionReport:
         """The program as pieces, in an order in which they can run."""
-        captured, kept = _captured(graph, inputs)
-        pieces = _pieces(captured)
+        captured, returned = _to_graph(graph, inputs)
+        pieces = _cut(captured)
         if self.fusion:
             from .fusion import fuse
 
-            groups = fuse(captured, [ops for _, ops in pieces], kept)
-            pieces = [_joined([pieces[i] for i in group]) for group in groups]
+            groups = fuse(captured, [ops for _, ops in pieces], returned)
+            pieces = [_join([pieces[i] for i in group]) for group in groups]
         flow = Flow.of([ops for _, ops in pieces])
         subgraphs = tuple(_subgraph(captured, flow, i, *piece, fused=self.fusion) for i, piece in enumerate(pieces))
         return PartitionReport(
@@ -145,52 +153,43 @@ class GraphPartitioner:
         )
 
 
-def _captured(graph: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
+def _to_graph(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
     """The program as a `Graph`, and the fx nodes whose values it returns."""
-    if isinstance(graph, Graph):
-        if inputs is not None:
-            raise ArgumentError("a captured graph has its inputs already", fix="leave inputs out")
-        return graph, frozenset()
-    if type(graph).__module__.partition(".")[0] == "builtins":
-        raise ArgumentError(
-            f"cannot partition {type(graph).__name__}",
-            fix="pass a tessera Graph, a torch.fx.GraphModule, an exported program or an nn.Module with inputs=",
-        )
-    from .fx_capture import capture_fx
+    if not isinstance(program, Graph):
+        from .fx_capture import capture_fx
 
-    return capture_fx(graph, inputs)
+        return capture_fx(program, inputs)
+    if inputs is not None:
+        raise ArgumentError("a captured graph has its inputs already", fix="leave inputs out")
+    return program, frozenset()
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _pieces(graph: Graph) -> list[tuple[str, tuple[Op, ...]]]:
-    """Unfused pieces: by fx node (and phase) where operators have one, else by operator."""
+def _cut(graph: Graph) -> list[Piece]:
+    """Unfused pieces: by fx node (and phase) if operators have one, else by operator."""
+    names = _UniqueNames()
     if not any(op.node for op in graph.ops):
-        names = _Names()
-        return [(names.unique(op.label), (op,)) for op in graph.ops if op.kernels]
-    found: dict[tuple[str, str], list[Op]] = {}
+        return [(names.add(op.label), (op,)) for op in graph.ops if op.kernels]
+    nodes: dict[tuple[str, str], list[Op]] = {}
     for op in graph.ops:
-        key = (op.node, op.phase) if op.node else (f"{op.label}#{op.index}", op.phase)
-        found.setdefault(key, []).append(op)
-    names = _Names()
-    by_first = [ops for ops in found.values() if any(op.kernels for op in ops)]
-    return [(names.unique(ops[0].label), tuple(ops)) for ops in by_first]
+        nodes.setdefault((op.node or f"{op.label}#{op.index}", op.phase), []).append(op)
+    return [(names.add(ops[0].label), tuple(ops)) for ops in nodes.values() if any(op.kernels for op in ops)]
 
 
-class _Names:
+class _UniqueNames:
     """Names made unique as fx does it: add, add_1, add_2."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
-    def unique(self, name: str) -> str:
-        count = self._taken.get(name)
-        self._taken[name] = 0 if count is None else count + 1
-        return name if count is None else f"{name}_{count + 1}"
+    def add(self, name: str) -> str:
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        return f"{name}_{count}" if count else name
 
 
-def _joined(parts: Sequence[tuple[str, tuple[Op, ...]]]) -> tuple[str, tuple[Op, ...]]:
+def _join(parts: Sequence[Piece]) -> Piece:
     ops = sorted((op for _, ops in parts for op in ops), key=lambda op: op.index)
     return "+".join(name for name, _ in parts), tuple(ops)
 
@@ -247,20 +246,18 @@ def _in_order(pieces: Sequence[Sequence[Op]]) -> Iterable[tuple[int, Op]]:
 # -- bytes ------------------------------------------------------------------------------------------------------
 
 
-def _view(t: TensorSpec) -> View:
-    return (t.storage, t.shape, t.stride)
-
-
-def moved(op: Op) -> tuple[dict[View, tuple[TensorSpec, int]], dict[View, tuple[TensorSpec, int]]]:
+def _moved(op: Op) -> tuple[_Moved, _Moved]:
     """Bytes an operator really reads and writes of each tensor: of a table only the rows it looks up."""
     if not op.kernels:
         return {}, {}
     written = {t.storage for t in op.outputs}
-    reads = {_view(t): (t, t.nbytes) for t in op.inputs if t.nbytes}
-    writes = {_view(t): (t, t.nbytes) for t in op.outputs if t.nbytes}
+    reads, writes = (
+        {(t.storage, t.shape, t.stride): (t, t.nbytes) for t in tensors if t.nbytes}
+        for tensors in (op.inputs, op.outputs)
+    )
     if op.kind == "gather" and op.inputs and op.inputs[0].nbytes:
-        table = _view(op.inputs[0])
-        reads[table] = (op.inputs[0], min(op.inputs[0].nbytes, op.bytes_out))
+        table = op.inputs[0]
+        reads[table.storage, table.shape, table.stride] = (table, min(table.nbytes, op.bytes_out))
     elif op.kind == "scatter" and any(t.storage in written for t in op.inputs):
         rows = sum(n for t, n in reads.values() if t.storage not in written)
         for side in (reads, writes):
@@ -268,75 +265,53 @@ def moved(op: Op) -> tuple[dict[View, tuple[TensorSpec, int]], dict[View, tuple[
     return reads, writes
 
 
-@dataclass(slots=True)
-class _Border:
-    """Bytes across the border of a piece."""
-
-    input_bytes: int = 0
-    weight_bytes: int = 0
-    output_bytes: int = 0
-    reads: list[TensorSpec] = field(default_factory=list)
-    writes: list[TensorSpec] = field(default_factory=list)
-
-    def read(self, graph: Graph, t: TensorSpec, nbytes: int) -> None:
-        storage = graph.storages.get(t.storage)
-        if storage is not None and storage.category == "weights":
-            self.weight_bytes += nbytes
-        else:
-            self.input_bytes += nbytes
-        self.reads.append(t)
-
-    def write(self, t: TensorSpec, nbytes: int) -> None:
-        self.output_bytes += nbytes
-        self.writes.append(t)
+Border = tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]
 
 
-def _every_launch(graph: Graph, ops: Sequence[Op]) -> _Border:
-    """Every operator goes to memory and back."""
-    border = _Border()
+def _border_of_launches(ops: Sequence[Op]) -> Border:
+    """What crosses the border of a piece in which every operator reads from memory and writes to it."""
+    moved = [_moved(op) for op in ops]
+    return [r for reads, _ in moved for r in reads.values()], [w for _, writes in moved for w in writes.values()]
+
+
+def _border_of_kernel(graph: Graph, piece: int, ops: Sequence[Op], flow: Flow) -> Border:
+    """The same for a piece that is one kernel.
+
+    What was written inside is not read from memory, and what is only read inside is not written.
+    """
+    reads: _Moved = {}
+    writes: _Moved = {}
+    unread: dict[int, bool] = {}  # storages written inside: whether the value is still unread
     for op in ops:
-        reads, writes = moved(op)
-        for t, nbytes in reads.values():
-            border.read(graph, t, nbytes)
-        for t, nbytes in writes.values():
-            border.write(t, nbytes)
-    return border
-
-
-def _one_kernel(graph: Graph, piece: int, ops: Sequence[Op], flow: Flow) -> _Border:
-    """What was written inside is not read from memory, and what only the inside reads is not written."""
-    border = _Border()
-    reads: dict[View, tuple[TensorSpec, int]] = {}
-    writes: dict[View, tuple[TensorSpec, int]] = {}
-    open_ends: dict[int, bool] = {}  # storages written inside: whether the value is still unread
-    for op in ops:
-        own_reads, own_writes = moved(op)
+        own_reads, own_writes = _moved(op)
         for view, (t, nbytes) in own_reads.items():
-            if t.storage not in open_ends:
-                reads[view] = (t, max(nbytes, reads[view][1] if view in reads else 0))
+            if t.storage in unread:
+                unread[t.storage] = False
             else:
-                open_ends[t.storage] = False
+                reads[view] = (t, max(nbytes, reads[view][1] if view in reads else 0))
         for view, (t, nbytes) in own_writes.items():
             writes[view] = (t, max(nbytes, writes[view][1] if view in writes else 0))
-            open_ends[t.storage] = True
-    for t, nbytes in reads.values():
-        border.read(graph, t, nbytes)
-    for t, nbytes in writes.values():
-        if open_ends[t.storage] or _outlives(graph, t.storage) or flow.users_of.get((piece, t.storage)):
-            border.write(t, nbytes)
-    return border
+            unread[t.storage] = True
+    leaving = [
+        (t, nbytes)
+        for t, nbytes in writes.values()
+        if unread[t.storage] or outlives(graph, t.storage) or flow.users_of.get((piece, t.storage))
+    ]
+    return list(reads.values()), leaving
 
 
-def _outlives(graph: Graph, storage: int) -> bool:
+def outlives(graph: Graph, storage: int) -> bool:
+    """Whether a storage is there before or after the program, so that its value must be in memory."""
     found = graph.storages.get(storage)
     return found is None or found.birth < 0 or found.death is None
 
 
 def _subgraph(graph: Graph, flow: Flow, index: int, name: str, ops: tuple[Op, ...], *, fused: bool) -> Subgraph:
-    fused = fused and len([op for op in ops if op.kernels]) > 1
-    border = _one_kernel(graph, index, ops, flow) if fused else _every_launch(graph, ops)
-    main = main_op(ops)
     launched = [op for op in ops if op.kernels]
+    fused = fused and len(launched) > 1
+    reads, writes = _border_of_kernel(graph, index, ops, flow) if fused else _border_of_launches(ops)
+    weights = {t.storage for t, _ in reads if (s := graph.storages.get(t.storage)) and s.category == "weights"}
+    main = main_op(ops)
     return Subgraph(
         index=index,
         name=name,
@@ -344,14 +319,48 @@ def _subgraph(graph: Graph, flow: Flow, index: int, name: str, ops: tuple[Op, ..
         kind=main.kind,
         pattern="+".join(op.kind for op in launched) if fused else main.kind,
         flops=sum(op.flops for op in ops),
-        input_bytes=border.input_bytes,
-        output_bytes=border.output_bytes,
-        weight_bytes=border.weight_bytes,
+        input_bytes=sum(nbytes for t, nbytes in reads if t.storage not in weights),
+        output_bytes=sum(nbytes for _, nbytes in writes),
+        weight_bytes=sum(nbytes for t, nbytes in reads if t.storage in weights),
         precision=main.precision,
         unit=main.unit,
         depends_on=tuple(sorted(flow.order[index])),
         parallelism=max((t.numel for t in main.outputs), default=1) or 1,
-        tiles=tiles_of(main),
-        reads=tuple(border.reads),
-        writes=tuple(border.writes),
+        tiles=_count_tiles(main),
+        reads=tuple(t for t, _ in reads),
+        writes=tuple(t for t, _ in writes),
     )
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------
+
+
+def _count_tiles(op: Op) -> int:
+    """Blocks of a launch: tiles of a product, rows of queries in attention, rows of a norm, stretches of elements."""
+    p = op.params
+    if op.kind == "gemm" and "m" in p:
+        return int(p["batch"]) * _product_tiles(p["m"], p["n"])
+    if op.kind == "conv" and "w" in p:
+        return _conv_tiles(p)
+    if op.kind == "attention":
+        return int(p["batch"] * p["heads"]) * -(-int(p["q_len"]) // TILE)
+    if op.kind == "rnn":
+        # One step after the other: what is parallel is one step of one layer.
+        return int(p["directions"]) * _product_tiles(p["batch"], p["gates"] * p["hidden"])
+    if op.kind in ("norm", "softmax") and op.inputs and op.inputs[0].shape:
+        return max(1, op.inputs[0].numel // max(1, op.inputs[0].shape[-1]))
+    elements = max((t.numel for t in (*op.outputs, *op.inputs)), default=1)
+    return max(1, -(-elements // ELEMENTS))
+
+
+def _product_tiles(m: int, n: int) -> int:
+    return max(1, -(-int(m) // TILE)) * max(1, -(-int(n) // TILE))
+
+
+def _conv_tiles(p: Mapping[str, Any]) -> int:
+    """A convolution as the product it is: (batch x points) by (output channels), each group on its own."""
+    x, w, out, groups = p["x"], p["w"], p["out"], int(p.get("groups") or 1)
+    if not p.get("backward"):
+        return groups * _product_tiles(out[0] * prod(out[2:]), w[0] // groups)
+    data, weight = _product_tiles(x[0] * prod(x[2:]), w[1]), _product_tiles(w[0] // groups, w[1] * prod(w[2:]))
+    return groups * max(data, weight)

@@ -1,4 +1,4 @@
-"""Rewrite: one change made to a program, and what it saves. Made by `tessera.optimize`, shown by `graph.profile`."""
+"""`Rewrite`: one change made to a program, and what it saves. Made by `tessera.optimize`, shown by `graph.profile`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """One rewrite: what became what, where, and what that saves a step (negative where it costs).
+    """One rewrite: what became what, where, and what it saves in each step (negative if it costs).
 
     `rule` is its kind ("flash_attention", "fuse_elementwise", "drop_cast", "drop_transpose", "fuse_reduction",
     "spectral_conv", "in_place", "fewer_launches", "reorder", "checkpoint", "cuda_graph", "generated": one operator that
     became a kernel of Inductor's; "rest" is what changed without a rewrite of its own), `by` who made it ("inductor",
-    "tessera"), `times` how often it was made. Savings are of all `times` together, modelled by `predict` unless `basis`
-    says otherwise: "measured", or "timed", measured for the program and its kernels and shared out by the model. A
-    rewrite read off a kernel's name is "seen". `device` is the chip they are modelled for. None where nothing is known,
-    with the reason in `why`.
+    "tessera"), `times` how often. Savings are for all `times` together. They are modelled by `predict` for the chip
+    `device`, unless `basis` is "measured", or "timed": measured for the program and its kernels and shared out by the
+    model. "seen" is a rewrite read from a kernel's name. A saving is None if it is not known; `why` gives the reason.
     """
 
     rule: str
@@ -39,19 +38,19 @@ class Rewrite:
 _listener: ContextVar[list[Sequence[Rewrite]] | None] = ContextVar("tessera_rewrites", default=None)
 
 
-def ran(rewrites: Sequence[Rewrite]) -> None:
-    """A rewritten program says that it runs; whoever profiles a step hears which rewrites were in it."""
-    heard = _listener.get()
-    if heard is not None and not any(known is rewrites for known in heard):
-        heard.append(rewrites)
+def announce_rewrites(rewrites: Sequence[Rewrite]) -> None:
+    """Called by a rewritten program when it runs, for whoever profiles the step."""
+    announced = _listener.get()
+    if announced is not None and not any(r is rewrites for r in announced):
+        announced.append(rewrites)
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[Sequence[Rewrite]]]:
+def collect_rewrites() -> Iterator[list[Sequence[Rewrite]]]:
     """Collect the rewrites of all programs that run in the body."""
-    heard: list[Sequence[Rewrite]] = []
-    token = _listener.set(heard)
+    announced: list[Sequence[Rewrite]] = []
+    token = _listener.set(announced)
     try:
-        yield heard
+        yield announced
     finally:
         _listener.reset(token)

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import RewriteError
-from ..graph.rewrites import Rewrite, ran
+from ..graph.rewrites import Rewrite, announce_rewrites
 from .convolutions import Chain, chains, drop_identities, summands
 from .folded import Convolution, Pair, wants_gradients
 from .reference import compare
@@ -127,7 +127,7 @@ class Fused:
             return self._own(*given)
         self._refuse_training(given)
         self.refresh()
-        ran(self.rewrites)
+        announce_rewrites(self.rewrites)
         return self._graph.forward(*given)
 
     def _seen_from_outside(self, given: tuple[Any, ...]) -> bool:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra, RewriteError, TesseraError, did_you_mean
-from ..graph import rewrites as heard
-from ..graph.rewrites import Rewrite
+from ..graph.rewrites import Rewrite, announce_rewrites
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -133,7 +132,7 @@ class Optimized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
             self._prepare(args, kwargs)  # an error of the program's own stays what it is, as in any call of it
-        heard.ran(self.rewrites)
+        announce_rewrites(self.rewrites)
         assert self._call is not None
         return self._call(*args, **kwargs)
 
