@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _allowed(self):
         basic = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
-        return self.headers.get("Authorization") == basic or self.headers.get("X-Auth-Token") in self.server.tokens
+        return self.headers.get("Authorization") == basic
 
     def do_GET(self):
         self.server.requests.append(("GET", self.path))
@@ -86,20 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, json.dumps(answer).encode())
 
-    def do_POST(self):
-        self.server.requests.append(("POST", self.path))
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body != {"UserName": USER, "Password": PASSWORD}:
-            self._send(401, b"{}")
-            return
-        token = f"token{len(self.server.requests)}"
-        self.server.tokens.add(token)
-        self._send(201, b"{}", {"X-Auth-Token": token, "Location": self.server.location})
-
-    def do_DELETE(self):
-        self.server.requests.append(("DELETE", self.path))
-        self._send(204 if self._allowed() else 401, b"")
-
 
 class RedfishServer(ThreadingHTTPServer):
     """Serves `resources` by path: a dict as JSON, bytes as they are, an int as a status."""
@@ -111,9 +97,7 @@ class RedfishServer(ThreadingHTTPServer):
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(pki.chain_file)
         self.resources = dict(resources)
-        self.tokens: set[str] = set()
         self.requests: list[tuple[str, str]] = []
-        self.location = "/redfish/v1/SessionService/Sessions/1"
         self._open: list = []
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import subprocess
+from subprocess import CompletedProcess
 
 import pytest
 
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
 from tessera.sensors._meters import PolledPower
 from tessera.sensors.base import Batch, Sensor
-from tessera.sensors.ipmi import IpmiSensor, RunResult, classify_event, parse_power_reading
+from tessera.sensors.ipmi import IpmiSensor, classify_event, parse_power_reading
 
 OLD = "   1 | 01/15/2024 | 10:23:45 | Power Supply PS1 Status | Failure detected () | Asserted"
 
@@ -28,6 +29,10 @@ def reading(watts, stamp="Thu Jan  1 00:00:00 1970", state="activated"):
 """
 
 
+def finish(returncode=0, stdout="", stderr=""):
+    return CompletedProcess(("ipmitool",), returncode, stdout, stderr)
+
+
 class Bmc:
     """A runner that answers from attributes; an exception among the answers is raised."""
 
@@ -40,12 +45,12 @@ class Bmc:
     def clock(self):
         return self.ns
 
-    def __call__(self, command, timeout_s):
+    def __call__(self, command):
         self.calls.append(tuple(command))
         answer = self.power if "dcmi" in command else self.log
         if isinstance(answer, BaseException):
             raise answer
-        return answer if isinstance(answer, RunResult) else RunResult(returncode=0, stdout=answer, stderr="")
+        return answer if isinstance(answer, CompletedProcess) else finish(stdout=answer)
 
     def sensor(self, **more):
         return IpmiSensor(runner=self, clock_ns=self.clock, **more)
@@ -116,7 +121,7 @@ def test_failures_are_a_gap_then_a_loss(bmc):
     back = bmc.read_after(sensor, 1.0).samples["node"]
     assert math.isnan(back[0][1])
     assert back[1] == (bmc.ns, 250.0)
-    bmc.power = RunResult(returncode=1, stdout="", stderr="Unable to send command")
+    bmc.power = finish(returncode=1, stderr="Unable to send command")
     bmc.read_after(sensor, 1.0)
     bmc.read_after(sensor, 1.0)
     with pytest.raises(SensorLost) as error:
@@ -167,14 +172,14 @@ def test_only_new_power_events(bmc):
     assert [e.kind for e in events] == ["psu_fault", "over_current"]
     assert "AC lost" in events[0].message
     assert not bmc.read_after(sensor, 10.0).events
-    bmc.log = RunResult(returncode=1, stdout="", stderr="busy")
+    bmc.log = finish(returncode=1, stderr="busy")
     assert bmc.read_after(sensor, 10.0).samples["node"]
     bmc.log = "SEL has no entries\n"
     assert not bmc.read_after(sensor, 10.0).events
 
 
 def test_power_without_a_log(bmc):
-    bmc.log = RunResult(returncode=1, stdout="", stderr="SEL not supported")
+    bmc.log = finish(returncode=1, stderr="SEL not supported")
     sensor = bmc.sensor()
     sensor.start()
     assert [(c.name, c.available) for c in sensor.capabilities()] == [("node.power", True), ("events", False)]
@@ -189,7 +194,7 @@ def test_errors_of_start(bmc, tmp_path):
     with pytest.raises(SensorUnavailable, match="cannot be run"):
         bmc.sensor().start()
     said = "Could not open device at /dev/ipmi0 or /dev/ipmi/0 or /dev/ipmidev/0: No such file or directory"
-    bmc.power = RunResult(returncode=1, stdout="", stderr=said)
+    bmc.power = finish(returncode=1, stderr=said)
     with pytest.raises(SensorUnavailable, match="modprobe"):
         bmc.sensor(device=tmp_path / "none").start()
     (tmp_path / "ipmi0").touch()
@@ -199,18 +204,21 @@ def test_errors_of_start(bmc, tmp_path):
         bmc.sensor().read()
 
 
-def test_a_real_process(tmp_path):
+def test_a_real_process(tmp_path, monkeypatch):
     tool = tmp_path / "ipmitool"
     tool.write_text(f"#!/bin/sh\ncase $1 in dcmi) cat <<'E'\n{reading(321)}\nE\n;; *) echo '{OLD}';; esac\n")
     tool.chmod(0o755)
-    sensor = IpmiSensor(command=(str(tool),))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    sensor = IpmiSensor()
     sensor.start()
     assert sensor.read().samples["node"][0][1] == 321.0
-    with pytest.raises(SensorUnavailable, match="not installed"):
-        IpmiSensor(command=(str(tmp_path / "missing"),)).start()
     tool.write_text("#!/bin/sh\nexec sleep 5\n")
+    monkeypatch.setattr("tessera.sensors.ipmi.TIMEOUT_S", 0.1)
     with pytest.raises(SensorUnavailable, match="within"):
-        IpmiSensor(command=(str(tool),), timeout_s=0.1).start()
+        IpmiSensor().start()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(SensorUnavailable, match="not installed"):
+        IpmiSensor().start()
 
 
 @pytest.mark.parametrize(

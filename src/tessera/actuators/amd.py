@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
-from ..sensors._amd_gpu import MICROWATTS_ABOVE, NO_PERMISSION, AmdGpu, Smi, as_nonzero
-from ..sensors.amd import error_text, import_amdsmi, order_by_hip, select_gpus
+from ..sensors._amd_gpu import MICROWATTS_ABOVE, NO_PERMISSION, AmdGpu, Smi, as_nonzero, error_text
+from ..sensors.amd import import_amdsmi, order_by_hip, select_gpus
 from .actuator import PowerLimit
 
 _NOT_SUPPORTED = 2  # AMDSMI_STATUS_NOT_SUPPORTED, amdsmi.h

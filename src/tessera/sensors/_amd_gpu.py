@@ -1,28 +1,28 @@
-"""One AMD GPU as AMD SMI shows it: who it is, its readings in our units, its telemetry.
+"""One AMD GPU as AMD SMI shows it: its identity, its readings in our units, its telemetry.
 
-Written against amdsmi 7.0; tested against a fake at the ABI, untested on hardware. What AMD SMI does not
-know it says in four ways (an error, "N/A", 0, or the largest number of the field's width); all of them
-become None here.
+Written against amdsmi 7.0; tested against a fake at the ABI, untested on hardware. AMD SMI has four ways to say that a
+value is unknown (an error, "N/A", 0, or the largest number of the field's width); all of them become None here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 from ..clock import now_ns
 from ..schema import Capability, Telemetry
 from ._meters import CounterPower, PolledPower
 from .base import telemetry_capabilities
 
+T = TypeVar("T")
+
 # amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, it only has no time.
 TRANSIENT = frozenset({8, 9, 11, 30})
 NO_PERMISSION = 10
-# What fields of 16, 32 and 64 bits hold when the firmware does not fill them (MaxUIntegerTypes of the
-# binding).
+# What fields of 16, 32 and 64 bits hold when the firmware does not fill them (MaxUIntegerTypes of the binding).
 _UNFILLED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
-# Caps are in microwatts on bare metal, in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No
-# board's cap is above 100 kW or below 0.1 W, so the size tells which.
+# Caps are in microwatts on bare metal, in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No board's cap is
+# above 100 kW or below 0.1 W, so the size tells which.
 MICROWATTS_ABOVE = 100_000
 # The call for violations may sleep inside the library to see counters twice; it gets at most 2% of the time.
 _VIOLATION_REST = 50
@@ -40,8 +40,7 @@ _VIOLATIONS = {
 
 def as_nonzero(value: Any) -> float | None:
     """Return a reading that is never 0 while the GPU runs, or None where AMD SMI marks it as missing."""
-    number = as_number(value)
-    return number or None
+    return as_number(value) or None
 
 
 def as_number(value: Any) -> float | None:
@@ -49,6 +48,11 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value in _UNFILLED:
         return None
     return float(value)
+
+
+def error_text(err: Exception) -> str:
+    """What the binding says of an error, on one line."""
+    return " ".join(str(getattr(err, "err_info", None) or err).split())
 
 
 def select_visible(uuids: Sequence[Collection[str]], setting: str | None) -> list[int]:
@@ -76,10 +80,9 @@ class Smi:
 
     def call(self, function: str, *args: Any) -> Any:
         """Call a function of the binding; raises the binding's own exception (`error`)."""
-        found = getattr(self.module, function, None)
-        if found is None:
+        if not hasattr(self.module, function):
             raise self.error(f"this amdsmi has no {function}")
-        return found(*args)
+        return getattr(self.module, function)(*args)
 
 
 class AmdGpu:
@@ -103,27 +106,13 @@ class AmdGpu:
         self.bdf: str = self._ask("bdf", "amdsmi_get_gpu_device_bdf") or "?"
         self.hip_id: int | None = place.get("hip_id") if isinstance(place.get("hip_id"), int) else None
         uuid = self._ask("uuid", "amdsmi_get_gpu_device_uuid") or ""
-        # ROCr calls a GPU "GPU-" and its serial number in hexadecimal (rocminfo); AMD SMI has an RFC 4122
-        # UUID too.
+        # ROCr calls a GPU "GPU-" and its serial number in hexadecimal (rocminfo); AMD SMI has an RFC 4122 UUID too.
         serial = str(asic.get("asic_serial", "")).lower().removeprefix("0x")
         self.uuids = {n for n in (uuid, place.get("hip_uuid"), f"GPU-{serial}" if serial else None) if n}
-        self.note = f"{self.bdf} {uuid}".strip() + (
-            "; an MI250X reading covers both dies of the package" if self._dual_die else ""
-        )
-
-    @property
-    def _dual_die(self) -> bool:
-        return "MI250" in self.label
-
-    def second_die_reason(self) -> str | None:
-        """For a GPU without any power: that it may be the second die of a package, where that is so."""
-        if not self._dual_die:
-            return None
-        return "the second die (GCD) of an MI250X package: its power is counted by the first die"
-
-    def second_die_fix(self) -> str | None:
-        """Return what helps someone who sees only the second die."""
-        return "make the first die of the package visible too" if self._dual_die else None
+        self.is_dual_die = "MI250" in self.label
+        self.note = f"{self.bdf} {uuid}".strip()
+        if self.is_dual_die:
+            self.note += "; an MI250X reading covers both dies of the package"
 
     def read_energy(self) -> tuple[float, int] | None:
         """Joules of the counter and its stamp in nanoseconds; None for N/A. Raises the binding's error."""
@@ -144,45 +133,35 @@ class AmdGpu:
                 return power_w
         return None
 
-    def energy(self) -> tuple[float, int] | None:
-        """`read_energy`, with an error taken for "no" and kept as the `failure`."""
+    def probe(self, read: Callable[[], T | None]) -> T | None:
+        """A reading, with an error taken for "no" and kept as the `failure`."""
         try:
-            energy = self.read_energy()
+            value = read()
         except self._smi.error as err:
-            self._note_failure(err)
+            self.denied = self.denied or getattr(err, "err_code", None) == NO_PERMISSION
+            self.failure = error_text(err)
             return None
-        if energy is None:
-            self.failure = "the energy counter reads N/A or 0"
-        return energy
-
-    def power_w(self) -> float | None:
-        """`read_power_w`, with an error taken for "no" and kept as the `failure`."""
-        try:
-            return self.read_power_w()
-        except self._smi.error as err:
-            self._note_failure(err)
-            return None
-
-    def _note_failure(self, err: Exception) -> None:
-        self.denied = self.denied or getattr(err, "err_code", None) == NO_PERMISSION
-        self.failure = " ".join(str(getattr(err, "err_info", err)).split())
+        if value is None:
+            self.failure = "the reading is N/A or 0"
+        return value
 
     def _ask(self, what: str, function: str, *args: Any) -> Any:
         """Return the answer, or None with the reason kept under `what`."""
         try:
             return self._smi.call(function, self._handle, *args)
         except (self._smi.error, ValueError) as err:  # ValueError: a serial or name the binding cannot decode
-            self._missing[what] = " ".join(str(getattr(err, "err_info", err)).split())
+            self._missing[what] = error_text(err)
             return None
 
     def probe_telemetry(self) -> list[Capability]:
-        """Read everything once and say what this GPU gives."""
+        """Read everything once; what this GPU gives."""
         self._missing.clear()
-        told = self.telemetry()
-        return telemetry_capabilities(told, {"utilization": told.utilization_pct}, self._missing, "the reading is N/A")
+        first = self.telemetry()
+        rates = {"utilization": first.utilization_pct}
+        return telemetry_capabilities(first, rates, self._missing, "the reading is N/A")
 
     def telemetry(self) -> Telemetry:
-        """Read what the GPU says of itself now."""
+        """Read everything but power."""
         activity = self._ask("utilization", "amdsmi_get_gpu_activity") or {}
         used, total = self._memory("usage"), self._memory("total")
         return Telemetry(
@@ -227,7 +206,7 @@ class AmdGpu:
         if after_ns - before_ns > _VIOLATION_SLOW_NS:
             self._violations_due_ns = after_ns + _VIOLATION_REST * (after_ns - before_ns)
         # The binding gives True, False or "N/A", and "N/A" is true in Python.
-        told = {name: status.get(field) for field, name in _VIOLATIONS.items()}
-        if not any(isinstance(value, bool) for value in told.values()):
+        active = {name: status.get(field) for field, name in _VIOLATIONS.items()}
+        if not any(isinstance(value, bool) for value in active.values()):
             return None
-        return tuple(name for name, value in told.items() if value is True)
+        return tuple(name for name, value in active.items() if value is True)

@@ -1,7 +1,7 @@
 """One Intel GPU as Level Zero Sysman shows it: its power domains and its telemetry, in our units.
 
-Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware. Sysman hands out
-everything as handles to be enumerated, with properties that say what each is.
+Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware. Sysman gives handles that have to be
+enumerated, with properties that say what each is; `Sysman` turns its C calls into lists and exceptions.
 """
 
 from __future__ import annotations
@@ -15,23 +15,14 @@ from ..schema import Capability, Telemetry
 from ._meters import CounterPower
 from .base import telemetry_capabilities
 
-# ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, not
-# ready.
+# ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, not ready.
 TRANSIENT = frozenset({0x1, 0x70000007, 0x78000006})
 PERMISSION = 0x70010000  # ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS
 
 # zes_freq_throttle_reason_flag_t (zes_api.h), bit by bit.
 _THROTTLE = (
-    "power-average",
-    "power-burst",
-    "current",
-    "thermal",
-    "psu-alert",
-    "software-range",
-    "hardware-range",
-    "voltage",
-    "thermal",
-    "power",
+    *("power-average", "power-burst", "current", "thermal", "psu-alert"),
+    *("software-range", "hardware-range", "voltage", "thermal", "power"),
 )
 # zes_power_domain_t (zes_api.h), with our names, best first: the whole card is what the user pays for.
 _POWER_DOMAINS = {1: "card", 2: "package", 0: "device", 3: "stack", 5: "gpu", 4: "memory"}
@@ -82,11 +73,15 @@ class Sysman:
         self.call(function, handle, ctypes.byref(struct))
         return struct
 
-    def make_struct(self, name: str, stype: str) -> Any:
+    def make_struct(self, name: str) -> Any:
         """Make an empty structure that says what it is, as the specification asks of the caller."""
-        struct = getattr(self.module, name)()
-        struct.stype = getattr(self.module, f"ZES_STRUCTURE_TYPE_{stype}")
+        struct = getattr(self.module, f"zes_{name}_t")()
+        struct.stype = getattr(self.module, f"ZES_STRUCTURE_TYPE_{name.upper()}")
         return struct
+
+    def describe(self, function: str, handle: Any, name: str) -> Any:
+        """Make such a structure and have it filled."""
+        return self.fill(function, handle, self.make_struct(name))
 
 
 @dataclass(slots=True)
@@ -117,13 +112,11 @@ class IntelGpu:
         self._missing: dict[str, str] = {}
         self._engine_before: dict[int, tuple[int, int]] = {}
         self._traffic_before: dict[int, tuple[int, int]] = {}
-        told = sysman.fill(
-            "zesDeviceGetProperties", handle, sysman.make_struct("zes_device_properties_t", "DEVICE_PROPERTIES")
-        )
-        self.kind = int(told.core.type)
-        self.tiles = max(int(told.numSubdevices), 1)
-        self.label = _text(told.core.name) or _text(told.modelName) or "Intel GPU"
-        self.note = f"{self._bdf()} {bytes(told.core.uuid.id).hex()}".strip()
+        properties = sysman.describe("zesDeviceGetProperties", handle, "device_properties")
+        self.kind = int(properties.core.type)
+        self.tiles = max(int(properties.numSubdevices), 1)
+        self.label = _text(properties.core.name) or _text(properties.modelName) or "Intel GPU"
+        self.note = f"{self._bdf()} {bytes(properties.core.uuid.id).hex()}".strip()
         self._temperatures: list[tuple[Any, Any]] = []
         self._clocks: list[tuple[Any, Any]] = []
         self._memories: list[tuple[Any, Any]] = []
@@ -131,18 +124,15 @@ class IntelGpu:
 
     def _bdf(self) -> str:
         try:
-            told = self._sysman.fill(
-                "zesDevicePciGetProperties",
-                self._handle,
-                self._sysman.make_struct("zes_pci_properties_t", "PCI_PROPERTIES"),
-            ).address
+            address = self._sysman.describe("zesDevicePciGetProperties", self._handle, "pci_properties").address
         except ZesError:
             return ""
-        return f"{told.domain:04x}:{told.bus:02x}:{told.device:02x}.{told.function:x}"
+        return f"{address.domain:04x}:{address.bus:02x}:{address.device:02x}.{address.function:x}"
 
     def power_domains(self) -> list[PowerDomain]:
         """Return the domains whose counter answers, the one that stands for the whole GPU first."""
-        module, found = self._sysman.module, []
+        module = self._sysman.module
+        domains: list[PowerDomain] = []
         try:
             handles = self._sysman.enumerate("zesDeviceEnumPowerDomains", module.zes_pwr_handle_t, self._handle)
         except ZesError as err:
@@ -150,63 +140,64 @@ class IntelGpu:
             return []
         for handle in handles:
             try:
-                told, kind = self._power_properties(handle)
+                properties, kind = self._power_properties(handle)
                 self.energy(handle)
             except ZesError as err:
                 self._note_failure(err)
                 continue
-            subdevice = int(told.subdeviceId) if told.onSubdevice else None
+            subdevice = int(properties.subdeviceId) if properties.onSubdevice else None
             if subdevice is not None and kind == "device":
                 kind = "stack"  # what a driver without the extended properties calls a tile
-            found.append(PowerDomain(handle, kind, subdevice))
+            domains.append(PowerDomain(handle, kind, subdevice))
         order = list(_POWER_DOMAINS.values())
-        return sorted(found, key=lambda d: (d.subdevice is not None, order.index(d.kind), d.subdevice or 0))
+        return sorted(domains, key=lambda d: (d.subdevice is not None, order.index(d.kind), d.subdevice or 0))
 
     def _power_properties(self, handle: Any) -> tuple[Any, str]:
-        extended = self._sysman.make_struct("zes_power_ext_properties_t", "POWER_EXT_PROPERTIES")
-        told = self._sysman.make_struct("zes_power_properties_t", "POWER_PROPERTIES")
-        told.pNext = ctypes.cast(ctypes.pointer(extended), ctypes.c_void_p)
-        self._sysman.fill("zesPowerGetProperties", handle, told)
-        return told, _POWER_DOMAINS.get(int(extended.domain), "device")
+        extended = self._sysman.make_struct("power_ext_properties")
+        properties = self._sysman.make_struct("power_properties")
+        properties.pNext = ctypes.cast(ctypes.pointer(extended), ctypes.c_void_p)
+        self._sysman.fill("zesPowerGetProperties", handle, properties)
+        return properties, _POWER_DOMAINS.get(int(extended.domain), "device")
 
     def energy(self, handle: Any) -> tuple[float, int]:
         """Read the joules of a counter and its stamp in nanoseconds. Raises ZesError."""
-        told = self._sysman.fill("zesPowerGetEnergyCounter", handle, self._sysman.module.zes_power_energy_counter_t())
-        if told.energy in (0, 0xFFFFFFFFFFFFFFFF):
+        counter = self._sysman.module.zes_power_energy_counter_t()
+        self._sysman.fill("zesPowerGetEnergyCounter", handle, counter)
+        if counter.energy in (0, 0xFFFFFFFFFFFFFFFF):
             raise ZesError("zesPowerGetEnergyCounter", UNSUPPORTED, "the counter reads 0 or nothing")
-        return told.energy * 1e-6, int(told.timestamp) * 1000
+        return counter.energy * 1e-6, int(counter.timestamp) * 1000
 
     def _note_failure(self, err: ZesError) -> None:
         self.denied = self.denied or err.code == PERMISSION
         self.failure = str(err)
 
     def probe_telemetry(self, power: Any) -> list[Capability]:
-        """Find the sensors, read everything once (rates start from here) and say what this GPU gives."""
+        """Find the sensors and read everything once (rates start from here); what this GPU gives."""
         z = self._sysman.module
         self._missing.clear()
         self._temperatures = self._sensors("temperature", "Temperature", "TemperatureSensors", z.zes_temp_handle_t)
         self._clocks = self._sensors("clocks", "Frequency", "FrequencyDomains", z.zes_freq_handle_t)
         self._memories = self._sensors("memory", "Memory", "MemoryModules", z.zes_mem_handle_t)
         self._engines = self._sensors("utilization", "Engine", "EngineGroups", z.zes_engine_handle_t)
-        told = self.telemetry(power)
-        more = {
-            "throttle_time": told.throttled_s,
+        first = self.telemetry(power)
+        rates = {
+            "throttle_time": first.throttled_s,
             "utilization": self._engine_before or None,
             "memory_utilization": self._traffic_before or None,
         }
-        return telemetry_capabilities(told, more, self._missing, "the GPU has no such sensor")
+        return telemetry_capabilities(first, rates, self._missing, "the GPU has no such sensor")
 
     def _sensors(self, what: str, noun: str, plural: str, handle_type: Any) -> list[tuple[Any, Any]]:
         """Return the handles of a kind with their properties."""
         short = {"Temperature": "temp", "Frequency": "freq", "Memory": "mem", "Engine": "engine"}[noun]
-        found = []
+        sensors = []
         try:
             for handle in self._sysman.enumerate(f"zesDeviceEnum{plural}", handle_type, self._handle):
-                struct = self._sysman.make_struct(f"zes_{short}_properties_t", f"{short.upper()}_PROPERTIES")
-                found.append((handle, self._sysman.fill(f"zes{noun}GetProperties", handle, struct)))
+                properties = self._sysman.describe(f"zes{noun}GetProperties", handle, f"{short}_properties")
+                sensors.append((handle, properties))
         except ZesError as err:
             self._missing[what] = str(err)
-        return found
+        return sensors
 
     def _ask(self, what: str, function: str, handle: Any, struct: Any) -> Any:
         """Return the filled structure, or None with the reason kept under `what`."""
@@ -217,7 +208,7 @@ class IntelGpu:
             return None
 
     def telemetry(self, power: Any) -> Telemetry:
-        """Read what the GPU says of itself now; `power` is the handle whose limit counts."""
+        """Read everything but power; `power` is the handle whose limit counts."""
         used, total = self._memory()
         clocks, throttle, throttled_s = self._frequency()
         return Telemetry(
@@ -238,14 +229,14 @@ class IntelGpu:
 
     def _temperature(self, what: str, kinds: tuple[int, ...]) -> float | None:
         for kind in kinds:
-            told = [
+            answers = [
                 self._ask(what, "zesTemperatureGetState", handle, ctypes.c_double())
                 for handle, properties in self._temperatures
                 if properties.type == kind
             ]
-            known = [t.value for t in told if t is not None and t.value > 0.0]
-            if known:
-                return float(max(known))
+            valid = [a.value for a in answers if a is not None and a.value > 0.0]
+            if valid:
+                return float(max(valid))
         return None
 
     def _frequency(self) -> tuple[dict[str, float], tuple[str, ...] | None, dict[str, float] | None]:
@@ -257,7 +248,7 @@ class IntelGpu:
         answered = False
         for handle, properties in self._clocks:
             name = {0: "gpu", 1: "mem", 2: "media"}.get(int(properties.type))
-            state = self._sysman.make_struct("zes_freq_state_t", "FREQ_STATE")
+            state = self._sysman.make_struct("freq_state")
             if name is None or self._ask("clocks", "zesFrequencyGetState", handle, state) is None:
                 continue
             if state.actual > 0.0:  # negative: not known (zes_freq_state_t)
@@ -273,7 +264,7 @@ class IntelGpu:
         """Bytes used and in all, of the memory on the card (zes_mem_loc_t 1), over all tiles."""
         used, total = 0, 0
         for handle, properties in self._memories:
-            state = self._sysman.make_struct("zes_mem_state_t", "MEM_STATE")
+            state = self._sysman.make_struct("mem_state")
             if properties.location != 1 or self._ask("memory", "zesMemoryGetState", handle, state) is None:
                 continue
             used, total = used + state.size - state.free, total + state.size
@@ -283,16 +274,15 @@ class IntelGpu:
         """Bandwidth used since the last call, in percent of what the modules can do together."""
         moved = possible = 0.0
         for i, (handle, _) in enumerate(self._memories):
-            struct = self._sysman.module.zes_mem_bandwidth_t()
-            told = self._ask("memory_utilization", "zesMemoryGetBandwidth", handle, struct)
-            if told is None:
+            traffic = self._sysman.module.zes_mem_bandwidth_t()
+            if self._ask("memory_utilization", "zesMemoryGetBandwidth", handle, traffic) is None:
                 continue
-            count, stamp_us = told.readCounter + told.writeCounter, told.timestamp
+            count, stamp_us = traffic.readCounter + traffic.writeCounter, traffic.timestamp
             before = self._traffic_before.get(i)
             self._traffic_before[i] = (count, stamp_us)
             if before is not None and stamp_us > before[1] and count >= before[0]:
                 moved += count - before[0]
-                possible += told.maxBandwidth * (stamp_us - before[1]) * 1e-6
+                possible += traffic.maxBandwidth * (stamp_us - before[1]) * 1e-6
         return min(100.0 * moved / possible, 100.0) if possible else None
 
     def _utilization(self) -> float | None:

@@ -43,13 +43,11 @@ LONGEST_REFRESH_S = 60.0
 STALE_S = 30.0
 # A poll this much early, in refresh periods, is still the next refresh: one a second never comes to the nanosecond.
 EARLY = 0.1
-# The slowest counter seen refreshes each second (docs/measuring.md); one that stands still five times as long
-# is stuck.
+# The slowest counter seen refreshes each second (docs/measuring.md); one that stands still five times as long is stuck.
 COUNTER_STALE_NS = 5 * NS_PER_S
 # Crystal oscillators are within 100 ppm; the offset of a device's clock may creep that fast.
 STAMP_DRIFT = 100e-6
-# A stamp that runs this much faster or slower than our clock is in another unit than documented: it is not
-# used.
+# A stamp that runs this much faster or slower than our clock is in another unit than documented: it is not used.
 STAMP_RATIO = (0.2, 5.0)
 
 
@@ -158,8 +156,7 @@ class PolledPower:
 class StampMap:
     """Places stamps of a device's clock, whose origin is unknown, on the monotonic clock.
 
-    A stamp is never later than the reply that carried it, so the smallest (reply - stamp) seen is the best
-    offset.
+    A stamp is never later than the reply that carried it, so the smallest (reply - stamp) seen is the best offset.
     """
 
     def __init__(self) -> None:
@@ -230,8 +227,7 @@ class CounterPower:
             start_ns = self._last_ns if self._last_ns is not None else time_ns
             batch.gaps.append(Gap(domain=self.domain, start_ns=start_ns, end_ns=None, reason=reason))
         self._gap_open = True
-        # What a counter did while it did not answer is not known: it may have been reset and overtaken
-        # itself.
+        # What a counter did while it did not answer is not known: it may have been reset and overtaken itself.
         self._last = None
 
     def _begin(self, batch: Batch, energy_j: float, stamp_ns: int, middle_ns: int, after_ns: int) -> None:
@@ -252,8 +248,7 @@ class CounterPower:
         by_host = max(middle_ns - last.read_ns, 1)
         by_stamp = stamp_ns - last.stamp_ns
         low, high = STAMP_RATIO
-        # A counter that ticks each second may tick between two reads close together: that much slack,
-        # upwards only.
+        # A counter that ticks each second may tick between two reads close together: that much slack, upwards only.
         if low * by_host <= by_stamp <= high * by_host + NS_PER_S:
             return by_stamp, True
         return by_host, False

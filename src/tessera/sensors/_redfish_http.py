@@ -2,13 +2,12 @@
 
 A BMC is a small computer behind a slow link, and a compromised one must not harm who asks it: no redirects,
 no proxies, only paths of the configured host, bounds on the size and the time of every answer. The password
-goes into one header (or one login body) and nowhere else: not into errors, representations or logs.
+goes into one header and nowhere else: not into errors, representations or logs.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.client
 import json
 import os
@@ -16,7 +15,6 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from email.message import Message
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -24,7 +22,6 @@ from ..errors import ArgumentError
 
 Json = dict[str, Any]
 
-SESSIONS_PATH = "/redfish/v1/SessionService/Sessions"
 # The largest resources are log collections, tens of KiB a page; more than this is an error or an attack.
 MAX_BODY_BYTES = 4 << 20
 # The socket's timeout bounds one wait; a server that drips bytes is bounded by this many of them altogether.
@@ -33,7 +30,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 FailureKind = Literal["unreachable", "tls", "denied", "status", "malformed"]
-"""No connection; no trust; wrong credentials (all three: the whole service), or one resource without use."""
+"""No connection, no trust, wrong credentials (all three: the whole service), or one resource that is of no use."""
 
 
 class RequestFailed(Exception):
@@ -47,14 +44,12 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RedfishConfig:
-    """Where the Redfish service is and who asks. `verify=False` trusts any machine that answers: avoid it."""
+    """Where the Redfish service is and who asks. `ca_file`: the CA of its certificate, in PEM form."""
 
     url: str
     username: str
     password: str = field(repr=False)
-    auth: Literal["basic", "session"] = "basic"
     ca_file: str | None = None
-    verify: bool = True
     timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -68,8 +63,6 @@ class RedfishConfig:
             )
         if not self.username or ":" in self.username:
             raise ArgumentError("the Redfish user name is empty or has a colon", fix="give the BMC account's name")
-        if self.auth not in ("basic", "session"):
-            raise ArgumentError(f"unknown Redfish auth {self.auth!r}", fix='accepted: "basic", "session"')
         if not 0 < self.timeout_s < 600:
             raise ArgumentError(f"timeout_s={self.timeout_s} is not between 0 and 600", fix="e.g. timeout_s=5.0")
 
@@ -90,7 +83,7 @@ class RedfishConfig:
     def address(self) -> tuple[str, int]:
         """Host and port."""
         parts = _split_url(self.url)
-        assert parts is not None  # checked when made
+        assert parts is not None  # checked in __post_init__
         return parts[0], parts[1]
 
 
@@ -121,131 +114,87 @@ def local_path(uri: object, address: tuple[str, int]) -> str:
 
 
 def tls_context(config: RedfishConfig) -> ssl.SSLContext:
-    """Make the TLS settings: certificates checked against the system's CAs, or `ca_file`."""
+    """TLS settings that check certificates against the system's CAs, or `ca_file`."""
     try:
-        context = ssl.create_default_context(cafile=config.ca_file)
+        return ssl.create_default_context(cafile=config.ca_file)
     except (OSError, ssl.SSLError) as error:
         raise ArgumentError(
-            f"the CA file {config.ca_file} cannot be read",
-            why=str(error),
-            fix="give a PEM file with the BMC's CA",
+            f"the CA file {config.ca_file} cannot be read", why=str(error), fix="give a PEM file with the BMC's CA"
         ) from error
-    if not config.verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-Connect = Callable[[], http.client.HTTPConnection]
 
 
 class RedfishClient:
-    """Gets resources as JSON objects, logging in as configured. Not for several threads at once."""
+    """Gets resources as JSON objects. Not for several threads at once."""
 
-    def __init__(
-        self,
-        config: RedfishConfig,
-        *,
-        connect: Connect | None = None,
-        monotonic_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: RedfishConfig, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._monotonic_s = monotonic_s
-        self._connect = connect or self._https(config)
+        self._tls = tls_context(config)
         self._connection: http.client.HTTPConnection | None = None
-        self._token: str | None = None
-        self._session_path: str | None = None
-
-    @staticmethod
-    def _https(config: RedfishConfig) -> Connect:
-        context, (host, port) = tls_context(config), config.address
-        return lambda: http.client.HTTPSConnection(host, port, timeout=config.timeout_s, context=context)
 
     def __repr__(self) -> str:
         return f"RedfishClient({self._config!r})"
 
     def get(self, uri: object) -> Json:
-        """Return the resource at a link. Raises RequestFailed; a session that ran out is renewed once."""
+        """Return the resource at a link. Raises RequestFailed."""
         path = local_path(uri, self._config.address)
-        if self._config.auth == "session" and self._token is None:
-            self._log_in()
-        status, _, body = self._request("GET", path)
-        if status == 401 and self._config.auth == "session":
-            self._log_in()
-            status, _, body = self._request("GET", path)
+        status, body = self._request(path)
         _check(status, path)
         return _parse(body, path)
 
     def close(self) -> None:
-        """Log out and hang up; never raises for a service that is gone."""
-        if self._session_path is not None:
-            with contextlib.suppress(RequestFailed):  # the session runs out by itself
-                self._request("DELETE", self._session_path)
-        self._token = self._session_path = None
-        self._hang_up()
+        """Hang up. Safe to call twice."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _log_in(self) -> None:
-        self._token = self._session_path = None
-        login = {"UserName": self._config.username, "Password": self._config.password}
-        status, headers, _ = self._request("POST", SESSIONS_PATH, json.dumps(login).encode())
-        _check(status, SESSIONS_PATH)
-        token, location = headers.get("X-Auth-Token", ""), headers.get("Location")
-        if not (token and token.isascii() and token.isprintable()):
-            raise RequestFailed("malformed", "the login was accepted, but no X-Auth-Token came with it")
-        self._token = token
-        if location is not None:
-            self._session_path = local_path(location, self._config.address)
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Accept": "application/json", "OData-Version": "4.0", "User-Agent": "tessera"}
-        if self._config.auth == "basic":
-            pair = f"{self._config.username}:{self._config.password}".encode()
-            headers["Authorization"] = "Basic " + base64.b64encode(pair).decode()
-        elif self._token is not None:
-            headers["X-Auth-Token"] = self._token
-        return headers
-
-    def _request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Message, bytes]:
-        """Ask once; and once more if the kept-alive connection turns out to have been closed meanwhile."""
-        kept = self._connection is not None
+    def _request(self, path: str) -> tuple[int, bytes]:
+        """Ask once, and once more if the kept-alive connection was closed in the meantime."""
+        reused = self._connection is not None
         try:
-            return self._exchange(method, path, body)
+            return self._exchange(path)
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
-            self._hang_up()
-            if not kept:
+            self.close()
+            if not reused:
                 raise RequestFailed("unreachable", f"the service hung up: {type(error).__name__}") from None
         except (OSError, http.client.HTTPException) as error:
             raise self._failure(error) from None
         try:
-            return self._exchange(method, path, body)
+            return self._exchange(path)
         except (OSError, http.client.HTTPException) as error:
             raise self._failure(error) from None
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, Message, bytes]:
-        headers = self._headers()
-        if body is not None:
-            headers["Content-Type"] = "application/json"
+    def _exchange(self, path: str) -> tuple[int, bytes]:
+        config = self._config
         if self._connection is None:
-            self._connection = self._connect()
-        deadline_s = self._monotonic_s() + DEADLINE_TIMEOUTS * self._config.timeout_s
-        self._connection.request(method, path, body=body, headers=headers)
+            host, port = config.address
+            self._connection = http.client.HTTPSConnection(host, port, timeout=config.timeout_s, context=self._tls)
+        credentials = base64.b64encode(f"{config.username}:{config.password}".encode()).decode()
+        headers = {
+            "Accept": "application/json",
+            "Authorization": f"Basic {credentials}",
+            "OData-Version": "4.0",
+            "User-Agent": "tessera",
+        }
+        deadline_s = self._monotonic_s() + DEADLINE_TIMEOUTS * config.timeout_s
+        self._connection.request("GET", path, headers=headers)
         response = self._connection.getresponse()
         content = bytearray()
         while chunk := response.read1(_CHUNK_BYTES):
             content += chunk
             if len(content) > MAX_BODY_BYTES:
-                self._hang_up()
+                self.close()
                 raise RequestFailed("malformed", f"{path} answers with more than {MAX_BODY_BYTES >> 20} MiB")
             if self._monotonic_s() > deadline_s:
                 raise TimeoutError
         response.read()  # read1 stops at the last byte; only a read past it frees the connection
         if response.will_close:
-            self._hang_up()
-        return response.status, response.headers, bytes(content)
+            self.close()
+        return response.status, bytes(content)
 
     def _failure(self, error: OSError | http.client.HTTPException) -> RequestFailed:
-        """Put a connection's failure into words (our own: exception texts may quote headers)."""
-        self._hang_up()
+        """A connection's failure in our own words: exception texts may quote headers."""
+        self.close()
         if isinstance(error, ssl.SSLCertVerificationError):
             return RequestFailed("tls", f"the certificate was not accepted: {error.verify_message}")
         if isinstance(error, ssl.SSLError):
@@ -255,11 +204,6 @@ class RedfishClient:
         if isinstance(error, OSError):
             return RequestFailed("unreachable", f"cannot connect: {error.strerror or type(error).__name__}")
         return RequestFailed("malformed", f"not an HTTP answer: {type(error).__name__}")
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
 
 def _check(status: int, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Finds what a Redfish service can tell of power, and reads it out of its resources.
+"""Finds the power readings of a Redfish service, and parses them.
 
 New services (2020 on) describe power in EnvironmentMetrics, PowerSubsystem and Sensors, old ones in the one
 resource Power; rack PDUs stand apart under PowerEquipment. Names are those of the DMTF schemas (DSP8010).
@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ._redfish_http import Json, RequestFailed
 
@@ -58,7 +58,7 @@ class RedfishPoint:
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """What a walk found: points to read, logs to follow, and what could not be had."""
+    """The result of a walk: points to read, logs to follow, and what could not be read."""
 
     points: list[RedfishPoint] = field(default_factory=list)
     logs: list[str] = field(default_factory=list)
@@ -109,45 +109,43 @@ def _excerpt(resource: Json, key: str) -> float | None:
     return number(value.get("Reading")) if isinstance(value, dict) else number(value)
 
 
-def _reading(power: object, name: str, **more: float | str | None) -> RedfishReading:
-    """Make a reading of a raw power value, with the reason if it is none."""
+def _read_power(power: object, name: str) -> RedfishReading:
+    """A reading of a raw power value, or of the reason why it is none."""
     power_w = number(power)
     if power_w is None:
-        problem = f"{name} is {'null' if power is None else 'not a number'}"
-    elif not 0 <= power_w <= MAX_POWER_W:
-        problem, power_w = f"{name} is {power_w:g} W, which cannot be", None
-    else:
-        problem = ""
-    return RedfishReading(power_w=power_w, problem=problem, **more)  # type: ignore[arg-type]
+        return RedfishReading(problem=f"{name} is {'null' if power is None else 'not a number'}")
+    if not 0 <= power_w <= MAX_POWER_W:
+        return RedfishReading(problem=f"{name} is {power_w:g} W, which is impossible")
+    return RedfishReading(power_w=power_w, problem="")
 
 
 def parse_power_watts(resource: Json) -> RedfishReading:
     """Read the PowerWatts excerpt of EnvironmentMetrics or of PDU metrics."""
     excerpt = mapping(resource.get("PowerWatts"))
-    return _reading(excerpt.get("Reading"), "PowerWatts", stamp=text(excerpt.get("ReadingTime")))
+    return replace(_read_power(excerpt.get("Reading"), "PowerWatts"), stamp=text(excerpt.get("ReadingTime")))
 
 
 def parse_sensor(resource: Json) -> RedfishReading:
     """Read a Sensor resource whose ReadingType is Power."""
-    return _reading(resource.get("Reading"), "Reading", stamp=text(resource.get("ReadingTime")))
+    return replace(_read_power(resource.get("Reading"), "Reading"), stamp=text(resource.get("ReadingTime")))
 
 
 def parse_control(resource: Json) -> RedfishReading:
     """Read PowerControl[0] of the old Power resource: the whole chassis."""
     control = (items(resource.get("PowerControl")) or [{}])[0]
-    limit_w = number(mapping(control.get("PowerLimit")).get("LimitInWatts"))
     if "PowerConsumedWatts" in control:
-        return _reading(control["PowerConsumedWatts"], "PowerConsumedWatts", power_limit_w=limit_w)
-    average = mapping(control.get("PowerMetrics")).get("AverageConsumedWatts")
-    return _reading(average, "AverageConsumedWatts", power_limit_w=limit_w)
+        reading = _read_power(control["PowerConsumedWatts"], "PowerConsumedWatts")
+    else:
+        average = mapping(control.get("PowerMetrics")).get("AverageConsumedWatts")
+        reading = _read_power(average, "AverageConsumedWatts")
+    return replace(reading, power_limit_w=number(mapping(control.get("PowerLimit")).get("LimitInWatts")))
 
 
 def parse_supply_metrics(resource: Json) -> RedfishReading:
     """Read PowerSupplyMetrics: input power, or output where the supply meters only that."""
     key = "InputPowerWatts" if "InputPowerWatts" in resource else "OutputPowerWatts"
-    return _reading(
-        _excerpt(resource, key),
-        key,
+    return replace(
+        _read_power(_excerpt(resource, key), key),
         current_a=_excerpt(resource, "InputCurrentAmps"),
         peak_current_a=number(mapping(resource.get("InputCurrentAmps")).get("PeakReading")),
         voltage_v=_excerpt(resource, "InputVoltage"),
@@ -162,7 +160,8 @@ def parse_old_supply(resource: Json, index: int) -> RedfishReading:
     key = next((k for k in keys if number(supply.get(k)) is not None), keys[0])
     bad = mapping(supply.get("Status")).get("Health") == "Critical"
     fault = f"{text(supply.get('Name')) or f'power supply {index}'} is in critical health" if bad else None
-    return _reading(supply.get(key), key, voltage_v=number(supply.get("LineInputVoltage")), fault=fault)
+    reading = _read_power(supply.get(key), key)
+    return replace(reading, voltage_v=number(supply.get("LineInputVoltage")), fault=fault)
 
 
 def parse_circuit(resource: Json) -> RedfishReading:
@@ -171,9 +170,8 @@ def parse_circuit(resource: Json) -> RedfishReading:
     currents = [mapping(p) for p in (resource.get("CurrentAmps"), *phases.values())]
     readings = [a for c in currents if (a := number(c.get("Reading"))) is not None]
     peaks = [a for c in currents if (a := number(c.get("PeakReading"))) is not None]
-    return _reading(
-        _excerpt(resource, "PowerWatts"),
-        "PowerWatts",
+    return replace(
+        _read_power(_excerpt(resource, "PowerWatts"), "PowerWatts"),
         current_a=max(readings, default=None),
         peak_current_a=max(peaks, default=None),
         voltage_v=_excerpt(resource, "Voltage"),
@@ -184,18 +182,18 @@ def parse_circuit(resource: Json) -> RedfishReading:
 
 def collection(get: Callable[[object], Json], uri: object) -> list[Json]:
     """Return the Members of a collection, from all its pages: links, or the entries of a log."""
-    found: list[Json] = []
+    members: list[Json] = []
     for _ in range(MAX_PAGES):
         page = get(uri)
-        found += items(page.get("Members"))
+        members += items(page.get("Members"))
         uri = page.get("Members@odata.nextLink")
         if uri is None:
             break
-    return found
+    return members
 
 
 class Walker:
-    """Walks a service once, into a Survey. What is optional and fails is noted; a dead service raises."""
+    """Walks a service once, into a Survey. Optional parts that fail are noted; a dead service raises."""
 
     def __init__(self, get: Callable[[object], Json]) -> None:
         self._get = get
@@ -221,20 +219,16 @@ class Walker:
 
     def entries(self, uri: object) -> list[Json]:
         """Return the Members of a collection that may be missing."""
-        if uri is None:
-            return []
         try:
-            return collection(self._get, uri)
+            return [] if uri is None else collection(self._get, uri)
         except RequestFailed as error:
             self._note(error)
             return []
 
     def _optional(self, uri: object) -> Json:
         """Get a resource that may be missing: an empty one then, and a note of the problem."""
-        if uri is None:
-            return {}
         try:
-            return self._get(uri)
+            return {} if uri is None else self._get(uri)
         except RequestFailed as error:
             self._note(error)
             return {}
@@ -245,20 +239,17 @@ class Walker:
         self._survey.problems.append(error.reason)
 
     def _chassis(self, chassis: list[Json]) -> None:
-        found: list[tuple[Json, list[RedfishPoint]]] = []
+        metered: list[tuple[Json, list[RedfishPoint]]] = []
         for resource in chassis:
             old = self._optional(link(resource, "Power"))
-            points = [
-                *self._whole(resource, old),
-                *(self._supplies(resource) or self._old_supplies(resource, old)),
-            ]
+            points = [*self._whole(resource, old), *(self._supplies(resource) or self._old_supplies(resource, old))]
             if points:
-                found.append((resource, points))
-        whole = [r for r, _ in found if r.get("ChassisType") in WHOLE_TYPES]
-        node = whole[0] if len(whole) == 1 else found[0][0] if len(found) == 1 else None
-        for i, (resource, points) in enumerate(found):
+                metered.append((resource, points))
+        whole = [r for r, _ in metered if r.get("ChassisType") in WHOLE_TYPES]
+        node = whole[0] if len(whole) == 1 else metered[0][0] if len(metered) == 1 else None
+        for i, (resource, points) in enumerate(metered):
             prefix = "node" if resource is node else f"chassis.{slug(resource.get('Id'), str(i))}"
-            self._survey.points += [_under(prefix, p) for p in points]
+            self._survey.points += [replace(p, domain=prefix + p.domain) for p in points]
 
     def _whole(self, chassis: Json, old: Json) -> list[RedfishPoint]:
         label = text(chassis.get("Name")) or "chassis"
@@ -337,9 +328,3 @@ class Walker:
             uri = link(service, "Entries")
             if isinstance(uri, str) and not _SKIPPED_LOGS.search(str(service.get("Id"))):
                 self._survey.logs.append(uri)
-
-
-def _under(prefix: str, point: RedfishPoint) -> RedfishPoint:
-    return RedfishPoint(
-        domain=prefix + point.domain, path=point.path, parse=point.parse, label=point.label, note=point.note
-    )

@@ -1,14 +1,13 @@
-"""AMD GPUs, through AMD SMI: the energy counter of each GPU, or its socket power where the counter is no use.
+"""AMD GPUs, through AMD SMI: the energy counter of each GPU, or its socket power where the counter is useless.
 
 Written against amdsmi 7.0; tested against a fake at the ABI, untested on hardware.
 
-The counter is not taken on trust: on some boards and ROCm releases it stands still within a process
-(ROCm/amdsmi issues 22 and 38, rocm_smi_lib issue 180) or counts a small fraction of the energy (issue 38).
-`start` therefore watches it move and holds it against the power reading before it relies on it; otherwise
-power is polled.
+The counter is checked first: on some boards and ROCm releases it stands still within a process (ROCm/amdsmi issues 22
+and 38, rocm_smi_lib issue 180) or counts a small fraction of the energy (issue 38). `start` watches it move and
+compares it with the power reading; a counter that fails is replaced by polled power.
 
-On MI250X one package holds two dies (GCDs), each a GPU of its own, and the first answers for both: the
-second gets a capability with the reason instead of a domain of 0 W.
+On MI250X one package holds two dies (GCDs), each a GPU of its own, and the first answers for both: the second gets a
+capability with the reason instead of a domain of 0 W.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from typing import Any
 from ..clock import NS_PER_S, now_ns
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Hold
-from ._amd_gpu import TRANSIENT, AmdGpu, Smi, select_visible
+from ._amd_gpu import NO_PERMISSION, TRANSIENT, AmdGpu, Smi, error_text, select_visible
 from ._meters import CounterPower, PolledPower
 from .base import Batch
 
-# The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649), so 0.1 s loses
-# nothing of a counter; a polled reading has no memory, and 20 ms is the finest ring of any vendor
-# (docs/measuring.md).
+# The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649), so 0.1 s loses nothing of a
+# counter; a polled reading has no memory, and 20 ms is the finest ring of any vendor (docs/measuring.md).
 COUNTER_PERIOD_S = 0.1
 POLL_PERIOD_S = 0.02
 # Polled every 20 ms; not read for this long, the sampler was kept from running.
@@ -37,23 +35,24 @@ POLL_HOLE_S = 3.0
 TELEMETRY_PERIOD_NS = NS_PER_S
 # How long `start` waits for every counter to move.
 PROBE_S = 0.3
-# A counter and the (smoothed) power reading differ this much only when one of them is wrong; issue 38 has a
-# counter that is off by a factor of 100 or more.
+# A counter and the (smoothed) power reading differ this much only when one of them is wrong; issue 38 has a counter
+# that is off by a factor of 100 or more.
 PROBE_FACTOR = 10.0
 # AMD publishes no accuracy of its power telemetry; the 5% NVIDIA documents for its boards is assumed.
 ASSUMED_GAIN_ERROR = 0.05
 
-NO_PERMISSION = 10  # AMDSMI_STATUS_NO_PERM, amdsmi.h
+_SECOND_DIE = "the second die (GCD) of an MI250X package: its power is counted by the first die"
 _PERMISSION_FIX = "add the user to the groups of /dev/kfd: `sudo usermod -aG render,video $USER`, then log in again"
 
 
 class AmdSensor:
     """Power, energy and telemetry of the AMD GPUs this process may use.
 
-    `HIP_VISIBLE_DEVICES` (or `CUDA_VISIBLE_DEVICES`, which HIP also obeys) and `ROCR_VISIBLE_DEVICES`
-    choose the GPUs, by index or UUID. Domains are named by HIP's numbering of the whole machine: gpu0,
-    gpu1...
+    `HIP_VISIBLE_DEVICES` (or `CUDA_VISIBLE_DEVICES`, which HIP also obeys) and `ROCR_VISIBLE_DEVICES` choose the GPUs,
+    by index or UUID. Domains are named by HIP's numbering of the whole machine: gpu0, gpu1...
     """
+
+    name = "amdsmi"
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._env = os.environ if env is None else env
@@ -64,13 +63,7 @@ class AmdSensor:
         self._lost = False
 
     @property
-    def name(self) -> str:
-        """Short name of the sensor."""
-        return "amdsmi"
-
-    @property
     def period_s(self) -> float:
-        """How often `read` wants to be called."""
         polled = any(isinstance(g.meter, PolledPower) for g in self._gpus)
         return POLL_PERIOD_S if polled else COUNTER_PERIOD_S
 
@@ -108,22 +101,17 @@ class AmdSensor:
         return [_domain(gpu) for gpu in self._gpus if gpu.meter is not None]
 
     def capabilities(self) -> Sequence[Capability]:
-        """List what each GPU gives and what it cannot."""
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """Everything new since the last read. Raises SensorLost when no GPU answers any more."""
         if self._smi is None or not self._gpus:
             raise SensorLost("the AMD sensor is not started", fix="call start() first")
         batch = Batch()
         failures = [why for gpu in self._gpus if (why := _read_power(self._smi, gpu, batch)) is not None]
         if len(failures) == len(self._gpus):
             self._lost = True
-            raise SensorLost(
-                "no AMD GPU answers any more",
-                why=failures[0],
-                fix="look for a GPU reset in `sudo dmesg | grep amdgpu`",
-            )
+            fix = "look for a GPU reset in `sudo dmesg | grep amdgpu`"
+            raise SensorLost("no AMD GPU answers any more", why=failures[0], fix=fix)
         if now_ns() >= self._telemetry_due_ns:
             self._telemetry_due_ns = now_ns() + TELEMETRY_PERIOD_NS
             batch.telemetry += [gpu.telemetry() for gpu in self._gpus if not gpu.gone]
@@ -132,8 +120,8 @@ class AmdSensor:
     def stop(self) -> None:
         """Forget the GPUs.
 
-        AMD SMI itself stays up: its shutdown is for the whole process and not counted, and PyTorch on ROCm
-        uses it too (torch.cuda.power_draw), so that a shutdown here would pull it from under them.
+        AMD SMI itself stays up: its shutdown is for the whole process and not counted, and PyTorch on ROCm uses it too
+        (torch.cuda.power_draw).
         """
         self._smi, self._gpus = None, []
 
@@ -186,7 +174,7 @@ def order_by_hip(gpus: list[AmdGpu]) -> list[AmdGpu]:
 
 
 def select_gpus(gpus: list[AmdGpu], env: Mapping[str, str]) -> list[AmdGpu]:
-    """Leave what ROCr leaves, then HIP of that: HIP's indices count within ROCr's list."""
+    """The GPUs that ROCr leaves visible, and HIP of those: HIP's indices count within ROCr's list."""
     gpus = [gpus[i] for i in select_visible([g.uuids for g in gpus], env.get("ROCR_VISIBLE_DEVICES"))]
     # HIP takes an empty setting for none at all, unlike ROCr.
     hip = env.get("HIP_VISIBLE_DEVICES") or env.get("CUDA_VISIBLE_DEVICES") or None
@@ -195,14 +183,14 @@ def select_gpus(gpus: list[AmdGpu], env: Mapping[str, str]) -> list[AmdGpu]:
 
 def _choose_meters(gpus: Sequence[AmdGpu]) -> None:
     """Give each GPU its counter if that moves and agrees with its power, else polled power, else none."""
-    first = {gpu.name: gpu.energy() for gpu in gpus}
+    first = {gpu.name: gpu.probe(gpu.read_energy) for gpu in gpus}
     deadline_ns = now_ns() + int(PROBE_S * NS_PER_S)
     waiting = [gpu for gpu in gpus if first[gpu.name] is not None]
     while waiting and now_ns() < deadline_ns:
         time.sleep(PROBE_S / 10)
-        waiting = [gpu for gpu in waiting if gpu.energy() == first[gpu.name]]
+        waiting = [gpu for gpu in waiting if gpu.probe(gpu.read_energy) == first[gpu.name]]
     for gpu in gpus:
-        power_w = gpu.power_w()
+        power_w = gpu.probe(gpu.read_power_w)
         why = _counter_fault(gpu, first[gpu.name], power_w)
         gpu.capabilities.append(Capability(name=f"{gpu.name}.energy", available=why is None, reason=why))
         if why is None:
@@ -210,23 +198,22 @@ def _choose_meters(gpus: Sequence[AmdGpu]) -> None:
         elif power_w is not None:
             gpu.meter = PolledPower(gpu.name, hole_s=POLL_HOLE_S)
         else:
-            gpu.failure = gpu.second_die_reason() or gpu.failure or why
-            gpu.capabilities.append(
-                Capability(name=f"{gpu.name}.power", available=False, reason=gpu.failure, fix=gpu.second_die_fix())
-            )
+            fix = "make the first die of the package visible too" if gpu.is_dual_die else None
+            gpu.failure = _SECOND_DIE if gpu.is_dual_die else gpu.failure or why
+            gpu.capabilities.append(Capability(name=f"{gpu.name}.power", available=False, reason=gpu.failure, fix=fix))
 
 
 def _counter_fault(gpu: AmdGpu, first: tuple[float, int] | None, power_w: float | None) -> str | None:
-    """Why the energy counter is no use, or None."""
+    """Why the energy counter is useless, or None."""
     if first is None:
         return gpu.failure or "the GPU has no energy counter"
-    last = gpu.energy()
+    last = gpu.probe(gpu.read_energy)
     if last is None or last[0] == first[0]:
         return f"the energy counter did not move within {PROBE_S} s"
     span_s = (last[1] - first[1]) * 1e-9
     mean_w = (last[0] - first[0]) / span_s if span_s > 0 else None
     if mean_w is None or power_w is None:
-        return None  # nothing to hold it against
+        return None  # nothing to compare it with
     if not power_w / PROBE_FACTOR <= mean_w <= power_w * PROBE_FACTOR:
         return f"the energy counter says {mean_w:.3g} W where the power reading says {power_w:.0f} W"
     return None
@@ -250,17 +237,13 @@ def _read_power(smi: Smi, gpu: AmdGpu, batch: Batch) -> str | None:
     """One reading into the batch; the reason if the GPU does not answer (any more)."""
     before_ns = now_ns()
     try:
-        answered = _observe(gpu, batch, before_ns)
+        reason = None if _observe(gpu, batch, before_ns) else "the reading is N/A"
     except smi.error as err:
         if getattr(err, "err_code", None) in TRANSIENT:  # a counter goes on counting, the next read is soon
             return None
-        answered, reason = False, error_text(err)
-    else:
-        reason = "the reading is N/A"
-    gpu.gone = not answered
-    if answered:
-        return None
-    if gpu.meter is not None:
+        reason = error_text(err)
+    gpu.gone = reason is not None
+    if reason is not None and gpu.meter is not None:
         gpu.meter.fail(batch, before_ns, reason)
     return reason
 
@@ -279,9 +262,3 @@ def _observe(gpu: AmdGpu, batch: Batch, before_ns: int) -> bool:
         return False
     gpu.meter.observe(batch, power_w=power_w, time_ns=(before_ns + now_ns()) // 2)
     return True
-
-
-def error_text(err: Exception) -> str:
-    """What the binding says of an error, on one line."""
-    info = getattr(err, "err_info", None) or str(err)
-    return " ".join(str(info).split())

@@ -2,9 +2,9 @@
 
 Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware.
 
-A GPU may offer several counters that overlap: card ⊃ package ⊃ stacks (tiles) and memory. The widest one is
-the domain gpuN that counts; the others (gpu0.package, gpu0.stack1, gpu0.memory) are there to look at and do
-not count again. Where only tiles have counters, each is a counted domain of its own.
+A GPU may offer several counters that overlap: card ⊃ package ⊃ stacks (tiles) and memory. The widest one is the domain
+gpuN that counts; the others (gpu0.package, gpu0.stack1, gpu0.memory) are shown and not counted again. Where only tiles
+have counters, each is a counted domain of its own.
 """
 
 from __future__ import annotations
@@ -33,25 +33,18 @@ _PERMISSION_FIX = "add the user to the group of /dev/dri/render*: `sudo usermod 
 class IntelSensor:
     """Energy and telemetry of the Intel GPUs this process may use.
 
-    `ZE_AFFINITY_MASK` chooses the GPUs, read as `ZE_FLAT_DEVICE_HIERARCHY` says. A tile's card is measured
-    whole. Domains are named by Sysman's numbering of the whole machine: gpu0, gpu1...
+    `ZE_AFFINITY_MASK` chooses the GPUs, read as `ZE_FLAT_DEVICE_HIERARCHY` says. A tile's card is measured whole.
+    Domains are named by Sysman's numbering of the whole machine: gpu0, gpu1...
     """
+
+    name = "level-zero"
+    period_s = PERIOD_S
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._env = os.environ if env is None else env
         self._parts: list[tuple[IntelGpu, list[PowerDomain]]] = []
         self._capabilities: list[Capability] = []
         self._telemetry_due_ns = 0
-
-    @property
-    def name(self) -> str:
-        """Short name of the sensor."""
-        return "level-zero"
-
-    @property
-    def period_s(self) -> float:
-        """How often `read` wants to be called."""
-        return PERIOD_S
 
     def start(self) -> None:
         """Load Level Zero and find the GPUs. Raises SensorUnavailable or SensorPermission."""
@@ -98,22 +91,17 @@ class IntelSensor:
         return [_domain(gpu, part, parts[0]) for gpu, parts in self._parts for part in parts]
 
     def capabilities(self) -> Sequence[Capability]:
-        """List what each GPU gives and what it cannot."""
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """Everything new since the last read. Raises SensorLost when no GPU answers any more."""
         if not self._parts:
             raise SensorLost("the Intel sensor is not started", fix="call start() first")
         batch = Batch()
         results = [_read_counter(gpu, part, batch) for gpu, parts in self._parts for part in parts]
         failures = [reason for reason in results if reason is not None]
         if len(failures) == len(results):
-            raise SensorLost(
-                "no Intel GPU answers any more",
-                why=failures[0],
-                fix="look for a GPU reset in `sudo dmesg | grep -E 'i915|xe'`",
-            )
+            fix = "look for a GPU reset in `sudo dmesg | grep -E 'i915|xe'`"
+            raise SensorLost("no Intel GPU answers any more", why=failures[0], fix=fix)
         if now_ns() >= self._telemetry_due_ns:
             self._telemetry_due_ns = now_ns() + TELEMETRY_PERIOD_NS
             batch.telemetry += [g.telemetry(p[0].handle) for g, p in self._parts if not p[0].gone]
@@ -127,10 +115,9 @@ class IntelSensor:
 def select_masked(tiles: Sequence[int], mask: str | None, *, flat: bool) -> list[int]:
     """Return the indices of the cards that `ZE_AFFINITY_MASK` leaves a part of.
 
-    In the flat hierarchies an entry counts tiles over all cards, in the composite one it is "card" or
-    "card.tile" (Level Zero specification, affinity mask). Sysman itself keeps a uniform view of the whole
-    system (Sysman device mapping extension), so the mask is applied here. Entries that fit nothing are
-    ignored, as the specification says.
+    In the flat hierarchies an entry counts tiles over all cards, in the composite one it is "card" or "card.tile"
+    (Level Zero specification, affinity mask). Sysman itself keeps a uniform view of the whole system (Sysman device
+    mapping extension), so the mask is applied here. Entries that fit nothing are ignored, as the specification says.
     """
     if mask is None or not mask.strip():
         return list(range(len(tiles)))
@@ -158,23 +145,20 @@ def _load() -> Any:
 
 def _gpus(sysman: Sysman) -> list[IntelGpu]:
     z = sysman.module
-    found: list[IntelGpu] = []
+    gpus: list[IntelGpu] = []
     for driver in sysman.enumerate("zesDriverGet", z.zes_driver_handle_t):
         for handle in sysman.enumerate("zesDeviceGet", z.zes_device_handle_t, driver):
-            gpu = IntelGpu(sysman, handle, f"gpu{len(found)}")
+            gpu = IntelGpu(sysman, handle, f"gpu{len(gpus)}")
             if gpu.kind == _GPU:
-                found.append(gpu)
-    return found
+                gpus.append(gpu)
+    return gpus
 
 
 def _start_error(err: ZesError) -> SensorError:
     if err.code == PERMISSION:
         return SensorPermission("Intel GPUs may not be read by this user", why=str(err), fix=_PERMISSION_FIX)
-    return SensorUnavailable(
-        "Level Zero Sysman does not start",
-        why=str(err),
-        fix="check that the driver is loaded: `lsmod | grep -E 'i915|xe'`",
-    )
+    fix = "check that the driver is loaded: `lsmod | grep -E 'i915|xe'`"
+    return SensorUnavailable("Level Zero Sysman does not start", why=str(err), fix=fix)
 
 
 def _no_counter(visible: Sequence[IntelGpu]) -> SensorError:
@@ -198,8 +182,7 @@ def _domain(gpu: IntelGpu, part: PowerDomain, first: PowerDomain) -> Domain:
         resolution_s=meter.resolution_s or PERIOD_S,
         gain_error=ASSUMED_GAIN_ERROR,
         hold=Hold.MEAN,
-        # Where there is no domain for the whole, the tiles add up to it; a tile's memory is already in its
-        # stack.
+        # Where there is no domain for the whole, the tiles add up to it; a tile's memory is already in its stack.
         counted=part is first or (tiles_only and part.kind == first.kind),
         label=gpu.label,
         note=gpu.note,

@@ -20,6 +20,7 @@ from ._meters import PolledPower
 from .base import Batch
 
 DOMAIN = "node"
+TIMEOUT_S = 5.0
 # DCMI ("Get Power Reading") gives whole watts and no accuracy. Assumed: supplies meter their input within about 3%.
 GAIN_ERROR = 0.03
 # Reading the event log walks it record by record over a slow bus: seconds on a full log.
@@ -45,40 +46,30 @@ _RECOVERED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What a command left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Runner = Callable[[Sequence[str], float], RunResult]
-"""Runs a command within a number of seconds; raises OSError or subprocess.TimeoutExpired."""
+Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+"""Runs a command; raises OSError or subprocess.TimeoutExpired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerReading:
-    """The part of a DCMI power reading we use: watts now, and the BMC's time of it."""
+    """A DCMI power reading: watts now, and the BMC's time of it."""
 
     power_w: float
     stamp: str | None
 
 
-def run_command(command: Sequence[str], timeout_s: float) -> RunResult:
-    """Run a command without input, in the C locale, and collect what it says."""
-    done = subprocess.run(
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command without input, in the C locale, and collect its output."""
+    return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=timeout_s,
+        timeout=TIMEOUT_S,
         check=False,
         env={**os.environ, "LC_ALL": "C"},
     )
-    return RunResult(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
 def parse_power_reading(text: str) -> PowerReading:
@@ -94,8 +85,8 @@ def parse_power_reading(text: str) -> PowerReading:
         raise ValueError(f"{power_w} W means that the BMC has no reading")
     stamp = _STAMP.search(text)
     # Some BMCs never set the stamp (1970); it then says nothing about what is new.
-    told = stamp[1] if stamp is not None and "1970" not in stamp[1] else None
-    return PowerReading(power_w=float(power_w), stamp=told)
+    own_time = stamp[1] if stamp is not None and "1970" not in stamp[1] else None
+    return PowerReading(power_w=float(power_w), stamp=own_time)
 
 
 def classify_event(text: str) -> str | None:
@@ -115,41 +106,28 @@ def classify_event(text: str) -> str | None:
 class IpmiSensor:
     """Node power and power-supply events through ipmitool and the local BMC."""
 
+    name = "ipmi"
+    period_s = 1.0  # BMCs have something new about once a second
+
     def __init__(
         self,
         *,
-        command: Sequence[str] = ("ipmitool",),
         runner: Runner = run_command,
         clock_ns: Callable[[], int] = now_ns,
         device: Path = Path("/dev/ipmi0"),
         readable: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK),
-        period_s: float = 1.0,
         events_period_s: float = EVENTS_PERIOD_S,
-        timeout_s: float = 5.0,
     ) -> None:
-        self._command = tuple(command)
         self._runner = runner
         self._clock_ns = clock_ns
         self._device = device
         self._readable = readable
-        self._period_s = period_s
         self._events_period_s = events_period_s
-        self._timeout_s = timeout_s
         self._power: PolledPower | None = None
         self._capabilities: list[Capability] = []
         self._failures = 0
         self._seen: set[str] | None = None
         self._events_at_ns = 0
-
-    @property
-    def name(self) -> str:
-        """Short name of the sensor."""
-        return "ipmi"
-
-    @property
-    def period_s(self) -> float:
-        """How often to read; BMCs have something new about once a second."""
-        return self._period_s
 
     def start(self) -> None:
         """Take a first reading, and note which log entries are old."""
@@ -175,7 +153,6 @@ class IpmiSensor:
         return Capability(name="events", available=True)
 
     def domains(self) -> Sequence[Domain]:
-        """Return the node; its resolution is assumed until changes were seen."""
         if self._power is None:
             return []
         assumed = "" if self._power.refresh_seen else "; refresh period assumed, not yet seen"
@@ -192,7 +169,6 @@ class IpmiSensor:
         ]
 
     def capabilities(self) -> Sequence[Capability]:
-        """Return whether power and events can be had."""
         return list(self._capabilities)
 
     def read(self) -> Batch:
@@ -249,47 +225,46 @@ class IpmiSensor:
 
     def _ask(self, *arguments: str) -> str:
         """Run ipmitool; its failures become our errors."""
-        tool = self._command[0]
         try:
-            result = self._runner((*self._command, *arguments), self._timeout_s)
+            result = self._runner(("ipmitool", *arguments))
         except FileNotFoundError as error:
             raise SensorUnavailable(
-                f"{tool} is not installed", why="IPMI is read through it", fix="sudo apt install ipmitool"
+                "ipmitool is not installed", why="IPMI is read through it", fix="sudo apt install ipmitool"
             ) from error
         except subprocess.TimeoutExpired as error:
             raise SensorUnavailable(
-                f"ipmitool did not answer within {self._timeout_s:g} s",
+                f"ipmitool did not answer within {TIMEOUT_S:g} s",
                 why="the BMC is busy or hung",
-                fix="raise timeout_s, or restart the BMC: ipmitool mc reset cold",
+                fix="restart the BMC: ipmitool mc reset cold",
             ) from error
         except OSError as error:
             raise SensorUnavailable(
-                f"{tool} cannot be run", why=str(error), fix="check the file's permissions"
+                "ipmitool cannot be run", why=str(error), fix="check the file's permissions"
             ) from error
         if result.returncode != 0:
             raise self._refusal(result)
         return result.stdout
 
-    def _refusal(self, result: RunResult) -> SensorError:
-        said = " ".join((result.stderr or result.stdout).split())[:200]
+    def _refusal(self, result: subprocess.CompletedProcess[str]) -> SensorError:
+        answer = " ".join((result.stderr or result.stdout).split())[:200]
         # ipmitool tries three device names and reports the last one's error, so that a device we may not open
         # reads "No such file or directory": look at the device itself.
         barred = self._device.exists() and not self._readable(self._device)
-        if barred or "permission denied" in said.lower():
+        if barred or "permission denied" in answer.lower():
             return SensorPermission(
                 f"{self._device} may not be opened",
                 why="only root may talk to the BMC",
                 fix=f"run as root, or: sudo chgrp $(id -gn) {self._device} && sudo chmod g+rw {self._device}",
             )
-        if "could not open device" in said.lower():
+        if "could not open device" in answer.lower():
             return SensorUnavailable(
                 "there is no local BMC device",
-                why=said,
+                why=answer,
                 fix="sudo modprobe ipmi_si ipmi_devintf; virtual machines and most desktops have no BMC",
             )
         return SensorUnavailable(
             f"ipmitool failed with status {result.returncode}",
-            why=said or "it said nothing",
+            why=answer or "it printed nothing",
             fix="try Redfish instead",
         )
 

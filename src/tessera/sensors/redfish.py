@@ -1,14 +1,13 @@
 """Power of chassis, power supplies and rack PDUs, and their over-current events, from a Redfish service.
 
-    RedfishConfig ──► RedfishClient (_redfish_http)      TLS, login, bounds
+    RedfishConfig ──► RedfishClient (_redfish_http)      TLS, credentials, bounds
                           │
                       Walker (_redfish_walk)             what there is, once, at start
                           │
                       RedfishSensor (here)               reads it again and again: samples, currents, events
 
-Nothing here is counted: a chassis or a PDU contains the GPUs and CPUs that other sensors count. A request
-takes 10 ms to seconds, so `read` belongs on a background thread; a dead service costs it one timeout, not one
-for each resource.
+Nothing here is counted: a chassis or a PDU contains the GPUs and CPUs that other sensors count. A request takes 10 ms
+to seconds, so `read` belongs on a background thread; a dead service costs it one timeout, not one for each resource.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ EVENTS_PERIOD_S = 10.0
 # One lost answer is common while a BMC is busy; three in a row are not.
 FAILURES_TO_LOSE = 3
 
-Client = Callable[[RedfishConfig], RedfishClient]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Watch:
@@ -58,8 +55,8 @@ class _Watch:
             self.power.observe(batch, power_w=reading.power_w, time_ns=time_ns, stamp=reading.stamp)
         elif self.point.has_power:
             self.power.fail(batch, time_ns, reading.problem)
-        told = (reading.current_a, reading.peak_current_a, reading.voltage_v, reading.power_limit_w)
-        if any(value is not None for value in told):
+        values = (reading.current_a, reading.peak_current_a, reading.voltage_v, reading.power_limit_w)
+        if any(value is not None for value in values):
             batch.telemetry.append(
                 Telemetry(
                     time_ns=time_ns,
@@ -83,7 +80,7 @@ class _Watch:
         self._alarm(batch, time_ns, "psu_fault", reading.fault)
 
     def _alarm(self, batch: Batch, time_ns: int, kind: str, message: str | None) -> None:
-        """Tell of a condition when it begins, not while it lasts."""
+        """Report a condition when it begins, not while it lasts."""
         if message is None:
             self.alarms.discard(kind)
         elif kind not in self.alarms:
@@ -108,21 +105,20 @@ class _Watch:
 class RedfishSensor:
     """Node, power-supply and rack PDU power with currents and over-current events, over HTTPS."""
 
+    name = "redfish"
+    period_s = 1.0  # BMCs have something new about once a second
+
     def __init__(
         self,
         config: RedfishConfig,
         *,
-        client: Client = RedfishClient,
         clock_ns: Callable[[], int] = now_ns,
         epoch: EpochMap | None = None,
-        period_s: float = 1.0,
         events_period_s: float = EVENTS_PERIOD_S,
     ) -> None:
         self._config = config
-        self._make_client = client
         self._clock_ns = clock_ns
         self._epoch = epoch or EpochMap(Clock(monotonic_ns=clock_ns))
-        self._period_s = period_s
         self._events_period_s = events_period_s
         self._client: RedfishClient | None = None
         self._watches: list[_Watch] = []
@@ -135,23 +131,12 @@ class RedfishSensor:
     def __repr__(self) -> str:
         return f"RedfishSensor({self._config!r})"
 
-    @property
-    def name(self) -> str:
-        """Short name of the sensor."""
-        return "redfish"
-
-    @property
-    def period_s(self) -> float:
-        """How often to read; BMCs have something new about once a second."""
-        return self._period_s
-
     def start(self) -> None:
-        """Log in, find what there is, and note which log entries are old."""
+        """Connect, find what there is, and note which log entries are old."""
         self.stop()
-        self._client = self._make_client(self._config)
+        self._client = RedfishClient(self._config)
         try:
-            survey = Walker(self._client.get).walk()
-            self._adopt(survey)
+            self._adopt(Walker(self._client.get).walk())
         except RequestFailed as error:
             self.stop()
             raise self._refusal(error) from None
@@ -175,15 +160,6 @@ class RedfishSensor:
         self._capabilities += [Capability(name="redfish.resource", available=False, reason=r) for r in lost]
         no_logs = None if self._logs else "the service has no readable log of power events"
         self._capabilities.append(Capability(name="redfish.events", available=bool(self._logs), reason=no_logs))
-        if not self._config.verify:
-            self._capabilities.append(
-                Capability(
-                    name="redfish.certificate",
-                    available=False,
-                    reason="verify=False: whoever answers there gets the password and may forge readings",
-                    fix="give ca_file with the CA of the BMC's certificate, and leave verify=True",
-                )
-            )
 
     def _refusal(self, error: RequestFailed) -> SensorPermission | SensorUnavailable:
         where = "{}:{}".format(*self._config.address)
@@ -206,15 +182,14 @@ class RedfishSensor:
         )
 
     def domains(self) -> Sequence[Domain]:
-        """Return the domains with a power reading; resolutions are assumed until changes were seen."""
+        """The domains with a power reading; resolutions are assumed until changes were seen."""
         return [watch.describe() for watch in self._watches if watch.point.has_power]
 
     def capabilities(self) -> Sequence[Capability]:
-        """Return what is given, what could not be had and why, and the risk of verify=False."""
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """Return what is new: samples, currents, alarms, and power events logged since."""
+        """Samples, currents, alarms, and the power events logged since the last read."""
         if self._client is None:
             raise SensorLost("the Redfish sensor was not started", fix="call start() first")
         batch = Batch()
@@ -294,8 +269,8 @@ class RedfishSensor:
 
     def _log_event(self, batch: Batch, entry: Json, since_ns: int, now: int) -> None:
         message = text(entry.get("Message")) or text(entry.get("MessageId")) or ""
-        said = " ".join(text(entry.get(key)) or "" for key in ("MessageId", "Message", "SensorType", "EntryCode"))
-        kind = classify_event(said)
+        words = " ".join(text(entry.get(key)) or "" for key in ("MessageId", "Message", "SensorType", "EntryCode"))
+        kind = classify_event(words)
         if kind is not None:
             time_ns = self._logged_ns(entry, since_ns, now)
             domain = self._origin(link(mapping(entry.get("Links")), "OriginOfCondition"))
@@ -320,7 +295,7 @@ class RedfishSensor:
         return self._watches[0].point.domain
 
     def stop(self) -> None:
-        """Log out and hang up."""
+        """Hang up."""
         if self._client is not None:
             self._client.close()
             self._client = None
