@@ -1,12 +1,26 @@
-"""Fixtures of the tests of `tessera.optimize`: a fresh compiler, and ways without Inductor."""
+"""Fixtures of the tests of `tessera.optimize`: a fresh compiler, and variants without Inductor."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from tessera.rewrite import ways
-from tessera.rewrite.inductor import recorder
+from tessera.rewrite import variants
+from tessera.rewrite.compilation import Compilation
+from tessera.rewrite.inductor import Pass, apply_passes, note_runs
+
+
+def make_recorder(compilation: Compilation, passes: Sequence[Pass] = ()) -> Any:
+    """A backend that runs the program as it is after our passes and compiles nothing."""
+
+    def run_graph(module: Any, inputs: Sequence[Any]) -> Any:
+        apply_passes(module, passes, compilation)
+        return note_runs(module.forward, compilation, compilation.graphs)
+
+    return run_graph
 
 
 @pytest.fixture(autouse=True)
@@ -17,5 +31,7 @@ def fresh_compiler() -> None:
 
 @pytest.fixture(name="uncompiled")
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways that run our passes and then the graph as it is: everything but Inductor, in a tenth of the time."""
-    monkeypatch.setattr(ways, "backend", lambda watch, passes, options: recorder(watch, passes))
+    """Variants that run our passes and then the graph as it is: everything but Inductor, in a tenth of the time."""
+    monkeypatch.setattr(
+        variants, "make_backend", lambda compilation, passes, options: make_recorder(compilation, passes)
+    )

@@ -1,7 +1,7 @@
 """`tessera.optimize` beside eager torch and torch.compile's modes: GPT-2-small training, BERT and ResNet-50 inference.
 
     PYTHONPATH=src:.carry/site python benchmarks/device/optimize.py RESULTS.json [--only gpt2,bert,resnet50]
-                                                                    [--budget-s 400] [--ways reduce-overhead] [--tuned] [--quick]
+                                                                    [--budget-s 400] [--variants reduce-overhead] [--tuned] [--quick]
 
 For each model: ms and J of eager, of `torch.compile` in its modes (model alone, as people use it), and of `optimize()`;
 what it rewrote; and how much of the measured difference to eager the trace of rewrites explains. The last comparison
@@ -25,13 +25,13 @@ import torch
 
 import tessera
 import vision
-from tessera.rewrite.measured import measure
+from tessera.rewrite.measure import measure_iteration
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
 MODES = ("default", "reduce-overhead")
-SECONDS_EACH = 4.5  # of measuring a way: three times the least EnergyBenchmark takes
+SECONDS_EACH = 4.5  # of measuring a variant: three times the least EnergyBenchmark takes
 TURNS = 3
 KERNELS = 40  # of an iteration that are kept
 
@@ -154,8 +154,8 @@ def figures(call: Callable[[], Any], seconds: float) -> dict[str, Any]:
     """Milliseconds and joules of a call at steady state."""
     for _ in range(3):
         call()
-    found = measure(call, seconds)
-    return {"ms": found.seconds * 1e3, "j": found.joules, "error_j": found.error_j}
+    found = measure_iteration(call, seconds)
+    return {"ms": found.time_s * 1e3, "j": found.energy_j, "error_j": found.error_j}
 
 
 def compiled(call: Callable[[], Any], seconds: float) -> dict[str, Any]:
@@ -189,29 +189,31 @@ def explained(fast: Any) -> dict[str, Any]:
     saved_j = sum(r.saved_j or 0.0 for r in named)
     found = {"trace_saved_ms": saved_s * 1e3, "trace_saved_j": saved_j,
              "rest_ms": sum(r.saved_s or 0.0 for r in rest) * 1e3, "rest_j": sum(r.saved_j or 0.0 for r in rest)}  # fmt: skip
-    eager = next(w for w in fast.ways if w.name == "eager")
-    chosen = next(w for w in fast.ways if w.name == fast.chosen)
+    eager = next(w for w in fast.variants if w.name == "eager")
+    chosen = next(w for w in fast.variants if w.name == fast.chosen)
     for name, told, before, after in (
-        ("s", saved_s, eager.seconds, chosen.seconds), ("j", saved_j, eager.joules, chosen.joules)
+        ("s", saved_s, eager.time_s, chosen.time_s), ("j", saved_j, eager.energy_j, chosen.energy_j)
     ):  # fmt: skip
         if before and after and before != after:
             found[f"explained_{name}"] = 1.0 - abs(told - (before - after)) / abs(before - after)
             found[f"told_over_true_{name}"] = told / (before - after)
     modelled = None if fast.trace is None else fast.trace.modelled_j
-    if modelled and eager.joules and chosen.joules:  # before the measured joules were shared out: the model's own word
-        found["modelled_over_true_j"] = (modelled[0] - modelled[1]) / (eager.joules - chosen.joules)
+    if (
+        modelled and eager.energy_j and chosen.energy_j
+    ):  # before the measured joules were shared out: the model's own word
+        found["modelled_over_true_j"] = (modelled[0] - modelled[1]) / (eager.energy_j - chosen.energy_j)
     return found
 
 
 def looked(trace: Any) -> dict[str, Any]:
     """What kernels took beside what the model says, by group, both programs: empty where they were not looked at."""
     found: dict[str, Any] = {}
-    for side, rows in (("before", trace.looked_before), ("after", trace.looked_after)):
+    for side, rows in (("before", trace.checks_before), ("after", trace.checks_after)):
         if rows:
             found[f"busy_{side}_ms"] = sum(row.seen_s for row in rows) * 1e3
             found[f"modelled_busy_{side}_ms"] = sum(row.modelled_s for row in rows) * 1e3
             found[f"groups_{side}"] = {
-                row.name: {"pieces": row.pieces, "modelled_ms": row.modelled_s * 1e3, "ms": row.seen_s * 1e3}
+                row.name: {"pieces": row.ops, "modelled_ms": row.modelled_s * 1e3, "ms": row.seen_s * 1e3}
                 for row in rows
             }
     return found
@@ -234,15 +236,17 @@ def kernel_ms(call: Callable[[], Any]) -> dict[str, float]:
     return {name[:90]: round(ms, 4) for name, ms in sorted(sums.items(), key=lambda item: -item[1])[:KERNELS] if ms}
 
 
-def optimized(load: Load, budget_s: float, seconds: float, keep: list[Any], ways: list[str] | None) -> dict[str, Any]:
+def optimized(
+    load: Load, budget_s: float, seconds: float, keep: list[Any], variants: list[str] | None
+) -> dict[str, Any]:
     """`tessera.optimize`, what it did, and what it takes."""
     target, inputs = load.to_optimize()
     begin = time.monotonic()
-    fast = tessera.optimize(target, inputs, budget_s=budget_s, device=None if torch.cuda.is_available() else "h200",
-                            ways=ways if torch.cuda.is_available() else ["default"],
+    fast = tessera.optimize(target, inputs, budget_s=budget_s, on=None if torch.cuda.is_available() else "h200",
+                            variants=variants if torch.cuda.is_available() else ["default"],
                             progress=lambda line: print(f"          {line}", flush=True))  # fmt: skip
     prepare_s = time.monotonic() - begin
-    print(fast.report(), flush=True)
+    print(fast, flush=True)
     keep.append(load.after(fast))
     now = figures(keep[-1], seconds)
     trace = fast.trace
@@ -252,12 +256,12 @@ def optimized(load: Load, budget_s: float, seconds: float, keep: list[Any], ways
         "launches": [trace.launches_before, trace.launches_after], "host_pace": trace.host_pace,
     }  # fmt: skip
     return {"chosen": fast.chosen, "prepare_s": prepare_s, **now, **explained(fast), **told,
-            "rewrites": fast.to_json(), "eager_kernel_ms": kernel_ms(load.iteration(load.model)),
+            "rewrites": fast.to_dict(), "eager_kernel_ms": kernel_ms(load.iteration(load.model)),
             "kernel_ms": kernel_ms(keep[-1])}  # fmt: skip
 
 
 def one(
-    name: str, results: Results, quick: bool, modes: tuple[str, ...], share_s: float, ways: list[str] | None
+    name: str, results: Results, quick: bool, modes: tuple[str, ...], share_s: float, variants: list[str] | None
 ) -> None:
     """All rows of one model."""
     device = "cpu" if quick else "cuda"
@@ -269,7 +273,9 @@ def one(
     eager = results.row(name, "eager", lambda: figures(load.iteration(load.model), seconds), 2 * seconds)
     if eager is None:
         return
-    fast = results.row(name, "optimize", lambda: optimized(load, 0.55 * share_s, seconds, keep, ways), 0.2 * share_s)
+    fast = results.row(
+        name, "optimize", lambda: optimized(load, 0.55 * share_s, seconds, keep, variants), 0.2 * share_s
+    )
     calls = {mode: load.iteration(torch.compile(load.model, mode=mode)) for mode in modes}
     costs: dict[str, float] = {}
     for mode, call in calls.items():
@@ -295,7 +301,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--modes", default=",".join(MODES), help="of torch.compile, by comma; '' for none")
-    parser.add_argument("--ways", help="those optimize() may try, by comma; all where not given")
+    parser.add_argument("--variants", help="those optimize() may try, by comma; all where not given")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if not given.quick and not torch.cuda.is_available():
@@ -312,7 +318,7 @@ def main() -> None:
         weights = [2.0 if n == "gpt2" else 1.0 for n in names[i:]]  # a backward and an optimizer to compile
         try:
             one(name, results, given.quick, modes, results.left_s() * weights[0] / sum(weights),
-                given.ways.split(",") if given.ways else None)  # fmt: skip
+                given.variants.split(",") if given.variants else None)  # fmt: skip
         except Exception:  # noqa: BLE001 - the next model may work
             traceback.print_exc()
         torch._dynamo.reset()

@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody knows it
 import fused_conv
 import optimize
 import vision
-from tessera.rewrite.measured import Measured, measure
+from tessera.rewrite.measure import IterationMeasurement, measure_iteration
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -272,16 +272,16 @@ CASES: dict[str, Callable[[bool, str, torch.dtype], Case]] = {"resnet50": resnet
 
 def in_rounds(calls: dict[str, Callable[[], Any]], quick: bool) -> dict[str, dict[str, float | None]]:
     """Each call's seconds and joules, in turns: the medians, and how far the joules of single rounds are apart."""
-    found: dict[str, list[Measured]] = {name: [] for name in calls}
+    found: dict[str, list[IterationMeasurement]] = {name: [] for name in calls}
     for _ in range(1 if quick else ROUNDS):
         for name, call in calls.items():
             call()
-            found[name].append(measure(call, 0.1 if quick else SECONDS_EACH))
+            found[name].append(measure_iteration(call, 0.1 if quick else SECONDS_EACH))
     rows: dict[str, dict[str, float | None]] = {}
     for name, each in found.items():
-        joules = [m.joules for m in each if m.joules is not None]
+        joules = [m.energy_j for m in each if m.energy_j is not None]
         rows[name] = {
-            "ms": st.median(m.seconds for m in each) * 1e3,
+            "ms": st.median(m.time_s for m in each) * 1e3,
             "j": st.median(joules) if joules else None,
             "range_j": max(joules) - min(joules) if joules else None,
         }

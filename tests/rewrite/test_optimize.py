@@ -19,20 +19,18 @@ from tessera import graph
 from tessera.errors import ArgumentError, RewriteError
 from tessera.hardware import lookup
 from tessera.report.optimize import text
-from tessera.rewrite import hooks, ways
-from tessera.rewrite.candidates import Trial
-from tessera.rewrite.check import Program
-from tessera.rewrite.inductor import recorder
-from tessera.rewrite.lowered import after_pieces
-from tessera.rewrite.measured import Measured
-from tessera.rewrite.patterns import attention
-from tessera.rewrite.pieces import pieces_of
-from tessera.rewrite.reference import compare
-from tessera.rewrite.savings import trace
-from tessera.rewrite.spectral import spectral
-from tessera.rewrite.watch import Found, Watch
+from tessera.rewrite import inductor, variants
+from tessera.rewrite.compare import compare
+from tessera.rewrite.compilation import Compilation, Replacement
+from tessera.rewrite.eager_ops import list_eager_ops
+from tessera.rewrite.inductor import make_backend
+from tessera.rewrite.measure import IterationMeasurement
+from tessera.rewrite.passes import fuse_attention, make_spectral_pass
+from tessera.rewrite.program import Program
+from tessera.rewrite.savings import trace_rewrites
+from tessera.rewrite.variants import VariantSearch
 
-from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
+from rewriting import fresh_compiler, make_recorder, without_inductor  # noqa: F401 - fixtures
 
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,52 +104,54 @@ def qkv(**options):
 @pytest.mark.parametrize("form", OURS)
 def test_attention_inductor_misses_becomes_one_call(form):
     fn, how = OURS[form]
-    watch, given_ = Watch(), qkv()
+    watch, given_ = Compilation(), qkv()
     with torch.no_grad():
-        found = torch.compile(fn, backend=recorder(watch, [attention]))(*given_)
-    assert [f.after for f in watch.found] == [f"scaled_dot_product_attention{how}"]
+        found = torch.compile(fn, backend=make_recorder(watch, [fuse_attention]))(*given_)
+    assert [f.after for f in watch.replacements] == [f"scaled_dot_product_attention{how}"]
     torch.testing.assert_close(found, fn(*given_))
     # What it replaced and what it is now are known well enough to be priced.
-    assert {p.short for p in watch.found[0].pieces_before} >= {"bmm", "softmax"}
-    assert watch.found[0].pieces_after[0].kind == "attention"
+    assert {p.short for p in watch.replacements[0].ops_before} >= {"bmm", "softmax"}
+    assert watch.replacements[0].ops_after[0].kind == "attention"
 
 
 @pytest.mark.parametrize("form", NOT_OURS)
 def test_what_is_left_alone(form):
-    watch, given_ = Watch(), qkv()
+    watch, given_ = Compilation(), qkv()
     with torch.no_grad():
-        found = torch.compile(NOT_OURS[form], backend=recorder(watch, [attention]))(*given_)
-    assert watch.found == []
-    assert watch.left == (form == "Inductor has a rule")
+        found = torch.compile(NOT_OURS[form], backend=make_recorder(watch, [fuse_attention]))(*given_)
+    assert watch.replacements == []
+    assert watch.left_to_inductor == (form == "Inductor has a rule")
     torch.testing.assert_close(found, NOT_OURS[form](*given_))
 
 
 def test_sizes_that_may_change():
-    watch = Watch()
-    fn = torch.compile(OURS["no scale"][0], backend=recorder(watch, [attention]), dynamic=True)
+    watch = Compilation()
+    fn = torch.compile(OURS["no scale"][0], backend=make_recorder(watch, [fuse_attention]), dynamic=True)
     with torch.no_grad():
         for length in (16, 24):
             given_ = [torch.randn(2, 4, length, 8) for _ in range(3)]
             torch.testing.assert_close(fn(*given_), OURS["no scale"][0](*given_))
-    assert len(watch.found) == 1, "one graph for both"
+    assert len(watch.replacements) == 1, "one graph for both"
 
 
 def test_weights_that_are_returned_are_not_fused_away():
-    watch = Watch()
-    fn = torch.compile(lambda q, k, v: (scores(q, k).softmax(-1), scores(q, k).softmax(-1) @ v),
-                       backend=recorder(watch, [attention]))  # fmt: skip
+    watch = Compilation()
+    fn = torch.compile(
+        lambda q, k, v: (scores(q, k).softmax(-1), scores(q, k).softmax(-1) @ v),
+        backend=make_recorder(watch, [fuse_attention]),
+    )
     weights, _ = fn(*qkv())
     assert weights.shape == (2, 4, 16, 16)
 
 
 def test_gradients_of_a_rewritten_attention():
-    watch, given_ = Watch(), qkv(requires_grad=True)
-    fn = torch.compile(kept_triangle, backend=recorder(watch, [attention]))
+    watch, given_ = Compilation(), qkv(requires_grad=True)
+    fn = torch.compile(kept_triangle, backend=make_recorder(watch, [fuse_attention]))
     new = torch.autograd.grad(fn(*given_).square().sum(), given_)
     old = torch.autograd.grad(kept_triangle(*given_).square().sum(), given_)
-    assert len(watch.found) == 1
+    assert len(watch.replacements) == 1
     torch.testing.assert_close(new, old)
-    assert {p.backward for p in watch.found[0].pieces_after} == {False, True}
+    assert {p.backward for p in watch.replacements[0].ops_after} == {False, True}
 
 
 def test_a_pass_keeps_writes_into_tensors():
@@ -161,24 +161,26 @@ def test_a_pass_keeps_writes_into_tensors():
         kept.add_(x)
         return scores(x.view(1, 3, 1), x.view(1, 3, 1)).softmax(-1) @ x.view(1, 3, 1)
 
-    torch.compile(fn, backend=recorder(Watch(), [attention]))(torch.ones(3))
+    torch.compile(fn, backend=make_recorder(Compilation(), [fuse_attention]))(torch.ones(3))
     assert kept.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_large_kernels_become_spectral():
     conv, x = nn.Conv2d(16, 16, 31, padding=15, groups=16), torch.randn(1, 16, 64, 64)
-    watch = Watch()
+    watch = Compilation()
     with torch.no_grad():
-        found = torch.compile(conv, backend=recorder(watch, [spectral(lookup("h200"))]))(x)
+        found = torch.compile(conv, backend=make_recorder(watch, [make_spectral_pass(lookup("h200"))]))(x)
         torch.testing.assert_close(found, conv(x), rtol=1e-3, atol=1e-4)
-    (rewrite,) = watch.found
+    (rewrite,) = watch.replacements
     assert rewrite.rule == "spectral_conv"
     assert rewrite.saved_j > 0
-    small, nowhere = Watch(), Watch()
+    small, nowhere = Compilation(), Compilation()
     with torch.no_grad():
-        torch.compile(nn.Conv2d(3, 8, 3), backend=recorder(small, [spectral(lookup("h200"))]))(torch.randn(1, 3, 8, 8))
-        torch.compile(conv, backend=recorder(nowhere, [spectral(None)]))(x)
-    assert small.found == nowhere.found == []
+        torch.compile(nn.Conv2d(3, 8, 3), backend=make_recorder(small, [make_spectral_pass(lookup("h200"))]))(
+            torch.randn(1, 3, 8, 8)
+        )
+        torch.compile(conv, backend=make_recorder(nowhere, [make_spectral_pass(None)]))(x)
+    assert small.replacements == nowhere.replacements == []
 
 
 # -- compiled for real ---------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def test_large_kernels_become_spectral():
 
 def test_a_model_for_inference_with_inductor():
     model, x, lines = Block().eval(), torch.randn(2, 16, 64), []
-    fast = tessera.optimize(model, x, device="h200", budget_s=0, progress=lines.append)
+    fast = tessera.optimize(model, x, on="h200", budget_s=0, progress=lines.append)
     assert fast.chosen == "default"
     assert lines == ["compiling: default"]
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
@@ -204,11 +206,11 @@ def test_a_model_for_inference_with_inductor():
     assert sum(r.saved_j or 0.0 for r in fast.rewrites) == pytest.approx(seen.before_j - seen.after_j, rel=2e-3)
     assert sum(r.saved_s or 0.0 for r in fast.rewrites) == pytest.approx(seen.before_s - seen.after_s, rel=2e-3)
     assert seen.launches_after < seen.launches_before
-    text = fast.report()
+    text = str(fast)
     assert "runs as: default" in text
     assert "flash_attention: " in text
     assert "modelled on h200" in text
-    assert json.loads(json.dumps(fast.to_json()))["chosen"] == "default"
+    assert json.loads(fast.to_json())["chosen"] == "default"
     profile = graph.profile(lambda: fast(x), steps=2, warmup=1)
     assert [r for r in profile.rewrites if r.rule == "flash_attention"] == [fused]
     assert "rewritten: flash_attention: " in str(profile)
@@ -225,7 +227,7 @@ def test_the_second_program_of_a_process_has_its_rewrites_too():
 
     for size in (32, 64):
         given = tuple(torch.randn(2, 4, size, 16) for _ in range(3))
-        fast = tessera.optimize(masked, given, device="h200", ways=["default"], budget_s=0)
+        fast = tessera.optimize(masked, given, on="h200", variants=["default"], budget_s=0)
         assert [r.after for r in fast.rewrites if r.rule == "known mask"] == ["scaled_dot_product_attention (causal)"]
 
 
@@ -233,7 +235,7 @@ def test_a_model_for_training_with_inductor():
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
     x = torch.randn(16, 32)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    fast = tessera.optimize(model, x, mode="train", device="h200", budget_s=0)
+    fast = tessera.optimize(model, x, mode="train", on="h200", budget_s=0)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     fast(x).square().sum().backward()
@@ -247,18 +249,20 @@ def test_a_model_for_training_with_inductor():
 
 
 def test_without_a_chip_bytes_are_still_counted():
-    watch = Watch()
+    watch = Compilation()
     with torch.no_grad():
-        torch.compile(lambda a: (a.relu() + 1).sin(), backend=ways.backend(watch, [], {}))(torch.randn(64, 64))
-    found = trace(watch, None, replayed=False)
+        torch.compile(lambda a: (a.relu() + 1).sin(), backend=make_backend(watch, [], {}))(torch.randn(64, 64))
+    found = trace_rewrites(watch, None, replayed=False)
     (line,) = found.rewrites
     assert (line.rule, line.before, line.times) == ("fuse_elementwise", "relu + add + sin", 1)
     assert line.saved_bytes == 4 * 64 * 64 * 4  # two values neither written nor read again
     assert line.saved_j is None
     assert "not in the catalogue" in line.why
-    shown = SimpleNamespace(chosen="default", ways=[], rewrites=[line, line], trace=found, undone=[], notes=found.notes)
+    shown = SimpleNamespace(
+        chosen="default", variants=[], rewrites=[line, line], trace=found, undone=[], notes=found.notes
+    )
     assert text(shown).count(line.why) == 1  # as a note, not beside each line
-    priced = trace(watch, lookup("a100"), replayed=True)
+    priced = trace_rewrites(watch, lookup("a100"), replayed=True)
     assert "cuda_graph" in {r.rule for r in priced.rewrites}
     assert priced.after_s < priced.before_s
 
@@ -269,24 +273,26 @@ def convolved():
     model = nn.Sequential(
         nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
     ).eval()
-    watch = Watch()
+    watch = Compilation()
     with torch.no_grad():
-        torch.compile(model, backend=ways.backend(watch, [], {}))(torch.randn(2, 16, 16, 16))
+        torch.compile(model, backend=make_backend(watch, [], {}))(torch.randn(2, 16, 16, 16))
     return watch
 
 
 def test_convolutions_that_inductor_lays_out_anew_are_a_line(convolved):
     calls = [k.call for k in convolved.kernels if k.call is not None]
     assert all(t.stride[1] == 1 for call in calls for _, t in call.reads if len(t.shape) == 4)
-    (line,) = [r for r in trace(convolved, lookup("h200"), replayed=False).rewrites if r.rule == "layout"]
+    (line,) = [r for r in trace_rewrites(convolved, lookup("h200"), replayed=False).rewrites if r.rule == "layout"]
     assert (line.before, line.after, line.times) == ("convolution", "with channels last", 2)
 
 
 def test_a_batch_norm_with_fixed_statistics_in_a_generated_kernel_is_elementwise(convolved):
-    (fused,) = [p for p in after_pieces(convolved) if any(n.endswith("relu") for n in p.nodes)]
+    (fused,) = [p for p in convolved.list_ops_after() if any(n.endswith("relu") for n in p.nodes)]
     assert fused.kind == "elementwise"
     assert len(fused.reads) == 1, "its channels' statistics stay in the cache"
-    (line,) = [r for r in trace(convolved, lookup("h200"), replayed=False).rewrites if r.rule.startswith("fuse")]
+    (line,) = [
+        r for r in trace_rewrites(convolved, lookup("h200"), replayed=False).rewrites if r.rule.startswith("fuse")
+    ]
     assert line.before == "batch_norm + relu"
 
 
@@ -294,8 +300,8 @@ def test_a_batch_norm_with_fixed_statistics_in_a_generated_kernel_is_elementwise
 def test_the_measured_eager_time_says_how_fast_the_host_is(convolved, times, pace):
     """A step that takes longer than any host would make it, or less than the device alone, says nothing of the host."""
     device = lookup("h200")
-    usual = trace(convolved, device, replayed=True)
-    here = trace(convolved, device, replayed=True, eager_s=usual.before_s * times)
+    usual = trace_rewrites(convolved, device, replayed=True)
+    here = trace_rewrites(convolved, device, replayed=True, eager_s=usual.before_s * times)
     assert here.host_pace == pytest.approx(pace, rel=0.05)
     if times == 1.3:
         assert here.before_s == pytest.approx(usual.before_s * times, rel=0.02)
@@ -305,11 +311,11 @@ def test_the_measured_eager_time_says_how_fast_the_host_is(convolved, times, pac
 
 
 def test_what_inductor_does_not_say_is_said():
-    watch = Watch(found=[Found(rule="flash_attention", before="a", after="b")])
+    watch = Compilation(replacements=[Replacement(rule="flash_attention", before="a", after="b")])
     nodes = [object()]
-    assert hooks.after_fusion(watch, nodes) is nodes
-    assert watch.unsaid[0].startswith("Inductor did not say which operators it fused (AttributeError")
-    (line,) = trace(watch, lookup("h200"), replayed=False).rewrites
+    assert inductor.read_after_fusion(watch, nodes) is nodes
+    assert watch.missing[0].startswith("Inductor did not say which operators it fused (AttributeError")
+    (line,) = trace_rewrites(watch, lookup("h200"), replayed=False).rewrites
     assert line.saved_j is None
     assert "did not say" in line.why
 
@@ -322,11 +328,17 @@ def test_a_rewrite_that_changes_the_result_is_undone(uncompiled):
         changed = [n for n in module.graph.nodes if n.target is F.relu]
         for node in changed:
             node.target, node.kwargs = F.gelu, {}
-        return [Found(rule="wrong", before="relu", after="gelu") for _ in changed]
+        return [Replacement(rule="wrong", before="relu", after="gelu") for _ in changed]
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    trial = Trial(program=Program(call=model, modules=(model,), optimizers=(), mode="infer"), tolerance=None,
-                  args=(torch.randn(4, 8),), kwargs={}, budget_s=0, say=print)  # fmt: skip
+    trial = VariantSearch(
+        program=Program(call=model, modules=(model,), optimizers=(), mode="infer"),
+        tolerance=None,
+        args=(torch.randn(4, 8),),
+        kwargs={},
+        budget_s=0,
+        say=print,
+    )
     way = trial.run(["default"], [wrong])
     assert way.ok
     assert way.name == "default, torch's passes alone"
@@ -337,7 +349,9 @@ def test_a_rewrite_that_changes_the_result_is_undone(uncompiled):
 
 def test_ours_stay_only_where_they_pay(uncompiled, monkeypatch):
     seconds = iter([3.0, 2.0, 1.0])  # eager, with ours, without
-    monkeypatch.setattr("tessera.rewrite.candidates.measure", lambda run, within_s: Measured(seconds=next(seconds)))
+    monkeypatch.setattr(
+        "tessera.rewrite.variants.measure_iteration", lambda run, within_s: IterationMeasurement(time_s=next(seconds))
+    )
     fast = tessera.optimize(OURS["no scale"][0], tuple(qkv()))
     assert fast.chosen == "default, torch's passes alone"
     assert [r.rule for r in fast.undone] == ["flash_attention"]
@@ -349,8 +363,8 @@ def test_nothing_that_works_is_an_error(monkeypatch):
     def broken(watch, passes, options):
         return lambda module, inputs: lambda *given_: [t + 1 for t in module(*given_)]
 
-    monkeypatch.setattr(ways, "backend", broken)
-    with pytest.raises(RewriteError, match="no way to run") as caught:
+    monkeypatch.setattr(variants, "make_backend", broken)
+    with pytest.raises(RewriteError, match="no variant of this program") as caught:
         tessera.optimize(nn.Linear(4, 4), torch.randn(2, 4))
     assert "result[0]: relative error" in caught.value.why
 
@@ -360,8 +374,8 @@ def test_nothing_that_works_is_an_error(monkeypatch):
 
         return compile_graph
 
-    monkeypatch.setattr(ways, "backend", refuses)
-    with pytest.raises(RewriteError, match="no way to run this program compiles") as caught:
+    monkeypatch.setattr(variants, "make_backend", refuses)
+    with pytest.raises(RewriteError, match="no variant of this program compiles") as caught:
         tessera.optimize(nn.Linear(4, 4), torch.randn(2, 4))
     assert "did not compile" in caught.value.why
     assert "a part that compiles" in caught.value.fix
@@ -381,7 +395,7 @@ def test_a_step_with_dropout_is_checked_in_eval_mode_and_leaves_no_trace(uncompi
 
     before = {k: v.clone() for k, v in model.state_dict().items()}
     drawn = torch.random.get_rng_state()
-    fast = tessera.optimize(step, (), ways=["default"])
+    fast = tessera.optimize(step, (), variants=["default"])
     assert any("eval mode" in note for note in fast.notes)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert len(optimizer.state) == 0
@@ -395,7 +409,7 @@ def test_it_behaves_like_the_model(uncompiled):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.note = "mine"
     fast = tessera.optimize(model)
-    assert "not optimized yet" in fast.report()
+    assert "not optimized yet" in str(fast)
     x = torch.randn(2, 4)
     torch.testing.assert_close(fast(x), model(x))
     torch.testing.assert_close(fast(torch.ones(5, 4)), model(torch.ones(5, 4)))
@@ -418,10 +432,14 @@ def test_it_behaves_like_the_model(uncompiled):
 def test_wrong_arguments_are_named():
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     for wrong, said in (
-        ({"mode": "trian"}, "did you mean 'train'"), ({"launch": "graph"}, "CUDA device"), ({"launch": "x"}, "launch"),
-        ({"tolerance": 0}, "tolerance=0"), ({"ways": ["defualt"]}, "did you mean 'default'"),
-        ({"ways": ["reduce-overhead"]}, "CUDA device"), ({"device": "h20000"}, "h20000"),
-    ):  # fmt: skip
+        ({"mode": "trian"}, "did you mean 'train'"),
+        ({"launch": "graph"}, "CUDA device"),
+        ({"launch": "x"}, "launch"),
+        ({"tolerance": 0}, "tolerance=0"),
+        ({"variants": ["defualt"]}, "did you mean 'default'"),
+        ({"variants": ["reduce-overhead"]}, "CUDA device"),
+        ({"on": "h20000"}, "h20000"),
+    ):
         with pytest.raises(ArgumentError, match=said):
             tessera.optimize(model, x, **wrong)
     with pytest.raises(ArgumentError, match=r"a Tensor of shape \(2, 3\), which cannot be called") as caught:
@@ -473,7 +491,7 @@ def test_nodes_of_one_operator_are_one_piece():
 
     with torch.fx.traceback.preserve_node_meta():
         made = make_fx(fn, decomposition_table=select_decomp_table())(torch.randn(4, 8), torch.randn(8, 8))
-    found = pieces_of(made.graph)
+    found = list_eager_ops(made.graph)
     assert [p.short for p in found if p.launches] == ["mm", "layer_norm", "gelu"]
     product, norm, _gelu = (p for p in found if p.launches)
     assert [t.shape for _, t in product.reads] == [(4, 8), (8, 8)]
@@ -490,21 +508,21 @@ def test_writes_in_place_are_no_copies_of_their_own():
 
     made = make_fx(functionalize(fn))(torch.randn(4), torch.randn(4))
     # The copy of what was given is one; that into the argument is how a graph ends what ran in place.
-    assert [p.short for p in pieces_of(made.graph) if p.launches][:2] == ["mul", "add"]
-    assert [p.silent for p in pieces_of(made.graph) if p.name.startswith("aten.copy")] == [False, True]
+    assert [p.short for p in list_eager_ops(made.graph) if p.launches][:2] == ["mul", "add"]
+    assert [p.silent for p in list_eager_ops(made.graph) if p.name.startswith("aten.copy")] == [False, True]
 
 
 def test_a_first_iteration_that_compiles_for_itself_is_not_explained():
-    watch = Watch()
+    watch = Compilation()
     with torch.no_grad():
-        fn = torch.compile(lambda x: x.sin() + 1, backend=ways.backend(watch, [], {}), dynamic=False)
+        fn = torch.compile(lambda x: x.sin() + 1, backend=make_backend(watch, [], {}), dynamic=False)
         fn(torch.randn(8))
         fn(torch.randn(16))
         assert watch.graphs == 2
         watch.ran.clear()
         fn(torch.randn(16))
-    found = watch.of_those_that_ran()
-    assert [p.writes[0][1].shape for p in found.pieces if p.launches] == [(16,), (16,)]
+    found = watch.select_graphs_that_ran()
+    assert [p.writes[0][1].shape for p in found.ops if p.launches] == [(16,), (16,)]
     assert len(found.kernels) == 1
     assert len(watch.kernels) == 2
 

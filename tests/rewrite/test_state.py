@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.rewrite.check import Program
-from tessera.rewrite.reference import Reference
+from tessera.rewrite.compare import Reference
+from tessera.rewrite.program import Program
 from tessera.rewrite.state import State
 
 OPTIMIZERS = {
@@ -109,7 +109,7 @@ def test_how_an_optimizer_computes_is_left_to_who_changed_it() -> None:
     state.restore()
     assert group["foreach"] and group["lr"].item() == pytest.approx(1e-2)
     assert {s["step"].item() for s in optimizer.state.values()} == {1.0}
-    state.restore(how=True)
+    state.restore(flags=True)
     assert not group["foreach"]
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.rewrite.check import Program
-from tessera.rewrite.cudagraph import WARM_UP, abandon
+from tessera.rewrite.cudagraph import WARM_UP, ReplayedProgram, abandon_capture
+from tessera.rewrite.program import Program
 from tessera.rewrite.state import State
-from tessera.rewrite.ways import Replayed
 from tessera.runtime.tuner import Tuned, Wish
 from tessera.runtime.tuning import changes
 from tessera.runtime.tuning.capturable import Capturable
@@ -173,7 +172,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda: FakeCuda) -> None:
 
 
 def test_a_pool_that_had_ended_is_not_released_twice(cuda: FakeCuda) -> None:
-    abandon(cuda, (0, 7))
+    abandon_capture(cuda, (0, 7))
     assert cuda.ended == ["fresh"]
 
 
@@ -187,7 +186,7 @@ def inference(cuda: FakeCuda, *, fails: bool = False) -> tuple[Any, Any, list[st
             raise RuntimeError("not while capturing")
         return model(x)
 
-    replayed = Replayed(Program(call=call, modules=(model,), optimizers=(), mode="infer"))
+    replayed = ReplayedProgram(Program(call=call, modules=(model,), optimizers=(), mode="infer"))
 
     def body() -> None:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, RecordingError, ScheduleError
-from tessera.rewrite.reference import compare
+from tessera.rewrite.compare import compare
 from tessera.rewrite.state import State
 from tessera.runtime.tuner import Tuned, Wish, tuned
 from tessera.runtime.tuning import store
@@ -299,7 +299,7 @@ def test_dropout_is_no_reason_to_refuse_and_no_excuse() -> None:
     x = torch.randn(32, 64)
     step(x)
     program = bench(step, x).program
-    reference = program.reference((x,), {})
+    reference = program.make_reference((x,), {})
     assert reference.random and reference.spread["result[0]"] > 0
     assert reference.compare(program.observe(step, (x,), {}, seed=5)).ok  # masks of another generator
     idle = program.observe(lambda x: (model(x) - x).square().mean(), (x,), {})
@@ -329,7 +329,7 @@ def test_a_step_that_forgets_the_weights_is_not_hidden_by_buffers() -> None:
 
     step()
     program = bench(step).program
-    reference = program.reference((), {})
+    reference = program.make_reference((), {})
     assert not reference.random and reference.compare(program.observe(step, (), {})).ok
     assert reference.compare(program.observe(step, (), {"updates": False})).where == "all updates"
 

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-PLAIN_TYPES = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type),
-    *(torch.dtype, torch.device),
-)
+_BUILTIN_TYPES = (type(None), bool, int, float, complex, str, bytes, range, slice)
+PLAIN_TYPES = (*_BUILTIN_TYPES, enum.Enum, type, torch.dtype, torch.device)
 """Types whose values can be compared with `==`."""
 
 MAX_DEPTH = 24
@@ -38,14 +36,25 @@ _MADE_IN_C = 1 << 8
 _CLOSED = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader)
 # Objects that other threads use meanwhile, or that stand for something outside this process (a trace, a file).
 _LIVE_MODULES = (
-    *("logging.", "threading.", "queue.", "multiprocessing.", "concurrent.", "asyncio."),
-    *("torch._", "torch.profiler.", "torch.autograd.", "torch.distributed.", "torch.multiprocessing."),
-    *("torch.utils.data.", "tessera.rewrite.optimize.", "tessera.runtime.", "tessera.monitor.", "tessera.profile."),
+    "logging.",
+    "threading.",
+    "queue.",
+    "multiprocessing.",
+    "concurrent.",
+    "asyncio.",
+    "torch._",
+    "torch.profiler.",
+    "torch.autograd.",
+    "torch.distributed.",
+    "torch.multiprocessing.",
+    "torch.utils.data.",
+    "tessera.rewrite.optimize.",
+    "tessera.runtime.",
+    "tessera.monitor.",
+    "tessera.profile.",
 )
-_HANDLES = (
-    *(type(threading.Lock()), type(threading.RLock())),
-    *(threading.Thread, threading.Condition, threading.Event, io.IOBase),
-)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+_HANDLES = (*_LOCKS, threading.Thread, io.IOBase)
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 # How deep objects are searched that hold more than their attributes show.
 _SEARCH_DEPTH = 3

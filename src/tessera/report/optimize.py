@@ -1,4 +1,4 @@
-"""`tessera.optimize` as text: the ways tried, every rewrite on one line, what they add up to."""
+"""`tessera.optimize` as text: the variants tried, every rewrite on one line, what they add up to."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..units import format_bytes, format_duration, format_energy
 
 if TYPE_CHECKING:
     from ..rewrite.optimize import Optimized
-    from ..rewrite.ways import Way
+    from ..rewrite.variants import Variant
 
 
-def text(found: Optimized, top: int = 20) -> str:
+def text(optimized: Optimized, top: int = 20) -> str:
     """The whole report."""
-    if not found.chosen:
-        return f"{type(found.original).__name__}: not optimized yet: the first call does it"
-    lines = [f"runs as: {found.chosen}"]
-    lines += [_way(way, found.chosen) for way in found.ways]
-    shown, trace = found.rewrites[:top], found.trace
+    if not optimized.chosen:
+        return f"{type(optimized.original).__name__}: not optimized yet: the first call does it"
+    lines = [f"runs as: {optimized.chosen}"]
+    lines += [_format_variant(variant, optimized.chosen) for variant in optimized.variants]
+    shown, trace = optimized.rewrites[:top], optimized.trace
     usual = trace.basis if trace is not None else "modelled"
     # A reason that is a note as well stands there, once.
-    lines += [f"  {line(replace(r, why='') if r.why in found.notes else r, usual)}" for r in shown]
-    if len(found.rewrites) > top:
-        lines.append(f"  ... and {len(found.rewrites) - top} more")
+    lines += [f"  {line(replace(r, why='') if r.why in optimized.notes else r, usual)}" for r in shown]
+    if len(optimized.rewrites) > top:
+        lines.append(f"  ... and {len(optimized.rewrites) - top} more")
     if trace is not None and trace.before_j is not None and trace.after_j is not None:
         how = "timed, shared out by the model" if trace.basis == "timed" else "modelled"
         lines.append(
@@ -32,8 +32,8 @@ def text(found: Optimized, top: int = 20) -> str:
             f"{format_duration(trace.before_s or 0.0)} -> {format_duration(trace.after_s or 0.0)}, "
             f"{trace.launches_before} -> {trace.launches_after} launches"
         )
-    lines += [f"undone: {line(rewrite)}" for rewrite in found.undone]
-    lines += [f"note: {note}" for note in found.notes]
+    lines += [f"undone: {line(rewrite)}" for rewrite in optimized.undone]
+    lines += [f"note: {note}" for note in optimized.notes]
     return "\n".join(lines)
 
 
@@ -63,17 +63,19 @@ def _signed(value: float, form: object) -> str:
     return f"-{form(-value)}" if value < 0 else str(form(value))
 
 
-def _way(way: Way, chosen: str) -> str:
-    mark = "*" if way.name == chosen else " "
-    parts = [f" {mark} {way.name:<28}"]
-    if way.seconds is not None:
-        parts.append(format_duration(way.seconds))
-    if way.joules is not None:
-        parts.append(f"{format_energy(way.joules)}" + (f" ± {format_energy(way.error_j)}" if way.error_j else ""))
-    if way.compile_s:
-        parts.append(f"compiled in {format_duration(way.compile_s)}")
-    if way.verdict is not None and way.compile_s:
-        parts.append(f"error {way.verdict.relative:.1e} of {way.verdict.allowed:.0e}")
-    if way.why:
-        parts.append(way.why)
+def _format_variant(variant: Variant, chosen: str) -> str:
+    mark = "*" if variant.name == chosen else " "
+    parts = [f" {mark} {variant.name:<28}"]
+    if variant.time_s is not None:
+        parts.append(format_duration(variant.time_s))
+    if variant.energy_j is not None:
+        parts.append(
+            f"{format_energy(variant.energy_j)}" + (f" ± {format_energy(variant.error_j)}" if variant.error_j else "")
+        )
+    if variant.compile_s:
+        parts.append(f"compiled in {format_duration(variant.compile_s)}")
+    if variant.comparison is not None and variant.compile_s:
+        parts.append(f"error {variant.comparison.relative:.1e} of {variant.comparison.allowed:.0e}")
+    if variant.why:
+        parts.append(variant.why)
     return "  ".join(parts)

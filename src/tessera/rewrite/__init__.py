@@ -1,9 +1,12 @@
-"""Programs made cheaper and explained: `optimize` (torch.compile's passes and ours), checkpointing, reordering.
+"""Make programs cheaper and explain how: `optimize` (torch.compile's passes and ours), checkpointing, reordering.
 
 ::
 
-    patterns, spectral ─► inductor (torch.compile) ─► watch ─► sides (seen, prices) ─► savings ─► Rewrite
-                              ways ─► candidates (check, measure, choose) ─► Optimized
+    optimize ─► variants ─► inductor (torch.compile, with `passes` before it) ─► compilation
+                   │                                                                  │
+         program, compare, state                        before_after (kernel_times, program_cost)
+      (run, check, put back), measure                                                 │
+                                                                              savings ─► Rewrite
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("checkpoint", "fused_conv", "inplace", "masks", "reorder")
+_MODULES = ("checkpoint", "fused_conv", "inplace", "reorder")
 
 
 def __getattr__(name: str) -> Any:
-    """`tessera.rewrite.checkpoint` without an import of its own, loaded when first used."""
+    """Load `tessera.rewrite.checkpoint` and the others when first used."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f".{name}", __name__)

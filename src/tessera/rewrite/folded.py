@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import nn
 
 from ..errors import RewriteError
-from .reference import TOLERANCE
+from .compare import TOLERANCE
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _LEAST_CUDNN = 8300

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import RewriteError
 from ..graph.rewrites import Rewrite, announce_rewrites
+from .compare import compare
 from .convolutions import Chain, chains, drop_identities, summands
 from .folded import Convolution, Pair, wants_gradients
-from .reference import compare
 from .traced import plain, trace
 
 

@@ -1,59 +1,97 @@
-"""Torch's compiler with our passes before it, and what it says about itself while it works.
+"""Run our passes before torch's compiler, and observe what it does while it works.
 
-Three places are watched, each by a hook that torch offers: the aten graph before any pass (the program as eager torch
-would run it), the kernels after fusion, and torch's counters. The hook after fusion is private to torch: where it is
-missing or answers otherwise, the compiled program is the same and the trace says what is not known.
+Three places are observed, each by a hook that torch offers: the aten graph before any pass (the program as eager torch
+would run it), the kernels after fusion, and torch's counters. What the hooks are handed is private to torch: where
+another version answers otherwise, the compiled program is the same and the `Compilation` notes what is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-from . import hooks
-from .watch import Found, Watch
+from ..graph.ir import TensorSpec
+from .compilation import Compilation, InductorKernel, Replacement
+from .eager_ops import EagerOp, list_eager_ops, memory_of, name_of, read_params, spec_of
 
-Pass = Callable[[Any], list[Found]]
-"""Changes a Dynamo graph in place and says what it found."""
+Pass = Callable[[Any], list[Replacement]]
+"""Changes a Dynamo graph in place and returns what it replaced."""
+
+PRIVATE_ERRORS = (
+    AttributeError,
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    AssertionError,
+)
+"""What reading another torch's private objects, or tracing a part of a user's program, may raise."""
 
 
-def backend(watch: Watch, passes: Sequence[Pass] = (), options: Mapping[str, Any] | None = None) -> Any:
-    """A backend for `torch.compile`: our passes, then Inductor with `options` (its config by name)."""
+def make_backend(
+    compilation: Compilation, passes: Sequence[Pass] = (), options: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a backend for `torch.compile`: our passes, then Inductor with `options` (its config by name)."""
 
     def compile_graph(module: Any, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        if watch.closed:  # other shapes, later: the program was explained for the first
-            _applied(module, passes, Watch())
+        if compilation.closed:  # other shapes, later: the program was explained for the first
+            apply_passes(module, passes, Compilation())
             return compile_fx(module, inputs, config_patches=dict(options or {}))
-        _applied(module, passes, watch)
-        with _counted(watch):
-            if not watch.looks:
+        apply_passes(module, passes, compilation)
+        with _count_matches(compilation):
+            if not compilation.observe:
                 return compile_fx(module, inputs, config_patches=dict(options or {}))
-            config = {**(options or {}), **_hooks(watch)}
-            with _no_cache():
-                made = compile_fx(module, inputs, inner_compile=_watched(watch), config_patches=config)
-        return _noted(made, watch, watch.graphs)
+            config = {**(options or {}), **_make_hooks(compilation)}
+            inner = _make_inner_compile(compilation)
+            with _disable_autograd_cache():
+                compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=config)
+        return note_runs(compiled, compilation, compilation.graphs)
 
     return compile_graph
 
 
-def _noted(made: Any, watch: Watch, graph: int) -> Any:
-    """A compiled graph that says when it runs: which of several belong to the steady state is seen, not guessed."""
+def note_runs(compiled: Any, compilation: Compilation, graph: int) -> Any:
+    """Let a compiled graph note that it runs: which of several belong to the steady state is observed."""
 
     def run(*args: Any) -> Any:
-        if not watch.closed:
-            watch.ran.add(graph)
-        return made(*args)
+        if not compilation.closed:
+            compilation.ran.add(graph)
+        return compiled(*args)
 
     return run
 
 
+def apply_passes(module: Any, passes: Sequence[Pass], compilation: Compilation) -> None:
+    """Run our passes, and note what they changed and how much they left to Inductor."""
+    compilation.graphs += 1
+    replacements = [each for run in passes for each in run(module)]
+    ours = [replace(each, graph=compilation.graphs) for each in replacements if each.by == "tessera"]
+    if ours:
+        module.graph.lint()
+        module.recompile()
+    compilation.replacements += ours
+    compilation.left_to_inductor += len(replacements) - len(ours)
+
+
+def list_mode_options(mode: str) -> dict[str, Any]:
+    """Return Inductor's options for a mode of torch.compile."""
+    if mode == "default":
+        return {}
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode))
+
+
 @contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """Autograd's cache off where there is one: a graph that comes out of it was not seen."""
+def _disable_autograd_cache() -> Iterator[None]:
+    """Switch autograd's cache off where there is one: a graph that comes out of it is not seen."""
     from torch._functorch import config
 
     if not hasattr(config, "enable_autograd_cache"):
@@ -63,75 +101,41 @@ def _no_cache() -> Iterator[None]:
         yield
 
 
-def recorder(watch: Watch, passes: Sequence[Pass] = ()) -> Any:
-    """A backend that runs the program as it is after our passes and compiles nothing: for looking, and for tests."""
-
-    def run_graph(module: Any, inputs: Sequence[Any]) -> Any:
-        _applied(module, passes, watch)
-        return _noted(module.forward, watch, watch.graphs)
-
-    return run_graph
-
-
-def _applied(module: Any, passes: Sequence[Pass], watch: Watch) -> None:
-    """Run our passes, and note what they changed and how much they left to Inductor."""
-    watch.graphs += 1
-    found = [each for run in passes for each in run(module)]
-    changed = [replace(each, graph=watch.graphs) for each in found if each.by == "tessera"]
-    if changed:
-        module.graph.lint()
-        module.recompile()
-    watch.found += changed
-    watch.left += len(found) - len(changed)
-
-
-def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor's options of a mode of torch.compile."""
-    if mode == "default":
-        return {}
-    import torch._inductor
-
-    return dict(torch._inductor.list_mode_options(mode))
-
-
-def _hooks(watch: Watch) -> dict[str, Any]:
-    """The config that lets us look; the caches would skip the passes that are looked at."""
+def _make_hooks(compilation: Compilation) -> dict[str, Any]:
+    """Return the config that lets us observe; the caches would skip the passes."""
     from torch._inductor import config
 
-    config_of: dict[str, Any] = {
-        "joint_custom_pre_pass": lambda graph: hooks.before(watch, graph), "fx_graph_cache": False,
-    }  # fmt: skip
-    for name, hook in (
-        ("post_grad_custom_post_pass", lambda graph: hooks.after_passes(watch, graph)),
-        ("_post_fusion_custom_pass", lambda nodes: hooks.after_fusion(watch, nodes)),
+    fused = "which operators it fused"
+    hooks: dict[str, Any] = {"fx_graph_cache": False}
+    for name, what, hook in (
+        ("joint_custom_pre_pass", "what the program was", lambda graph: read_before(compilation, graph)),
+        ("post_grad_custom_post_pass", fused, lambda graph: read_after_passes(compilation, graph)),
+        ("_post_fusion_custom_pass", fused, lambda nodes: read_after_fusion(compilation, nodes)),
     ):
         if not hasattr(config, name):
-            watch.say_not("which operators it fused", f"this torch has no {name}")
+            compilation.note_missing(what, f"this torch has no {name}")
         elif getattr(config, name) is not None:
-            watch.say_not("which operators it fused", f"{name} is taken by somebody else")
+            compilation.note_missing(what, f"{name} is used by somebody else")
         else:
-            config_of[name] = hook
-    if config.joint_custom_pre_pass is not None:
-        del config_of["joint_custom_pre_pass"]
-        watch.say_not("what the program was", "joint_custom_pre_pass is taken by somebody else")
-    return config_of
+            hooks[name] = hook
+    return hooks
 
 
-def _watched(watch: Watch) -> Any:
-    """Inductor's own compilation of one graph, forward or backward, after which its memory plan is read."""
+def _make_inner_compile(compilation: Compilation) -> Any:
+    """Return Inductor's compilation of one graph, forward or backward, after which its memory plan is read."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_inner(module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        made = compile_fx_inner(module, inputs, **kwargs)
-        hooks.after_codegen(watch)
-        return made
+        compiled = compile_fx_inner(module, inputs, **kwargs)
+        read_memory_plan(compilation)
+        return compiled
 
     return compile_inner
 
 
 @contextlib.contextmanager
-def _counted(watch: Watch) -> Iterator[None]:
-    """Torch's own counters of what its passes matched."""
+def _count_matches(compilation: Compilation) -> Iterator[None]:
+    """Read torch's own counters of what its passes matched."""
     from torch._dynamo.utils import counters
 
     before = dict(counters["inductor"])
@@ -140,4 +144,219 @@ def _counted(watch: Watch) -> Iterator[None]:
     finally:
         for name, count in counters["inductor"].items():
             if count > before.get(name, 0):
-                watch.counters[name] = watch.counters.get(name, 0) + count - before.get(name, 0)
+                compilation.counters[name] = compilation.counters.get(name, 0) + count - before.get(name, 0)
+
+
+# -- what the hooks are handed --------------------------------------------------------------------------------------
+
+
+def read_before(compilation: Compilation, graph: Any) -> None:
+    """Read the graph before any of Inductor's passes."""
+    try:
+        ops = list_eager_ops(graph)
+    except PRIVATE_ERRORS as e:
+        compilation.broken = True
+        compilation.note_missing("what the program was", e)
+        return
+    number = len(compilation.nodes)
+    compilation.ops += [_prefix_names(op, number) for op in ops]
+    compilation.nodes.append(frozenset(f"{number}/{node.name}" for node in graph.nodes))
+    compilation.graph_of.append(compilation.graphs)
+
+
+def _prefix_names(op: EagerOp, number: int) -> EagerOp:
+    """Tell the names of several graphs apart: every one has its own mul_1."""
+    return replace(
+        op,
+        nodes=tuple(f"{number}/{n}" for n in op.nodes),
+        reads=tuple((f"{number}/{n}", t) for n, t in op.reads),
+        writes=tuple((f"{number}/{n}", t) for n, t in op.writes),
+    )
+
+
+def _find_graph(compilation: Compilation, names: set[str]) -> int:
+    """Return which of the graphs seen before these nodes come from: backward is compiled later."""
+
+    def count_shared(number: int) -> int:
+        return sum(f"{number}/{name}" in compilation.nodes[number] for name in names)
+
+    return max(range(len(compilation.nodes)), key=lambda n: (count_shared(n), n), default=0)
+
+
+def read_after_passes(compilation: Compilation, graph: Any) -> None:
+    """Read the graph that Inductor's passes left; forward and backward come one by one."""
+    try:
+        names = {n.name for n in graph.nodes if n.op == "call_function"}
+        number = _find_graph(compilation, names)
+        compilation.remaining_nodes |= {f"{number}/{name}" for name in names}
+    except PRIVATE_ERRORS as e:
+        compilation.note_missing("which nodes its passes left", e)
+
+
+def read_after_fusion(compilation: Compilation, nodes: Any) -> Any:
+    """Read the scheduler's nodes once they are fused: one for each kernel."""
+    try:
+        from torch._inductor.virtualized import V
+
+        names = {o.name for n in nodes for s in _list_parts(n) for o in _list_origins(s.node)}
+        number = _find_graph(compilation, names)
+        compilation.lowered.append((number, V.graph))
+        parts = [part for node in nodes for part in _list_parts(node)]
+        memory = {b.get_name(): memory_of(o) for p in parts for b in p.get_outputs() if (o := _find_origin(b.node))}
+        externs = [part for node in nodes if node.is_extern() for part in _list_parts(node)]
+        reader = _KernelReader(
+            number=number,
+            graph=compilation.graph_of[number],
+            backward=bool(getattr(V.graph, "is_backward", False)),
+            memory=memory,
+            taken={f"{number}/{o.name}" for part in externs if (o := _find_origin(part.node))},
+        )
+        compilation.kernels += [kernel for node in nodes if (kernel := reader.read(node)) is not None]
+    except PRIVATE_ERRORS as e:
+        compilation.broken = True
+        compilation.note_missing("which operators it fused", e)
+    return nodes
+
+
+def read_memory_plan(compilation: Compilation) -> None:
+    """Read which results are put into the memory of a tensor nobody reads any more."""
+    try:
+        for number, graph in compilation.lowered:
+            for line in graph.wrapper_code.lines:
+                if type(line).__name__ == "ReuseLine":
+                    sizes = [_to_int(size) for size in line.reused_as.get_size()]
+                    nbytes = float(prod(sizes) * line.reused_as.get_dtype().itemsize)
+                    compilation.reused_bytes.append((number, nbytes))
+    except PRIVATE_ERRORS as e:
+        compilation.note_missing("which tensors share memory", e)
+    compilation.lowered.clear()  # Inductor's graphs are large
+
+
+def _list_parts(node: Any) -> list[Any]:
+    return [part for part in node.get_nodes() if part.node is not None]
+
+
+def _list_origins(node: Any) -> Any:
+    """Return all aten nodes a buffer of Inductor's stems from."""
+    return node.get_origins() if hasattr(node, "get_origins") else node.origins
+
+
+def _find_origin(node: Any) -> Any:
+    """Return the aten node whose value a buffer holds; for a library call with several values, the call."""
+    origin = node.get_origin_node() if hasattr(node, "get_origin_node") else None
+    if origin is None and getattr(node, "op_overload", None) is not None:
+        return next((o for o in _list_origins(node) if o.target == node.op_overload), None)
+    return origin
+
+
+def _count_points(part: Any) -> int:
+    """Return how many points the loops of a part run over: (points, reduced ones), each a product or its factors."""
+    sides = part.group[1]
+    return prod(_to_int(size) for side in sides for size in (side if isinstance(side, (tuple, list)) else (side,)))
+
+
+def _to_int(size: Any) -> int:
+    """Return a size as a number; for a dynamic one, what it was when the graph was traced."""
+    try:
+        return int(size)
+    except TypeError:
+        from torch._inductor.virtualized import V
+
+        sizes = V.graph.sizevars
+        hint = getattr(sizes, "size_hint", None) or sizes.optimization_hint  # the name since torch 2.12
+        return int(hint(size))
+
+
+def _limit_bytes(name: str, points: int | None) -> float | None:
+    """Return the most that a kernel of so many points can touch of a buffer: the rows looked up in a table."""
+    if points is None:
+        return None
+    from torch._inductor.virtualized import V
+
+    try:
+        return float(points * V.graph.get_dtype(name).itemsize)
+    except (KeyError, NotImplementedError):  # a value without a layout: its size is what Inductor says
+        return None
+
+
+def _read_layouts(node: Any) -> Callable[[TensorSpec], TensorSpec]:
+    """Return a function that sets the strides of images: Inductor puts channels last for convolutions."""
+    strides = {}
+    for each in (node, *getattr(node, "inputs", ())):
+        layout = getattr(each, "maybe_get_layout", lambda: None)()
+        size, stride = getattr(layout, "size", None), getattr(layout, "stride", None)
+        if size is not None and stride is not None and len(size) in (4, 5):
+            strides[tuple(_to_int(s) for s in size)] = tuple(_to_int(s) for s in stride)
+    return lambda tensor: replace(tensor, stride=strides.get(tensor.shape, tensor.stride))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KernelReader:
+    """Reads the scheduler's nodes of one graph; `memory` names buffers as the aten graph does, where it can."""
+
+    number: int
+    graph: int
+    backward: bool
+    memory: Mapping[str, str]
+    taken: set[str]
+
+    def read(self, node: Any) -> InductorKernel | None:
+        """Return a scheduler's node as data; None where it launches nothing (part of a tuple, a `cat` in place)."""
+        parts = _list_parts(node)
+        if not parts or type(node).__name__.startswith("Nop"):
+            return None
+        reads, writes = self._count_bytes(node, True), self._count_bytes(node, False)
+        if not (reads or writes):
+            return None
+        extern = bool(node.is_extern())
+        call = self._read_call(parts[0]) if extern else None
+        if extern and call is None:
+            return None
+        origins = [call.nodes[0]] if call else [f"{self.number}/{o.name}" for p in parts for o in _list_origins(p.node)]
+        own = tuple(dict.fromkeys(name for name in origins if call or name not in self.taken))
+        self.taken.update(own)
+        dtypes = [] if extern else [str(b.node.get_dtype()) for p in parts for b in p.get_outputs()]
+        return InductorKernel(
+            name=node.get_name(),
+            nodes=own,
+            origins=tuple(dict.fromkeys(origins)),
+            reads=reads,
+            writes=writes,
+            backward=self.backward,
+            graph=self.graph,
+            call=call,
+            dtype=dtypes[-1].removeprefix("torch.") if dtypes else "float32",
+        )
+
+    def _count_bytes(self, node: Any, reads: bool) -> dict[str, float]:
+        accesses = node.get_read_write_buffer_accesses(include_reads=reads, include_writes=not reads)
+        points = None
+        if not node.is_extern():
+            points = max(_count_points(part) for part in _list_parts(node) if hasattr(part, "group"))
+        return {
+            f"{self.number}/{self.memory.get(name, name)}": float(
+                min(_to_int(nbytes), _limit_bytes(name, points) or _to_int(nbytes))
+            )
+            for name, nbytes in accesses.items()
+        }
+
+    def _read_call(self, part: Any) -> EagerOp | None:
+        """Return the library call of an extern kernel as the operator it is."""
+        origin = _find_origin(part.node)
+        if origin is None or type(part.node).__name__ == "MultiOutput":
+            return None
+        lay_out = _read_layouts(part.node)
+        inputs = [(memory_of(n), spec_of(n.meta.get("val"))) for n in origin.all_input_nodes]
+        value = origin.meta.get("val")
+        values = list(value) if isinstance(value, (tuple, list)) else [value]
+        names = [f"{origin.name}.{i}" for i in range(len(values))] if len(values) > 1 else [origin.name]
+        outputs = [(name, spec_of(v)) for name, v in zip(names, values, strict=True)]
+        op = EagerOp(
+            name=name_of(origin.target),
+            nodes=(origin.name,),
+            reads=tuple({name: lay_out(spec) for name, spec in inputs if spec is not None}.items()),
+            writes=tuple((name, lay_out(spec)) for name, spec in outputs if spec is not None),
+            backward=self.backward,
+            params=read_params(origin),
+        )
+        return _prefix_names(op, self.number)

@@ -1,10 +1,9 @@
-"""From what was seen of a compilation to rewrites: which eager operators became which kernel, and what that saves.
+"""From what was observed of a compilation to rewrites: which eager operators became which kernel, and what that saves.
 
-Both sides are solved by the model of `predict`: the program as eager torch launches it (`Watch.pieces`) and as Inductor
-does (`Watch.kernels`), with the seconds their kernels took where those were seen (`sides.py`). Each kernel gets the
-pieces it replaced; what it saves is their cost less its own. What the host no longer keeps waiting is one more line,
-and whatever the two totals differ by beyond all lines is the line "rest", so that the lines add up to the difference
-of the totals.
+Both programs are priced (`before_after.py`): as eager torch launches it, and as Inductor does. Each kernel gets the
+operators it replaced; what it saves is their cost less its own. What the device no longer waits for the host is one
+more line, and whatever the two totals differ by beyond all lines is the line "rest", so that the lines add up to the
+difference of the totals.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
-from .lowered import after_pieces, owners
-from .pieces import Piece, channels_last
-from .prices import Cost, Host, Side, total, work_of
-from .sides import TIMED, Looked, Sides, as_modelled, as_seen
-from .watch import Found, Kernel, Watch
+from .before_after import TIMED, BeforeAfter, KernelCheck, price_by_model, price_by_profile
+from .compilation import Compilation, InductorKernel, Replacement
+from .eager_ops import EagerOp
+from .program_cost import HostWork, OpCost, ProgramCost, add_up, count_flops
 
 if TYPE_CHECKING:
     from ..device import Device
-    from .seen import Seen
+    from .kernel_times import KernelProfile
 
 _CASTS = frozenset({"aten._to_copy"})
 _COPIES = frozenset({"aten.clone", "aten.contiguous", "aten.copy"})
@@ -33,11 +31,11 @@ _HOST_ERROR = 0.5  # hosts of one kind were found at 0.83 to 1.5 times the const
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """What was rewritten, and both programs as the model sees them; the rewrites add up to the difference.
+class RewriteTrace:
+    """What was rewritten, and both programs as they were priced; the rewrites add up to the difference.
 
-    With `basis` "timed" seconds and joules are measured; `looked_before` and `looked_after` say how far off the model
-    was in seconds, `modelled_j` (before and after) what it has for the joules in the seconds that were seen.
+    With `basis` "timed" seconds and joules are measured; `checks_before` and `checks_after` tell how far off the model
+    was in seconds, `modelled_j` (before and after) what it has for the joules in the measured seconds.
     """
 
     rewrites: list[Rewrite]
@@ -50,156 +48,180 @@ class Trace:
     device: str = ""
     host_pace: float = 1.0
     basis: str = "modelled"
-    looked_before: tuple[Looked, ...] = ()
-    looked_after: tuple[Looked, ...] = ()
+    checks_before: tuple[KernelCheck, ...] = ()
+    checks_after: tuple[KernelCheck, ...] = ()
     modelled_j: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
 
-def trace(
-    watch: Watch,
+def trace_rewrites(
+    compilation: Compilation,
     device: Device | None,
     *,
     replayed: bool,
-    host: Host | None = None,
+    host: HostWork | None = None,
     eager_s: float | None = None,
-    seen: tuple[Seen, Seen] | None = None,
-) -> Trace:
-    """The rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs.
+    profiles: tuple[KernelProfile, KernelProfile] | None = None,
+) -> RewriteTrace:
+    """Return the rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs.
 
-    `seen` are the kernels of the program before and after, on this chip. Without them `eager_s`, what the program was
-    measured to take before, tells how fast this host is, where it kept the device waiting.
+    `profiles` are the kernels of the program before and after, on this chip. Without them `eager_s`, the measured time
+    of the program before, tells how fast this host is, where it kept the device waiting.
     """
-    if not watch.complete:
-        return Trace(rewrites=[_bare(found) for found in watch.found], notes=tuple(watch.unsaid))
-    after = after_pieces(watch)
+    if not compilation.complete:
+        rewrites = [_make_unpriced_rewrite(r) for r in compilation.replacements]
+        return RewriteTrace(rewrites=rewrites, notes=tuple(compilation.missing))
+    after = compilation.list_ops_after()
     if device is None:
-        return _unpriced(watch, after)
-    host = host or Host()
-    if seen is not None:
-        sides = as_seen(watch, after, device, host, replayed, *seen)
+        return _trace_bytes(compilation, after)
+    host = host or HostWork()
+    if profiles is not None:
+        both = price_by_profile(compilation, after, device, host, replayed, profiles)
     else:
-        sides = as_modelled(watch, after, device, host, replayed, eager_s)
-    before, now = sides.before, sides.after
-    lines = list(_lines(watch, before.costs, sides.launched.costs, seen=sides.basis == TIMED))
-    lines += _launching(sides, replayed)
-    before_s, before_j = before.seconds + sides.extra.seconds, before.joules + sides.extra.joules
-    lines += _in_place(watch)
-    lines = [replace(r, basis=sides.basis) for r in lines] + _ours(watch, sides)
-    lines += _rest(lines, before_s - now.seconds, before_j - now.joules, before_j, sides.basis)
+        both = price_by_model(compilation, after, device, host, replayed, eager_s)
+    lines = [
+        *_list_fusions(compilation, both.before.costs, both.launched.costs, timed=both.basis == TIMED),
+        _make_launch_line(both, replayed),
+        *_list_reused_memory(compilation),
+    ]
+    lines = [replace(r, basis=both.basis) for r in lines] + _list_ours(compilation, both)
+    before_s, before_j = both.before.seconds + both.extra.seconds, both.before.joules + both.extra.joules
+    lines += _list_rest(lines, before_s - both.after.seconds, before_j - both.after.joules, before_j, both.basis)
     lines = [replace(r, device=device.id) for r in lines]
-    return Trace(
-        rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)), before_s=before_s, before_j=before_j,
-        after_s=now.seconds, after_j=now.joules, launches_before=before.launches, launches_after=now.launches,
-        device=device.id, host_pace=sides.pace, basis=sides.basis, looked_before=sides.looked_before,
-        looked_after=sides.looked_after, modelled_j=sides.modelled_j, notes=tuple(watch.unsaid),
-    )  # fmt: skip
+    return RewriteTrace(
+        rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)),
+        before_s=before_s,
+        before_j=before_j,
+        after_s=both.after.seconds,
+        after_j=both.after.joules,
+        launches_before=both.before.launches,
+        launches_after=both.after.launches,
+        device=device.id,
+        host_pace=both.pace,
+        basis=both.basis,
+        checks_before=both.checks_before,
+        checks_after=both.checks_after,
+        modelled_j=both.modelled_j,
+        notes=tuple(compilation.missing),
+    )
 
 
 # -- lines ---------------------------------------------------------------------------------------------------------
 
 
-def _lines(watch: Watch, before: Sequence[Cost], after: Sequence[Cost], *, seen: bool = False) -> Iterable[Rewrite]:
-    """One line for every kind of change, its occurrences added up.
+def _list_fusions(
+    compilation: Compilation, before: Sequence[OpCost], after: Sequence[OpCost], *, timed: bool = False
+) -> Iterable[Rewrite]:
+    """Yield one line for every kind of change, its occurrences added up.
 
-    One operator that another kernel computes is a change only where both were `seen`: the model has one rate for both.
+    One operator that another kernel computes is a change only where both were `timed`: the model has one rate for both.
     """
-    owned, vanished = owners(watch)
-    sums: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
-    for k, kernel in enumerate(watch.kernels):
-        mine = [i for i in owned.get(k, []) if watch.pieces[i].launches]
-        for rule, label, made, saved in _of_kernel(watch, kernel, mine, before, after[k]):
-            sums[rule, label, made].append(saved)
-        if seen and kernel.call is None and len(mine) == 1:
-            label = label_of([watch.pieces[mine[0]]])
-            sums["generated", label, "a generated kernel"].append(before[mine[0]].less(after[k]))
-    for component, spent in zip(vanished, _paid(watch, vanished, after), strict=True):
-        pieces = [watch.pieces[i] for i in component]
-        rule, made = _vanished_rule(pieces)
-        sums[rule, label_of(pieces), made].append(total(before[i] for i in component).less(spent))
-    for (rule, label, made), costs in sums.items():
-        yield _line(rule, label, made, costs)
+    owned, vanished = compilation.assign_ops()
+    sums: dict[tuple[str, str, str], list[OpCost]] = defaultdict(list)
+    for k, kernel in enumerate(compilation.kernels):
+        own = [i for i in owned.get(k, []) if compilation.ops[i].launches]
+        for rule, label, result, saved in _explain_kernel(compilation, kernel, own, before, after[k]):
+            sums[rule, label, result].append(saved)
+        if timed and kernel.call is None and len(own) == 1:
+            label = make_label([compilation.ops[own[0]]])
+            sums["generated", label, "a generated kernel"].append(before[own[0]] - after[k])
+    for group, spent in zip(vanished, _charge_new_calls(compilation, vanished, after), strict=True):
+        ops = [compilation.ops[i] for i in group]
+        rule, result = _explain_vanished(ops)
+        sums[rule, make_label(ops), result].append(add_up(before[i] for i in group) - spent)
+    for (rule, label, result), costs in sums.items():
+        yield _make_line(rule, label, result, costs)
 
 
-def _line(rule: str, before: str, after: str, costs: Sequence[Cost], by: str = "inductor") -> Rewrite:
-    found = total(costs)
+def _make_line(rule: str, before: str, after: str, costs: Sequence[OpCost], by: str = "inductor") -> Rewrite:
+    saved = add_up(costs)
     return Rewrite(
-        rule=rule, before=before, after=after, by=by, times=len(costs), saved_bytes=found.nbytes,
-        saved_j=found.joules, saved_error_j=found.error_j, saved_s=found.seconds,
-    )  # fmt: skip
+        rule=rule,
+        before=before,
+        after=after,
+        by=by,
+        times=len(costs),
+        saved_bytes=saved.nbytes,
+        saved_j=saved.joules,
+        saved_error_j=saved.error_j,
+        saved_s=saved.seconds,
+    )
 
 
-def _of_kernel(
-    watch: Watch, kernel: Kernel, pieces: Sequence[int], before: Sequence[Cost], own: Cost
-) -> Iterable[tuple[str, str, str, Cost]]:
-    """What one kernel stands for: a fusion, and the casts and copies that vanished into it."""
+def _explain_kernel(
+    compilation: Compilation, kernel: InductorKernel, indices: Sequence[int], before: Sequence[OpCost], own: OpCost
+) -> Iterable[tuple[str, str, str, OpCost]]:
+    """Yield what one kernel stands for: a fusion, and the casts and copies that vanished into it."""
+    ops = compilation.ops
     if kernel.call is not None:
-        was = watch.pieces[pieces[0]] if len(pieces) == 1 else None
-        if was is not None and was.kind == "conv" and channels_last(kernel.call) != channels_last(was):
-            laid = "with channels last" if channels_last(kernel.call) else "with channels first"
-            yield "layout", label_of([kernel.call]), laid, before[pieces[0]].less(own)
+        old = ops[indices[0]] if len(indices) == 1 else None
+        if old is not None and old.kind == "conv" and kernel.call.channels_last != old.channels_last:
+            layout = "with channels last" if kernel.call.channels_last else "with channels first"
+            yield "layout", make_label([kernel.call]), layout, before[indices[0]] - own
         return
-    if len(pieces) < 2:
+    if len(indices) < 2:
         return
-    casts = [i for i in pieces if watch.pieces[i].name in _CASTS]
-    copies = [i for i in pieces if watch.pieces[i].name in _COPIES]
-    work = [i for i in pieces if i not in casts and i not in copies]
+    casts = [i for i in indices if ops[i].name in _CASTS]
+    copies = [i for i in indices if ops[i].name in _COPIES]
+    work = [i for i in indices if i not in casts and i not in copies]
     if len(work) < 2:
-        # One operator and the casts around it: they alone are what is saved.
+        # One operator and the casts around it: only these are saved.
         rule, gone = ("drop_cast", casts) if casts else ("drop_transpose", copies)
-        saved = total(before[i] for i in pieces).less(own)
-        yield rule, label_of([watch.pieces[i] for i in gone]), "inside a kernel", saved
+        saved = add_up(before[i] for i in indices) - own
+        yield rule, make_label([ops[i] for i in gone]), "inside a kernel", saved
         return
     for rule, gone in (("drop_cast", casts), ("drop_transpose", copies)):
         for i in gone:
-            yield rule, label_of([watch.pieces[i]]), "inside a kernel", before[i]
-    found = [watch.pieces[i] for i in work]
-    rule = "fuse_reduction" if any(p.sums for p in found) else "fuse_elementwise"
-    yield rule, label_of(found), "one kernel", total(before[i] for i in work).less(own)
+            yield rule, make_label([ops[i]]), "inside a kernel", before[i]
+    rule = "fuse_reduction" if any(ops[i].reduces for i in work) else "fuse_elementwise"
+    yield rule, make_label([ops[i] for i in work]), "one kernel", add_up(before[i] for i in work) - own
 
 
-def label_of(pieces: Sequence[Piece]) -> str:
-    """Operators by name, each with how often: add + 2 layer_norm + gelu."""
+def make_label(ops: Sequence[EagerOp]) -> str:
+    """Return operators by name, each with how often: add + 2 layer_norm + gelu."""
     counts: dict[str, int] = {}
-    for piece in pieces:
-        counts[piece.short] = counts.get(piece.short, 0) + 1
+    for op in ops:
+        counts[op.short] = counts.get(op.short, 0) + 1
     parts = [f"{n} {name}" if n > 1 else name for name, n in counts.items()]
     more = f" + {len(parts) - _LABEL_PARTS} more" if len(parts) > _LABEL_PARTS else ""
     return " + ".join(parts[:_LABEL_PARTS]) + more
 
 
-def _paid(watch: Watch, vanished: Sequence[Sequence[int]], after: Sequence[Cost]) -> list[Cost]:
-    """What is spent on the calls that took the place of what vanished: each is paid by those most like it in work.
+def _charge_new_calls(
+    compilation: Compilation, vanished: Sequence[Sequence[int]], after: Sequence[OpCost]
+) -> list[OpCost]:
+    """Charge the calls that took the place of what vanished to the group most like each in work.
 
-    A fused attention is paid by products and softmaxes, addmm by mm and add, a padded product by the one before.
+    A fused attention is charged to products and softmaxes, addmm to mm and add, a padded product to the one before.
     """
-    spent = [Cost() for _ in vanished]
-    kinds = [_vanished_rule([watch.pieces[i] for i in component])[0] for component in vanished]
-    for k, kernel in enumerate(watch.kernels):
-        if kernel.call is None or any(node in graph for graph in watch.nodes for node in kernel.call.nodes):
+    spent = [OpCost() for _ in vanished]
+    groups = [[compilation.ops[i] for i in group] for group in vanished]
+    kinds = [_explain_vanished(ops)[0] for ops in groups]
+    for k, kernel in enumerate(compilation.kernels):
+        if kernel.call is None or any(node in graph for graph in compilation.nodes for node in kernel.call.nodes):
             continue  # it was in the program as it was written
         rules = {"attention": ("flash_attention",), "gemm": ("fuse_epilogue", "pad_gemm")}.get(kernel.call.kind, ())
-        payers = [c for c, rule in enumerate(kinds) if rule in rules]
+        payers = [g for g, rule in enumerate(kinds) if rule in rules]
         if payers:
-            work = work_of([kernel.call])
-            # Of equals the one that paid least so far: a layer's attention is paid by that layer's.
-            nearest = min(payers, key=lambda c: (_apart(work, work_of([watch.pieces[i] for i in vanished[c]])),
-                                                 spent[c].joules))  # fmt: skip
+            work = count_flops([kernel.call])
+            # Of equals the one charged least so far: a layer's attention is charged to that layer's operators.
+            distance = {g: _compare_work(work, count_flops(groups[g])) for g in payers}
+            nearest = min(payers, key=lambda g: (distance[g], spent[g].joules))
             spent[nearest] = spent[nearest] + after[k]
     return spent
 
 
-def _apart(a: float, b: float) -> float:
+def _compare_work(a: float, b: float) -> float:
     return round(abs(math.log(max(a, 1.0) / max(b, 1.0))), 1)
 
 
-def _vanished_rule(pieces: Sequence[Piece]) -> tuple[str, str]:
-    kinds = {p.kind for p in pieces}
+def _explain_vanished(ops: Sequence[EagerOp]) -> tuple[str, str]:
+    kinds = {op.kind for op in ops}
     if "softmax" in kinds and "gemm" in kinds:
         return "flash_attention", "scaled_dot_product_attention"
     if "gemm" in kinds:
-        return ("fuse_epilogue", "addmm") if len(pieces) > 1 else ("pad_gemm", "the product with padded rows")
-    names = {p.name for p in pieces}
+        return ("fuse_epilogue", "addmm") if len(ops) > 1 else ("pad_gemm", "the product with padded rows")
+    names = {op.name for op in ops}
     if names <= _CASTS:
         return "drop_cast", "nothing"
     if names <= _COPIES | _CASTS:
@@ -207,83 +229,117 @@ def _vanished_rule(pieces: Sequence[Piece]) -> tuple[str, str]:
     return "fold", "nothing"
 
 
-def _launching(sides: Sides, replayed: bool) -> list[Rewrite]:
-    """What the device no longer waits for the host, and in a replay no longer idles between two kernels."""
-    before, after, seen = sides.before, sides.after, sides.basis == TIMED
-    gaps, now = total(sides.launched.costs), total(after.costs)
-    saved_s = before.wait_s - after.wait_s + (gaps.seconds - now.seconds)
-    saved_j = before.wait_j - after.wait_j + (gaps.joules - now.joules)
+def _make_launch_line(both: BeforeAfter, replayed: bool) -> Rewrite:
+    """Return what the device no longer waits for the host, and in a replay no longer idles between two kernels."""
+    before, after, timed = both.before, both.after, both.basis == TIMED
+    gaps = add_up(both.launched.costs) - add_up(after.costs)
+    saved_s = before.wait_s - after.wait_s + gaps.seconds
+    saved_j = before.wait_j - after.wait_j + gaps.joules
 
-    def told(side: Side) -> str:
-        host = f"the device waits {side.wait_s * 1e3:.2f} ms" if seen else f"{side.host_s * 1e3:.2f} ms of the host"
-        return f"{side.launches} launches, {host}"
+    def describe(program: ProgramCost) -> str:
+        wait = f"the device waits {program.wait_s * 1e3:.2f} ms"
+        return f"{program.launches} launches, {wait if timed else f'{program.host_s * 1e3:.2f} ms of the host'}"
 
     why = "" if saved_s else "the device is never kept waiting: launches cost the host's time alone"
-    if saved_s and sides.pace != 1.0:
-        why = f"this host takes {sides.pace:.2g} times what is shipped, by the measured eager time"
-    return [
-        Rewrite(
-            rule="cuda_graph" if replayed else "fewer_launches", by="inductor", before=told(before),
-            after="replayed" if replayed else told(after), saved_s=saved_s, saved_j=saved_j, saved_bytes=0.0,
-            saved_error_j=abs(saved_j) * (before.watts_error if seen else _HOST_ERROR), why=why,
-        )
-    ]  # fmt: skip
+    if saved_s and both.pace != 1.0:
+        why = f"this host takes {both.pace:.2g} times the shipped constants, by the measured eager time"
+    return Rewrite(
+        rule="cuda_graph" if replayed else "fewer_launches",
+        by="inductor",
+        before=describe(before),
+        after="replayed" if replayed else describe(after),
+        saved_s=saved_s,
+        saved_j=saved_j,
+        saved_bytes=0.0,
+        saved_error_j=abs(saved_j) * (before.watts_error if timed else _HOST_ERROR),
+        why=why,
+    )
 
 
-def _ours(watch: Watch, sides: Sides) -> list[Rewrite]:
-    """Rewrites of our own passes, those that are alike on one line."""
-    found: dict[tuple[str, str, str, str, str], list[Cost]] = defaultdict(list)
-    for n, (each, saved) in enumerate(zip(watch.found, sides.ours, strict=True)):
-        basis = TIMED if n in sides.ours_seen else "modelled"
-        found[each.rule, each.before, each.after, each.why, basis].append(saved)
+def _list_ours(compilation: Compilation, both: BeforeAfter) -> list[Rewrite]:
+    """Return the rewrites of our own passes, equal ones on one line."""
+    sums: dict[tuple[str, str, str, str, str], list[OpCost]] = defaultdict(list)
+    for n, (each, saved) in enumerate(zip(compilation.replacements, both.ours, strict=True)):
+        basis = TIMED if n in both.ours_timed else "modelled"
+        sums[each.rule, each.before, each.after, each.why, basis].append(saved)
     return [
-        replace(_line(rule, before, after, costs, by="tessera"), why=why, basis=basis)
-        for (rule, before, after, why, basis), costs in found.items()
+        replace(_make_line(rule, before, after, costs, by="tessera"), why=why, basis=basis)
+        for (rule, before, after, why, basis), costs in sums.items()
     ]
 
 
-def _bare(found: Found) -> Rewrite:
-    """A rewrite of ours that cannot be priced."""
-    return Rewrite(rule=found.rule, before=found.before, after=found.after, by="tessera", where=found.where,
-                   why=found.why or "Inductor did not say what it fused: nothing to price")  # fmt: skip
+def _make_unpriced_rewrite(replacement: Replacement) -> Rewrite:
+    why = replacement.why or "Inductor did not say what it fused: nothing to price"
+    return replacement_to_rewrite(replacement, why)
 
 
-def _in_place(watch: Watch) -> list[Rewrite]:
-    if not watch.reused:
+def replacement_to_rewrite(replacement: Replacement, why: str) -> Rewrite:
+    """Return a replacement of ours as a rewrite without savings."""
+    return Rewrite(
+        rule=replacement.rule,
+        before=replacement.before,
+        after=replacement.after,
+        by="tessera",
+        where=replacement.where,
+        why=why,
+    )
+
+
+def _list_reused_memory(compilation: Compilation) -> list[Rewrite]:
+    if not compilation.reused_bytes:
         return []
-    spared = sum(nbytes for _, nbytes in watch.reused)
+    nbytes = sum(n for _, n in compilation.reused_bytes)
     return [
-        Rewrite(rule="in_place", before="a new tensor", after="the memory of one that is no longer read", by="inductor",
-                times=len(watch.reused), saved_bytes=0.0, saved_j=0.0, saved_error_j=0.0, saved_s=0.0,
-                why=f"{spared / 1e6:.1f} MB less are allocated; the bytes moved are the same")
-    ]  # fmt: skip
+        Rewrite(
+            rule="in_place",
+            before="a new tensor",
+            after="the memory of one that is no longer read",
+            by="inductor",
+            times=len(compilation.reused_bytes),
+            saved_bytes=0.0,
+            saved_j=0.0,
+            saved_error_j=0.0,
+            saved_s=0.0,
+            why=f"{nbytes / 1e6:.1f} MB less are allocated; the bytes moved are the same",
+        )
+    ]
 
 
-def _rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_j: float, basis: str) -> list[Rewrite]:
+def _list_rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_j: float, basis: str) -> list[Rewrite]:
     rest_s = saved_s - sum(r.saved_s or 0.0 for r in lines)
     rest_j = saved_j - sum(r.saved_j or 0.0 for r in lines)
     if abs(rest_j) < 1e-3 * before_j:
         return []
-    of = "library kernels, copies into and out of graphs" if basis == TIMED else "generated instead of library kernels"
+    timed, modelled = "library kernels, copies into and out of graphs", "generated instead of library kernels"
     return [
-        Rewrite(rule="rest", before="the same kernels", after="at another clock, from another cache", by="inductor",
-                saved_s=rest_s, saved_j=rest_j, saved_bytes=0.0, saved_error_j=abs(rest_j), basis=basis,
-                why=f"what the totals differ by beyond the lines: clock, cache, {of}")
-    ]  # fmt: skip
+        Rewrite(
+            rule="rest",
+            before="the same kernels",
+            after="at another clock, from another cache",
+            by="inductor",
+            saved_s=rest_s,
+            saved_j=rest_j,
+            saved_bytes=0.0,
+            saved_error_j=abs(rest_j),
+            basis=basis,
+            why=f"what the totals differ by beyond the lines: clock, cache, {timed if basis == TIMED else modelled}",
+        )
+    ]
 
 
-def _unpriced(watch: Watch, after: Sequence[Piece]) -> Trace:
-    """Bytes alone, where no chip is known to price them for."""
-    before = [Cost(nbytes=float(_bytes(p))) for p in watch.pieces]
-    lines = list(_lines(watch, before, [Cost(nbytes=float(_bytes(p))) for p in after]))
-    lines += [_bare(found) for found in watch.found]
-    why = "no joules of single rewrites: this machine's chip is not in the catalogue; name one: device='h200'"
+def _trace_bytes(compilation: Compilation, after: Sequence[EagerOp]) -> RewriteTrace:
+    """Return bytes alone, where no chip is known to price them for."""
+    old, new = ([OpCost(nbytes=float(_count_bytes(op))) for op in ops] for ops in (compilation.ops, after))
+    lines = [*_list_fusions(compilation, old, new), *map(_make_unpriced_rewrite, compilation.replacements)]
+    why = "no joules of single rewrites: this machine's chip is not in the catalogue; name one: on='h200'"
     bare = [replace(r, saved_j=None, saved_s=None, saved_error_j=None, why=r.why or why) for r in lines]
-    return Trace(
-        rewrites=sorted(bare, key=lambda r: -(r.saved_bytes or 0.0)), notes=(*watch.unsaid, why),
-        launches_before=sum(p.launches for p in watch.pieces), launches_after=len(after),
-    )  # fmt: skip
+    return RewriteTrace(
+        rewrites=sorted(bare, key=lambda r: -(r.saved_bytes or 0.0)),
+        notes=(*compilation.missing, why),
+        launches_before=sum(op.launches for op in compilation.ops),
+        launches_after=len(after),
+    )
 
 
-def _bytes(piece: Piece) -> int:
-    return sum(t.nbytes for _, t in (*piece.reads, *piece.writes)) if piece.launches else 0
+def _count_bytes(op: EagerOp) -> int:
+    return sum(t.nbytes for _, t in (*op.reads, *op.writes)) if op.launches else 0

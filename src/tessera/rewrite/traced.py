@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RewriteError
-from .attention import STRANGE
+from .inductor import PRIVATE_ERRORS
 
 _CONSTANT = "_tensor_constant"  # what fx calls tensors that a forward makes of nothing; it puts them on the module
 
@@ -31,7 +31,7 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:
             with _NoDraws():
                 graph = tracer.trace(module)
             return fx.GraphModule(module, graph), tracer.needed
-        except STRANGE as e:
+        except PRIVATE_ERRORS as e:
             name = type(module).__name__
             raise RewriteError(
                 f"the forward of {name} cannot be traced: {str(e).splitlines()[0] if str(e) else type(e).__name__}",

@@ -116,11 +116,11 @@ def _options(mode: str, said: str) -> dict[str, Any]:
 @functools.cache  # dynamo runs code again for the very backend that made it
 def _passing(mode: str, said: str) -> Any:
     """Inductor, with our pass over masks before it."""
-    from ...rewrite.inductor import backend
-    from ...rewrite.masks import masks
-    from ...rewrite.watch import Watch
+    from ...rewrite.compilation import Compilation
+    from ...rewrite.inductor import make_backend
+    from ...rewrite.passes import drop_known_masks
 
-    return backend(Watch(looks=False), [masks], _options(mode, said))
+    return make_backend(Compilation(observe=False), [drop_known_masks], _options(mode, said))
 
 
 def _frozen(code: Call) -> Call:

@@ -43,7 +43,7 @@ class Captured:
         if self._optimizers.rates_changed():
             self._graphs.clear()
         leaves, spec = self._torch.utils._pytree.tree_flatten((args, kwargs))
-        key = (spec, tuple(map(cudagraph.key, leaves)), self._optimizers.settings())
+        key = (spec, tuple(map(cudagraph.make_key, leaves)), self._optimizers.settings())
         found = self._graphs.get(key)
         if found is None:
             found = self._graphs[key] = self._capture(leaves, spec)
@@ -84,7 +84,7 @@ class Captured:
 
     def _recorded(self, call: Callable[[], Any], state: State) -> tuple[Any, Any]:
         try:
-            return cudagraph.recorded(call)
+            return cudagraph.record_graph(call)
         except RuntimeError as exc:
             state.restore()  # gradients may have been set to the failed graph's memory
             first = exc.__context__ if isinstance(exc.__context__, RuntimeError) else exc  # the second is that it ended

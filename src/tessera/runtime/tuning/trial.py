@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ...errors import TesseraError
 from ...monitor import Monitor
 from ...monitor.core import default
-from ...rewrite.measured import measure
+from ...rewrite.measure import measure_iteration
 from ...rewrite.state import State
 from .changes import NotHere, applied
 from .found import Reach
 from .plan import Setting, Trial
 
 if TYPE_CHECKING:
-    from ...rewrite.check import Program
-    from ...rewrite.reference import Reference
+    from ...rewrite.compare import Reference
+    from ...rewrite.program import Program
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Bench:
         try:
             if self.reference is None:  # of the function as it is; a number format is only changed within a tolerance
                 retyped = self.tolerance is not None
-                self.reference = self.program.reference(self.args, self.kwargs, self.tolerance, retyped=retyped)
+                self.reference = self.program.make_reference(self.args, self.kwargs, self.tolerance, retyped=retyped)
             with applied(self.fn, self.reach, setting, self.own) as call:
                 return self._measured(call, setting, self.reference, begun)
         except NotHere as exc:
@@ -71,7 +71,7 @@ class Bench:
     @property
     def program(self) -> Program:
         """The function as what is checked: from the state that was kept, and from outside."""
-        from ...rewrite.check import Program
+        from ...rewrite.program import Program
 
         held = self.reach
         return Program(call=self.fn, modules=held.modules, optimizers=held.optimizers, mode="call", state=self.state)
@@ -87,11 +87,11 @@ class Bench:
                 )
         prepared_s, work = time.monotonic() - begun, self.work(setting)
         again = functools.partial(call, *self.args, **self.kwargs)
-        found = measure(again, 4 * self.trial_s, monitor=self.monitor, modelled=True)
-        joules = found.joules
+        found = measure_iteration(again, 4 * self.trial_s, monitor=self.monitor, modelled=True)
+        joules = found.energy_j
         return Trial(
-            setting=dict(setting), seconds=found.seconds / work,
-            seconds_error=_or_unsure(found.seconds_error, found.seconds) / work,
+            setting=dict(setting), seconds=found.time_s / work,
+            seconds_error=_or_unsure(found.error_s, found.time_s) / work,
             energy_j=None if joules is None else joules / work,
             energy_error_j=None if joules is None else _or_unsure(found.spread_j, joules) / work,
             power_w=found.power_w, temp_c=self._temperature(), deviation=deviation, prepared_s=prepared_s,

@@ -1,4 +1,4 @@
-"""Attention as people write it, recognised in a Dynamo graph: from the product with v back to that of q and k."""
+"""Recognise attention as people write it in a Dynamo graph: from the product with v back to that of q and k."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from .pieces import size_of
+from .eager_ops import size_of
+from .inductor import PRIVATE_ERRORS
 
 MATMUL = frozenset({"matmul", "bmm", "__matmul__"})
 _CAST = frozenset({"to", "float", "half", "bfloat16", "type", "type_as", "_to_copy"})
 _SAME = frozenset({"contiguous", "clone"})
 _CONSTANT_MASK = 4096 * 4096  # elements of a mask we compute to look at it
-STRANGE = (AttributeError, KeyError, IndexError, TypeError, ValueError, NotImplementedError, RuntimeError,
-           AssertionError)  # fmt: skip
-"""What tracing a piece of somebody's program may raise; it then stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """A match: the nodes that go in, what is done to the scores, and the nodes that are replaced."""
+class AttentionMatch:
+    """The nodes that go in, what is done to the scores, and the nodes that are replaced.
+
+    With `fill` the mask tells where scores are set to that value, or with `keeps` where they are not.
+    """
 
     out: fx.Node
     q: fx.Node
@@ -31,15 +32,15 @@ class Attention:
     k_transposed: bool = True
     scale: float = 1.0
     mask: fx.Node | None = None
-    fill: float | None = None  # the mask says where scores are set to this
-    keeps: bool = False  # ... or where they are kept
+    fill: float | None = None
+    keeps: bool = False
     dropout: float = 0.0
     nodes: tuple[fx.Node, ...] = ()
     written: tuple[str, ...] = ()
 
 
 def name_of(node: Any) -> str:
-    """What a node calls, whether as a function, an operator or a method."""
+    """Return what a node calls, whether as a function, an operator or a method."""
     if not isinstance(node, fx.Node):
         return ""
     if node.op == "call_method":
@@ -50,12 +51,12 @@ def name_of(node: Any) -> str:
 
 
 def value_of(node: Any) -> Any:
-    """The fake tensor Dynamo traced a node with."""
+    """Return the fake tensor Dynamo traced a node with."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
-def find(out: fx.Node) -> Attention | None:
-    """The attention that ends in this product, if it is one."""
+def find_attention(out: fx.Node) -> AttentionMatch | None:
+    """Return the attention that ends in this product, if it is one."""
     if name_of(out) not in MATMUL or len(out.args) != 2:
         return None
     weights, v = out.args
@@ -63,24 +64,22 @@ def find(out: fx.Node) -> Attention | None:
     if step is None or not isinstance(v, fx.Node):
         return None
     softmax, dropout, nodes, written = step
-    begun = Attention(out, out, out, v, dropout=dropout, nodes=(out, *nodes), written=("matmul", *written))
-    found = _before_softmax(softmax.args[0] if softmax.args else softmax.kwargs.get("input"), begun)
-    if found is None or not _fits(found):
-        return None
-    return found
+    start = AttentionMatch(out, out, out, v, dropout=dropout, nodes=(out, *nodes), written=("matmul", *written))
+    match = _before_softmax(softmax.args[0] if softmax.args else softmax.kwargs.get("input"), start)
+    return match if match is not None and _is_supported(match) else None
 
 
 def _after_softmax(node: Any) -> tuple[fx.Node, float, tuple[fx.Node, ...], tuple[str, ...]] | None:
-    """From the product with v back to the softmax: casts and a dropout may lie between."""
+    """Go from the product with v back to the softmax; casts and a dropout may lie between."""
     dropout, nodes, written = 0.0, list[fx.Node](), list[str]()
     while isinstance(node, fx.Node) and len(node.users) == 1:
         name = name_of(node)
         nodes.append(node)
         if name == "softmax":
-            return (node, dropout, tuple(nodes), (*written, "softmax")) if _over_last(node) else None
+            return (node, dropout, tuple(nodes), (*written, "softmax")) if _is_over_last(node) else None
         if name == "dropout":
-            p = argument(node, 1, "p", 0.5)
-            training = argument(node, 2, "training", True)
+            p = get_argument(node, 1, "p", 0.5)
+            training = get_argument(node, 2, "training", True)
             if not isinstance(p, float | int) or not isinstance(training, bool):
                 return None
             dropout = float(p) if training else 0.0
@@ -91,32 +90,32 @@ def _after_softmax(node: Any) -> tuple[fx.Node, float, tuple[fx.Node, ...], tupl
     return None
 
 
-def argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
-    """An argument of a call, given by place or by name."""
+def get_argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
+    """Return an argument of a call, passed by place or by name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _over_last(softmax: fx.Node) -> bool:
-    value, dim = value_of(softmax), argument(softmax, 1, "dim", None)
+def _is_over_last(softmax: fx.Node) -> bool:
+    value, dim = value_of(softmax), get_argument(softmax, 1, "dim", None)
     return value is not None and dim in (-1, value.dim() - 1)
 
 
-def _before_softmax(node: Any, match: Attention) -> Attention | None:
-    """From the softmax back to the product of q and k: a scale, then at most one mask on top of it."""
+def _before_softmax(node: Any, match: AttentionMatch) -> AttentionMatch | None:
+    """Go from the softmax back to the product of q and k: at most one mask, and before it a scale."""
     while isinstance(node, fx.Node) and len(node.users) == 1:
         name = name_of(node)
         match = replace(match, nodes=(*match.nodes, node), written=(*match.written, name))
         if name in MATMUL and len(node.args) == 2:
-            return _keys(node, match)
-        step = _step(name, node, match)
+            return _match_keys(node, match)
+        step = _match_step(name, node, match)
         if step is None:
             return None
         node, match = step
     return None
 
 
-def _step(name: str, node: fx.Node, match: Attention) -> tuple[Any, Attention] | None:
-    """One operation on the scores, and the node before it; None for one we do not know."""
+def _match_step(name: str, node: fx.Node, match: AttentionMatch) -> tuple[Any, AttentionMatch] | None:
+    """Match one operation on the scores and return the node before it; None for an unknown operation."""
     args = node.args
     if name in _CAST | _SAME:
         return args[0], match
@@ -131,24 +130,26 @@ def _step(name: str, node: fx.Node, match: Attention) -> tuple[Any, Attention] |
         scores, mask = (args[0], args[1]) if _is_scores(args[0]) else (args[1], args[0])
         return scores, replace(match, mask=mask)
     if name == "masked_fill" and len(args) == 3:
-        return _filled(args[0], args[1], args[2], match, keeps=False)
+        return _match_fill(args[0], args[1], args[2], match, keeps=False)
     if name == "where" and len(args) == 3:
-        return _filled(args[1], args[0], args[2], match, keeps=True)
+        return _match_fill(args[1], args[0], args[2], match, keeps=True)
     return None
 
 
-def _filled(scores: Any, mask: Any, fill: Any, match: Attention, *, keeps: bool) -> tuple[Any, Attention] | None:
+def _match_fill(
+    scores: Any, mask: Any, fill: Any, match: AttentionMatch, *, keeps: bool
+) -> tuple[Any, AttentionMatch] | None:
     if isinstance(fill, fx.Node):  # torch.full([], -inf), torch.tensor(-inf)
-        value = constant(fill)
+        value = compute_constant(fill)
         fill = value.item() if value is not None and value.numel() == 1 else None
-    # Anything that is not far below every score is no mask but a value of its own.
+    # Anything that is not far below every score is a value of its own, not a mask.
     if not isinstance(fill, float | int) or fill > -1e4 or not isinstance(mask, fx.Node):
         return None
     return scores, replace(match, mask=mask, fill=float(fill), keeps=keeps)
 
 
 def _is_scores(node: Any) -> bool:
-    """Whether the scores come from this side of an addition: it leads to a product within a few nodes."""
+    """Tell whether the scores come from this side of an addition: it leads to a product within a few nodes."""
     for _ in range(4):
         if not isinstance(node, fx.Node):
             return False
@@ -160,7 +161,7 @@ def _is_scores(node: Any) -> bool:
     return False
 
 
-def _keys(product: fx.Node, match: Attention) -> Attention | None:
+def _match_keys(product: fx.Node, match: AttentionMatch) -> AttentionMatch | None:
     q, kt = product.args
     if not isinstance(q, fx.Node) or not isinstance(kt, fx.Node):
         return None
@@ -174,8 +175,8 @@ def _keys(product: fx.Node, match: Attention) -> Attention | None:
     return replace(match, q=q, k=kt, k_transposed=False)
 
 
-def _fits(match: Attention) -> bool:
-    """Shapes and formats that the fused call takes."""
+def _is_supported(match: AttentionMatch) -> bool:
+    """Tell whether the fused call takes these shapes and formats."""
     q, k, v = (value_of(n) for n in (match.q, match.k, match.v))
     if any(t is None for t in (q, k, v)) or not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         return False
@@ -190,11 +191,11 @@ def _fits(match: Attention) -> bool:
     return mask.dim() > 0 and (match.fill is None or mask.dtype == torch.bool)
 
 
-def constant(node: fx.Node) -> torch.Tensor | None:
-    """The value of a node that depends on constants alone, computed on the CPU; None where that is not certain.
+def compute_constant(node: fx.Node) -> torch.Tensor | None:
+    """Compute a node that depends on constants alone, on the CPU; None where that is not certain.
 
-    Writes into tensors (`mask[:, 0] = False`) have no user, so they are not among what a node depends on: Dynamo's fake
-    tensors counted them. What chance or unwritten memory decides is no constant either.
+    Writes into tensors (`mask[:, 0] = False`) have no user, so a node does not seem to depend on them: the version of
+    Dynamo's fake tensors shows them. Random numbers and unwritten memory are not constants.
     """
     needed, stack = set[fx.Node](), [node]
     while stack:
@@ -204,42 +205,43 @@ def constant(node: fx.Node) -> torch.Tensor | None:
         if here not in needed:
             needed.add(here)
             stack += here.all_input_nodes
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     try:
-        if not all(_plain(here) for here in needed):
+        if not all(_is_unwritten(here) for here in needed):
             return None
         for here in node.graph.nodes:
             if here in needed:
-                made[here] = graph.node_copy(here, lambda n: made[n])
-                if "device" in made[here].kwargs:
-                    made[here].kwargs = {**made[here].kwargs, "device": "cpu"}
-        graph.output(made[node])
-        found = _computed(graph)
-    except (ImportError, *STRANGE):
+                copies[here] = graph.node_copy(here, lambda n: copies[n])
+                if "device" in copies[here].kwargs:
+                    copies[here].kwargs = {**copies[here].kwargs, "device": "cpu"}
+        graph.output(copies[node])
+        value = _run_certain(graph)
+    except (ImportError, *PRIVATE_ERRORS):
         return None
-    return found.cpu() if isinstance(found, torch.Tensor) else None
+    return value.cpu() if isinstance(value, torch.Tensor) else None
 
 
-def _plain(node: fx.Node) -> bool:
-    """Whether a node's value is no larger than a mask may be, and nobody writes into it."""
+def _is_unwritten(node: fx.Node) -> bool:
+    """Tell whether a node's value is no larger than a mask may be, and nobody writes into it."""
     value = value_of(node)
-    if any(name_of(user) == "_get_data_attr" for user in node.users):  # what is written through .data is not counted
+    if any(name_of(user) == "_get_data_attr" for user in node.users):  # writes through .data are not counted
         return False
     if not isinstance(value, torch.Tensor):
         return True
-    if value.is_inference():  # such tensors do not count what is written into them
+    if value.is_inference():  # such tensors do not count writes
         return False
     return prod(size_of(s) for s in value.shape) <= _CONSTANT_MASK and value._version == 0
 
 
-def _computed(graph: fx.Graph) -> Any:
+def _run_certain(graph: fx.Graph) -> Any:
+    """Run a graph, but raise for random numbers and unwritten memory."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Certain(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if torch.Tag.nondeterministic_seeded in func.tags or "empty" in str(func):
-                raise RuntimeError(f"{func} is no constant")
+                raise RuntimeError(f"{func} is not a constant")
             return func(*args, **(kwargs or {}))
 
     with unset_fake_temporarily(), Certain():

@@ -20,7 +20,7 @@ from tessera.errors import ArgumentError, RewriteError
 from tessera.graph import surroundings
 from tessera.graph.nested import find_containers, find_leaves, refill
 from tessera.graph.surroundings import Surroundings
-from tessera.rewrite.check import Program
+from tessera.rewrite.program import Program
 from tessera.rewrite.state import Inputs
 
 from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
@@ -172,15 +172,15 @@ def test_what_a_function_writes_outside_is_put_back(place: str) -> None:
     x = torch.ones(2)
     before = kept(now())
     with Inputs((x,), {}, Surroundings(call)) as inputs:
-        assert inputs.changed() == {}
+        assert inputs.find_changes() == {}
         call(x)
         assert kept(now()) != before
-        assert inputs.changed()
+        assert inputs.find_changes()
     assert kept(now()) == before
     first = of(call, x).observe(call, (x,), {})
     assert kept(now()) == before
     assert [name for name in first if name.startswith("outside[")]
-    assert of(call, x).reference((x,), {}).compare(of(call, x).observe(call, (x,), {})).ok
+    assert of(call, x).make_reference((x,), {}).compare(of(call, x).observe(call, (x,), {})).ok
 
 
 def test_models_and_optimizers_are_found_in_inner_functions_and_deep_in_objects() -> None:
@@ -269,7 +269,7 @@ def test_parameters_that_only_an_optimizer_has_are_kept_and_their_gradients_comp
 
     x, before = torch.randn(2, 4), w.detach().clone()
     program = of(step, x)
-    reference = program.reference((x,), {})
+    reference = program.make_reference((x,), {})
     assert torch.equal(w, before) and w.grad is None and not optimizer.state
     assert {"gradient of Adam's parameter 0", "size of the update"} < set(reference.seen)
     assert not [name for name in reference.seen if name.startswith("outside")]  # but as a parameter
@@ -280,7 +280,7 @@ def test_a_generator_of_random_numbers_is_put_back_and_seen_to_be_one() -> None:
     drawn = torch.Generator().manual_seed(7)
     before = drawn.get_state()
     program = of(lambda x: x + torch.randn(2, generator=drawn), torch.ones(2))
-    assert program.reference((torch.ones(2),), {}).random
+    assert program.make_reference((torch.ones(2),), {}).random
     assert torch.equal(drawn.get_state(), before)
 
 
@@ -295,7 +295,7 @@ def test_hooks_are_not_compiled_and_may_find_no_gradient() -> None:
 
     program = of(step)
     found = program.observe(torch.compile(step, backend="aot_eager"), (), {})
-    assert program.reference((), {}).compare(found).ok
+    assert program.make_reference((), {}).compare(found).ok
 
 
 def test_gradients_are_compared_under_no_grad_too() -> None:
@@ -310,7 +310,7 @@ def test_gradients_are_compared_under_no_grad_too() -> None:
 
 def test_a_way_must_write_outside_alike() -> None:
     total = torch.zeros(2)
-    reference = of(lambda x: total.add_(x) * 0, torch.ones(2)).reference((torch.ones(2),), {})
+    reference = of(lambda x: total.add_(x) * 0, torch.ones(2)).make_reference((torch.ones(2),), {})
 
     def verdict(wrong: Any) -> Any:
         return reference.compare(of(lambda x: total.add_(x) * 0).observe(wrong, (torch.ones(2),), {}))
@@ -328,7 +328,7 @@ def test_numbers_noted_outside_are_compared() -> None:
         return x * 2
 
     program = of(step, torch.ones(2))
-    reference = program.reference((torch.ones(2),), {})
+    reference = program.make_reference((torch.ones(2),), {})
     assert reference.compare(program.observe(step, (torch.ones(2),), {})).ok
     assert reference.compare(program.observe(step, (torch.ones(2),), {"by": 1.1})).where == "outside['losses'][0]"
 
@@ -341,9 +341,9 @@ def test_a_clock_outside_is_not_taken_for_random_numbers() -> None:
         return x * 2
 
     program = of(step, torch.ones(2))
-    reference = program.reference((torch.ones(2),), {})
+    reference = program.make_reference((torch.ones(2),), {})
     assert not reference.random
-    assert reference.unknown == ["the outside['times'][0] is another one at every run: not compared"]
+    assert reference.notes == ["the outside['times'][0] is another one at every run: not compared"]
     assert reference.compare(program.observe(step, (torch.ones(2),), {})).ok
     assert times == []
 
@@ -356,7 +356,7 @@ def test_names_that_are_others_at_every_run_are_not_compared() -> None:
         return x * 2
 
     program = of(step, torch.ones(2))
-    reference = program.reference((torch.ones(2),), {})
+    reference = program.make_reference((torch.ones(2),), {})
     assert reference.compare(program.observe(step, (torch.ones(2),), {})).ok
     assert not reference.compare(program.observe(lambda x: x * 3, (torch.ones(2),), {})).ok
 
@@ -389,7 +389,7 @@ def test_what_is_made_once_and_stays_is_not_compared() -> None:
         return x * made["table"]
 
     program = of(step, torch.ones(2))
-    reference = program.reference((torch.ones(2),), {})
+    reference = program.make_reference((torch.ones(2),), {})
     assert not reference.random
     assert reference.compare(program.observe(step, (torch.ones(2),), {})).ok
 
@@ -419,7 +419,7 @@ def test_what_is_large_is_left_alone_and_named(uncompiled: None, monkeypatch: py
 def test_copies_of_weights_are_not_made_twice() -> None:
     weights, step = list(MODEL.parameters()), lambda x: MODEL(x) + weights[0].sum()
     program = of(step, torch.ones(4))
-    with program.untouched() as state, program.inputs((torch.ones(4),), {}, state) as inputs:
+    with program.restoring() as state, program.save_inputs((torch.ones(4),), {}, state) as inputs:
         assert len(inputs._tensors) == 1
 
 
@@ -527,7 +527,7 @@ def test_what_cannot_be_looked_at_is_no_error(name: str) -> None:
     around.skip_large(frozenset())
     with Inputs((), {}, around) as inputs:
         step(1)
-        assert [*inputs.changed()] == ["outside['seen'][0]"]
+        assert [*inputs.find_changes()] == ["outside['seen'][0]"]
     assert seen == []
 
 
@@ -570,17 +570,16 @@ def test_a_step_that_cannot_run_so_often_is_named(uncompiled: None, times: int) 
 
 
 def test_a_way_that_fails_while_it_is_measured_is_dropped(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tessera.rewrite.candidates import Trial
-    from tessera.rewrite.ways import EAGER
+    from tessera.rewrite.variants import EAGER, VariantSearch
 
     def breaks(self: Any, call: Any) -> None:
         if call is not self.program.call:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Trial, "_iteration", breaks)
+    monkeypatch.setattr(VariantSearch, "run_iteration", breaks)
     fast = tessera.optimize(lambda x: x.sin(), torch.ones(2))
     assert fast.chosen == EAGER
-    assert fast.ways[1].why == "it failed when it was run again: RuntimeError: out of memory"
+    assert fast.variants[1].why == "it failed when it was run again: RuntimeError: out of memory"
 
 
 def test_a_budget_that_is_over_before_anything_compiles_is_no_error(uncompiled: None) -> None:
@@ -590,5 +589,5 @@ def test_a_budget_that_is_over_before_anything_compiles_is_no_error(uncompiled: 
 
     fast = tessera.optimize(slow, torch.ones(2), budget_s=0.005)
     assert fast.chosen == "eager"
-    assert "budget_s was over before a way could be tried" in fast.notes
+    assert "budget_s was over before a variant could be tried" in fast.notes
     assert torch.equal(fast(torch.ones(2)), torch.ones(2).sin())

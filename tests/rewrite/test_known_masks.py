@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tessera.rewrite.inductor import recorder
-from tessera.rewrite.masks import masks
-from tessera.rewrite.watch import Watch
+from tessera.rewrite.compilation import Compilation
+from tessera.rewrite.passes import drop_known_masks
 from tessera.runtime.tuning.changes import NotHere, applied
 from tessera.runtime.tuning.found import reach
 from tessera.runtime.tuning.seen import Seen, look
 from tessera.runtime.tuning.space import knobs
+
+from rewriting import make_recorder
 
 LENGTH = 12
 
@@ -65,11 +66,11 @@ def test_only_masks_that_are_known_are_taken_out(case: str, by_place: bool) -> N
         return functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
 
     torch.manual_seed(0)
-    x, watch = torch.randn(2, LENGTH, 8), Watch()
-    found = torch.compile(attend, backend=recorder(watch, [masks]), fullgraph=True, dynamic=False)(x)
+    x, watch = torch.randn(2, LENGTH, 8), Compilation()
+    found = torch.compile(attend, backend=make_recorder(watch, [drop_known_masks]), fullgraph=True, dynamic=False)(x)
     torch.testing.assert_close(found, attend(x))
     named = f"scaled_dot_product_attention{' (causal)' if says else ''}"
-    assert [f.after for f in watch.found] == ([] if says is None else [named])
+    assert [f.after for f in watch.replacements] == ([] if says is None else [named])
 
 
 def written(write: Any) -> Any:
@@ -97,10 +98,10 @@ WRITES = {
 
 @pytest.mark.parametrize("how", WRITES)
 def test_a_mask_that_is_written_into_is_not_known(how: str) -> None:
-    attend, x, watch = written(WRITES[how]), torch.randn(2, LENGTH, 8), Watch()
-    found = torch.compile(attend, backend=recorder(watch, [masks]), dynamic=False)(x)
+    attend, x, watch = written(WRITES[how]), torch.randn(2, LENGTH, 8), Compilation()
+    found = torch.compile(attend, backend=make_recorder(watch, [drop_known_masks]), dynamic=False)(x)
     torch.testing.assert_close(found, attend(x))
-    assert not watch.found
+    assert not watch.replacements
 
 
 def test_chance_and_strange_masks_are_left_alone() -> None:
@@ -115,9 +116,11 @@ def test_chance_and_strange_masks_are_left_alone() -> None:
         def attend(x: Any, make: Any = make) -> Any:
             return functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], make(x))
 
-        x, watch = torch.randn(2, LENGTH, 8), Watch()
-        torch.testing.assert_close(torch.compile(attend, backend=recorder(watch, [masks]), dynamic=False)(x), attend(x))
-        assert not watch.found
+        x, watch = torch.randn(2, LENGTH, 8), Compilation()
+        torch.testing.assert_close(
+            torch.compile(attend, backend=make_recorder(watch, [drop_known_masks]), dynamic=False)(x), attend(x)
+        )
+        assert not watch.replacements
 
 
 def test_lengths_that_differ_keep_the_upper_left_triangle() -> None:
@@ -127,10 +130,10 @@ def test_lengths_that_differ_keep_the_upper_left_triangle() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 9, 8)
     for offset, expected in ((0, 1), (4, 0)):  # 4: the last query sees the last key, which is_causal does not mean
-        watch = Watch()
-        found = torch.compile(attend, backend=recorder(watch, [masks]), dynamic=False)(q, k, offset)
+        watch = Compilation()
+        found = torch.compile(attend, backend=make_recorder(watch, [drop_known_masks]), dynamic=False)(q, k, offset)
         torch.testing.assert_close(found, attend(q, k, offset))
-        assert len(watch.found) == expected
+        assert len(watch.replacements) == expected
 
 
 def test_sizes_that_are_not_known_keep_their_mask() -> None:
@@ -138,12 +141,12 @@ def test_sizes_that_are_not_known_keep_their_mask() -> None:
         heads, at = x[:, None], torch.arange(x.shape[1])
         return functional.scaled_dot_product_attention(heads, heads, heads, at[None, :] <= at[:, None])
 
-    watch = Watch()
-    compiled = torch.compile(attend, backend=recorder(watch, [masks]), dynamic=True)
+    watch = Compilation()
+    compiled = torch.compile(attend, backend=make_recorder(watch, [drop_known_masks]), dynamic=True)
     for length in (6, 9):
         x = torch.randn(2, length, 8)
         torch.testing.assert_close(compiled(x), attend(x))
-    assert not watch.found
+    assert not watch.replacements
 
 
 class Masked(torch.nn.Module):
@@ -168,13 +171,13 @@ def test_the_tuner_takes_masks_out_of_compiled_code(monkeypatch: pytest.MonkeyPa
     from tessera.rewrite import inductor
 
     given: list[Any] = []
-    made = inductor._applied
+    made = inductor.apply_passes
 
     def noted(module: Any, passes: Any, watch: Any) -> None:
         made(module, passes, watch)
         given.extend(n.kwargs for n in module.graph.nodes if "scaled_dot" in str(n.target))
 
-    monkeypatch.setattr(inductor, "_applied", noted)
+    monkeypatch.setattr(inductor, "apply_passes", noted)
     torch.manual_seed(0)
     model, x = Masked().eval(), torch.randn(2, LENGTH, 8)
 

@@ -21,15 +21,14 @@ from torch import nn
 import tessera
 from tessera.errors import RewriteError
 from tessera.graph.nested import Unreadable, find_leaves, map_tensors
-from tessera.rewrite import ways
-from tessera.rewrite.check import Program
-from tessera.rewrite.inductor import recorder
-from tessera.rewrite.patterns import attention
-from tessera.rewrite.reference import Reference
+from tessera.rewrite.compare import Reference
+from tessera.rewrite.compilation import Compilation
+from tessera.rewrite.cudagraph import ReplayedProgram
+from tessera.rewrite.passes import fuse_attention
+from tessera.rewrite.program import Program
 from tessera.rewrite.state import Inputs
-from tessera.rewrite.watch import Watch
 
-from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
+from rewriting import fresh_compiler, make_recorder, without_inductor  # noqa: F401 - fixtures
 
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -68,7 +67,7 @@ def program(call: Any, *modules: nn.Module, mode: Any = "infer") -> Program:
 def verdict(right: Any, wrong: Any, *args: Any, tolerance: float | None = None, mode: Any = "infer") -> Any:
     """What is said of `wrong` in the place of `right`."""
     made = program(right, mode=mode)
-    return made.reference(args, {}, tolerance).compare(made.observe(wrong, args, {}))
+    return made.make_reference(args, {}, tolerance).compare(made.observe(wrong, args, {}))
 
 
 # -- results -------------------------------------------------------------------------------------------------------
@@ -160,9 +159,9 @@ def test_what_is_another_at_every_run_is_no_fault() -> None:
         return {"y": x, "calls": len(calls)}
 
     made = program(counting)
-    reference = made.reference((torch.ones(2),), {})
+    reference = made.make_reference((torch.ones(2),), {})
     assert not reference.random
-    assert reference.unknown == ["the result['calls'] is another one at every run: not compared"]
+    assert reference.notes == ["the result['calls'] is another one at every run: not compared"]
     assert reference.compare(made.observe(counting, (torch.ones(2),), {})).ok
 
 
@@ -170,13 +169,13 @@ def test_what_cannot_be_compared_is_said_and_not_called_equal(uncompiled: None) 
     lock = threading.Lock()
     fast = tessera.optimize(lambda x: (x.sin(), lock)[1], torch.ones(2), budget_s=0)
     assert fast.notes[0] == f"the result is a {type(lock).__qualname__}: not compared"
-    assert "nothing was measured (budget_s=0): the first way that compiles was taken" in fast.notes
-    assert fast.to_json()["ways"][1]["relative_error"] is None
-    assert "not checked: nothing to compare" in fast.report()
-    assert "error 0" not in fast.report()
+    assert "nothing was measured (budget_s=0): the first variant that compiles was taken" in fast.notes
+    assert fast.to_dict()["variants"][1]["relative_error"] is None
+    assert "not checked: nothing to compare" in str(fast)
+    assert "error 0" not in str(fast)
     both = tessera.optimize(lambda x: (x.sin(), lock), torch.ones(2), budget_s=0)
     assert both.notes[0].startswith("the result[1] is a ")
-    assert both.ways[1].verdict is not None and both.ways[1].verdict.where == "result[0]"
+    assert both.variants[1].comparison is not None and both.variants[1].comparison.where == "result[0]"
 
 
 def test_leaves_of_what_is_deep_or_closed() -> None:
@@ -219,7 +218,7 @@ def test_a_result_that_torch_compile_gets_wrong_is_refused_in_a_dataclass_too() 
 def test_gradients_through_a_result_of_ones_own_are_compared() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     made = program(lambda x: Own(model(x)), model, mode="train")
-    reference = made.reference((x,), {})
+    reference = made.make_reference((x,), {})
     assert {"gradient of weight", "gradient of bias"} < set(reference.seen)
     cut = made.observe(lambda x: Own(F.linear(x, model.weight, model.bias.detach())), (x,), {})
     assert reference.compare(cut).where == "gradient of bias"
@@ -291,9 +290,9 @@ def test_inputs_are_put_back(how: str) -> None:
     program(call).observe(call, args, {})
     assert same(held_by(args), before)
     with Inputs(args, {}) as inputs:
-        assert inputs.changed() == {}
+        assert inputs.find_changes() == {}
         call(*args)
-        assert inputs.changed()
+        assert inputs.find_changes()
 
 
 @pytest.mark.parametrize("how", ["tensor", "view", "list", "dictionary", "dataclass"])
@@ -339,7 +338,7 @@ def test_models_and_optimizers_among_the_inputs_are_not_walked_through() -> None
 
     args, before = (model, optimizer, scheduler, {}), model.weight.detach().clone()
     made = Program(call=step, modules=(model,), optimizers=(optimizer,), mode="step")
-    reference = made.reference(args, {})
+    reference = made.make_reference(args, {})
     assert torch.equal(model.weight, before)
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch, args[3]) == (0.1, 0, {})
     assert {"argument[3][key 0]", "argument[2].last_epoch"} < set(reference.seen)
@@ -350,7 +349,7 @@ def test_models_and_optimizers_among_the_inputs_are_not_walked_through() -> None
 def test_gradients_of_inputs_are_compared_and_taken_away_again() -> None:
     x = torch.randn(3, requires_grad=True)
     made = program(lambda x: x.square(), mode="train")
-    reference = made.reference((x,), {})
+    reference = made.make_reference((x,), {})
     assert x.grad is None
     assert "gradient of argument[0]" in reference.seen
     straight = made.observe(lambda x: x.square().detach() + (x - x.detach()), (x,), {})
@@ -372,7 +371,7 @@ def test_a_buffer_that_inference_writes_is_compared() -> None:
     model = nn.BatchNorm1d(4, affine=False)  # in training mode: its statistics move
     made = program(model, model)
     x = torch.randn(8, 4)
-    reference = made.reference((x,), {})
+    reference = made.make_reference((x,), {})
     assert {"running_mean", "num_batches_tracked"} < set(reference.seen)
     forgets = made.observe(lambda x: F.batch_norm(x, None, None, training=True), (x,), {})
     assert "is there on one side only" in reference.compare(forgets).why
@@ -389,7 +388,7 @@ def test_a_copy_runs_its_own_weights(uncompiled: None) -> None:
     for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert twin.original is not model
         assert repr(twin) == "Optimized(Sequential: not yet run)"
-        assert twin._options["tolerance"] == 1e-2
+        assert twin._options.tolerance == 1e-2
         torch.testing.assert_close(twin(x), model(x))
         with torch.no_grad():
             for p in twin.parameters():
@@ -404,10 +403,12 @@ def test_a_copy_runs_its_own_weights(uncompiled: None) -> None:
 
 
 def test_inference_has_no_gradients_where_eager_is_chosen_too(uncompiled: None, monkeypatch: Any) -> None:
-    from tessera.rewrite.measured import Measured
+    from tessera.rewrite.measure import IterationMeasurement
 
     seconds = iter([1.0, 2.0])
-    monkeypatch.setattr("tessera.rewrite.candidates.measure", lambda run, within_s: Measured(seconds=next(seconds)))
+    monkeypatch.setattr(
+        "tessera.rewrite.variants.measure_iteration", lambda run, within_s: IterationMeasurement(time_s=next(seconds))
+    )
     fast = tessera.optimize(nn.Linear(4, 4), torch.randn(2, 4))
     assert fast.chosen == "eager"
     assert not fast(torch.randn(2, 4)).requires_grad
@@ -415,8 +416,19 @@ def test_inference_has_no_gradients_where_eager_is_chosen_too(uncompiled: None, 
 
 def test_results_of_a_replay_are_copied_out_of_what_holds_them() -> None:
     tensor = torch.ones(2)
-    for wrap, _ in [HOLDERS[k] for k in ("dataclass", "frozen dataclass with slots", "named tuple", "object",
-                                         "a dictionary of its own", "deque", "dictionary", "namespace")]:  # fmt: skip
+    for wrap, _ in [
+        HOLDERS[k]
+        for k in (
+            "dataclass",
+            "frozen dataclass with slots",
+            "named tuple",
+            "object",
+            "a dictionary of its own",
+            "deque",
+            "dictionary",
+            "namespace",
+        )
+    ]:
         kept = wrap(tensor)
         twin = map_tensors(torch.clone, kept)
         assert type(twin) is type(kept)
@@ -429,7 +441,7 @@ def test_results_of_a_replay_are_copied_out_of_what_holds_them() -> None:
 
 
 def test_a_graph_is_not_captured_of_inputs_it_could_not_be_given_anew() -> None:
-    replayed = ways.Replayed(program(lambda held: held.y * 2))
+    replayed = ReplayedProgram(program(lambda held: held.y * 2))
     with pytest.raises(TypeError, match="cannot be given another Own"):
         replayed(Own(torch.ones(2)))
 
@@ -449,10 +461,10 @@ def test_a_query_that_sees_no_key_has_the_mean_and_no_gradient(fill: float, keep
         scores = torch.where(seen, scores, fill) if keeps else scores.masked_fill(~seen, fill)
         return scores.softmax(-1) @ v
 
-    watch, given = Watch(), heads()
+    watch, given = Compilation(), heads()
     seen = torch.tensor([[True] * 4 + [False] * 2, [False] * 6])  # of the second sequence nothing
-    found = torch.compile(attend, backend=recorder(watch, [attention]))(*given, seen)
-    assert [f.after for f in watch.found] == ["scaled_dot_product_attention (masked)"]
+    found = torch.compile(attend, backend=make_recorder(watch, [fuse_attention]))(*given, seen)
+    assert [f.after for f in watch.replacements] == ["scaled_dot_product_attention (masked)"]
     wanted = attend(*given, seen)
     torch.testing.assert_close(found, wanted)
     towards = torch.randn_like(wanted)
@@ -466,7 +478,7 @@ def test_queries_are_left_alone_where_a_constant_mask_shows_each_a_key() -> None
     calls: list[str] = []
 
     def noted(module: Any) -> Any:
-        found = attention(module, ask=False)
+        found = fuse_attention(module, ask=False)
         calls.extend(str(n.target) for n in module.graph.nodes)
         return found
 
@@ -475,7 +487,7 @@ def test_queries_are_left_alone_where_a_constant_mask_shows_each_a_key() -> None
         return torch.where(near, (q @ k.transpose(-2, -1)) * 0.35, -1e9).softmax(-1) @ v
 
     given = heads()
-    found = torch.compile(attend, backend=recorder(Watch(), [noted]))(*given)
+    found = torch.compile(attend, backend=make_recorder(Compilation(), [noted]))(*given)
     torch.testing.assert_close(found, attend(*given))
     assert "all" not in calls
     assert any("scaled_dot_product_attention" in call for call in calls)
@@ -496,20 +508,24 @@ def test_masks_of_few_dimensions_and_of_many(case: str) -> None:
     def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
         return put_on((q @ k.transpose(-2, -1)) * 0.3, mask).softmax(-1) @ v
 
-    watch, given = Watch(), [*(t.detach() for t in heads()), torch.randn(2, 6, 6)]
-    found = torch.compile(attend, backend=recorder(watch, [lambda module: attention(module, ask=False)]))(*given)
+    watch, given = Compilation(), [*(t.detach() for t in heads()), torch.randn(2, 6, 6)]
+    found = torch.compile(attend, backend=make_recorder(watch, [lambda module: fuse_attention(module, ask=False)]))(
+        *given
+    )
     torch.testing.assert_close(found, attend(*given))
-    assert len(watch.found) == times
+    assert len(watch.replacements) == times
 
 
 def test_a_mask_that_makes_the_result_larger_is_left_alone() -> None:
     def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
         return ((q @ k.transpose(-2, -1)) * 0.3 + mask).softmax(-1) @ v
 
-    watch, given = Watch(), [*(t.detach()[:1] for t in heads()), torch.randn(3, 1, 6, 6)]
-    found = torch.compile(attend, backend=recorder(watch, [lambda module: attention(module, ask=False)]))(*given)
+    watch, given = Compilation(), [*(t.detach()[:1] for t in heads()), torch.randn(3, 1, 6, 6)]
+    found = torch.compile(attend, backend=make_recorder(watch, [lambda module: fuse_attention(module, ask=False)]))(
+        *given
+    )
     torch.testing.assert_close(found, attend(*given))
-    assert not watch.found
+    assert not watch.replacements
 
 
 def test_a_pass_that_breaks_the_program_is_left_out(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,14 +533,14 @@ def test_a_pass_that_breaks_the_program_is_left_out(uncompiled: None, monkeypatc
     from tessera.rewrite import optimize
 
     def breaks(module: Any) -> Any:
-        from tessera.rewrite.watch import Found
+        from tessera.rewrite.compilation import Replacement
 
         for node in module.graph.nodes:
             if node.target is torch.sin or node.target == "sin":
                 node.target, node.op = (lambda x: x.transpose(7, 8)), "call_function"
-        return [Found(rule="wrong", before="sin", after="nothing")]
+        return [Replacement(rule="wrong", before="sin", after="nothing")]
 
-    monkeypatch.setattr(optimize.Optimized, "_passes", lambda self: [breaks])
+    monkeypatch.setattr(optimize.Optimized, "_list_passes", lambda self: [breaks])
     fast = tessera.optimize(lambda x: x.sin() + 1, torch.ones(3), budget_s=0)
     assert fast.chosen == "default, torch's passes alone"
     assert "IndexError" in fast.undone[0].why
@@ -532,7 +548,7 @@ def test_a_pass_that_breaks_the_program_is_left_out(uncompiled: None, monkeypatc
 
 def test_a_reference_says_what_it_does_not_know() -> None:
     seen = {"result.a": torch.ones(1), "result.b": Unreadable("is a Lock")}
-    assert Reference(seen=seen).unknown == ["the result.b is a Lock: not compared"]
+    assert Reference(seen=seen).notes == ["the result.b is a Lock: not compared"]
     assert Reference(seen=seen).compare(seen).checked
     assert not Reference(seen={"result.b": seen["result.b"]}).compare({"result.b": seen["result.b"]}).checked
 
@@ -645,7 +661,7 @@ def test_autocast_in_a_forward_lets_rounding_decide_as_much_as_its_format() -> N
 
     model, x = Narrow(), torch.randn(4, 8)
     program = Program(call=model, modules=(model,), optimizers=(), mode="infer")
-    assert program.reference((x,), {}).decided == pytest.approx(4e-2)
+    assert program.make_reference((x,), {}).exact_tolerance == pytest.approx(4e-2)
     assert not torch.nn.modules.module._global_forward_hooks
     plain = Program(call=model.line, modules=(model.line,), optimizers=(), mode="infer")
-    assert plain.reference((x,), {}).decided == pytest.approx(1e-3)
+    assert plain.make_reference((x,), {}).exact_tolerance == pytest.approx(1e-3)

@@ -24,14 +24,15 @@ from tessera.errors import ArgumentError, MeasurementError
 from tessera.graph.rewrites import Rewrite
 from tessera.hardware import lookup
 from tessera.report.optimize import line
-from tessera.rewrite import optimize, prices, seen, ways
-from tessera.rewrite.measured import Measured
-from tessera.rewrite.patterns import attention
-from tessera.rewrite.pieces import Piece, Tensor
-from tessera.rewrite.prices import solved, timed
-from tessera.rewrite.savings import trace
-from tessera.rewrite.seen import Group, Launch, Op, Seen, Span
-from tessera.rewrite.watch import Watch
+from tessera.rewrite import kernel_times, optimize, program_cost, variants
+from tessera.rewrite.compilation import Compilation
+from tessera.rewrite.eager_ops import EagerOp, make_spec
+from tessera.rewrite.inductor import make_backend
+from tessera.rewrite.kernel_times import DeviceSpan, HostRange, KernelGroup, KernelProfile, KernelTotal
+from tessera.rewrite.measure import IterationMeasurement
+from tessera.rewrite.passes import fuse_attention
+from tessera.rewrite.program_cost import estimate_program, set_kernel_times
+from tessera.rewrite.savings import trace_rewrites
 
 from places import REPOSITORY
 
@@ -61,16 +62,16 @@ def residual():
     """A compilation of it, and the code that came of it."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    watch = Watch()
-    compiled = torch.compile(Residual().eval(), backend=ways.backend(watch, [], {}))
+    watch = Compilation()
+    compiled = torch.compile(Residual().eval(), backend=make_backend(watch, [], {}))
     with torch.no_grad():
         _, code = run_and_get_code(compiled, torch.randn(2, 16, 16, 16))
     return watch, code[0]
 
 
 def piece(name, *, size=4096):
-    tensor = Tensor((size,), (1,), "bf16")
-    return Piece(name=name, nodes=(name,), reads=(("a", tensor),), writes=(("b", tensor),))
+    tensor = make_spec((size,), (1,), "bf16")
+    return EagerOp(name=name, nodes=(name,), reads=(("a", tensor),), writes=(("b", tensor),))
 
 
 def pieces(*names):
@@ -82,14 +83,22 @@ def pieces(*names):
 
 def test_a_kernel_is_told_with_the_operators_around_it():
     ops = [
-        Op(3, 7, "aten::cudnn_convolution", 20, 30), Op(1, 7, "aten::conv2d", 0, 100), Op(9, 7, "my step", 0, 200),
-        Op(2, 7, "aten::convolution", 10, 90), Op(4, 7, "aten::relu_", 110, 120), Op(5, 8, "aten::mm", 15, 25),
-    ]  # fmt: skip
+        HostRange(3, 7, "aten::cudnn_convolution", 20, 30),
+        HostRange(1, 7, "aten::conv2d", 0, 100),
+        HostRange(9, 7, "my step", 0, 200),
+        HostRange(2, 7, "aten::convolution", 10, 90),
+        HostRange(4, 7, "aten::relu_", 110, 120),
+        HostRange(5, 8, "aten::mm", 15, 25),
+    ]
     spans = [
-        Span("conv", 1000, 1400, op=3), Span("conv", 2000, 2400, op=3), Span("clip", 1400, 1500, op=4),
-        Span("gemm", 3000, 3100, op=5), Span("Memset (Device)", 4000, 4002), Span("my step", 0, 9000, op=9),
-    ]  # fmt: skip
-    found = {(k.name, k.operators): k.seconds for k in seen.told(ops, spans, 2)}
+        DeviceSpan("conv", 1000, 1400, op=3),
+        DeviceSpan("conv", 2000, 2400, op=3),
+        DeviceSpan("clip", 1400, 1500, op=4),
+        DeviceSpan("gemm", 3000, 3100, op=5),
+        DeviceSpan("Memset (Device)", 4000, 4002),
+        DeviceSpan("my step", 0, 9000, op=9),
+    ]
+    found = {(k.name, k.operators): k.seconds for k in kernel_times.sum_kernels(ops, spans, 2)}
     assert found == {
         ("conv", ("aten::cudnn_convolution", "aten::convolution", "aten::conv2d")): pytest.approx(400e-9),
         ("clip", ("aten::relu_",)): pytest.approx(50e-9),
@@ -101,32 +110,45 @@ def test_a_kernel_is_told_with_the_operators_around_it():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 50)), min_size=1, max_size=30), st.integers(1, 4))
 def test_kernels_that_overlap_take_together_as_long_as_the_device_was_busy(given_, iterations):
-    spans = [Span(f"k{i % 3}", start, start + took) for i, (start, took) in enumerate(given_)]
+    spans = [DeviceSpan(f"k{i % 3}", start, start + took) for i, (start, took) in enumerate(given_)]
     busy = len({ns for start, took in given_ for ns in range(start, start + took)})
-    found = Seen(launches=seen.told([], spans, iterations), iteration_s=1.0)
+    found = KernelProfile(kernels=kernel_times.sum_kernels([], spans, iterations), iteration_s=1.0)
     assert found.busy_s == pytest.approx(busy * 1e-9 / iterations)
 
 
 def test_events_of_kineto_are_read():
     def event(name, device, start, took, own=0, linked=0, **more):
-        plain = {"name": name, "device_type": device, "start_ns": start, "duration_ns": took, "correlation_id": own,
-                 "linked_correlation_id": linked, "start_thread_id": 1, "is_async": False, **more}  # fmt: skip
+        plain = {
+            "name": name,
+            "device_type": device,
+            "start_ns": start,
+            "duration_ns": took,
+            "correlation_id": own,
+            "linked_correlation_id": linked,
+            "start_thread_id": 1,
+            "is_async": False,
+            **more,
+        }
         return SimpleNamespace(**{key: (lambda value=value: value) for key, value in plain.items()})
 
     cpu, cuda = DeviceType.CPU, DeviceType.CUDA
-    ops, spans = seen.read([
-        event("aten::mm", cpu, 0, 10, own=4), event("cudaLaunchKernel", cpu, 2, 3, own=90, linked=4),
-        event("nvjet", cuda, 20, 5, own=90, linked=4), event("aten::wait", cpu, 0, 50, own=5, is_async=True),
-        event("Optimizer.step", cuda, 0, 100, linked=6, is_user_annotation=True),
-    ])  # fmt: skip
-    assert ops == [Op(4, 1, "aten::mm", 0, 10)]
-    assert spans == [Span("nvjet", 20, 25, op=4)]
+    ops, spans = kernel_times.read_events(
+        [
+            event("aten::mm", cpu, 0, 10, own=4),
+            event("cudaLaunchKernel", cpu, 2, 3, own=90, linked=4),
+            event("nvjet", cuda, 20, 5, own=90, linked=4),
+            event("aten::wait", cpu, 0, 50, own=5, is_async=True),
+            event("Optimizer.step", cuda, 0, 100, linked=6, is_user_annotation=True),
+        ]
+    )
+    assert ops == [HostRange(4, 1, "aten::mm", 0, 10)]
+    assert spans == [DeviceSpan("nvjet", 20, 25, op=4)]
 
 
 def test_operators_nest_as_torch_runs_them():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    ops, spans = seen._profiled(lambda: model(torch.randn(1, 3, 8, 8)), 1)
-    around = seen._around(ops).values()
+    ops, spans = kernel_times._run_profiler(lambda: model(torch.randn(1, 3, 8, 8)), 1)
+    around = kernel_times._list_operators_around(ops).values()
     assert ("aten::convolution", "aten::conv2d") in around
     assert ("aten::_batch_norm_impl_index", "aten::batch_norm") in around
     assert spans == []
@@ -134,27 +156,29 @@ def test_operators_nest_as_torch_runs_them():
 
 def test_where_nothing_can_be_seen_the_reason_is_said(monkeypatch):
     with pytest.raises(MeasurementError) as caught:
-        seen.look(lambda: torch.ones(3) + 1, 0.1)
+        kernel_times.profile_kernels(lambda: torch.ones(3) + 1, 0.1)
     assert "showed no kernels" in caught.value.why
     other = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with other, pytest.raises(MeasurementError) as caught:
-        seen.look(lambda: None, 0.1)
+        kernel_times.profile_kernels(lambda: None, 0.1)
     assert caught.value.why == "another profiler is running"
 
     def refuses(iteration, count):
         raise RuntimeError("Can't start\nand more")
 
-    monkeypatch.setattr(seen, "_profiled", refuses)
+    monkeypatch.setattr(kernel_times, "_run_profiler", refuses)
     with pytest.raises(MeasurementError) as caught:
-        seen.look(lambda: None, 0.1)
+        kernel_times.profile_kernels(lambda: None, 0.1)
     assert caught.value.why == "torch.profiler: Can't start"
 
 
 @pytest.mark.parametrize(("iteration_s", "count"), [(1e-3, 5), (0.1, 2), (3.0, 1)])
 def test_long_iterations_are_looked_at_once(monkeypatch, iteration_s, count):
     asked = []
-    monkeypatch.setattr(seen, "_profiled", lambda run, n: asked.append(n) or ([], [Span("k", 0, 6_000 * n)]))
-    assert seen.look(lambda: None, iteration_s).busy_s == pytest.approx(6e-6)
+    monkeypatch.setattr(
+        kernel_times, "_run_profiler", lambda run, n: asked.append(n) or ([], [DeviceSpan("k", 0, 6_000 * n)])
+    )
+    assert kernel_times.profile_kernels(lambda: None, iteration_s).busy_s == pytest.approx(6e-6)
     assert asked == [1, count]
 
 
@@ -178,26 +202,39 @@ def test_long_iterations_are_looked_at_once(monkeypatch, iteration_s, count):
         (("aten::_foreach_mul_",), "aten._foreach_mul"),
         (("aten::_fused_adamw_",), "aten._fused_adamw"),
     ],
-)  # fmt: skip
+)
 def test_a_kernel_belongs_to_the_outermost_operator_that_is_a_piece(operators, name):
-    names = dict.fromkeys((
-        name, "aten.add", "aten.copy", "aten.mm", "aten.convolution", FLASH, f"{FLASH}_backward",
-    ))  # fmt: skip
-    found = seen.by_operator(pieces(*names), [Launch("kernel", 2.0, operators)])
-    assert [(g.members, g.seconds) for g in found if g.name != seen.LEFT_OVER] == [((0,), 2.0)]
+    names = dict.fromkeys(
+        (
+            name,
+            "aten.add",
+            "aten.copy",
+            "aten.mm",
+            "aten.convolution",
+            FLASH,
+            f"{FLASH}_backward",
+        )
+    )
+    found = kernel_times.group_by_operator(pieces(*names), [KernelTotal("kernel", 2.0, operators)])
+    assert [(g.members, g.seconds) for g in found if g.name != kernel_times.LEFT_OVER] == [((0,), 2.0)]
     assert sum(g.seconds for g in found) == 2.0
 
 
 def test_what_has_no_name_goes_by_its_kind_and_then_together():
     before = pieces("aten.mm", "aten.full", "aten.sin", "aten.cos", "aten.view")
-    found = seen.by_operator(before, [
-        Launch("gemm", 5.0, ("aten::addmm", "aten::linear")), Launch("fill", 1.0, ("aten::fill_", "aten::zero_")),
-        Launch("mystery", 0.5, ("other::thing",)), Launch("Memset (Device)", 0.25),
-    ])  # fmt: skip
+    found = kernel_times.group_by_operator(
+        before,
+        [
+            KernelTotal("gemm", 5.0, ("aten::addmm", "aten::linear")),
+            KernelTotal("fill", 1.0, ("aten::fill_", "aten::zero_")),
+            KernelTotal("mystery", 0.5, ("other::thing",)),
+            KernelTotal("Memset (Device)", 0.25),
+        ],
+    )
     assert found == [
-        Group("other gemm", (0,), 5.0),
-        Group("other fill", (1,), 1.0),
-        Group(seen.LEFT_OVER, (2, 3), 0.75),
+        KernelGroup("other gemm", (0,), 5.0),
+        KernelGroup("other fill", (1,), 1.0),
+        KernelGroup(kernel_times.LEFT_OVER, (2, 3), 0.75),
     ]
 
 
@@ -212,7 +249,7 @@ OPERATORS = ("aten::add_", "aten::addmm", "aten::batch_norm", "aten::softmax", "
 )
 def test_every_second_and_every_piece_is_in_one_group(names, kernels):
     before = pieces(*names)
-    groups = seen.by_operator(before, [Launch("k", seconds, tuple(ops)) for seconds, ops in kernels])
+    groups = kernel_times.group_by_operator(before, [KernelTotal("k", seconds, tuple(ops)) for seconds, ops in kernels])
     assert sum(g.seconds for g in groups) == pytest.approx(sum(seconds for seconds, _ in kernels))
     members = [i for g in groups for i in g.members]
     assert sorted(members) == [i for i, p in before.items() if p.launches]
@@ -220,8 +257,8 @@ def test_every_second_and_every_piece_is_in_one_group(names, kernels):
 
 def test_generated_kernels_are_called_what_inductor_calls_them(residual):
     watch, code = residual
-    piece_of = {node: piece for piece in watch.pieces for node in piece.nodes}
-    names = {seen.generated_name(k, piece_of) for k in watch.kernels if k.call is None}
+    piece_of = {node: piece for piece in watch.ops for node in piece.nodes}
+    names = {kernel_times.make_generated_name(k, piece_of) for k in watch.kernels if k.call is None}
     written = set(re.findall(r"^cpp_(fused\w*)_\d+ = ", code, re.MULTILINE))
     # A CPU's other kernels also lay weights out anew, in the same loop.
     assert names & written == {f"fused_{BATCH_NORM}_add_mean_relu", "fused_convolution"}
@@ -231,8 +268,8 @@ def test_recorded_kernels_of_a_replay_find_those_that_were_seen_compiled(residua
     """ResNet-50's kernels on an H200: the names are Inductor's there, the program is a small one of the same parts."""
     watch, _ = residual
     ms = RECORDED["resnet50"]["optimize"]["kernel_ms"]
-    launches = [Launch(name, took * 1e-3, ("aten::clone",) if "DtoD" in name else ()) for name, took in ms.items()]
-    groups = {g.name: g for g in seen.by_kernel(watch.kernels, watch.pieces, launches, replayed=True)}
+    launches = [KernelTotal(name, took * 1e-3, ("aten::clone",) if "DtoD" in name else ()) for name, took in ms.items()]
+    groups = {g.name: g for g in kernel_times.group_by_kernel(watch.kernels, watch.ops, launches, replayed=True)}
     assert sum(g.seconds for g in groups.values()) == pytest.approx(sum(ms.values()) * 1e-3)
     added = groups[f"fused_{BATCH_NORM}_add_relu"]
     exact = [took for name, took in ms.items() if re.fullmatch(rf"triton_poi_fused_{BATCH_NORM}_add_relu_\d+", name)]
@@ -240,16 +277,21 @@ def test_recorded_kernels_of_a_replay_find_those_that_were_seen_compiled(residua
     assert added.seconds == pytest.approx(sum(exact) * 1e-3)
     assert all(watch.kernels[i].call is None for i in added.members)
     calls = {i for i, k in enumerate(watch.kernels) if k.call is not None}
-    assert set(groups[seen.LIBRARY].members) == calls
+    assert set(groups[kernel_times.LIBRARY].members) == calls
     moved = sum(took for name, took in ms.items() if name.lower().startswith(("memset", "memcpy")))
-    assert (groups[seen.OUTSIDE].members, groups[seen.OUTSIDE].seconds) == ((), pytest.approx(moved * 1e-3))
+    assert (groups[kernel_times.OUTSIDE].members, groups[kernel_times.OUTSIDE].seconds) == (
+        (),
+        pytest.approx(moved * 1e-3),
+    )
 
 
 def test_library_calls_that_were_launched_one_by_one_go_by_operator(residual):
     watch, _ = residual
-    launches = [Launch("nvjet", 2.0, ("aten::addmm",)),
-                Launch("sm90_xmma", 3.0, ("aten::cudnn_convolution", "aten::convolution"))]  # fmt: skip
-    found = {g.name: g for g in seen.by_kernel(watch.kernels, watch.pieces, launches, replayed=False)}
+    launches = [
+        KernelTotal("nvjet", 2.0, ("aten::addmm",)),
+        KernelTotal("sm90_xmma", 3.0, ("aten::cudnn_convolution", "aten::convolution")),
+    ]
+    found = {g.name: g for g in kernel_times.group_by_kernel(watch.kernels, watch.ops, launches, replayed=False)}
     assert (found["aten.addmm"].seconds, found["aten.convolution"].seconds) == (2.0, 3.0)
     assert len(found["aten.convolution"].members) == 3
 
@@ -258,14 +300,18 @@ def test_library_calls_that_were_launched_one_by_one_go_by_operator(residual):
 
 
 def side_of(*names):
-    return solved([piece(name, size=1 << 22) for name in names], lookup("h200"), replayed=True)
+    return estimate_program([piece(name, size=1 << 22) for name in names], lookup("h200"), replayed=True)
 
 
 def test_a_group_takes_what_was_seen_and_the_rest_of_the_iteration_is_a_wait():
     side = side_of("aten.add", "aten.mul", "aten.sin")
     add, mul, sin = side.costs
-    groups = [Group("a", (0, 1), 3 * (add.seconds + mul.seconds)), Group("b", (2,), sin.seconds), Group("c", (), 1e-6)]
-    found = timed(side, groups, 1e-3)
+    groups = [
+        KernelGroup("a", (0, 1), 3 * (add.seconds + mul.seconds)),
+        KernelGroup("b", (2,), sin.seconds),
+        KernelGroup("c", (), 1e-6),
+    ]
+    found = set_kernel_times(side, groups, 1e-3)
     assert found.costs[0].seconds == pytest.approx(3 * add.seconds)
     assert found.costs[2].joules == pytest.approx(sin.joules)
     # Three times as long: the watts of board and SMs go on, bytes and operations are the same.
@@ -274,12 +320,14 @@ def test_a_group_takes_what_was_seen_and_the_rest_of_the_iteration_is_a_wait():
     assert found.seconds == pytest.approx(1e-3)
     assert found.wait_j == pytest.approx(found.wait_s * side.static_w)
     assert found.other.seconds == 1e-6
-    assert timed(side, groups, 1e-9).wait_s == 0.0
+    assert set_kernel_times(side, groups, 1e-9).wait_s == 0.0
 
 
 def test_no_kernel_draws_more_than_the_board_sustains_and_one_that_never_ran_draws_nothing():
     side = side_of("aten.add", "aten.mul")
-    found = timed(side, [Group("a", (0,), side.costs[0].seconds / 20), Group("left over", (1,), 0.0)], 1e-3)
+    found = set_kernel_times(
+        side, [KernelGroup("a", (0,), side.costs[0].seconds / 20), KernelGroup("left over", (1,), 0.0)], 1e-3
+    )
     assert found.costs[0].joules == pytest.approx(side.limit_w * found.costs[0].seconds)
     assert (found.costs[1].seconds, found.costs[1].joules) == (0.0, 0.0)
     assert found.costs[1].nbytes == side.costs[1].nbytes
@@ -287,22 +335,39 @@ def test_no_kernel_draws_more_than_the_board_sustains_and_one_that_never_ran_dra
 
 def before_of(ms, iteration_s):
     """Launches of an eager program, milliseconds by operator."""
-    return Seen(launches=tuple(Launch(f"k{i}", took * 1e-3, (op,)) for i, (op, took) in enumerate(ms.items())),
-                iteration_s=iteration_s)  # fmt: skip
+    return KernelProfile(
+        kernels=tuple(KernelTotal(f"k{i}", took * 1e-3, (op,)) for i, (op, took) in enumerate(ms.items())),
+        iteration_s=iteration_s,
+    )
 
 
 def test_a_trace_of_what_was_seen_adds_up_to_what_was_measured(residual):
     watch, _ = residual
-    then = before_of({"aten::convolution": 0.9, "aten::batch_norm": 1.2, "aten::relu_": 0.4, "aten::add": 0.3,
-                      "aten::mean": 0.02, "aten::max_pool2d_with_indices": 0.25, "aten::addmm": 0.03,
-                      "aten::copy_": 0.1}, 5e-3)  # fmt: skip
-    now = Seen(iteration_s=2.1e-3, launches=(
-        Launch("nvjet_sm90", 0.9e-3), Launch(f"triton_poi_fused_{BATCH_NORM}_max_pool2d_with_indices_relu_3", 0.05e-3),
-        Launch(f"triton_poi_fused_{BATCH_NORM}_relu_0", 0.2e-3),
-        Launch(f"triton_poi_fused_{BATCH_NORM}_add_relu_1", 0.3e-3), Launch("Memset (Device)", 0.01e-3),
-        Launch(f"triton_per_fused_{BATCH_NORM}_add_mean_relu_2", 0.35e-3),
-    ))  # fmt: skip
-    found = trace(watch, lookup("h200"), replayed=True, seen=(then, now))
+    then = before_of(
+        {
+            "aten::convolution": 0.9,
+            "aten::batch_norm": 1.2,
+            "aten::relu_": 0.4,
+            "aten::add": 0.3,
+            "aten::mean": 0.02,
+            "aten::max_pool2d_with_indices": 0.25,
+            "aten::addmm": 0.03,
+            "aten::copy_": 0.1,
+        },
+        5e-3,
+    )
+    now = KernelProfile(
+        iteration_s=2.1e-3,
+        kernels=(
+            KernelTotal("nvjet_sm90", 0.9e-3),
+            KernelTotal(f"triton_poi_fused_{BATCH_NORM}_max_pool2d_with_indices_relu_3", 0.05e-3),
+            KernelTotal(f"triton_poi_fused_{BATCH_NORM}_relu_0", 0.2e-3),
+            KernelTotal(f"triton_poi_fused_{BATCH_NORM}_add_relu_1", 0.3e-3),
+            KernelTotal("Memset (Device)", 0.01e-3),
+            KernelTotal(f"triton_per_fused_{BATCH_NORM}_add_mean_relu_2", 0.35e-3),
+        ),
+    )
+    found = trace_rewrites(watch, lookup("h200"), replayed=True, profiles=(then, now))
     assert (found.before_s, found.after_s) == (pytest.approx(5e-3), pytest.approx(2.1e-3))
     assert sum(r.saved_s or 0.0 for r in found.rewrites) == pytest.approx(2.9e-3, rel=1e-9)
     assert sum(r.saved_j or 0.0 for r in found.rewrites) == pytest.approx(found.before_j - found.after_j, rel=1e-9)
@@ -316,14 +381,14 @@ def test_a_trace_of_what_was_seen_adds_up_to_what_was_measured(residual):
     (pooled,) = [r for r in found.rewrites if r.rule == "generated"]
     assert (pooled.before, pooled.saved_s) == ("max_pool2d_with_indices", pytest.approx(0.2e-3))
     assert 0 < pooled.saved_j < 0.2e-3 * 690, "the same work in fewer seconds"
-    looked = {row.name: row for row in found.looked_before}
+    looked = {row.name: row for row in found.checks_before}
     assert sum(row.seen_s for row in looked.values()) == pytest.approx(3.2e-3)
-    assert (looked["aten.batch_norm"].pieces, looked["aten.batch_norm"].seen_s) == (3, pytest.approx(1.2e-3))
+    assert (looked["aten.batch_norm"].ops, looked["aten.batch_norm"].seen_s) == (3, pytest.approx(1.2e-3))
     assert looked["aten.batch_norm"].modelled_s > 0
-    usual = trace(watch, lookup("h200"), replayed=True)
+    usual = trace_rewrites(watch, lookup("h200"), replayed=True)
     assert {r.basis for r in usual.rewrites} == {"modelled"}
     assert "generated" not in {r.rule for r in usual.rewrites}
-    assert usual.looked_before == usual.looked_after == ()
+    assert usual.checks_before == usual.checks_after == ()
 
 
 def test_what_our_passes_replaced_is_priced_by_what_eager_torch_ran_there():
@@ -331,13 +396,15 @@ def test_what_our_passes_replaced_is_priced_by_what_eager_torch_ran_there():
         return (q @ k.transpose(-2, -1)).softmax(-1) @ v  # unscaled: Inductor has no rule for it
 
     torch._dynamo.reset()
-    watch = Watch()
+    watch = Compilation()
     with torch.no_grad():
-        torch.compile(fn, backend=ways.backend(watch, [attention], {}))(*(torch.randn(2, 4, 64, 64) for _ in range(3)))
-    assert len(watch.found) == 1
+        torch.compile(fn, backend=make_backend(watch, [fuse_attention], {}))(
+            *(torch.randn(2, 4, 64, 64) for _ in range(3))
+        )
+    assert len(watch.replacements) == 1
     then = before_of({"aten::bmm": 0.5, "aten::_softmax": 0.3}, 1e-3)
-    now = Seen(launches=(Launch("flash_fwd", 0.1e-3),), iteration_s=0.2e-3)
-    found = trace(watch, lookup("h200"), replayed=True, seen=(then, now))
+    now = KernelProfile(kernels=(KernelTotal("flash_fwd", 0.1e-3),), iteration_s=0.2e-3)
+    found = trace_rewrites(watch, lookup("h200"), replayed=True, profiles=(then, now))
     (ours,) = [r for r in found.rewrites if r.rule == "flash_attention"]
     assert (ours.by, ours.basis) == ("tessera", "timed")
     assert ours.saved_s == pytest.approx(0.8e-3 - 0.1e-3)
@@ -352,10 +419,10 @@ def test_what_our_passes_replaced_is_priced_by_what_eager_torch_ran_there():
 def at_hand(monkeypatch):
     """An H200 that is said to be here; eager takes 4 ms and 2 J, compiled and replayed 1 ms and 0.5 J."""
     torch._dynamo.reset()
-    taken = iter([Measured(seconds=4e-3, joules=2.0), Measured(seconds=1e-3, joules=0.5)])
-    monkeypatch.setattr(ways.Way, "replayed", property(lambda way: way.mode == "default"))
-    monkeypatch.setattr(optimize, "_chip", lambda device, cuda: lookup(device or "h200"))
-    monkeypatch.setattr("tessera.rewrite.candidates.measure", lambda run, within_s: next(taken))
+    taken = iter([IterationMeasurement(time_s=4e-3, energy_j=2.0), IterationMeasurement(time_s=1e-3, energy_j=0.5)])
+    monkeypatch.setattr(variants.Variant, "is_replayed", property(lambda variant: variant.mode == "default"))
+    monkeypatch.setattr(optimize, "_find_chip", lambda on, cuda: lookup(on or "h200"))
+    monkeypatch.setattr("tessera.rewrite.variants.measure_iteration", lambda run, within_s: next(taken))
 
 
 def small():
@@ -374,20 +441,21 @@ def test_the_trace_is_priced_by_what_was_seen_and_nothing_is_left_changed(at_han
         ran.append(count)
         eager = len(ran) <= 2
         name = "gemm" if eager else "triton_poi_fused_relu_0"
-        return [Op(1, 1, "aten::addmm", 0, 9)], [Span(name, i * 10_000, i * 10_000 + 5_000, int(eager))
-                                                 for i in range(count)]  # fmt: skip
+        return [HostRange(1, 1, "aten::addmm", 0, 9)], [
+            DeviceSpan(name, i * 10_000, i * 10_000 + 5_000, int(eager)) for i in range(count)
+        ]
 
-    monkeypatch.setattr(seen, "_profiled", profiled)
-    fast = tessera.optimize(model, x, mode="train", ways=["default"])
+    monkeypatch.setattr(kernel_times, "_run_profiler", profiled)
+    fast = tessera.optimize(model, x, mode="train", variants=["default"])
     assert ran == [1, 5, 1, 5]
     assert fast.trace.basis == "timed"
     assert fast.trace.before_s == pytest.approx(4e-3)
     assert fast.trace.after_s == pytest.approx(1e-3)
     assert (fast.trace.before_j, fast.trace.after_j) == (pytest.approx(2.0), pytest.approx(0.5))
     assert sum(r.saved_j or 0.0 for r in fast.rewrites) == pytest.approx(1.5, rel=2e-3)
-    assert "timed, shared out by the model on h200" in fast.report()
+    assert "timed, shared out by the model on h200" in str(fast)
     assert any("cost its host more" in note for note in fast.notes)
-    assert "[inductor]" in fast.report(), "said once, not on every line"
+    assert "[inductor]" in str(fast), "said once, not on every line"
     assert line(fast.rewrites[0]).endswith("[inductor, timed]")
     assert "[inductor, modelled on h200]" in line(replace(fast.rewrites[0], basis="modelled"), usual="timed")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -395,55 +463,61 @@ def test_the_trace_is_priced_by_what_was_seen_and_nothing_is_left_changed(at_han
 
 
 def test_without_kernels_the_model_prices_and_a_note_says_why(at_hand):
-    fast = tessera.optimize(*small(), ways=["default"])
+    fast = tessera.optimize(*small(), variants=["default"])
     assert fast.trace.basis == "modelled"
     (note,) = [n for n in fast.notes if n.startswith("savings are modelled alone")]
     assert "torch.profiler showed no kernels" in note
     assert math.isfinite(fast.trace.before_j)
 
 
-@pytest.mark.parametrize("options", [{"budget_s": 0}, {"device": "h200"}, {"explain": False}])
+@pytest.mark.parametrize("options", [{"budget_s": 0}, {"on": "h200"}, {"explain": False}])
 def test_nobody_looks_where_nothing_is_measured_or_the_chip_is_another(at_hand, monkeypatch, options):
-    monkeypatch.setattr(seen, "look", lambda *given: pytest.fail("looked"))
-    fast = tessera.optimize(*small(), ways=["default"], **options)
+    monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
+    fast = tessera.optimize(*small(), variants=["default"], **options)
     assert fast.chosen == "default"
     assert not any("modelled alone" in note for note in fast.notes)
 
 
 def test_a_way_that_launches_is_not_looked_at(at_hand, monkeypatch):
     """CUPTI would stay in the process, and slow its launches."""
-    monkeypatch.setattr(ways.Way, "replayed", property(lambda way: False))
-    monkeypatch.setattr(seen, "look", lambda *given: pytest.fail("looked"))
-    fast = tessera.optimize(*small(), ways=["default"])
+    monkeypatch.setattr(variants.Variant, "is_replayed", property(lambda variant: False))
+    monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
+    fast = tessera.optimize(*small(), variants=["default"])
     assert fast.trace.basis == "modelled"
     assert any("would slow the launches" in note for note in fast.notes)
 
 
 def test_one_may_do_without_the_look(at_hand, monkeypatch):
-    monkeypatch.setattr(seen, "look", lambda *given: pytest.fail("looked"))
-    fast = tessera.optimize(*small(), ways=["default"], explain="modelled")
+    monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
+    fast = tessera.optimize(*small(), variants=["default"], explain="modelled")
     assert fast.trace.basis == "modelled"
-    assert not any("looked" in note for note in fast.notes)
+    assert not any("profiled" in note for note in fast.notes)
     with pytest.raises(ArgumentError, match="explain='timed'"):
         tessera.optimize(*small(), explain="timed")
 
 
 def side_with(*joules, wait_j=15.0, other_j=5.0):
-    return prices.Side(
-        costs=tuple(prices.Cost(1.0, j, 0.1 * j, 8.0, 0.4 * j) for j in joules), wait_s=1.0, wait_j=wait_j,
-        launches=len(joules), host_s=0.0, static_w=15.0, limit_w=100.0, watts_error=0.1,
-        other=prices.Cost(0.5, other_j),
-    )  # fmt: skip
+    return program_cost.ProgramCost(
+        costs=tuple(program_cost.OpCost(1.0, j, 0.1 * j, 8.0, 0.4 * j) for j in joules),
+        wait_s=1.0,
+        wait_j=wait_j,
+        launches=len(joules),
+        host_s=0.0,
+        static_w=15.0,
+        limit_w=100.0,
+        watts_error=0.1,
+        other=program_cost.OpCost(0.5, other_j),
+    )
 
 
 def test_measured_joules_are_shared_out_and_a_kernel_that_both_run_takes_the_same():
     before, after = side_with(50.0, 30.0, 20.0), side_with(25.0, 50.0, wait_j=0.0)
-    then, now = prices.sharing(before, after, [(0, 1)], 130.0, 95.0)
+    then, now = program_cost.share_measured_joules(before, after, [(0, 1)], 130.0, 95.0)
     assert (then.joules, now.joules) == (pytest.approx(130.0), pytest.approx(95.0))
     assert then.costs[0].joules == pytest.approx(now.costs[1].joules)
     assert then.costs[0].joules > 50.0, "the second total lacks joules that the first has"
     assert then.costs[1].joules / then.costs[2].joules == pytest.approx(1.5)
-    assert (then.wait_j, then.other.joules, now.wait_j) == (pytest.approx(15.0 * prices.WAITS), 5.0, 0.0)
+    assert (then.wait_j, then.other.joules, now.wait_j) == (pytest.approx(15.0 * program_cost.WAIT_SHARE), 5.0, 0.0)
     share = then.costs[0].joules / 50.0
     assert then.costs[0].error_j == pytest.approx(5.0 * share)
     assert then.costs[0].lasting_j == pytest.approx(20.0 * share)
@@ -452,12 +526,12 @@ def test_measured_joules_are_shared_out_and_a_kernel_that_both_run_takes_the_sam
 
 def test_factors_on_the_joules_are_as_near_to_one_as_the_totals_allow():
     before, after = side_with(50.0, 40.0, wait_j=0.0), side_with(50.0, 20.0, wait_j=0.0)
-    then, now = prices.sharing(before, after, [(0, 0)], 103.0, 82.0)
+    then, now = program_cost.share_measured_joules(before, after, [(0, 0)], 103.0, 82.0)
 
     def off(one):
         """The square of how far from 1 the factors are, where half of what is off is off in both."""
         own, later = (98.0 - 50.0 * one) / 40.0 - 1.0, (77.0 - 50.0 * one) / 20.0 - 1.0
-        common = prices.COMMON
+        common = program_cost.COMMON_ERROR
         return (one - 1.0) ** 2 + (own**2 - 2 * common * own * later + later**2) / (1 - common**2)
 
     one = then.costs[0].joules / 50.0
@@ -473,7 +547,7 @@ def test_factors_on_the_joules_are_as_near_to_one_as_the_totals_allow():
 )
 def test_totals_that_no_such_factors_have_are_shared_out_program_by_program(same, before_j, after_j):
     before, after = side_with(50.0, 30.0), side_with(50.0, 20.0)
-    then, now = prices.sharing(before, after, same, before_j, after_j)
+    then, now = program_cost.share_measured_joules(before, after, same, before_j, after_j)
     assert (then.joules, now.joules) == (pytest.approx(before_j), pytest.approx(after_j))
     assert then.wait_j == pytest.approx(15.0 * before_j / 100.0)
     assert now.costs[1].joules == pytest.approx(20.0 * after_j / 90.0)
@@ -481,16 +555,16 @@ def test_totals_that_no_such_factors_have_are_shared_out_program_by_program(same
 
 def test_without_both_totals_the_joules_are_the_models():
     before, after = side_with(50.0), side_with(40.0)
-    assert prices.sharing(before, after, [], None, 90.0) == (before, after)
-    assert prices.sharing(before, after, [], 90.0, None) == (before, after)
+    assert program_cost.share_measured_joules(before, after, [], None, 90.0) == (before, after)
+    assert program_cost.share_measured_joules(before, after, [], 90.0, None) == (before, after)
 
 
 def test_iterations_longer_than_the_budget_has_room_for_are_not_looked_at(at_hand, monkeypatch):
-    monkeypatch.setattr(seen, "look", lambda *given: pytest.fail("looked"))
-    monkeypatch.setattr(optimize, "_LOOK_S", 0.0)
-    monkeypatch.setattr("tessera.rewrite.candidates.Trial.left_s", 9e-3)
-    fast = tessera.optimize(*small(), ways=["default"])
-    assert any("budget_s leaves no time to look" in note for note in fast.notes)
+    monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
+    monkeypatch.setattr(optimize, "_PROFILE_S", 0.0)
+    monkeypatch.setattr("tessera.rewrite.variants.VariantSearch.left_s", 9e-3)
+    fast = tessera.optimize(*small(), variants=["default"])
+    assert any("budget_s leaves no time to profile" in note for note in fast.notes)
 
 
 def test_what_is_left_in_the_rest_explains_nothing(monkeypatch):
@@ -498,11 +572,16 @@ def test_what_is_left_in_the_rest_explains_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, "optimize", raising=False)
     script = importlib.import_module("optimize")
     monkeypatch.delitem(sys.modules, "optimize")
-    lines = [Rewrite(rule=rule, before="a", after="b", by="inductor", saved_s=s, saved_j=10 * s)
-             for rule, s in (("fuse_elementwise", 0.3), ("cuda_graph", 0.5), ("rest", 0.2))]  # fmt: skip
-    tried = [ways.Way(mode="eager", seconds=2.0, joules=20.0), ways.Way(mode="default", seconds=1.0, joules=10.0)]
+    lines = [
+        Rewrite(rule=rule, before="a", after="b", by="inductor", saved_s=s, saved_j=10 * s)
+        for rule, s in (("fuse_elementwise", 0.3), ("cuda_graph", 0.5), ("rest", 0.2))
+    ]
+    tried = [
+        variants.Variant(mode="eager", time_s=2.0, energy_j=20.0),
+        variants.Variant(mode="default", time_s=1.0, energy_j=10.0),
+    ]
     trace = SimpleNamespace(modelled_j=(19.0, 7.0))
-    found = script.explained(SimpleNamespace(rewrites=lines, ways=tried, chosen="default", trace=trace))
+    found = script.explained(SimpleNamespace(rewrites=lines, variants=tried, chosen="default", trace=trace))
     assert found["modelled_over_true_j"] == pytest.approx(1.2)
     assert found["explained_s"] == pytest.approx(0.8)
     assert found["told_over_true_j"] == pytest.approx(0.8)

@@ -1,0 +1,191 @@
+"""What was observed of a compilation, as plain data: the program before, the kernels after, what our passes changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ..graph.ir import DTYPE_BYTES, TensorSpec
+from .eager_ops import EagerOp, make_spec
+
+_DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
+_SMALL = 1 / 64  # of the largest operand
+# A fused kernel costs what its heaviest part costs with all its operands: products first, then what needs whole rows.
+_HEAVY = ("gemm", "conv", "softmax", "norm", "batch_norm", "reduce", "pool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One place a pass of ours changed: what eager torch would have launched there, and what it launches now.
+
+    With `by="inductor"` nothing was changed: a pass of torch's is expected to do it.
+    """
+
+    rule: str
+    before: str
+    after: str
+    by: str = "tessera"
+    graph: int = 0
+    where: str = ""
+    why: str = ""
+    ops_before: tuple[EagerOp, ...] = ()
+    ops_after: tuple[EagerOp, ...] = ()
+    saved_s: float | None = None
+    saved_j: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InductorKernel:
+    """One kernel Inductor generated or calls: the aten nodes it computes and the buffers it reads and writes (bytes).
+
+    `origins` are all nodes it stems from, `nodes` those that no kernel before it computed; `call` is a library's.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    origins: tuple[str, ...]
+    reads: Mapping[str, float]
+    writes: Mapping[str, float]
+    dtype: str
+    backward: bool
+    graph: int = 0
+    call: EagerOp | None = None
+
+
+@dataclass(slots=True)
+class Compilation:
+    """One program's compilation, graph by graph; with `observe` off only our passes' replacements are noted.
+
+    A program is several of Dynamo's graphs, counted in `graphs`. Each is an aten graph with a number of its own, which
+    stands before the names of its nodes ("0/addmm"); `graph_of` maps it to Dynamo's. `ran` are the graphs of Dynamo's
+    that ran since it was cleared. `left_to_inductor` counts the replacements that Inductor is expected to make.
+    """
+
+    observe: bool = True
+    ops: list[EagerOp] = field(default_factory=list)
+    nodes: list[frozenset[str]] = field(default_factory=list)
+    graph_of: list[int] = field(default_factory=list)
+    kernels: list[InductorKernel] = field(default_factory=list)
+    remaining_nodes: set[str] = field(default_factory=set)
+    replacements: list[Replacement] = field(default_factory=list)
+    left_to_inductor: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    lowered: list[tuple[int, Any]] = field(default_factory=list)
+    reused_bytes: list[tuple[int, float]] = field(default_factory=list)
+    graphs: int = 0
+    ran: set[int] = field(default_factory=set)
+    closed: bool = False
+    missing: list[str] = field(default_factory=list)
+    broken: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all graphs were seen before and after: half a program cannot be priced."""
+        return bool(self.ops and self.kernels) and not self.broken
+
+    def select_graphs_that_ran(self) -> Compilation:
+        """Drop graphs that were compiled for a first iteration only: an optimizer's before it has any state."""
+        numbers = {str(n) for n, graph in enumerate(self.graph_of) if graph in self.ran}
+        return replace(
+            self,
+            ops=[op for op in self.ops if op.nodes[0].partition("/")[0] in numbers],
+            kernels=[k for k in self.kernels if k.graph in self.ran],
+            replacements=[r for r in self.replacements if r.graph in self.ran],
+            reused_bytes=[r for r in self.reused_bytes if str(r[0]) in numbers],
+        )
+
+    def note_missing(self, what: str, why: BaseException | str) -> None:
+        """Note something Inductor did not tell."""
+        reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+        line = f"Inductor did not say {what} ({reason})"
+        if line not in self.missing:
+            self.missing.append(line)
+
+    def assign_ops(self) -> tuple[dict[int, list[int]], list[list[int]]]:
+        """Return the operators each kernel computes, and those no kernel computes any more, in connected groups."""
+        kernel_of: dict[str, int] = {}
+        for k, kernel in enumerate(self.kernels):
+            for node in kernel.nodes:
+                kernel_of.setdefault(node, k)
+        owned: dict[int, list[int]] = {}
+        vanished = []
+        for i, op in enumerate(self.ops):
+            votes = Counter(kernel_of[node] for node in op.nodes if node in kernel_of)
+            if votes:
+                owned.setdefault(votes.most_common(1)[0][0], []).append(i)
+            elif op.launches and not any(node in self.remaining_nodes for node in op.nodes):
+                vanished.append(i)
+        return owned, _group_connected(self.ops, vanished)
+
+    def list_ops_after(self) -> list[EagerOp]:
+        """Return one operator for every kernel, in the order they run."""
+        owned, _ = self.assign_ops()
+        return [
+            kernel.call or _describe_kernel(kernel, [self.ops[i] for i in owned.get(k, [])])
+            for k, kernel in enumerate(self.kernels)
+        ]
+
+
+def _group_connected(ops: Sequence[EagerOp], chosen: Sequence[int]) -> list[list[int]]:
+    """Group the chosen operators that pass values to each other."""
+    makers = {name: i for i in chosen for name, _ in ops[i].writes}
+    parent = {i: i for i in chosen}
+
+    def find_root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i in chosen:
+        for name, _ in ops[i].reads:
+            if name in makers:
+                parent[find_root(i)] = find_root(makers[name])
+    groups: dict[int, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(find_root(i), []).append(i)
+    return list(groups.values())
+
+
+def _describe_kernel(kernel: InductorKernel, ops: Sequence[EagerOp]) -> EagerOp:
+    """Describe a generated kernel as one operator: its heaviest part with all its operands."""
+    main = _find_heaviest([op for op in ops if op.launches])
+    if main is not None and main.kind in ("gemm", "conv"):
+        return main  # a template with an epilogue: the product decides
+    reads, writes = (sorted(side.items(), key=lambda item: -item[1]) for side in (kernel.reads, kernel.writes))
+    if main is None:  # a bias or a channel's scale stays in the cache, and does not slow a generated kernel down
+        reads = [(name, nbytes) for name, nbytes in reads if nbytes > _SMALL * reads[0][1]]
+    like = max((t for _, t in main.reads), key=lambda t: prod(t.shape), default=None) if main else None
+    dtype = _DTYPES.get(kernel.dtype, kernel.dtype)
+    return EagerOp(
+        name=main.name if main else "aten.add",
+        nodes=kernel.nodes,
+        backward=kernel.backward,
+        reads=tuple((name, _guess_shape(nbytes, dtype, like)) for name, nbytes in reads),
+        writes=tuple((name, _guess_shape(nbytes, dtype, like)) for name, nbytes in writes),
+        params=main.params if main else {},
+    )
+
+
+def _find_heaviest(ops: Sequence[EagerOp]) -> EagerOp | None:
+    for kind in _HEAVY:
+        # a batch norm with fixed statistics is elementwise in a generated kernel, whatever torch's own takes for it
+        heavy = [op for op in ops if op.kind == kind and (op.reduces or kind != "batch_norm")]
+        if heavy:
+            return max(heavy, key=lambda op: sum(t.nbytes for _, t in op.reads))
+    return None
+
+
+def _guess_shape(nbytes: float, dtype: str, like: TensorSpec | None) -> TensorSpec:
+    """Describe a buffer of known size: in rows as long as those of the heaviest operand, else flat."""
+    if like is not None and like.shape and nbytes == like.nbytes:
+        strides = [prod(like.shape[i + 1 :]) for i in range(len(like.shape))]
+        return make_spec(like.shape, strides, like.dtype)
+    count = max(1, round(nbytes / DTYPE_BYTES.get(dtype, 4)))
+    width = like.shape[-1] if like is not None and like.shape else count
+    if width == count or count % width:
+        return make_spec((count,), (1,), dtype)
+    return make_spec((count // width, width), (width, 1), dtype)

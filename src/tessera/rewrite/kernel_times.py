@@ -1,0 +1,317 @@
+"""Profile the kernels of an iteration with torch.profiler, and tell which operators each of them runs.
+
+`profile_kernels` is the only part that needs torch. A kernel is listed with the operators around the call that launched
+it, the outermost last; inside a CUDA graph none are known, and generated kernels are known by their names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import MeasurementError
+from ..graph.op_kinds import KINDS, kind_of
+from .compilation import InductorKernel
+from .eager_ops import EagerOp
+
+# So many iterations are profiled, or as many as fit into the seconds, and at least one: kernels repeat themselves.
+_MAX_ITERATIONS, _MAX_S = 5, 0.25
+_OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
+_GENERATED = re.compile(r"triton_[a-z]+_(fused\w*?)(?:_\d+)?")
+_MIN_SIMILARITY = 0.3  # words that two names share, of all they have: below that they are not the same kernel's
+LEFT_OVER = "left over"
+LIBRARY = "library calls"
+OUTSIDE = "around the graphs"
+PROFILED_S: list[float] = []
+"""Seconds of the iterations that were profiled in this process: with the first one CUPTI was loaded, and stays."""
+
+# One operator has several names: eager torch picks a library's, a traced graph has the one that was picked for it.
+_ALIASES = {
+    "batch_norm": "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index "
+    "_native_batch_norm_legit _native_batch_norm_legit_no_training _native_batch_norm_legit_functional "
+    "_batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update",
+    "batch_norm_backward": "batch_norm_backward native_batch_norm_backward cudnn_batch_norm_backward "
+    "miopen_batch_norm_backward _batch_norm_impl_index_backward",
+}
+_CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class HostRange:
+    """An operator or a marked range on the host; kernels name the one that launched them by its `id`."""
+
+    id: int
+    thread: int
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpan:
+    """A kernel, copy or fill on the device; `op` is 0 where it is not known what launched it."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    op: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTotal:
+    """The seconds one kernel takes per iteration, all its runs together, and the operators it was launched in."""
+
+    name: str
+    seconds: float
+    operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelProfile:
+    """The kernels of an iteration. `iteration_s` and `iteration_j` are measured without the profiler."""
+
+    kernels: tuple[KernelTotal, ...]
+    iteration_s: float
+    iteration_j: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of an iteration in which the device ran anything."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelGroup:
+    """Operators, by their index, and the seconds their kernels took together; without operators nobody's."""
+
+    name: str
+    members: tuple[int, ...]
+    seconds: float
+
+
+# -- profiling -----------------------------------------------------------------------------------------------------
+
+
+def profile_kernels(
+    iteration: Callable[[], object], iteration_s: float, iteration_j: float | None = None
+) -> KernelProfile:
+    """Run a few iterations under torch.profiler; `MeasurementError` where it shows no kernels."""
+    import torch
+
+    what = "the kernels could not be profiled"
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):  # a second one ends in a segmentation fault
+        raise MeasurementError(what, why="another profiler is running", fix="call optimize outside of it")
+    count = max(1, min(_MAX_ITERATIONS, int(_MAX_S / max(iteration_s, 1e-9))))
+    PROFILED_S.append(iteration_s)
+    try:
+        _run_profiler(iteration, 1)  # CUPTI starts with the first one, which is thrown away
+        ranges, spans = _run_profiler(iteration, count)
+    except RuntimeError as e:  # what Kineto raises where it cannot start
+        first = (str(e).splitlines() or ["no message"])[0]
+        raise MeasurementError(what, why=f"torch.profiler: {first}", fix="end other profilers of this process") from e
+    kernels = sum_kernels(ranges, spans, count)
+    if not kernels:
+        raise MeasurementError(
+            what,
+            why="torch.profiler showed no kernels: CUPTI is used by another tool, or the driver forbids it",
+            fix="run without other profilers (nsys, ncu), or price by the model",
+        )
+    return KernelProfile(kernels=kernels, iteration_s=iteration_s, iteration_j=iteration_j)
+
+
+def _run_profiler(iteration: Callable[[], object], count: int) -> tuple[list[HostRange], list[DeviceSpan]]:
+    # Kineto announces each start and stop on standard error; 99 is above all its levels.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & torch.profiler.supported_activities()
+    with profile(activities=list(wanted)) as session:
+        for _ in range(count):
+            iteration()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return read_events(session.profiler.kineto_results.events())
+
+
+def read_events(events: Iterable[Any]) -> tuple[list[HostRange], list[DeviceSpan]]:
+    """Return Kineto's own events as plain data: operators of the host, and what ran on the device."""
+    from torch.autograd import DeviceType
+
+    ranges, spans = [], []
+    for event in events:
+        start, end = int(event.start_ns()), int(event.start_ns() + event.duration_ns())
+        if event.device_type() != DeviceType.CPU:
+            is_mark = getattr(event, "is_user_annotation", None)  # a marked range, drawn over its kernels
+            if is_mark is None or not is_mark():
+                spans.append(DeviceSpan(str(event.name()), start, end, int(event.linked_correlation_id())))
+        elif not event.is_async() and not event.linked_correlation_id():  # with a link it is a call of the driver
+            thread = int(event.start_thread_id())
+            ranges.append(HostRange(int(event.correlation_id()), thread, str(event.name()), start, end))
+    return ranges, spans
+
+
+def sum_kernels(ranges: Sequence[HostRange], spans: Sequence[DeviceSpan], iterations: int) -> tuple[KernelTotal, ...]:
+    """Sum up kernels by name and the operators around them. Together they take as long as the device was busy."""
+    around = _list_operators_around(ranges)
+    marks = {each.name for each in ranges}
+    kernels = [s for s in spans if s.name not in marks or _GENERATED.fullmatch(s.name)]
+    sums: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    for span in kernels:
+        sums[span.name, around.get(span.op, ())] += span.end_ns - span.start_ns
+    # Kernels of several streams, and those that begin before the one before them ends, overlap.
+    all_ns = sum(sums.values())
+    share = _count_covered_ns(kernels) / all_ns if all_ns else 0.0
+    return tuple(
+        KernelTotal(name, total_ns * 1e-9 * share / iterations, operators)
+        for (name, operators), total_ns in sums.items()
+        if total_ns
+    )
+
+
+def _list_operators_around(ranges: Iterable[HostRange]) -> dict[int, tuple[str, ...]]:
+    """Return for each operator its own name and those of the operators it runs in, the outermost last."""
+    around: dict[int, tuple[str, ...]] = {}
+    open_ranges: dict[int, list[HostRange]] = defaultdict(list)
+    for each in sorted(ranges, key=lambda each: (each.start_ns, -each.end_ns)):
+        stack = open_ranges[each.thread]
+        while stack and stack[-1].end_ns < each.end_ns:
+            stack.pop()
+        stack.append(each)
+        around[each.id] = tuple(o.name for o in reversed(stack) if _OPERATOR.fullmatch(o.name))
+    return around
+
+
+def _count_covered_ns(spans: Iterable[DeviceSpan]) -> int:
+    """Return the nanoseconds in which any of them ran."""
+    covered, until = 0, 0
+    for span in sorted(spans, key=lambda s: s.start_ns):
+        covered += max(0, span.end_ns - max(span.start_ns, until))
+        until = max(until, span.end_ns)
+    return covered
+
+
+# -- whose kernels they are ----------------------------------------------------------------------------------------
+
+
+def group_by_operator(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]) -> list[KernelGroup]:
+    """Group operators and kernels by the operator's name, then by its kind; the rest of both is one group.
+
+    The outermost operator that is among `ops` counts: what it calls in turn is how it works. Every second is in one
+    group, and every operator that launches: one whose kernels are not seen takes its share of what is left over.
+    """
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for i, op in ops.items():
+        if op.launches:
+            by_name[_canonical_name(op.name)].append(i)
+    sums: dict[str, float] = defaultdict(float)
+    unnamed: list[KernelTotal] = []
+    for kernel in kernels:
+        key = next((k for op in reversed(kernel.operators) if (k := _canonical_name(op)) in by_name), None)
+        if key is None:
+            unnamed.append(kernel)
+        else:
+            sums[key] += kernel.seconds
+    groups = [KernelGroup(key, tuple(by_name[key]), seconds) for key, seconds in sums.items()]
+    unseen = [i for key, members in by_name.items() if key not in sums for i in members]
+    return groups + _group_by_kind({i: ops[i] for i in unseen}, unnamed)
+
+
+def _group_by_kind(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]) -> list[KernelGroup]:
+    by_kind: dict[str, list[int]] = defaultdict(list)
+    for i, op in ops.items():
+        by_kind[op.kind].append(i)
+    sums: dict[str, float] = defaultdict(float)
+    left_s = 0.0
+    for kernel in kernels:
+        kind = next((k for operator in kernel.operators if (k := _find_kind(operator)) in by_kind), None)
+        if kind is None:
+            left_s += kernel.seconds
+        else:
+            sums[kind] += kernel.seconds
+    groups = [KernelGroup(f"other {kind}", tuple(by_kind[kind]), seconds) for kind, seconds in sums.items()]
+    others = tuple(i for kind, members in by_kind.items() if kind not in sums for i in members)
+    return groups + ([KernelGroup(LEFT_OVER, others, left_s)] if others or left_s else [])
+
+
+def group_by_kernel(
+    compiled: Sequence[InductorKernel], ops: Sequence[EagerOp], kernels: Sequence[KernelTotal], *, replayed: bool
+) -> list[KernelGroup]:
+    """Group generated kernels by their names, and library calls by operator; in a CUDA graph these are one group.
+
+    `ops` are those of the program before, after which generated kernels are named.
+    """
+    generated = [kernel for kernel in kernels if _GENERATED.fullmatch(kernel.name)]
+    others = [kernel for kernel in kernels if not _GENERATED.fullmatch(kernel.name)]
+    calls = {i: kernel.call for i, kernel in enumerate(compiled) if kernel.call is not None}
+    groups = _group_by_name(compiled, ops, generated)
+    if not replayed:
+        return groups + group_by_operator(calls, others)
+    # In a graph no operator is known: kernels with one copy inputs and results, beside other copies and fills.
+    around_s = sum(k.seconds for k in others if k.operators or k.name.lower().startswith(("memset", "memcpy")))
+    inside_s = sum(k.seconds for k in others) - around_s
+    members = tuple(i for i, call in calls.items() if call.launches)
+    rest = [KernelGroup(OUTSIDE, (), around_s), KernelGroup(LIBRARY, members, inside_s)]
+    return groups + [group for group in rest if group.members or group.seconds]
+
+
+def _group_by_name(
+    compiled: Sequence[InductorKernel], ops: Sequence[EagerOp], kernels: Sequence[KernelTotal]
+) -> list[KernelGroup]:
+    """Group generated kernels by what Inductor calls them: after the operators they stem from, with a number behind.
+
+    Kernels of the same code share the name of the first: where no name is the same, the most similar one is taken.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        match = _GENERATED.fullmatch(kernel.name)
+        assert match is not None  # only generated kernels are passed
+        sums[match.group(1)] += kernel.seconds
+    members: dict[str, list[int]] = {name: [] for name in sums}
+    op_of = {node: op for op in ops for node in op.nodes}
+    for i, each in enumerate(compiled):
+        if each.call is None:
+            name = make_generated_name(each, op_of)
+            members.setdefault(name if name in sums else _find_similar(name, sums), []).append(i)
+    lost_s = sum(sums[name] for name, indices in members.items() if not indices)
+    lost = tuple(members.pop("", []))
+    groups = [KernelGroup(name, tuple(indices), sums[name]) for name, indices in members.items() if indices]
+    return groups + ([KernelGroup("other generated kernels", lost, lost_s)] if lost or lost_s else [])
+
+
+def make_generated_name(kernel: InductorKernel, op_of: Mapping[str, EagerOp]) -> str:
+    """Return Inductor's name of a kernel, without kind and number: fused_add_native_layer_norm."""
+    stems = {op_of[node].name.rpartition(".")[2] for node in kernel.origins if node in op_of}
+    return "_".join(["fused", *sorted(stems)])  # as torch/_inductor/codegen's get_fused_kernel_name does
+
+
+def _find_similar(name: str, names: Iterable[str]) -> str:
+    """Return the name that shares most words; "" where none is similar."""
+    words = set(name.split("_")) - {"fused", ""}
+
+    def compute_similarity(other: str) -> float:
+        theirs = set(other.split("_")) - {"fused", ""}
+        return len(words & theirs) / max(1, len(words | theirs))
+
+    best = max(names, key=compute_similarity, default="")
+    return best if best and compute_similarity(best) > _MIN_SIMILARITY else ""
+
+
+def _canonical_name(name: str) -> str:
+    """Return an operator's name, whatever variant of it: in place or not, by whichever library."""
+    space, _, short = name.replace("::", ".").partition(".")
+    short = short.rstrip("_") or short
+    if "scaled_dot_product" in short:
+        return "attention_backward" if short.endswith("backward") else "attention"
+    return f"{space}.{_CANONICAL.get(short, short)}"
+
+
+def _find_kind(operator: str) -> str | None:
+    """Return an operator's family, where it is known to have one."""
+    short = operator.rpartition("::")[2]
+    known = short in KINDS or short.rstrip("_") in KINDS or short.startswith(("_foreach_", "_fused_"))
+    return kind_of(operator) if known else None

@@ -1,0 +1,307 @@
+"""What the operators of a program cost on a chip, by the model of `predict`: seconds, joules, bytes, the host's share.
+
+Where the kernels were profiled, `set_kernel_times` puts their seconds in, and `share_measured_joules` the joules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .eager_ops import EagerOp, make_graph
+from .kernel_times import KernelGroup
+
+if TYPE_CHECKING:
+    from ..device import Device
+    from ..estimate.host import HostModel
+    from ..estimate.kernel_time import KernelTime
+    from ..estimate.power import PowerModel
+
+
+# Hosts of one kind were found at 0.83 to 1.5 times the shipped constants (estimate/host.py): beyond twice, either way,
+# it is not the host.
+PACES = (0.5, 2.0)
+# What a wait adds, of what the board draws while it waits: 105 to 109 W of 127, for ResNet-50's convolutions with 0, 6
+# and 30 us behind each (`gaps` of benchmarks/device/trace_lines.py). Kernels that follow closely are hotter, and leak.
+WAIT_SHARE = 0.85
+# Kernels' joules over the model's, which is off by 15% in the mean (benchmarks/README.md): not by so much.
+FACTORS = (0.4, 2.5)
+# How much of the model's error is common to an operator's kernel and to the one that takes its place: assumed, between
+# the same kernel (1) and any other (0).
+COMMON_ERROR = 0.5
+_HALVINGS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Seconds on the device, joules with their 90% half-width, and bytes read and written, of some operators.
+
+    `lasting_j` are the joules that grow with the seconds (the board, and SMs that hold work); the others belong to the
+    work, operations and bytes.
+    """
+
+    seconds: float = 0.0
+    joules: float = 0.0
+    error_j: float = 0.0
+    nbytes: float = 0.0
+    lasting_j: float = 0.0
+
+    def __add__(self, other: OpCost) -> OpCost:
+        return OpCost(
+            self.seconds + other.seconds,
+            self.joules + other.joules,
+            math.hypot(self.error_j, other.error_j),
+            self.nbytes + other.nbytes,
+            self.lasting_j + other.lasting_j,
+        )
+
+    def __sub__(self, other: OpCost) -> OpCost:
+        """What is saved by going from this to the other; errors add up."""
+        negative = OpCost(-other.seconds, -other.joules, other.error_j, -other.nbytes, -other.lasting_j)
+        return self + negative
+
+    def scale_joules(self, factor: float) -> OpCost:
+        """Return the same with other joules."""
+        joules, error_j, lasting_j = (factor * j for j in (self.joules, self.error_j, self.lasting_j))
+        return replace(self, joules=joules, error_j=error_j, lasting_j=lasting_j)
+
+    def set_seconds(self, seconds: float, limit_w: float) -> OpCost:
+        """Return the same work in other seconds; the relative error of its joules stays."""
+        if not self.seconds or not self.joules:
+            return replace(self, seconds=seconds)
+        lasting = self.lasting_j * seconds / self.seconds
+        joules = min(lasting + self.joules - self.lasting_j, limit_w * seconds)
+        error_j = self.error_j * joules / self.joules
+        return replace(self, seconds=seconds, joules=joules, error_j=error_j, lasting_j=min(lasting, joules))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCost:
+    """An iteration: the cost of each operator, and how long the device waits for the host.
+
+    `other` are kernels that were profiled and belong to no operator. The model's watts: those of the board that waits
+    (`static_w`), the most it sustains (`limit_w`), and their relative error.
+    """
+
+    costs: tuple[OpCost, ...]
+    wait_s: float
+    wait_j: float
+    launches: int
+    host_s: float
+    static_w: float
+    limit_w: float
+    watts_error: float
+    other: OpCost = OpCost()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the iteration."""
+        return sum(c.seconds for c in self.costs) + self.other.seconds + self.wait_s
+
+    @property
+    def joules(self) -> float:
+        """Joules of the iteration."""
+        return sum(c.joules for c in self.costs) + self.other.joules + self.wait_j
+
+    def scale_joules(self, chosen: frozenset[int], factor: float, other_factor: float) -> ProgramCost:
+        """Scale the joules of the chosen operators by one factor, those of the others by another."""
+        factors = (factor if i in chosen else other_factor for i in range(len(self.costs)))
+        return replace(self, costs=tuple(c.scale_joules(f) for c, f in zip(self.costs, factors, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWork:
+    """What eager Python does beside dispatching: module calls and torch functions of one iteration.
+
+    `pace` is how many times as long as the shipped constants the host takes.
+    """
+
+    modules: int = 0
+    functions: int = 0
+    pace: float = 1.0
+
+
+def add_up(costs: Iterable[OpCost]) -> OpCost:
+    """Return all of them together."""
+    return sum(costs, OpCost())
+
+
+def estimate_program(
+    ops: Sequence[EagerOp], device: Device, host: HostWork | None = None, *, replayed: bool = False
+) -> ProgramCost:
+    """Estimate an iteration: launched by eager Python (`host` given), by compiled code, or replayed."""
+    from ..estimate.ops import OpModel
+    from ..estimate.overlay import find
+    from ..estimate.predict import estimate
+
+    graph = make_graph("rewritten", ops)
+    if host is not None and graph.ops:
+        first = replace(graph.ops[0], host_modules=host.modules, host_functions=host.functions)
+        graph = replace(graph, ops=(first, *graph.ops[1:]))
+    host_model = None if replayed else _choose_host(device, host)
+    solution = estimate(
+        graph,
+        device,
+        OpModel(device),
+        launch="graph" if replayed else "eager",
+        host=host_model,
+        calibration=find(device.id),
+    )
+    result, power, costs = solution.solved, solution.power, {}
+    for i, (op, kernel) in enumerate(zip(solution.ops, solution.kernels, strict=True)):
+        whole = float(result.device_s[i] + result.wait_s[i])
+        static = float(result.static_j[i]) * (float(result.device_s[i]) / whole if whole else 1.0)
+        joules = static + float(result.compute_j[i]) + float(result.memory_j[i])
+        error = joules * math.hypot(power.relative_error, 0.6 * kernel.relative_error)
+        lasting = static + float(result.compute_j[i]) * _compute_holding_share(kernel, power, result.clock)
+        costs[op.index] = OpCost(float(result.device_s[i]), joules, error, float(op.bytes_in + op.bytes_out), lasting)
+    total_j = float((result.static_j + result.compute_j + result.memory_j).sum())
+    return ProgramCost(
+        costs=tuple(costs.get(i, OpCost()) for i in range(len(ops))),
+        wait_s=float(result.wait_s.sum()),
+        wait_j=total_j - sum(c.joules for c in costs.values()),
+        launches=len(costs),
+        host_s=result.host_s,
+        static_w=power.static_w,
+        limit_w=power.limit_w,
+        watts_error=power.relative_error,
+    )
+
+
+def _compute_holding_share(kernel: KernelTime, power: PowerModel, clock: float) -> float:
+    """Return the share of a kernel's compute joules that its SMs draw for holding work, as `estimate.timeline` does."""
+    from ..estimate.power import Work
+
+    work = Work.of(kernel)
+    stretch = (work.clock_s / clock + work.fixed_s) / work.seconds if work.seconds else 1.0
+    holding_j = power.active_w * work.busy_s * clock * stretch
+    highest = max(power.j_per_flop.values(), default=0.0)
+    flops_j = sum(power.j_per_flop.get(unit, highest) * n for unit, n in work.flops.items())
+    return holding_j / (holding_j + flops_j) if holding_j else 0.0
+
+
+def set_kernel_times(program: ProgramCost, groups: Iterable[KernelGroup], iteration_s: float) -> ProgramCost:
+    """Put in the seconds that each group of kernels took, of an iteration of `iteration_s`.
+
+    Within a group the model tells whose they are. Joules are the model's watts for those seconds and what it says the
+    work itself takes, but no more than the board sustains. While the device was not busy, it waited.
+    """
+    costs, other_s = list(program.costs), 0.0
+    for group in groups:
+        modelled_s = sum(costs[i].seconds for i in group.members)
+        if not modelled_s:
+            other_s += group.seconds
+            continue
+        for i in group.members:
+            costs[i] = costs[i].set_seconds(costs[i].seconds * group.seconds / modelled_s, program.limit_w)
+    other = OpCost(other_s, program.static_w * other_s, program.static_w * other_s * program.watts_error)
+    wait_s = max(0.0, iteration_s - other_s - sum(c.seconds for c in costs))
+    return replace(program, costs=tuple(costs), other=other, wait_s=wait_s, wait_j=program.static_w * wait_s)
+
+
+def share_measured_joules(
+    before: ProgramCost,
+    after: ProgramCost,
+    same: Iterable[tuple[int, int]],
+    before_j: float | None,
+    after_j: float | None,
+) -> tuple[ProgramCost, ProgramCost]:
+    """Give two programs the joules that were measured, shared out among their kernels.
+
+    `same` are the places, before and after, of kernels that both run; such a kernel takes the same joules in both: the
+    model's with one factor on them. What else each program runs has another factor, half of it common to both (it is
+    the same work, priced by the same model), and the factors are as near to 1 as the two totals allow. Waits are not
+    shared out: they have `WAIT_SHARE` of the board's watts.
+    """
+    if not (before_j and after_j and before.joules and after.joules):
+        return before, after
+    pairs = list(same)
+    places = frozenset(i for i, _ in pairs), frozenset(k for _, k in pairs)
+    programs = [replace(program, wait_j=WAIT_SHARE * program.wait_j) for program in (before, after)]
+    alike = [sum(p.costs[i].joules for i in chosen) for p, chosen in zip(programs, places, strict=True)]
+    apart = [sum(c.joules for c in p.costs) - j for p, j in zip(programs, alike, strict=True)]
+    lacking = [measured_j - p.joules for measured_j, p in zip((before_j, after_j), programs, strict=True)]
+    factors = _fit_factors(alike, apart, lacking)
+    if factors is None:  # the totals fit no such factors: scale each program by itself, waits and all
+        return _scale_all(before, before_j / before.joules), _scale_all(after, after_j / after.joules)
+    common, own_before, own_after = factors
+    return (
+        programs[0].scale_joules(places[0], common, own_before),
+        programs[1].scale_joules(places[1], common, own_after),
+    )
+
+
+def _fit_factors(
+    alike: Sequence[float], apart: Sequence[float], lacking: Sequence[float]
+) -> tuple[float, float, float] | None:
+    """Return factors for what is alike and for each program's own, least squares from 1, that reach both totals.
+
+    None where there are none, or none within `FACTORS`.
+    """
+    a, b = (alike[i] ** 2 + apart[i] ** 2 for i in (0, 1))
+    both = alike[0] * alike[1] + COMMON_ERROR * apart[0] * apart[1]
+    size = a * b - both**2
+    if size <= 1e-9 * a * b:
+        return None
+    push = ((b * lacking[0] - both * lacking[1]) / size, (a * lacking[1] - both * lacking[0]) / size)
+    shift = [apart[i] * push[i] for i in (0, 1)]
+    factors = (
+        1.0 + alike[0] * push[0] + alike[1] * push[1],
+        1.0 + shift[0] + COMMON_ERROR * shift[1],
+        1.0 + shift[1] + COMMON_ERROR * shift[0],
+    )
+    low, high = FACTORS
+    return factors if all(low <= factor <= high for factor in factors) else None
+
+
+def _scale_all(program: ProgramCost, factor: float) -> ProgramCost:
+    scaled = program.scale_joules(frozenset(), factor, factor)
+    return replace(scaled, other=program.other.scale_joules(factor), wait_j=factor * program.wait_j)
+
+
+def fit_host_pace(ops: Sequence[EagerOp], device: Device, host: HostWork, measured_s: float) -> HostWork:
+    """Return the host at the pace that makes the program take its measured time, within `PACES`.
+
+    A device that is itself slower than that tells nothing about its host.
+    """
+
+    def estimate_s(pace: float) -> float:
+        return estimate_program(ops, device, replace(host, pace=pace)).seconds
+
+    low, high = PACES
+    if not estimate_s(low) < measured_s <= estimate_s(high):
+        return host
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if estimate_s(middle) >= measured_s else (middle, high)
+    return replace(host, pace=high)
+
+
+def _choose_host(device: Device, host: HostWork | None) -> HostModel | None:
+    """Return the host that launches; None for the shipped or calibrated one, which `estimate` finds by itself."""
+    if host is None:
+        return _make_compiled_host()
+    if host.pace == 1.0:
+        return None
+    from ..estimate import overlay
+    from ..estimate.predict import host_of
+
+    usual = overlay.host(host_of(device), overlay.find(device.id))
+    return usual.scaled(host.pace, "by the measured time of the eager program", usual.relative_error)
+
+
+def _make_compiled_host() -> HostModel:
+    """Compiled code launches without Python's modules and torch's dispatch: a launch from C++ costs `LAUNCH_S`."""
+    from ..estimate.host import LAUNCH_S, HostModel
+
+    default = HostModel.default()
+    nothing = {n: 0.0 for n in HostModel.__slots__ if n.endswith("_s") and n not in ("extra_s", "iteration_s")}
+    launch = dict.fromkeys(("kernel_s", "backward_s", "foreach_s"), LAUNCH_S)
+    return replace(default, **{**nothing, **launch}, extra_s={}, provenance="7 us a launch (estimate/host.py)")
+
+
+def count_flops(ops: Sequence[EagerOp]) -> float:
+    """Return the FLOPs of operators."""
+    return float(make_graph("work", ops).flops)

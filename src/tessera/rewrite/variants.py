@@ -1,0 +1,368 @@
+"""Variants of a program: torch.compile's modes with our passes before them, and a CUDA graph of the eager program.
+
+`VariantSearch` compiles each one, checks it against the original, measures it, and chooses the best. A variant whose
+results differ is tried again without our passes, then dropped. What our passes changed is also measured against torch's
+passes alone, so that a rewrite of ours that does not pay does not stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, RewriteError, did_you_mean
+from ..graph.nested import map_tensors
+from .compare import OUTSIDE, Comparison, Reference
+from .compilation import Compilation, Replacement
+from .cudagraph import ReplayedProgram
+from .inductor import Pass, list_mode_options, make_backend
+from .measure import measure_iteration
+from .passes import fuse_attention
+from .program import Program, cannot_repeat, first_line
+
+EAGER = "eager"
+REPLAYED_EAGER = "eager + cuda graph"
+AUTOTUNE = "max-autotune-no-cudagraphs"
+MODES = ("default", "reduce-overhead", AUTOTUNE, REPLAYED_EAGER)
+_REPLAYED = frozenset({"reduce-overhead", REPLAYED_EAGER})
+# Tuning every product took 333 s for a training step of GPT-2 small on an H200 (shared/design.md). It cannot be stopped
+# half-way, so it is only begun where that much is left.
+_AUTOTUNE_S = 350.0
+# Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replay.
+_CALLS_TO_REPLAY = 3
+# What Dynamo, Inductor or a C++ compiler raise for programs they cannot take: such a variant is dropped.
+_COMPILE_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    OSError,
+    AssertionError,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Variant:
+    """One variant of the program, and what came of trying it. `ours` tells whether our passes were allowed."""
+
+    mode: str
+    ours: bool = True
+    call: Callable[..., Any] | None = None
+    passes: Sequence[Pass] = ()
+    compilation: Compilation | None = None
+    comparison: Comparison | None = None
+    compile_s: float = 0.0
+    time_s: float | None = None
+    energy_j: float | None = None
+    error_j: float | None = None
+    undone: list[tuple[Replacement, str]] = field(default_factory=list)
+    out_of_budget: bool = False
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+        return self.mode if self.ours else f"{self.mode}, torch's passes alone"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it compiled and, as far as it was checked, computes the same."""
+        return self.call is not None and (self.comparison is None or self.comparison.ok)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether its kernels are replayed as CUDA graphs."""
+        return self.mode in _REPLAYED
+
+
+def choose_modes(program: Program, launch: str, wanted: Sequence[str] | None, cuda: bool) -> list[str]:
+    """Return the modes to try, most promising first."""
+    if launch not in ("auto", "eager", "graph"):
+        near = did_you_mean(launch, ("auto", "eager", "graph"))
+        raise ArgumentError(f"no launch {launch!r}{near}", fix="launch='auto', 'eager' or 'graph'")
+    for name in wanted or ():
+        if name not in MODES:
+            raise ArgumentError(f"no variant {name!r}{did_you_mean(name, MODES)}", fix=f"one of {', '.join(MODES)}")
+    replays = [name for name in wanted or () if name in _REPLAYED]
+    if not cuda and (launch == "graph" or replays):
+        raise ArgumentError(
+            f"variants={replays!r} need a CUDA device" if replays else "launch='graph' needs a CUDA device",
+            why="the program's tensors are on the CPU",
+            fix="launch='auto', or move the model to a GPU",
+        )
+    modes = list(wanted or (MODES if cuda else ("default",)))
+    if launch != "auto":
+        modes = [name for name in modes if (name in _REPLAYED) == (launch == "graph")]
+    # A replayed eager program must return the same tensors each time: a step with its own backward may not.
+    return [name for name in modes if name != REPLAYED_EAGER or program.mode == "infer"]
+
+
+def build_variant(program: Program, variant: Variant, *, observe: bool = True) -> None:
+    """Make the callable of a variant; it is compiled when first called. Observed compilations use no cache."""
+    if variant.mode == REPLAYED_EAGER:
+        variant.call = ReplayedProgram(program)
+        return
+    variant.compilation = Compilation(observe=observe)
+    backend = make_backend(variant.compilation, variant.passes, list_mode_options(variant.mode))
+    compiled = torch.compile(_copy_frame(program.call), backend=backend)
+    variant.call = _copy_results(compiled) if variant.is_replayed and program.mode == "infer" else compiled
+
+
+_frames = itertools.count()
+
+
+def _copy_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a call in a function with its own code object and name.
+
+    Dynamo keeps compiled code by code object, up to a limit, and by file, line and name which sizes it has seen: those
+    that differ from the last program's would be taken for dynamic sizes, and rewrites that need them be lost.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    name = f"run_{next(_frames)}"
+    code = run.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, run.__globals__, name, None, run.__closure__)
+
+
+def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy the results of a replay, which the next one overwrites."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return map_tensors(torch.clone, compiled(*args, **kwargs))
+
+    return run
+
+
+@functools.cache
+def _list_compile_errors() -> tuple[type[Exception], ...]:
+    """Return also Triton's own error class, where Triton is installed."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return _COMPILE_ERRORS
+    return (*_COMPILE_ERRORS, TritonError)
+
+
+@dataclass(slots=True, kw_only=True)
+class VariantSearch:
+    """Tries variants on one set of inputs; with `budget_s` 0 nothing is measured."""
+
+    program: Program
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tolerance: float | None
+    budget_s: float
+    say: Callable[[str], None]
+    observe: bool = True
+    random: bool = False
+    reference: Reference | None = None
+    tried: list[Variant] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    start_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self.budget_s - (time.monotonic() - self.start_s)
+
+    def run(self, modes: Sequence[str], passes: Sequence[Pass]) -> Variant:
+        """Try the modes and choose."""
+        self.run_original()
+        self.tried = [Variant(mode=EAGER, call=self.program.call)]
+        for mode in modes:
+            variant = self.try_mode(mode, passes)
+            self.tried.append(variant)
+            if self.budget_s <= 0 and variant.ok and (variant := self._check_in_eval_mode(variant)).ok:
+                first = "computes the same" if variant.comparison is not None else "compiles"
+                self.notes.append(f"nothing was measured (budget_s=0): the first variant that {first} was taken")
+                return variant
+        while any(variant.ok for variant in self.tried[1:]):
+            best = self._find_cheapest([variant for variant in self.tried if variant.ok])
+            if best.compilation is not None and best.compilation.replacements:
+                best = self._drop_ours_unless_cheaper(best)
+            best = self._check_in_eval_mode(best)
+            if best.ok:
+                return best
+        if all(variant.out_of_budget for variant in self.tried[1:]):
+            if modes:
+                self.notes.append("budget_s was over before a variant could be tried")
+            return self.tried[0]
+        why = "; ".join(f"{variant.name}: {variant.why}" for variant in self.tried[1:])
+        if not any(variant.comparison for variant in self.tried):
+            part = "the model alone, mode='train' where it is trained"
+            fix = f"run it as it is, or pass a part that compiles: {part}"
+            raise RewriteError("no variant of this program compiles", why=why, fix=fix)
+        fix = "a wider tolerance=, other variants=, or run it as it is"
+        raise RewriteError("no variant of this program gives the same result", why=why, fix=fix)
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Put back what the body changes, inputs too."""
+        with self.program.restoring() as state, self.program.save_inputs(self.args, self.kwargs, state):
+            yield
+
+    # -- compiling and checking -------------------------------------------------------------------------------------
+
+    def run_original(self) -> None:
+        """Run the original: its results to compare with, and whether it draws random numbers."""
+        make_reference = functools.partial(self.program.make_reference, self.args, self.kwargs, self.tolerance)
+        self.reference = make_reference()
+        self.random = self.reference.random
+        if self.random:
+            self.notes.append("the program draws random numbers: it was checked in eval mode")
+            with self.program.in_eval_mode():
+                self.reference = make_reference()
+        self.notes.extend(self.reference.notes)
+        skipped = self.program.outside.skipped if self.program.outside is not None else {}
+        self.notes.extend(
+            f"{name} outside {why}: what is written there is not put back" for name, why in skipped.items()
+        )
+
+    def try_mode(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Variant:
+        """Compile and check a variant; if our passes changed the result, without them."""
+        variant = Variant(mode=mode, ours=ours, passes=passes)
+        if mode == AUTOTUNE and self.left_s < _AUTOTUNE_S:
+            variant.why = f"not tried: tuning may take {_AUTOTUNE_S:.0f} s, which budget_s does not leave"
+        elif self.budget_s > 0 and self.left_s <= 0:
+            variant.why = "not tried: budget_s was over"
+        if variant.why:
+            variant.out_of_budget = True
+            return variant
+        self.say(f"compiling: {variant.name}")
+        self._compile(variant)
+        compilation = variant.compilation
+        if compilation is not None and compilation.left_to_inductor and not compilation.counters.get("fuse_attention"):
+            # Inductor takes the pattern alone but not in this program (its backward, its strides): then ours does.
+            forced = [functools.partial(fuse_attention, ask=False) if p is fuse_attention else p for p in passes]
+            variant = Variant(mode=mode, ours=ours, passes=forced)
+            self._compile(variant)
+        return variant if variant.ok else self._retry_without_ours(variant)
+
+    def _retry_without_ours(self, variant: Variant) -> Variant:
+        """Compile a variant that failed again, without our passes if they changed anything."""
+        if variant.compilation is None or not variant.compilation.replacements:
+            return variant
+        undone = [(replacement, variant.why) for replacement in variant.compilation.replacements]
+        alone = Variant(mode=variant.mode, ours=False, undone=undone)
+        self._compile(alone)
+        return alone
+
+    def _compile(self, variant: Variant) -> None:
+        begin = time.monotonic()
+        try:
+            build_variant(self.program, variant, observe=self.observe)
+            assert variant.call is not None
+            for _ in range(_CALLS_TO_REPLAY if variant.is_replayed else 1):
+                seen = self.program.observe(variant.call, self.args, self.kwargs)
+            if not self.random:
+                self._compare(variant, seen)
+        except _list_compile_errors() as e:
+            variant.call, variant.why = None, f"it did not compile: {first_line(e)}"
+        variant.compile_s = time.monotonic() - begin
+
+    def _compare(self, variant: Variant, seen: Mapping[str, Any]) -> None:
+        assert self.reference is not None  # made by `run_original`
+        comparison = self.reference.compare(seen)
+        if not comparison.ok and comparison.where.startswith(OUTSIDE):  # a clock may have decided that: run both again
+            again = self.program.observe(self.program.call, self.args, self.kwargs)
+            self.reference = self.reference.without_variations(again)
+            comparison = self.reference.compare(seen)
+        variant.comparison = comparison if comparison.checked else None
+        if not comparison.ok:
+            blameless = variant.compilation is not None and not variant.compilation.replacements
+            who = "torch.compile, without a rewrite of ours," if blameless else "it"
+            variant.why = f"{who} changed the result: {comparison.why}"
+        else:
+            variant.why = "" if comparison.checked else "not checked: nothing to compare"
+
+    def _check_in_eval_mode(self, variant: Variant) -> Variant:
+        """Compile a program that draws random numbers once more in eval mode and check it there.
+
+        If our passes changed the result, return the variant without them.
+        """
+        if not self.random or variant.mode == EAGER:
+            return variant
+        self.say(f"checking in eval mode: {variant.name}")
+        twin = Variant(mode=variant.mode, ours=variant.ours, passes=variant.passes)
+        with self.program.in_eval_mode():
+            try:
+                build_variant(self.program, twin, observe=False)
+                assert twin.call is not None
+                self._compare(variant, self.program.observe(twin.call, self.args, self.kwargs))
+            except _list_compile_errors() as e:
+                variant.call, variant.why = None, f"it did not compile in eval mode: {first_line(e)}"
+        if variant.ok:
+            return variant
+        alone = self._retry_without_ours(variant)
+        if alone is variant:
+            return variant
+        self.tried.append(alone)
+        return self._check_in_eval_mode(alone) if alone.ok else alone
+
+    def run_to_steady_state(self, variant: Variant) -> None:
+        """Run two iterations: the graphs that run in the second are the steady state."""
+        assert variant.call is not None and variant.compilation is not None
+        with self.restoring():
+            self.run_iteration(variant.call)
+            variant.compilation.ran.clear()
+            self.run_iteration(variant.call)
+
+    # -- measuring and choosing -------------------------------------------------------------------------------------
+
+    def _measure(self, variant: Variant) -> None:
+        assert variant.call is not None
+        self.say(f"measuring: {variant.name}")
+        run = functools.partial(self.run_iteration, variant.call)
+        try:
+            with self.restoring():
+                result = measure_iteration(run, max(1.2, self.left_s / (1 + len(self.tried))))
+        except Exception as e:
+            if variant.mode == EAGER:
+                raise cannot_repeat(e) from e
+            variant.call, variant.why = None, f"it failed when it was run again: {first_line(e)}"
+            return
+        variant.time_s, variant.energy_j, variant.error_j = result.time_s, result.energy_j, result.error_j
+
+    def run_iteration(self, call: Callable[..., Any]) -> None:
+        """Run one iteration with `call` in the model's place."""
+        self.program.run(call, self.args, self.kwargs)
+        if self.program.mode == "train":
+            for module in self.program.modules:
+                module.zero_grad(set_to_none=True)
+
+    def _find_cheapest(self, variants: Sequence[Variant]) -> Variant:
+        """Return the variant with the fewest joules, or seconds where no joules were measured."""
+        for variant in variants:
+            if variant.time_s is None:
+                self._measure(variant)
+        variants = [variant for variant in variants if variant.ok]
+        if all(variant.energy_j is not None for variant in variants):
+            return min(variants, key=lambda variant: variant.energy_j or 0.0)
+        note = "no sensor measures joules here: the fastest variant was taken"
+        if note not in self.notes:
+            self.notes.append(note)
+        return min(variants, key=lambda variant: variant.time_s or 0.0)
+
+    def _drop_ours_unless_cheaper(self, best: Variant) -> Variant:
+        """Measure the same mode with torch's passes alone, and return the cheaper one."""
+        alone = self.try_mode(best.mode, (), ours=False)
+        self.tried.append(alone)
+        if not alone.ok or self._find_cheapest([best, alone]) is best:
+            return best
+        assert best.compilation is not None
+        why = "it does not pay: torch's passes alone take less"
+        alone.undone = [(replacement, why) for replacement in best.compilation.replacements]
+        return alone
