@@ -27,9 +27,7 @@ def main() -> None:
     parser.add_argument("--price-per-kwh", type=float, default=None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    bench = EnergyBenchmark(
-        target=args.target, min_seconds=1.0, max_seconds=args.max_s, price_per_kwh=args.price_per_kwh
-    )
+    bench = EnergyBenchmark(target=args.target, min_s=1.0, budget_s=args.max_s, price_per_kwh=args.price_per_kwh)
     for precision in args.precisions.split(","):
         a = torch.randn(args.size, args.size, device=args.device).to(DTYPES[precision])
 

@@ -28,7 +28,7 @@ def main() -> None:
     for note in pwr.notes:
         print(f"       {note}")
 
-    bench = EnergyBenchmark(target=0.05, min_seconds=1.0, max_seconds=5.0)
+    bench = EnergyBenchmark(target=0.05, min_s=1.0, budget_s=5.0)
 
     @bench.measure(work=400_000, unit="root")
     def roots() -> float:

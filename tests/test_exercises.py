@@ -80,7 +80,7 @@ def test_a_window_with_the_first_call_in_it_is_found_out(tmp_path: Path, capsys:
 def test_joules_of_a_call_instead_of_a_sample_are_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = EXERCISES[1]
     answer = (folder / "solution.py").read_text(encoding="utf-8")
-    wrong = answer.replace("result.joules_per_call.value / samples", "result.joules_per_call.value")
+    wrong = answer.replace("result.energy_per_call_j.value / samples", "result.energy_per_call_j.value")
     assert wrong != answer
     (tmp_path / "answer.py").write_text(wrong, encoding="utf-8")
     assert load(folder / "check.py").run(tmp_path / "answer.py") == 1

@@ -31,7 +31,7 @@ def test_python_example(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if "pwr" in names:
             assert (tmp_path / "power.csv").stat().st_size > 0
         if "bench" in names:
-            assert names["bench"].results[0].joules_per_call.value > 0
+            assert names["bench"].results[0].energy_per_call_j.value > 0
     finally:
         monitor.use(None)
 

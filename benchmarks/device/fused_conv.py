@@ -205,12 +205,12 @@ def replayed(replay: Call, weights: Any) -> None:
 
 
 def measured(call: Call, seconds: float) -> dict[str, Any]:
-    bench = EnergyBenchmark(target=0.01, min_seconds=seconds, max_seconds=2 * seconds)
+    bench = EnergyBenchmark(target=0.01, min_s=seconds, budget_s=2 * seconds)
     bench.measure(name="call")(call)()
     found = bench.results[0]
-    joules = found.joules_per_call if found.basis == "measured" else None
+    joules = found.energy_per_call_j if found.basis == "measured" else None
     return {
-        "ms": found.seconds_per_call.value * 1e3,
+        "ms": found.time_per_call_s.value * 1e3,
         "j": joules.value if joules else None,
         "error_j": joules.error if joules else None,
     }

@@ -87,7 +87,7 @@ class Run:
         self.short = budget_s < SHORT_S
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.cuda else "cpu")
-        self.domain = next(iter(monitor.default().sampler.counted()))
+        self.domain = next(iter(monitor.default().sampler.counted_domains()))
 
     def row(self, name: str, seconds: float, fn: Callable[[], Any]) -> Any:
         """Do one row unless the time is short; a failure is a row too."""

@@ -465,7 +465,7 @@ def _report_seeds() -> list[bytes]:
 def _regions_seeds() -> list[bytes]:
     import msgspec
 
-    from tessera.monitor.regions import _File
+    from tessera.monitor.regions import RegionsFile
     from tessera.schema import Energy, RegionEnergy
 
     energy = Energy(joules=1.0, error_j=0.1, seconds=1.0, source="x")
@@ -473,7 +473,7 @@ def _regions_seeds() -> list[bytes]:
         RegionEnergy(name=n, calls=2, energy=energy, start_ns=s, end_ns=s + 5)
         for n, s in (("a", 0), ("a", 3), ("b", 9))
     ]
-    return [msgspec.json.encode(_File(regions=regions))]
+    return [msgspec.json.encode(RegionsFile(regions=regions))]
 
 
 def _journal_seeds() -> list[bytes]:

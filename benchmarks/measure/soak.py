@@ -33,8 +33,8 @@ import numpy as np
 
 from tessera import monitor, profile
 from tessera.clock import now_ns
-from tessera.monitor.now import Watch
 from tessera.monitor.series import FINE_SAMPLES
+from tessera.monitor.snapshot import PowerWatch
 from tessera.profile.runfile import RunFile
 from tessera.report import prometheus
 from tessera.schema import Capability, Domain, Telemetry
@@ -115,8 +115,8 @@ def exporter(done: threading.Event, counted: Counted) -> Iterator[None]:
     """Serves on loopback, and asks itself."""
     with (
         prometheus.bind(socket.AF_INET, ("127.0.0.1", 0)) as server,
-        Watch(DiscoveredSensors([started()], []), 1.0) as watch,
-        prometheus.serving(server, prometheus.SnapshotCollector(watch.look)),
+        PowerWatch(DiscoveredSensors([started()], []), 1.0) as watch,
+        prometheus.serving(server, prometheus.SnapshotCollector(watch.take_snapshot)),
     ):
         url = f"http://127.0.0.1:{server.server_port}/metrics"
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cli.test_watch import board, here, shot, tessera, throttled
 from tessera.cli.metrics import Address
 from tessera.errors import ArgumentError, MissingExtra, SensorLost
-from tessera.monitor.now import Snapshot, Watch
+from tessera.monitor.snapshot import PowerWatch, Snapshot
 from tessera.report import prometheus as report
 from tessera.schema import Domain
 from tessera.sensors.discover import DiscoveredSensors
@@ -115,8 +115,8 @@ def test_only_a_sensor_that_was_asked_for_is_down_when_it_is_not_there():
 def test_joules_are_monotone_through_a_loss():
     sensor = ScriptSensor(clock=time.monotonic_ns, domain=Domain(name="gpu0", source="script", resolution_s=0.02))
     seen: list[Samples] = []
-    with Watch(DiscoveredSensors([sensor], []), 1.0) as watch:
-        collector = report.SnapshotCollector(watch.look)
+    with PowerWatch(DiscoveredSensors([sensor], []), 1.0) as watch:
+        collector = report.SnapshotCollector(watch.take_snapshot)
         for failing in (None, SensorLost("GPU is lost"), None):
             sensor.fail = failing
             for _ in range(2):
@@ -293,7 +293,7 @@ def test_a_snapshot_is_taken_at_each_scrape_not_at_registration():
 
     def look() -> Snapshot:
         count[0] += 1
-        return dataclasses.replace(shot([board()]), seconds=float(count[0]))
+        return dataclasses.replace(shot([board()]), time_s=float(count[0]))
 
     own = report.registry(report.SnapshotCollector(look))
     assert count == [0]

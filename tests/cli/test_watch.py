@@ -22,8 +22,16 @@ from rich.cells import cell_len
 from tessera.cli.main import main
 from tessera.errors import SensorLost
 from tessera.monitor.core import Monitor
-from tessera.monitor.now import CHUNK_NS, HISTORY, Ledger, Reading, Snapshot, Watch, _history
-from tessera.monitor.series import Series
+from tessera.monitor.series import PowerSeries
+from tessera.monitor.snapshot import (
+    CHUNK_NS,
+    HISTORY,
+    DomainReading,
+    EnergyLedger,
+    PowerWatch,
+    Snapshot,
+    _power_history,
+)
 from tessera.report.watch import plain_lines, screen, sparkline, summary
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
@@ -52,13 +60,13 @@ def here(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, s
     return ended.value.code, printed.out, printed.err
 
 
-def board(i: int = 0, **changes: object) -> Reading:
+def board(i: int = 0, **changes: object) -> DomainReading:
     telemetry = Telemetry(
         time_ns=0, domain=f"gpu{i}", temperature_c=61.0, memory_temperature_c=70.0, power_limit_w=700.0,
         clocks_mhz={"sm": 1530.0, "memory": 3201.0}, throttle=(), utilization_pct=100.0, sm_activity_pct=93.0,
         memory_used_bytes=76 << 30, memory_total_bytes=140 << 30,
     )  # fmt: skip
-    whole = Reading(
+    whole = DomainReading(
         domain=f"gpu{i}", label="NVIDIA H200", source="nvml-samples", basis="measured", counted=True,
         resolution_s=0.02, power_w=512.3, age_s=0.031, mean_w=498.2, energy_j=20_913.0, error_j=80.0, coverage=1.0,
         memory_w=71.0, telemetry=telemetry, history_w=[500.0] * 60, cell_s=0.1, top_w=700.0,
@@ -66,15 +74,15 @@ def board(i: int = 0, **changes: object) -> Reading:
     return dataclasses.replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def shot(readings: Sequence[Reading], **changes: object) -> Snapshot:
+def shot(readings: Sequence[DomainReading], **changes: object) -> Snapshot:
     whole = Snapshot(
-        time_s=1.79e9, seconds=42.0, readings=readings, power_w=1024.0, mean_w=996.4, energy_j=41_826.0,
+        epoch_s=1.79e9, time_s=42.0, readings=readings, power_w=1024.0, mean_w=996.4, energy_j=41_826.0,
         error_j=113.0, basis=readings[0].basis,
     )  # fmt: skip
     return dataclasses.replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def throttled(reading: Reading, *reasons: str) -> Reading:
+def throttled(reading: DomainReading, *reasons: str) -> DomainReading:
     assert reading.telemetry is not None
     return dataclasses.replace(reading, telemetry=dataclasses.replace(reading.telemetry, throttle=reasons))
 
@@ -94,20 +102,20 @@ def test_sparkline_clips_above_the_top_and_dots_what_is_unknown():
 
 
 def test_history_is_at_the_sensors_resolution():
-    series = Series(Domain(name="gpu0", source="s", resolution_s=0.02))
+    series = PowerSeries(Domain(name="gpu0", source="s", resolution_s=0.02))
     wave = [(t, 700.0 if t // 100_000_000 % 2 else 100.0) for t in range(0, 2 * SECOND + 1, 20_000_000)]
     series.extend(wave)
-    fine = _history(series, 0.02, series.last_ns)
+    fine = _power_history(series, 0.02, series.last_ns)
     assert len(fine) == HISTORY
     assert {round(w) for w in fine if w is not None} == {100, 400, 700}  # the levels, and the edges between them
 
 
 def test_history_keeps_its_bars_when_time_goes_on_and_shows_the_gap():
-    series = Series(Domain(name="gpu0", source="s", resolution_s=0.02))
+    series = PowerSeries(Domain(name="gpu0", source="s", resolution_s=0.02))
     series.extend([(t, 100.0 + t * 1e-8) for t in range(0, 3 * SECOND, 20_000_000)])
-    before = _history(series, 0.1, series.last_ns)
+    before = _power_history(series, 0.1, series.last_ns)
     series.extend([(5 * SECOND - 1, math.nan), (5 * SECOND, 300.0), (5 * SECOND + SECOND // 2, 300.0)])
-    after = _history(series, 0.1, series.last_ns)
+    after = _power_history(series, 0.1, series.last_ns)
     assert after[5:34] == pytest.approx(before[31:]), "the bars from 0 to 2.9 s"
     assert after[36:54] == [None] * 18
     assert after[-5:] == pytest.approx([300.0] * 5)
@@ -119,27 +127,27 @@ def test_history_keeps_its_bars_when_time_goes_on_and_shows_the_gap():
 def test_power_is_the_mean_of_an_interval_and_its_age_has_the_lag():
     domain = Domain(name="gpu0", source="script", resolution_s=0.02, lag_s=0.03)
     sensor = ScriptSensor(lambda t: 700.0 if t % 0.1 < 0.05 else 100.0, clock=time.monotonic_ns, domain=domain)
-    with Watch(DiscoveredSensors([sensor], []), 0.4) as watch:
+    with PowerWatch(DiscoveredSensors([sensor], []), 0.4) as watch:
         time.sleep(0.5)
-        look = watch.look()
+        look = watch.take_snapshot()
     (r,) = look.readings
     assert r.power_w == pytest.approx(400.0, rel=0.15), "one sample would be 100 or 700"
     assert r.age_s is not None and 0.03 <= r.age_s < 0.15
-    assert look.energy_j == pytest.approx(look.seconds * 400, rel=0.3)
+    assert look.energy_j == pytest.approx(look.time_s * 400, rel=0.3)
     assert r.error_j > 0 and look.basis == "measured" and look.sensors == {"script": True}
 
 
 def test_a_lost_sensor_is_shown_with_its_reason_and_joules_never_fall():
     sensor = ScriptSensor(clock=time.monotonic_ns)
-    with Watch(DiscoveredSensors([sensor], [Capability(name="rapl", available=False, reason="no")]), 0.1) as watch:
+    with PowerWatch(DiscoveredSensors([sensor], [Capability(name="rapl", available=False, reason="no")]), 0.1) as watch:
         time.sleep(0.2)
-        looks = [watch.look()]
+        looks = [watch.take_snapshot()]
         sensor.fail = SensorLost("GPU is lost")
         time.sleep(0.15)
-        looks.append(watch.look())
+        looks.append(watch.take_snapshot())
         sensor.fail = None
         time.sleep(0.6)
-        looks.append(watch.look())
+        looks.append(watch.take_snapshot())
     whole, lost, back = (s.readings[0] for s in looks)
     assert whole.lost is None and whole.gaps == 0
     assert lost.lost == "GPU is lost" and lost.power_w is None and lost.gaps == 1 and lost.energy_j > 0
@@ -161,11 +169,11 @@ def steady(monitor: Monitor, start_ns: int, end_ns: int, *, counter_j: float | N
     monitor.sampler._take(batch)
 
 
-def ledger_since(seconds: float) -> tuple[Monitor, Ledger, int]:
+def ledger_since(seconds: float) -> tuple[Monitor, EnergyLedger, int]:
     """A ledger that began so long ago, without a thread."""
     sensor = ScriptSensor(clock=time.monotonic_ns, domain=Domain(name="gpu0", source="s", resolution_s=0.1))
     monitor = Monitor([sensor])
-    ledger = Ledger(monitor)
+    ledger = EnergyLedger(monitor)
     start_ns = ledger._window.start.host_ns - round(seconds * SECOND)
     ledger._window.start.host_ns = start_ns
     return monitor, ledger, start_ns

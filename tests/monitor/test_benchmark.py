@@ -15,8 +15,16 @@ import pytest
 
 from tessera.errors import ArgumentError, SensorLost
 from tessera.monitor import EnergyBenchmark, Monitor, benchmark
-from tessera.monitor.result import BenchmarkResult, Factors, Uncertain
-from tessera.monitor.steady import Row, drift, interval, summarize, t90, warm_up
+from tessera.monitor.benchmark import BenchmarkResult, CostFactors
+from tessera.monitor.steady_state import (
+    MeasuredBatch,
+    Uncertain,
+    count_warm_up,
+    find_drift,
+    find_steady_state,
+    mean_interval,
+    t90,
+)
 from tessera.schema import Domain, Energy, Telemetry, Work
 from tessera.sensors.base import Batch
 
@@ -25,9 +33,9 @@ from fakes.sensor import ScriptSensor
 # -- statistics ----------------------------------------------------------------------------------------------
 
 
-def rows(seconds: list[float], joules: list[float], calls: int = 10) -> list[Row]:
+def rows(seconds: list[float], joules: list[float], calls: int = 10) -> list[MeasuredBatch]:
     pairs = zip(seconds, joules, strict=True)
-    return [Row(calls=calls, seconds=calls * s, joules=calls * j, error_j=0.0) for s, j in pairs]
+    return [MeasuredBatch(calls=calls, time_s=calls * s, energy_j=calls * j) for s, j in pairs]
 
 
 def test_warm_up_is_found_not_guessed() -> None:
@@ -35,15 +43,15 @@ def test_warm_up_is_found_not_guessed() -> None:
     for cold in (0, 3, 8):
         values = 1.0 + 0.01 * rng.normal(size=40)
         values[:cold] += np.linspace(1.0, 0.3, cold)
-        assert abs(warm_up(values) - cold) <= (2 if cold else 8)
+        assert abs(count_warm_up(values) - cold) <= (2 if cold else 8)
         if cold:
-            assert np.mean(values[warm_up(values) :]) == pytest.approx(1.0, rel=0.01)
+            assert np.mean(values[count_warm_up(values) :]) == pytest.approx(1.0, rel=0.01)
 
 
 def test_at_most_half_is_warm_up() -> None:
-    assert warm_up(np.linspace(2, 1, 20)) <= 10
-    assert warm_up(np.array([5.0, 1.0, 1.0])) == 0
-    assert warm_up(np.ones(12)) == 0
+    assert count_warm_up(np.linspace(2, 1, 20)) <= 10
+    assert count_warm_up(np.array([5.0, 1.0, 1.0])) == 0
+    assert count_warm_up(np.ones(12)) == 0
 
 
 @pytest.mark.parametrize("n", [6, 12, 40])
@@ -51,7 +59,7 @@ def test_ninety_percent_intervals_hold_ninety_percent_of_the_truths(n: int) -> N
     rng = np.random.default_rng(n)
     inside = 0
     for _ in range(1500):
-        found = interval(rng.normal(5.0, 0.3, n))
+        found = mean_interval(rng.normal(5.0, 0.3, n))
         assert found.error is not None
         inside += abs(found.value - 5.0) <= found.error
     assert 0.87 <= inside / 1500 <= 0.96
@@ -66,7 +74,7 @@ def test_the_interval_of_batches_that_resemble_their_neighbours_is_wider() -> No
         for i in range(40):
             x = 0.6 * x + rng.normal()
             values[i] = 50 + x
-        found = interval(values)
+        found = mean_interval(values)
         assert found.error is not None
         inside += abs(found.value - 50) <= found.error
         naive += abs(found.value - 50) <= t90(39) * float(np.std(values, ddof=1)) / math.sqrt(40)
@@ -82,9 +90,9 @@ def test_the_whole_summary_holds_its_intervals(n: int, ramp: list[float]) -> Non
     for _ in range(3000):
         joules = 4.0 + 0.1 * rng.normal(size=n)
         joules[: len(ramp)] += ramp
-        found = summarize(rows([0.01] * n, joules.tolist()))
-        assert found.joules.error is not None
-        inside += abs(found.joules.value - 4.0) <= found.joules.error
+        found = find_steady_state(rows([0.01] * n, joules.tolist()))
+        assert found.energy_j.error is not None
+        inside += abs(found.energy_j.value - 4.0) <= found.energy_j.error
     assert 0.87 <= inside / 3000 <= 0.95
 
 
@@ -97,44 +105,44 @@ def test_t_quantiles() -> None:
 
 
 def test_a_single_value_has_no_interval() -> None:
-    assert interval(np.array([3.0])) == Uncertain(3.0, None)
-    one = summarize(rows([1.0], [5.0]))
-    assert one.joules.error is None
+    assert mean_interval(np.array([3.0])) == Uncertain(3.0, None)
+    one = find_steady_state(rows([1.0], [5.0]))
+    assert one.energy_j.error is None
     assert not one.within(0.5)
-    assert any("single batch" in n for n in one.notes)
+    assert any("only one batch" in n for n in one.notes)
 
 
 def test_a_drift_is_noticed_and_noise_is_not_called_one() -> None:
     rng = np.random.default_rng(7)
     noise = rng.normal(0, 0.01, 40)
-    rising = drift(1.0 + np.linspace(0, 0.2, 40) + noise)
+    rising = find_drift(1.0 + np.linspace(0, 0.2, 40) + noise)
     assert rising == pytest.approx(0.2 / 1.1, rel=0.15)
-    falling = drift(1.0 - np.linspace(0, 0.2, 40) + noise)
+    falling = find_drift(1.0 - np.linspace(0, 0.2, 40) + noise)
     assert falling is not None and falling < 0
-    assert drift(np.linspace(1.0, 1.01, 40)) is None, "1% is not worth a word"
-    assert drift(np.array([1.0, 2.0, 3.0])) is None
-    false_alarms = sum(drift(1.0 + rng.normal(0, 0.05, 30)) is not None for _ in range(300))
+    assert find_drift(np.linspace(1.0, 1.01, 40)) is None, "1% is not worth a word"
+    assert find_drift(np.array([1.0, 2.0, 3.0])) is None
+    false_alarms = sum(find_drift(1.0 + rng.normal(0, 0.05, 30)) is not None for _ in range(300))
     assert false_alarms < 10
-    found = summarize(rows([0.01] * 40, (1.0 + np.linspace(0, 0.3, 40)).tolist()))
+    found = find_steady_state(rows([0.01] * 40, (1.0 + np.linspace(0, 0.3, 40)).tolist()))
     assert any("energy per call drifts by +" in n for n in found.notes)
     assert not any("time per call" in n for n in found.notes)
 
 
 def test_no_joules_at_all_is_no_crash() -> None:
-    found = summarize(rows([0.01] * 12, [0.0] * 12))
-    assert found.joules.value == 0.0
+    found = find_steady_state(rows([0.01] * 12, [0.0] * 12))
+    assert found.energy_j.value == 0.0
     assert not found.within(0.5)
 
 
 def test_time_and_energy_must_both_have_settled() -> None:
     seconds = [1.0] * 30
     joules = [9.0, 8.0, 7.0, 6.0, *([5.0, 5.01] * 13)]
-    found = summarize(rows(seconds, joules, calls=3))
+    found = find_steady_state(rows(seconds, joules, calls=3))
     assert found.skipped >= 4
     assert found.calls == 3 * (30 - found.skipped)
-    assert found.seconds.value == pytest.approx(1.0)
-    assert found.joules.value == pytest.approx(5.005, rel=1e-3)
-    assert found.watts.value == pytest.approx(5.005, rel=1e-3)
+    assert found.time_s.value == pytest.approx(1.0)
+    assert found.energy_j.value == pytest.approx(5.005, rel=1e-3)
+    assert found.power_w.value == pytest.approx(5.005, rel=1e-3)
 
 
 # -- figures -------------------------------------------------------------------------------------------------
@@ -142,11 +150,11 @@ def test_time_and_energy_must_both_have_settled() -> None:
 
 def result(**kwargs: object) -> BenchmarkResult:
     given: dict[str, object] = {
-        "name": "matmul", "calls": 100, "seconds_per_call": Uncertain(0.5, 0.01),
-        "joules_per_call": Uncertain(200.0, 4.0), "power_w": Uncertain(400.0, 8.0), "utilization_pct": 97.0,
+        "name": "matmul", "calls": 100, "time_per_call_s": Uncertain(0.5, 0.01),
+        "energy_per_call_j": Uncertain(200.0, 4.0), "power_w": Uncertain(400.0, 8.0), "utilization_pct": 97.0,
         "work": {"FLOP": Work(amount=1e15, unit="FLOP"), "sample": Work(amount=64, unit="sample")},
         "by_domain": {"gpu0": Uncertain(180.0, 3.0)}, "converged": True, "target": 0.02, "basis": "measured",
-        "source": "script", "factors": Factors(price_per_kwh=0.30, gco2e_per_kwh=350.0, nodes=4),
+        "source": "script", "factors": CostFactors(price_per_kwh=0.30, gco2e_per_kwh=350.0, nodes=4),
     }  # fmt: skip
     return BenchmarkResult(**{**given, **kwargs})  # type: ignore[arg-type]
 
@@ -169,7 +177,7 @@ def test_every_figure_by_hand() -> None:
 
 
 def test_what_was_not_given_is_none_not_zero() -> None:
-    r = result(work={}, factors=Factors())
+    r = result(work={}, factors=CostFactors())
     assert r.tflops is None and r.tflops_per_w is None and r.samples_per_j is None
     assert r.gco2e_per_call is None and r.cost_per_call is None
     assert not {"tflops", "cost_per_call", "gco2e_per_call"} & set(r.measures())
@@ -202,11 +210,11 @@ def test_a_row_is_flat_and_a_dict_is_json() -> None:
     r = result(notes=["careful"])
     row = r.to_row()
     assert row["name"] == "matmul" and row["calls"] == 100
-    assert (row["joules_per_call"], row["joules_per_call_error"]) == (200.0, 4.0)
+    assert (row["energy_per_call_j"], row["energy_per_call_j_error"]) == (200.0, 4.0)
     assert row["utilization_pct"] == 97.0
     assert not any(isinstance(v, (dict, list)) for v in row.values())
     nested = json.loads(json.dumps(r.to_dict()))
-    assert nested["by_domain"]["gpu0"] == {"joules_per_call": 180.0, "error": 3.0}
+    assert nested["by_domain"]["gpu0"] == {"energy_per_call_j": 180.0, "error_j": 3.0}
     assert nested["notes"] == ["careful"]
 
 
@@ -237,7 +245,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         hbm = Domain(name="gpu0.memory", source="script", resolution_s=0.002, counted=False)
         memory = ScriptSensor(lambda t: 30.0, clock=time.monotonic_ns, step_ms=2.0, period_s=0.02, domain=hbm)
         made.append(Monitor([sensor, memory]).start())
-        limits = {"target": 0.2, "min_seconds": 0.15, "max_seconds": 3.0}
+        limits = {"target": 0.2, "min_s": 0.15, "budget_s": 3.0}
         return EnergyBenchmark(**{**limits, **kwargs}, monitor=made[-1])  # type: ignore[arg-type]
 
     yield make
@@ -263,13 +271,13 @@ def test_bare_decorator(bench: Bench) -> None:
     assert r.name == "nap"
     assert r.converged
     assert 0 < r.calls < calls
-    assert 0.003 <= r.seconds_per_call.value < 0.03
+    assert 0.003 <= r.time_per_call_s.value < 0.03
     assert r.power_w.value == pytest.approx(300.0, rel=1e-3)
-    assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.01)
-    assert r.joules_per_call.error is not None
-    assert r.joules_per_call.error >= 0.01 * r.joules_per_call.value, "the sensor's level error stays"
-    assert r.by_domain["gpu0"].value == pytest.approx(r.joules_per_call.value, rel=0.02)
-    assert r.by_domain["gpu0.memory"].value == pytest.approx(0.1 * r.joules_per_call.value, rel=0.02)
+    assert r.energy_per_call_j.value == pytest.approx(300.0 * r.time_per_call_s.value, rel=0.01)
+    assert r.energy_per_call_j.error is not None
+    assert r.energy_per_call_j.error >= 0.01 * r.energy_per_call_j.value, "the sensor's level error stays"
+    assert r.by_domain["gpu0"].value == pytest.approx(r.energy_per_call_j.value, rel=0.02)
+    assert r.by_domain["gpu0.memory"].value == pytest.approx(0.1 * r.energy_per_call_j.value, rel=0.02)
     assert r.utilization_pct == 80.0
     assert (r.basis, r.source) == ("measured", "script")
 
@@ -292,16 +300,16 @@ def test_decorator_with_work_and_several_results(bench: Bench, capsys: pytest.Ca
     assert [r.name for r in b.results] == ["mine", "other", "mine"]
     r = b.results[0]
     assert r.tflops_per_w is not None
-    assert r.tflops_per_w.value == pytest.approx(3e9 * 1e-12 / r.joules_per_call.value)
+    assert r.tflops_per_w.value == pytest.approx(3e9 * 1e-12 / r.energy_per_call_j.value)
     images = r.per_joule("image")
-    assert images is not None and images.value == pytest.approx(2 / r.joules_per_call.value)
+    assert images is not None and images.value == pytest.approx(2 / r.energy_per_call_j.value)
     assert r.tokens_per_j is not None and r.samples_per_j is not None
     decoded = json.loads(b.to_json())
     assert [d["name"] for d in decoded] == ["mine", "other", "mine"]
-    assert decoded[0]["cost_per_call"] == pytest.approx(0.25 * r.joules_per_call.value / 3.6e6)
+    assert decoded[0]["cost_per_call"] == pytest.approx(0.25 * r.energy_per_call_j.value / 3.6e6)
     frame = b.to_frame()
     assert len(frame) == 3
-    assert frame.joules_per_call[0] == r.joules_per_call.value
+    assert frame.energy_per_call_j[0] == r.energy_per_call_j.value
     assert math.isnan(frame.tflops_per_w[1])
     b.print_results()
     assert "mine" in capsys.readouterr().out
@@ -309,7 +317,7 @@ def test_decorator_with_work_and_several_results(bench: Bench, capsys: pytest.Ca
 
 def test_the_first_calls_are_not_counted(bench: Bench) -> None:
     """The first call compiles, the first batches are slow: the result is the steady state, and says so."""
-    b = bench(target=0.1, max_seconds=2.0)
+    b = bench(target=0.1, budget_s=2.0)
     born = time.monotonic()
 
     @b.measure
@@ -318,12 +326,12 @@ def test_the_first_calls_are_not_counted(bench: Bench) -> None:
 
     warming()
     (r,) = b.results
-    assert r.seconds_per_call.value < 0.015
+    assert r.time_per_call_s.value < 0.015
     assert any("before the steady state" in n for n in r.notes)
 
 
 def test_a_slow_function_is_called_one_by_one_until_the_time_is_over(bench: Bench) -> None:
-    b = bench(min_seconds=0.1, max_seconds=0.2)
+    b = bench(min_s=0.1, budget_s=0.2)
     calls = []
 
     @b.measure
@@ -334,16 +342,16 @@ def test_a_slow_function_is_called_one_by_one_until_the_time_is_over(bench: Benc
     assert len(calls) == 2, "the first, and one that is measured"
     (r,) = b.results
     assert not r.converged
-    assert r.joules_per_call.value == pytest.approx(300.0 * r.seconds_per_call.value, rel=0.05)
-    assert r.seconds_per_call.error is None and r.spread_j is None, "how well it repeats is not known"
-    assert r.joules_per_call.error is not None and r.power_w.error is not None
-    assert r.joules_per_call.relative >= 0.01 * (1 - 1e-9), "the sensor's level is"
-    assert any("single batch" in n for n in r.notes) and not any("repeat within" in n for n in r.notes)
-    assert json.loads(b.to_json())[0]["joules_per_call_error"] == pytest.approx(r.joules_per_call.error)
+    assert r.energy_per_call_j.value == pytest.approx(300.0 * r.time_per_call_s.value, rel=0.05)
+    assert r.time_per_call_s.error is None and r.spread_j is None, "how well it repeats is not known"
+    assert r.energy_per_call_j.error is not None and r.power_w.error is not None
+    assert r.energy_per_call_j.relative >= 0.01 * (1 - 1e-9), "the sensor's level is"
+    assert any("only one batch" in n for n in r.notes) and not any("repeat within" in n for n in r.notes)
+    assert json.loads(b.to_json())[0]["energy_per_call_j_error"] == pytest.approx(r.energy_per_call_j.error)
 
 
 def test_a_noisy_function_that_does_not_converge_says_so(bench: Bench) -> None:
-    b = bench(lambda t: 300.0 + 250.0 * math.sin(40 * t), target=0.001, max_seconds=0.4)
+    b = bench(lambda t: 300.0 + 250.0 * math.sin(40 * t), target=0.001, budget_s=0.4)
 
     @b.measure
     def noisy() -> None:
@@ -362,10 +370,10 @@ def test_a_noisy_function_that_does_not_converge_says_so(bench: Bench) -> None:
 @pytest.mark.parametrize(("target", "said"), [(0.9, []), (0.005, ["does not repeat within 0.5%", "known to ±1%"])])
 def test_repeating_is_told_from_the_level(target: float, said: list[str]) -> None:
     rng = np.random.default_rng(1)
-    found = summarize(rows([0.01] * 9, (1 + 0.03 * rng.normal(size=9)).tolist()))
-    notes = benchmark._convergence(found, target, 0.01, 2.4)
+    found = find_steady_state(rows([0.01] * 9, (1 + 0.03 * rng.normal(size=9)).tolist()))
+    notes = benchmark._note_convergence(found, target, 0.01, 2.4)
     assert len(notes) == len(said) and all(s in n for s, n in zip(said, notes, strict=True))
-    known = benchmark._convergence(found, 0.05, 0.3, 2.4)
+    known = benchmark._note_convergence(found, 0.05, 0.3, 2.4)
     assert known == [
         "repeats within 5%; the level is known to ±30% (the sensor's own error, which no repetition makes smaller)"
     ]
@@ -405,13 +413,13 @@ def test_a_slow_sensor_that_is_unsure_is_not_repeated_for_long(monkeypatch: pyte
     assert now_s[0] < 5.0, "of thirty"
     (r,) = b.results
     assert r.converged and r.calls == 5 * 75
-    assert r.joules_per_call.relative == pytest.approx(0.3)
+    assert r.energy_per_call_j.relative == pytest.approx(0.3)
     assert r.level_error == 0.3 and "repeats within 2%; the level is known to ±30%" in r.notes[0]
 
 
 def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) -> None:
-    b = bench(max_seconds=0.4)
-    monitor = b._given
+    b = bench(budget_s=0.4)
+    monitor = b._monitor
     assert monitor is not None
     for slot in monitor.sampler._slots:
         slot.sensor.fail = SensorLost("gone")  # type: ignore[attr-defined]
@@ -424,7 +432,7 @@ def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) 
     blind()
     (r,) = b.results
     assert not r.converged
-    assert math.isnan(r.joules_per_call.value), "unknown is not zero"
+    assert math.isnan(r.energy_per_call_j.value), "unknown is not zero"
     assert any("saw only 0%" in n for n in r.notes)
     json.loads(b.to_json())
 
@@ -451,7 +459,7 @@ def test_a_partial_has_no_name_but_is_measured(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resolution_s", "gain_error", "max_seconds", "wanted_s"),
+    ("resolution_s", "gain_error", "budget_s", "wanted_s"),
     [
         (0.002, 0.01, 30.0, 0.25),  # ten samples are sooner over than the shortest batch
         (0.1, 0.01, 30.0, 1.0),
@@ -461,18 +469,18 @@ def test_a_partial_has_no_name_but_is_measured(bench: Bench) -> None:
     ],
 )
 def test_batches_are_as_long_as_the_sensor_needs(
-    resolution_s: float, gain_error: float, max_seconds: float, wanted_s: float
+    resolution_s: float, gain_error: float, budget_s: float, wanted_s: float
 ) -> None:
     domain = Domain(name="gpu0", source="script", resolution_s=resolution_s, gain_error=gain_error)
     monitor: Any = SimpleNamespace(sampler=SimpleNamespace(domains=[domain]))
-    assert benchmark._batch_size(monitor, 0.001, 0.02, max_seconds) == round(wanted_s / 0.001)
-    assert benchmark._batch_size(monitor, 10.0, 0.02, max_seconds) == 1
+    assert benchmark._batch_size(monitor, 0.001, 0.02, budget_s) == round(wanted_s / 0.001)
+    assert benchmark._batch_size(monitor, 10.0, 0.02, budget_s) == 1
 
 
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"target": 0}, {"target": 1.5}, {"target": -0.1}, {"min_seconds": 0}, {"min_seconds": 5, "max_seconds": 1},
+        {"target": 0}, {"target": 1.5}, {"target": -0.1}, {"min_s": 0}, {"min_s": 5, "budget_s": 1},
     ],
 )  # fmt: skip
 def test_wrong_limits(kwargs: dict[str, float]) -> None:

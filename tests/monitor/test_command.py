@@ -18,7 +18,7 @@ import pytest
 from tessera.errors import SensorLost
 from tessera.monitor import Monitor
 from tessera.monitor.command import CommandNotRun, measure_command
-from tessera.monitor.regions import REGIONS_VARIABLE, merge, read_regions, write_regions
+from tessera.monitor.regions import REGIONS_VARIABLE, merge_regions, read_regions, write_regions
 from tessera.schema import Domain, Energy, RegionEnergy, Work
 
 from fakes.sensor import ScriptSensor
@@ -269,7 +269,7 @@ def test_nothing_to_write_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_merging_weighs_coverage_by_time_and_keeps_the_worst_basis() -> None:
-    (merged,) = merge(
+    (merged,) = merge_regions(
         [region("a", 1.0, seconds=3.0, coverage=1.0), region("a", 1.0, seconds=1.0, coverage=0.0, basis="modelled")]
     )
     assert merged.energy.coverage == pytest.approx(0.75)
@@ -292,9 +292,9 @@ def test_regions_of_three_ranks_side_by_side_are_not_added(tmp_path: Path) -> No
         energy = Energy(joules=joules, error_j=0.1, seconds=(end - start) * 1e-9, source="x")
         return RegionEnergy(name="train", calls=1, energy=energy, start_ns=start, end_ns=end)
 
-    (merged,) = merge([rank(100.0, 0, 10), rank(120.0, 1, 5), rank(90.0, 7, 11)])
+    (merged,) = merge_regions([rank(100.0, 0, 10), rank(120.0, 1, 5), rank(90.0, 7, 11)])
     assert merged.energy.joules == 120.0
-    (after,) = merge([rank(100.0, 0, 10), rank(90.0, 12, 20)])
+    (after,) = merge_regions([rank(100.0, 0, 10), rank(90.0, 12, 20)])
     assert after.energy.joules == 190.0
 
 

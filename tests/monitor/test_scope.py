@@ -24,10 +24,10 @@ from tessera import monitor as tm
 from tessera.clock import Clock
 from tessera.errors import ArgumentError, MeasurementError, SensorLost
 from tessera.monitor import Monitor, core, cuda, energy_scope, power_trace
+from tessera.monitor.core import Window
 from tessera.monitor.cuda import DeviceClocks, Edge
 from tessera.monitor.regions import read_regions
 from tessera.monitor.sampler import Sampler
-from tessera.monitor.window import Window
 from tessera.schema import Domain, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.nvml import NvmlSensor
@@ -516,7 +516,7 @@ def test_settling_ends_when_a_sensor_is_due(monkeypatch: pytest.MonkeyPatch, spa
         return False
 
     own = Monitor([])
-    own.sampler = types.SimpleNamespace(spare_s=spare_s, counted=list)  # type: ignore[assignment]
+    own.sampler = types.SimpleNamespace(spare_s=spare_s, counted_domains=list)  # type: ignore[assignment]
     own._pending = {i: types.SimpleNamespace(end=None, settle=settle) for i in range(1000)}  # type: ignore[misc]
     monkeypatch.setattr(core, "time", types.SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
     own._after_read()
@@ -798,7 +798,8 @@ def test_sync_waits_for_the_device_at_both_ends_but_not_after_an_error(gpu: Fake
     assert gpu.synchronized == 3
 
 
-def test_events_come_from_the_pool_and_go_back(gpu: FakeGpu, started: Started) -> None:
+def test_events_come_from_the_pool_and_go_back(gpu: FakeGpu, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_READY", 400)
     m = started()
     with energy_scope("first", monitor=m):
         pass  # from here on the device is known to be used

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.monitor.series import Series
+from tessera.monitor.series import PowerSeries
 from tessera.schema import Domain, Hold
 from tessera.trace import PowerTrace
 
@@ -24,7 +24,7 @@ def domain(**kwargs: object) -> Domain:
 
 
 def fill(
-    series: Series, power_w: Callable[[float], float], *, seconds: float, step_s: float = 0.02, batch: int = 50
+    series: PowerSeries, power_w: Callable[[float], float], *, seconds: float, step_s: float = 0.02, batch: int = 50
 ) -> list[tuple[int, float]]:
     """Append samples in batches as a sampler would; returns them all."""
     step_ns = round(step_s * S)
@@ -34,7 +34,7 @@ def fill(
     return samples
 
 
-def joules(series: Series, start_ns: int, end_ns: int) -> float:
+def joules(series: PowerSeries, start_ns: int, end_ns: int) -> float:
     return series.mark(end_ns).joules - series.mark(start_ns).joules
 
 
@@ -43,19 +43,18 @@ def wave(t: float) -> float:
 
 
 def test_repeats_and_old_samples_are_dropped_and_counted() -> None:
-    series = Series(domain())
+    series = PowerSeries(domain())
     assert series.extend([(10, 1.0), (20, 2.0)]) == 2
     assert series.extend([(10, 9.0), (20, 9.0), (30, 3.0), (25, 9.0), (30, 9.0)]) == 1
     assert series.extend([]) == 0
     column = series.column(0, 100)
     assert column.times_ns.tolist() == [10, 20, 30]
     assert column.watts.tolist() == [1.0, 2.0, 3.0]
-    assert series.dropped == 4
     assert (series.last_ns, series.last_w) == (30, 3.0)
 
 
 def test_an_empty_series_knows_nothing() -> None:
-    series = Series(domain())
+    series = PowerSeries(domain())
     assert series.last_ns is None and series.last_w is None
     assert not series.covers(0)
     assert series.mark(5).joules == 0
@@ -63,7 +62,7 @@ def test_an_empty_series_knows_nothing() -> None:
 
 
 def test_the_newest_power_after_a_gap_is_unknown() -> None:
-    series = Series(domain())
+    series = PowerSeries(domain())
     series.extend([(0, 100.0), (10, math.nan)])
     assert series.last_w is None
 
@@ -80,7 +79,7 @@ def test_appending_in_any_batches_gives_the_brute_integral(
 ) -> None:
     times = np.cumsum([dt for dt, _ in steps]).tolist()
     watts = [w for _, w in steps]
-    series = Series(domain(hold=Hold.MEAN if mean else Hold.LINEAR, lag_s=lag_ns * 1e-9))
+    series = PowerSeries(domain(hold=Hold.MEAN if mean else Hold.LINEAR, lag_s=lag_ns * 1e-9))
     samples = list(zip(times, watts, strict=True))
     for i in range(0, len(samples), batch):
         series.extend(samples[i : i + batch])
@@ -91,14 +90,14 @@ def test_appending_in_any_batches_gives_the_brute_integral(
 
 
 def test_covers_counts_the_lag() -> None:
-    series = Series(domain(lag_s=0.015))
+    series = PowerSeries(domain(lag_s=0.015))
     series.extend([(0, 1.0), (20_000_000, 1.0)])
     assert series.covers(5_000_000)
     assert not series.covers(5_000_001)
 
 
 def test_marks_taken_fresh_stay_exact_when_the_samples_are_forgotten() -> None:
-    thin, whole = Series(domain(), fine=256, coarse=64), Series(domain(), fine=1 << 20)
+    thin, whole = PowerSeries(domain(), fine=256, coarse=64), PowerSeries(domain(), fine=1 << 20)
     step, marks = 20_000_000, []
     samples = [(i * step, wave(i * 0.02)) for i in range(20_000)]
     for i in range(0, len(samples), 50):
@@ -114,7 +113,7 @@ def test_marks_taken_fresh_stay_exact_when_the_samples_are_forgotten() -> None:
 
 
 def test_a_day_at_ten_hertz_is_bounded_and_its_sum_exact() -> None:
-    series = Series(domain())
+    series = PowerSeries(domain())
     step_s, batch, hours = 0.1, 1000, 24
     total, most = 0.0, 0
     n = round(hours * 3600 / step_s)
@@ -135,7 +134,7 @@ def test_a_day_at_ten_hertz_is_bounded_and_its_sum_exact() -> None:
 
 
 def test_marks_within_merged_rows_add_up_and_those_outside_add_nothing() -> None:
-    series = Series(domain(), fine=256, coarse=64)
+    series = PowerSeries(domain(), fine=256, coarse=64)
     fill(series, lambda t: 300.0, seconds=120)
     cuts = [-10 * S, 0, 13 * S + 12345, 60 * S, round(119.99 * S), 120 * S, 500 * S]
     found = [series.mark(c).joules for c in cuts]
@@ -147,14 +146,14 @@ def test_marks_within_merged_rows_add_up_and_those_outside_add_nothing() -> None
 
 def test_no_joules_are_lost_between_the_last_row_and_the_first_fine_sample() -> None:
     """A slow sensor: the one interval at the seam is 5 s long."""
-    series = Series(domain(), fine=8, coarse=64)
+    series = PowerSeries(domain(), fine=8, coarse=64)
     fill(series, lambda t: 100.0, seconds=500, step_s=5.0, batch=1)
     for t in range(500):
         assert series.mark(t * S).joules == pytest.approx(100.0 * t)
 
 
 def test_the_column_of_a_window_has_one_sample_beyond_each_edge() -> None:
-    series = Series(domain(lag_s=0.02))
+    series = PowerSeries(domain(lag_s=0.02))
     fill(series, lambda t: 100.0 + t, seconds=2)
     column = series.column(S, S + 50_000_000)
     first, last = int(column.times_ns[0]), int(column.times_ns[-1])
@@ -164,7 +163,7 @@ def test_the_column_of_a_window_has_one_sample_beyond_each_edge() -> None:
 
 
 def test_the_column_over_merged_rows_keeps_peaks_and_energy() -> None:
-    series = Series(domain(), fine=512, coarse=256)
+    series = PowerSeries(domain(), fine=512, coarse=256)
     spike = 40.0  # long merged by the end
     fill(series, lambda t: 900.0 if abs(t - spike) < 0.001 else 300.0, seconds=100)
     column = series.column(0, 100 * S)
@@ -180,7 +179,7 @@ def test_the_column_over_merged_rows_keeps_peaks_and_energy() -> None:
 
 def test_a_window_wholly_in_the_past_reads_the_rows_around_it_only() -> None:
     """50 W in the first minute, 500 W ever after: what comes later must not leak into the past."""
-    series = Series(domain(), fine=256, coarse=1024)
+    series = PowerSeries(domain(), fine=256, coarse=1024)
     fill(series, lambda t: 50.0 if t < 60 else 500.0, seconds=600)
     column = series.column(20 * S, 30 * S)
     assert column.times_ns[0] <= 20 * S and 30 * S <= column.times_ns[-1] <= 33 * S
@@ -191,7 +190,7 @@ def test_a_window_wholly_in_the_past_reads_the_rows_around_it_only() -> None:
 
 
 def test_a_trace_that_begins_in_the_rows_is_covered_from_its_first_moment() -> None:
-    series = Series(domain(), fine=256, coarse=1024)
+    series = PowerSeries(domain(), fine=256, coarse=1024)
     fill(series, lambda t: 200.0, seconds=60)
     column = series.column(round(10.7 * S), 60 * S)
     energy = PowerTrace({"gpu0": column}, start_ns=round(10.7 * S), end_ns=60 * S).energy()
@@ -200,7 +199,7 @@ def test_a_trace_that_begins_in_the_rows_is_covered_from_its_first_moment() -> N
 
 
 def test_a_gap_is_still_a_gap_after_merging() -> None:
-    series = Series(domain(), fine=256, coarse=1024)
+    series = PowerSeries(domain(), fine=256, coarse=1024)
     fill(series, lambda t: math.nan if 20 <= t < 30 else 200.0, seconds=60)
     column = series.column(0, 60 * S)
     inside = (column.times_ns > 21 * S) & (column.times_ns < 29 * S)
@@ -211,14 +210,14 @@ def test_a_gap_is_still_a_gap_after_merging() -> None:
 
 
 def test_memory_is_bounded_when_every_sample_is_its_own_second() -> None:
-    series = Series(domain(), fine=128, coarse=64)
+    series = PowerSeries(domain(), fine=128, coarse=64)
     samples = fill(series, lambda t: 100.0, seconds=20_000, step_s=2.0, batch=3)
     assert len(series.column(0, 1 << 60).times_ns) < 128 + 64 + 3
     assert joules(series, 0, samples[-1][0]) == pytest.approx(100.0 * 20_000)
 
 
 def test_what_the_sensor_has_learnt_of_its_domain_is_taken_over() -> None:
-    series = Series(domain())
+    series = PowerSeries(domain())
     series.extend([(0, 100.0), (S, 200.0)])
     series.update(domain(lag_s=0.5, note="learnt"))
     assert series.domain.note == "learnt"

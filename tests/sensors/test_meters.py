@@ -246,7 +246,7 @@ def test_in_the_sampler_gaps_are_apart_closed_by_data_and_never_covered(steps):
     for step_ms, sensor.says in [*steps, (1000, 100.0)]:
         sensor.time_ns += step_ms * MS
         sampler.read_due()
-        assert sampler.silent("x") == isinstance(sensor.says, str)
+        assert sampler.is_silent("x") == isinstance(sensor.says, str)
     gaps = list(sampler.gaps)
     assert all(g.end_ns is not None for g in gaps)
     assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(gaps))

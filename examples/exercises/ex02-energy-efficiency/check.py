@@ -101,7 +101,7 @@ def checks(answer: Any, bench: Bench) -> list[tuple[str, Callable[[], str | None
     def cheaper() -> str | None:
         def row(joules: float, error_j: float) -> Any:
             return answer.Row(
-                name="x", joules_per_sample=joules, error_j=error_j, seconds_per_call=1.0, basis="measured"
+                name="x", joules_per_sample=joules, error_j=error_j, time_per_call_s=1.0, basis="measured"
             )
 
         for a, b, wanted in (

@@ -23,7 +23,7 @@ class Row:
     name: str
     joules_per_sample: float
     error_j: float
-    seconds_per_call: float
+    time_per_call_s: float
     basis: str
 
 
@@ -39,7 +39,7 @@ def agree(implementations: Mapping[str, Implementation], tolerance: float = 1e-3
 
 def compare(implementations: Mapping[str, Implementation], samples: int, seconds: float = 1.0) -> list[Row]:
     """Joules per sample of each, the cheapest first; each is measured for `seconds` or more."""
-    bench = EnergyBenchmark(target=0.05, min_seconds=seconds, max_seconds=max(4 * seconds, 4.0))
+    bench = EnergyBenchmark(target=0.05, min_s=seconds, budget_s=max(4 * seconds, 4.0))
     for name, run in implementations.items():
         bench.measure(samples=samples, name=name)(run)()
     rows = [_row(result, samples) for result in bench.results]
@@ -52,9 +52,9 @@ def _row(result: BenchmarkResult, samples: int) -> Row:
     error_j = math.inf if result.spread_j is None else result.spread_j
     return Row(
         name=result.name,
-        joules_per_sample=result.joules_per_call.value / samples,
+        joules_per_sample=result.energy_per_call_j.value / samples,
         error_j=error_j / samples,
-        seconds_per_call=result.seconds_per_call.value,
+        time_per_call_s=result.time_per_call_s.value,
         basis=result.basis,
     )
 
@@ -87,7 +87,7 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         joules, error = 1e3 * row.joules_per_sample, 1e3 * row.error_j
         print(
-            f"{row.name:16} {joules:8.3f} ± {error:.3f} mJ per sample, {1e3 * row.seconds_per_call:.2f} ms, {row.basis}"
+            f"{row.name:16} {joules:8.3f} ± {error:.3f} mJ per sample, {1e3 * row.time_per_call_s:.2f} ms, {row.basis}"
         )
     for a, b in itertools.pairwise(rows):
         verdict = {True: "is cheaper than", False: "is dearer than", None: "cannot be told from"}[cheaper(a, b)]

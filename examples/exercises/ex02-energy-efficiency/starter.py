@@ -19,7 +19,7 @@ class Row:
     name: str
     joules_per_sample: float
     error_j: float
-    seconds_per_call: float
+    time_per_call_s: float
     basis: str
 
 
@@ -60,7 +60,7 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         joules, error = 1e3 * row.joules_per_sample, 1e3 * row.error_j
         print(
-            f"{row.name:16} {joules:8.3f} ± {error:.3f} mJ per sample, {1e3 * row.seconds_per_call:.2f} ms, {row.basis}"
+            f"{row.name:16} {joules:8.3f} ± {error:.3f} mJ per sample, {1e3 * row.time_per_call_s:.2f} ms, {row.basis}"
         )
     for a, b in itertools.pairwise(rows):
         verdict = {True: "is cheaper than", False: "is dearer than", None: "cannot be told from"}[cheaper(a, b)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..monitor.steady import interval, t90
+from ..monitor.steady_state import mean_interval, t90
 from .side import ZERO, Cell, Runs
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ def scatter(values: Sequence[float] | Floats) -> float:
     found = np.asarray(values, np.float64)
     if len(found) < 2:
         return math.nan
-    wide = interval(found).error or 0.0
+    wide = mean_interval(found).error or 0.0
     if len(found) < 2 * BLOCKS:
         return wide
     return max(wide, between([float(part.mean()) for part in np.array_split(found, BLOCKS)]))

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ..errors import ArgumentError, TesseraError
-from ..monitor.now import Watch
+from ..monitor.snapshot import PowerWatch
 from ..report import prometheus as report
 from ..sensors.discover import discover
 from . import completion
@@ -52,8 +52,8 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
         server = None if once else stack.enter_context(_bound(Address.parse(listen)))
         found = discover(sensors or None)
         quit_ = stack.enter_context(Quit())
-        watch = stack.enter_context(Watch(found, NEWEST_S))
-        collector = report.SnapshotCollector(watch.look, asked=sensors)
+        watch = stack.enter_context(PowerWatch(found, NEWEST_S))
+        collector = report.SnapshotCollector(watch.take_snapshot, asked=sensors)
         if server is None:
             quit_.wait(ONCE_S)
             click.echo(report.exposition(collector), nl=False)

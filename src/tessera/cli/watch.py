@@ -1,4 +1,4 @@
-"""`tessera watch`: power, clocks and temperature live. `monitor.now.Watch` computes, `report/watch.py` lays out."""
+"""`tessera watch`: power, clocks and temperature live. `monitor.PowerWatch` measures, `report/watch.py` renders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Self
 import click
 
 from ..errors import ArgumentError
-from ..monitor.now import Snapshot, Watch
+from ..monitor.snapshot import PowerWatch, Snapshot
 from ..report import watch as report
 from ..sensors.discover import discover
 from ..units import parse_duration
@@ -64,16 +64,16 @@ def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bo
     until_s = math.inf if duration_s is None else duration_s
     live = sys.stdout.isatty() and not (once or as_json)
     found = discover(sensors or None)
-    with Quit(keys=live) as quit_, Watch(found, interval_s) as watch:
+    with Quit(keys=live) as quit_, PowerWatch(found, interval_s) as watch:
         if once:
             quit_.wait(ONCE_S)
-            _print(watch.look(), as_json)
+            _print(watch.take_snapshot(), as_json)
         elif live:
             _screen(watch, _looks(quit_, interval_s, until_s))
-            say(report.summary(watch.look()))
+            say(report.summary(watch.take_snapshot()))
         else:
             for _ in _looks(quit_, interval_s, until_s):
-                _print(watch.look(), as_json)
+                _print(watch.take_snapshot(), as_json)
 
 
 def _looks(quit_: Quit, interval_s: float, duration_s: float) -> Iterator[None]:
@@ -101,7 +101,7 @@ def _print(snapshot: Snapshot, as_json: bool) -> None:
             say(line)
 
 
-def _screen(watch: Watch, looks: Iterator[None]) -> None:
+def _screen(watch: PowerWatch, looks: Iterator[None]) -> None:
     from rich.live import Live
 
     from ..report.screen import Console
@@ -109,7 +109,7 @@ def _screen(watch: Watch, looks: Iterator[None]) -> None:
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            shown = report.screen(watch.look(), width=console.width, height=console.height)
+            shown = report.screen(watch.take_snapshot(), width=console.width, height=console.height)
             live.update(shown, refresh=True)
             if next(looks, looks) is looks:
                 return

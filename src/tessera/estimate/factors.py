@@ -21,7 +21,7 @@ import numpy as np
 
 from ..device import Device
 from ..graph.ir import Graph, Op
-from ..monitor.steady import t90
+from ..monitor.steady_state import t90
 from . import overlay as laid
 from .bench import Sample
 from .host import HostModel

@@ -26,9 +26,13 @@ DTYPE_BYTES: Mapping[str, float] = {
 """Bytes of one element, by our names of the number formats."""
 
 WHAT_IFS: Mapping[str, str] = {
-    **{name: name for name in ("fp64", "fp32", "bf16", "fp16")},
+    "fp64": "fp64",
+    "fp32": "fp32",
     "tf32": "fp32",
-    **dict.fromkeys(("fp8", "int8"), "bf16"),
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "bf16",
+    "int8": "bf16",
 }
 """Formats a model can be asked to run in, and the format of its tensors then: bf16 between quantised products."""
 

@@ -1,9 +1,9 @@
 """`EnergyBenchmark`: joules and seconds per call of a function, at steady state, with an interval on each.
 
-The function is called in batches long enough for the sensor. Batches from before the steady state are dropped
-(they are found, not guessed), and batches are added until time and energy repeat within the target or the time is
-over; then the result says that they do not. Repeating says nothing of the sensor's level: its error is in every ±, and
-said apart where it is wider than the target.
+The function is called in batches long enough for the sensor. Batches from before the steady state are dropped, and
+batches are added until time and energy repeat within the target, or the time is over: then the result says so.
+Repetition does not reveal the error of the sensor's level: that error is part of every ±, and has a note of its own if
+it is wider than the target.
 """
 
 from __future__ import annotations
@@ -11,39 +11,159 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar, overload
 
 from ..errors import ArgumentError, MissingExtra
-from ..schema import Energy, Work, works
-from . import steady
-from .core import Monitor, default
-from .result import BenchmarkResult, Factors, Uncertain
+from ..schema import Basis, Energy, Work, works
+from .core import Monitor, Window, default
 from .scope import synchronize
-from .window import Window
+from .steady_state import MeasuredBatch, SteadyState, Uncertain, find_steady_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+J_PER_KWH = 3.6e6
 # A batch must span several samples: the edges of a window then matter little (see integral.window_error_j). Fewer are
-# enough where the level is less sure than the target, and where the time would not hold five batches else.
+# enough if the level is less certain than the target, or if the budget would otherwise not hold five batches.
 BATCH_S = 0.25
 BATCH_RESOLUTIONS = 10
 LEAST_RESOLUTIONS = 3
 MIN_BATCHES = 9
-# Of batches this long (a slow sensor) five are enough, if all of them agree twice as well as they have to: without a
-# search for the steady state, which among so few would flatter (see steady.NEAR_BEST).
+# Five batches this long (a slow sensor) are enough if all of them agree twice as well as they have to: without a search
+# for the steady state, which would flatter among so few (see steady_state.NEAR_BEST).
 LONG_S = 0.5
 FEW_BATCHES = 5
 
 
-class EnergyBenchmark:
-    """Measures decorated functions; each call of one becomes a row of `results`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostFactors:
+    """The user's factors from joules to money and CO2, and how many nodes one run takes."""
 
-    `target` is how well the figures are to repeat: the relative half-width of the 90% intervals of time and energy by
-    their scatter alone. The error of the sensor's level is in the result's ± as well, and no repetition makes it
-    smaller. `min_seconds` and `max_seconds` bound the time spent on one function. Money, CO2 and node-hours are given
-    where you give the factors; nothing is looked up in a network.
+    price_per_kwh: float | None = None
+    gco2e_per_kwh: float | None = None
+    nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkResult:
+    """One measured function: figures per call, with 90% half-widths. `converged`: they repeat within `target`."""
+
+    name: str
+    calls: int
+    time_per_call_s: Uncertain
+    energy_per_call_j: Uncertain
+    power_w: Uncertain
+    utilization_pct: float | None
+    work: Mapping[str, Work]
+    by_domain: Mapping[str, Uncertain]
+    converged: bool
+    target: float
+    basis: Basis
+    source: str
+    factors: CostFactors = field(default_factory=CostFactors)
+    notes: Sequence[str] = ()
+    spread_j: float | None = None
+    """Half-width of the joules per call by scatter alone: two results of one sensor share the rest of the error."""
+    level_error: float = 0.0
+    """Relative 90% half-width of the sensor's level: part of every ± of joules and watts, but not of `converged`."""
+
+    def _amount(self, unit: str) -> float | None:
+        return self.work[unit].amount if unit in self.work else None
+
+    @property
+    def tflops(self) -> Uncertain | None:
+        """10^12 floating-point operations a second."""
+        flops = self._amount("FLOP")
+        return None if flops is None else self.time_per_call_s.inverse(flops * 1e-12)
+
+    @property
+    def tflops_per_w(self) -> Uncertain | None:
+        """TFLOPS per watt, which is 10^12 operations per joule."""
+        flops = self._amount("FLOP")
+        return None if flops is None else self.energy_per_call_j.inverse(flops * 1e-12)
+
+    def per_joule(self, unit: str) -> Uncertain | None:
+        """Work of a unit ("sample", "token", your own) per joule; None if the benchmark does not know it."""
+        amount = self._amount(unit)
+        return None if amount is None else self.energy_per_call_j.inverse(amount)
+
+    @property
+    def samples_per_j(self) -> Uncertain | None:
+        """Samples per joule."""
+        return self.per_joule("sample")
+
+    @property
+    def tokens_per_j(self) -> Uncertain | None:
+        """Tokens per joule."""
+        return self.per_joule("token")
+
+    @property
+    def kwh_per_call(self) -> Uncertain:
+        """Kilowatt-hours of one call."""
+        return self.energy_per_call_j.times(1 / J_PER_KWH)
+
+    @property
+    def node_hours_per_call(self) -> Uncertain:
+        """Node-hours of one call."""
+        return self.time_per_call_s.times(self.factors.nodes / 3600.0)
+
+    @property
+    def gco2e_per_call(self) -> Uncertain | None:
+        """Grams of CO2 equivalent of one call; None without a factor of the grid."""
+        factor = self.factors.gco2e_per_kwh
+        return None if factor is None else self.kwh_per_call.times(factor)
+
+    @property
+    def cost_per_call(self) -> Uncertain | None:
+        """Price of the energy of one call; None without a price."""
+        price = self.factors.price_per_kwh
+        return None if price is None else self.kwh_per_call.times(price)
+
+    def measures(self) -> dict[str, Uncertain]:
+        """Every figure that is known, by name; kWh, node-hours, CO2 and cost when any factor was given."""
+        any_factor = self.factors != CostFactors()
+        measures: dict[str, Uncertain | None] = {
+            "power_w": self.power_w,
+            "energy_per_call_j": self.energy_per_call_j,
+            "time_per_call_s": self.time_per_call_s,
+            "tflops": self.tflops,
+            "tflops_per_w": self.tflops_per_w,
+            **{f"{unit}_per_j": self.per_joule(unit) for unit in self.work if unit != "FLOP"},
+            "kwh_per_call": self.kwh_per_call if any_factor else None,
+            "node_hours_per_call": self.node_hours_per_call if any_factor else None,
+            "gco2e_per_call": self.gco2e_per_call,
+            "cost_per_call": self.cost_per_call,
+        }
+        return {k: v for k, v in measures.items() if v is not None}
+
+    def to_row(self) -> dict[str, Any]:
+        """Flat, for a table: each measure and its `_error`."""
+        row: dict[str, Any] = {"name": self.name, "calls": self.calls}
+        for key, value in self.measures().items():
+            row[key], row[f"{key}_error"] = value.value, value.error
+        rest = ("utilization_pct", "converged", "basis", "source")
+        return {**row, **{key: getattr(self, key) for key in rest}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested, for JSON."""
+        return {
+            **self.to_row(),
+            "target": self.target,
+            "level_error": self.level_error,
+            "by_domain": {k: {"energy_per_call_j": v.value, "error_j": v.error} for k, v in self.by_domain.items()},
+            "notes": list(self.notes),
+        }
+
+
+class EnergyBenchmark:
+    """Measures decorated functions; each call of one adds a row to `results`.
+
+    `target` is how well the figures must repeat: the relative half-width of the 90% intervals of time and energy, by
+    their scatter alone. The error of the sensor's level is part of the result's ± as well, and no repetition makes it
+    smaller. A function is measured for at least `min_s` and at most about `budget_s` seconds. Results have money, CO2
+    and node-hours if you pass the factors; nothing is looked up in a network.
 
     >>> bench = EnergyBenchmark()
     >>> @bench.measure(samples=64)
@@ -55,8 +175,8 @@ class EnergyBenchmark:
         self,
         *,
         target: float = 0.02,
-        min_seconds: float = 2.0,
-        max_seconds: float = 30.0,
+        min_s: float = 2.0,
+        budget_s: float = 30.0,
         price_per_kwh: float | None = None,
         gco2e_per_kwh: float | None = None,
         nodes: int = 1,
@@ -64,16 +184,16 @@ class EnergyBenchmark:
     ) -> None:
         if not 0 < target < 1:
             raise ArgumentError(f"target={target!r} is not a relative error", fix="give e.g. target=0.02 for 2%")
-        if not 0 < min_seconds <= max_seconds:
+        if not 0 < min_s <= budget_s:
             raise ArgumentError(
-                f"min_seconds={min_seconds!r} and max_seconds={max_seconds!r} leave no time to measure",
-                fix="give 0 < min_seconds <= max_seconds",
+                f"min_s={min_s!r} and budget_s={budget_s!r} leave no time to measure",
+                fix="give 0 < min_s <= budget_s",
             )
         self.target = target
-        self.min_seconds = min_seconds
-        self.max_seconds = max_seconds
-        self.factors = Factors(price_per_kwh=price_per_kwh, gco2e_per_kwh=gco2e_per_kwh, nodes=nodes)
-        self._given = monitor
+        self.min_s = min_s
+        self.budget_s = budget_s
+        self.factors = CostFactors(price_per_kwh=price_per_kwh, gco2e_per_kwh=gco2e_per_kwh, nodes=nodes)
+        self._monitor = monitor
         self.results: list[BenchmarkResult] = []
 
     @overload
@@ -104,29 +224,29 @@ class EnergyBenchmark:
     ) -> Any:
         """Decorate a function: calling it measures it, and returns what its last call returned.
 
-        `flops`, `samples`, `tokens` and `work` (of your own `unit`) are what one call achieves.
+        `flops`, `samples`, `tokens` and `work` (in your own `unit`) are the work of one call.
         """
         named = {"FLOP": flops, "sample": samples, "token": tokens}
-        done = works(named, work, unit, 'measure(work=5000, unit="image")')
+        work_per_call = works(named, work, unit, 'measure(work=5000, unit="image")')
 
         def decorate(target: Callable[..., Any]) -> Callable[..., Any]:
             _check_target(target)
             label = name or str(getattr(target, "__name__", type(target).__name__))  # a partial has no name
 
             @functools.wraps(target)
-            def measured(*args: Any, **kwargs: Any) -> Any:
-                result, value = self._run(lambda: target(*args, **kwargs), label, done)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                result, value = self._run(lambda: target(*args, **kwargs), label, work_per_call)
                 self.results.append(result)
                 return value
 
-            return measured
+            return wrapper
 
         return decorate if fn is None else decorate(fn)
 
     # -- measuring ------------------------------------------------------------------------------------------
 
     def _run(self, call: Callable[[], Any], name: str, work: dict[str, Work]) -> tuple[BenchmarkResult, Any]:
-        monitor = self._given or default()
+        monitor = self._monitor or default()
         begin = time.monotonic()
         call()  # compiles, allocates, warms caches: never part of the result
         synchronize()
@@ -136,73 +256,62 @@ class EnergyBenchmark:
         while True:
             if len(windows) == 1 and 2 * windows[0][1] < per_batch:
                 windows.clear()  # the first call alone only served to size the batches: too short for the sensor
-            started = time.monotonic()
-            window, value = _batch(monitor, call, per_batch)
-            took_s = time.monotonic() - started
+            batch_start = time.monotonic()
+            window, value = _run_batch(monitor, call, per_batch)
+            took_s = time.monotonic() - batch_start
             windows.append((window, per_batch))
-            per_batch = _batch_size(monitor, took_s / per_batch, self.target, self.max_seconds)
+            per_batch = _batch_size(monitor, took_s / per_batch, self.target, self.budget_s)
             spent_s = time.monotonic() - begin
-            out_of_time = spent_s + took_s > self.max_seconds
-            summary = self._settled(monitor, windows, took_s) if spent_s - first_s >= self.min_seconds else None
-            if summary is None and out_of_time:
-                summary = self._summary(monitor, windows)
-            if summary is not None:
-                return self._result(monitor, name, windows, summary, work, spent_s), value
+            steady = self._converge(monitor, windows, took_s) if spent_s - first_s >= self.min_s else None
+            if steady is None and spent_s + took_s > self.budget_s:
+                steady = _find_steady_state(monitor, windows)
+            if steady is not None:
+                return self._result(monitor, name, windows, steady, work, spent_s), value
 
-    def _settled(self, monitor: Monitor, windows: list[tuple[Window, int]], took_s: float) -> steady.Summary | None:
-        """What the batches say, if that is enough."""
+    def _converge(self, monitor: Monitor, windows: list[tuple[Window, int]], took_s: float) -> SteadyState | None:
+        """The steady state if the batches agree well enough, else None."""
         if len(windows) >= MIN_BATCHES and len(windows) % 3 == 0:
-            summary = self._summary(monitor, windows)
-            return summary if summary.within(self.target) else None
+            steady = _find_steady_state(monitor, windows)
+            return steady if steady.within(self.target) else None
         if took_s >= LONG_S and FEW_BATCHES <= len(windows) < MIN_BATCHES:
-            summary = self._summary(monitor, windows, warm=True)
-            return summary if summary.within(self.target / 2) else None
+            steady = _find_steady_state(monitor, windows, warm=True)
+            return steady if steady.within(self.target / 2) else None
         return None
-
-    def _summary(self, monitor: Monitor, windows: list[tuple[Window, int]], *, warm: bool = False) -> steady.Summary:
-        rows = []
-        for window, calls in windows:
-            monitor.read(window)
-            energy = monitor.total(window)
-            rows.append(steady.Row(calls=calls, seconds=energy.seconds, joules=energy.joules, error_j=energy.error_j))
-        return steady.summarize(rows, warm=warm)
 
     def _result(
         self,
         monitor: Monitor,
         name: str,
         windows: list[tuple[Window, int]],
-        summary: steady.Summary,
+        steady: SteadyState,
         work: dict[str, Work],
         spent_s: float,
     ) -> BenchmarkResult:
-        kept = [w for w, _ in windows[summary.skipped :]]
-        total = [monitor.total(w) for w in kept]
+        counted = [w for w, _ in windows[steady.skipped :]]
+        total = [monitor.total(w) for w in counted]
         gain = _level_error(monitor)
-        notes = [*summary.notes, *_convergence(summary, self.target, gain, spent_s)]
-        if summary.skipped:
-            notes.append(
-                f"{summary.skipped} of {len(windows)} batches were before the steady state and are not counted"
-            )
+        notes = [*steady.notes, *_note_convergence(steady, self.target, gain, spent_s)]
+        if steady.skipped:
+            notes.append(f"{steady.skipped} of {len(windows)} batches were before the steady state and are not counted")
         coverage = min((e.coverage for e in total), default=0.0)
         if coverage < 0.99:
             notes.append(f"the sensor saw only {coverage:.0%} of the time")
         return BenchmarkResult(
             name=name,
-            calls=summary.calls,
-            seconds_per_call=summary.seconds,
-            joules_per_call=_with_sensor(summary.joules, total, gain),
-            power_w=_with_sensor(summary.watts, total, gain),
-            utilization_pct=_utilization(monitor, kept),
+            calls=steady.calls,
+            time_per_call_s=steady.time_s,
+            energy_per_call_j=_add_sensor_error(steady.energy_j, total, gain),
+            power_w=_add_sensor_error(steady.power_w, total, gain),
+            utilization_pct=_mean_utilization(monitor, counted),
             work=work,
-            by_domain=_by_domain(monitor, kept, summary.calls),
-            converged=summary.within(self.target),
+            by_domain=_energy_by_domain(monitor, counted, steady.calls),
+            converged=steady.within(self.target),
             target=self.target,
             basis=total[-1].basis,
             source=total[-1].source,
             factors=self.factors,
             notes=notes,
-            spread_j=summary.joules.error,
+            spread_j=steady.energy_j.error,
             level_error=gain,
         )
 
@@ -238,7 +347,7 @@ def _check_target(target: object) -> None:
         )
 
 
-def _batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[Window, Any]:
+def _run_batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[Window, Any]:
     window = monitor.open("benchmark")
     value = None
     try:
@@ -250,10 +359,10 @@ def _batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[Windo
     return window, value
 
 
-def _batch_size(monitor: Monitor, call_s: float, target: float, max_seconds: float) -> int:
+def _batch_size(monitor: Monitor, call_s: float, target: float, budget_s: float) -> int:
     slowest = max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
     least_s, best_s = LEAST_RESOLUTIONS * slowest, BATCH_RESOLUTIONS * slowest
-    room_s = 0.0 if _level_error(monitor) > target else max_seconds / (FEW_BATCHES + 1)
+    room_s = 0.0 if _level_error(monitor) > target else budget_s / (FEW_BATCHES + 1)
     return max(1, round(max(BATCH_S, min(best_s, max(least_s, room_s))) / max(call_s, 1e-9)))
 
 
@@ -261,45 +370,54 @@ def _level_error(monitor: Monitor) -> float:
     return max((d.gain_error for d in monitor.sampler.domains if d.counted), default=0.0)
 
 
-def _convergence(summary: steady.Summary, target: float, gain: float, spent_s: float) -> list[str]:
-    """What repeating has shown, and what it cannot show: how far the sensor's level is off."""
+def _find_steady_state(monitor: Monitor, windows: list[tuple[Window, int]], *, warm: bool = False) -> SteadyState:
+    batches = []
+    for window, calls in windows:
+        monitor.read(window)
+        energy = monitor.total(window)
+        batches.append(MeasuredBatch(calls=calls, time_s=energy.seconds, energy_j=energy.joules))
+    return find_steady_state(batches, warm=warm)
+
+
+def _note_convergence(steady: SteadyState, target: float, gain: float, spent_s: float) -> list[str]:
+    """What repetition has shown, and what it cannot show: the error of the sensor's level."""
     level = f"the level is known to ±{gain:.0%} (the sensor's own error, which no repetition makes smaller)"
-    known = [level] if gain > target else []
-    if summary.within(target):
-        return [f"repeats within {100 * target:g}%; {level}"] if known else []
-    if summary.seconds.error is None:
-        return known  # a single batch, which is said already
-    spread = f"time is known to {summary.seconds.relative:.1%}, energy to {summary.joules.relative:.1%}"
-    return [f"does not repeat within {100 * target:g}%: after {spent_s:.2g} s {spread}", *known]
+    notes = [level] if gain > target else []
+    if steady.within(target):
+        return [f"repeats within {100 * target:g}%; {level}"] if notes else []
+    if steady.time_s.error is None:
+        return notes  # a single batch, which has a note already
+    spread = f"time is known to {steady.time_s.relative:.1%}, energy to {steady.energy_j.relative:.1%}"
+    return [f"does not repeat within {100 * target:g}%: after {spent_s:.2g} s {spread}", *notes]
 
 
-def _with_sensor(found: Uncertain, energies: list[Energy], gain: float) -> Uncertain:
-    """With the error of the sensor's level; a single batch has what the sensor says of that one window."""
-    if found.error is None and len(energies) == 1 and energies[0].joules:
-        return Uncertain(found.value, abs(found.value * energies[0].error_j / energies[0].joules))
-    return found.with_level(gain)
+def _add_sensor_error(mean: Uncertain, energies: list[Energy], gain: float) -> Uncertain:
+    """Add the error of the sensor's level; a single batch has the sensor's error of that one window."""
+    if mean.error is None and len(energies) == 1 and energies[0].joules:
+        return Uncertain(mean.value, abs(mean.value * energies[0].error_j / energies[0].joules))
+    return mean.with_level(gain)
 
 
-def _utilization(monitor: Monitor, windows: list[Window]) -> float | None:
+def _mean_utilization(monitor: Monitor, windows: list[Window]) -> float | None:
     first, last = windows[0].start.host_ns, windows[-1].end.host_ns if windows[-1].end else 0
-    found = [
+    values = [
         t.utilization_pct
-        for kept in list(monitor.sampler.telemetry.values())
-        for t in list(kept)
+        for telemetry in list(monitor.sampler.telemetry.values())
+        for t in list(telemetry)
         if t.utilization_pct is not None and first <= t.time_ns <= last
     ]
-    return sum(found) / len(found) if found else None
+    return sum(values) / len(values) if values else None
 
 
-def _by_domain(monitor: Monitor, windows: list[Window], calls: int) -> dict[str, Uncertain]:
-    """Joules per call by domain; the domains that are not counted too, as far as they are known."""
-    found: dict[str, list[Energy]] = {}
+def _energy_by_domain(monitor: Monitor, windows: list[Window], calls: int) -> dict[str, Uncertain]:
+    """Joules per call by domain, including the domains that do not count towards the total."""
     monitor.read(windows[-1], everything=True)  # the only one to wait for: what has not come by now does not come
+    by_domain: dict[str, list[Energy]] = {}
     for window in windows:
         for name, energy in monitor.read(window, timeout_s=0.0, everything=True).items():
-            found.setdefault(name, []).append(energy)
+            by_domain.setdefault(name, []).append(energy)
     return {
         name: Uncertain(sum(e.joules for e in parts) / calls, sum(e.error_j**2 for e in parts) ** 0.5 / calls)
-        for name, parts in found.items()
+        for name, parts in by_domain.items()
         if len(parts) == len(windows)
     }

@@ -18,10 +18,9 @@ from ..errors import TesseraError
 from ..schema import EnergyReport, Telemetry, Work
 from ..trace import PowerTrace
 from .core import Monitor
-from .live import power_trace
 from .regions import REGIONS_VARIABLE, read_regions
-from .scope import EnergyScope
-from .series import Series
+from .scope import EnergyScope, power_trace
+from .series import PowerSeries
 
 # Power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
 IDLE_WINDOW_NS = 600_000_000
@@ -88,12 +87,12 @@ def _notes(trace: PowerTrace) -> list[str]:
 def _idle_w(monitor: Monitor, start_ns: int) -> float | None:
     """Mean power just before the command, of all counted domains; None where that is not known or was not idle."""
     with monitor.sampler.lock:
-        levels = [_level_before(monitor.sampler.series[n], start_ns) for n in monitor.sampler.counted()]
+        levels = [_level_before(monitor.sampler.series[n], start_ns) for n in monitor.sampler.counted_domains()]
     known = [w for w in levels if w is not None]
     return sum(known) if known and len(known) == len(levels) else None
 
 
-def _level_before(series: Series, start_ns: int) -> float | None:
+def _level_before(series: PowerSeries, start_ns: int) -> float | None:
     """Power of a domain over the last moments, if they were seen and level: one still cooling down is not idle."""
     marks = [series.mark(start_ns - IDLE_WINDOW_NS * k // 2) for k in (2, 1, 0)]
     halves = []

@@ -1,4 +1,4 @@
-"""The monitor of this process: its sensors, its sampler, the windows that are open or not yet settled."""
+"""`Monitor`: sensors, the thread that samples them, and the windows of time whose joules are measured."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ..joules import sum_domains, sum_windows
-from ..schema import Capability, Energy, RegionEnergy
+from ..integral import Mark
+from ..joules import Anchor, apply_correction, correct_by_counter, energy_between, sum_domains, sum_windows
+from ..schema import Capability, Domain, Energy, RegionEnergy
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
 from .cuda import DeviceClocks, Edge
-from .regions import REGIONS_VARIABLE, by_joules, write_regions
+from .regions import REGIONS_VARIABLE, sort_regions, write_regions
 from .sampler import Sampler
-from .window import Window, on_device
+from .series import CounterAnchors, PowerSeries
 
 _log = logging.getLogger("tessera")
 
@@ -28,8 +29,8 @@ GIVE_UP_NS = 10_000_000_000
 MAX_REGIONS = 10_000
 # A window waits here for a second or two; more than this are opened faster than they can be settled.
 MAX_PENDING = 50_000
-# How long the sampler's thread settles windows before it reads again: what is left until the next sensor is due, within
-# these. A counter whose ticks are sought is due every 3 ms, and thousands of short scopes take seconds to settle.
+# How long the sampler's thread settles windows before it reads again: until the next sensor is due, within these
+# limits. A counter whose ticks are being searched is due every 3 ms, and thousands of short scopes take seconds.
 SETTLE_NS = (4_000_000, 200_000_000)
 LAST_WAIT_S = 0.5
 OTHER_REGION = "(other regions)"
@@ -38,7 +39,94 @@ OTHER_REGION = "(other regions)"
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
-class _Region:
+def on_device(domain: Domain) -> bool:
+    """Whether a domain runs on the GPU's time (the edges in the stream) or on the host's."""
+    return domain.name.startswith("gpu")
+
+
+class Window:
+    """Two edges, and the joules between them by domain, in constant memory.
+
+    Each edge is marked in the running sums as soon as the samples have passed it, so a window may last for days or be
+    read hours later, and needs no samples to be kept. `settle` is called by the sampler's thread after each read, and
+    by whoever reads the result.
+    """
+
+    __slots__ = ("_ends", "_firsts", "_starts", "end", "energies", "name", "reported", "start")
+
+    def __init__(self, name: str, start: Edge) -> None:
+        self.name = name
+        self.start = start
+        self.end: Edge | None = None
+        self.energies: dict[str, Energy] = {}
+        self.reported = False
+        self._starts: dict[str, Mark] = {}
+        self._ends: dict[str, Mark] = {}
+        self._firsts: dict[str, Anchor] = {}
+
+    def settle(self, sampler: Sampler, clocks: DeviceClocks, names: Collection[str], force: bool = False) -> bool:
+        """Mark the edges of the named domains; True when their joules are known. `force`: with the data there are."""
+        if self._has(names):
+            return True
+        if not clocks.resolve(self.start) and not force:
+            return False
+        with sampler.lock:
+            self._mark(sampler, self.start, self._starts, names, force)
+            self._find_first_anchors(sampler)
+            if self.end is None or (not clocks.resolve(self.end) and not force):
+                return False
+            self._mark(sampler, self.end, self._ends, names, force)
+            for name in names:
+                if name not in self.energies and name in self._starts and name in self._ends:
+                    series = sampler.series[name]
+                    self.energies[name] = self._energy(series, sampler.anchors[name], self.end)
+        return self._has(names)
+
+    def _has(self, names: Collection[str]) -> bool:
+        return all(n in self.energies for n in names)
+
+    def so_far(self, sampler: Sampler, end: Edge) -> Mapping[str, Energy]:
+        """The joules up to a provisional end, without ending the window."""
+        probe = Window(self.name, self.start.copy_resolved())
+        probe.end = end.copy_resolved()
+        probe._starts.update(self._starts)
+        probe._firsts.update(self._firsts)
+        probe.settle(sampler, DeviceClocks(), list(sampler.series), force=True)
+        return probe.energies
+
+    def seconds(self, device: bool) -> float:
+        """Length of the window on the device's or the host's clock."""
+        if self.end is None:
+            return 0.0
+        return max(self.end.time_ns(device) - self.start.time_ns(device), 0) * 1e-9
+
+    def _mark(self, sampler: Sampler, edge: Edge, marks: dict[str, Mark], names: Collection[str], force: bool) -> None:
+        for name in names:
+            series = sampler.series[name]
+            time_ns = edge.time_ns(on_device(series.domain))
+            if name not in marks and (force or series.covers(time_ns)):
+                marks[name] = series.mark(time_ns)
+
+    def _find_first_anchors(self, sampler: Sampler) -> None:
+        for name, anchors in sampler.anchors.items():
+            if name not in self._firsts:
+                first = anchors.first_after(self.start.time_ns(on_device(sampler.series[name].domain)))
+                if first is not None:
+                    self._firsts[name] = first
+
+    def _energy(self, series: PowerSeries, anchors: CounterAnchors, end: Edge) -> Energy:
+        """By the samples alone, or with the counter's joules for the span between the first and last anchor."""
+        domain = series.domain
+        device = on_device(domain)
+        seconds = self.seconds(device)
+        start_mark, end_mark = self._starts[domain.name], self._ends[domain.name]
+        correction = correct_by_counter(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
+        if correction is None:
+            return energy_between(domain, start_mark, end_mark, seconds)
+        return apply_correction(start_mark, end_mark, correction, domain, seconds)
+
+
+class _RegionTotal:
     """All windows of one name, added up as they settle."""
 
     __slots__ = ("calls", "end_ns", "energy", "start_ns")
@@ -65,8 +153,8 @@ class Monitor:
         self.missing = tuple(missing)
         self._lock = threading.Lock()
         self._pending: dict[int, Window] = {}
-        self._said_untracked = False
-        self._regions: dict[str, _Region] = {}
+        self._warned_untracked = False
+        self._regions: dict[str, _RegionTotal] = {}
         self.sampler.on_read(self._after_read)
         _monitors.add(self)
 
@@ -85,7 +173,7 @@ class Monitor:
         self._settle_pending(SETTLE_NS[1])
 
     def abandon(self) -> None:
-        """In a forked child: locks and threads are the parent's. A monitor given by hand measures nothing here."""
+        """In a forked child: locks and threads are the parent's, and this monitor measures nothing here."""
         self._lock = threading.Lock()
         self._pending = {}
         self.clocks = DeviceClocks()
@@ -98,29 +186,25 @@ class Monitor:
         window = Window(name, self.clocks.edge())
         if len(self._pending) < MAX_PENDING:
             self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
-        else:
-            self._say_untracked()
-        return window
-
-    def _say_untracked(self) -> None:
-        if not self._said_untracked:
-            self._said_untracked = True
+        elif not self._warned_untracked:
+            self._warned_untracked = True
             _log.warning(
                 "more than %d scopes wait for the sensor: further ones are measured when read, but missing from the "
                 "totals of their regions",
                 MAX_PENDING,
             )
+        return window
 
     def close(self, window: Window) -> None:
         """End a window now."""
         window.end = self.clocks.edge()
 
     def read(self, window: Window, timeout_s: float = 5.0, everything: bool = False) -> dict[str, Energy]:
-        """The joules by domain of a closed window; waits for the sensor to catch up. An open one gives so far.
+        """The joules of a window by domain; waits for the sensor to catch up. An open window gives those so far.
 
-        Only the counted domains are waited for, unless `everything` is asked: HBM power is a one-second average.
+        It waits only for the counted domains, unless you ask for `everything`: HBM power is a one-second average.
         """
-        names = list(self.sampler.series) if everything else self.sampler.counted()
+        names = list(self.sampler.series) if everything else self.sampler.counted_domains()
         if window.end is None:
             now = Edge(time.monotonic_ns())
             self.sampler.wait_for(now.host_ns, timeout_s, names)
@@ -142,10 +226,10 @@ class Monitor:
         self._settle_pending(min(max(round(self.sampler.spare_s * 1e9), least_ns), most_ns))
 
     def _settle_pending(self, slice_ns: int) -> None:
-        """Only the counted domains, and only for a slice of time: the sensors must be read again."""
+        """Settle windows, for a slice of time only: the sensors must be read again."""
         now = time.monotonic_ns()
         until = now + slice_ns
-        counted = self.sampler.counted()
+        counted = self.sampler.counted_domains()
         for key, window in list(self._pending.items()):
             end = window.end
             stale = end is not None and now - end.host_ns > GIVE_UP_NS and end.event is None
@@ -168,11 +252,11 @@ class Monitor:
             if name in self._regions:
                 self._regions[name].add(energy, window)
             else:
-                self._regions[name] = _Region(energy, window)
+                self._regions[name] = _RegionTotal(energy, window)
 
     def total(self, window: Window) -> Energy:
         """The counted domains of a settled window, together."""
-        names = [n for n in self.sampler.counted() if n in window.energies]
+        names = [n for n in self.sampler.counted_domains() if n in window.energies]
         gpu = any(on_device(self.sampler.series[n].domain) for n in names)
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
 
@@ -203,7 +287,7 @@ class Monitor:
                 )
                 for name, r in self._regions.items()
             ]
-        return by_joules(rows)
+        return sort_regions(rows)
 
 
 _default: Monitor | None = None
@@ -211,15 +295,15 @@ _default_lock = threading.Lock()
 
 
 def default() -> Monitor:
-    """The process's own monitor, started at first use: every GPU this process may see, RAPL, or the model."""
+    """The process's own monitor, started at first use: every GPU this process may see, RAPL, or a model of the chip."""
     global _default  # noqa: PLW0603  (the one process-wide monitor)
     if _default is None:
         with _default_lock:
             if _default is None:
-                found = discover()
-                if found.modelled_only and REGIONS_VARIABLE not in os.environ:  # `tessera measure` has said it
+                discovered = discover()
+                if discovered.modelled_only and REGIONS_VARIABLE not in os.environ:  # `tessera measure` warns itself
                     _log.warning("no power sensor is readable here: joules are MODELLED (see `tessera doctor`)")
-                _default = Monitor(found.sensors, found.missing).start()
+                _default = Monitor(discovered.sensors, discovered.missing).start()
     return _default
 
 

@@ -1,9 +1,9 @@
-"""When the GPU really did it: CUDA events placed on the host's monotonic clock.
+"""CUDA events placed on the host's monotonic clock: when the GPU really reached the edges of a scope.
 
 Kernels run later than they are launched, so the edges of a scope are marked in the stream, by events, without
-any synchronisation. Events carry no time of their own, only the (float32 millisecond) distance to another event.
-The sampler's thread therefore keeps anchors: an event on a stream of its own whose host time it knows to some
-tens of microseconds, renewed every `RENEW_NS` so that a float32 still resolves a microsecond.
+synchronisation. An event has no time of its own, only a distance to another event (in float32 milliseconds). The
+sampler's thread therefore keeps anchors: events on a stream of its own whose host time it knows to some tens of
+microseconds, renewed every `RENEW_NS` so that a float32 still resolves a microsecond.
 
     host     ──┬──────launch──────────────────┬────► monotonic ns
                anchor (record + synchronize)   anchor
@@ -62,17 +62,17 @@ class Edge:
         """The time for a GPU domain or for a host domain."""
         return self.device_ns if on_device and self.device_ns is not None else self.host_ns
 
-    def known(self) -> Edge:
-        """A copy with what is known by now, that asks the device nothing more."""
+    def copy_resolved(self) -> Edge:
+        """A copy with the times known by now, which does not ask the device again."""
         copy = Edge(self.host_ns, device=self.device)
         copy.device_ns = self.device_ns
         return copy
 
 
-class _Streams:
+class _CurrentStream:
     """The current CUDA stream, found fast: torch's own look-up builds a new object each time."""
 
-    __slots__ = ("_cuda", "capturing", "key", "known")
+    __slots__ = ("_cuda", "by_key", "capturing", "key")
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
@@ -80,17 +80,17 @@ class _Streams:
         # without them the public functions do the same more slowly.
         self.capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
         self.key = getattr(torch._C, "_cuda_getCurrentStream", self._public_key)
-        self.known: dict[Any, Any] = {}
+        self.by_key: dict[Any, Any] = {}
 
     def _public_key(self, _device: int) -> tuple[Any, int]:
-        """What tells the current stream from others, and its device, as the private look-up gives them first."""
+        """The identity of the current stream, and its device: what the private look-up returns first."""
         return self._cuda.current_stream(), self._cuda.current_device()
 
     def look_up(self, key: Any) -> Any:
         """The current stream as an object, remembered by its key."""
-        if len(self.known) >= _KNOWN_STREAMS:
-            self.known.clear()
-        stream = self.known[key] = self._cuda.current_stream()
+        if len(self.by_key) >= _KNOWN_STREAMS:
+            self.by_key.clear()
+        stream = self.by_key[key] = self._cuda.current_stream()
         return stream
 
 
@@ -98,7 +98,7 @@ class DeviceClocks:
     """Event pools and anchors of every CUDA device this process uses."""
 
     def __init__(self) -> None:
-        self._streams: _Streams | None = None
+        self._streams: _CurrentStream | None = None
         self._pool: dict[int, list[Any]] = {}
         self._anchors: dict[int, deque[tuple[int, Any]]] = {}
         self._own: dict[int, Any] = {}
@@ -111,14 +111,14 @@ class DeviceClocks:
         if streams is None:
             if cuda() is None:
                 return Edge(time.monotonic_ns())
-            streams = self._streams = _Streams(sys.modules["torch"])
+            streams = self._streams = _CurrentStream(sys.modules["torch"])
         try:  # one flat function: this is the user's thread
             if streams.capturing():
                 # An event recorded into a CUDA graph has no time of its own: the host's edge must do.
                 return Edge(time.monotonic_ns())
             key = streams.key(-1)
             device = key[1]
-            stream = streams.known.get(key) or streams.look_up(key)
+            stream = streams.by_key.get(key) or streams.look_up(key)
             pool = self._pool.get(device)
             event = pool.pop() if pool else self._new_event(device)
             event.record(stream)

@@ -1,4 +1,4 @@
-"""How a measured program tells `tessera measure` about its own scopes: a JSON file per process, at its exit."""
+"""The scopes of a measured program, passed to `tessera measure` in a JSON file per process at its exit."""
 
 from __future__ import annotations
 
@@ -17,63 +17,65 @@ REGIONS_VARIABLE = "TESSERA_REGIONS_DIR"
 """Environment variable with the folder; set by `tessera measure` for the command it runs."""
 
 
-class _File(msgspec.Struct, kw_only=True):
+class RegionsFile(msgspec.Struct, kw_only=True):
+    """The regions of one process."""
+
     schema_version: int = SCHEMA_VERSION
     regions: list[RegionEnergy]
 
 
 def write_regions(folder: Path, regions: Sequence[RegionEnergy]) -> None:
-    """Write this process's regions; a folder that has gone away with its reader is no error."""
+    """Write this process's regions, unless the folder was removed by its reader."""
     if not regions or not folder.is_dir():
         return
-    (folder / f"{os.getpid()}.json").write_bytes(msgspec.json.encode(_File(regions=list(regions))))
+    (folder / f"{os.getpid()}.json").write_bytes(msgspec.json.encode(RegionsFile(regions=list(regions))))
 
 
 def read_regions(folder: Path) -> list[RegionEnergy]:
     """All regions of all processes, those of one name together, the most joules first."""
-    found: list[RegionEnergy] = []
+    regions: list[RegionEnergy] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.extend(_decoded(path.read_bytes()).regions)
+            regions.extend(_decode(path.read_bytes()).regions)
         except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a process that was killed while writing: the rest still counts
-    return merge(found)
+    return merge_regions(regions)
 
 
-def _decoded(data: bytes) -> _File:
+def _decode(data: bytes) -> RegionsFile:
     """JSON has no NaN: joules that are not known were written as null."""
     raw = msgspec.json.decode(data)
     for region in raw["regions"]:
         for key in ("joules", "error_j"):
             if region["energy"][key] is None:
                 region["energy"][key] = math.nan
-    return msgspec.convert(raw, _File)
+    return msgspec.convert(raw, RegionsFile)
 
 
-def merge(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
-    """Regions of one name together, of processes that may have run side by side.
+def merge_regions(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
+    """Merge regions of one name, from processes that may have run side by side.
 
     Every process of a node measures the same boards, so the ranks of one job must not be added up: of regions that
-    overlap in time (the monotonic clock is the machine's) the one with the most joules stands for all. Regions one
+    overlap in time (all processes share the monotonic clock) the one with the most joules stands for all. Regions one
     after the other are added.
     """
     by_name: dict[str, list[RegionEnergy]] = {}
     for region in sorted(regions, key=lambda r: r.start_ns):
-        kept = by_name.setdefault(region.name, [])
-        if kept and region.start_ns < kept[-1].end_ns:
-            end_ns = max(kept[-1].end_ns, region.end_ns)
-            kept[-1] = dataclasses.replace(by_joules([kept[-1], region])[0], end_ns=end_ns)
+        apart = by_name.setdefault(region.name, [])
+        if apart and region.start_ns < apart[-1].end_ns:
+            end_ns = max(apart[-1].end_ns, region.end_ns)
+            apart[-1] = dataclasses.replace(sort_regions([apart[-1], region])[0], end_ns=end_ns)
         else:
-            kept.append(region)
-    return by_joules([_sum(name, parts) for name, parts in by_name.items()])
+            apart.append(region)
+    return sort_regions([_add_up(name, parts) for name, parts in by_name.items()])
 
 
-def by_joules(regions: Sequence[RegionEnergy]) -> list[RegionEnergy]:
-    """The most joules first; those of which nothing is known last."""
+def sort_regions(regions: Sequence[RegionEnergy]) -> list[RegionEnergy]:
+    """The most joules first; unknown ones last."""
     return sorted(regions, key=lambda r: math.inf if math.isnan(r.energy.joules) else -r.energy.joules)
 
 
-def _sum(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:
+def _add_up(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:
     return RegionEnergy(
         name=name,
         calls=sum(p.calls for p in parts),

@@ -1,11 +1,11 @@
-"""One background thread that reads every sensor when it is due, and nothing on the user's thread.
+"""One background thread that reads every sensor when it is due; the user's thread reads none.
 
-    sensors ──read()──► Sampler ──► Series (samples, running sums)  ──► windows, traces
-                           │    ──► Anchors (counter ticks)
+    sensors ──read()──► Sampler ──► PowerSeries (samples, running sums) ──► windows, traces
+                           │    ──► CounterAnchors (counter ticks)
                            └──► telemetry, gaps, events (all bounded)
 
-Whoever needs data up to a moment (`wait_for`) wakes the thread, which then reads at the sensor's own pace until
-the data are there; otherwise a sensor is read at its `period_s`, about once a second for the NVML ring.
+A sensor is read at its `period_s`, about once a second for the NVML ring. Whoever needs data up to a moment wakes the
+thread (`wait_for`), which then reads at the sensor's own pace until the data are there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..clock import REAL, Clock, EpochMap
 from ..errors import SensorError, SensorLost
-from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
+from ..schema import Domain, Gap, PowerEvent, Telemetry
 from ..sensors.base import Batch, Sensor
-from .anchors import Anchors
-from .series import Series
+from .series import CounterAnchors, PowerSeries
 
 _log = logging.getLogger("tessera")
 
@@ -38,7 +37,7 @@ _IDLE_S = 5.0
 _LEARN_NS = 2_000_000_000
 
 
-class _Slot:
+class _SensorSlot:
     """One sensor's place in the schedule."""
 
     def __init__(self, sensor: Sensor) -> None:
@@ -61,7 +60,7 @@ class Sampler:
 
     def __init__(self, sensors: Sequence[Sensor], *, clock: Clock = REAL) -> None:
         self._clock = clock.monotonic_ns
-        self._slots = [_Slot(s) for s in sensors]
+        self._slots = [_SensorSlot(s) for s in sensors]
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._wanted: dict[str, int] = {}
@@ -70,14 +69,13 @@ class Sampler:
         self._stopping = False
         self._after_read: list[Callable[[], None]] = []
         self.epoch = EpochMap(clock)
-        self.series: dict[str, Series] = {}
-        self.anchors: dict[str, Anchors] = {}
+        self.series: dict[str, PowerSeries] = {}
+        self.anchors: dict[str, CounterAnchors] = {}
         self.telemetry: dict[str, deque[Telemetry]] = {}
         self.events: deque[PowerEvent] = deque(maxlen=KEPT_EVENTS)
         self.gaps: deque[Gap] = deque()
-        self._said: set[type[Exception]] = set()
+        self._warned: set[type[Exception]] = set()
         self.cpu_time_s = 0.0
-        self.reads = 0
         with self._lock:
             for slot in self._slots:
                 self._adopt(slot)
@@ -93,11 +91,6 @@ class Sampler:
     def domains(self) -> list[Domain]:
         """All the domains of all sensors."""
         return [s.domain for s in list(self.series.values())]  # a copy: the thread may learn of more
-
-    @property
-    def capabilities(self) -> list[Capability]:
-        """What the sensors can and cannot do."""
-        return [c for slot in self._slots for c in slot.sensor.capabilities()]
 
     @property
     def nbytes(self) -> int:
@@ -118,17 +111,21 @@ class Sampler:
 
     def latest(self, domain: str) -> Telemetry | None:
         """The newest telemetry of a domain."""
-        kept = self.telemetry.get(domain)
-        return kept[-1] if kept else None
+        telemetry = self.telemetry.get(domain)
+        return telemetry[-1] if telemetry else None
 
-    def counted(self) -> list[str]:
+    def gaps_between(self, start_ns: int, end_ns: int) -> list[Gap]:
+        """The gaps that overlap a span of time."""
+        return [g for g in list(self.gaps) if g.start_ns < end_ns and (g.end_ns is None or g.end_ns > start_ns)]
+
+    def counted_domains(self) -> list[str]:
         """Names of the domains that add up to the total."""
         return [n for n, s in list(self.series.items()) if s.domain.counted]
 
     def covers(self, time_ns: int, names: Collection[str] | None = None) -> bool:
         """Whether the named domains (all by default) that still live have data up to a time."""
         with self._lock:
-            return all(self._covered(n, time_ns) for n in (self.series if names is None else names))
+            return all(self._has_data(n, time_ns) for n in (self.series if names is None else names))
 
     def wait_for(
         self,
@@ -141,7 +138,7 @@ class Sampler:
         """Wait until the named domains have data up to a time; False when a sensor did not deliver in time.
 
         `keep_lock` is for a call that comes between any two bytecodes of a thread (`torch_hooks.MainThread`), perhaps
-        in the middle of a window being read: then it waits in vain, but never lets data in there.
+        in the middle of a window being read: then it waits in vain, but no data come in there.
         """
         wanted = list(self.series) if names is None else list(names)
         deadline = time.monotonic() + timeout_s
@@ -175,19 +172,19 @@ class Sampler:
             if self._wanted.get(name) == time_ns:
                 del self._wanted[name]
 
-    def _covered(self, name: str, time_ns: int) -> bool:
+    def _has_data(self, name: str, time_ns: int) -> bool:
         """Whether a domain has data up to a time, or none are to be expected: it is silent, or another sampler's."""
         series = self.series.get(name)
-        return series is None or series.covers(time_ns) or name in self._dead or name in self._silent()
+        return series is None or series.covers(time_ns) or self.is_silent(name)
 
-    def _silent(self) -> set[str]:
-        """Domains with an open gap: they say nothing now, and nobody should wait for them."""
+    def _find_silent(self) -> set[str]:
+        """Domains with an open gap: they deliver nothing now, and nobody should wait for them."""
         return {gap.domain for gap in self.gaps if gap.end_ns is None}
 
-    def silent(self, name: str) -> bool:
-        """Whether a domain says nothing now: its sensor is lost, or it has an open gap."""
+    def is_silent(self, name: str) -> bool:
+        """Whether a domain delivers nothing now: its sensor is lost, or it has an open gap."""
         with self._lock:
-            return name in self._dead or name in self._silent()
+            return name in self._dead or name in self._find_silent()
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -225,8 +222,8 @@ class Sampler:
             try:
                 call()
             except Exception as exc:  # noqa: BLE001  (what is called may meet a failed device; sampling goes on)
-                if type(exc) not in self._said:  # once each: this may come every second
-                    self._said.add(type(exc))
+                if type(exc) not in self._warned:  # once each: this may come every second
+                    self._warned.add(type(exc))
                     _log.warning("sampling goes on after %s: %s", type(exc).__name__, exc)
 
     def _run(self) -> None:
@@ -253,10 +250,10 @@ class Sampler:
     def _unmet(self) -> set[str]:
         """Domains that lack data somebody waits for; what is met is forgotten."""
         with self._lock:
-            self._wanted = {n: t for n, t in self._wanted.items() if not self._covered(n, t)}
+            self._wanted = {n: t for n, t in self._wanted.items() if not self._has_data(n, t)}
             return set(self._wanted)
 
-    def _read(self, slot: _Slot) -> None:
+    def _read(self, slot: _SensorSlot) -> None:
         try:
             self._read_slot(slot)
         except SensorError as exc:
@@ -264,7 +261,7 @@ class Sampler:
         except Exception as exc:  # noqa: BLE001  (a fault in one vendor's binding must not end all measuring)
             self._lose(slot, SensorLost(f"the {slot.sensor.name} sensor failed", why=f"{type(exc).__name__}: {exc}"))
 
-    def _read_slot(self, slot: _Slot) -> None:
+    def _read_slot(self, slot: _SensorSlot) -> None:
         if slot.lost:
             slot.sensor.start()
             with self._lock:
@@ -275,7 +272,6 @@ class Sampler:
         if slot.lost:
             self._dead -= slot.names
         slot.lost, slot.failures = None, 0
-        self.reads += 1
         slot.due_ns = self._clock() + round(slot.sensor.period_s * 1e9)
         if self._clock() >= slot.learn_ns or not slot.names.issuperset((*batch.samples, *batch.anchors)):
             slot.learn_ns = self._clock() + _LEARN_NS
@@ -283,7 +279,7 @@ class Sampler:
                 self._adopt(slot)
         self._take(batch)
 
-    def _lose(self, slot: _Slot, exc: SensorError) -> None:
+    def _lose(self, slot: _SensorSlot, exc: SensorError) -> None:
         now = self._clock()
         if not slot.lost:
             slot.lost = exc if isinstance(exc, SensorLost) else SensorLost(exc.what, why=exc.why, fix=exc.fix)
@@ -292,27 +288,27 @@ class Sampler:
                 for d in [self.series[n].domain for n in slot.names]:
                     last = self.series[d.name].last_ns
                     reason = f"{exc.what}: {exc.why}" if exc.why else exc.what
-                    self._note(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=reason))
+                    self._note_gap(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=reason))
         slot.failures += 1
         slot.due_ns = now + round(slot.retry_s() * 1e9)
 
-    def _adopt(self, slot: _Slot) -> None:
-        """Make room for a sensor's domains, or take over what it has learnt of them since."""
+    def _adopt(self, slot: _SensorSlot) -> None:
+        """Make room for a sensor's domains, or update them with what it has learnt since."""
         for domain in slot.sensor.domains():
             slot.names.add(domain.name)
             if domain.name not in self.series:
-                self.series[domain.name] = Series(domain)
-                self.anchors[domain.name] = Anchors(self.series[domain.name])
+                self.series[domain.name] = PowerSeries(domain)
+                self.anchors[domain.name] = CounterAnchors(self.series[domain.name])
             elif self.series[domain.name].domain != domain:
                 self.series[domain.name].update(domain)
 
     def _take(self, batch: Batch) -> None:
         with self._wake:
             for gap in batch.gaps:  # before the samples: one that is over already is closed by them
-                self._note(gap)
+                self._note_gap(gap)
             for name, samples in batch.samples.items():
-                self.series[name].extend(self._bridge(name, samples))
-            silent = self._silent()
+                self.series[name].extend(self._end_gaps(name, samples))
+            silent = self._find_silent()
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks if name in self.anchors else ():
                     self.anchors[name].add(time_ns, joules)
@@ -323,21 +319,21 @@ class Sampler:
             self.events.extend(batch.events)
             self._wake.notify_all()
 
-    def _note(self, gap: Gap) -> None:
+    def _note_gap(self, gap: Gap) -> None:
         """Keep a gap: once, as one with its neighbour of the same reason, and an open one however many there are."""
-        for i, known in enumerate(self.gaps):
-            if _overlap(gap, known):
+        for i, old in enumerate(self.gaps):
+            if _overlap(gap, old):
                 return  # the first reason given stands
-            if (known.domain, known.reason, known.end_ns) == (gap.domain, gap.reason, gap.start_ns):
-                self.gaps[i] = Gap(domain=gap.domain, start_ns=known.start_ns, end_ns=gap.end_ns, reason=gap.reason)
+            if (old.domain, old.reason, old.end_ns) == (gap.domain, gap.reason, gap.start_ns):
+                self.gaps[i] = Gap(domain=gap.domain, start_ns=old.start_ns, end_ns=gap.end_ns, reason=gap.reason)
                 return
         if len(self.gaps) >= KEPT_GAPS:
-            oldest = next((i for i, known in enumerate(self.gaps) if known.end_ns is not None), 0)
+            oldest = next((i for i, old in enumerate(self.gaps) if old.end_ns is not None), 0)
             del self.gaps[oldest]
         self.gaps.append(gap)
 
-    def _bridge(self, domain: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """End the open gaps of a domain that has data again, and mark that nothing is known of them."""
+    def _end_gaps(self, domain: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """End the open gaps of a domain that has data again, and mark their span as unknown."""
         for i, gap in enumerate(self.gaps):
             if gap.domain != domain or gap.end_ns is not None:
                 continue

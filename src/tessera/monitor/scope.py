@@ -1,34 +1,36 @@
-"""`energy_scope`: the joules of a block, a function or a coroutine, for the cost of two clock readings."""
+"""`energy_scope`: the joules of a block, a function or a coroutine. `power_trace`: the power samples of a block."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from ..clock import EpochNs
 from ..errors import ArgumentError, MeasurementError
-from ..joules import sum_domains
-from ..schema import Basis, Energy, EnergyReport
-from .core import Monitor, default
-from .window import Window
+from ..joules import DomainSamples, sum_domains
+from ..schema import Basis, Energy, EnergyReport, Gap, Telemetry
+from ..trace import PowerTrace
+from .core import Monitor, Window, default
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 on_close: Callable[[str, int, int], None] | None = None
-"""Told of every scope that was left: its name and its two times on the host (monotonic). Set by whoever records."""
+"""Called with the name and the two (monotonic) host times of every scope that ends. Set by a recording session."""
 
 
 class EnergyScope:
     """The joules between entering and leaving. A context manager, and a decorator that opens one per call.
 
-    Entering and leaving note the clock and, where CUDA is initialised, an event in the current stream: nothing
-    is synchronised (`sync=True` asks for it) and no sensor is touched. Reading a result waits until the sensor
-    has caught up. Read inside the block it gives the joules so far.
+    Entering and leaving note the clock and, if CUDA is initialised, an event in the current stream: nothing is
+    synchronised (unless `sync=True`) and no sensor is read. Reading a result waits until the sensor has caught up.
+    Inside the block it is the joules so far.
     """
 
     __slots__ = ("__weakref__", "_given", "_monitor", "_open", "_sync", "_window", "name")
@@ -42,7 +44,7 @@ class EnergyScope:
         self._open: list[Window] = []  # entered and not yet left: the same object may be entered again inside itself
 
     def __enter__(self) -> EnergyScope:
-        # Not the one of the last time: that may have been replaced (`use`), or left behind in the parent (fork).
+        # Not the monitor of the last time: that may have been replaced (`use`), or left behind in the parent (fork).
         monitor = self._monitor = default() if self._given is None else self._given
         if self._sync:
             synchronize()
@@ -57,8 +59,7 @@ class EnergyScope:
             if self._sync and exc_type is None:
                 synchronize()
         finally:
-            self._window = self._open.pop()
-            window = self._window
+            window = self._window = self._open.pop()
             self._monitor.close(window)  # type: ignore[union-attr]
             if on_close is not None and window.end is not None:
                 on_close(self.name, window.start.host_ns, window.end.host_ns)
@@ -74,20 +75,20 @@ class EnergyScope:
         if inspect.iscoroutinefunction(fn):
 
             @functools.wraps(fn)
-            async def around(*args: Any, **kwargs: Any) -> Any:
-                with self._fresh():
+            async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
+                with self._renew():
                     return await fn(*args, **kwargs)
 
-            return around  # type: ignore[return-value]
+            return async_wrapper  # type: ignore[return-value]
 
         @functools.wraps(fn)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._fresh():
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._renew():
                 return fn(*args, **kwargs)
 
-        return wrapped
+        return wrapper
 
-    def _fresh(self) -> EnergyScope:
+    def _renew(self) -> EnergyScope:
         return EnergyScope(self.name, sync=self._sync, monitor=self._given)
 
     # -- the result -----------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class EnergyScope:
     def _counted(self) -> list[Energy]:
         parts = self._read(everything=False)
         assert self._monitor is not None
-        return [parts[n] for n in self._monitor.sampler.counted() if n in parts]
+        return [parts[n] for n in self._monitor.sampler.counted_domains() if n in parts]
 
     @property
     def energy(self) -> Energy:
@@ -148,7 +149,7 @@ class EnergyScope:
 
     @property
     def coverage(self) -> float:
-        """Share of the window the sensors have seen (of the worst counted domain); under 1 see `gaps`."""
+        """Share of the window that the sensors have seen (the worst counted domain's); `report().gaps` has the rest."""
         return self.energy.coverage
 
     @property
@@ -178,18 +179,17 @@ class EnergyScope:
         return edge.time_ns(on_device=True) if edge is not None else time.monotonic_ns()
 
     def report(self) -> EnergyReport:
-        """The same as an EnergyReport, for diff, JSON and rendering."""
-        parts = self.by_domain
-        monitor = self._monitor
-        assert monitor is not None
-        start, end = self.start_ns, self.end_ns
+        """The result as an EnergyReport, for diff, JSON and rendering."""
+        by_domain = dict(self.by_domain)
+        assert self._monitor is not None
+        sampler = self._monitor.sampler
         return EnergyReport(
             name=self.name,
             total=self.energy,
-            by_domain=dict(parts),
-            domains=monitor.sampler.domains,
-            gaps=[g for g in list(monitor.sampler.gaps) if g.start_ns < end and (g.end_ns is None or g.end_ns > start)],
-            missing=monitor.missing,
+            by_domain=by_domain,
+            domains=sampler.domains,
+            gaps=sampler.gaps_between(self.start_ns, self.end_ns),
+            missing=self._monitor.missing,
         )
 
     def __repr__(self) -> str:
@@ -216,3 +216,116 @@ def energy_scope(name: str = "scope", *, sync: bool = False, monitor: Monitor | 
     >>> energy.joules, energy.error_j, energy.watts, energy.seconds
     """
     return EnergyScope(name, sync=sync, monitor=monitor)
+
+
+class LiveTrace(PowerTrace):
+    """A `PowerTrace` of a `with` block, as fine as the sensor; complete after the block.
+
+    The body is not slowed: the sampler reads in the background. The first access after the block waits until the
+    sensor has caught up with its end.
+    """
+
+    def __init__(self, interval_ms: float | None = None, *, monitor: Monitor | None = None) -> None:
+        if interval_ms is not None and not interval_ms > 0:
+            raise ArgumentError(
+                f"interval_ms={interval_ms!r} is not a time",
+                why="a sampling interval is a positive number of milliseconds",
+                fix="leave it out for the sensor's own resolution, or give e.g. interval_ms=20",
+            )
+        super().__init__({}, start_ns=0, end_ns=0, asked_ms=interval_ms)
+        self._given = monitor
+        self._monitor: Monitor | None = None
+        self._offset_ns = 0
+        self._closed = False
+
+    def __enter__(self) -> LiveTrace:
+        self._monitor = self._given or default()
+        self._offset_ns = self._monitor.sampler.epoch.offset_ns
+        self._start_ns = self._now_ns()
+        self._closed = False
+        self._columns = {}
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._end_ns = self._now_ns()
+        self._closed = True
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know: a sensor coarser than the interval asked for, or a modelled one."""
+        notes = []
+        for c in self._counted(None):
+            d, true_ms = c.domain, c.domain.resolution_s * 1e3
+            if self.asked_ms is not None and self.asked_ms < 0.75 * true_ms:
+                notes.append(
+                    f"{d.name}: asked for {self.asked_ms:g} ms, but {d.source} has a new value every {true_ms:.3g} ms; "
+                    "the trace has those, repeats are not counted as data"
+                )
+            if d.basis != "measured":
+                notes.append(f"{d.name}: {d.basis}, not measured ({d.note})")
+        return notes
+
+    @property
+    def end_ns(self) -> EpochNs:
+        """The end: now, while the block runs."""
+        return EpochNs(self._end_ns if self._closed or self._monitor is None else self._now_ns())
+
+    def _now_ns(self) -> EpochNs:
+        return self.to_epoch(time.monotonic_ns())
+
+    def to_epoch(self, monotonic_ns: int) -> EpochNs:
+        """A time of the sampler's clock on the clock of this trace."""
+        return EpochNs(monotonic_ns + self._offset_ns)
+
+    @property
+    def monotonic_span_ns(self) -> tuple[int, int]:
+        """Start and end on the clock of the sampler."""
+        return self.start_ns - self._offset_ns, self.end_ns - self._offset_ns
+
+    @property
+    def columns(self) -> Mapping[str, DomainSamples]:
+        """The samples by domain, one beyond each edge; so far, while the block runs."""
+        if self._columns or self._monitor is None:
+            return self._columns
+        sampler = self._monitor.sampler
+        start_ns, end_ns = self.monotonic_span_ns
+        if self._closed:
+            sampler.wait_for(end_ns)
+        with sampler.lock:
+            # Asked coarser than the sensor, it still keeps every sample: thinning would only lose peaks.
+            columns = {n: s.column(start_ns, end_ns).shift(self._offset_ns) for n, s in sampler.series.items()}
+        if self._closed:
+            self._columns = columns
+        return columns
+
+    @property
+    def gaps(self) -> Sequence[Gap]:
+        """Gaps within the trace."""
+        if self._monitor is None:
+            return ()
+        gaps = self._monitor.sampler.gaps_between(*self.monotonic_span_ns)
+        return [gap.shift(self._offset_ns) for gap in gaps]
+
+    def telemetry(self, domain: str) -> list[Telemetry]:
+        """Clocks, temperature, throttling of a domain during the trace."""
+        if self._monitor is None:
+            return []
+        start_ns, end_ns = self.monotonic_span_ns
+        readings = list(self._monitor.sampler.telemetry.get(domain, ()))
+        return [
+            dataclasses.replace(t, time_ns=t.time_ns + self._offset_ns)
+            for t in readings
+            if start_ns <= t.time_ns <= end_ns
+        ]
+
+
+def power_trace(interval_ms: float | None = None, *, monitor: Monitor | None = None) -> LiveTrace:
+    """Record power during a `with` block.
+
+    >>> with monitor.power_trace(interval_ms=5) as pwr:
+    ...     run_hotstep()
+    >>> pwr.peak_w, pwr.crest_factor(), pwr.true_resolution_ms
+    """
+    return LiveTrace(interval_ms, monitor=monitor)

@@ -1,38 +1,38 @@
-"""The memory of one power domain: bounded however long it runs.
+"""The samples and counter ticks of one power domain, in bounded memory however long it runs.
 
-What is kept: every sample of the last ~11 minutes (`FINE_SPAN_NS`, at most `FINE_SAMPLES`), and before that one row a
-second (energy, seen seconds, highest power) for two hours; when that is full too, pairs of rows are merged (one row
-every 2 s for four hours, 16 s for a day and a half, and so on). The running sums beside the samples go on for ever,
-so a window opened before any of this is still exact: its start was marked when it was fresh.
+Every sample of the last ~11 minutes is kept (`FINE_SPAN_NS`, at most `FINE_SAMPLES`), and before that one row a second
+(energy, seen seconds, highest power) for two hours; when that is full too, pairs of rows are merged (one row every 2 s
+for four hours, 16 s for a day and a half, and so on). The running sums beside the samples go on for ever, so a window
+opened before any of this is still exact: its start was marked when it was fresh.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..integral import ZERO, Floats, Ints, Mark, Sums, accumulate, mark
-from ..joules import DomainSamples
+from ..joules import Anchor, DomainSamples
 from ..schema import Domain, Hold
 
 FINE_SAMPLES = 1 << 15
 COARSE_ROWS = 1 << 13
 FINE_SPAN_NS = 660_000_000_000
 COARSE_NS = 1_000_000_000
+KEPT_ANCHORS = 4096
 _FIRST_CAPACITY = 1 << 10
 
 
-class Series:
+class PowerSeries:
     """Samples of one domain with their running sums; appended by the sampler, marked by windows.
 
     Not locked: the sampler that owns it holds one lock for all its series.
     """
 
     def __init__(self, domain: Domain, *, fine: int = FINE_SAMPLES, coarse: int = COARSE_ROWS) -> None:
-        self.domain = domain
-        self._mean = domain.hold is Hold.MEAN
-        self._lag_ns = round(domain.lag_s * 1e9)
+        self.update(domain)
         self._fine_limit = fine
         self._coarse_limit = coarse
         self._coarse_ns = COARSE_NS
@@ -41,10 +41,9 @@ class Series:
         self._times = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._values = np.zeros((4, _FIRST_CAPACITY))  # watts, joules, covered_s, variance_j2
         self._coarse: list[Floats] = []  # rows of time_ns, joules, covered_s, variance_j2, peak_w
-        self.dropped = 0
 
     def update(self, domain: Domain) -> None:
-        """Take over what the sensor has learnt of its domain since (its true resolution, a note)."""
+        """Take what the sensor has learnt about its domain since (its true resolution, a note)."""
         self.domain = domain
         self._mean = domain.hold is Hold.MEAN
         self._lag_ns = round(domain.lag_s * 1e9)
@@ -71,20 +70,18 @@ class Series:
         return last is not None and last >= time_ns + self._lag_ns
 
     def extend(self, samples: Sequence[tuple[int, float]]) -> int:
-        """Append samples; those not newer than what is there are repeats and dropped. Returns how many were new."""
-        last = self.last_ns if self._n else -(1 << 62)
+        """Append samples, without repeats: those not newer than the last one. Returns how many were new."""
+        last = int(self._times[self._n - 1]) if self._n else -(1 << 62)
         fresh = []
         for time_ns, power_w in samples:
-            if time_ns > last:  # type: ignore[operator]
+            if time_ns > last:
                 fresh.append((time_ns, power_w))
                 last = time_ns
-        self.dropped += len(samples) - len(fresh)
-        if not fresh:
-            return 0
-        self._reserve(len(fresh))
-        times = np.array([t for t, _ in fresh], dtype=np.int64)
-        watts = np.array([w for _, w in fresh], dtype=np.float64)
-        self._append(times, watts)
+        if fresh:
+            self._reserve(len(fresh))
+            times = np.array([t for t, _ in fresh], dtype=np.int64)
+            watts = np.array([w for _, w in fresh], dtype=np.float64)
+            self._append(times, watts)
         return len(fresh)
 
     def _append(self, times: Ints, watts: Floats) -> None:
@@ -100,9 +97,7 @@ class Series:
         sums = accumulate(joined_t, joined_w, mean=self._mean, noise=self.domain.sample_noise, start=start)
         skip = 1 if n else 0
         self._times[n : n + more] = times
-        self._values[:, n : n + more] = (
-            watts, sums.joules[skip:], sums.covered_s[skip:], sums.variance_j2[skip:],
-        )  # fmt: skip
+        self._values[:, n : n + more] = (watts, sums.joules[skip:], sums.covered_s[skip:], sums.variance_j2[skip:])
         self._n = n + more
 
     def _reserve(self, more: int) -> None:
@@ -140,7 +135,7 @@ class Series:
         return np.concatenate(self._coarse, axis=1) if self._coarse else np.zeros((5, 0))
 
     def _past_rows(self) -> Floats:
-        """The coarse rows, after the very first sample (rows are ends of intervals: the first needs a beginning)."""
+        """The coarse rows, after the very first sample: rows are ends of intervals, and the first needs a start."""
         rows = self._coarse_rows()
         if rows.shape[1] == 0 or rows[0, 0] == self._first_ns:
             return rows
@@ -164,7 +159,7 @@ class Series:
         return Mark(joules, covered_s, variance_j2, 0.0)
 
     def column(self, start_ns: int, end_ns: int) -> DomainSamples:
-        """The samples that bear on a window, one beyond each edge; rows of a second where only those are left."""
+        """The samples of a window, with one beyond each edge; rows of a second where only those are left."""
         lo, hi = start_ns + self._lag_ns, end_ns + self._lag_ns
         times, watts = self._times[: self._n], self._values[0, : self._n]
         i = max(int(np.searchsorted(times, lo, side="right")) - 1, 0)
@@ -190,3 +185,48 @@ def _merge_pairs(rows: Floats) -> Floats:
     merged = even[:, 1::2].copy()
     merged[4] = np.fmax(even[4, 0::2], even[4, 1::2])
     return np.concatenate([merged, rows[:, even.shape[1] :]], axis=1)
+
+
+class CounterAnchors:
+    """The last ticks of an energy counter, each placed on the running sums of the samples (see `tessera.joules`)."""
+
+    def __init__(self, series: PowerSeries) -> None:
+        self._series = series
+        self._waiting: deque[tuple[int, float]] = deque(maxlen=64)
+        self._anchors: deque[Anchor] = deque(maxlen=KEPT_ANCHORS)
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._anchors)
+
+    def add(self, time_ns: int, joules: float) -> None:
+        """Note a tick; it becomes an anchor when the samples have caught up with it."""
+        self._waiting.append((time_ns, joules))
+        self.catch_up()
+
+    def restart(self) -> None:
+        """The counter may have been reset (a driver restart): later values cannot be compared with earlier ones."""
+        self._epoch += 1
+        self._waiting.clear()
+
+    def catch_up(self, force: bool = False) -> None:
+        """Place the ticks that the samples have reached by now; all of them when no samples are to come (`force`)."""
+        while self._waiting and (force or self._series.covers(self._waiting[0][0])):
+            time_ns, joules = self._waiting.popleft()
+            if self._anchors and self._epoch == self._anchors[-1].epoch and joules < self._anchors[-1].joules:
+                self._epoch += 1
+            if not self._anchors or time_ns > self._anchors[-1].time_ns:
+                self._anchors.append(Anchor(time_ns, joules, self._series.mark(time_ns), self._epoch))
+
+    def first_after(self, time_ns: int) -> Anchor | None:
+        """The first anchor at or after a time."""
+        first = None
+        for anchor in reversed(self._anchors):
+            if anchor.time_ns < time_ns:
+                break
+            first = anchor
+        return first
+
+    def last_before(self, time_ns: int) -> Anchor | None:
+        """The last anchor at or before a time."""
+        return next((anchor for anchor in reversed(self._anchors) if anchor.time_ns <= time_ns), None)

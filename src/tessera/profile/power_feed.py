@@ -11,7 +11,7 @@ from ..schema import Hold
 
 if TYPE_CHECKING:
     from ..monitor.sampler import Sampler
-    from ..monitor.series import Series
+    from ..monitor.series import PowerSeries
     from .runfile import RunWriter
 
 BEFORE_NS = 1_000_000_000
@@ -68,7 +68,7 @@ class PowerFeed:
 
     def finish(self, end_ns: int) -> None:
         """The rest, up to a (monotonic) time: waits until the sensors have caught up, as long as they can."""
-        self._sampler.wait_for(end_ns, 3.0, self._sampler.counted())
+        self._sampler.wait_for(end_ns, 3.0, self._sampler.counted_domains())
         if self._thin:
             self.take(end_ns)
         else:
@@ -100,7 +100,7 @@ class PowerFeed:
                 self._told_ns[name] = fresh[-1].time_ns
                 self._writer.add_telemetry(fresh, offset_ns)
 
-    def _samples(self, name: str, series: Series, offset_ns: int) -> None:
+    def _samples(self, name: str, series: PowerSeries, offset_ns: int) -> None:
         lag_ns = round(series.domain.lag_s * 1e9)
         since_ns = self._since_ns.get(name, self._start_ns - BEFORE_NS)
         column = series.column(since_ns - lag_ns, self._clock())
@@ -110,7 +110,7 @@ class PowerFeed:
             self._since_ns[name] = int(times[-1])
             self._writer.add_samples(series.domain, times + offset_ns, column.watts[fresh])
 
-    def _means(self, name: str, series: Series, offset_ns: int, end_ns: int | None) -> None:
+    def _means(self, name: str, series: PowerSeries, offset_ns: int, end_ns: int | None) -> None:
         """Means of a second: exact joules, from the running sums beside the samples."""
         domain = dataclasses.replace(series.domain, resolution_s=THIN_NS * 1e-9, hold=Hold.MEAN, lag_s=0.0)
         if name not in self._since_ns:

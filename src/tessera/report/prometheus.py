@@ -18,7 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from .. import __version__
 from ..errors import MissingExtra
-from ..monitor.now import Reading, Snapshot
+from ..monitor.snapshot import DomainReading, Snapshot
 from ..schema import Telemetry
 
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -119,7 +119,7 @@ class SnapshotCollector:
             yield "tessera_throttled_seconds_total", {"domain": t.domain, "reason": reason}, seconds
 
 
-def _power(r: Reading) -> Iterator[Sample]:
+def _power(r: DomainReading) -> Iterator[Sample]:
     # The domain's own source, not the window's: that changes ("+counter") and would begin a new time series.
     labels = {"domain": r.domain, "source": r.source, "basis": r.basis, "label": r.label}
     seen = r.coverage > 0  # 0 J before the first sample is not a measurement

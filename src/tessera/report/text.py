@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..monitor.result import BenchmarkResult, Uncertain
+from ..monitor.benchmark import BenchmarkResult
+from ..monitor.steady_state import Uncertain
 from ..schema import Domain, Energy, EnergyReport
 from ..units import format_duration, format_energy, format_power, format_share
 from .screen import Console
@@ -78,8 +79,8 @@ def print_benchmark(results: Sequence[BenchmarkResult], console: Console | None 
 
 _LABELS = {
     "power_w": "power, W",
-    "joules_per_call": "energy, J",
-    "seconds_per_call": "time, s",
+    "energy_per_call_j": "energy, J",
+    "time_per_call_s": "time, s",
     "tflops": "TFLOPS",
     "tflops_per_w": "TFLOPS/W",
     "sample_per_j": "samples/J",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from ..monitor.now import Reading, Snapshot
+from ..monitor.snapshot import DomainReading, Snapshot
 from ..schema import Telemetry
 from ..units import format_duration, format_energy, format_power
 
@@ -51,7 +51,7 @@ def plain_lines(snapshot: Snapshot) -> Iterator[str]:
     """One line a counted domain, and a total if there are several: name=value pairs with the unit in the name."""
     from datetime import UTC, datetime
 
-    stamp = datetime.fromtimestamp(snapshot.time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    stamp = datetime.fromtimestamp(snapshot.epoch_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     for r in snapshot.counted:
         yield f"{stamp} {r.domain} " + " ".join(f"{k}={v}" for k, v in _pairs(r).items() if v is not None)
     if len(snapshot.counted) > 1:
@@ -61,7 +61,7 @@ def plain_lines(snapshot: Snapshot) -> Iterator[str]:
         yield f"{stamp} total " + " ".join(f"{k}={v}" for k, v in total.items() if v is not None)
 
 
-def _pairs(r: Reading) -> dict[str, str | None]:
+def _pairs(r: DomainReading) -> dict[str, str | None]:
     t = r.telemetry or Telemetry(time_ns=0, domain=r.domain)
     throttle = None if t.throttle is None else ",".join(t.throttle) or "none"
     return {
@@ -149,7 +149,7 @@ def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
     else:
         parts = "; ".join(f"{b}: {', '.join(names)}" for b, names in bases.items())
         line.append(f"  {parts}", style="bold yellow")
-    line.append(f"  {format_duration(float(round(snapshot.seconds)))}", style="not bold dim")
+    line.append(f"  {format_duration(float(round(snapshot.time_s)))}", style="not bold dim")
     end = "q quits" if keys else ""
     line.append(end.rjust(max(width - line.cell_len, 0)), style="not bold dim")
     return line
@@ -185,7 +185,7 @@ def _header(snapshot: Snapshot, name_w: int, cells: int) -> Text:
     return Text(line.plain, style="dim")
 
 
-def _power_line(r: Reading, name_w: int, cells: int) -> Text:
+def _power_line(r: DomainReading, name_w: int, cells: int) -> Text:
     shown = [*r.history_w][-cells:]
     spark = Text(" " * (cells - len(shown)), style="not bold")
     for value, block in zip(shown, sparkline(shown, r.top_w), strict=True):
@@ -215,7 +215,7 @@ def _joules(energy_j: float, error_j: float) -> str:
     return f"{energy_j / factor:.{2 if factor > 1 else 1}f} {unit}{error}"
 
 
-def _states(r: Reading, name_w: int) -> list[Text]:
+def _states(r: DomainReading, name_w: int) -> list[Text]:
     """Throttling, loss and gaps: lines that are there only when there is something to say."""
     indent = " " * name_w + _INDENT
     lines = []
@@ -231,7 +231,7 @@ def _states(r: Reading, name_w: int) -> list[Text]:
     return lines
 
 
-def _details(r: Reading, name_w: int) -> list[Text]:
+def _details(r: DomainReading, name_w: int) -> list[Text]:
     """Clock, temperature, activity; then the memory's. No line where nothing is known, or what is known is old."""
     t = r.telemetry
     if t is None or r.lost is not None:
@@ -281,7 +281,7 @@ def _missing(snapshot: Snapshot) -> list[Text]:
 
 def summary(snapshot: Snapshot) -> str:
     """The last line, after the screen is gone."""
-    span = format_duration(snapshot.seconds, 3)
+    span = format_duration(snapshot.time_s, 3)
     if snapshot.mean_w is None:
         return f"no data came in {span}"
     total = f"{format_energy(snapshot.energy_j)} ± {format_energy(snapshot.error_j, 2)}"

@@ -42,10 +42,10 @@ def measure_iteration(
     if not modelled and not _has_sensor():
         return IterationMeasurement(time_s=_time_iteration(iteration, min(0.2, budget_s)))
     max_s = min(MAX_S, budget_s)
-    bench = EnergyBenchmark(target=TARGET, min_seconds=max_s / 4, max_seconds=max_s, monitor=monitor)
+    bench = EnergyBenchmark(target=TARGET, min_s=max_s / 4, budget_s=max_s, monitor=monitor)
     bench.measure(name="iteration")(iteration)()
     result = bench.results[0]
-    duration, joules = result.seconds_per_call, result.joules_per_call
+    duration, joules = result.time_per_call_s, result.energy_per_call_j
     if not (math.isfinite(joules.value) and (modelled or result.basis == "measured")):
         return IterationMeasurement(time_s=duration.value, error_s=duration.error, basis=result.basis)
     return IterationMeasurement(

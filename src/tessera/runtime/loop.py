@@ -151,7 +151,7 @@ class Loop:
             self._thread.start()
 
     def _zones_of(self, cap: ScopedPower, sampler: Sampler) -> list[Zone]:
-        counted = sampler.counted()
+        counted = sampler.counted_domains()
         gpus = [n for n in counted if n.startswith("gpu")]
         if cap.scope == "node":
             return [self._zone("node", counted)]
@@ -175,7 +175,7 @@ class Loop:
 
     def _share_pacers(self) -> None:
         """Device i of torch is the i-th GPU that NVML shows to this process; the node's zone has them all."""
-        gpus = [n for n in monitor.default().sampler.counted() if n.startswith("gpu")]
+        gpus = [n for n in monitor.default().sampler.counted_domains() if n.startswith("gpu")]
         for device, cadence in self._cadences.items():
             own = "cpu" if device < 0 else gpus[device] if device < len(gpus) else f"gpu{device}"
             for key in (own, "node"):

@@ -65,7 +65,7 @@ class Zone:
     def read(self, sampler: Sampler, now_ns: int) -> Reading | None:
         """The mean power since the last reading; None when there is nothing new."""
         with sampler.lock:
-            series = [sampler.series[n] for n in self.names if n in sampler.series and not sampler.silent(n)]
+            series = [sampler.series[n] for n in self.names if n in sampler.series and not sampler.is_silent(n)]
             newest = [s.last_ns - round(s.domain.lag_s * 1e9) for s in series if s.last_ns is not None]
             if not series or len(newest) < len(series):
                 return None

@@ -88,10 +88,10 @@ def _alone(monitor: Monitor, work: Callable[[], Any]) -> tuple[float, float]:
     """Joules and seconds of a call in steady state."""
     from ..monitor import EnergyBenchmark
 
-    bench = EnergyBenchmark(target=0.02, min_seconds=_ALONE_S, max_seconds=2 * _ALONE_S, monitor=monitor)
+    bench = EnergyBenchmark(target=0.02, min_s=_ALONE_S, budget_s=2 * _ALONE_S, monitor=monitor)
     bench.measure(work)()
     row = bench.results[-1]
-    return row.joules_per_call.value, row.seconds_per_call.value
+    return row.energy_per_call_j.value, row.time_per_call_s.value
 
 
 def _together(

@@ -140,7 +140,7 @@ class _Session:
             ):
                 self._look(sampler)
             # Only for what adds up: HBM power is a one-second average, and the trace need not wait for it.
-            monitor.sampler.wait_for(power.monotonic_span_ns[1], names=monitor.sampler.counted())
+            monitor.sampler.wait_for(power.monotonic_span_ns[1], names=monitor.sampler.counted_domains())
         finally:
             monitor.stop()
         if use is not None:

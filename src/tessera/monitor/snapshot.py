@@ -1,4 +1,4 @@
-"""What every domain draws now and has used since the start: a `Snapshot`, taken again and again by a `Watch`.
+"""`Snapshot`: what every domain draws now and has used since the start, taken again and again by a `PowerWatch`.
 
 The live screen, its plain lines, JSON and the Prometheus exposition are four views of one snapshot.
 """
@@ -17,12 +17,10 @@ import numpy as np
 from ..integral import accumulate
 from ..joules import sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
-from ..sensors.base import Sensor
 from ..sensors.discover import DiscoveredSensors
-from .core import Monitor
+from .core import Monitor, Window
 from .cuda import Edge
-from .series import Series
-from .window import Window
+from .series import PowerSeries
 
 HISTORY = 60
 # At looks 0.5 s apart a cell of the history is 0.1 s; at 100 ms it is one value of NVML's ring.
@@ -36,8 +34,8 @@ CALM_NS = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One domain now and since the start. What is not known is None."""
+class DomainReading:
+    """One domain now and since the start. None means not known."""
 
     domain: str
     label: str
@@ -66,11 +64,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All domains at one moment. `missing` has the sensors this machine does not give, with the reason."""
+    """All domains at one moment. `missing` has the sensors that this machine lacks, with the reason."""
 
+    epoch_s: float
     time_s: float
-    seconds: float
-    readings: Sequence[Reading]
+    readings: Sequence[DomainReading]
     power_w: float | None
     mean_w: float | None
     energy_j: float
@@ -83,12 +81,12 @@ class Snapshot:
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def counted(self) -> list[Reading]:
+    def counted(self) -> list[DomainReading]:
         """The domains that add up to the total."""
         return [r for r in self.readings if r.counted]
 
 
-class Ledger:
+class EnergyLedger:
     """Joules by domain since the start: they never decrease, whatever happens to the sensors.
 
     A long run is a chain of windows of a minute. A counter that is reset (driver restart) takes its correction
@@ -109,7 +107,7 @@ class Ledger:
         for window in [w for w in self._closing if w.energies.keys() >= sampler.series.keys()]:
             self._closing.remove(window)
             for name, energy in window.energies.items():
-                self._settled[name] = [_since([*self._settled.get(name, []), energy])]
+                self._settled[name] = [_add_up([*self._settled.get(name, []), energy])]
         if calm and now_ns - self._window.start.host_ns > CHUNK_NS:
             self._monitor.close(self._window)
             self._closing.append(self._window)
@@ -118,27 +116,29 @@ class Ledger:
         for window in (*self._closing, self._window):
             for name, energy in window.so_far(sampler, window.end or Edge(now_ns)).items():
                 parts.setdefault(name, []).append(energy)
-        energies = {name: _since(links, self._floor_j.get(name, 0.0)) for name, links in parts.items()}
+        energies = {name: _add_up(links, self._floor_j.get(name, 0.0)) for name, links in parts.items()}
         self._floor_j.update((name, e.joules) for name, e in energies.items())
         return energies
 
 
-def _since(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
+def _add_up(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
     """One window after the other. Their errors are mostly the level of one sensor, so they add up here."""
     whole = sum_windows(links)
-    known = [e for e in links if not math.isnan(e.joules)]
-    joules = max(sum(e.joules for e in known), floor_j)
-    unseen_j = max(whole.error_j - sum(e.error_j**2 for e in known) ** 0.5, 0.0) if known else 0.0
-    return dataclasses.replace(whole, joules=joules, error_j=sum(e.error_j for e in known) + unseen_j)
+    seen = [e for e in links if not math.isnan(e.joules)]
+    joules = max(sum(e.joules for e in seen), floor_j)
+    unseen_j = max(whole.error_j - sum(e.error_j**2 for e in seen) ** 0.5, 0.0) if seen else 0.0
+    return dataclasses.replace(whole, joules=joules, error_j=sum(e.error_j for e in seen) + unseen_j)
 
 
-class Watch:
-    """A monitor looked at again and again. Starts the sampling when entered, stops it on the way out."""
+class PowerWatch:
+    """Takes snapshots of a monitor. Sampling starts when it is entered and stops on the way out."""
 
-    def __init__(self, found: DiscoveredSensors, interval_s: float) -> None:
-        self._monitor = Monitor(found.sensors, found.missing)
+    def __init__(self, discovered: DiscoveredSensors, interval_s: float) -> None:
+        self._monitor = Monitor(discovered.sensors, discovered.missing)
         self._interval_s = interval_s
-        self._domains = _domains_by_sensor(found.sensors)
+        self._domains: dict[str, set[str]] = {}
+        for sensor in discovered.sensors:
+            self._domains.setdefault(sensor.name, set()).update(d.name for d in sensor.domains())
         self._top_w: dict[str, float] = {}
         self._gaps: dict[str, int] = {}
         self._newest_gap_ns: dict[str, int] = {}
@@ -146,14 +146,14 @@ class Watch:
     def __enter__(self) -> Self:
         self._monitor.start()
         self._begun_ns = time.monotonic_ns()
-        self._ledger = Ledger(self._monitor)
+        self._ledger = EnergyLedger(self._monitor)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._monitor.stop()
 
-    def look(self) -> Snapshot:
-        """Every domain now, with data as new as its sensor has them."""
+    def take_snapshot(self) -> Snapshot:
+        """Every domain now, with the newest data its sensor has."""
         sampler = self._monitor.sampler
         self._freshen()
         now_ns = time.monotonic_ns()
@@ -162,21 +162,27 @@ class Watch:
             calm = all(g.end_ns is not None and now_ns - g.end_ns > CALM_NS for g in gaps)
             energies = self._ledger.read(now_ns, calm)
             open_gaps = {g.domain: g for g in gaps if g.end_ns is None}
-            self._count(gaps)
+            self._count_gaps(gaps)
             readings = [self._reading(s, energies[n], open_gaps.get(n), now_ns) for n, s in sampler.series.items()]
         counted = [r for r in readings if r.counted]
-        seconds = (now_ns - self._begun_ns) * 1e-9
-        total = sum_domains([energies[r.domain] for r in counted], seconds)
+        time_s = (now_ns - self._begun_ns) * 1e-9
+        total = sum_domains([energies[r.domain] for r in counted], time_s)
         return Snapshot(
-            time_s=sampler.epoch.to_epoch(now_ns) * 1e-9, seconds=seconds, readings=readings,
-            power_w=_sum(r.power_w for r in counted), mean_w=_sum(r.mean_w for r in counted),
-            energy_j=total.joules, error_j=total.error_j, basis=total.basis,
+            epoch_s=sampler.epoch.to_epoch(now_ns) * 1e-9,
+            time_s=time_s,
+            readings=readings,
+            power_w=_sum_known(r.power_w for r in counted),
+            mean_w=_sum_known(r.mean_w for r in counted),
+            energy_j=total.joules,
+            error_j=total.error_j,
+            basis=total.basis,
             missing={c.name: c.reason or "" for c in self._monitor.missing},
             sensors={n: not domains <= open_gaps.keys() for n, domains in self._domains.items()},
-            sampler_cpu_s=sampler.cpu_time_s, sampler_bytes=sampler.nbytes,
-        )  # fmt: skip
+            sampler_cpu_s=sampler.cpu_time_s,
+            sampler_bytes=sampler.nbytes,
+        )
 
-    def _count(self, gaps: Sequence[Gap]) -> None:
+    def _count_gaps(self, gaps: Sequence[Gap]) -> None:
         """Count the gaps that begin after those counted so far: the sampler forgets old ones."""
         for gap in gaps:
             if gap.start_ns > self._newest_gap_ns.get(gap.domain, 0):
@@ -192,44 +198,52 @@ class Watch:
             if late_s <= self._interval_s:
                 sampler.wait_for(now_ns - round(late_s * 1e9), FRESH_S, [domain.name])
 
-    def _reading(self, series: Series, energy: Energy, gap: Gap | None, now_ns: int) -> Reading:
+    def _reading(self, series: PowerSeries, energy: Energy, gap: Gap | None, now_ns: int) -> DomainReading:
         d, sampler = series.domain, self._monitor.sampler
         telemetry = sampler.latest(d.name)
         limit_w = telemetry.power_limit_w if telemetry else None
         cell_s = max(d.resolution_s, self._interval_s / CELLS_PER_LOOK)
         age_s = None if series.last_ns is None else (now_ns - series.last_ns) * 1e-9 + d.lag_s
-        lost, lost_s = _loss(gap, age_s, d.resolution_s + d.lag_s, now_ns)
-        history = _history(series, cell_s, now_ns if lost else series.last_ns) if d.counted else []
+        lost, lost_s = _find_loss(gap, age_s, d.resolution_s + d.lag_s, now_ns)
+        history = _power_history(series, cell_s, now_ns if lost else series.last_ns) if d.counted else []
         self._top_w[d.name] = max([self._top_w.get(d.name, 0.0), *(w for w in history if w is not None)])
         memory = sampler.series.get(f"{d.name}.memory")
         seen_s = energy.seconds * energy.coverage
-        return Reading(
-            domain=d.name, label=d.label, source=d.source, basis=d.basis, counted=d.counted, note=d.note,
-            resolution_s=d.resolution_s, power_w=None if lost else _recent_w(series, self._interval_s), age_s=age_s,
-            mean_w=energy.joules / seen_s if seen_s > 0 else None, energy_j=energy.joules, error_j=energy.error_j,
-            coverage=energy.coverage, memory_w=None if lost or not memory else _recent_w(memory, self._interval_s),
-            lost=lost, lost_s=lost_s, gaps=self._gaps.get(d.name, 0), telemetry=telemetry, history_w=history,
-            cell_s=cell_s, top_w=limit_w or self._top_w[d.name],
-        )  # fmt: skip
+        return DomainReading(
+            domain=d.name,
+            label=d.label,
+            source=d.source,
+            basis=d.basis,
+            counted=d.counted,
+            note=d.note,
+            resolution_s=d.resolution_s,
+            power_w=None if lost else _recent_power(series, self._interval_s),
+            age_s=age_s,
+            mean_w=energy.joules / seen_s if seen_s > 0 else None,
+            energy_j=energy.joules,
+            error_j=energy.error_j,
+            coverage=energy.coverage,
+            memory_w=None if lost or not memory else _recent_power(memory, self._interval_s),
+            lost=lost,
+            lost_s=lost_s,
+            gaps=self._gaps.get(d.name, 0),
+            telemetry=telemetry,
+            history_w=history,
+            cell_s=cell_s,
+            top_w=limit_w or self._top_w[d.name],
+        )
 
 
-def _domains_by_sensor(sensors: Sequence[Sensor]) -> Mapping[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for sensor in sensors:
-        found.setdefault(sensor.name, set()).update(d.name for d in sensor.domains())
-    return found
-
-
-def _loss(gap: Gap | None, age_s: float | None, late_s: float, now_ns: int) -> tuple[str | None, float | None]:
+def _find_loss(gap: Gap | None, age_s: float | None, late_s: float, now_ns: int) -> tuple[str | None, float | None]:
     """Why there is no data now and for how long; None, None when there is."""
     if gap is not None:
         return gap.reason, max(now_ns - gap.start_ns, 0) * 1e-9
     if age_s is not None and age_s > max(STALE_S, 3 * late_s):
-        return "the sensor has had nothing new", age_s
+        return "the sensor has delivered nothing new", age_s
     return None, None
 
 
-def _recent_w(series: Series, span_s: float) -> float | None:
+def _recent_power(series: PowerSeries, span_s: float) -> float | None:
     """Mean power of the newest stretch of data; not one sample, which a periodic load would alias."""
     d = series.domain
     if series.last_ns is None:
@@ -240,7 +254,7 @@ def _recent_w(series: Series, span_s: float) -> float | None:
     return (end.joules - start.joules) / seen_s if seen_s > 0 else series.last_w
 
 
-def _history(series: Series, cell_s: float, end_ns: int | None) -> list[float | None]:
+def _power_history(series: PowerSeries, cell_s: float, end_ns: int | None) -> list[float | None]:
     """Mean power of the last cells of time, the oldest first; None where nothing is known.
 
     The cells lie on a fixed grid, so that a bar does not change any more once it is drawn.
@@ -257,6 +271,6 @@ def _history(series: Series, cell_s: float, end_ns: int | None) -> list[float | 
     return [float(j / s) if s > 0.1 * cell_s else None for j, s in zip(joules, seen_s, strict=True)]
 
 
-def _sum(values: Iterator[float | None]) -> float | None:
+def _sum_known(values: Iterator[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) if known else None

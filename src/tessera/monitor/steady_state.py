@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..integral import Z90, Floats
-from .result import Uncertain
 
 # 95% quantile of Student's t (the two-sided 90% interval) by degrees of freedom; any statistics text.
-_T95 = (
-    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
-    1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
-)  # fmt: skip
+_T95_TEXT = """
+    6.314 2.920 2.353 2.132 2.015 1.943 1.895 1.860 1.833 1.812 1.796 1.782 1.771 1.761 1.753
+    1.746 1.740 1.734 1.729 1.725 1.721 1.717 1.714 1.711 1.708 1.706 1.703 1.701 1.699 1.697"""
+_T95 = tuple(float(t) for t in _T95_TEXT.split())
 # A trend must be both significant (3 standard errors) and larger than this over the run to be called a drift.
 DRIFT = 0.02
 # The least of many noisy scores flatters: taking it, 90% intervals of 9 steady batches hold 84% of the truths; taking
@@ -22,30 +21,59 @@ DRIFT = 0.02
 NEAR_BEST = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Uncertain:
+    """A value with the half-width of its 90% interval; None when there is none (a single batch)."""
+
+    value: float
+    error: float | None
+
+    @property
+    def relative(self) -> float:
+        """Half-width over value; infinite when unknown."""
+        if self.error is None or self.value == 0:
+            return float("inf")
+        return abs(self.error / self.value)
+
+    def with_level(self, gain_error: float) -> Uncertain:
+        """The same with the sensor's own level error added: no repetition makes that smaller."""
+        if self.error is None:
+            return self
+        return Uncertain(self.value, (self.error**2 + (gain_error * self.value) ** 2) ** 0.5)
+
+    def inverse(self, amount: float = 1.0) -> Uncertain:
+        """Amount divided by this value, with the relative error kept."""
+        value = amount / self.value if self.value else float("nan")
+        return Uncertain(value, None if self.error is None else value * self.relative)
+
+    def times(self, factor: float) -> Uncertain:
+        """This value scaled."""
+        return Uncertain(self.value * factor, None if self.error is None else self.error * factor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One batch: how many calls, how long, how many joules (and their own measuring error)."""
+class MeasuredBatch:
+    """One batch of calls: how many, how long, how many joules."""
 
     calls: int
-    seconds: float
-    joules: float
-    error_j: float
+    time_s: float
+    energy_j: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """Per call: seconds, joules; mean watts; from the batches after the warm-up."""
+class SteadyState:
+    """Time and energy per call, and mean power, of the batches after the warm-up; `skipped` batches came before."""
 
     calls: int
     skipped: int
-    seconds: Uncertain
-    joules: Uncertain
-    watts: Uncertain
+    time_s: Uncertain
+    energy_j: Uncertain
+    power_w: Uncertain
     notes: list[str] = field(default_factory=list)
 
     def within(self, target: float) -> bool:
         """Whether both time and energy are known to the target."""
-        return self.seconds.relative <= target and self.joules.relative <= target
+        return self.time_s.relative <= target and self.energy_j.relative <= target
 
 
 def t90(degrees: int) -> float:
@@ -55,7 +83,7 @@ def t90(degrees: int) -> float:
     return _T95[degrees - 1] if degrees <= len(_T95) else Z90 + 1.6 / degrees
 
 
-def warm_up(values: Floats) -> int:
+def count_warm_up(values: Floats) -> int:
     """How many leading values to drop: the first cut that leaves (nearly) the least error of the mean (MSER).
 
     K. P. White, "An effective truncation heuristic for bias reduction in simulation output", 1997. At most half
@@ -67,10 +95,10 @@ def warm_up(values: Floats) -> int:
     cuts = range(n // 2 + 1)
     scores = [float(np.var(values[d:])) / (n - d) for d in cuts]
     best = min(scores)
-    return next((d for d in cuts if scores[d] <= NEAR_BEST * best), 0)  # 0: what is not known (NaN) has no minimum
+    return next((d for d in cuts if scores[d] <= NEAR_BEST * best), 0)  # 0: NaN has no minimum
 
 
-def interval(values: Floats) -> Uncertain:
+def mean_interval(values: Floats) -> Uncertain:
     """Mean and 90% half-width; batches that resemble their neighbours count for less (lag-1 correlation)."""
     n = len(values)
     mean = float(np.mean(values))
@@ -83,7 +111,7 @@ def interval(values: Floats) -> Uncertain:
     return Uncertain(mean, t90(n - 1) * float(np.sqrt(variance / n * inflate)))
 
 
-def drift(values: Floats) -> float | None:
+def find_drift(values: Floats) -> float | None:
     """Relative change over the run if there is a significant trend, else None."""
     n = len(values)
     if n < 6 or not np.mean(values):
@@ -96,25 +124,24 @@ def drift(values: Floats) -> float | None:
     return change if abs(slope) > 3 * error and abs(change) > DRIFT else None
 
 
-def summarize(rows: Sequence[Row], *, warm: bool = False) -> Summary:
-    """Find the steady state and sum it up. Time and energy must both have settled. `warm`: all of it counts."""
-    seconds = np.array([r.seconds / r.calls for r in rows])
-    joules = np.array([r.joules / r.calls for r in rows])
-    skip = 0 if warm else max(warm_up(seconds), warm_up(joules))
-    kept = list(rows[skip:])
-    watts = np.array([r.joules / r.seconds if r.seconds > 0 else 0.0 for r in kept])
+def find_steady_state(batches: Sequence[MeasuredBatch], *, warm: bool = False) -> SteadyState:
+    """Find the steady state: time and energy must both have settled. `warm`: all batches count."""
+    time_s = np.array([b.time_s / b.calls for b in batches])
+    energy_j = np.array([b.energy_j / b.calls for b in batches])
+    skip = 0 if warm else max(count_warm_up(time_s), count_warm_up(energy_j))
+    steady = batches[skip:]
     notes = []
-    for what, values in (("time", seconds[skip:]), ("energy", joules[skip:])):
-        trend = drift(values)
+    for what, values in (("time", time_s[skip:]), ("energy", energy_j[skip:])):
+        trend = find_drift(values)
         if trend is not None:
             notes.append(f"{what} per call drifts by {trend:+.1%} over the run: it is not at a steady state")
-    if len(kept) < 2:
-        notes.append("a single batch: how well it repeats is not known; give it more time (max_seconds)")
-    return Summary(
-        calls=sum(r.calls for r in kept),
+    if len(steady) < 2:
+        notes.append("only one batch was measured, so its repeatability is unknown; give it more time (budget_s)")
+    return SteadyState(
+        calls=sum(b.calls for b in steady),
         skipped=skip,
-        seconds=interval(seconds[skip:]),
-        joules=interval(joules[skip:]),
-        watts=interval(watts),
+        time_s=mean_interval(time_s[skip:]),
+        energy_j=mean_interval(energy_j[skip:]),
+        power_w=mean_interval(np.array([b.energy_j / b.time_s if b.time_s > 0 else 0.0 for b in steady])),
         notes=notes,
     )
