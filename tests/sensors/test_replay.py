@@ -142,7 +142,7 @@ def test_domains_say_that_they_are_replayed_and_keep_the_rest():
     assert domain.source == "replay:nvml-samples"
     assert (domain.name, domain.lag_s, domain.hold, domain.basis) == ("gpu0", 0.015, Hold.MEAN, "modelled")
     trace = PowerTrace({"gpu0": DomainSamples.of(domain, [1, 2], [1.0, 2.0])}, start_ns=1, end_ns=2)
-    assert ReplaySensor.from_trace(trace).domains()[0].source == "replay:nvml-samples", "not replay:replay:"
+    assert ReplaySensor(trace.columns).domains()[0].source == "replay:nvml-samples", "not replay:replay:"
 
 
 def test_a_csv_comes_back_as_it_was_written(tmp_path):

@@ -60,12 +60,7 @@ class PolledPower:
     """
 
     def __init__(
-        self,
-        domain: str,
-        *,
-        started_ns: int | None = None,
-        refresh_s: float | None = None,
-        hole_s: float = math.inf,
+        self, domain: str, *, started_ns: int | None = None, refresh_s: float | None = None, hole_s: float = math.inf
     ) -> None:
         self.domain = domain
         self._known_s = refresh_s

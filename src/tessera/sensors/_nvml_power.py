@@ -7,6 +7,7 @@ instantaneous value refreshed at 10 Hz. A poll faster than the refresh repeats v
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -42,7 +43,7 @@ ZERO_READ = "the sensor read 0 W"
 
 
 class PowerReader(Protocol):
-    """Reads a power of one GPU; `read` adds new samples, and the gaps it found, under the name it was made with."""
+    """Reads the power of one GPU; `read` adds its new samples and gaps."""
 
     period_s: float
 
@@ -68,9 +69,16 @@ class RingReader:
 
     def domain(self, label: str, note: str) -> Domain:
         return Domain(
-            name=self._name, source="nvml-samples", label=label, note=note, resolution_s=RING_RESOLUTION_S,
-            lag_s=RING_LAG_S, blur_s=RING_BLUR_S, sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR,
-        )  # fmt: skip
+            name=self._name,
+            source="nvml-samples",
+            label=label,
+            note=note,
+            resolution_s=RING_RESOLUTION_S,
+            lag_s=RING_LAG_S,
+            blur_s=RING_BLUR_S,
+            sample_noise=RING_NOISE,
+            gain_error=RING_GAIN_ERROR,
+        )
 
     def read(self, batch: Batch) -> None:
         if self._epoch.observe():
@@ -109,7 +117,7 @@ class RingReader:
         batch.add(self._name, t, power_mw * 1e-3 if power_mw else math.nan)
 
     def _note_silence(self, batch: Batch, fresh: bool) -> None:
-        """An open gap, once, when the ring has had nothing new for seconds."""
+        """Add an open gap, once, when the ring has had nothing new for seconds."""
         if fresh or self._last_ns is None:
             self._silent = False
             return
@@ -165,18 +173,22 @@ class FieldReader:
 
     def domain(self, label: str, note: str) -> Domain:
         seen = "found at start" if self.refresh_seen else "assumed: no change was seen at start"
-        notes = [note] if note else []
-        notes.append(f"refreshed every {self.refresh_s * 1e3:.0f} ms ({seen})")
-        if self._averaged_s:
-            notes.append(f"a {self._averaged_s:g} s average")
+        refreshed = f"refreshed every {self.refresh_s * 1e3:.0f} ms ({seen})"
+        averaged = f"a {self._averaged_s:g} s average" if self._averaged_s else ""
+        span_s = self._averaged_s + self.refresh_s
         return Domain(
-            name=self._name, source=self.source, label=label, note="; ".join(notes),
-            resolution_s=max(self.refresh_s, self._averaged_s), lag_s=(self._averaged_s + self.refresh_s) / 2,
-            blur_s=(self._averaged_s + self.refresh_s) / math.sqrt(12), gain_error=FIELD_GAIN_ERROR,
-        )  # fmt: skip
+            name=self._name,
+            source=self.source,
+            label=label,
+            note="; ".join(filter(None, (note, refreshed, averaged))),
+            resolution_s=max(self.refresh_s, self._averaged_s),
+            lag_s=span_s / 2,
+            blur_s=span_s / math.sqrt(12),
+            gain_error=FIELD_GAIN_ERROR,
+        )
 
     def fail(self, batch: Batch, reason: str) -> None:
-        """Note that nothing comes any more, so that nobody waits for it."""
+        """Open a gap, so that nobody waits for samples."""
         self._power.fail(batch, self._clock.monotonic_ns(), reason)
 
     def read(self, batch: Batch) -> None:
@@ -197,31 +209,31 @@ def number(value: Any, kind: int) -> float:
     return float(getattr(value, _MEMBERS[kind] if kind < len(_MEMBERS) else "uiVal"))
 
 
+def read_field(nvml: Any, handle: Any, field: int, scope: int = 0) -> float:
+    """The value of one field; raises the field's own NVML error."""
+    value = nvml.nvmlDeviceGetFieldValues(handle, [(field, scope)])[0]
+    if value.nvmlReturn != nvml.NVML_SUCCESS:
+        raise nvml.NVMLError(value.nvmlReturn)
+    return number(value.value, value.valueType)
+
+
 def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[], int]:
-    """A call that returns one field in milliwatts and raises the field's own NVML error."""
-
-    def ask() -> int:
-        value = nvml.nvmlDeviceGetFieldValues(handle, [(field, scope)])[0]
-        if value.nvmlReturn != nvml.NVML_SUCCESS:
-            raise nvml.NVMLError(value.nvmlReturn)
-        return round(number(value.value, value.valueType))
-
-    return ask
+    """A call that returns one field in whole milliwatts."""
+    return lambda: round(read_field(nvml, handle, field, scope))
 
 
 def choose_reader(
     nvml: Any, handle: Any, name: str, clock: Clock, refuse: Callable[[str, Exception], None]
 ) -> PowerReader | None:
-    """The finest source this GPU and user have; `refuse` is told of each that does not work.
+    """The finest source that this GPU and user have; `refuse` gets each one that does not work.
 
-    Only a source that is not there or not permitted is passed over: an error that may pass is raised.
+    Only a source that is absent or not permitted is skipped: an error that may pass is raised.
     """
     never = absent_errors(nvml)
     try:
-        nvml.nvmlDeviceGetSamples(handle, nvml.NVML_TOTAL_POWER_SAMPLES, 0)
+        with contextlib.suppress(nvml.NVMLError_NotFound):  # the ring exists, and is still empty
+            nvml.nvmlDeviceGetSamples(handle, nvml.NVML_TOTAL_POWER_SAMPLES, 0)
         return RingReader(nvml, handle, clock, name=name)
-    except nvml.NVMLError_NotFound:
-        return RingReader(nvml, handle, clock, name=name)  # there, and empty so far
     except never as exc:
         refuse("power sample ring", exc)
     sources: list[tuple[str, Callable[[], int], float]] = [

@@ -1,14 +1,15 @@
-"""Everything NVML says of a GPU beside power: clocks, temperatures, throttling, utilisation, GPM activity."""
+"""NVML's telemetry of a GPU besides power: clocks, temperatures, throttling, utilisation, GPM activity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from ..clock import REAL, Clock
 from ..schema import Capability, Telemetry
-from ._nvml_power import absent_errors, number
+from ._nvml_power import absent_errors, number, read_field
 
 T = TypeVar("T")
 
@@ -33,9 +34,8 @@ THROTTLE_TIME_FIELDS = {  # NVML_FI_DEV_CLOCKS_EVENT_REASON_*: nanoseconds since
 }
 CLOCKS = {"graphics": 0, "sm": 1, "memory": 2, "video": 3}  # NVML_CLOCK_*
 MEMORY_TEMP_FIELD = 82
-GPM_METRICS = {  # GPM_METRIC_* of interest: all percent
-    2: "sm", 3: "occupancy", 5: "tensor", 10: "dram", 11: "fp64", 12: "fp32", 13: "fp16",
-}  # fmt: skip
+# GPM_METRIC_* of interest: all percent
+GPM_METRICS = {2: "sm", 3: "occupancy", 5: "tensor", 10: "dram", 11: "fp64", 12: "fp32", 13: "fp16"}
 GPM_RATES = {20: "pcie_tx", 21: "pcie_rx", 60: "nvlink_rx", 61: "nvlink_tx"}  # MiB/s
 # A GPM window under ~50 ms answers 0 or NaN on the H200 (from the project's brief; not measured by a script here).
 GPM_MIN_WINDOW_NS = 100_000_000
@@ -75,7 +75,7 @@ class TelemetryReader:
             time_ns=self._clock.monotonic_ns(),
             domain=domain,
             temperature_c=self._ask("temperature", lambda: float(nvml.nvmlDeviceGetTemperature(h, 0))),
-            memory_temperature_c=self._ask("memory temperature", lambda: self._field(MEMORY_TEMP_FIELD)),
+            memory_temperature_c=self._ask("memory temperature", lambda: read_field(nvml, h, MEMORY_TEMP_FIELD)),
             clocks_mhz=self._clocks(),
             power_limit_w=None if limit_mw is None else limit_mw * 1e-3,
             throttle=None if reasons is None else throttle_names(reasons),
@@ -118,18 +118,9 @@ class TelemetryReader:
         return value
 
     def _clocks(self) -> dict[str, float]:
-        nvml, found = self._nvml, {}
-        for name, kind in CLOCKS.items():
-            value = self._ask(f"{name} clock", lambda kind=kind: float(nvml.nvmlDeviceGetClockInfo(self._handle, kind)))  # type: ignore[misc]
-            if value is not None:
-                found[name] = value
-        return found
-
-    def _field(self, field: int) -> float:
-        value = self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0]
-        if value.nvmlReturn != self._nvml.NVML_SUCCESS:
-            raise self._nvml.NVMLError(value.nvmlReturn)
-        return number(value.value, value.valueType)
+        ask = self._nvml.nvmlDeviceGetClockInfo
+        clocks = {n: self._ask(f"{n} clock", partial(ask, self._handle, kind)) for n, kind in CLOCKS.items()}
+        return {name: float(mhz) for name, mhz in clocks.items() if mhz is not None}
 
     def _throttled_s(self) -> dict[str, float]:
         values = self._nvml.nvmlDeviceGetFieldValues(self._handle, list(THROTTLE_TIME_FIELDS))
@@ -171,12 +162,8 @@ class GpmReader:
         for i, metric in enumerate(wanted):
             ask.metrics[i].metricId = metric
         nvml.nvmlGpmMetricsGet(ask)
-        found = {}
-        for i, name in enumerate(wanted.values()):
-            value = float(ask.metrics[i].value)
-            if ask.metrics[i].nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(value):
-                found[name] = value
-        return found
+        answers = zip(wanted.values(), ask.metrics, strict=False)
+        return {n: m.value for n, m in answers if m.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(m.value)}
 
     def close(self) -> None:
         for sample in self._samples:

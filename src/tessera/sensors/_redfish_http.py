@@ -132,9 +132,6 @@ class RedfishClient:
         self._tls = tls_context(config)
         self._connection: http.client.HTTPConnection | None = None
 
-    def __repr__(self) -> str:
-        return f"RedfishClient({self._config!r})"
-
     def get(self, uri: object) -> Json:
         """Return the resource at a link. Raises RequestFailed."""
         path = local_path(uri, self._config.address)

@@ -43,10 +43,10 @@ def visible_boards(boards: Sequence[GpuBoard], text: str | None) -> list[Visible
     kind = _kind(entries[0])
     named: set[tuple[int, str | None]] = set()
     for entry in entries:
-        found = _find(boards, entry) if _kind(entry) == kind else None
-        if found is None:
+        match = _find(boards, entry) if _kind(entry) == kind else None
+        if match is None:
             break
-        board, mig = found
+        board, mig = match
         if (board.index, mig) in named:
             return []
         named.add((board.index, mig))

@@ -30,8 +30,8 @@ class DiscoveredSensors:
 
 
 def _load(module: str, sensor: str) -> Sensor:
-    made: Sensor = getattr(importlib.import_module(f".{module}", __package__), sensor)()
-    return made
+    make_sensor: Callable[[], Sensor] = getattr(importlib.import_module(f".{module}", __package__), sensor)
+    return make_sensor()
 
 
 def _load_redfish() -> Sensor:

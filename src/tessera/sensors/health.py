@@ -1,4 +1,4 @@
-"""What this machine can measure and what it lacks: the facts behind `tessera doctor`."""
+"""What this machine can measure, and what it lacks: the facts behind `tessera doctor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SensorHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCheck:
-    """A property of the machine: True, False or None (cannot be told), with the reason and the fix."""
+    """A property of the machine: True, False or None (unknown), with the reason and the fix."""
 
     name: str
     ok: bool | None
@@ -38,7 +38,7 @@ class MachineCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Everything `tessera doctor` says."""
+    """Everything that `tessera doctor` shows."""
 
     sensors: Sequence[SensorHealth]
     checks: Sequence[MachineCheck] = field(default_factory=tuple)
@@ -50,7 +50,7 @@ class Health:
 
 
 def examine(names: Sequence[str] | None = None) -> Health:
-    """Try every kind of sensor, one after the other, and look at what else measuring needs."""
+    """Try every kind of sensor, one after the other, and check what else measuring needs."""
     return Health(
         sensors=[examine_sensor(name) for name in names or KINDS],
         checks=[performance_counters(), power_control(), clock_synchronised()],
@@ -101,14 +101,13 @@ def performance_counters(
 
 
 def power_control(driver: Path = Path("/proc/driver/nvidia"), status: Path = Path("/proc/self/status")) -> MachineCheck:
-    """Whether a schedule that was let (TESSERA_CONTROL=1) could set power limits and clocks here."""
+    """Whether a schedule with TESSERA_CONTROL=1 could set power limits and clocks here."""
     name = "GPU power limits and clocks"
     if not driver.exists():
         return MachineCheck(name=name, ok=None, detail=f"no NVIDIA driver to ask ({driver})")
     if _has_sys_admin(status):
-        return MachineCheck(
-            name=name, ok=True, detail="this process may set them; schedules do so only with TESSERA_CONTROL=1"
-        )
+        detail = "this process may set them; schedules do so only with TESSERA_CONTROL=1"
+        return MachineCheck(name=name, ok=True, detail=detail)
     return MachineCheck(
         name=name,
         ok=False,
@@ -129,7 +128,7 @@ def _has_sys_admin(status: Path) -> bool:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex of linux/timex.h, as far as it is read here; the rest is room the kernel may fill."""
+    """The first fields of struct timex (linux/timex.h); `rest` is room that the kernel may fill."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),

@@ -19,17 +19,17 @@ from ..schema import Capability, Device, Domain, Figure, Hold, Telemetry
 from .base import Batch
 
 LINE_ERROR = 0.15
-"""What a straight line by utilisation is off by, at the same utilisation, from one program to the next.
+"""The relative error of a straight line by utilisation, from one program to the next at the same utilisation.
 
 10-20% in Fan, Weber, Barroso, "Power provisioning for a warehouse-sized computer" (ISCA 2007), with both ends measured.
 """
 MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
-"""Of modelled power of which nobody says what curve it is from (a log): that of the catalogue's `generic-cpu`."""
+"""The relative error of modelled power whose curve is unknown (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
 
 
 def model_error(device: Device) -> float:
-    """The relative error of a device's modelled power at any load: its worse end's, and that of the line between."""
+    """The relative error of a device's modelled power at any load: that of its worse end, and that of the line."""
     ends = [_relative(figure) for figure in (device.idle_w, device.tdp_w) if figure is not None]
     return math.hypot(LINE_ERROR, max(ends, default=MODEL_ERROR))
 
@@ -90,14 +90,21 @@ class ModelledSensor:
             return []
         d = self._device
         assert d.idle_w is not None and d.tdp_w is not None
+        error = model_error(d)
+        curve = f"utilisation x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}"
+        line = f"between them a straight line, which alone is off by {LINE_ERROR:.0%}: ±{error:.0%} in all"
         return [
             Domain(
-                name=self._name, source="modelled", label=d.name, resolution_s=self.period_s, hold=Hold.MEAN,
-                gain_error=model_error(d), basis="modelled",
-                note=f"utilisation x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}; between them a straight "
-                f"line, which alone is off by {LINE_ERROR:.0%}: ±{model_error(d):.0%} in all",
+                name=self._name,
+                source="modelled",
+                label=d.name,
+                resolution_s=self.period_s,
+                hold=Hold.MEAN,
+                gain_error=error,
+                basis="modelled",
+                note=f"{curve}; {line}",
             )
-        ]  # fmt: skip
+        ]
 
     def capabilities(self) -> Sequence[Capability]:
         return []

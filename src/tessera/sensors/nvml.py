@@ -1,10 +1,10 @@
-"""NVIDIA GPUs through NVML (the package nvidia-ml-py), with nothing but a plain user's rights.
+"""NVIDIA GPUs through NVML (the package nvidia-ml-py), with a plain user's rights.
 
 Per GPU: board power from the driver's sample ring (20 ms) or, failing that, the polled fields; the total-energy
 counter as anchor; HBM power; telemetry. Everything is read on the sampler's thread.
 
-What goes wrong stays local: one GPU that is lost leaves a gap with its reason and is looked for again; NVML as a
-whole gone (driver restart) raises SensorLost, and the sampler starts this sensor anew.
+Failures stay local: one GPU that is lost leaves a gap with its reason and is looked for again. When NVML as a whole is
+gone (driver restart), `read` raises SensorLost, and the sampler starts this sensor anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DENSE_NS = 50_000_000
 
 
 class NvmlSensor:
-    """All NVIDIA GPUs this process may see. `environ` has CUDA_VISIBLE_DEVICES; `telemetry_s` paces the rest."""
+    """All NVIDIA GPUs this process may see. `environ` has CUDA_VISIBLE_DEVICES; `telemetry_s`: telemetry's period."""
 
     name = "nvml"
 
@@ -67,9 +67,8 @@ class NvmlSensor:
                 fix="check nvidia-smi, and unset CUDA_VISIBLE_DEVICES",
             )
         if not any(g.power for g in self._gpus):
-            raise SensorPermission(
-                "no GPU lets its power be read", why="; ".join(c.reason or "" for c in self._gpus[0].capabilities())
-            )
+            reasons = "; ".join(c.reason or "" for c in self._gpus[0].capabilities())
+            raise SensorPermission("this user may not read the power of any GPU", why=reasons)
 
     @property
     def period_s(self) -> float:
@@ -168,11 +167,11 @@ class NvidiaGpu:
         note = ""
         if self._visible.mig:
             note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
-        found = [self.power.domain(self.label, note)] if self.power else []
+        domains = [self.power.domain(self.label, note)] if self.power else []
         if self._hbm:
             hbm = self._hbm.domain(f"{self.label} HBM", "part of the board's power")
-            found.append(dataclasses.replace(hbm, counted=False))
-        return found
+            domains.append(dataclasses.replace(hbm, counted=False))
+        return domains
 
     def capabilities(self) -> list[Capability]:
         refused = [Capability(name=f"{self.name} {k}", available=False, reason=v) for k, v in self.refused.items()]
@@ -218,7 +217,7 @@ class NvidiaGpu:
     def _spare(
         self, what: str, now: int, part: Callable[[], None], failed: Callable[[str], None] = lambda _why: None
     ) -> None:
-        """Do a part whose failure must not cost the power samples; one that fails is left alone for a while."""
+        """Run a part whose failure must not cost the power samples; one that fails rests for a while."""
         if now < self._resume_ns.get(what, 0):
             return
         try:
@@ -247,7 +246,7 @@ class NvidiaGpu:
         self.lost = None
 
     def lose(self, batch: Batch, exc: Exception) -> int:
-        """Note that the GPU does not answer; 1, so that the sensor can count them."""
+        """Open a gap for a GPU that does not answer; returns 1, so that the sensor can count them."""
         if not self.lost:
             self.lost = str(exc)
             now = self._clock.monotonic_ns()
@@ -297,15 +296,15 @@ def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
         count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except nvml.NVMLError:
         return ()
-    found = []
+    uuids = []
     for i in range(count):
         with contextlib.suppress(nvml.NVMLError):
-            found.append(_text(nvml, nvml.nvmlDeviceGetUUID, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)))
-    return tuple(found)
+            uuids.append(_text(nvml, nvml.nvmlDeviceGetUUID, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)))
+    return tuple(uuids)
 
 
 def translate_error(nvml: Any, exc: Exception) -> SensorError:
-    """NVML's own words kept, and what to do beside them."""
+    """Our error for one of NVML's, with the fix."""
     if isinstance(exc, (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded)):
         return SensorUnavailable(
             "no NVIDIA driver on this machine",

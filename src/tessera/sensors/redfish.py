@@ -30,7 +30,7 @@ __all__ = ["RedfishConfig", "RedfishSensor"]
 # NEC (NFPA 70) 210.20(A), 215.3: a breaker is rated at 125% of its continuous load; above 80% of its
 # rating a lasting load may trip it.
 NEAR_TRIP = 0.80
-# Assumed: an alarm ends below this, so that a load right at the threshold is not told again and again.
+# Assumed: an alarm ends below this, so that a load right at the threshold is not reported again and again.
 NEAR_TRIP_REARM = 0.75
 # Assumed: supplies and PDUs meter within about 3%; Redfish carries no accuracy in the excerpts read here.
 GAIN_ERROR = 0.03
@@ -128,9 +128,6 @@ class RedfishSensor:
         self._next_circuit = 0
         self._failures = 0
 
-    def __repr__(self) -> str:
-        return f"RedfishSensor({self._config!r})"
-
     def start(self) -> None:
         """Connect, find what there is, and note which log entries are old."""
         self.stop()
@@ -147,17 +144,17 @@ class RedfishSensor:
         now = self._clock_ns()
         self._watches = [_Watch(point=p, power=PolledPower(p.domain, started_ns=now)) for p in survey.points]
         self._failures = 0
-        self._logs, lost = {}, list(survey.problems)
+        self._logs, problems = {}, list(survey.problems)
         for path in survey.logs:
             try:
                 self._logs[path] = {_key(entry) for entry in self._entries(path)}
             except RequestFailed as error:
-                lost.append(error.reason)
+                problems.append(error.reason)
         self._events_at_ns = now
         self._capabilities = [
             Capability(name=f"{p.domain}.power", available=True) for p in survey.points if p.has_power
         ]
-        self._capabilities += [Capability(name="redfish.resource", available=False, reason=r) for r in lost]
+        self._capabilities += [Capability(name="redfish.resource", available=False, reason=r) for r in problems]
         no_logs = None if self._logs else "the service has no readable log of power events"
         self._capabilities.append(Capability(name="redfish.events", available=bool(self._logs), reason=no_logs))
 
@@ -227,15 +224,15 @@ class RedfishSensor:
             path = watch.point.path
             if dead is None and path not in resources:
                 resources[path] = self._fetch(path)
-            got = resources.get(path, dead)
-            if isinstance(got, RequestFailed):
-                failure = got
+            answer = resources.get(path, dead)
+            if isinstance(answer, RequestFailed):
+                failure = answer
                 # The service itself is gone: asking for the rest would cost one timeout each.
-                dead = got if got.kind in ("unreachable", "tls", "denied") else dead
+                dead = answer if answer.kind in ("unreachable", "tls", "denied") else dead
                 if watch.point.has_power:
-                    watch.power.fail(batch, self._clock_ns(), got.reason)
-            elif got is not None:
-                watch.take(batch, got[0], watch.point.parse(got[1]))
+                    watch.power.fail(batch, self._clock_ns(), answer.reason)
+            elif answer is not None:
+                watch.take(batch, answer[0], watch.point.parse(answer[1]))
         return any(isinstance(r, tuple) for r in resources.values()), failure
 
     def _fetch(self, path: str) -> tuple[int, Json] | RequestFailed:

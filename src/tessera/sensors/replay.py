@@ -13,7 +13,7 @@ from ..errors import ArgumentError, RecordingError
 from ..integral import Floats, Ints
 from ..joules import DomainSamples
 from ..schema import Basis, Capability, Domain, Gap
-from ..trace import PowerTrace, csv_basis, read_csv
+from ..trace import csv_basis, read_csv
 from .base import Batch
 from .modelled import MODEL_ERROR
 
@@ -25,6 +25,7 @@ class ReplaySensor:
     """
 
     name = "replay"
+    period_s = 0.05  # often enough that a waiting reader is not held up
 
     def __init__(
         self,
@@ -57,16 +58,6 @@ class ReplaySensor:
         samples, basis = read_csv(path), csv_basis(path)
         columns = {n: DomainSamples.of(_describe_column(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
         return cls(columns, speed=speed)
-
-    @classmethod
-    def from_trace(cls, trace: PowerTrace, *, speed: float | None = 1.0) -> ReplaySensor:
-        """Play a trace."""
-        return cls(trace.columns, speed=speed)
-
-    @property
-    def period_s(self) -> float:
-        """Often enough that a waiting reader is not kept."""
-        return 0.05
 
     def start(self) -> None:
         """Begin to play from the first sample."""
@@ -127,6 +118,6 @@ def _describe_column(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
 
 
 def _mark_as_replay(domain: Domain) -> Domain:
-    return (
-        domain if domain.source.startswith("replay") else dataclasses.replace(domain, source=f"replay:{domain.source}")
-    )
+    if domain.source.startswith("replay"):
+        return domain
+    return dataclasses.replace(domain, source=f"replay:{domain.source}")

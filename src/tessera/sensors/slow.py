@@ -1,7 +1,7 @@
 """Sensors that talk to a network or run a program, kept from stalling the others.
 
-The sampler reads everything on one thread, and NVML's ring holds 2.4 s: a BMC that takes 5 s to time out would
-cost GPU samples. A slow sensor is therefore read on a thread of its own, and the sampler only collects.
+The sampler reads everything on one thread, and NVML's ring holds 2.4 s: a BMC that takes 5 s to time out would cost
+GPU samples. A slow sensor is therefore read on a thread of its own, and the sampler only collects the batches.
 """
 
 from __future__ import annotations
