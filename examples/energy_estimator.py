@@ -71,7 +71,7 @@ def networks() -> dict[str, tuple[Any, Any]]:
 
 def pick(found: Sweep, device: str, precision: str, batch: int) -> SweepRow:
     wanted = (lookup(device).id, precision, batch)
-    return next(row for row in found.rows if (row.device, row.precision, row.batch) == wanted)
+    return next(row for row in found.rows if (row.on, row.precision, row.batch) == wanted)
 
 
 def insights(name: str, found: Sweep, chips: tuple[str, str]) -> list[str]:
@@ -81,12 +81,12 @@ def insights(name: str, found: Sweep, chips: tuple[str, str]) -> list[str]:
         rows = sorted((pick(found, chip, "fp32", batch) for chip in chips), key=lambda r: r.energy_per_sample_j or 0)
         low, high = (row.energy_per_sample_j or 0.0 for row in rows)
         lines.append(
-            f"{name}, batch {batch}: {rows[0].device} spends {low * 1e3:.0f} mJ per image, "
-            f"{rows[1].device} {high * 1e3:.0f} mJ ({high / low:.1f} times as much)"
+            f"{name}, batch {batch}: {rows[0].on} spends {low * 1e3:.0f} mJ per image, "
+            f"{rows[1].on} {high * 1e3:.0f} mJ ({high / low:.1f} times as much)"
         )
     one, many = (pick(found, chips[0], "fp32", batch) for batch in BATCHES)
     lines.append(
-        f"{name} on {one.device}: {share(one):.0%} of the energy is static at batch 1, "
+        f"{name} on {one.on}: {share(one):.0%} of the energy is static at batch 1, "
         f"{share(many):.0%} at batch {BATCHES[-1]}: a chip that waits still draws power"
     )
     lines.append(precision_insight(name, found, chips[0]))
@@ -99,7 +99,7 @@ def share(row: SweepRow) -> float:
 
 def precision_insight(name: str, found: Sweep, chip: str) -> str:
     wide, narrow = (pick(found, chip, precision, BATCHES[-1]) for precision in ("fp32", "fp16"))
-    time = (narrow.latency_s or 0.0) / (wide.latency_s or 1.0) - 1
+    time = (narrow.time_s or 0.0) / (wide.time_s or 1.0) - 1
     energy = (narrow.energy_j or 0.0) / (wide.energy_j or 1.0) - 1
     before, after = wide.average_power_w or 0.0, narrow.average_power_w or 0.0
     tdp = lookup(chip).tdp_w
@@ -108,7 +108,7 @@ def precision_insight(name: str, found: Sweep, chip: str) -> str:
         where = "under" if max(before, after) <= tdp.value else "NOT under"
         limit = f", {where} its {tdp.value:.0f} W: the format changes the work, not the board"
     return (
-        f"{name} on {wide.device}, batch {BATCHES[-1]}, FP16 for FP32: time {time:+.0%}, energy {energy:+.0%}, "
+        f"{name} on {wide.on}, batch {BATCHES[-1]}, FP16 for FP32: time {time:+.0%}, energy {energy:+.0%}, "
         f"power {before:.0f} W -> {after:.0f} W{limit}"
     )
 
@@ -125,7 +125,7 @@ def main() -> None:
     found: list[str] = []
     for name, (model, image) in networks().items():
         show(predict(model, image, on=chips[0], precision="fp32", name=name), console)
-        swept = sweep(model, image, devices=chips, precisions=("fp32", "fp16"), batches=BATCHES, name=name)
+        swept = sweep(model, image, on=chips, precisions=("fp32", "fp16"), batches=BATCHES, name=name)
         console.print(comparison(swept, width=console.width))
         console.print()
         found += insights(name, swept, chips)

@@ -45,7 +45,7 @@ def main() -> None:
             print(f"  {name:12} {nbytes / GIB:6.2f} GiB {nbytes / report.peak_bytes:5.0%}")
         for found in reports:
             room = (found.headroom_bytes or 0) / GIB
-            print(f"  {found.device:12} {'fits, ' if found.fits else 'does not fit, '}{room:+.1f} GiB left")
+            print(f"  {found.on:12} {'fits, ' if found.fits else 'does not fit, '}{room:+.1f} GiB left")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def reached(d: LatencyDescriptor) -> str:
 
 
 def show(title: str, report: RooflineReport) -> None:
-    print(f"\n{title}: {report.total_latency * 1e6:.0f} µs, mostly held by {report.critical_ceiling}")
+    print(f"\n{title}: {report.total_latency_s * 1e6:.0f} µs, mostly held by {report.critical_ceiling}")
     print(f"  {'subgraph':16} {'µs':>6} {'FLOP/byte':>9} {'roof':>8} {'reached':>13} {'of it':>6}  held by")
     for d in report.latencies:
         print(
@@ -58,7 +58,7 @@ def main() -> None:
         report = GraphPartitioner(fusion=fusion).partition(graph, inputs=torch.empty(32, 3, 224, 224, device="meta"))
         found = analyzer.analyze(report.subgraphs, report)
         show(f"{chip}, {precision}, {'fused' if fusion else 'one kernel per operator'}", found)
-    used = dict.fromkeys(d.unit for d in found.latencies if d.compute_bound)
+    used = dict.fromkeys(d.unit for d in found.latencies if d.compute_bound_s)
     ridges = [f"{unit} {found.ridge_points[unit]:.0f} FLOP/byte" for unit in used if unit in found.ridge_points]
     print(f"\nridge point: {', '.join(ridges)}\n{NOTE}")
 

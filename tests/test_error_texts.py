@@ -192,13 +192,13 @@ def _bad_device() -> None:
 
 
 def _calibration() -> None:
-    from tessera.estimate import overlay
+    from tessera.estimate import calibration
 
-    path = overlay.path_of("h200")
+    path = calibration.path_of("h200")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{}")
     try:
-        overlay.find("h200")
+        calibration.find("h200")
     finally:
         path.unlink()
 

@@ -255,13 +255,13 @@ def test_exporters_write_where_they_were_told(evil: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_a_calibration_is_named_by_its_device_alone(trick: str) -> None:
-    from tessera.estimate import overlay
+    from tessera.estimate import calibration
 
     try:
-        path = overlay.path_of(trick)
+        path = calibration.path_of(trick)
     except ArgumentError:
         return
-    assert path.parent == overlay.folder()
+    assert path.parent == calibration.folder()
 
 
 @pytest.mark.parametrize("trick", TRICKS)

@@ -38,13 +38,19 @@ from torch.nn import functional as F  # noqa: N812
 import vision
 from tessera.device import Device, Figure
 from tessera.estimate import calibrate
-from tessera.estimate import overlay as laid
-from tessera.estimate.bench import Bench, CudaBench, Machine, Sample
-from tessera.estimate.calibrate import Calibration, Measurements
-from tessera.estimate.factors import Measured, after, case_of
+from tessera.estimate.calibrate import CalibrationResult, Measurements
+from tessera.estimate.calibration import Calibration, Watts
+from tessera.estimate.calibration_bench import CudaBench, KernelBench, Machine, Sample
+from tessera.estimate.calibration_fit import MeasuredPoint, calibrated_outcome, case_of
+from tessera.estimate.calibration_kernels import (
+    CalibrationPoint,
+    half_of,
+    host_points,
+    kernel_points,
+    limit_point,
+    repeat,
+)
 from tessera.estimate.kernel_time import KernelTime, chip
-from tessera.estimate.overlay import Watts
-from tessera.estimate.points import Point, half_of, host_points, kernel_points, limit_point, repeated
 from tessera.estimate.predict import Launch, predict
 from tessera.graph.capture import capture
 from tessera.hardware import identify_board
@@ -179,16 +185,16 @@ def model(kind: Callable[[], nn.Module], shape: tuple[int, ...], dtype: str) -> 
     return make
 
 
-def programs(device: Device) -> list[tuple[Point, Launch]]:
+def programs(device: Device) -> list[tuple[CalibrationPoint, Launch]]:
     """Everything that is checked: a point's group says what part of the table it is in."""
     half = half_of(device)
-    found: list[tuple[Point, Launch]] = []
+    found: list[tuple[CalibrationPoint, Launch]] = []
     for part, kernels in (("first", first_kernels(half)), ("more", more_kernels(half))):
-        found += [(Point(name=name, group=part, make=make), "graph") for name, make in kernels.items()]
+        found += [(CalibrationPoint(name=name, group=part, make=make), "graph") for name, make in kernels.items()]
     models = {"mlp": model(Mlp, (64, 2048), half), "pyramid": model(Pyramid, (16, 3, 128, 128), "fp32")}
     launches: tuple[Launch, ...] = ("graph", "eager")
     for name, make in models.items():
-        found += [(Point(name=name, group="model", make=make), launch) for launch in launches]
+        found += [(CalibrationPoint(name=name, group="model", make=make), launch) for launch in launches]
     return found
 
 
@@ -218,11 +224,11 @@ def _times(figure: Figure | None, factor: float) -> Figure | None:
     return None if figure is None else replace(figure, value=figure.value * factor)
 
 
-def guess(m: Measured, device: Device, found: Calibration) -> Guess:
+def guess(m: MeasuredPoint, device: Device, found: CalibrationResult) -> Guess:
     case = case_of(device, m.case.graph, m.case.launch)
-    then, each = after(case, found.overlay), 1.0 / m.copies
+    then, each = calibrated_outcome(case, found.calibration), 1.0 / m.copies
     kernels = case.found.kernels
-    scaled = [laid.apply(k, *work, found.overlay) for k, work in zip(kernels, case.work, strict=True)]
+    scaled = [found.calibration.scale_kernel(k, *work) for k, work in zip(kernels, case.work, strict=True)]
     return Guess(
         before_s=case.found.solved.seconds * each, after_s=then.seconds * each, before_j=case.joules * each,
         after_j=then.joules * each, before_error=_error(kernels), after_error=_error(scaled),
@@ -234,7 +240,7 @@ def _error(kernels: Sequence[KernelTime]) -> float:
     return sum(k.relative_error * k.seconds for k in kernels) / sum(k.seconds for k in kernels)
 
 
-def check(m: Measured, chips: Mapping[str, Device], found: Mapping[str, Calibration]) -> Check:
+def check(m: MeasuredPoint, chips: Mapping[str, Device], found: Mapping[str, CalibrationResult]) -> Check:
     s, each = m.sample, 1.0 / m.copies
     return Check(
         name=m.point.name, launch=m.case.launch, copies=m.copies, measured_s=s.seconds * each,
@@ -255,25 +261,29 @@ class Recorded:
 
     date: str
     points: Measurements
-    unseen: list[Measured]
-    host_again: list[Measured]
+    unseen: list[MeasuredPoint]
+    host_again: list[MeasuredPoint]
 
 
-def hosts(device: Device) -> list[tuple[Point, Launch]]:
+def hosts(device: Device) -> list[tuple[CalibrationPoint, Launch]]:
     return [(point, "eager") for point in host_points(device)]
 
 
-def run_all(bench: Bench, device: Device, wanted: Iterable[tuple[Point, Launch]]) -> list[Measured]:
+def run_all(
+    bench: KernelBench, device: Device, wanted: Iterable[tuple[CalibrationPoint, Launch]]
+) -> list[MeasuredPoint]:
     found = []
     for point, launch in wanted:
-        case, copies = calibrate.predicted(device, point, launch)
+        case, copies = calibrate.predict_point(device, point, launch)
         fn, inputs = point.make(bench.where)
-        sample = bench.run(repeated(fn, copies), inputs, launch=launch, seconds=CHECK_S)
-        found.append(Measured(point=point, case=case, copies=copies, sample=sample))
+        sample = bench.run(repeat(fn, copies), inputs, launch=launch, seconds=CHECK_S)
+        found.append(MeasuredPoint(point=point, case=case, copies=copies, sample=sample))
     return found
 
 
-def recalled(device: Device, wanted: Iterable[tuple[Point, Launch]], rows: list[dict[str, Any]]) -> list[Measured]:
+def recalled(
+    device: Device, wanted: Iterable[tuple[CalibrationPoint, Launch]], rows: list[dict[str, Any]]
+) -> list[MeasuredPoint]:
     """The rows of a file that are still points, predicted anew."""
     known = {(point.name, launch): point for point, launch in wanted}
     found = []
@@ -281,12 +291,12 @@ def recalled(device: Device, wanted: Iterable[tuple[Point, Launch]], rows: list[
         point = known.get((row["name"], row["launch"]))
         if point is None:
             continue
-        case, copies = calibrate.predicted(device, point, row["launch"], row["copies"])
+        case, copies = calibrate.predict_point(device, point, row["launch"], row["copies"])
         joules = None if row["measured_j"] is None else row["measured_j"] * copies
         sample = Sample(
             seconds=row["measured_s"] * copies, joules=joules, clock_hz=row["clock_hz"], capped=row["capped"]
         )
-        found.append(Measured(point=point, case=case, copies=copies, sample=sample))
+        found.append(MeasuredPoint(point=point, case=case, copies=copies, sample=sample))
     return found
 
 
@@ -300,29 +310,29 @@ def read(path: Path) -> Recorded:
     idle = {name: msgspec.convert(data[name], Watts) for name in ("idle_w", "idle_context_w")}
     points = Measurements(
         device=device, machine=machine, kernels=tuple(recalled(device, graphs(device), rows)),
-        nets=tuple(recalled(device, hosts(device), rows)), held=held[0] if held else None,
+        nets=tuple(recalled(device, hosts(device), rows)), limit=held[0] if held else None,
         notes=tuple(data["not_measured"]), seconds=data["seconds"], **idle,
     )  # fmt: skip
     again = recalled(device, hosts(device), data.get("host_again", []))
     return Recorded(data["date"], points, recalled(device, programs(device), data["checks"]), again)
 
 
-def graphs(device: Device) -> list[tuple[Point, Launch]]:
+def graphs(device: Device) -> list[tuple[CalibrationPoint, Launch]]:
     return [(point, "graph") for point in kernel_points(device)]
 
 
-def recorded_models(which: str, chips: Mapping[str, Device], found: Mapping[str, Calibration]) -> list[Check]:
+def recorded_models(which: str, chips: Mapping[str, Device], found: Mapping[str, CalibrationResult]) -> list[Check]:
     """Device-bound models as recorded on an H200 earlier. Their host was another: its factor is left out."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from predict import predict_models
 
     vision.importable()
     rows = predict_models.public(SHARED) if which == "public" else predict_models.recorded(which)
-    overlays = {view: msgspec.structs.replace(c.overlay, host_scale=None) for view, c in found.items()}
+    calibrations = {view: msgspec.structs.replace(c.calibration, host_scale=None) for view, c in found.items()}
     checks = []
     for row, build in rows:
         try:
-            one = _recorded_model(row, build, chips, overlays)
+            one = _recorded_model(row, build, chips, calibrations)
         except ModuleNotFoundError as exc:
             print(f"{row['name']}: {exc}", file=sys.stderr)
             continue
@@ -331,7 +341,7 @@ def recorded_models(which: str, chips: Mapping[str, Device], found: Mapping[str,
 
 
 def _recorded_model(
-    row: dict[str, Any], build: Callable[[], Any], chips: Mapping[str, Device], overlays: Mapping[str, laid.Overlay]
+    row: dict[str, Any], build: Callable[[], Any], chips: Mapping[str, Device], calibrations: Mapping[str, Calibration]
 ) -> Check | None:
     """One recorded model under each view of the chip; None where the host bounded it (as predict_models.py has it)."""
     replay, busy_us = bool(row.get("graph_replay")), row.get("gpu_us")
@@ -346,7 +356,8 @@ def _recorded_model(
     guesses = {}
     for view, device in chips.items():
         before, then = (
-            predict(graph, on=device, launch=launch, check_memory=False, calibration=c) for c in (None, overlays[view])
+            predict(graph, on=device, launch=launch, check_memory=False, calibration=c)
+            for c in (None, calibrations[view])
         )
         p, q = before.prediction, then.prediction
         assert p is not None and q is not None
@@ -363,7 +374,9 @@ def _recorded_model(
     )  # fmt: skip
 
 
-def write(path: Path, found: Mapping[str, Calibration], recorded: Recorded, parts: Mapping[str, list[Check]]) -> None:
+def write(
+    path: Path, found: Mapping[str, CalibrationResult], recorded: Recorded, parts: Mapping[str, list[Check]]
+) -> None:
     points = recorded.points
     data = {
         "machine": asdict(points.machine),
@@ -373,7 +386,7 @@ def write(path: Path, found: Mapping[str, Calibration], recorded: Recorded, part
         "idle_w": points.idle_w,
         "idle_context_w": points.idle_context_w,
         "not_measured": points.notes,
-        "overlays": {view: c.overlay for view, c in found.items()},
+        "overlays": {view: c.calibration for view, c in found.items()},
         "points": [asdict(row) for row in found["shipped"].rows],
         "points_datasheet": [asdict(row) for row in found["datasheet"].rows],
         "host_again": [asdict(check(m, {}, {})) for m in recorded.host_again],
@@ -434,7 +447,7 @@ def _inside(checks: list[Check], view: str) -> dict[str, float]:
     return {f"inside_{when}": sum(holds(c, when) for c in checks) / len(checks) for when in ("before", "after")}
 
 
-def show(found: Mapping[str, Calibration], parts: Mapping[str, list[Check]]) -> None:
+def show(found: Mapping[str, CalibrationResult], parts: Mapping[str, list[Check]]) -> None:
     for view, calibration in found.items():
         _show_scales(view, calibration)
     print("\npoints: predicted and measured us a call, measured / predicted as shipped and after, energy likewise")
@@ -456,25 +469,25 @@ def show(found: Mapping[str, Calibration], parts: Mapping[str, list[Check]]) -> 
             if "inside_before" in e:
                 inside = f", inside the interval {e['inside_before']:.0%} -> {e['inside_after']:.0%}"
             print(f"{part} ({by_view['programs']}), {view}: {times}{joules}{inside}")
-    for note in found["shipped"].overlay.notes:
+    for note in found["shipped"].calibration.notes:
         print("note:", note)
 
 
-def _show_scales(view: str, found: Calibration) -> None:
-    overlay = found.overlay
+def _show_scales(view: str, found: CalibrationResult) -> None:
+    calibration = found.calibration
     watts = ", ".join(f"{n} {w.value:.1f} W" for n in ("idle_w", "idle_context_w", "static_w", "limit_w")
-                      if (w := getattr(overlay, n)).value is not None)  # fmt: skip
+                      if (w := getattr(calibration, n)).value is not None)  # fmt: skip
     print(f"\n{view}: {watts}")
-    scales = {f"time {g}": s for g, s in sorted(overlay.time_scale.items())}
-    scales |= {f"energy {g}": s for g, s in sorted(overlay.energy_scale.items())}
-    if overlay.host_scale is not None:
-        scales["host"] = overlay.host_scale
+    scales = {f"time {g}": s for g, s in sorted(calibration.time_scale.items())}
+    scales |= {f"energy {g}": s for g, s in sorted(calibration.energy_scale.items())}
+    if calibration.host_scale is not None:
+        scales["host"] = calibration.host_scale
     for name, s in scales.items():
         interval = "as predicted" if s.spread is None else f"{s.spread:.0%}"
         print(f"  {name:<20} mean {s.mean or 1:.3f}, used {s.factor:.3f}, interval {interval}, {s.points} points")
 
 
-def _show_row(row: calibrate.Row) -> None:
+def _show_row(row: calibrate.CalibrationRow) -> None:
     energy = (
         ""
         if row.measured_j is None
@@ -515,6 +528,17 @@ def measure(args: argparse.Namespace) -> Recorded:
         return Recorded(date.today().isoformat(), points, unseen, again)
 
 
+def as_on(found: Measurements, device: Device) -> Measurements:
+    """The same measurements beside the predictions for another device, as if the chip were that one."""
+
+    def again(m: MeasuredPoint) -> MeasuredPoint:
+        return replace(m, case=case_of(device, m.case.graph, m.case.launch))
+
+    kernels, nets = (tuple(map(again, points)) for points in (found.kernels, found.nets))
+    limit = again(found.limit) if found.limit is not None else None
+    return replace(found, device=device, kernels=kernels, nets=nets, limit=limit)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -527,7 +551,7 @@ def main() -> None:
     recorded = read(args.again) if args.again else measure(args)
     points = recorded.points
     chips = views(points.device)
-    found = {view: calibrate.fitted(calibrate.as_on(points, device)) for view, device in chips.items()}
+    found = {view: calibrate.fit_measurements(as_on(points, device)) for view, device in chips.items()}
     parts = divided([check(m, chips, found) for m in recorded.unseen])
     for which in args.models:
         parts[f"recorded models, {which}"] = recorded_models(which, chips, found)

@@ -21,10 +21,10 @@ import numpy as np
 
 import kernel_fits as fits
 from kernel_rows import SHARED, Row, load, predict
-from tessera.estimate import attention, gemm, residual
+from tessera.estimate import attention, gemm, kernel_time
 from tessera.estimate import power as power_module
 
-DATA = Path(residual.__file__).parent / "data"
+DATA = Path(kernel_time.__file__).parent / "data"
 
 
 def half_widths(rows: Sequence[Row], bins: int) -> dict[str, list[float]]:
@@ -51,12 +51,12 @@ def write(name: str, data: dict[str, Any]) -> None:
 
     (DATA / name).write_text(json.dumps(walk(data), separators=(",", ":")) + "\n")
     for cached in (
-        residual.fitted,
+        kernel_time.load_fit,
         gemm._gemm,
         gemm._trees,
         attention._attention,
         attention._trees,
-        power_module._model,
+        power_module._fit_to_chip,
     ):
         cached.cache_clear()
 

@@ -35,11 +35,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import align
 from device import vision
 from kernel_fits import fit_trees
-from tessera.estimate import conv, families, residency, stream
-from tessera.estimate.kernel_time import chip
-from tessera.estimate.power import Work
-from tessera.estimate.residency import CACHE_SHARE
-from tessera.estimate.residual import fitted
+from tessera.estimate import conv, data_movement
+from tessera.estimate.cache import CACHE_SHARE, count_traffic
+from tessera.estimate.kernel_time import Trees, chip, load_fit
+from tessera.estimate.power import DeviceWork
 from tessera.hardware import lookup
 
 H200 = lookup("h200")
@@ -115,11 +114,11 @@ def measured(all_graphs: dict[Any, Any]) -> list[Measured]:
     for trace in traces():
         graph = all_graphs[trace["name"]]
         moved = {
-            op.index: t for op, t in zip(graph.kernels, residency.traffic(graph, graph.kernels, capacity), strict=True)
+            op.index: t for op, t in zip(graph.kernels, count_traffic(graph, graph.kernels, capacity), strict=True)
         }
         pairs, _, _ = align.align(graph, trace)
         all_us += trace["gpu_us"]
-        rows += [Measured(trace["name"], p.op, p.us, len(p.kernels), moved[p.op.index].hbm_bytes) for p in pairs]
+        rows += [Measured(trace["name"], p.op, p.us, len(p.kernels), moved[p.op.index]) for p in pairs]
     print(
         f"{len(rows)} captured operators paired with kernels: {sum(r.us for r in rows) / all_us:.1%} of the GPU's time"
     )
@@ -187,8 +186,8 @@ def single(all_swept: list[tuple[dict[str, Any], Any]]) -> list[Measured]:
         if len(graph.kernels) != 1 or r["throttle"]:
             continue
         capacity = 1.0 if r["cold"] else CACHE_SHARE * 62914560
-        moved = residency.traffic(graph, graph.kernels, capacity)[0].hbm_bytes
-        us = r["ms"] * 1e3 - 0.25 * families.launches(graph.kernels[0])
+        moved = count_traffic(graph, graph.kernels, capacity)[0]
+        us = r["ms"] * 1e3 - 0.25 * data_movement.count_launches(graph.kernels[0])
         rows.append(Measured(f"swept {i % 40}", graph.kernels[0], max(us, 0.3), 1, moved))
     return rows
 
@@ -215,7 +214,7 @@ def points(rows: list[Measured]) -> dict[str, list[Point]]:
     for r in rows:
         if r.op.kind in MATRIX or r.us <= 0:
             continue
-        s = families.stream_of(r.op, r.hbm_bytes)
+        s = data_movement.movement_of(r.op, r.hbm_bytes)
         seen.setdefault((s.family, s.elements, s.bytes, round(s.hbm_bytes / 1e4), s.blocks, r.case), []).append((s, r))
     found: dict[str, list[Point]] = collections.defaultdict(list)
     for (family, *_), same in seen.items():
@@ -273,7 +272,7 @@ def tree_rows(
     for family, p in found.items():
         c = constants_of(fitted, family)
         for q, s in zip(p, seconds(c, p), strict=True):
-            xs.append(stream.features(q.s, dict(zip(NAMES, np.exp(c), strict=True)), float(s)))
+            xs.append(data_movement.features(q.s, dict(zip(NAMES, np.exp(c), strict=True)), float(s)))
             ys.append(math.log(q.us * 1e-6 / s))
             all_points.append(q)
             base.append(s)
@@ -297,7 +296,7 @@ def fit_stream(rows: list[Measured]) -> None:
         rest = {f: p for f, p in rest.items() if p}
         fitted = fit_families(part)
         x, y, p, _ = tree_rows(part, fitted)
-        trees = stream.trees(fit_trees(x, y, rounds=160, rate=0.08, leaf=8, alpha=0.3))
+        trees = Trees.of(fit_trees(x, y, rounds=160, rate=0.08, leaf=8, alpha=0.3))
         x, y, p, _ = tree_rows(rest, fitted)
         left_over.append(y - trees(x))
         weight.append([q.us * q.count for q in p])
@@ -395,7 +394,7 @@ def in_models(rows: list[Measured]) -> dict[Any, tuple[list[conv.Conv], float, i
             )
             passes = tuple(conv.conv_of(r.op, n, r.op.precision) for n in which)
             bias = p.get("bias") or (p["backward"] and p["needs"][2])
-            us = r.us - (conv._bias(chip(H200), r.op).seconds * 1e6 if bias else 0.0)
+            us = r.us - (conv._bias_time(chip(H200), r.op).seconds * 1e6 if bias else 0.0)
             if passes and us > 0.5:
                 found.setdefault((passes, r.case), []).append(us)
     return {key: (list(key[0]), float(np.median(us)), len(us), key[1]) for key, us in found.items()}
@@ -425,7 +424,7 @@ class ConvFit:
     def without(self, out: int | None) -> Any:
         """Both gradients of a convolution are measured together: a first fit says how they share the time."""
         known = self.train + [s for s in self.singles if self.fold[s[2]] != out]
-        ensemble = conv.trees(self._grow(known))
+        ensemble = Trees.of(self._grow(known))
         for passes, us, _, case in self.pairs:
             if self.fold[case] != out:
                 parts = [self.seconds(ensemble, c) for c in passes]
@@ -437,7 +436,7 @@ def fit_conv(rows: list[Measured]) -> None:
     fits = ConvFit(rows)
     r, w = [], []
     for k in range(5):
-        ensemble = conv.trees(fits.without(k))
+        ensemble = Trees.of(fits.without(k))
         for passes, us, count, case in fits.models.values():
             if fits.fold[case] == k:
                 predicted = sum(fits.seconds(ensemble, c) for c in passes)
@@ -478,10 +477,10 @@ def fit_models(all_graphs: dict[Any, Any], all_swept: list[tuple[dict[str, Any],
     kept = json.loads(path.read_text()) if path.exists() else {"level": {}}
     plain = {"draw": {"other": 1.0}, "level": {**kept["level"], **LEVELS}, "provenance": "being fitted"}
     write("h200_models.json", {**plain, "family": {}})
-    fitted.cache_clear()
+    load_fit.cache_clear()
     family = fit_draw_families(all_swept)
     write("h200_models.json", {**plain, "family": family})
-    fitted.cache_clear()
+    load_fit.cache_clear()
     names = ["fixed", *GROUPS, "other"]
     model, rows, cases = OpModel(H200), [], []
     for r in recorded():
@@ -539,16 +538,16 @@ def fit_draw_families(all_swept: list[tuple[dict[str, Any], Any]]) -> dict[str, 
         if op.kind in ("gemm", "attention", "rnn"):
             continue
         capacity = 1.0 if r["cold"] else CACHE_SHARE * 62914560
-        k = model.time(op, residency.traffic(graph, graph.kernels, capacity)[0].hbm_bytes)
+        k = model.time(op, count_traffic(graph, graph.kernels, capacity)[0])
         t = r["ms"] * 1e-3
-        flops_j = sum(p.j_per_flop.get(u, 0.0) * n for u, n in Work.of(k).flops.items())
+        flops_j = sum(p.j_per_flop.get(u, 0.0) * n for u, n in DeviceWork.of(k).flops.items())
         clock = min(1.0, r["sm_mhz"] / 1980.0)  # under the power limit the SMs draw less, as power.py has it
         square = p.voltage(clock) ** 2
         rest = (
             r["J"] - p.static_w * t - p.hbm_j_per_byte * k.hbm_bytes - square * (flops_j + p.l2_j_per_byte * k.l2_bytes)
         )
         value = float(np.clip(rest / (square * clock * p.active_w * max(0.05, k.busy) * t), 0.2, 3.0))
-        name = families.power_family(op)
+        name = data_movement.power_family(op)
         while name:
             seen[name].append(value)
             name = name.rpartition(".")[0]
@@ -570,7 +569,7 @@ def _shares(found: Any, r: dict[str, Any], names: list[str]) -> list[float]:
     for op, k in zip(found.ops, found.kernels, strict=True):
         group = "fixed" if op.kind in ("gemm", "attention") else op.kind if op.kind in GROUPS else "other"
         out[group] += p.active_w * k.busy * k.draw * k.seconds * stretch
-        out["fixed"] += sum(p.j_per_flop.get(u, dearest) * n for u, n in Work.of(k).flops.items())
+        out["fixed"] += sum(p.j_per_flop.get(u, dearest) * n for u, n in DeviceWork.of(k).flops.items())
         out["fixed"] += p.hbm_j_per_byte * k.hbm_bytes + p.l2_j_per_byte * k.l2_bytes
     return [out[n] / r["J"] for n in names]
 
@@ -581,7 +580,7 @@ def fit_few_rows(rows: list[Measured]) -> None:
 
     model, name = OpModel(H200), FEW_ROWS
     some = [r for r in rows if few_rows(r.op) == 1.0 and not r.case.startswith("swept")]
-    now = float(fitted("h200_models.json")["level"].get(name, 1.0))
+    now = float(load_fit("h200_models.json")["level"].get(name, 1.0))
     predicted = sum(model.time(r.op, r.hbm_bytes).seconds * 1e6 for r in some) / now
     LEVELS[name] = round(float(np.clip(sum(r.us for r in some) / predicted, 0.85, 1.3)), 3)
     print(f"{name}: {len(some)} rows, level {LEVELS[name]}")
@@ -594,13 +593,13 @@ def _width(shipped: dict[str, Any], family: str) -> float:
 
 def fit_folds(rows: list[Measured], all_graphs: dict[Any, Any]) -> None:
     """Latency and joules of models whose kernels were left out of the fits, a fifth of them at a time; writes no fit."""
-    from tessera.estimate.account import _latency_error
     from tessera.estimate.ops import OpModel
     from tessera.estimate.predict import estimate
+    from tessera.estimate.prediction_report import _latency_error
 
     fold = folds([r.case for r in rows] + [r["name"] for r in recorded()], 5, 2)
     found, convs, busy = points(rows), ConvFit(rows, fold), {t["name"]: t["gpu_us"] for t in traces()}
-    shipped = {name: fitted(name) for name in ("h200_stream.json", "h200_conv.json")}
+    shipped = {name: load_fit(name) for name in ("h200_stream.json", "h200_conv.json")}
     errors: dict[str, list[tuple[float, float, float]]] = collections.defaultdict(list)
     for k in range(5):
         part = {f: [q for q in p if fold[q.case] != k] for f, p in found.items()}
@@ -619,8 +618,8 @@ def fit_folds(rows: list[Measured], all_graphs: dict[Any, Any]) -> None:
             "h200_stream.json": {**shipped["h200_stream.json"], "families": families_k, "trees": grown},
             "h200_conv.json": {**shipped["h200_conv.json"], "trees": convs.without(k)},
         }
-        stream.fitted = conv.fitted = lambda name, data=data: data.get(name) or fitted(name)
-        for cached in (stream._ensemble, stream.constants, conv._trees, conv._multiple):
+        data_movement.load_fit = conv.load_fit = lambda name, data=data: data.get(name) or load_fit(name)
+        for cached in (data_movement._trees, data_movement.constants, conv._trees, conv._multiple):
             cached.cache_clear()
         model = OpModel(H200)
         for r in recorded():
@@ -640,8 +639,8 @@ def fit_folds(rows: list[Measured], all_graphs: dict[Any, Any]) -> None:
                 float((e.solved.static_j + e.solved.compute_j + e.solved.memory_j).sum()),
             )
             errors[r["set"]].append((ms / r["ms"] - 1.0, j / r["J"] - 1.0, 1e3 * _latency_error(e) / r["ms"]))
-    stream.fitted = conv.fitted = fitted
-    for cached in (stream._ensemble, stream.constants, conv._trees, conv._multiple):
+    data_movement.load_fit = conv.load_fit = load_fit
+    for cached in (data_movement._trees, data_movement.constants, conv._trees, conv._multiple):
         cached.cache_clear()
     for which, some in [*errors.items(), ("all", [e for v in errors.values() for e in v])]:
         a = np.abs(np.array(some))
@@ -842,7 +841,7 @@ def main() -> None:
             fit_models(all_graphs, all_swept)
         else:
             {"stream": fit_stream, "conv": fit_conv}[name](rows)
-            fitted.cache_clear()
+            load_fit.cache_clear()
 
 
 if __name__ == "__main__":

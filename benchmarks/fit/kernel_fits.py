@@ -245,7 +245,7 @@ def fit_trees(
     leaf: int = 10,
     alpha: float = 0.1,
 ) -> dict[str, Any]:
-    """Boosted trees on the logarithm of measured over predicted, laid out as `residual.Trees` reads them."""
+    """Boosted trees on the logarithm of measured over predicted, laid out as `kernel_time.Trees` reads them."""
     import lightgbm
 
     params = {
@@ -324,11 +324,11 @@ TORCH_ONLY: dict[str, tuple[float, float, float]] = {
 }  # fmt: skip
 
 
-def calls(rows: Sequence[Row], *, backward: bool = False) -> attention.Call:
+def calls(rows: Sequence[Row], *, backward: bool = False) -> attention.AttentionCall:
     """Rows of one kind (see `_alike`) as one call of arrays."""
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
     first, sizes = rows[0].args, {name: np.array([float(row.args[name]) for row in rows]) for name in names}
-    return attention.Call(
+    return attention.AttentionCall(
         **sizes,
         causal=np.array([bool(row.args["causal"]) for row in rows]),
         window=np.array([float(row.args.get("window") or np.inf) for row in rows]),

@@ -254,8 +254,8 @@ def predict(row: Row) -> tuple[float, float, float, float]:
     """Seconds and joules of a row under the power limit, and the 90% half-widths said for them, both relative."""
     from tessera.estimate.attention import attention_time
     from tessera.estimate.gemm import gemm_time
-    from tessera.estimate.power import PowerModel, Work
-    from tessera.estimate.residual import fitted
+    from tessera.estimate.kernel_time import load_fit
+    from tessera.estimate.power import DeviceWork, PowerModel
     from tessera.hardware import lookup
 
     device = lookup(row.device)
@@ -267,9 +267,9 @@ def predict(row: Row) -> tuple[float, float, float, float]:
         kernels = [attention_time(device, **args, backward=backward, source=row.source) for backward in passes]
     if row.in_situ:
         return sum(k.seconds for k in kernels), 0.0, max(k.relative_error for k in kernels), 0.0
-    work = Work.of(kernels[0])
+    work = DeviceWork.of(kernels[0])
     for kernel in kernels[1:]:
-        work += Work.of(kernel)
-    switching = fitted("h200_gemm.json")["constants"]["switching_vllm"] if row.source == "vllm" else 1.0
+        work += DeviceWork.of(kernel)
+    switching = load_fit("h200_gemm.json")["constants"]["switching_vllm"] if row.source == "vllm" else 1.0
     found = PowerModel.from_device(device).estimate(work, switching=switching)
     return found.seconds, found.energy_j, max(kernel.relative_error for kernel in kernels), found.relative_error

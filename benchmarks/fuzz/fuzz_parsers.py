@@ -301,15 +301,15 @@ def _plan(data: bytes, folder: Path) -> None:
     str(plan)
 
 
-def _overlay(data: bytes, folder: Path) -> None:
-    from tessera.estimate import overlay
+def _calibration(data: bytes, folder: Path) -> None:
+    from tessera.estimate import calibration
 
     path = folder / "h200.json"
     path.write_bytes(data)
-    overlay._read.cache_clear()
-    found = overlay._read(path, 0, 0, 0)
+    calibration._read.cache_clear()
+    found = calibration._read(path, 0, 0, 0)
     _ = found.provenance
-    overlay.energy_factor("gemm", "bf16", found)
+    found.energy_factor("gemm", "bf16")
 
 
 def _device(data: bytes, folder: Path) -> None:
@@ -431,7 +431,7 @@ def _plan_seeds() -> list[bytes]:
     return [msgspec.json.encode(plan)]
 
 
-def _overlay_seeds() -> list[bytes]:
+def _calibration_seeds() -> list[bytes]:
     watts = {"value": 700.0, "how": "measured", "error_w": 7.0}
     scale = {"factor": 1.1, "spread": 0.05, "points": 4, "mean": 1.12}
     return [json.dumps({
@@ -531,7 +531,7 @@ TARGETS = {
     "dynolog": Target(_dynolog_seeds, _dynolog, share=2),
     "kineto": Target(_text_seeds(KINETO), _kineto_figures),
     "plan": Target(_plan_seeds, _plan, share=2),
-    "overlay": Target(_overlay_seeds, _overlay, share=2),
+    "calibration": Target(_calibration_seeds, _calibration, share=2),
     "device": Target(_device_seeds, _device),
     "report": Target(_report_seeds, _report),
     "regions": Target(_regions_seeds, _regions),

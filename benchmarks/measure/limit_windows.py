@@ -2,7 +2,7 @@
 
     python benchmarks/measure/limit_windows.py [RESULTS.json]
 
-It says how long the board goes above its limit: `estimate/peak.py` rests on it. The first half second of each recording
+It says how long the board goes above its limit: `estimate/iteration.py` rests on it. The first half second of each recording
 is left out: the step from idle.
 """
 

@@ -4,7 +4,7 @@
 
 Small layers whose arithmetic is next to nothing, on one thread without gradients: microseconds of CPU time a call (the
 least of forty rounds, as what else the machine does only adds to it), beside what the host model (`estimate/host.py`,
-fitted beside an H200) gives the same call. The geometric mean of the ratios is the factor in `estimate/processor.py`.
+fitted beside an H200) gives the same call. The geometric mean of the ratios is the factor in `estimate/host.py`.
 """
 
 from __future__ import annotations

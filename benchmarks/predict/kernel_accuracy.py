@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.estimate.attention import pairs_seen
+from tessera.estimate.attention import count_pairs
 from tessera.estimate.kernel_time import ELEMENT_BYTES
 from tessera.hardware import lookup
 
@@ -47,7 +47,7 @@ def roofline_s(row: Row) -> float:
         moved = a["batch"] * (size * (a["m"] * a["k"] + a["n"] * a["k"]) + max(size, 2.0) * a["m"] * a["n"])
     else:
         q, kv = np.array(float(a["q_len"])), np.array(float(a["kv_len"]))
-        pairs = float(pairs_seen(q, kv, a["causal"], float(a.get("window") or np.inf)))
+        pairs = float(count_pairs(q, kv, a["causal"], float(a.get("window") or np.inf)))
         times = 3.5 if a.get("with_backward") else 2.5 if a.get("backward") else 1.0
         flops = 4.0 * a["batch"] * a["heads"] * pairs * a["head_dim"] * times
         kv_size = ELEMENT_BYTES[a.get("kv_precision") or a["precision"]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tessera
 from tessera import analyze
 from tessera.analyze import prediction_errors
-from tessera.estimate.account import SHARED
+from tessera.estimate.prediction_report import SHARED
 from tessera.report.predict import report_json
 from tessera.schema import EnergyReport
 

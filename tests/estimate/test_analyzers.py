@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tessera.errors import ArgumentError, PredictionError
-from tessera.estimate.allocator import Allocator, rounded
 from tessera.estimate.concurrency import ConcurrencyAnalyzer
 from tessera.estimate.energy import EnergyAnalyzer
-from tessera.estimate.memory import MemoryEstimator
-from tessera.estimate.precision import Precision, recast
+from tessera.estimate.memory import Allocator, MemoryEstimator, round_size, scratch_bytes, workspaces
+from tessera.estimate.ops import Precision, recast
 from tessera.estimate.roofline import LatencyDescriptor, RooflineAnalyzer
-from tessera.estimate.scratch import scratch, workspaces
 from tessera.graph.capture import capture
 from tessera.graph.partition import GraphPartitioner, PartitionReport
 from tessera.hardware import lookup
@@ -58,11 +56,11 @@ def test_every_subgraph_has_a_latency(chip: str, net: PartitionReport) -> None:
     assert [d.subgraph_name for d in found.latencies] == [s.name for s in net.subgraphs]
     for d in found.latencies:
         assert d.actual_latency > 0
-        assert d.actual_latency >= max(d.compute_time, d.memory_time, d.overhead)
-        assert d.actual_latency >= 0.9 * d.compute_bound  # quoted peaks may be at a lower clock than boost
+        assert d.actual_latency >= max(d.compute_s, d.memory_s, d.overhead_s)
+        assert d.actual_latency >= 0.9 * d.compute_bound_s  # quoted peaks may be at a lower clock than boost
         assert d.bottleneck in ("compute", "memory", "overhead")
         assert 0.0 <= d.utilization <= 1.0 and 0.0 < d.clock <= 1.0
-    assert found.total_latency == pytest.approx(sum(d.actual_latency for d in found.latencies))
+    assert found.total_latency_s == pytest.approx(sum(d.actual_latency for d in found.latencies))
     assert found.critical_ceiling in ("compute", "memory", "overhead")
     assert 0.0 <= found.average_utilization <= 1.0
 
@@ -70,7 +68,7 @@ def test_every_subgraph_has_a_latency(chip: str, net: PartitionReport) -> None:
 def test_ridge_points_are_peak_over_bandwidth() -> None:
     a100 = lookup("a100")
     found = RooflineAnalyzer(a100).analyze([])
-    assert found.latencies == () and found.total_latency == 0.0
+    assert found.latencies == () and found.total_latency_s == 0.0
     peak, bandwidth = a100.peak("bf16", "matrix"), a100.memory.bandwidth_bytes_per_s
     assert peak and bandwidth
     assert found.ridge_points["matrix.bf16"] == pytest.approx(peak.value / bandwidth.value)
@@ -107,27 +105,27 @@ def test_what_holds_a_kernel_back_is_said_where_it_is_not_its_roof() -> None:
     def made(**parts: Any) -> LatencyDescriptor:
         return LatencyDescriptor(
             subgraph_name="s", actual_latency=1.0, arithmetic_intensity=1.0, attained_flops=1.0, attained_bandwidth=1.0,
-            utilization=0.1, latency_error=0.0, overhead=0.0, **parts,
+            utilization=0.1, error_s=0.0, overhead_s=0.0, **parts,
         )  # fmt: skip
 
-    layouts = made(bottleneck="memory", memory_time=0.8, compute_time=0.3, memory_bound=0.2, compute_bound=0.3)
+    layouts = made(bottleneck="memory", memory_s=0.8, compute_s=0.3, memory_bound_s=0.2, compute_bound_s=0.3)
     assert (layouts.roof, layouts.reason) == ("compute", "4.0 times its bytes (other layouts, a lower rate)")
-    plain = made(bottleneck="memory", memory_time=0.22, compute_time=0.0, memory_bound=0.2, compute_bound=0.0)
+    plain = made(bottleneck="memory", memory_s=0.22, compute_s=0.0, memory_bound_s=0.2, compute_bound_s=0.0)
     assert (plain.roof, plain.reason) == ("memory", "its bytes")
-    cached = made(bottleneck="memory", memory_time=0.1, compute_time=0.0, memory_bound=0.2, compute_bound=0.0)
-    assert cached.reason == "its bytes, in part from the cache"
-    norm = made(bottleneck="compute", memory_time=0.2, compute_time=0.3, memory_bound=0.2, compute_bound=0.0)
+    cached = made(bottleneck="memory", memory_s=0.1, compute_s=0.0, memory_bound_s=0.2, compute_bound_s=0.0)
+    assert cached.reason == "its bytes, partly from the cache"
+    norm = made(bottleneck="compute", memory_s=0.2, compute_s=0.3, memory_bound_s=0.2, compute_bound_s=0.0)
     assert (norm.roof, norm.reason) == ("memory", "instructions for each element, no FLOPs")
-    small = made(bottleneck="compute", memory_time=0.2, compute_time=0.3, memory_bound=0.2, compute_bound=0.1)
+    small = made(bottleneck="compute", memory_s=0.2, compute_s=0.3, memory_bound_s=0.2, compute_bound_s=0.1)
     assert (small.roof, small.reason) == ("memory", "3.0 times its FLOPs (tiles, waves, padding)")
-    tiny = made(bottleneck="overhead", memory_time=0.2, compute_time=0.3, memory_bound=0.2, compute_bound=0.1)
+    tiny = made(bottleneck="overhead", memory_s=0.2, compute_s=0.3, memory_bound_s=0.2, compute_bound_s=0.1)
     assert tiny.reason == "too little work to fill the chip"
 
 
 def test_lower_precision_is_faster() -> None:
     report = cut(mlp(4096, 4096, 4096), 4096, 4096)
     seconds = {
-        p: RooflineAnalyzer("h200", p).analyze(report.subgraphs, report).total_latency
+        p: RooflineAnalyzer("h200", p).analyze(report.subgraphs, report).total_latency_s
         for p in (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP8)
     }
     assert seconds[Precision.FP32] > seconds[Precision.TF32] > seconds[Precision.BF16] > seconds[Precision.FP8]
@@ -136,8 +134,8 @@ def test_lower_precision_is_faster() -> None:
 def test_fused_is_not_slower(net: PartitionReport, block: PartitionReport) -> None:
     for report in (net, block):
         fused = GraphPartitioner(fusion=True).partition(report.graph)
-        slow = RooflineAnalyzer("h200").analyze(report.subgraphs, report).total_latency
-        assert RooflineAnalyzer("h200").analyze(fused.subgraphs, fused).total_latency < slow
+        slow = RooflineAnalyzer("h200").analyze(report.subgraphs, report).total_latency_s
+        assert RooflineAnalyzer("h200").analyze(fused.subgraphs, fused).total_latency_s < slow
 
 
 def test_names_are_checked(net: PartitionReport) -> None:
@@ -185,7 +183,7 @@ def test_latencies_agree_with_the_roofline(net: PartitionReport) -> None:
     given_ = EnergyAnalyzer("a100").analyze(
         net.subgraphs, net, latencies=[d.actual_latency for d in roofline.latencies]
     )
-    assert alone.total_latency_s == pytest.approx(roofline.total_latency)
+    assert alone.total_latency_s == pytest.approx(roofline.total_latency_s)
     assert given_.total_energy_j == pytest.approx(alone.total_energy_j)
 
 
@@ -259,7 +257,7 @@ def test_recast_halves_the_bytes(net: PartitionReport) -> None:
 
 def test_blocks_are_reused_and_split() -> None:
     a = Allocator()
-    assert a.allocate(0, 1) == 512 and rounded(513) == 1024
+    assert a.allocate(0, 1) == 512 and round_size(513) == 1024
     assert a.allocate(1, 3 * MIB) == 3 * MIB and a.reserved == 22 * MIB
     a.release(1)
     assert a.allocate(2, 2 * MIB) == 2 * MIB and a.reserved == 22 * MIB
@@ -285,7 +283,7 @@ def test_the_allocator_loses_nothing(requests: list[tuple[int, int]]) -> None:
             del held[key]
         else:
             held[key] = a.allocate(key, nbytes)
-            assert rounded(nbytes) <= held[key] <= rounded(nbytes) + MIB
+            assert round_size(nbytes) <= held[key] <= round_size(nbytes) + MIB
         assert a.allocated == sum(held.values()) <= a.reserved
     for key in held:
         a.release(key)
@@ -347,9 +345,9 @@ def test_too_large_for_the_chip() -> None:
 def test_layout_copies_of_convolutions() -> None:
     x = torch.empty(4, 32, 16, 16, device="meta")
     plain = capture(nn.Conv2d(32, 32, 3, padding=1), x, precision="bf16").ops[0]
-    assert scratch(plain) == (2 * 4 * 32 * 16 * 16 + 32 * 32 * 9) * 2
+    assert scratch_bytes(plain) == (2 * 4 * 32 * 16 * 16 + 32 * 32 * 9) * 2
     last = capture(nn.Conv2d(32, 32, 3, padding=1), x.to(memory_format=torch.channels_last), precision="bf16").ops[0]
-    assert scratch(last) == 0
+    assert scratch_bytes(last) == 0
 
 
 def test_workspaces_by_chip_and_thread() -> None:
@@ -412,7 +410,7 @@ def test_examples_run(
 
 
 def test_analyzers_import_without_torch() -> None:
-    parts = ["allocator", "concurrency", "energy", "memory", "precision", "roofline", "scratch"]
+    parts = ["concurrency", "energy", "memory", "ops", "roofline"]
     code = (
         "import sys; sys.modules['torch'] = None; import tessera.graph.partition, tessera.graph.fusion, "
         + ", ".join(f"tessera.estimate.{part}" for part in parts)

@@ -1,4 +1,4 @@
-"""Calibration against a bench whose truth is known; the overlay's file; the command."""
+"""Calibration against a bench whose truth is known; its file; the command."""
 
 from __future__ import annotations
 
@@ -23,17 +23,29 @@ pytest.importorskip("torch")
 import torch
 
 from tessera.errors import ArgumentError, MeasurementError, MissingExtra, RecordingError, TesseraError
-from tessera.estimate import bench as benches
-from tessera.estimate import calibrate, overlay
-from tessera.estimate.bench import Machine, NvmlBoard, Sample
-from tessera.estimate.factors import ALONE, DATASHEET, FITTED, HOST, Ratio, after, alone, case_of, group_scale, scale
+from tessera.estimate import calibrate, calibration
+from tessera.estimate import calibration_bench as benches
+from tessera.estimate.calibration import Calibration, Scale, Watts
+from tessera.estimate.calibration_bench import Machine, NvmlBoard, Sample
+from tessera.estimate.calibration_fit import (
+    ALONE,
+    DATASHEET,
+    FITTED,
+    HOST,
+    Ratio,
+    calibrated_outcome,
+    calibration_alone,
+    case_of,
+    group_scale,
+    scale,
+    time_ratio,
+)
+from tessera.estimate.calibration_kernels import CalibrationPoint, kernel_points, precisions
 from tessera.estimate.host import HostModel
+from tessera.estimate.iteration import Iteration
 from tessera.estimate.kernel_time import chip
 from tessera.estimate.ops import OpModel
-from tessera.estimate.overlay import Overlay, Scale, Watts
-from tessera.estimate.points import Point, kernel_points, precisions
 from tessera.estimate.power import PowerModel
-from tessera.estimate.timeline import Iteration
 from tessera.graph.capture import capture
 from tessera.hardware import identify_board, lookup
 from tessera.monitor import Monitor
@@ -60,14 +72,14 @@ def scales(factors: dict[str, float], spread: float | None = 0.05, points: int =
     return {name: Scale(factor=f, spread=spread, points=points) for name, f in factors.items()}
 
 
-def made(**changes: Any) -> Overlay:
+def made(**changes: Any) -> Calibration:
     given: dict[str, Any] = {
         "device": "h200", "board": "NVIDIA H200", "driver": "580.95.05", "torch": "2.13.0", "date": "2026-10-01",
         "host_cpu": "a Xeon", "host_scale": Scale(factor=HOST_FACTOR, spread=0.15, points=2),
         "time_scale": scales(TIME), "energy_scale": scales(ENERGY), "idle_w": watts(75.0),
         "idle_context_w": watts(98.0), "static_w": watts(STATIC_W), "limit_w": watts(LIMIT_W), "notes": ("a note",),
     }  # fmt: skip
-    return Overlay(**{**given, **changes})
+    return Calibration(**{**given, **changes})
 
 
 def altered(key: str, value: Any) -> bytes:
@@ -110,26 +122,28 @@ def looked_at(fn: Any, inputs: tuple[Any, ...], launch: Any, device: Any) -> Any
 def predicted_once() -> Iterator[None]:
     """A point of a chip is predicted once."""
     known: dict[Any, Any] = {}
-    honest = calibrate.predicted
+    honest = calibrate.predict_point
 
-    def predicted(device: Any, point: Point, launch: Any, copies: int | None = None) -> Any:
+    def predicted(device: Any, point: CalibrationPoint, launch: Any, copies: int | None = None) -> Any:
         key = device.name, point.name, point.tf32, launch, copies
         if key not in known:
             known[key] = honest(device, point, launch, copies)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "predicted", predicted)
+        patch.setattr(calibrate, "predict_point", predicted)
         yield
     _cases.clear()
 
 
 class FakeBench:
-    """A machine that follows the model exactly, with an overlay for its truth. Inputs stay on meta."""
+    """A machine that follows the model exactly, with a calibration for its truth. Inputs stay on meta."""
 
     where = "meta"
 
-    def __init__(self, truth: Overlay, *, sensor: bool = True, clocks: bool = True, reason: str | None = None) -> None:
+    def __init__(
+        self, truth: Calibration, *, sensor: bool = True, clocks: bool = True, reason: str | None = None
+    ) -> None:
         self.truth, self.sensor, self.clocks, self.reason = truth, sensor, clocks, reason
         self.board = truth.board
         self.ran: list[tuple[str, float]] = []
@@ -156,7 +170,7 @@ class FakeBench:
         if self.fail(launch, inputs):
             raise RuntimeError("CUDA error: no kernel image\nmore")
         case = looked_at(fn, inputs, launch, self.device)
-        then = after(case, alone(self.truth) if launch == "graph" else self.truth)
+        then = calibrated_outcome(case, calibration_alone(self.truth) if launch == "graph" else self.truth)
         hz = then.clock * chip(self.device).clock_hz
         return Sample(
             seconds=then.seconds,
@@ -167,9 +181,9 @@ class FakeBench:
 
 
 @pytest.fixture(scope="module")
-def recovered() -> calibrate.Calibration:
+def recovered() -> calibrate.CalibrationResult:
     """Of a chip known from its datasheet: its factors are believed nearly in full."""
-    return calibrate.run(FakeBench(made(device="h100", board="NVIDIA H100 80GB HBM3")), seconds=60)
+    return calibrate.calibrate(FakeBench(made(device="h100", board="NVIDIA H100 80GB HBM3")), seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -179,16 +193,16 @@ def measured() -> calibrate.Measurements:
 
 
 @pytest.fixture(scope="module")
-def on_fitted(measured: calibrate.Measurements) -> calibrate.Calibration:
-    return calibrate.fitted(measured)
+def on_fitted(measured: calibrate.Measurements) -> calibrate.CalibrationResult:
+    return calibrate.fit_measurements(measured)
 
 
 # -- known factors come back ------------------------------------------------------------------------------------
 
 
-def test_kernel_factors_are_recovered(recovered: calibrate.Calibration) -> None:
-    found = recovered.overlay.time_scale
-    assert set(found) == set(TIME) == set(overlay.GROUPS)
+def test_kernel_factors_are_recovered(recovered: calibrate.CalibrationResult) -> None:
+    found = recovered.calibration.time_scale
+    assert set(found) == set(TIME) == set(calibration.GROUPS)
     for group, factor in TIME.items():
         assert found[group].mean == pytest.approx(factor, rel=0.01), group
         assert found[group].factor == pytest.approx(factor, rel=0.02), group
@@ -197,8 +211,8 @@ def test_kernel_factors_are_recovered(recovered: calibrate.Calibration) -> None:
         assert spread is not None and 0.15 < spread < 0.3, "every ratio is the same, yet five do not prove it"
 
 
-def test_energy_factors_static_power_and_limit_are_recovered(recovered: calibrate.Calibration) -> None:
-    found = recovered.overlay
+def test_energy_factors_static_power_and_limit_are_recovered(recovered: calibrate.CalibrationResult) -> None:
+    found = recovered.calibration
     assert found.static_w.value == pytest.approx(STATIC_W, rel=0.02)
     assert found.limit_w.value == pytest.approx(LIMIT_W, rel=0.02)
     for group, factor in ENERGY.items():
@@ -210,8 +224,8 @@ def test_energy_factors_static_power_and_limit_are_recovered(recovered: calibrat
     assert found.idle_context_w.value == 98.0
 
 
-def test_the_host_factor_is_recovered(recovered: calibrate.Calibration) -> None:
-    found = recovered.overlay.host_scale
+def test_the_host_factor_is_recovered(recovered: calibrate.CalibrationResult) -> None:
+    found = recovered.calibration.host_scale
     assert found is not None
     assert found.mean == pytest.approx(HOST_FACTOR, rel=0.01)
     assert found.factor == pytest.approx(HOST_FACTOR, rel=0.03)
@@ -219,17 +233,17 @@ def test_the_host_factor_is_recovered(recovered: calibrate.Calibration) -> None:
     assert found.spread is not None and 0.15 < found.spread < HostModel.default().relative_error
 
 
-def test_predictions_with_the_overlay_give_what_was_measured(recovered: calibrate.Calibration) -> None:
+def test_predictions_with_the_calibration_give_what_was_measured(recovered: calibrate.CalibrationResult) -> None:
     assert len(recovered.rows) > 40
     assert any(abs(row.ratio - 1) > 0.2 for row in recovered.rows)
-    assert {row.group for row in recovered.rows} == {*overlay.GROUPS, overlay.LIMIT, "host"}
+    assert {row.group for row in recovered.rows} == {*calibration.GROUPS, calibration.LIMIT, "host"}
     for row in recovered.rows:
         assert row.after_s == pytest.approx(row.measured_s, rel=0.03), row
         assert row.measured_j is not None
         assert row.after_j == pytest.approx(row.measured_j, rel=0.04), row
 
 
-def test_capped_kernels_are_not_mistaken_for_slow_ones(recovered: calibrate.Calibration) -> None:
+def test_capped_kernels_are_not_mistaken_for_slow_ones(recovered: calibrate.CalibrationResult) -> None:
     """Under a low limit a large product takes far longer than its factor says: the clock explains the rest."""
     large = next(row for row in recovered.rows if row.name.startswith("4096x4096x4096 bf16"))
     assert large.capped and large.clock_hz is not None
@@ -238,39 +252,46 @@ def test_capped_kernels_are_not_mistaken_for_slow_ones(recovered: calibrate.Cali
 
 
 def test_kernels_alone_are_faster_than_in_a_model_whatever_was_measured() -> None:
-    found = alone(made(time_scale=scales({"copy": 1.2})))
+    found = calibration_alone(made(time_scale=scales({"copy": 1.2})))
     assert found.time_scale["copy"].factor == pytest.approx(1.2 * ALONE)
     assert {s.factor for group, s in found.time_scale.items() if group != "copy"} == {ALONE}
-    assert set(found.time_scale) == set(overlay.GROUPS)
+    assert set(found.time_scale) == set(calibration.GROUPS)
 
 
-def test_a_fitted_chip_is_moved_a_little_and_keeps_its_intervals(on_fitted: calibrate.Calibration) -> None:
-    found = on_fitted.overlay
+def test_a_fitted_chip_is_moved_a_little_and_keeps_its_intervals(on_fitted: calibrate.CalibrationResult) -> None:
+    found = on_fitted.calibration
     for group in ("gemm.bf16", "gemm.tf32", "elementwise", "copy", "reduce"):
         one = found.time_scale[group]
         assert one.mean == pytest.approx(TIME[group], rel=0.01)
         assert 0.3 < math.log(one.factor) / math.log(TIME[group]) < 0.6, group
         assert one.spread is None
     kernel = a_kernel()
-    assert overlay.apply(kernel, "gemm", "bf16", found).relative_error == kernel.relative_error
+    assert found.scale_kernel(kernel, "gemm", "bf16").relative_error == kernel.relative_error
     model = PowerModel.from_device(lookup("h200"))
-    assert overlay.power(model, found).relative_error == model.relative_error
+    assert found.scale_power(model).relative_error == model.relative_error
 
 
-def test_a_fitted_chip_that_is_contradicted_is_taken_as_measured(on_fitted: calibrate.Calibration) -> None:
+def test_a_fitted_chip_that_is_contradicted_is_taken_as_measured(on_fitted: calibrate.CalibrationResult) -> None:
     """Attention 1.3 times as long where 12% were predicted: this is not the board that was fitted."""
-    one = on_fitted.overlay.time_scale["attention"]
+    one = on_fitted.calibration.time_scale["attention"]
     assert one.factor == pytest.approx(TIME["attention"], rel=0.02)
     assert one.spread is not None and one.spread > 0.12
 
 
 def test_measurements_can_be_laid_beside_another_view_of_the_chip(
-    measured: calibrate.Measurements, on_fitted: calibrate.Calibration
+    measured: calibrate.Measurements, on_fitted: calibrate.CalibrationResult
 ) -> None:
     unfitted = dataclasses.replace(measured.device, id="h200-unfitted")
-    found = calibrate.fitted(calibrate.as_on(measured, unfitted))
-    assert found.overlay.device == "h200-unfitted"
-    assert found.overlay.time_scale["gemm.bf16"].spread is not None, "not fitted, so the points speak for themselves"
+
+    def predict_again(m: Any) -> Any:
+        return dataclasses.replace(m, case=case_of(unfitted, m.case.graph, m.case.launch))
+
+    kernels, nets = (tuple(map(predict_again, points)) for points in (measured.kernels, measured.nets))
+    limit = predict_again(measured.limit)
+    again = dataclasses.replace(measured, device=unfitted, kernels=kernels, nets=nets, limit=limit)
+    found = calibrate.fit_measurements(again)
+    assert found.calibration.device == "h200-unfitted"
+    assert found.calibration.time_scale["gemm.bf16"].spread is not None, "not fitted: the points decide"
     assert [row.measured_s for row in found.rows] == [row.measured_s for row in on_fitted.rows]
     assert [row.predicted_s for row in found.rows] != [row.predicted_s for row in on_fitted.rows]
 
@@ -280,8 +301,6 @@ def test_the_factor_of_an_uncapped_copy_by_hand() -> None:
     case = case_of(lookup("h200"), capture(*point.make("meta"), replay=True), "graph")
     (kernel,) = case.found.kernels
     seconds = 1.5 * kernel.seconds + float(case.gaps_s.sum())
-    from tessera.estimate.factors import time_ratio
-
     found = time_ratio(case, Sample(seconds=seconds))
     assert found.value == pytest.approx(1.5 / ALONE), "in a model it would have taken longer still"
     assert found.interval == kernel.relative_error
@@ -289,17 +308,17 @@ def test_the_factor_of_an_uncapped_copy_by_hand() -> None:
 
 
 def test_without_a_power_sensor_time_is_calibrated_all_the_same() -> None:
-    found = calibrate.run(FakeBench(made(), sensor=False), seconds=60).overlay
+    found = calibrate.calibrate(FakeBench(made(), sensor=False), seconds=60).calibration
     assert found.energy_scale == {}
     assert found.static_w.value is None and found.static_w.how
     assert found.limit_w.value is None and "doctor" in found.limit_w.how
     assert any("no joules" in note for note in found.notes)
     assert found.time_scale["copy"].mean == pytest.approx(TIME["copy"], rel=0.02)
-    assert overlay.power(PowerModel.from_device(lookup("h200")), found).limit_w == pytest.approx(690.9)
+    assert found.scale_power(PowerModel.from_device(lookup("h200"))).limit_w == pytest.approx(690.9)
 
 
 def test_without_clocks_uncapped_groups_are_still_right() -> None:
-    found = calibrate.run(FakeBench(made(), clocks=False), seconds=60).overlay
+    found = calibrate.calibrate(FakeBench(made(), clocks=False), seconds=60).calibration
     for group in ("copy", "norm", "reduce"):
         assert found.time_scale[group].mean == pytest.approx(TIME[group], rel=0.02)
     assert found.limit_w.value is None, "nobody says that the limit was reached"
@@ -360,7 +379,7 @@ def test_few_points_replace_a_fitted_interval_only_if_they_contradict_it(values:
 def test_what_a_gpu_cannot_run_is_left_out_and_noted() -> None:
     bench = FakeBench(made())
     bench.fail = lambda launch, inputs: len(inputs) == 3 and "float8" in str(inputs[0].dtype)
-    found = calibrate.run(bench, seconds=60).overlay
+    found = calibrate.calibrate(bench, seconds=60).calibration
     assert "gemm.fp8" not in found.time_scale
     assert sum("no kernel image" in note for note in found.notes) == 5
     assert "\n" not in "".join(found.notes)
@@ -370,7 +389,7 @@ def test_nothing_measurable_is_an_error() -> None:
     bench = FakeBench(made())
     bench.fail = lambda _launch, _inputs: True
     with pytest.raises(MeasurementError, match="no kernel could be measured"):
-        calibrate.run(bench, seconds=60)
+        calibrate.calibrate(bench, seconds=60)
 
 
 @pytest.mark.parametrize(("name", "absent"), [("t4", {"bf16", "tf32", "fp8"}), ("a100", {"fp8"}), ("h200", set())])
@@ -385,7 +404,7 @@ def test_only_precisions_the_chip_has(name: str, absent: set[str]) -> None:
 def test_a_calibration_fits_its_time() -> None:
     bench = FakeBench(made())
     steps: list[tuple[int, int, str]] = []
-    calibrate.run(bench, seconds=60, progress=lambda *step: steps.append(step))
+    calibrate.calibrate(bench, seconds=60, progress=lambda *step: steps.append(step))
     assert 30 < sum(seconds for _, seconds in bench.ran) < 55, "the rest is idling and preparing"
     assert [done for done, _, _ in steps] == list(range(steps[0][1]))
     launches = [launch for launch, _ in bench.ran]
@@ -399,19 +418,19 @@ def test_a_calibration_fits_its_time() -> None:
 
 
 def test_a_busy_gpu_is_refused_unless_forced() -> None:
-    bench = FakeBench(made(), reason="its utilisation is 96% while we do nothing")
+    bench = FakeBench(made(), reason="its utilisation is 96% while this process is idle")
     with pytest.raises(MeasurementError, match="busy") as error:
-        calibrate.run(bench, seconds=60)
+        calibrate.calibrate(bench, seconds=60)
     assert "96%" in str(error.value) and "--force" in str(error.value)
     assert bench.ran == []
-    assert calibrate.run(bench, seconds=60, force=True).overlay.time_scale
+    assert calibrate.calibrate(bench, seconds=60, force=True).calibration.time_scale
 
 
 def test_an_unknown_gpu_says_how_to_describe_it(config: Path) -> None:
     bench = FakeBench(made())
     bench.board = "NVIDIA Zeta 9000"
     with pytest.raises(ArgumentError, match="Zeta 9000") as error:
-        calibrate.run(bench, seconds=60)
+        calibrate.calibrate(bench, seconds=60)
     assert str(config / "tessera" / "hardware") in str(error.value)
     assert "aliases = ['nvidia zeta 9000']" in str(error.value)
 
@@ -445,16 +464,16 @@ def test_a_sister_board_is_not_taken_for_the_known_one(board: str) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 9.9, -1.0, math.nan])
 def test_too_few_seconds(seconds: float) -> None:
     with pytest.raises(ArgumentError, match="too few"):
-        calibrate.run(FakeBench(made()), seconds=seconds)
+        calibrate.calibrate(FakeBench(made()), seconds=seconds)
 
 
 # -- the file -----------------------------------------------------------------------------------------------------
 
 
 def test_round_trip_in_the_config_folder(config: Path) -> None:
-    path = overlay.save(made())
+    path = calibration.save(made())
     assert path == config / "tessera" / "calibration" / "h200.json"
-    assert overlay.find("h200") == made()
+    assert calibration.find("h200") == made()
     assert list(path.parent.iterdir()) == [path], "no half-written file is left"
     assert json.loads(path.read_text())["schema_version"] == 1
 
@@ -462,37 +481,37 @@ def test_round_trip_in_the_config_folder(config: Path) -> None:
 def test_home_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert overlay.path_of("h200") == tmp_path / ".config" / "tessera" / "calibration" / "h200.json"
+    assert calibration.path_of("h200") == tmp_path / ".config" / "tessera" / "calibration" / "h200.json"
 
 
 def test_none_where_nothing_was_calibrated() -> None:
-    assert overlay.find("h200") is None
-    overlay.save(made())
-    assert overlay.find("a100") is None
+    assert calibration.find("h200") is None
+    calibration.save(made())
+    assert calibration.find("a100") is None
 
 
 def test_found_again_without_reading_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = overlay.save(made())
-    first = overlay.find("h200")
+    path = calibration.save(made())
+    first = calibration.find("h200")
     reads: list[Path] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda p: (reads.append(p), real(p))[1])
-    assert overlay.find("h200") is first
+    assert calibration.find("h200") is first
     assert reads == []
-    overlay.save(made(board="another"))
-    found = overlay.find("h200")
+    calibration.save(made(board="another"))
+    found = calibration.find("h200")
     assert found is not None and found.board == "another"
     assert reads == [path]
     path.unlink()
-    assert overlay.find("h200") is None
+    assert calibration.find("h200") is None
 
 
 def test_a_newer_schema_is_refused() -> None:
-    path = overlay.save(made())
+    path = calibration.save(made())
     data = json.loads(path.read_text())
     path.write_text(json.dumps({"schema_version": data["schema_version"] + 1, "other": True}))
     with pytest.raises(RecordingError, match="newer Tessera") as error:
-        overlay.find("h200")
+        calibration.find("h200")
     assert "upgrade" in str(error.value) and str(path) in str(error.value)
 
 
@@ -505,10 +524,10 @@ def test_a_newer_schema_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_a_file_that_makes_no_sense_names_the_fix(text: bytes) -> None:
-    path = overlay.save(made())
+    path = calibration.save(made())
     path.write_bytes(text)
     with pytest.raises(RecordingError, match="cannot be read") as error:
-        overlay.find("h200")
+        calibration.find("h200")
     assert str(path) in str(error.value)
     assert "tessera calibrate" in str(error.value) and "delete" in str(error.value)
 
@@ -518,18 +537,18 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     blocked.write_text("")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(blocked))
     with pytest.raises(RecordingError, match="could not be written"):
-        overlay.save(made())
-    assert overlay.find("h200") is None
+        calibration.save(made())
+    assert calibration.find("h200") is None
 
 
 @pytest.mark.parametrize("name", ["../h200", "a/b", "", ".hidden"])
 def test_a_device_id_never_leaves_the_folder(name: str) -> None:
     with pytest.raises(ArgumentError):
-        overlay.path_of(name)
+        calibration.path_of(name)
 
 
-def test_overlay_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, tessera.estimate.overlay; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+def test_calibration_needs_neither_torch_nor_numpy() -> None:
+    code = "import sys, tessera.estimate.calibration; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -544,7 +563,7 @@ def a_kernel() -> Any:
 
 def test_apply_scales_time_and_says_so() -> None:
     kernel = a_kernel()
-    found = overlay.apply(kernel, "gemm", "bf16", made())
+    found = made().scale_kernel(kernel, "gemm", "bf16")
     assert found.seconds == pytest.approx(1.1 * kernel.seconds)
     assert found.clock_s == pytest.approx(1.1 * kernel.clock_s)
     assert found.relative_error == 0.05
@@ -555,14 +574,13 @@ def test_apply_scales_time_and_says_so() -> None:
 
 def test_apply_leaves_alone_what_was_not_measured() -> None:
     kernel = a_kernel()
-    assert overlay.apply(kernel, "gemm", "int8", made()) is kernel
-    assert overlay.apply(kernel, "fft", "fp32", made()) is kernel
-    assert overlay.apply(kernel, "gemm", "bf16", None) is kernel
+    assert made().scale_kernel(kernel, "gemm", "int8") is kernel
+    assert made().scale_kernel(kernel, "fft", "fp32") is kernel
 
 
 def test_kinds_like_a_group_take_its_factor_but_not_its_interval() -> None:
     kernel = a_kernel()
-    found = overlay.apply(kernel, "softmax", "bf16", made())
+    found = made().scale_kernel(kernel, "softmax", "bf16")
     assert found.seconds == pytest.approx(TIME["norm"] * kernel.seconds)
     assert found.relative_error == kernel.relative_error
     assert "like norm" in found.provenance and "2026-10-01" in found.provenance
@@ -578,41 +596,38 @@ def test_groups_whose_energy_interval_stays_count_with_it() -> None:
     model = PowerModel.from_device(lookup("h200"))
     mixed = {**scales({"copy": 1.0, "norm": 1.0}, spread=0.6), **scales({"conv": 1.0, "reduce": 1.0}, spread=None)}
     expected = math.sqrt((2 * 0.6**2 + 2 * model.relative_error**2) / 4)
-    assert overlay.power(model, made(energy_scale=mixed)).relative_error == pytest.approx(expected)
+    assert made(energy_scale=mixed).scale_power(model).relative_error == pytest.approx(expected)
 
 
 def test_charge_scales_dynamic_energy_only() -> None:
     kernel, power = a_kernel(), PowerModel.from_device(lookup("h200"))
     plain, scaled = (Iteration([kernel, kernel], [0.0, 0.0], power) for _ in range(2))
-    overlay.charge(scaled, [("gemm", "bf16"), ("fft", "fp32")], made())
+    made().scale_energy(scaled, [("gemm", "bf16"), ("fft", "fp32")])
     before, then = plain.solve(None, burst=True), scaled.solve(None, burst=True)
     for name in ("compute_j", "memory_j"):
         assert list(getattr(then, name)) == pytest.approx([0.9 * getattr(before, name)[0], getattr(before, name)[1]])
     assert list(then.static_j) == pytest.approx(list(before.static_j))
-    overlay.charge(plain, [("gemm", "bf16")] * 2, None)
 
 
 def test_power_takes_the_measured_watts() -> None:
     model = PowerModel.from_device(lookup("h200"))
-    found = overlay.power(model, made())
+    found = made().scale_power(model)
     assert (found.limit_w, found.static_w) == (LIMIT_W, STATIC_W)
     assert found.relative_error == pytest.approx(0.05)
     assert "2026-10-01" in found.provenance
     empty = made(limit_w=watts(), static_w=watts(), energy_scale={})
-    assert overlay.power(model, empty) is model
-    assert overlay.power(model, None) is model
-    assert overlay.power(model, made(static_w=watts(900.0))).static_w < LIMIT_W
+    assert empty.scale_power(model) is model
+    assert made(static_w=watts(900.0)).scale_power(model).static_w < LIMIT_W
 
 
 def test_host_scales_every_time() -> None:
     default = HostModel.default()
-    found = overlay.host(default, made())
+    found = made().scale_host(default)
     assert found.kernel_s == pytest.approx(HOST_FACTOR * default.kernel_s)
     assert found.extra_s["conv"] == pytest.approx(HOST_FACTOR * default.extra_s["conv"])
     assert found.relative_error == 0.15
     assert "calibrated on this machine, 2026-10-01" in found.provenance
-    assert overlay.host(default, made(host_scale=None)) is default
-    assert overlay.host(default, None) is default
+    assert made(host_scale=None).scale_host(default) is default
 
 
 # -- points -------------------------------------------------------------------------------------------------------
@@ -622,8 +637,8 @@ def test_the_tf32_switch_is_put_back() -> None:
     import torch
 
     before = torch.backends.cuda.matmul.allow_tf32
-    point = Point(name="x", group="gemm.tf32", make=lambda _device: (torch.mm, ()), tf32=not before)
-    with pytest.raises(RuntimeError), point.switches():
+    point = CalibrationPoint(name="x", group="gemm.tf32", make=lambda _device: (torch.mm, ()), tf32=not before)
+    with pytest.raises(RuntimeError), point.set_tf32():
         assert torch.backends.cuda.matmul.allow_tf32 is not before
         raise RuntimeError
     assert torch.backends.cuda.matmul.allow_tf32 is before
@@ -631,10 +646,10 @@ def test_the_tf32_switch_is_put_back() -> None:
 
 def test_every_point_is_of_its_group() -> None:
     for point in kernel_points(lookup("h200")):
-        with point.switches():
+        with point.set_tf32():
             graph = capture(*point.make("meta"), replay=True)
         (op,) = graph.kernels
-        assert overlay.group_of(op.kind, op.precision) == (point.group, True), point.name
+        assert calibration.group_of(op.kind, op.precision) == (point.group, True), point.name
 
 
 # -- the real bench, as far as it goes without a GPU --------------------------------------------------------------
@@ -835,7 +850,7 @@ def test_the_bench_refuses_another_board_than_nvmls(
 
 def test_the_bench_names_who_is_busy(cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard]) -> None:
     bench, _, _ = cuda_bench
-    assert bench.busy() == "it draws 50% of its power limit while we do nothing (process 4711)"
+    assert bench.busy() == "it draws 50% of its power limit while this process is idle (process 4711)"
     assert bench.machine().board == "NVIDIA H200" and bench.where == "cuda:0"
 
 
@@ -845,8 +860,8 @@ def test_the_machine_can_be_written_down(cuda_bench: tuple[benches.CudaBench, Fa
 
     machine = cuda_bench[0].machine()
     assert type(machine.torch) is str and machine.torch == torch.__version__
-    overlay.save(made(torch=machine.torch))
-    found = overlay.find("h200")
+    calibration.save(made(torch=machine.torch))
+    found = calibration.find("h200")
     assert found is not None and found.torch == str(torch.__version__)
 
 
@@ -865,7 +880,7 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MeasurementError, match="no GPU to calibrate") as error:
-        calibrate.calibrate()
+        benches.CudaBench(0)
     assert "nvidia-smi" in str(error.value)
 
 
@@ -912,7 +927,7 @@ def test_the_command_writes_and_shows(
     assert "1.0" in next(line for line in out.splitlines() if line.startswith("gemm.bf16")).split()[3]
     assert "tessera predict resnet18 --on h200" in out
     assert "[1/" in err and "idle" in err and "\x1b" not in err
-    found = overlay.find("h200")
+    found = calibration.find("h200")
     assert found is not None and found.host_scale is not None
     assert found.host_scale.mean == pytest.approx(HOST_FACTOR, rel=0.02)
 
@@ -921,9 +936,9 @@ def test_a_dry_run_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert command(monkeypatch, FakeBench(made()), "--dry-run", "--json", "--seconds", "20") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["path"] is None
-    assert data["overlay"]["device"] == "h200"
+    assert data["calibration"]["device"] == "h200"
     assert {"name", "predicted_s", "measured_s", "after_s", "measured_j"} <= set(data["points"][0])
-    assert overlay.find("h200") is None
+    assert calibration.find("h200") is None
 
 
 def test_a_busy_gpu_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

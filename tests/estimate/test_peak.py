@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tessera
-from tessera.estimate import peak
-from tessera.estimate.peak import WINDOW_S, highest_mean_w
+from tessera.estimate.iteration import WINDOW_S, PeakPower, SolvedIteration, find_peak, highest_mean_w
 from tessera.estimate.power import PowerModel
-from tessera.estimate.timeline import Solved
 from tessera.hardware import lookup
 
 from places import REPOSITORY
@@ -50,16 +48,18 @@ def test_pieces_that_take_no_time_have_no_power() -> None:
 # -- the limit ----------------------------------------------------------------------------------------------------
 
 
-def _solved(watts: list[float], seconds: list[float], static_w: float, wait_s: float = 0.0) -> Solved:
+def _solved(watts: list[float], seconds: list[float], static_w: float, wait_s: float = 0.0) -> SolvedIteration:
     device = np.array(seconds)
     wait = np.full_like(device, wait_s)
     static = static_w * (device + wait)
-    return Solved(device, wait, static, np.array(watts) * device - static_w * device, np.zeros_like(device), 1.0, 0.0)
+    return SolvedIteration(
+        device, wait, static, np.array(watts) * device - static_w * device, np.zeros_like(device), 1.0, 0.0
+    )
 
 
-def _of(chip: str, watts: list[float], seconds: list[float], **options: bool) -> tuple[peak.Peak, float]:
+def _of(chip: str, watts: list[float], seconds: list[float], **options: bool) -> tuple[PeakPower, float]:
     power = PowerModel.from_device(lookup(chip))
-    found = peak.of_iteration(_solved(watts, seconds, power.static_w), power, **{"measured": False, **options})
+    found = find_peak(_solved(watts, seconds, power.static_w), power, **{"measured": False, **options})
     assert found is not None
     return found, power.limit_w
 
@@ -72,7 +72,7 @@ def test_only_the_board_whose_limiter_was_recorded_goes_above_its_limit() -> Non
     found, limit_w = _of("a100", [500.0, 100.0], [0.05, 0.05])
     assert found.power_w == limit_w < 400.0 and "would draw 500 W" in found.note and "nobody measured" in found.note
     found, limit_w = _of("a100", [500.0, 100.0], [0.05, 0.05], burst=True)
-    assert found.power_w == pytest.approx(500.0) and "a burst ends before it acts" in found.note
+    assert found.power_w == pytest.approx(500.0) and "a burst ends before the limit acts" in found.note
 
 
 def test_what_is_shorter_than_the_window_is_not_the_peak() -> None:
@@ -82,7 +82,7 @@ def test_what_is_shorter_than_the_window_is_not_the_peak() -> None:
 
 def test_waits_are_at_the_power_of_a_waiting_board() -> None:
     power = PowerModel.from_device(lookup("h200"))
-    found = peak.of_iteration(_solved([600.0], [0.03], power.static_w, wait_s=0.03), power, measured=True)
+    found = find_peak(_solved([600.0], [0.03], power.static_w, wait_s=0.03), power, measured=True)
     assert found is not None and (found.power_w, found.note) == (pytest.approx(600.0), "")
 
 
@@ -104,7 +104,7 @@ def test_no_prediction_passes_the_limit_unsaid(chip: str, batch: int) -> None:
 
 @pytest.mark.skipif(not RECORDED, reason="the recordings are not here")
 def test_the_limiter_is_as_recorded() -> None:
-    """What `estimate/peak.py` says of the H200: far above 700 W for a sample, never in the mean over half a second."""
+    """As `estimate/iteration.py` says: far above 700 W for a sample, never in the mean over half a second."""
     assert highest_w(WINDOW_S) == pytest.approx(965.0, abs=5.0)
     assert 740.0 < highest_w(0.2) < 780.0
     assert highest_w(0.5) < 700.0

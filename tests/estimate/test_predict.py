@@ -61,7 +61,7 @@ def test_everything_the_report_carries():
 
 def test_no_bytes_across_device_memory_are_explained():
     small, large = (tessera.predict(net(), torch.randn(batch, 64), on="h200") for batch in (8, 1 << 20))
-    assert small.prediction.hbm_bytes == 0 and any("stays in the last-level cache" in n for n in small.notes)
+    assert small.prediction.hbm_bytes == 0 and any("stay in the last-level cache" in n for n in small.notes)
     assert large.prediction.hbm_bytes > 0 and not any("last-level cache" in n for n in large.notes)
 
 
@@ -323,8 +323,8 @@ def test_a_row_written_into_a_cache_costs_the_row():
     assert report.prediction.hbm_bytes < 1e6 and report.total_latency_s < 30e-6
 
 
-@pytest.mark.parametrize(("arguments", "message"), [({"on": ["h200"]}, "no chip"), ({"batch": 2.5}, "whole number")])
-def test_wrong_types_are_told(arguments, message):
+@pytest.mark.parametrize(("arguments", "message"), [({"on": ["h200"]}, "not a chip"), ({"batch": 2.5}, "whole number")])
+def test_wrong_types_are_refused(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         tessera.predict(net(), torch.randn(2, 64), **arguments)
 

@@ -23,14 +23,14 @@ def found() -> Sweep:
     return sweep(
         Residual(),
         IMAGE,
-        devices=("a100", "h200", "jetson-orin"),
+        on=("a100", "h200", "jetson-orin"),
         precisions=("fp32", "bf16", "fp8"),
         batches=(1, 8, 64),
     )
 
 
 def row(**fields: float | str | int | None) -> SweepRow:
-    given = {"device": "a100", "precision": "bf16", "batch": 1, "latency_s": 1.0, "energy_j": 1.0, **fields}
+    given = {"on": "a100", "precision": "bf16", "batch": 1, "time_s": 1.0, "energy_j": 1.0, **fields}
     return SweepRow(**given)  # type: ignore[arg-type]
 
 
@@ -40,30 +40,30 @@ def of(*rows: SweepRow) -> Sweep:
 
 def test_every_combination_is_a_row_in_the_order_asked(found: Sweep) -> None:
     assert len(found.rows) == 27
-    assert [(r.device, r.precision, r.batch) for r in found.rows[:4]] == [
+    assert [(r.on, r.precision, r.batch) for r in found.rows[:4]] == [
         ("a100", "fp32", 1), ("a100", "fp32", 8), ("a100", "fp32", 64), ("a100", "bf16", 1),
     ]  # fmt: skip
     assert found.name == "Residual"
 
 
 def test_what_cannot_be_is_a_row_with_its_reason(found: Sweep) -> None:
-    lacking = [r for r in found.rows if r.precision == "fp8" and r.device in ("a100", "jetson-orin")]
+    lacking = [r for r in found.rows if r.precision == "fp8" and r.on in ("a100", "jetson-orin")]
     assert len(lacking) == 6
     for r in lacking:
         assert not r.feasible
         assert "fp8" in (r.reason or "")
-        assert r.latency_s is None
+        assert r.time_s is None
         assert r.energy_per_sample_j is None
         assert r.throughput_per_s is None
-    assert all(r.feasible for r in found.rows if r.device == "h200")
+    assert all(r.feasible for r in found.rows if r.on == "h200")
 
 
 def test_a_row_says_what_predict_says(found: Sweep) -> None:
     report = predict(Residual(), IMAGE, on="h200", precision="bf16", batch=8)
-    r = next(r for r in found.rows if (r.device, r.precision, r.batch) == ("h200", "bf16", 8))
-    assert r.latency_s == pytest.approx(report.total_latency_s)
+    r = next(r for r in found.rows if (r.on, r.precision, r.batch) == ("h200", "bf16", 8))
+    assert r.time_s == pytest.approx(report.total_latency_s)
     assert r.energy_j == pytest.approx(report.total_energy_j)
-    assert r.energy_error_j == pytest.approx(report.total.error_j)
+    assert r.error_j == pytest.approx(report.total.error_j)
     assert r.energy_per_sample_j == pytest.approx(report.total_energy_j / 8)
     assert r.throughput_per_s == pytest.approx(8 / report.total_latency_s)
     assert r.average_power_w == pytest.approx(report.average_power_w)
@@ -83,14 +83,14 @@ def test_captures_once_per_precision_and_batch(monkeypatch: pytest.MonkeyPatch) 
         return real(*args, **kwargs)
 
     monkeypatch.setattr(module, "capture", counting)
-    sweep(mlp(64, 64), torch.empty(1, 64), devices=("a100", "h200"), precisions=("bf16", "fp8"), batches=(1, 4))
+    sweep(mlp(64, 64), torch.empty(1, 64), on=("a100", "h200"), precisions=("bf16", "fp8"), batches=(1, 4))
     assert calls == [("bf16", 1), ("bf16", 4)], "fp8 runs what bf16 captured, and every chip shares it"
 
 
 def test_too_large_is_a_row_that_says_how_much() -> None:
     with torch.device("meta"):
         huge = nn.Linear(200_000, 200_000)
-    r = sweep(huge, torch.empty(1, 200_000, device="meta"), devices=("l4", "h200"), precisions=("bf16",)).rows
+    r = sweep(huge, torch.empty(1, 200_000, device="meta"), on=("l4", "h200"), precisions=("bf16",)).rows
     assert "does not fit" in (r[0].reason or "")
     assert (r[0].peak_memory_bytes or 0) > (r[0].memory_capacity_bytes or math.inf)
     assert r[1].feasible
@@ -98,11 +98,11 @@ def test_too_large_is_a_row_that_says_how_much() -> None:
 
 def test_a_batch_that_does_not_run_is_a_row() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))  # torch refuses to normalise one value
-    rows = sweep(model, torch.empty(4, 8), devices=("h200",), batches=(1, 4), mode="train").rows
+    rows = sweep(model, torch.empty(4, 8), on=("h200",), batches=(1, 4), mode="train").rows
     assert "cannot be captured" in (rows[0].reason or "")
     assert rows[1].feasible
     with pytest.raises(CaptureError):
-        sweep(model, torch.empty(4, 8), devices=("h200",), batches=(1,), mode="train")
+        sweep(model, torch.empty(4, 8), on=("h200",), batches=(1,), mode="train")
 
 
 def test_wrong_words_are_errors_before_anything_is_captured() -> None:
@@ -110,20 +110,20 @@ def test_wrong_words_are_errors_before_anything_is_captured() -> None:
         raise AssertionError("captured")
 
     with pytest.raises(ArgumentError, match="did you mean 'a100'"):
-        sweep(never, devices=("a1000",))
+        sweep(never, on=("a1000",))
     with pytest.raises(ArgumentError, match="did you mean 'bf16'"):
-        sweep(never, devices=("a100",), precisions=("bf17",))
-    with pytest.raises(ArgumentError, match="devices"):
-        sweep(never, devices=())
+        sweep(never, on=("a100",), precisions=("bf17",))
+    with pytest.raises(ArgumentError, match="on="):
+        sweep(never, on=())
     with pytest.raises(ArgumentError, match="fp16"):
-        sweep(never, devices=("a100",), precisions=("bf16",), accuracy={"fp16": 0.7})
+        sweep(never, on=("a100",), precisions=("bf16",), accuracy={"fp16": 0.7})
     with pytest.raises(ArgumentError, match="launch"):
-        sweep(mlp(8, 8), torch.empty(1, 8), devices=("a100",), launch="lazy")  # type: ignore[arg-type]
+        sweep(mlp(8, 8), torch.empty(1, 8), on=("a100",), launch="lazy")  # type: ignore[arg-type]
 
 
 def test_progress_counts_every_point() -> None:
     seen: list[tuple[int, int, str]] = []
-    sweep(mlp(8, 8), torch.empty(1, 8), devices=("a100", "h200"), batches=(1, 2), progress=lambda *a: seen.append(a))
+    sweep(mlp(8, 8), torch.empty(1, 8), on=("a100", "h200"), batches=(1, 2), progress=lambda *a: seen.append(a))
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
     assert seen[0] == (0, 4, "a100 batch 1")
 
@@ -133,7 +133,7 @@ def test_pareto_is_exactly_what_nothing_beats(found: Sweep) -> None:
     assert front
     for r in found.feasible:
         beaten = any(
-            (f.latency_s or 0) <= (r.latency_s or 0) * (1 + 1e-5)
+            (f.time_s or 0) <= (r.time_s or 0) * (1 + 1e-5)
             and (f.energy_per_sample_j or 0) <= (r.energy_per_sample_j or 0) * (1 + 1e-5)
             for f in front
         )
@@ -143,14 +143,14 @@ def test_pareto_is_exactly_what_nothing_beats(found: Sweep) -> None:
 
 
 def test_pareto_weighs_accuracy_where_it_is_given() -> None:
-    fast, exact = row(precision="fp8", accuracy=0.70), row(precision="bf16", energy_j=2.0, latency_s=2.0, accuracy=0.76)
-    worse = row(precision="int8", energy_j=1.5, latency_s=1.5, accuracy=0.69)
+    fast, exact = row(precision="fp8", accuracy=0.70), row(precision="bf16", energy_j=2.0, time_s=2.0, accuracy=0.76)
+    worse = row(precision="int8", energy_j=1.5, time_s=1.5, accuracy=0.69)
     assert of(fast, exact, worse).pareto() == [fast, exact]
-    assert of(row(precision="fp8"), row(energy_j=2.0, latency_s=2.0)).pareto() == [row(precision="fp8")]
+    assert of(row(precision="fp8"), row(energy_j=2.0, time_s=2.0)).pareto() == [row(precision="fp8")]
 
 
 def test_equal_to_the_last_bit_is_equal() -> None:
-    cheap, dear = row(latency_s=1.0 + 1e-15), row(energy_j=2.0)
+    cheap, dear = row(time_s=1.0 + 1e-15), row(energy_j=2.0)
     assert of(cheap, dear).pareto() == [cheap]
 
 
@@ -158,29 +158,29 @@ def test_best_batch_keeps_the_latency_bound(found: Sweep) -> None:
     loose = found.best_batch()
     assert loose is not None
     assert loose.energy_per_sample_j == min(r.energy_per_sample_j or math.inf for r in found.feasible)
-    r = found.best_batch(latency_s=10.0, device="jetson-agx-orin", precision="bf16")
+    r = found.best_batch(latency_s=10.0, on="jetson-agx-orin", precision="bf16")
     assert r is not None
-    assert (r.device, r.precision) == ("jetson-orin", "bf16")
+    assert (r.on, r.precision) == ("jetson-orin", "bf16")
     assert found.best_batch(latency_s=1e-9) is None
-    one, eight = row(latency_s=0.001), row(batch=8, latency_s=0.005, energy_j=2.0)
+    one, eight = row(time_s=0.001), row(batch=8, time_s=0.005, energy_j=2.0)
     assert of(one, eight).best_batch(latency_s=0.005) == eight
     assert of(one, eight).best_batch(latency_s=0.002) == one
 
 
 def test_best_precision_is_the_widest_that_keeps_the_target() -> None:
     rows = [row(precision=p, energy_j=e) for p, e in (("fp32", 4.0), ("bf16", 2.0), ("fp8", 1.0))]
-    assert of(*rows).best_precision(energy_j_per_sample=5.0) == rows[0]
-    assert of(*rows).best_precision(energy_j_per_sample=2.5) == rows[1]
-    assert of(*rows).best_precision(energy_j_per_sample=0.5) is None
+    assert of(*rows).best_precision(energy_per_sample_j=5.0) == rows[0]
+    assert of(*rows).best_precision(energy_per_sample_j=2.5) == rows[1]
+    assert of(*rows).best_precision(energy_per_sample_j=0.5) is None
     rows = [row(precision=p, energy_j=1.0, accuracy=a) for p, a in (("bf16", 0.75), ("fp16", 0.76))]
-    assert of(*rows).best_precision(energy_j_per_sample=1.0) == rows[1]
+    assert of(*rows).best_precision(energy_per_sample_j=1.0) == rows[1]
 
 
 def test_best_device_is_the_fastest_within_the_budget() -> None:
-    rows = [row(device="jetson-orin", latency_s=2.0, energy_j=1.0), row(device="h200", latency_s=1.0, energy_j=3.0)]
-    assert of(*rows).best_device(energy_budget_j=4.0) == rows[1]
-    assert of(*rows).best_device(energy_budget_j=2.0) == rows[0]
-    assert of(*rows).best_device(energy_budget_j=0.1) is None
+    rows = [row(on="jetson-orin", time_s=2.0, energy_j=1.0), row(on="h200", time_s=1.0, energy_j=3.0)]
+    assert of(*rows).best_device(energy_per_sample_j=4.0) == rows[1]
+    assert of(*rows).best_device(energy_per_sample_j=2.0) == rows[0]
+    assert of(*rows).best_device(energy_per_sample_j=0.1) is None
 
 
 def test_json_and_frame_hold_the_rows(found: Sweep) -> None:
@@ -191,15 +191,15 @@ def test_json_and_frame_hold_the_rows(found: Sweep) -> None:
     pytest.importorskip("pandas")
     frame = found.to_frame()
     assert len(frame) == 27
-    assert {"device", "throughput_per_s", "pareto", "reason"} <= set(frame.columns)
+    assert {"on", "throughput_per_s", "pareto", "reason"} <= set(frame.columns)
 
 
 def test_batch_for_doubles_up_to_the_bound() -> None:
     block, inputs = Block(256), torch.empty(1, 128, 256)
-    one = sweep(block, inputs, devices=("a100",), precisions=("bf16",), batches=(1,)).rows[0]
-    bound = 4 * (one.latency_s or 0)
+    one = sweep(block, inputs, on=("a100",), precisions=("bf16",), batches=(1,)).rows[0]
+    bound = 4 * (one.time_s or 0)
     best = batch_for(block, inputs, on="a100", latency_s=bound, precision="bf16", largest=64)
-    assert (best.latency_s or math.inf) <= bound
+    assert (best.time_s or math.inf) <= bound
     assert best.batch in (1, 2, 4, 8, 16, 32, 64)
     assert (best.energy_per_sample_j or math.inf) <= (one.energy_per_sample_j or 0)
     with pytest.raises(PredictionError, match="longer than"):
@@ -209,5 +209,5 @@ def test_batch_for_doubles_up_to_the_bound() -> None:
 
 
 def test_batch_as_it_is_takes_that_of_the_inputs() -> None:
-    r = sweep(mlp(8, 8), torch.empty(5, 8), devices=("a100",)).rows[0]
+    r = sweep(mlp(8, 8), torch.empty(5, 8), on=("a100",)).rows[0]
     assert r.batch == 5

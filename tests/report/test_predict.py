@@ -41,7 +41,7 @@ def report() -> EnergyReport:
 
 @pytest.fixture(scope="module")
 def found() -> Sweep:
-    return sweep(Residual(), IMAGE, devices=("a100", "h200"), precisions=("bf16", "fp8"), batches=(1, 8), name=EVIL)
+    return sweep(Residual(), IMAGE, on=("a100", "h200"), precisions=("bf16", "fp8"), batches=(1, 8), name=EVIL)
 
 
 def saving(name: str = "quantise") -> Opportunity:
@@ -214,7 +214,7 @@ def test_columns_leave_in_their_order_and_some_never() -> None:
 
 def _waiting(device: str, joules: float, *, late: float = 1.0) -> SweepRow:
     """A row bound by the host: as long on every chip, but for the last bit of the sum."""
-    return SweepRow(device=device, precision=None, batch=32, latency_s=0.00637 * late, energy_j=joules, bound="host")
+    return SweepRow(on=device, precision=None, batch=32, time_s=0.00637 * late, energy_j=joules, bound="host")
 
 
 @pytest.mark.parametrize("late", [1.0, 1 + 2e-16, 1 - 2e-16])
@@ -223,15 +223,15 @@ def test_of_equals_the_cheaper_is_chosen_for_everything(order: tuple[str, str], 
     joules = {"h200": 0.9, "a100": 0.7}
     rows = [_waiting(order[0], joules[order[0]]), _waiting(order[1], joules[order[1]], late=late)]
     tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
-    assert {row.device for _, row in shown.choices(tied)} == {"a100"}
-    best = tied.best_device(energy_budget_j=1.0)
-    assert best is not None and best.device == "a100"
+    assert {row.on for _, row in shown.choices(tied)} == {"a100"}
+    best = tied.best_device(energy_per_sample_j=1.0)
+    assert best is not None and best.on == "a100"
 
 
 def _row(device: str, time: tuple[float, float], joules: tuple[float, float]) -> SweepRow:
     return SweepRow(
-        device=device, precision=None, batch=1, latency_s=time[0], latency_error_s=time[1], energy_j=joules[0],
-        energy_error_j=joules[1], compute_energy_j=0.1, memory_energy_j=0.1, static_energy_j=0.1,
+        on=device, precision=None, batch=1, time_s=time[0], error_s=time[1], energy_j=joules[0],
+        error_j=joules[1], compute_energy_j=0.1, memory_energy_j=0.1, static_energy_j=0.1,
     )  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def test_a_report_as_text() -> None:
 
 
 def test_a_sweep_of_nothing_possible_still_says_why() -> None:
-    rows = (SweepRow(device="a100", precision="fp8", batch=1, reason="a100 has no fp8 units"),)
+    rows = (SweepRow(on="a100", precision="fp8", batch=1, reason="a100 has no fp8 units"),)
     out = text_of(shown.comparison(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
     assert "0 of 1" in out
     assert "a100 has no fp8 units" in out
@@ -332,8 +332,8 @@ def test_every_string_is_escaped(report: EnergyReport, found: Sweep) -> None:
     descriptor = dataclasses.replace(report.descriptors[0], subgraph_name=EVIL, kind=EVIL)
     evil = dataclasses.replace(report, name=EVIL, descriptors=(descriptor,), notes=(EVIL,))
     opportunity = dataclasses.replace(saving(EVIL), action=EVIL, unit=EVIL)
-    bad = SweepRow(device=EVIL, precision="bf16", batch=1, reason=EVIL)
-    rows = (*found.rows, bad, dataclasses.replace(found.rows[0], device=EVIL, bound=EVIL))
+    bad = SweepRow(on=EVIL, precision="bf16", batch=1, reason=EVIL)
+    rows = (*found.rows, bad, dataclasses.replace(found.rows[0], on=EVIL, bound=EVIL))
     for html in (page(evil, opportunities=[opportunity]), card(evil), page(dataclasses.replace(found, rows=rows))):
         assert "alert(" in html
         assert "<script>alert" not in html

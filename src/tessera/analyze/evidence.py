@@ -162,12 +162,12 @@ def product_cost(
 ) -> tuple[float, float] | None:
     """Predicted seconds and joules of a matrix product (batch, m, n, k) under the power limit; None where unknown."""
     from ..estimate.gemm import gemm_time
-    from ..estimate.power import PowerModel, Work
+    from ..estimate.power import DeviceWork, PowerModel
 
     batch, m, n, k = sizes
     try:
         kernel = gemm_time(device, m, n, k, batch, precision, layout=layout)
-        found = PowerModel.from_device(device).estimate(Work.of(kernel))
+        found = PowerModel.from_device(device).estimate(DeviceWork.of(kernel))
     except TesseraError:
         return None
     return found.seconds, found.energy_j

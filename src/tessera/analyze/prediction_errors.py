@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..estimate.account import PER_SECOND, SHARED, device_error_s
+from ..estimate.prediction_report import PER_SECOND, SHARED, device_error_s
 from ..schema import EnergyDescriptor, EnergyReport
 
 # What both sides have is known no better than this share of it: another program leaves the kernels another clock, and

@@ -171,7 +171,7 @@ def _capped(case: Case, spent: float, share: float, evidence: str, limits: Seque
 
 def _lower_cap(case: Case, limit_w: float | None) -> tuple[float, float, float] | None:
     """A lower cap in watts, and its joules and seconds relative to now, by the power model; None where unknown."""
-    from ..estimate.power import PowerModel, Work
+    from ..estimate.power import DeviceWork, PowerModel
 
     calls = case.calls
     if calls is None or case.device is None or np.all(np.isnan(calls.flops)):
@@ -184,7 +184,7 @@ def _lower_cap(case: Case, limit_w: float | None) -> tuple[float, float, float] 
     matrix = np.array([*(u.startswith("matrix") for u in calls.units), False])[calls.unit]
     clock_s, busy_s = float(calls.seconds[matrix].sum()), float(calls.seconds.sum())
     hbm = float(np.nansum(calls.bytes))
-    work = Work(clock_s=clock_s, fixed_s=busy_s - clock_s, busy_s=busy_s, flops=flops, hbm_bytes=hbm)
+    work = DeviceWork(clock_s=clock_s, fixed_s=busy_s - clock_s, busy_s=busy_s, flops=flops, hbm_bytes=hbm)
     limit = limit_w or model.limit_w
     now = dataclasses.replace(model, limit_w=limit).estimate(work)
     then = dataclasses.replace(model, limit_w=LOWER_CAP * limit).estimate(work)

@@ -12,14 +12,14 @@ from .plain import say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..estimate.calibrate import Calibration
+    from ..estimate.calibrate import CalibrationResult
 
 
 @click.command("calibrate")
 @click.option("--device", type=int, default=0, show_default=True, help="Which GPU, as torch counts them.")
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="About how long to measure.")
 @click.option("--force", is_flag=True, help="Measure even if another process uses the GPU.")
-@click.option("--json", "as_json", is_flag=True, help="Print the overlay and its points as JSON, on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the calibration and its points as JSON.")
 @click.option("--dry-run", is_flag=True, help="Measure and show, but write nothing.")
 def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bool) -> int:
     """Measure the GPU and the host at hand, so that predictions for them are those of this machine.
@@ -32,10 +32,10 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
     for them. What is found is written to ~/.config/tessera/calibration/ (or $XDG_CONFIG_HOME); `tessera predict` then
     uses it, and says so. Nothing of the GPU's state is changed: no clock, no limit. Delete the file to undo it.
     """
-    from ..estimate.overlay import save
+    from ..estimate.calibration import save
 
-    found = _measured(device, seconds, force)
-    path = None if dry_run else save(found.overlay)
+    found = _measure(device, seconds, force)
+    path = None if dry_run else save(found.calibration)
     if as_json:
         _print_json(found, path)
         return 0
@@ -46,12 +46,12 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
     return 0
 
 
-def _measured(device: int, seconds: float, force: bool) -> Calibration:
-    from ..estimate import calibrate
-    from ..estimate.bench import CudaBench
+def _measure(device: int, seconds: float, force: bool) -> CalibrationResult:
+    from ..estimate.calibrate import calibrate
+    from ..estimate.calibration_bench import CudaBench
 
     with CudaBench(device) as bench:
-        return calibrate.run(bench, seconds=seconds, progress=_say, force=force)
+        return calibrate(bench, seconds=seconds, progress=_say, force=force)
 
 
 def _say(done: int, steps: int, name: str) -> None:
@@ -65,11 +65,11 @@ def _say(done: int, steps: int, name: str) -> None:
         say("\r\x1b[K", err=True, nl=False)
 
 
-def _print_json(found: Calibration, path: Path | None) -> None:
+def _print_json(found: CalibrationResult, path: Path | None) -> None:
     import msgspec
 
     data = {
-        "overlay": found.overlay,
+        "calibration": found.calibration,
         "points": found.rows,
         "seconds": found.seconds,
         "path": str(path) if path else None,

@@ -178,7 +178,7 @@ def _swept(loaded: Loaded, options: dict[str, Any], devices: Any, precisions: An
     from ..estimate.search import sweep
 
     points = len(devices) * len(precisions) * len(batches)
-    asked = {"devices": devices, "precisions": precisions, "batches": batches, "name": loaded.name, **options}
+    asked = {"on": devices, "precisions": precisions, "batches": batches, "name": loaded.name, **options}
     if points < PROGRESS_FROM or not sys.stderr.isatty():
         return sweep(loaded.model, loaded.inputs, **asked)
     from rich.progress import Progress
@@ -208,7 +208,7 @@ def _next_of_sweep(found: Sweep) -> str | None:
     best = found.best_batch()
     if best is None:
         return None
-    changes = {"on": best.device, "precision": best.precision, "batch": best.batch, "html": None}
+    changes = {"on": best.on, "precision": best.precision, "batch": best.batch, "html": None}
     return _again(**changes)
 
 

@@ -1,4 +1,4 @@
-"""What a program will take before it runs: seconds, joules, watts and bytes, with their errors.
+"""Predict what a program will take before it runs: seconds, joules, watts and bytes, with their errors.
 
 ::
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .host import HostModel as HostModel
     from .memory import MemoryEstimator as MemoryEstimator
     from .memory import MemoryReport as MemoryReport
-    from .precision import Precision as Precision
+    from .ops import Precision as Precision
     from .predict import predict as predict
     from .roofline import RooflineAnalyzer as RooflineAnalyzer
     from .roofline import RooflineReport as RooflineReport
@@ -48,7 +48,7 @@ _LAZY = {
     "MemoryEstimator": ".memory",
     "MemoryReport": ".memory",
     "PartitionReport": "..graph.partition",
-    "Precision": ".precision",
+    "Precision": ".ops",
     "RooflineAnalyzer": ".roofline",
     "RooflineReport": ".roofline",
     "Subgraph": "..graph.partition",

@@ -4,7 +4,7 @@ One block holds a tile of queries (grouped query heads are packed into it) and w
 costs the matrix products and the exponentials, whichever is slower; blocks run in waves over the SMs; with few blocks
 the keys are split and merged. Keys and values come at the achieved bandwidth. Rates are per SM and cycle, so that the
 H200's constants carry over to another chip. PyTorch's kernels ("torch": SDPA under graph replay) and vLLM's ("vllm":
-paged FlashAttention) have constants of their own. Fitted by `benchmarks/fit/fit_kernels.py`.
+paged FlashAttention) have constants of their own. `benchmarks/fit/fit_kernels.py` fits them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..device import Device
 from ..errors import ArgumentError
-from .kernel_time import ELEMENT_BYTES, SAME_UNITS, Chip, KernelTime, chip, learnt_on
-from .residual import Trees, fitted, interval, table, trees
-
-Array = NDArray[np.float64]
+from ..integral import Floats
+from .kernel_time import (
+    ELEMENT_BYTES,
+    Chip,
+    KernelTime,
+    Trees,
+    chip,
+    find_correction,
+    kernel_error,
+    load_fit,
+    stack_columns,
+)
 
 _SPLITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], float)
 _VECTOR_KEYS = 64.0  # fmha_cutlassF_f32_aligned_64x64: the tile of PyTorch's fp32 kernels
@@ -33,9 +40,9 @@ _BESIDE_BYTES = 14.0
 _BACKWARD_FLOPS = 2.5  # five products of the backward against two of the forward
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What is attended to; sizes, flags and windows are numbers, or arrays where many calls are looked at."""
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call, or many: sizes, flags and windows are numbers, or arrays of one length."""
 
     batch: Any
     heads: Any
@@ -51,7 +58,7 @@ class Call:
     backward: bool = False
     source: str = "torch"
 
-    def numbers(self) -> list[Array]:
+    def numbers(self) -> list[Floats]:
         """Batch, heads, heads of keys, queries, keys and head size as floats."""
         sizes = (self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
         return [np.asarray(value, float) for value in sizes]
@@ -84,34 +91,32 @@ def attention_time(
     sizes = (batch, heads, kv_heads, q_len, kv_len, head_dim, window or 1)
     if min(sizes) < 1:
         raise ArgumentError(f"attention has sizes of at least 1, not {sizes}")
-    for value, known in (
-        (source, ("torch", "vllm")),
-        (precision, ELEMENT_BYTES),
-        (kv_precision or "fp32", ELEMENT_BYTES),
-    ):
-        if value not in known:
-            raise ArgumentError(f"no attention in {value!r}", fix=f"one of {', '.join(known)}")
-    call = Call(
-        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, causal=bool(causal),
-        precision=precision, kv_precision=kv_precision or precision, window=float(window or np.inf), mask=mask,
-        backward=backward, source=source,
-    )  # fmt: skip
+    names = ((source, ("torch", "vllm")), (precision, ELEMENT_BYTES), (kv_precision or "fp32", ELEMENT_BYTES))
+    for value, choices in names:
+        if value not in choices:
+            raise ArgumentError(f"no attention in {value!r}", fix=f"one of {', '.join(choices)}")
+    how = (bool(causal), precision, kv_precision or precision, float(window or np.inf), mask, backward, source)
+    call = AttentionCall(batch, heads, kv_heads, q_len, kv_len, head_dim, *how)
     return _attention(chip(device), call, hbm_bytes)
 
 
 @functools.lru_cache(maxsize=65536)
-def _attention(of: Chip, call: Call, hbm_bytes: float | None) -> KernelTime:
-    data = fitted("h200_attention.json")
-    found = formula(data["constants"][call.source], of, call, hbm_bytes)
-    t = {name: float(value) for name, value in found.items()}
-    factor, provenance = 1.0, "tile model of attention, H200 constants carried over by datasheet"
-    there = learnt_on(of)
-    if there is not None and not call.backward:
-        same = there is of
-        fitted_here = found if same else formula(data["constants"][call.source], there, call, hbm_bytes)
-        factor = float(np.exp(_trees(call.source)(features(call, fitted_here))[0]))
-        provenance = f"tile model of attention with residual, fitted on the H200{'' if same else SAME_UNITS}"
-        # No residual makes a kernel faster than the chip.
+def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> KernelTime:
+    data = load_fit("h200_attention.json")
+
+    def parts_on(chip: Chip) -> dict[str, Floats]:
+        return formula(data["constants"][call.source], chip, call, hbm_bytes)
+
+    parts = parts_on(of)
+    t = {name: float(value) for name, value in parts.items()}
+    factor, provenance, correction = 1.0, "tile model of attention, H200 constants carried over by datasheet", None
+    if not call.backward:  # no correction was learned for it
+        trees = _trees(call.source)
+        correction = find_correction(of, trees, lambda on: features(call, parts if on is of else parts_on(on)))
+    if correction is not None:
+        factor = float(np.exp(correction.log))
+        provenance = f"tile model of attention with residual, fitted on {correction.chips}"
+        # No correction makes a kernel faster than the chip.
         fastest_s = of.fastest_s(t["flops"], t["hbm_bytes"], call.precision)
         factor = max(factor, fastest_s / (t["overhead_s"] + t["body_s"]))
     seconds = (t["overhead_s"] + t["body_s"]) * factor
@@ -125,10 +130,10 @@ def _attention(of: Chip, call: Call, hbm_bytes: float | None) -> KernelTime:
         busy=min(1.0, t["busy_s"] * factor / seconds),
         flops=t["flops"],
         unit=unit,
-        vector_flops=t["scores"] * fitted("h200_power.json")["softmax_flops_per_score"],
+        vector_flops=t["scores"] * load_fit("h200_power.json")["softmax_flops_per_score"],
         hbm_bytes=t["hbm_bytes"],
         l2_bytes=t["l2_bytes"],
-        relative_error=interval(data["interval"], of, native, seconds, call.source),
+        relative_error=kernel_error(data["interval"], of, native, seconds, call.source),
         provenance=provenance,
         activity=min(max(factor, 0.85), 1.15),
     )
@@ -136,7 +141,7 @@ def _attention(of: Chip, call: Call, hbm_bytes: float | None) -> KernelTime:
 
 @functools.cache
 def _trees(source: str) -> Trees:
-    return trees(fitted("h200_attention.json")["trees"][source])
+    return Trees.of(load_fit("h200_attention.json")["trees"][source])
 
 
 def _rate(of: Chip, precision: str) -> tuple[float, str, bool]:
@@ -144,7 +149,7 @@ def _rate(of: Chip, precision: str) -> tuple[float, str, bool]:
     return of.peak(precision, "vector") if precision == "fp32" else of.peak(precision)
 
 
-def pairs_seen(q: Array, kv: Array, causal: Any, window: Any) -> Array:
+def count_pairs(q: Floats, kv: Floats, causal: Any, window: Any) -> Floats:
     """Query-key pairs of one head; causal queries are the last of the keys, a window counts the query's own key."""
     first = np.maximum(1.0, np.minimum(kv, kv - q + 1.0))  # keys the first query sees
     rows = np.minimum(q, kv)
@@ -153,16 +158,16 @@ def pairs_seen(q: Array, kv: Array, causal: Any, window: Any) -> Array:
     limit = np.minimum(window, kv)
     filling = np.clip(limit - first, 0.0, rows)
     windowed = np.where(causal, filling * (first + limit - 1.0) / 2.0 + (rows - filling) * limit, q * limit)
-    found: Array = np.minimum(windowed, all_pairs)
-    return found
+    pairs: Floats = np.minimum(windowed, all_pairs)
+    return pairs
 
 
-def formula(c: Mapping[str, Any], of: Chip, call: Call, hbm_bytes: float | None = None) -> dict[str, Array]:
-    """The physical model without residual: seconds, bytes and busy seconds by name."""
+def formula(c: Mapping[str, Any], of: Chip, call: AttentionCall, hbm_bytes: float | None = None) -> dict[str, Floats]:
+    """The physical model without the learned correction: seconds, bytes and busy seconds by name."""
     batch, heads, kv_heads, q, kv, d = call.numbers()
     window = np.asarray(call.window, float)
     size, kv_size = ELEMENT_BYTES[call.precision], ELEMENT_BYTES[call.kv_precision]
-    pairs = pairs_seen(q, kv, np.asarray(call.causal), window)
+    pairs = count_pairs(q, kv, np.asarray(call.causal), window)
     compute_s, load, loaded = _compute(c, of, call, pairs)
     times = _BACKWARD_FLOPS if call.backward else 1.0
     moved = batch * d * (2.0 * heads * q * size + 2.0 * kv_heads * np.minimum(kv, q + window) * kv_size)
@@ -170,7 +175,7 @@ def formula(c: Mapping[str, Any], of: Chip, call: Call, hbm_bytes: float | None 
     spill = np.clip((total / of.cache_bytes - c["cache_kept"]) / c["cache_spill"], 0.0, 1.0)
     hbm = total * spill if hbm_bytes is None else np.full_like(total, hbm_bytes)
     hbm_s = hbm / (c["bandwidth"] * of.bandwidth)
-    memory_s = hbm_s + np.maximum(0.0, total - hbm) / _cache_rate(c, of)
+    memory_s = hbm_s + np.maximum(0.0, total - hbm) / of.cache_rate(c["cache_bytes_per_cycle"])
     p = c["exponent"]
     whole = compute_s**p + memory_s**p
     body_s = whole ** (1 / p)
@@ -194,20 +199,16 @@ def formula(c: Mapping[str, Any], of: Chip, call: Call, hbm_bytes: float | None 
     }
 
 
-def _cache_rate(c: Mapping[str, Any], of: Chip) -> float:
-    return max(float(c["cache_bytes_per_cycle"]) * of.units * of.clock_hz, 1.05 * of.bandwidth)
-
-
-def _beside(c: Mapping[str, Any], of: Chip, call: Call) -> tuple[Array, Array, Array]:
+def _beside(c: Mapping[str, Any], of: Chip, call: AttentionCall) -> tuple[Floats, Floats, Floats]:
     """Bytes and seconds of the kernels beside the backward, and the seconds of those that cross device memory."""
     batch, heads, kv_heads, q, kv, d = call.numbers()
     moved = batch * heads * d * (_BESIDE_BYTES * q + np.where(heads > kv_heads, 8.0 * kv, 0.0))
     crosses = moved > of.cache_bytes
-    seconds = moved / np.where(crosses, c["bandwidth"] * of.bandwidth, _cache_rate(c, of))
+    seconds = moved / np.where(crosses, c["bandwidth"] * of.bandwidth, of.cache_rate(c["cache_bytes_per_cycle"]))
     return moved, seconds, np.where(crosses, seconds, 0.0)
 
 
-def _compute(c: Mapping[str, Any], of: Chip, call: Call, pairs: Array) -> tuple[Array, Array, Array]:
+def _compute(c: Mapping[str, Any], of: Chip, call: AttentionCall, pairs: Floats) -> tuple[Floats, Floats, Floats]:
     """Seconds of the blocks, SMs' worth of blocks, and key and value elements they load."""
     batch, heads, kv_heads, q, kv, d = call.numbers()
     matrix = _rate(of, call.precision)[1].startswith("matrix")
@@ -243,7 +244,7 @@ def _compute(c: Mapping[str, Any], of: Chip, call: Call, pairs: Array) -> tuple[
     return compute_s, load, 2.0 * d * blocks * seen
 
 
-def _step_s(c: Mapping[str, Any], of: Chip, call: Call, d: Array, rows: Array) -> Array:
+def _step_s(c: Mapping[str, Any], of: Chip, call: AttentionCall, d: Floats, rows: Floats) -> Floats:
     """Seconds a block of query rows takes for one key: products and exponentials per row, getting the key."""
     peak, unit, _ = _rate(of, call.precision)
     matrix = unit.startswith("matrix")
@@ -260,13 +261,13 @@ def _step_s(c: Mapping[str, Any], of: Chip, call: Call, d: Array, rows: Array) -
     return np.asarray((multiply**q + scalar**q + load**q) ** (1 / q))
 
 
-def features(call: Call, t: Mapping[str, Array]) -> Array:
-    """What the residual's trees look at, one row per call."""
+def features(call: AttentionCall, t: Mapping[str, Floats]) -> Floats:
+    """The inputs of the trees, one row per call."""
     batch, heads, kv_heads, q, kv, d = (np.atleast_1d(value) for value in call.numbers())
     columns = [
-        np.log2(batch), np.log2(heads), np.log2(kv_heads), np.log2(heads / kv_heads), np.log2(q), np.log2(kv), d,
-        np.log2(np.minimum(call.window, 1e6)), np.asarray(call.causal), np.log2(batch * kv_heads),
-        np.log2(batch * heads), call.kv_precision != call.precision, call.precision == "fp32", call.mask,
-        np.log2(t["body_s"]), np.log2(t["compute_s"] / t["memory_s"]), np.log2(t["load"]),
-    ]  # fmt: skip
-    return table(columns, len(q))
+        *(np.log2(batch), np.log2(heads), np.log2(kv_heads), np.log2(heads / kv_heads), np.log2(q), np.log2(kv), d),
+        *(np.log2(np.minimum(call.window, 1e6)), np.asarray(call.causal), np.log2(batch * kv_heads)),
+        *(np.log2(batch * heads), call.kv_precision != call.precision, call.precision == "fp32", call.mask),
+        *(np.log2(t["body_s"]), np.log2(t["compute_s"] / t["memory_s"]), np.log2(t["load"])),
+    ]
+    return stack_columns(columns, len(q))

@@ -1,12 +1,12 @@
-"""Calibration: measure a few kernels and two networks on the GPU at hand, and say how they differ from the prediction.
+"""Calibrate: measure a few kernels and two networks on this machine's GPU, and compare them with their predictions.
 
 ::
 
     points ──► predicted (on meta tensors, from the catalogue) ──┐
-           └─► measured (Bench) ────────────────────────────────┴──► factors by group ──► Overlay
-                     `measure`                                                `fitted`
+           └─► measured (KernelBench) ───────────────────────────┴──► factors by group ──► Calibration
+                     `measure`                                                `fit_measurements`
 
-Nothing of the GPU's state is changed: no clock, no limit, no mode.
+The GPU's state is not changed: no clock, no limit, no mode.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -23,26 +23,26 @@ import msgspec
 from ..device import Device
 from ..errors import ArgumentError, MeasurementError, MissingExtra
 from ..hardware import identify_board
-from .bench import Bench, CudaBench, Machine
-from .factors import Case, Measured, after, alone, case_of, fit
-from .overlay import Overlay, Watts
+from .calibration import Calibration, Watts
+from .calibration_bench import KernelBench, Machine
+from .calibration_fit import CalibrationCase, MeasuredPoint, calibrated_outcome, calibration_alone, case_of, fit
 from .predict import Launch
 
 if TYPE_CHECKING:
-    from .points import Point
+    from .calibration_kernels import CalibrationPoint
 
 Progress = Callable[[int, int, str], None]
-"""Called before each step: how many are done, of how many, and which comes."""
+"""Called before each step with the steps done, the number of steps, and the name of the next."""
 
 LEAST_S = 10.0
-# How often the host is looked at, between the kernels: a virtual one runs the same Python 1 to 2.7 times as long a few
-# minutes later (h200_ops.jsonl.gz, case "host_speed"), and one look would take the moment for the machine.
+# How often the host is measured, between the kernels: a virtual host runs the same Python 1 to 2.7 times as long a few
+# minutes later (benchmarks/data/h200_ops.jsonl.gz, case "host_speed"), so one measurement would not be representative.
 LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One point, per call: as predicted for a kernel alone, as measured, and as predicted with the calibration.
+class CalibrationRow:
+    """One point, per call: predicted for a kernel alone, measured, and predicted with the calibration.
 
     `copies` calls made up the iteration that was measured, at `clock_hz`, `capped` by the power limit or not.
     """
@@ -72,54 +72,48 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What `tessera calibrate` reports: the overlay, and the points it comes from. Nothing is written yet."""
+class CalibrationResult:
+    """The result of `tessera calibrate`: the calibration, not yet saved, and the points it comes from."""
 
-    overlay: Overlay
-    rows: tuple[Row, ...]
+    calibration: Calibration
+    rows: tuple[CalibrationRow, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All that was measured, before anything is concluded: kernels, networks, the product that should reach the limit.
+    """All measurements before the fit: kernels, networks, and the product that should reach the power limit.
 
-    `notes` say what could not be measured.
+    `notes` name what could not be measured.
     """
 
     device: Device
     machine: Machine
     idle_w: Watts
     idle_context_w: Watts
-    kernels: tuple[Measured, ...]
-    nets: tuple[Measured, ...]
-    held: Measured | None
+    kernels: tuple[MeasuredPoint, ...]
+    nets: tuple[MeasuredPoint, ...]
+    limit: MeasuredPoint | None
     notes: tuple[str, ...]
     seconds: float
 
 
 def calibrate(
-    device_index: int = 0, seconds: float = 60.0, progress: Progress | None = None, *, force: bool = False
-) -> Overlay:
-    """Measure the GPU for about so many seconds. The overlay is returned; `overlay.save` writes it.
+    bench: KernelBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
+) -> CalibrationResult:
+    """Measure the bench's GPU for about `seconds`; `calibration.save` writes the result.
 
-    A GPU that another process uses is refused, as its figures would be both programs'; `force` measures all the same.
+    A GPU that another process uses is refused, as its figures would be both programs'; `force` measures it anyway.
     """
-    with CudaBench(device_index) as bench:
-        return run(bench, seconds=seconds, progress=progress, force=force).overlay
-
-
-def run(bench: Bench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False) -> Calibration:
-    """Calibrate with any bench; the overlay and the points it comes from."""
-    return fitted(measure(bench, seconds=seconds, progress=progress, force=force))
+    return fit_measurements(measure(bench, seconds=seconds, progress=progress, force=force))
 
 
 def measure(
-    bench: Bench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
+    bench: KernelBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
 ) -> Measurements:
     """Every point, predicted and measured."""
     try:
-        from . import points
+        from .calibration_kernels import host_points, kernel_points, limit_point
     except ImportError as exc:
         raise MissingExtra("torch", "torch", "calibrating") from exc
     if not seconds >= LEAST_S:
@@ -127,106 +121,124 @@ def measure(
     machine = bench.machine()
     device = identify_board(machine.board)
     _check_idle(bench, machine, force)
-    kernels, hosts, limit = points.kernel_points(device), points.host_points(device), points.limit_point(device)
-    session = _Session(bench, device, len(kernels) + LOOKS * len(hosts) + 3, progress)
+    kernels, hosts = kernel_points(device), host_points(device)
+    session = _CalibrationSteps(bench, device, len(kernels) + LOOKS * len(hosts) + 3, progress)
     idle_s, limit_s = (min(max(share * seconds, 1.0), 10.0) for share in (0.05, 0.1))
     host_s = min(max(0.05 * seconds / LOOKS, 0.5), 3.0)
     # A quarter of what is left goes to making inputs, choosing algorithms and capturing graphs.
     left_s = 0.75 * (seconds - 2 * idle_s - limit_s - LOOKS * len(hosts) * host_s)
     each_s = max(0.2, left_s / len(kernels))
-    idle = session.idle(idle_s, context=False), session.idle(idle_s, context=True)
+    idle_w, context_w = (session.measure_idle(idle_s, context=context) for context in (False, True))
     measured, nets = [], []
-    # The first look comes after a third of the kernels: the sampler reads its counter most often in its first seconds,
-    # on the same interpreter.
+    # The host is first measured after a third of the kernels: the sampler reads its counter most often in its first
+    # seconds, on the same interpreter.
     for look in range(LOOKS):
         part = kernels[look * len(kernels) // LOOKS : (look + 1) * len(kernels) // LOOKS]
-        measured += session.all(part, "graph", each_s)
-        nets += session.all(hosts, "eager", host_s)
-    held = session.all([limit], "graph", limit_s)
+        measured += session.measure_points(part, "graph", each_s)
+        nets += session.measure_points(hosts, "eager", host_s)
+    limit = session.measure_points([limit_point(device)], "graph", limit_s)
     if not measured:
         raise MeasurementError("no kernel could be measured", why="; ".join(session.notes[:3]), fix="tessera doctor")
     return Measurements(
-        device=device, machine=machine, idle_w=idle[0], idle_context_w=idle[1], kernels=tuple(measured),
-        nets=tuple(nets), held=held[0] if held else None, notes=tuple(session.notes), seconds=session.seconds,
-    )  # fmt: skip
+        device=device,
+        machine=machine,
+        idle_w=idle_w,
+        idle_context_w=context_w,
+        kernels=tuple(measured),
+        nets=tuple(nets),
+        limit=limit[0] if limit else None,
+        notes=tuple(session.notes),
+        seconds=session.seconds,
+    )
 
 
-def fitted(found: Measurements) -> Calibration:
-    """The overlay that follows from what was measured."""
-    blank = _blank(found)
-    overlay, notes = fit(blank, found.kernels, found.nets, found.held)
-    overlay = msgspec.structs.replace(overlay, notes=tuple(dict.fromkeys((*found.notes, *notes))))  # said once a look
-    held = (found.held,) if found.held is not None else ()
-    rows = tuple(_row(m, blank, overlay) for m in (*found.kernels, *held, *found.nets))
-    return Calibration(overlay=overlay, rows=rows, seconds=found.seconds)
+def fit_measurements(found: Measurements) -> CalibrationResult:
+    """The calibration that follows from the measurements."""
+    blank = _blank_calibration(found)
+    calibration, notes = fit(blank, found.kernels, found.nets, found.limit)
+    unique = tuple(dict.fromkeys((*found.notes, *notes)))  # the networks are measured several times
+    calibration = msgspec.structs.replace(calibration, notes=unique)
+    limit = (found.limit,) if found.limit is not None else ()
+    rows = tuple(_row(m, blank, calibration) for m in (*found.kernels, *limit, *found.nets))
+    return CalibrationResult(calibration=calibration, rows=rows, seconds=found.seconds)
 
 
-def as_on(found: Measurements, device: Device) -> Measurements:
-    """The same measurements beside what is predicted for another device, as if the chip were known as that one."""
-
-    def again(m: Measured) -> Measured:
-        return replace(m, case=case_of(device, m.case.graph, m.case.launch))
-
-    return replace(
-        found, device=device, kernels=tuple(map(again, found.kernels)), nets=tuple(map(again, found.nets)),
-        held=again(found.held) if found.held is not None else None,
-    )  # fmt: skip
-
-
-def _blank(of: Measurements) -> Overlay:
-    """An overlay that changes nothing yet."""
+def _blank_calibration(of: Measurements) -> Calibration:
+    """A calibration that changes nothing yet."""
     unknown, machine = Watts(value=None, how="not measured"), of.machine
-    return Overlay(
-        device=of.device.id, board=machine.board, driver=machine.driver, torch=machine.torch,
-        host_cpu=machine.host_cpu, date=date.today().isoformat(), host_scale=None, time_scale={}, energy_scale={},
-        idle_w=of.idle_w, idle_context_w=of.idle_context_w, static_w=unknown, limit_w=unknown,
-    )  # fmt: skip
+    return Calibration(
+        device=of.device.id,
+        board=machine.board,
+        driver=machine.driver,
+        torch=machine.torch,
+        host_cpu=machine.host_cpu,
+        date=date.today().isoformat(),
+        host_scale=None,
+        time_scale={},
+        energy_scale={},
+        idle_w=of.idle_w,
+        idle_context_w=of.idle_context_w,
+        static_w=unknown,
+        limit_w=unknown,
+    )
 
 
-def _row(m: Measured, blank: Overlay, found: Overlay) -> Row:
-    """A point as it was measured: a kernel alone is laid beside what is predicted for it alone."""
-    overlays = (alone(blank), alone(found)) if m.case.launch == "graph" else (blank, found)
-    (before, then), each = (after(m.case, o) for o in overlays), 1.0 / m.copies
-    return Row(
-        name=m.point.name, group=m.point.group, launch=m.case.launch, copies=m.copies,
-        predicted_s=before.seconds * each, measured_s=m.sample.seconds * each, after_s=then.seconds * each,
-        predicted_j=before.joules * each, measured_j=None if m.sample.joules is None else m.sample.joules * each,
-        after_j=then.joules * each, clock_hz=m.sample.clock_hz, capped=m.sample.capped,
-    )  # fmt: skip
+def _row(m: MeasuredPoint, blank: Calibration, calibration: Calibration) -> CalibrationRow:
+    """A measured point; a kernel alone is compared with the prediction of a kernel alone."""
+    pair = (blank, calibration)
+    if m.case.launch == "graph":
+        pair = (calibration_alone(blank), calibration_alone(calibration))
+    (before, after), each = (calibrated_outcome(m.case, c) for c in pair), 1.0 / m.copies
+    return CalibrationRow(
+        name=m.point.name,
+        group=m.point.group,
+        launch=m.case.launch,
+        copies=m.copies,
+        predicted_s=before.seconds * each,
+        measured_s=m.sample.seconds * each,
+        after_s=after.seconds * each,
+        predicted_j=before.joules * each,
+        measured_j=None if m.sample.joules is None else m.sample.joules * each,
+        after_j=after.joules * each,
+        clock_hz=m.sample.clock_hz,
+        capped=m.sample.capped,
+    )
 
 
-def _check_idle(bench: Bench, machine: Machine, force: bool) -> None:
+def _check_idle(bench: KernelBench, machine: Machine, force: bool) -> None:
     why = bench.busy()
     if why is not None and not force:
         raise MeasurementError(
             f"{machine.board} is busy",
-            why=f"{why}: time and watts would be another program's too",
-            fix="wait until it is idle (nvidia-smi), choose another (--device), or measure all the same (--force)",
+            why=f"{why}: the measurements would include another program",
+            fix="wait until it is idle (nvidia-smi), choose another GPU (--device), or measure it anyway (--force)",
         )
 
 
 # -- predicting and measuring -----------------------------------------------------------------------------------
 
 
-def predicted(device: Device, point: Point, launch: Launch, copies: int | None = None) -> tuple[Case, int]:
-    """A point as it is predicted, and how many calls one iteration of it is; None: as many as fill a graph."""
+def predict_point(
+    device: Device, point: CalibrationPoint, launch: Launch, copies: int | None = None
+) -> tuple[CalibrationCase, int]:
+    """The prediction of a point, and how many calls one iteration has; None: as many as fill a graph."""
     from ..graph.capture import capture
-    from .points import copies_to_fill, repeated
+    from .calibration_kernels import copies_to_fill, repeat
 
     replay = launch == "graph"
-    with point.switches():
+    with point.set_tf32():
         fn, inputs = point.make("meta")
         if copies is None and replay:
             once = case_of(device, capture(fn, inputs, replay=True), launch)
             copies = copies_to_fill(once.found.solved.seconds)
         many = copies or 1
-        return case_of(device, capture(repeated(fn, many), inputs, replay=replay, name=point.name), launch), many
+        return case_of(device, capture(repeat(fn, many), inputs, replay=replay, name=point.name), launch), many
 
 
-class _Session:
-    """One calibration under way: counts its steps for whoever watches, and notes what could not be measured."""
+class _CalibrationSteps:
+    """The steps of one calibration: reports each to `progress`, and notes what could not be measured."""
 
-    def __init__(self, bench: Bench, device: Device, steps: int, progress: Progress | None) -> None:
+    def __init__(self, bench: KernelBench, device: Device, steps: int, progress: Progress | None) -> None:
         self._bench, self._device = bench, device
         self._done, self._steps, self._progress = 0, steps, progress
         self._begin = time.monotonic()
@@ -234,42 +246,42 @@ class _Session:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """Seconds since it began."""
         return time.monotonic() - self._begin
 
-    def _step(self, name: str) -> None:
+    def _begin_step(self, name: str) -> None:
         if self._progress is not None:
             self._progress(self._done, self._steps, name)
         self._done += 1
 
-    def idle(self, seconds: float, *, context: bool) -> Watts:
-        """The board at rest."""
-        self._step("idle with a CUDA context" if context else "idle")
+    def measure_idle(self, seconds: float, *, context: bool) -> Watts:
+        """The power of the board at rest."""
+        self._begin_step("idle with a CUDA context" if context else "idle")
         return self._bench.idle(seconds, context=context)
 
-    def all(self, points: list[Point], launch: Launch, each_s: float) -> list[Measured]:
+    def measure_points(self, points: list[CalibrationPoint], launch: Launch, each_s: float) -> list[MeasuredPoint]:
         """The points that could be measured."""
-        found = []
+        measured = []
         for point in points:
-            self._step(point.name)
-            measured = self._one(point, launch, each_s)
-            if measured is not None:
-                found.append(measured)
-        return found
+            self._begin_step(point.name)
+            one = self._measure_point(point, launch, each_s)
+            if one is not None:
+                measured.append(one)
+        return measured
 
-    def _one(self, point: Point, launch: Launch, seconds: float) -> Measured | None:
+    def _measure_point(self, point: CalibrationPoint, launch: Launch, seconds: float) -> MeasuredPoint | None:
         """A point predicted and measured; None, and a note, where this GPU or this torch cannot run it."""
-        from .points import repeated
+        from .calibration_kernels import repeat
 
-        case, copies = predicted(self._device, point, launch)
+        case, copies = predict_point(self._device, point, launch)
         try:
-            with point.switches():
+            with point.set_tf32():
                 fn, inputs = point.make(self._bench.where)
-                sample = self._bench.run(repeated(fn, copies), inputs, launch=launch, seconds=seconds)
+                sample = self._bench.run(repeat(fn, copies), inputs, launch=launch, seconds=seconds)
         except RuntimeError as exc:  # what torch raises: out of memory, no such kernel on this chip
             self.notes.append(f"{point.name} was left out: {str(exc).strip().splitlines()[0][:160]}")
             return None
         if not (math.isfinite(sample.seconds) and sample.seconds > 0):
             self.notes.append(f"{point.name} was left out: it took {sample.seconds} s")
             return None
-        return Measured(point=point, case=case, copies=copies, sample=sample)
+        return MeasuredPoint(point=point, case=case, copies=copies, sample=sample)

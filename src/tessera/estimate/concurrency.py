@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ..device import Device
 from ..graph.partition import PartitionReport, Subgraph
 from ..hardware import lookup
 from .kernel_time import chip
+from .roofline import RooflineAnalyzer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Subgraphs (by index) that wait for nothing but earlier stages: what all of them cost, and the dearest."""
+class ParallelStage:
+    """Subgraphs (by index) that depend only on earlier stages; their cost in total, and that of the most expensive."""
 
     index: int
     subgraphs: tuple[int, ...]
@@ -33,7 +36,7 @@ class Stage:
 
     @property
     def speedup(self) -> float:
-        """How much faster the stage would be were all of it run at once and nothing shared."""
+        """How much faster the stage would be if all of it ran at once and shared nothing."""
         return self.cost / self.longest if self.longest > 0 else 1.0
 
 
@@ -50,12 +53,12 @@ class TileParallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcurrencyReport:
-    """Parallelism of a program. Costs are seconds where a device is given, else FLOPs (`cost_unit`)."""
+    """Parallelism of a program. Costs are seconds on a chip, without a chip FLOPs (`cost_unit`)."""
 
     name: str
-    device: str | None
+    on: str | None
     cost_unit: str
-    stages: tuple[Stage, ...]
+    stages: tuple[ParallelStage, ...]
     tiles: tuple[TileParallelism, ...]
     critical_path: tuple[int, ...]
     critical_path_names: tuple[str, ...]
@@ -64,7 +67,7 @@ class ConcurrencyReport:
 
     @property
     def max_width(self) -> int:
-        """The most subgraphs that wait for nothing but earlier stages."""
+        """The most subgraphs in one stage."""
         return max((s.width for s in self.stages), default=0)
 
     @property
@@ -74,19 +77,17 @@ class ConcurrencyReport:
 
     @property
     def speedup_bound(self) -> float:
-        """Cost of everything over that of the critical path: no schedule of whole subgraphs is faster."""
+        """Total cost over that of the critical path: no schedule of whole subgraphs is faster."""
         return self.total_cost / self.critical_path_cost if self.critical_path_cost > 0 else 1.0
 
     @property
     def mean_occupancy(self) -> float | None:
-        """The mean share of units with work over the subgraphs; None without a device."""
-        known = [t.occupancy for t in self.tiles if t.occupancy is not None]
-        return sum(known) / len(known) if known else None
+        """The mean share of units with work over the subgraphs; None without a chip."""
+        shares = [t.occupancy for t in self.tiles if t.occupancy is not None]
+        return sum(shares) / len(shares) if shares else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        import msgspec
-
         derived = ("max_width", "mean_width", "speedup_bound", "mean_occupancy")
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return {**plain, **{key: getattr(self, key) for key in derived}}
@@ -94,20 +95,20 @@ class ConcurrencyReport:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyAnalyzer:
-    """Finds what could run at once; with a device (a `Device` or a name of the catalogue) costs are seconds."""
+    """Finds what could run at the same time; with `on` (a `Device` or a name of the catalogue) costs are seconds."""
 
-    device: Device | str | None = None
+    on: Device | str | None = None
 
     def analyze(self, report: PartitionReport) -> ConcurrencyReport:
         """Stages, widths, tiles and the critical path of a partitioned program."""
-        device = lookup(self.device) if isinstance(self.device, str) else self.device
+        device = lookup(self.on) if isinstance(self.on, str) else self.on
         costs = _costs(report, device)
         level = _levels(report.subgraphs)
         path, longest = _critical(report.subgraphs, costs)
         units = chip(device).units if device else None
         return ConcurrencyReport(
             name=report.graph.name,
-            device=device.id if device else None,
+            on=device.id if device else None,
             cost_unit="s" if device else "FLOP",
             stages=tuple(_stages(level, costs)),
             tiles=tuple(_tiles(s, units) for s in report.subgraphs),
@@ -121,26 +122,23 @@ class ConcurrencyAnalyzer:
 def _costs(report: PartitionReport, device: Device | None) -> list[float]:
     if device is None:
         return [float(s.flops) for s in report.subgraphs]
-    from .roofline import RooflineAnalyzer
-
-    found = RooflineAnalyzer(device).analyze(report.subgraphs, report)
-    return [d.actual_latency for d in found.latencies]
+    return [d.actual_latency for d in RooflineAnalyzer(device).analyze(report.subgraphs, report).latencies]
 
 
 def _levels(subgraphs: Sequence[Subgraph]) -> list[int]:
-    """The stage of each subgraph: one after the last it depends on. They come in an order that allows one pass."""
+    """The stage of each subgraph: one after the last stage it depends on. Subgraphs come after their dependencies."""
     level: list[int] = []
     for s in subgraphs:
         level.append(1 + max((level[d] for d in s.depends_on), default=-1))
     return level
 
 
-def _stages(level: Sequence[int], costs: Sequence[float]) -> list[Stage]:
+def _stages(level: Sequence[int], costs: Sequence[float]) -> list[ParallelStage]:
     members: dict[int, list[int]] = {}
     for i, stage in enumerate(level):
         members.setdefault(stage, []).append(i)
     return [
-        Stage(
+        ParallelStage(
             index=stage,
             subgraphs=tuple(members[stage]),
             cost=math.fsum(costs[i] for i in members[stage]),
@@ -151,13 +149,13 @@ def _stages(level: Sequence[int], costs: Sequence[float]) -> list[Stage]:
 
 
 def _critical(subgraphs: Sequence[Subgraph], costs: Sequence[float]) -> tuple[list[int], float]:
-    """The dearest chain of dependencies, and what it costs."""
+    """The most expensive chain of dependencies, and its cost."""
     total: list[float] = []
     before: list[int | None] = []
     for i, s in enumerate(subgraphs):
-        dearest = max(s.depends_on, key=total.__getitem__, default=None)
-        before.append(dearest)
-        total.append(costs[i] + (total[dearest] if dearest is not None else 0.0))
+        last = max(s.depends_on, key=total.__getitem__, default=None)
+        before.append(last)
+        total.append(costs[i] + (total[last] if last is not None else 0.0))
     if not total:
         return [], 0.0
     at: int | None = max(range(len(total)), key=total.__getitem__)
@@ -170,9 +168,6 @@ def _critical(subgraphs: Sequence[Subgraph], costs: Sequence[float]) -> tuple[li
 
 
 def _tiles(s: Subgraph, units: int | None) -> TileParallelism:
-    if units is None:
-        return TileParallelism(subgraph_name=s.name, tiles=s.tiles, units=None, waves=None, occupancy=None)
-    waves = -(-s.tiles // units)
-    return TileParallelism(
-        subgraph_name=s.name, tiles=s.tiles, units=units, waves=waves, occupancy=s.tiles / (waves * units)
-    )
+    waves = None if units is None else -(-s.tiles // units)
+    occupancy = None if units is None or waves is None else s.tiles / (waves * units)
+    return TileParallelism(subgraph_name=s.name, tiles=s.tiles, units=units, waves=waves, occupancy=occupancy)

@@ -1,8 +1,8 @@
-"""Seconds of convolutions: an implicit matrix product or a direct kernel, and what the layout costs around it.
+"""Seconds of convolutions: an implicit matrix product or a direct kernel, and the cost of the layout around it.
 
-The physical part is a floor (the product by tiles at tensor-core speed, the bytes, the layout transforms); what cuDNN's
-choice of kernels makes of it is learnt from convolutions measured on an H200 (`benchmarks/device/record_convs.py`), and
-carried to other chips as the same multiple of the floor.
+The physical part is a floor (the product by tiles at tensor-core speed, the bytes, the layout transforms). How far
+cuDNN stays above it was learned from convolutions measured on an H200 (`benchmarks/device/record_convs.py`); other
+chips use the same multiple of their floor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 
 from ..device import Device
 from ..graph.ir import Op
-from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip
-from .residual import Array, Trees, fitted, trees
-from .stream import Stream, stream_time
+from ..hardware import lookup
+from ..integral import Floats
+from .data_movement import DataMovement, movement_time
+from .kernel_time import CALIBRATED, ELEMENT_BYTES, Chip, KernelTime, Trees, chip, load_fit
 
 DATA = "h200_conv.json"
 PASSES = ("forward", "data", "weight")
@@ -46,40 +47,26 @@ class Conv:
         points = prod(self.x[2:] if self.transposed else self.out[2:])
         return 2.0 * self.out[0] * points * prod(self.w)
 
-    def implicit(self) -> tuple[int, int, int]:
-        """(m, n, k) of the product it is, for one group."""
-        x, out = (self.out, self.x) if self.transposed else (self.x, self.out)
-        which = {"forward": "data", "data": "forward"}.get(self.which, self.which) if self.transposed else self.which
-        taps, cin, cout = prod(self.w[2:]), x[1] // self.groups, out[1] // self.groups
-        if which == "data":
-            return x[0] * prod(x[2:]), cin, cout * taps
-        if which == "weight":
-            return cout, cin * taps, out[0] * prod(out[2:])
-        return out[0] * prod(out[2:]), cout, cin * taps
-
-    def product(self) -> tuple[int, int, float]:
-        """(m, n, k) as a kernel computes it: channels padded to 16 bytes, a strided gradient skipping its zeros."""
-        size = ELEMENT_BYTES.get(self.precision, 2.0)
-        pad = max(1, round(16 / size))
+    def product(self, pad: int = 1) -> tuple[int, int, int]:
+        """(m, n, k) of the matrix product of one group, with its summed channels padded to a multiple of `pad`."""
         x, out, which = self.x, self.out, self.which
         if self.transposed:
             x, out, which = out, x, {"forward": "data", "data": "forward"}.get(which, which)
         taps, cin, cout = prod(self.w[2:]), x[1] // self.groups, out[1] // self.groups
         wide_in, wide_out = -(-cin // pad) * pad, -(-cout // pad) * pad
-        if which == "forward":
-            return max(1, out[0] * prod(out[2:])), max(1, cout), wide_in * taps
         if which == "data":
-            return (
-                max(1, x[0] * prod(x[2:])),
-                max(1, cin),
-                wide_out * taps / (self.stride ** len(self.w[2:]) if taps > 1 else 1),
-            )
-        return max(1, cout), wide_in * taps, out[0] * prod(out[2:])
+            return x[0] * prod(x[2:]), cin, wide_out * taps
+        if which == "weight":
+            return cout, wide_in * taps, out[0] * prod(out[2:])
+        return out[0] * prod(out[2:]), cout, wide_in * taps
 
-    @property
-    def contracts_points(self) -> bool:
-        """Whether the sum runs over all points of all samples: the weight gradient, which is then split."""
-        return self.which == "weight"
+    def kernel_product(self) -> tuple[int, int, float]:
+        """(m, n, k) as a kernel computes it: channels padded to 16 bytes, a strided gradient skipping its zeros."""
+        m, n, k = self.product(max(1, round(16 / ELEMENT_BYTES.get(self.precision, 2.0))))
+        if self.which == "weight":
+            return max(1, m), n, k
+        skipped = self.which == ("forward" if self.transposed else "data") and prod(self.w[2:]) > 1
+        return max(1, m), max(1, n), k / self.stride ** len(self.w[2:]) if skipped else k
 
     @property
     def io_bytes(self) -> float:
@@ -88,7 +75,7 @@ class Conv:
 
     @property
     def in_turn(self) -> bool:
-        """Whether cuDNN runs the groups one after another: its grouped kernels are for widths of 4, 8, 16, ... only."""
+        """Whether cuDNN runs the groups one after another: it has grouped kernels for widths of 4, 8, 16, ... only."""
         width = min(self.x[1], self.out[1]) // self.groups
         return self.groups > 1 and not self.depthwise and width & (width - 1) != 0
 
@@ -108,36 +95,34 @@ def conv_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) -
     share = None if hbm_bytes is None else hbm_bytes / len(which)
     parts = [pass_time(device, conv_of(op, name, precision), share) for name in which]
     if p.get("bias") or (p["backward"] and len(p.get("needs", ())) > 2 and p["needs"][2]):
-        parts.append(_bias(chip(device), op))
-    return add(parts)
+        parts.append(_bias_time(chip(device), op))
+    return add_kernels(parts)
 
 
 def conv_of(op: Op, which: str, precision: str) -> Conv:
     """One pass of an operator as a `Conv`."""
     p = op.params
     layout = any(t.channels_last for t in op.inputs[: 3 if p["backward"] else 2])
-    return Conv(
-        tuple(p["x"]), tuple(p["w"]), tuple(p["out"]), which, max(1, int(p.get("groups", 1))),
-        int(_first(p.get("stride", 1))), int(_first(p.get("dilation", 1))),
-        bool(p.get("transposed")), layout, precision,
-    )  # fmt: skip
+    groups, stride, dilation = (int(_first(p.get(name, 1))) for name in ("groups", "stride", "dilation"))
+    shapes = tuple(p["x"]), tuple(p["w"]), tuple(p["out"])
+    return Conv(*shapes, which, max(1, groups), stride, dilation, bool(p.get("transposed")), layout, precision)
 
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _bias(of: Chip, op: Op) -> KernelTime:
-    """CuDNN leaves the bias to a kernel of its own: added forward, summed over all but the channels backward."""
+def _bias_time(of: Chip, op: Op) -> KernelTime:
+    """CuDNN leaves the bias to a separate kernel: added forward, summed over all but the channels backward."""
     p = op.params
     n, size = float(prod(p["out"])), ELEMENT_BYTES.get(op.precision, 2.0)
     if p["backward"]:
-        return stream_time(of, Stream("reduce.outer.sum", n, n * size, 0.0, max(p["out"][1], n / 8192)))
-    return stream_time(of, Stream("elementwise.strided.add", n, 2 * n * size, 0.0, n / 1024))
+        return movement_time(of, DataMovement("reduce.outer.sum", n, n * size, 0.0, max(p["out"][1], n / 8192)))
+    return movement_time(of, DataMovement("elementwise.strided.add", n, 2 * n * size, 0.0, n / 1024))
 
 
-def add(parts: list[KernelTime]) -> KernelTime:
-    """Kernels one after another as one."""
+def add_kernels(parts: list[KernelTime]) -> KernelTime:
+    """Kernels that run one after another, as one."""
     if len(parts) == 1:
         return parts[0]
     seconds = sum(t.seconds for t in parts)
@@ -160,16 +145,15 @@ def add(parts: list[KernelTime]) -> KernelTime:
 def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime:
     """One pass of a convolution at the boost clock."""
     of = chip(device)
-    data = fitted(DATA)
     here = floor(of, conv)
-    # What cuDNN makes of a shape is learnt as a multiple of the H200's floor, and is the same multiple elsewhere.
+    # The multiple of the floor was learned on the H200, and is the same elsewhere.
     factor = _multiple(conv)
     seconds = here.seconds * factor
     io = conv.io_bytes
     crossing = min(io, 0.0 if hbm_bytes is None and io < of.cache_bytes else io if hbm_bytes is None else hbm_bytes)
     extra = max(0.0, crossing / (0.85 * of.bandwidth) - seconds)
     product, native = of.peak("fp32", "vector")[1:] if conv.depthwise else of.peak(conv.precision)[1:]
-    width = float(data["relative_error"]) * (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)
+    width = float(load_fit(DATA)["relative_error"]) * (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)
     provenance = "tiles and cuDNN's choices, fitted on the H200"
     return KernelTime(
         seconds=seconds + extra,
@@ -195,7 +179,7 @@ _SPLITS = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What a pass cannot be faster than: the product by tiles, the bytes, layout transforms, a direct kernel."""
+    """The least a pass can take: the product by tiles, the bytes, layout transforms, a direct kernel."""
 
     product_s: float
     memory_s: float
@@ -211,8 +195,8 @@ class Floor:
 def floor(of: Chip, conv: Conv) -> Floor:
     """The physical part of a pass on a chip."""
     size = ELEMENT_BYTES.get(conv.precision, 2.0)
-    m, n, k = conv.product()
-    product_s, busy, reads = _tiled(of, conv, m, n, k, 1 if conv.in_turn else conv.groups)
+    m, n, k = conv.kernel_product()
+    product_s, busy, reads = _find_tile(of, conv, m, n, k, 1 if conv.in_turn else conv.groups)
     in_turn = conv.groups if conv.in_turn else 1
     product_s, reads = product_s * in_turn, reads * in_turn
     io = conv.io_bytes
@@ -232,13 +216,13 @@ def floor(of: Chip, conv: Conv) -> Floor:
     return Floor(product_s, memory_s, layout_s, direct_s, start_s, busy, reads * size, start_s + seconds)
 
 
-def _tiled(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> tuple[float, float, float]:
+def _find_tile(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> tuple[float, float, float]:
     """(seconds, occupied share of the SMs, elements read through the cache) of the product with its best tile."""
     peak = of.peak(conv.precision)[0] * of.boost_over_quoted / of.units * 0.8
     best = (math.inf, 1.0, 0.0)
     for tm, tn in _TILES:
         across, down = -(-m // tm), -(-n // tn)
-        for split in _SPLITS if conv.contracts_points else (1,):
+        for split in _SPLITS if conv.which == "weight" else (1,):
             if split > 1 and k / split < 64:
                 continue
             blocks = across * down * groups * split
@@ -255,30 +239,27 @@ def _tiled(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> tuple
 
 @functools.lru_cache(maxsize=65536)
 def _multiple(conv: Conv) -> float:
-    from ..hardware import lookup
-
-    found = floor(chip(lookup("h200")), conv)
-    return math.exp(float(_trees()(features(conv, found)[None])[0]))
+    here = floor(chip(lookup(CALIBRATED)), conv)
+    return math.exp(float(_trees()(features(conv, here)[None])[0]))
 
 
-def features(conv: Conv, found: Floor) -> Array:
-    """What the trees look at."""
-    m, n, k = (max(1, v) for v in conv.implicit())
+def features(conv: Conv, least: Floor) -> Floats:
+    """The inputs of the trees."""
+    m, n, k = (max(1, v) for v in conv.product())
     x, w, out = conv.x, conv.w, conv.out
-    log, whole = math.log2, found.seconds
-    return np.array([
-        log(m), log(n), log(k), log(conv.groups), log(prod(w[2:])), conv.stride, conv.dilation,
-        float(conv.channels_last), ELEMENT_BYTES.get(conv.precision, 2.0), float(PASSES.index(conv.which)),
-        float(conv.depthwise), log(prod(x)),
-        log(prod(out)), log(x[1]), log(out[1]), log(x[0]), log(max(1, prod(x[2:]))), float(conv.transposed),
-        log(conv.flops), log(whole), float(x[1] % 8 == 0), float(out[1] % 8 == 0), len(x),
-        float(conv.precision == "fp16"),
-        log(max(1, x[1] // conv.groups)), float(x[2] % 2 == 0) if len(x) > 2 else 0.0, log(max(1, prod(out[2:]))),
-        log(found.product_s / whole), log(found.memory_s / whole), found.layout_s / whole, log(found.direct_s / whole),
-        float(conv.in_turn), found.start_s / whole,
-    ], float)  # fmt: skip
+    log, whole, size = math.log2, least.seconds, ELEMENT_BYTES.get(conv.precision, 2.0)
+    values = [
+        *(log(m), log(n), log(k), log(conv.groups), log(prod(w[2:])), conv.stride, conv.dilation),
+        *(conv.channels_last, size, PASSES.index(conv.which), conv.depthwise, log(prod(x))),
+        *(log(prod(out)), log(x[1]), log(out[1]), log(x[0]), log(max(1, prod(x[2:]))), conv.transposed),
+        *(log(conv.flops), log(whole), x[1] % 8 == 0, out[1] % 8 == 0, len(x), conv.precision == "fp16"),
+        *(log(max(1, x[1] // conv.groups)), len(x) > 2 and x[2] % 2 == 0, log(max(1, prod(out[2:])))),
+        *(log(least.product_s / whole), log(least.memory_s / whole), least.layout_s / whole),
+        *(log(least.direct_s / whole), conv.in_turn, least.start_s / whole),
+    ]
+    return np.array(values, float)
 
 
 @functools.cache
 def _trees() -> Trees:
-    return trees(fitted(DATA)["trees"])
+    return Trees.of(load_fit(DATA)["trees"])

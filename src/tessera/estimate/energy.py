@@ -14,17 +14,17 @@ from ..device import Device
 from ..errors import ArgumentError, PredictionError
 from ..graph.partition import PartitionReport, Subgraph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction
-from .peak import highest_mean_w
+from .iteration import highest_mean_w
+from .ops import Precision
 from .power import PowerEstimate, PowerModel
-from .precision import Precision
-from .roofline import Cost, Coster, check_subgraphs
+from .roofline import CostModel, SubgraphCost, check_subgraphs
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyAnalyzer:
-    """Energy of subgraphs on a device (a `Device` or a name of the catalogue); precision None takes theirs."""
+    """Energy of subgraphs on a chip (a `Device` or a name of the catalogue); precision None keeps theirs."""
 
-    device: Device | str
+    on: Device | str
     precision: str | Precision | None = None
 
     def analyze(
@@ -35,42 +35,41 @@ class EnergyAnalyzer:
     ) -> EnergyReport:
         """One descriptor per subgraph. `latencies` (seconds) replace the predicted time on the device.
 
-        A given latency that would need more watts than the limit allows is stretched: no board does that for long.
+        A latency that would need more watts than the limit allows is stretched: no board sustains that.
         """
         check_subgraphs(subgraphs)
-        coster = Coster(self.device, self.precision)
-        model = _power_of(coster)
-        given = _checked(latencies, len(subgraphs))
-        costs = coster.costs(subgraphs, report)
-        estimates = [_estimate(model, cost, seconds) for cost, seconds in zip(costs, given, strict=True)]
-        pairs = list(zip(costs, estimates, strict=True))
-        descriptors = [_descriptor(coster, cost, e, given[i] is not None) for i, (cost, e) in enumerate(pairs)]
-        return _report(coster, model, descriptors, pairs, report)
+        model = CostModel(self.on, self.precision)
+        power = _power_of(model)
+        times = _check_latencies(latencies, len(subgraphs))
+        costs = model.estimate(subgraphs, report)
+        pairs = [(cost, _estimate(power, cost, seconds)) for cost, seconds in zip(costs, times, strict=True)]
+        descriptors = [_descriptor(model, cost, e, times[i] is not None) for i, (cost, e) in enumerate(pairs)]
+        return _report(model, power, descriptors, pairs, report)
 
 
-def _power_of(coster: Coster) -> PowerModel:
-    if coster.power is None:
+def _power_of(model: CostModel) -> PowerModel:
+    if model.power is None:
         raise PredictionError(
-            f"the power limit of {coster.device.id} is not known",
+            f"the power limit of {model.device.id} is not known",
             why="joules cannot be predicted without it",
             fix="give tdp_w in a device file of your own",
         )
-    return coster.power
+    return model.power
 
 
-def _checked(latencies: Sequence[float] | None, count: int) -> list[float | None]:
+def _check_latencies(latencies: Sequence[float] | None, count: int) -> Sequence[float | None]:
     if latencies is None:
         return [None] * count
-    found = [float(getattr(x, "actual_latency", x)) for x in latencies]
-    if len(found) != count:
-        raise ArgumentError(f"{len(found)} latencies for {count} subgraphs", fix="give one for each, in seconds")
-    if not all(math.isfinite(x) and x >= 0 for x in found):
-        raise ArgumentError("a latency is a number of seconds, not negative", why=f"got {min(found)}")
-    return list(found)
+    seconds = [float(getattr(x, "actual_latency", x)) for x in latencies]
+    if len(seconds) != count:
+        raise ArgumentError(f"{len(seconds)} latencies for {count} subgraphs", fix="give one for each, in seconds")
+    if not all(math.isfinite(x) and x >= 0 for x in seconds):
+        raise ArgumentError("a latency must be a number of seconds, not negative", why=f"got {min(seconds)}")
+    return seconds
 
 
-def _estimate(model: PowerModel, cost: Cost, given_s: float | None) -> PowerEstimate:
-    """Joules at the predicted time, or at a given one: longer waits, shorter runs the same work faster."""
+def _estimate(model: PowerModel, cost: SubgraphCost, given_s: float | None) -> PowerEstimate:
+    """Joules at the predicted time, or at a given one: a longer time waits, a shorter one runs the same work faster."""
     own = cost.power or model.estimate(cost.work)
     if given_s is None:
         return own
@@ -83,7 +82,7 @@ def _estimate(model: PowerModel, cost: Cost, given_s: float | None) -> PowerEsti
     return model.estimate(replace(work, **faster))
 
 
-def _descriptor(coster: Coster, cost: Cost, energy: PowerEstimate, given: bool) -> EnergyDescriptor:
+def _descriptor(costs: CostModel, cost: SubgraphCost, energy: PowerEstimate, given: bool) -> EnergyDescriptor:
     time_error = 0.0 if given else cost.relative_error
     total = energy.static_j + energy.compute_j + energy.memory_j
     return EnergyDescriptor(
@@ -95,7 +94,7 @@ def _descriptor(coster: Coster, cost: Cost, energy: PowerEstimate, given: bool) 
         error_j=math.hypot(total * energy.relative_error, _with_time_j(energy) * time_error),
         device_s=energy.seconds,
         latency_error_s=energy.seconds * time_error,
-        utilization=coster.utilization(cost, energy.seconds),
+        utilization=costs.utilization(cost, energy.seconds),
         kind=cost.subgraph.kind,
         flops=cost.flops,
         hbm_bytes=cost.hbm_bytes,
@@ -104,15 +103,15 @@ def _descriptor(coster: Coster, cost: Cost, energy: PowerEstimate, given: bool) 
 
 
 def _with_time_j(energy: PowerEstimate) -> float:
-    """Joules that a longer time would raise in proportion: static ones, and about half of the busy units'."""
+    """Joules that grow in proportion to the time: the static ones, and about half of the busy units'."""
     return energy.static_j + 0.5 * energy.compute_j
 
 
 def _report(
-    coster: Coster,
-    model: PowerModel,
+    costs: CostModel,
+    power: PowerModel,
     descriptors: Sequence[EnergyDescriptor],
-    pairs: Sequence[tuple[Cost, PowerEstimate]],
+    pairs: Sequence[tuple[SubgraphCost, PowerEstimate]],
     report: PartitionReport | None,
 ) -> EnergyReport:
     seconds = math.fsum(d.latency_s for d in descriptors)
@@ -120,12 +119,12 @@ def _report(
         math.fsum(getattr(d, part) for d in descriptors)
         for part in ("compute_energy_j", "memory_energy_j", "static_energy_j")
     )
-    device = coster.device
+    device = costs.device
     source = f"predicted for {device.id}"
-    error_j = math.hypot(model.relative_error * joules, _together(descriptors, [_with_time_j(e) for _, e in pairs]))
+    error_j = math.hypot(power.relative_error * joules, _error_of_sum(descriptors, [_with_time_j(e) for _, e in pairs]))
     total = Energy(joules=joules, error_j=error_j, seconds=seconds, source=source, basis="predicted")
-    domain = Domain(name=device.id, source=source, resolution_s=0.0, basis="predicted", gain_error=model.relative_error)
-    # Each subgraph keeps to the limit by itself, and so does any window over several.
+    domain = Domain(name=device.id, source=source, resolution_s=0.0, basis="predicted", gain_error=power.relative_error)
+    # Each subgraph alone stays within the limit, and so does any window over several.
     peak_w = highest_mean_w([d.latency_s for d in descriptors], [d.total_energy_j for d in descriptors])
     return EnergyReport(
         name=report.graph.name if report else "subgraphs",
@@ -135,12 +134,12 @@ def _report(
         peak_w=peak_w,
         idle_w=device.idle_w.value if device.idle_w else None,
         descriptors=tuple(descriptors),
-        prediction=_prediction(coster, model, descriptors, pairs, report),
+        prediction=_prediction(costs, power, descriptors, pairs, report),
     )
 
 
-def _together(descriptors: Sequence[EnergyDescriptor], values: Sequence[float]) -> float:
-    """The error of a sum whose parts err together within a family of kernels and apart between families."""
+def _error_of_sum(descriptors: Sequence[EnergyDescriptor], values: Sequence[float]) -> float:
+    """The error of a sum: parts of one kind of kernel have correlated errors, different kinds independent ones."""
     by_kind: defaultdict[str, float] = defaultdict(float)
     for d, value in zip(descriptors, values, strict=True):
         by_kind[d.kind] += value * d.latency_error_s / d.latency_s if d.latency_s > 0 else 0.0
@@ -148,13 +147,13 @@ def _together(descriptors: Sequence[EnergyDescriptor], values: Sequence[float]) 
 
 
 def _prediction(
-    coster: Coster,
-    model: PowerModel,
+    costs: CostModel,
+    power: PowerModel,
     descriptors: Sequence[EnergyDescriptor],
-    pairs: Sequence[tuple[Cost, PowerEstimate]],
+    pairs: Sequence[tuple[SubgraphCost, PowerEstimate]],
     report: PartitionReport | None,
 ) -> Prediction:
-    device, seconds = coster.device, math.fsum(d.latency_s for d in descriptors)
+    device, seconds = costs.device, math.fsum(d.latency_s for d in descriptors)
     parts = {
         "compute": sum(k.compute_s for cost, _ in pairs for k in cost.kernels),
         "memory": sum(k.memory_s for cost, _ in pairs for k in cost.kernels),
@@ -165,11 +164,11 @@ def _prediction(
     idle = "not known" if device.idle_w is None else "assumed" if device.idle_w.assumed else "datasheet"
     return Prediction(
         device=device.id,
-        precision=coster.precision,
+        precision=costs.precision,
         mode=report.graph.mode if report else "infer",
         launch="graph",
         batch=report.graph.samples if report else None,
-        latency_error_s=_together(descriptors, [d.latency_s for d in descriptors]),
+        latency_error_s=_error_of_sum(descriptors, [d.latency_s for d in descriptors]),
         device_s=seconds,
         host_s=0.0,
         clock=slowed / seconds if seconds > 0 else 1.0,
@@ -178,6 +177,6 @@ def _prediction(
         wasted_energy_j=math.fsum(d.static_energy_j * (1.0 - d.utilization) for d in descriptors),
         flops=math.fsum(d.flops for d in descriptors),
         hbm_bytes=math.fsum(d.hbm_bytes for d in descriptors),
-        provenance={"power": model.provenance, "idle": idle, "time": descriptors[0].provenance if descriptors else ""},
+        provenance={"power": power.provenance, "idle": idle, "time": descriptors[0].provenance if descriptors else ""},
         assumptions=report.graph.assumptions if report else (),
     )

@@ -6,8 +6,7 @@ Tc is the best over tile shapes and split-K factors of waves x (products and ope
 prologue and epilogue); Tm is device-memory bytes at the achieved bandwidth plus cache bytes at the cache's. SM
 latencies are counted in cycles and rates per SM and cycle, so that constants fitted on the H200 carry over to another
 chip by its SM count, clock, per-SM peak, bandwidth and cache. On the H200 itself a small tree ensemble corrects the
-logarithm of what the formula leaves over (nearest neighbours in shape space did as well on vLLM's products and a
-quarter worse on PyTorch's). Constants and trees are written by `benchmarks/fit/fit_kernels.py`.
+formula's logarithm. `benchmarks/fit/fit_kernels.py` writes constants and trees.
 """
 
 from __future__ import annotations
@@ -18,22 +17,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..device import Device
 from ..errors import ArgumentError
-from .kernel_time import ELEMENT_BYTES, SAME_UNITS, Chip, KernelTime, chip, learnt_on
-from .residual import Trees, fitted, interval, table, trees
+from ..integral import Floats
+from .kernel_time import (
+    ELEMENT_BYTES,
+    Chip,
+    KernelTime,
+    Trees,
+    chip,
+    find_correction,
+    kernel_error,
+    load_fit,
+    stack_columns,
+)
 
-Array = NDArray[np.float64]
-
-# Tiles that cuBLAS and CUTLASS kernels for Hopper and Ampere come in; small ones serve skinny products (swapped, a row
-# of 8 is the narrowest a warp-group multiply takes). Split-K and stream-K divide k.
+# The tiles of cuBLAS and CUTLASS kernels for Hopper and Ampere; small ones serve skinny products (swapped, a row of 8
+# is the narrowest that a warp-group multiply takes). Split-K and stream-K divide k.
 _TILES = (
-    (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128),
-    (64, 32), (32, 64), (128, 16), (16, 128), (64, 16), (16, 64), (128, 8), (8, 128), (64, 8), (8, 64), (32, 1),
-    (1, 32),
-)  # fmt: skip
+    *[(256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)],
+    *[(128, 32), (32, 128), (64, 32), (32, 64), (128, 16), (16, 128), (64, 16), (16, 64)],
+    *[(128, 8), (8, 128), (64, 8), (8, 64), (32, 1), (1, 32)],
+)
 _SPLITS = (1, 2, 4, 8, 16)
 _TM, _TN, _SPLIT = np.array([(a, b, s) for a, b in _TILES for s in _SPLITS], float).T
 _VECTOR = np.minimum(_TM, _TN) == 1  # a product with a vector has kernels of its own
@@ -46,7 +52,7 @@ _SOURCES = ("torch", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What is multiplied; dimensions are numbers, or arrays of one length where many products are looked at."""
+    """One product, or many: dimensions are numbers, or arrays of one length."""
 
     m: Any
     n: Any
@@ -81,25 +87,27 @@ def gemm_time(
     """
     if min(m, n, k, batch) < 1:
         raise ArgumentError(f"a matrix product has dimensions of at least 1, not {m}x{n}x{k}, batch {batch}")
-    for value, known in ((source, _SOURCES), (layout, _LAYOUTS), (precision, ELEMENT_BYTES)):
-        if value not in known:
-            raise ArgumentError(f"no matrix products in {value!r}", fix=f"one of {', '.join(known)}")
+    for value, choices in ((source, _SOURCES), (layout, _LAYOUTS), (precision, ELEMENT_BYTES)):
+        if value not in choices:
+            raise ArgumentError(f"no matrix products in {value!r}", fix=f"one of {', '.join(choices)}")
     return _gemm(chip(device), Product(m, n, k, batch, precision, layout, source), out_bytes, hbm_bytes, l2_bytes)
 
 
 @functools.lru_cache(maxsize=65536)
 def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None, l2_bytes: float | None) -> KernelTime:
-    data = fitted("h200_gemm.json")
-    found = formula(data["constants"], of, p, out_bytes, hbm_bytes)
-    t = {name: float(value) for name, value in found.items()}
+    data = load_fit("h200_gemm.json")
+
+    def parts_on(chip: Chip) -> dict[str, Floats]:
+        return formula(data["constants"], chip, p, out_bytes, hbm_bytes)
+
+    parts = parts_on(of)
+    t = {name: float(value) for name, value in parts.items()}
     factor, provenance = 1.0, "tile and wave model, H200 constants carried over by datasheet"
-    there = learnt_on(of)
-    if there is not None:
-        same = there is of
-        fitted_here = found if same else formula(data["constants"], there, p, out_bytes, hbm_bytes)
-        factor = float(np.exp(_trees()(features(p, fitted_here))[0]))
-        provenance = f"tile and wave model with residual, fitted on the H200{'' if same else SAME_UNITS}"
-        # No residual makes a kernel faster than the chip.
+    correction = find_correction(of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)))
+    if correction is not None:
+        factor = float(np.exp(correction.log))
+        provenance = f"tile and wave model with residual, fitted on {correction.chips}"
+        # No correction makes a kernel faster than the chip.
         factor = max(factor, of.fastest_s(2.0 * p.m * p.n * p.k * p.batch, t["hbm_bytes"], p.precision) / t["body_s"])
     body, overhead = t["body_s"] * factor, t["overhead_s"]
     if p.source == "vllm" and p.precision == "fp8_block":
@@ -117,7 +125,7 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
         unit=unit,
         hbm_bytes=t["hbm_bytes"],
         l2_bytes=t["l2_bytes"] if l2_bytes is None else l2_bytes,
-        relative_error=interval(data["interval"], of, native, seconds, p.source),
+        relative_error=kernel_error(data["interval"], of, native, seconds, p.source),
         provenance=provenance,
         activity=min(max(factor, 0.85), 1.15),
     )
@@ -125,13 +133,13 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
 
 @functools.cache
 def _trees() -> Trees:
-    return trees(fitted("h200_gemm.json")["trees"])
+    return Trees.of(load_fit("h200_gemm.json")["trees"])
 
 
 def formula(
     constants: Mapping[str, Any], of: Chip, p: Product, out_bytes: float | None = None, hbm_bytes: Any = None
-) -> dict[str, Array]:
-    """The physical model without residual: seconds, bytes and busy seconds by name.
+) -> dict[str, Floats]:
+    """The physical model without the learned correction: seconds, bytes and busy seconds by name.
 
     `hbm_bytes` None, or NaN for one product of many: what a warm loop leaves out of the cache.
     """
@@ -148,7 +156,7 @@ def formula(
     if hbm_bytes is not None:
         hbm = np.where(np.isnan(hbm_bytes), hbm, hbm_bytes)
     hbm_s = hbm / (c["bandwidth"] * of.bandwidth)
-    memory_s = hbm_s + np.maximum(0.0, total - hbm) / _cache_rate(c, of)
+    memory_s = hbm_s + np.maximum(0.0, total - hbm) / of.cache_rate(c["cache_bytes_per_cycle"])
     exponent = c["exponent"]
     whole = compute_s**exponent + memory_s**exponent
     body_s = whole ** (1 / exponent)
@@ -174,7 +182,7 @@ def formula(
     }
 
 
-def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Array, Array, Any]:
+def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats, Any]:
     """Seconds of the best tile and split, SMs' worth of its blocks, and its number."""
     m, n, k, batch = (np.asarray(value, float)[..., None] for value in (p.m, p.n, p.k, p.batch))
     size, (quoted, unit, _) = ELEMENT_BYTES[p.precision], of.peak(p.precision)
@@ -192,12 +200,12 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Array, Array, 
     # A unit that multiplies more in a cycle than an SM of the H200 is fed in proportion.
     wide = max(1.0, peak / of.clock_hz / c["flops_per_cycle"][p.precision])
     feed = np.minimum(c["sm_bytes_per_cycle"], c["feed_bytes_per_cycle"] / np.minimum(load, 1.0)) * wide * of.clock_hz
-    q = c["tile_exponent"]
+    q, cache_rate = c["tile_exponent"], of.cache_rate(c["cache_bytes_per_cycle"])
     tile_s = (multiply**q + ((_TM + _TN) * size * depth / feed) ** q) ** (1 / q)
     waves = np.maximum(1.0, load + (1.0 - _overlap(c, of)) * (np.ceil(load) - load))
     # Prologue and epilogue show once; in later waves they hide behind the SM's other blocks, more so of small tiles.
     shown_s = (1.0 + (waves - 1.0) * own["tile_shown"] / _RESIDENT) * own["tile_cycles"] / of.clock_hz
-    merge_s = own["split_cycles"] / of.clock_hz + 4.0 * _SPLIT * m * n * batch / _cache_rate(c, of)
+    merge_s = own["split_cycles"] / of.clock_hz + 4.0 * _SPLIT * m * n * batch / cache_rate
     all_s = waves * tile_s + shown_s + np.where(_SPLIT > 1, merge_s, 0.0)
     refused = ((_SPLIT > 1) & (depth < 128.0)) | (_VECTOR & ((_TM > 1) | (m > 1)) & ((_TN > 1) | (n > 1)))
     all_s = np.where(refused, np.inf, all_s)
@@ -211,11 +219,7 @@ def _overlap(c: Mapping[str, Any], of: Chip) -> float:
     return float(c["overlap"]) if of.asynchronous else 0.0
 
 
-def _cache_rate(c: Mapping[str, Any], of: Chip) -> float:
-    return max(float(c["cache_bytes_per_cycle"]) * of.units * of.clock_hz, 1.05 * of.bandwidth)
-
-
-def _misaligned_rate(c: Mapping[str, Any], of: Chip, size: float, n: Array, k: Array) -> Any:
+def _misaligned_rate(c: Mapping[str, Any], of: Chip, size: float, n: Floats, k: Floats) -> Any:
     """FLOP/s of one SM whose rows are loaded in the pieces their alignment allows; no limit from 16 bytes on."""
     whole = 16.0 / size
     if not np.any(n % whole) and not np.any(k % whole):
@@ -233,14 +237,14 @@ def host_floor_s(constants: Mapping[str, Any], m: Any) -> Any:
     return np.where(np.asarray(m) < 64, low, np.where(np.asarray(m) % 4 == 0, even, odd))
 
 
-def features(p: Product, t: Mapping[str, Array]) -> Array:
-    """What the residual's trees look at, one row per product."""
+def features(p: Product, t: Mapping[str, Floats]) -> Floats:
+    """The inputs of the trees, one row per product."""
     m, n, k, batch = (np.atleast_1d(np.asarray(value, float)) for value in (p.m, p.n, p.k, p.batch))
     log_m, log_n, log_k, log_batch = np.log2(m), np.log2(n), np.log2(k), np.log2(batch)
     log_out, load = log_m + log_n + log_batch, t["load"]
     columns = [
-        log_m, log_n, log_k, log_batch, ELEMENT_BYTES[p.precision], p.source == "vllm", np.log2(t["body_s"]),
-        np.log2(t["compute_s"] / t["memory_s"]), np.log2(load), load / np.ceil(load), np.log2(t["tile"]),
-        np.log2(t["split"]), m % 8 == 0, log_out, log_out + log_k, _LAYOUTS.index(p.layout), p.precision == "fp32",
-    ]  # fmt: skip
-    return table(columns, len(m))
+        *(log_m, log_n, log_k, log_batch, ELEMENT_BYTES[p.precision], p.source == "vllm", np.log2(t["body_s"])),
+        *(np.log2(t["compute_s"] / t["memory_s"]), np.log2(load), load / np.ceil(load), np.log2(t["tile"])),
+        *(np.log2(t["split"]), m % 8 == 0, log_out, log_out + log_k, _LAYOUTS.index(p.layout), p.precision == "fp32"),
+    ]
+    return stack_columns(columns, len(m))

@@ -1,25 +1,45 @@
-"""The noun `KernelTime`: how long one kernel runs on a device, and what that says about its power.
+"""What all kernel models share: `KernelTime`, `Chip`, and the corrections that were learned on the H200.
 
-`chip(device)` boils a `Device` down to the plain numbers the kernel models need. A figure the catalogue lacks is
+`chip(device)` reduces a `Device` to the plain numbers the kernel models need. A figure that the catalogue lacks is
 filled by a stated rule, named in `Chip.assumed`, and widens the error of everything predicted from it.
+
+The files under `data/` hold fitted constants and tree ensembles. `benchmarks/fit/fit_kernels.py` and `fit_ops.py` write
+them; each file says what it was fitted on and how well it holds on shapes it has not seen.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
 
 from ..device import Device, Figure, Unit
 from ..errors import ArgumentError, PredictionError
+from ..integral import Floats, Ints
 
 ELEMENT_BYTES = {
-    "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "int8": 1.0,
-    "fp6": 0.75, "fp4": 0.5, "int4": 0.5,
-}  # fmt: skip
+    "fp64": 8.0,
+    "fp32": 4.0,
+    "tf32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,
+    "fp8_block": 1.0,
+    "int8": 1.0,
+    "fp6": 0.75,
+    "fp4": 0.5,
+    "int4": 0.5,
+}
 """Bytes of one operand element by precision; `fp8_block` is fp8 with a scale for each 128 elements."""
 
-# What a precision runs on where the chip has no unit of its own, nearest first, with the factor on that unit's peak:
-# wider formats hold the values; fp32 from bf16 matrix units costs three to nine products, six here.
+# What a precision runs on where the chip has no unit for it, nearest first, with the factor on that unit's peak: wider
+# formats can hold the values; fp32 on bf16 matrix units takes three to nine products, six here.
 _FALLBACK: dict[str, tuple[tuple[str, float], ...]] = {
     "fp64": (("fp32", 1 / 32), ("bf16", 1 / 256)),
     "fp32": (("bf16", 1 / 6), ("fp16", 1 / 6)),
@@ -36,25 +56,20 @@ _FALLBACK: dict[str, tuple[tuple[str, float], ...]] = {
 # Cache of the H200 per byte/s of bandwidth, for chips that do not state theirs: 62.9 MB at 4.8 TB/s (h200.toml).
 _CACHE_S = 62914560 / 4.8e12
 
-
 CALIBRATED = "h200"
-"""The device whose constants are fitted; others are reached from it by ratios."""
-
-
-SAME_UNITS = ", which has the same SMs"
-"""Said of a residual that is used on a chip it was not learnt on."""
+"""The device whose constants are fitted; other chips are reached from it by ratios."""
 
 _FITTED_ON = (132, 1.98e9, 4.8e12, 62914560)  # SMs, clock, bandwidth, cache of hardware/catalog/h200.toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """One kernel's time at the boost clock, before any power limit, and what the power model needs to know of it.
+    """One kernel's time at the boost clock, before any power limit, and what the power model needs to know about it.
 
     `clock_s` is the part of `seconds` that stretches when the clock falls; `busy` is occupied-SM seconds over all SM
     seconds (1: every SM held work all the time). `flops` run on `unit` ("matrix.bf16", "vector.fp32"), `vector_flops`
-    are fp32 operations beside them (exponentials of attention). `activity` is what its FLOPs cost relative to the
-    constants, `draw` what its busy SMs draw relative to those of a matrix product, apart from FLOPs and bytes.
+    are fp32 operations beside them (exponentials of attention). `activity` is the cost of its FLOPs relative to the
+    constants, `draw` the power of its busy SMs relative to those of a matrix product, apart from FLOPs and bytes.
     `relative_error` is the half-width of a 90% interval.
     """
 
@@ -96,7 +111,7 @@ class Chip:
     def same_units(self) -> bool:
         """Whether it is the fitted chip with less bandwidth: as many SMs of the same kind at the same clock.
 
-        With all figures alike it is the fitted one under another name, which asks for what the datasheet alone says.
+        With the same bandwidth too it is the fitted chip under another name, used to predict from the datasheet alone.
         """
         units, clock_hz, bandwidth, _ = _FITTED_ON
         alike = (self.architecture, self.units, self.clock_hz) == ("hopper", units, clock_hz)
@@ -108,15 +123,19 @@ class Chip:
         return self.architecture in ("hopper", "blackwell")
 
     def fastest_s(self, flops: float, hbm_bytes: float, precision: str) -> float:
-        """Seconds under which the peak at the boost clock and the memory's bandwidth do not allow to go."""
+        """The least seconds that the peak at the boost clock and the memory bandwidth allow."""
         peak, unit, _ = self.peak(precision)
         peak *= self.boost_over_quoted if unit.startswith("matrix") else 1.0
         return max(flops / peak, hbm_bytes / self.bandwidth)
 
     @property
     def launch_factor(self) -> float:
-        """What a launch takes over the H200's: of its latencies half follow the SM clock, half clocks of their own."""
+        """A launch's time over the H200's: half of its latencies follow the SM clock, half have their own clocks."""
         return math.sqrt(1.98e9 / self.clock_hz)
+
+    def cache_rate(self, bytes_per_cycle: float) -> float:
+        """Bytes/s through the cache for bytes per SM and cycle; always a little above the device memory's."""
+        return max(float(bytes_per_cycle) * self.units * self.clock_hz, 1.05 * self.bandwidth)
 
     def peak(self, precision: str, unit: Unit | None = None) -> tuple[float, str, bool]:
         """FLOP/s of a precision, the unit it runs on ("matrix.bf16"), and whether the chip has it at all."""
@@ -124,9 +143,9 @@ class Chip:
         if wanted not in _FALLBACK:
             raise ArgumentError(f"no precision {precision!r}", fix=f"one of {', '.join(ELEMENT_BYTES)}")
         for name, factor in ((wanted, 1.0), *_FALLBACK[wanted]):
-            found = [(v, k) for n, v, k in self.peaks if n == name and (unit is None or k == unit)]
-            if found:
-                value, kind = max(found)
+            peaks = [(v, k) for n, v, k in self.peaks if n == name and (unit is None or k == unit)]
+            if peaks:
+                value, kind = max(peaks)
                 return value * factor, f"{kind}.{name}", name == wanted
         if unit is not None:
             return self.peak(precision)
@@ -137,37 +156,21 @@ class Chip:
         )
 
 
-def learnt_on(of: Chip) -> Chip | None:
-    """The chip at which a learnt residual is looked up for `of`: itself, or the fitted one that has the same SMs.
-
-    An H100 SXM is the H200's GPU with less bandwidth. What its kernels take beside the formula is what they take there,
-    and it cannot be the faster of the two. On other chips the residual would be noise: None.
-    """
-    from ..hardware import lookup
-
-    if of.calibrated:
-        return of
-    if not of.same_units:
-        return None
-    fitted_one = chip(lookup(CALIBRATED))
-    return fitted_one if fitted_one.calibrated else None
-
-
 _CHIPS: dict[int, tuple[Device, Chip]] = {}
 
 
 def chip(device: Device) -> Chip:
-    """The device as plain numbers; made once per device object."""
-    found = _CHIPS.get(id(device))
-    # The device is kept beside its chip, so that its id cannot come back as another device's.
-    if found is None or found[0] is not device:
+    """The device as plain numbers; computed once per device object."""
+    entry = _CHIPS.get(id(device))
+    # The device is stored beside its chip, so that its id cannot come back as another device's.
+    if entry is None or entry[0] is not device:
         if len(_CHIPS) > 256:
             _CHIPS.clear()
-        found = _CHIPS[id(device)] = (device, _boil_down(device))
-    return found[1]
+        entry = _CHIPS[id(device)] = (device, _reduce_to_chip(device))
+    return entry[1]
 
 
-def _boil_down(device: Device) -> Chip:
+def _reduce_to_chip(device: Device) -> Chip:
     assumed: list[str] = []
 
     def figure(value: Figure | None, name: str, rule: float) -> float:
@@ -184,26 +187,25 @@ def _boil_down(device: Device) -> Chip:
             fix="give memory.bandwidth_bytes_per_s in a device file of your own",
         )
     cache = device.caches.l3_bytes if device.kind == "cpu" else device.caches.l2_bytes
-    peaks = [(n, f.value, k) for k, table in (("vector", device.vector), ("matrix", device.matrix))
-             for n, f in table.items()]  # fmt: skip
+    tables = {"vector": device.vector, "matrix": device.matrix}
     return Chip(
         id=device.id,
         kind=device.kind,
         architecture=device.architecture or "",
         nvidia=device.vendor.lower() == "nvidia" and device.kind != "cpu",
-        calibrated=_is_the_fitted_one(device),
+        calibrated=_is_fitted_chip(device),
         units=_units(device, figure(device.units, "units", 132.0)),
         clock_hz=figure(device.clocks.boost_hz, "clocks.boost_hz", 1.98e9),
         bandwidth=bandwidth.value,
         cache_bytes=figure(cache, "caches.l2_bytes", _CACHE_S * bandwidth.value),
         boost_over_quoted=_boost_over_quoted(device),
-        peaks=tuple(peaks),
+        peaks=tuple((name, f.value, kind) for kind, table in tables.items() for name, f in table.items()),
         assumed=tuple(assumed),
     )
 
 
-def _is_the_fitted_one(device: Device) -> bool:
-    """Whether a device is the H200 the constants were fitted on: a user's file may change what that name means."""
+def _is_fitted_chip(device: Device) -> bool:
+    """Whether a device is the H200 that the constants were fitted on; a user's file may change its figures."""
     if device.id != CALIBRATED:
         return False
     figures = (device.units, device.clocks.boost_hz, device.memory.bandwidth_bytes_per_s, device.caches.l2_bytes)
@@ -224,7 +226,7 @@ def _boost_over_quoted(device: Device) -> float:
 
 
 def _units(device: Device, stated: float) -> int:
-    """Units that work is dealt out to. An accelerator's few wide cores count as the SMs of an H200 they amount to.
+    """Units that work is distributed to. An accelerator's few wide cores count as that many SMs of an H200.
 
     Such an SM does 4096 16-bit FLOPs in a cycle; a clock that is not stated is taken as the H200's 1.98 GHz.
     """
@@ -233,3 +235,104 @@ def _units(device: Device, stated: float) -> int:
         quoted = max((f.value for f in device.matrix.values()), default=0.0)
         stated = max(stated, quoted / (4096 * clock))
     return max(1, round(stated))
+
+
+# -- what was fitted on the H200 --------------------------------------------------------------------------------
+
+
+@functools.cache
+def load_fit(name: str) -> dict[str, Any]:
+    """A data file of the calibrated H200."""
+    data: dict[str, Any] = json.loads((resources.files(__package__) / "data" / name).read_text(encoding="utf-8"))
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """A sum of regression trees of one depth; every tree is a full binary tree laid out by level.
+
+    `split` holds feature numbers and `threshold` their limits, each (trees, 2^depth - 1); `leaf` is (trees, 2^depth).
+    A row goes right where its feature is above the limit. The sum is held within `bound` either way.
+    """
+
+    split: Ints
+    threshold: Floats
+    leaf: Floats
+    bound: float
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Trees:
+        """The trees of a data file."""
+        split = np.array(data["split"], np.int64)
+        return cls(split, np.array(data["threshold"], float), np.array(data["leaf"], float), float(data["bound"]))
+
+    def __call__(self, rows: Floats) -> Floats:
+        """The sum over the trees for each row of features."""
+        trees, inner = self.split.shape
+        depth = (inner + 1).bit_length() - 1
+        split, threshold, leaf = self.split.ravel(), self.threshold.ravel(), self.leaf.ravel()
+        first = np.arange(trees) * inner  # where a tree's inner nodes begin
+        sums = np.empty(len(rows))
+        for i, row in enumerate(rows):
+            node = np.zeros(trees, np.int64)
+            for _ in range(depth):
+                at = first + node
+                node = 2 * node + 1 + (row.take(split.take(at)) > threshold.take(at))
+            # A tree has one leaf more than inner nodes, so the leaves of tree i begin i places further on.
+            sums[i] = leaf.take(first + np.arange(trees) + node - inner).sum()
+        return np.clip(sums, -self.bound, self.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What the trees add to the logarithm of a formula's seconds; `chips` says on which chips it was learned."""
+
+    log: Any
+    chips: str
+
+
+def correction_chip(of: Chip) -> Chip | None:
+    """The chip on which learned corrections are evaluated for `of`: itself, or the fitted chip with the same SMs.
+
+    An H100 SXM is the H200's GPU with less bandwidth: its kernels differ from the formula as they do there. On other
+    chips the corrections would be noise: None.
+    """
+    from ..hardware import lookup
+
+    if of.calibrated:
+        return of
+    if not of.same_units:
+        return None
+    fitted_chip = chip(lookup(CALIBRATED))
+    return fitted_chip if fitted_chip.calibrated else None
+
+
+def find_correction(of: Chip, trees: Trees, features_on: Callable[[Chip], Floats]) -> Correction | None:
+    """The learned correction of one kernel on a chip, from its features on the chip that the trees know."""
+    fitted_chip = correction_chip(of)
+    if fitted_chip is None:
+        return None
+    chips = "the H200" if fitted_chip is of else "the H200, which has the same SMs"
+    return Correction(trees(features_on(fitted_chip))[0], chips)
+
+
+def stack_columns(columns: Sequence[Any], rows: int) -> Floats:
+    """Columns, each an array or one number, side by side."""
+    stacked = np.empty((rows, len(columns)))
+    for i, column in enumerate(columns):
+        stacked[:, i] = column
+    return stacked
+
+
+def kernel_error(data: Mapping[str, Any], of: Chip, native: bool, seconds: float, source: str) -> float:
+    """The relative 90% half-width of a kernel: by its length on the calibrated chip, one wide figure elsewhere.
+
+    A precision that the chip has no unit for widens it by half, each assumed figure by 15%.
+    """
+    if of.calibrated:
+        table = data["calibrated"][source]
+        width = float(np.interp(math.log10(max(seconds, 1e-9)), table["log10_s"], table["half_width"]))
+    else:
+        width = float(data["same_vendor"] if of.nvidia else data["other_vendor"])
+    width *= 1.15 ** len(of.assumed) * (1.0 if native else 1.5)
+    return min(width, 0.95)

@@ -1,32 +1,37 @@
-"""Peak memory of an iteration: what `torch.cuda.max_memory_allocated` would say, and where it goes.
+"""Peak memory of an iteration as `torch.cuda.max_memory_allocated` counts it, and what it is used for.
 
-The lives of tensors come from the capture, scratch space of kernels from `scratch.py`, and both go through a replay of
-torch's caching allocator (`allocator.py`) until the iteration repeats itself.
+Tensor lifetimes come from the capture, and kernels' scratch memory is added to them: copies in another layout, partial
+sums, cuDNN's reserve, cuBLAS's workspace. Both go through a replay of torch's caching allocator until the iteration
+repeats itself. The allocator counts blocks, not tensors: a block that is cut from a larger free one may be up to a MiB
+larger than the request. Sizes and rules are those of c10/cuda/CUDACachingAllocator (default settings).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, get_args
+
+import msgspec
 
 from ..device import Device
 from ..errors import ArgumentError, did_you_mean
-from ..graph.ir import Category, Graph, Storage
+from ..graph.ir import DTYPE_BYTES, Category, Graph, Op, Storage
 from ..graph.partition import PartitionReport
-from .allocator import Allocator
-from .scratch import reserves, scratch, workspaces
+from ..hardware import lookup
 
 CATEGORIES: tuple[str, ...] = get_args(Category)
 
 STATES: Mapping[str, int] = {"none": 0, "sgd": 1, "adamw": 2}
 """Optimizers by the tensors they keep for each parameter (SGD with momentum)."""
 
-# Keys of what is no tensor of the program.
+# Keys of blocks that are not tensors of the program.
 _SCRATCH, _WORKSPACE, _RESERVE = -1, -10, -100
 
-_WARM = 2  # iterations until freed blocks lie as they do in every later one
+_WARM = 2  # iterations until the freed blocks are where they are in every later one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class MemoryReport:
     """Memory of one iteration, in bytes as torch's allocator counts them.
 
     `timeline[i]` is the most that is allocated while operator i runs, `by_category` the split at the peak,
-    `reserved_bytes` what the allocator took from the device for it. `fits` is None where the capacity is not known.
+    `reserved_bytes` what the allocator took from the device. `fits` is None where the capacity is not known.
     """
 
     name: str
@@ -45,7 +50,7 @@ class MemoryReport:
     timeline: tuple[int, ...]
     by_category: Mapping[str, int]
     static_bytes: int
-    device: str | None = None
+    on: str | None = None
     capacity_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -61,36 +66,27 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        plain = {key: getattr(self, key) for key in self.__slots__}
-        return {
-            **plain,
-            "by_category": dict(self.by_category),
-            "fits": self.fits,
-            "headroom_bytes": self.headroom_bytes,
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return {**plain, "fits": self.fits, "headroom_bytes": self.headroom_bytes}
 
     def to_json(self) -> str:
         """The report as JSON."""
-        import msgspec
-
         return msgspec.json.encode(self.to_dict()).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimator:
-    """Estimates peak memory; `device` (a `Device` or a name of the catalogue) says what there is."""
+    """Estimates peak memory; `on` (a `Device` or a name of the catalogue) gives the capacity."""
 
-    device: Device | str | None = None
+    on: Device | str | None = None
 
     def estimate(self, graph: Graph | PartitionReport, optimizer: str | None = None) -> MemoryReport:
         """Memory of one steady iteration.
 
-        `optimizer` ("none", "sgd", "adamw") asks what another optimizer than the captured one would hold. Of a fused
-        partition the values that never leave a kernel take no memory.
+        `optimizer` ("none", "sgd", "adamw") replaces the captured optimizer. In a fused partition, values that never
+        leave a kernel take no memory.
         """
-        from ..hardware import lookup
-
-        device = lookup(self.device) if isinstance(self.device, str) else self.device
+        device = lookup(self.on) if isinstance(self.on, str) else self.on
         program, inside = (graph.graph, _inside(graph)) if isinstance(graph, PartitionReport) else (graph, set[int]())
         storages = [s for s in _with_optimizer(program, optimizer) if s.id not in inside]
         replay = _Replay(program, storages, workspaces(program, device))
@@ -106,7 +102,7 @@ class MemoryEstimator:
             timeline=tuple(replay.timeline),
             by_category=replay.at_peak,
             static_bytes=replay.static_bytes,
-            device=device.id if device else None,
+            on=device.id if device else None,
             capacity_bytes=round(capacity.value) if capacity else None,
             notes=program.assumptions,
         )
@@ -122,27 +118,223 @@ def _inside(report: PartitionReport) -> set[int]:
 
 def _with_optimizer(graph: Graph, optimizer: str | None) -> list[Storage]:
     """The program's storages, with another optimizer's state in place of the captured one's."""
-    found = list(graph.storages.values())
+    storages = list(graph.storages.values())
     if optimizer is None:
-        return found
+        return storages
     if optimizer not in STATES:
         raise ArgumentError(
             f"no optimizer {optimizer!r}{did_you_mean(optimizer, STATES)}", fix=f"one of {', '.join(STATES)}"
         )
-    gradients = [s for s in found if s.category == "gradients"]
+    gradients = [s for s in storages if s.category == "gradients"]
     if not gradients:
         raise ArgumentError(
             "optimizer= needs a captured training step", why="this graph has no gradients", fix="capture(mode='train')"
         )
-    kept = [s for s in found if s.category != "optimizer"]
+    others = [s for s in storages if s.category != "optimizer"]
     free = max(graph.storages, default=0) + 1
     sizes = [s.nbytes for s in gradients for _ in range(STATES[optimizer])]
-    return kept + [Storage(free + i, n, "optimizer", -1, None, "state") for i, n in enumerate(sizes)]
+    return others + [Storage(free + i, n, "optimizer", -1, None, "state") for i, n in enumerate(sizes)]
+
+
+# -- scratch memory of kernels ----------------------------------------------------------------------------------
+
+# torch's default for cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp): 32 MiB on sm90 and sm100, else :4096:2:16:8.
+_HOPPER_WORKSPACE = 32 << 20
+_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+# cublasLt, which adds the bias, has another one (seen on the H200 with torch 2.11).
+_LT_WORKSPACE = 1 << 20
+
+
+def workspaces(graph: Graph, device: Device | None) -> list[int]:
+    """Bytes that cuBLAS never frees: one workspace per thread that multiplies, and backward has its own thread."""
+    products = [op for op in graph.ops if op.kind == "gemm"]
+    size = _workspace(device)
+    if not products or not size:
+        return []
+    with_bias = any("addmm" in op.name for op in products)
+    return [size] * len({op.phase == "backward" for op in products}) + [_LT_WORKSPACE] * with_bias
+
+
+def _workspace(device: Device | None) -> int:
+    if device is None:
+        return _HOPPER_WORKSPACE
+    if device.kind == "cpu" or device.vendor.lower() != "nvidia":
+        return 0
+    digits = "".join(c for c in device.compute_capability or "" if c.isdigit())
+    return _HOPPER_WORKSPACE if not digits or 90 <= int(digits) < 110 else _WORKSPACE_BYTES
+
+
+def scratch_bytes(op: Op) -> int:
+    """Bytes an operator uses for itself while it runs."""
+    return _conv_scratch(op) if op.kind == "conv" and len(op.params["x"]) == 4 else 0
+
+
+def rnn_reserves(graph: Graph) -> list[tuple[int, int, int]]:
+    """(from operator, to operator, bytes) of what cuDNN's recurrent layers keep for their backward."""
+    spans: list[tuple[int, int, int]] = []
+    waiting: list[Op] = []
+    for op in graph.ops:
+        if op.kind != "rnn":
+            continue
+        if not op.params.get("backward"):
+            waiting.append(op)
+        elif waiting:
+            forward = waiting.pop()  # backward meets the layers in the reverse order
+            spans.append((forward.index, op.index + 1, _rnn_reserve(forward)))
+    return spans
+
+
+def _rnn_reserve(op: Op) -> int:
+    """The gates and the cell of every step, layer and direction (an LSTM's 4 + 1; what an H200 kept was 5.0)."""
+    p = op.params
+    cells = p["layers"] * p["directions"] * p["steps"] * p["batch"] * p["hidden"]
+    return int(cells * (p["gates"] + 1) * DTYPE_BYTES.get(op.inputs[0].dtype, 4))
+
+
+# Rules read off kernel traces of an H200 (cuDNN 9, torch 2.11, benchmarks/data/h200_dev_traces.jsonl.gz).
+
+
+def _conv_scratch(op: Op) -> int:
+    """Tensor-core kernels of cuDNN need channels last: they copy other tensors."""
+    p = op.params
+    x, w, out = tuple(p["x"]), tuple(p["w"]), tuple(p["out"])
+    first, weight = op.inputs[1:3] if p.get("backward") else op.inputs[:2]
+    depthwise = int(p.get("groups") or 1) == x[1] > 1
+    if op.precision == "fp32" or depthwise or first.channels_last or weight.channels_last:
+        return 0
+    size = DTYPE_BYTES.get(first.dtype, 4)
+    copies = {name: int(prod(shape) * size) for name, shape in (("x", x), ("w", w), ("out", out))}
+    if prod(w[2:]) == 1:
+        return _pointwise_scratch(op, x, w, copies)
+    if x[1] < 16 and (max(w[2:]) < 5 or tuple(p.get("stride", ())) == w[2:]):
+        return 0  # an image's three channels: direct kernels, but for the large windows of a stem
+    return sum(copies.values())
+
+
+def _pointwise_scratch(op: Op, x: tuple[int, ...], w: tuple[int, ...], copies: dict[str, int]) -> int:
+    """A 1x1 convolution is a plain product for each image, unless it strides or its rows are not aligned."""
+    strided = max(op.params.get("stride") or (1,)) > 1
+    if not op.params.get("backward"):
+        unaligned = prod(x[2:]) % 8 > 0 and x[1] >= 1024
+        return copies["x"] + copies["out"] if strided or unaligned else 0
+    if not op.params.get("needs", (True, True))[1]:
+        return 0
+    # The gradient of the weights: one product per image, summed afterwards, until there are too many images.
+    partial = x[0] * prod(w) * 4
+    both = copies["x"] + copies["out"]
+    return both if strided or (x[0] >= 128 and partial > both) else partial
+
+
+# -- torch's caching allocator ----------------------------------------------------------------------------------
+
+MIN_BLOCK = 512
+SMALL = 1 << 20
+"""Requests up to this size share small segments."""
+_SMALL_SEGMENT = 2 << 20
+_LARGE_SEGMENT = 20 << 20
+_LARGE_REQUEST = 10 << 20
+_ROUND_LARGE = 2 << 20
+
+
+def round_size(nbytes: int) -> int:
+    """Bytes of a request as the allocator counts them."""
+    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+
+
+@dataclass(slots=True, eq=False)
+class _AllocatorBlock:
+    size: int
+    address: int
+    small: bool
+    before: _AllocatorBlock | None = None
+    after: _AllocatorBlock | None = None
+    free: bool = False
+
+
+class Allocator:
+    """Allocations by key; `allocated` and `reserved` are bytes now. Segments are never returned to the device."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        self.reserved = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._by_address: dict[int, _AllocatorBlock] = {}
+        self._in_use: dict[int, _AllocatorBlock] = {}
+        self._next_address = 0
+
+    def allocate(self, key: int, nbytes: int) -> int:
+        """Allocate a block and return its size: 0 for an empty tensor, or for a key that has a block."""
+        if nbytes <= 0 or key in self._in_use:
+            return 0
+        size = round_size(nbytes)
+        block = self._best_fit(size) or self._segment(size)
+        rest = block.size - size
+        if rest >= MIN_BLOCK if block.small else rest > SMALL:
+            self._split(block, size)
+        block.free = False
+        self._in_use[key] = block
+        self.allocated += block.size
+        return block.size
+
+    def release(self, key: int) -> None:
+        """Free a block; it merges with free neighbours of its segment."""
+        block = self._in_use.pop(key, None)
+        if block is None:
+            return
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                block = self._merge(block, other)
+        block.free = True
+        insort(self._free[block.small], (block.size, block.address))
+
+    def _best_fit(self, size: int) -> _AllocatorBlock | None:
+        small = size <= SMALL
+        free = self._free[small]
+        at = bisect_left(free, (size, -1))
+        if at == len(free):
+            return None
+        return self._by_address[free.pop(at)[1]]
+
+    def _segment(self, size: int) -> _AllocatorBlock:
+        small = size <= SMALL
+        if small:
+            whole = _SMALL_SEGMENT
+        else:
+            whole = _LARGE_SEGMENT if size < _LARGE_REQUEST else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        block = _AllocatorBlock(whole, self._next_address, small)
+        self._by_address[block.address] = block
+        self._next_address += whole + 1  # segments are never neighbours
+        self.reserved += whole
+        return block
+
+    def _split(self, block: _AllocatorBlock, size: int) -> None:
+        rest = _AllocatorBlock(block.size - size, block.address + size, block.small, block, block.after, free=True)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._by_address[rest.address] = rest
+        insort(self._free[rest.small], (rest.size, rest.address))
+
+    def _merge(self, block: _AllocatorBlock, other: _AllocatorBlock) -> _AllocatorBlock:
+        """Merge a block with a neighbour from the free list."""
+        free = self._free[other.small]
+        free.pop(bisect_left(free, (other.size, other.address)))
+        first, second = (other, block) if other.address < block.address else (block, other)
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        del self._by_address[second.address]
+        return first
+
+
+# -- the replay --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Replay:
-    """One iteration after another through the allocator; what is kept is the last one's."""
+    """Runs one iteration after another through the allocator and records the last."""
 
     graph: Graph
     storages: list[Storage]
@@ -158,12 +350,12 @@ class _Replay:
     _sizes: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Everything that was there before, then iterations until the last counts."""
+        """Allocate what lives before the iteration, then iterate until the last one counts."""
         before, born, dies = self._lives()
         for s in before:
-            self._take(s.id, s.category, s.nbytes)
+            self._allocate(s.id, s.category, s.nbytes)
         for i, nbytes in enumerate(self.workspaces):
-            self._take(_WORKSPACE - i, "workspace", nbytes)
+            self._allocate(_WORKSPACE - i, "workspace", nbytes)
         self.static_bytes = self.peak_bytes = self._allocator.allocated
         self.at_peak = self._split()
         for i in range(_WARM + 1):
@@ -172,20 +364,20 @@ class _Replay:
 
     def _iterate(self, born: Mapping[int, list[Storage]], dies: Mapping[int, list[int]], *, last: bool) -> None:
         for s in (s for some in born.values() for s in some):
-            self._give(s.id)  # what outlived the iteration before is replaced in this one
+            self._release(s.id)  # storages that outlived the last iteration are replaced in this one
         for op in self.graph.ops:
             for key in dies.get(op.index, ()):
-                self._give(key)
+                self._release(key)
             for s in born.get(op.index, ()):
-                self._take(s.id, s.category, s.nbytes)
-            self._take(_SCRATCH, "workspace", scratch(op) if op.kernels else 0)
+                self._allocate(s.id, s.category, s.nbytes)
+            self._allocate(_SCRATCH, "workspace", scratch_bytes(op) if op.kernels else 0)
             if last:
-                self._note(op.index)
-            self._give(_SCRATCH)
+                self._record(op.index)
+            self._release(_SCRATCH)
         for key in dies.get(len(self.graph.ops), ()):
-            self._give(key)
+            self._release(key)
 
-    def _note(self, index: int) -> None:
+    def _record(self, index: int) -> None:
         now = self._allocator.allocated
         self.timeline.append(now)
         if now > self.peak_bytes:
@@ -195,12 +387,12 @@ class _Replay:
         return {name: self._live[name] for name in CATEGORIES if self._live[name]}
 
     def _lives(self) -> tuple[list[Storage], dict[int, list[Storage]], dict[int, list[int]]]:
-        """Storages there before the iteration, and by operator those it makes and those that have died before it."""
+        """Storages that live before the iteration, and by operator those it creates and those that died before it."""
         before: list[Storage] = []
         born: defaultdict[int, list[Storage]] = defaultdict(list)
         dies: defaultdict[int, list[int]] = defaultdict(list)
-        for s in (*self.storages, *self._reserves()):
-            if s.birth < 0 or self._was_there(s):
+        for s in (*self.storages, *self._rnn_reserves()):
+            if s.birth < 0 or self._exists_before(s):
                 before.append(s)
                 continue
             born[s.birth].append(s)
@@ -208,24 +400,24 @@ class _Replay:
                 dies[s.death].append(s.id)
         return before, born, dies
 
-    def _was_there(self, s: Storage) -> bool:
-        """Something read before it was ever written: a cache the program holds."""
+    def _exists_before(self, s: Storage) -> bool:
+        """Whether it is read before it is ever written: a cache that the program holds."""
         if s.birth >= len(self.graph.ops):
             return False
         first = self.graph.ops[s.birth]
         return any(t.storage == s.id for t in first.inputs) and all(t.storage != s.id for t in first.outputs)
 
-    def _reserves(self) -> Iterator[Storage]:
-        for i, (start, end, nbytes) in enumerate(reserves(self.graph)):
+    def _rnn_reserves(self) -> Iterator[Storage]:
+        for i, (start, end, nbytes) in enumerate(rnn_reserves(self.graph)):
             yield Storage(_RESERVE - i, nbytes, "workspace", start, end, "cuDNN reserve")
 
-    def _take(self, key: int, category: str, nbytes: int) -> None:
+    def _allocate(self, key: int, category: str, nbytes: int) -> None:
         size = self._allocator.allocate(key, nbytes)
         if size:
             self._sizes[key] = (category, size)
             self._live[category] += size
 
-    def _give(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         if key in self._sizes:
             category, size = self._sizes.pop(key)
             self._live[category] -= size

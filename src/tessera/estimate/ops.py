@@ -1,42 +1,40 @@
-"""How long one operator of a graph runs on a device: the one place that turns an `Op` into a `KernelTime`."""
+"""How long one operator of a graph runs on a device: `OpModel` turns an `Op` into a `KernelTime`.
+
+`Precision` names the number formats; `recast` changes an operator from one to another.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from ..device import Device
-from ..errors import PredictionError
-from ..graph.ir import DTYPE_BYTES, Op
+from ..device import PRECISIONS, Device
+from ..errors import ArgumentError, PredictionError, did_you_mean
+from ..graph.ir import DTYPE_BYTES, WHAT_IFS, Op, TensorSpec
 from ..graph.op_kinds import MATRIX_KINDS
 from .attention import attention_time
-from .conv import conv_time
-from .families import power_family, stream_of
+from .conv import add_kernels, conv_time
+from .data_movement import DataMovement, movement_of, movement_time, power_family
 from .gemm import gemm_time
-from .kernel_time import ELEMENT_BYTES, KernelTime, chip, learnt_on
-from .residual import fitted
-from .rnn import rnn_time
-from .stream import Stream, stream_time
+from .kernel_time import ELEMENT_BYTES, KernelTime, chip, correction_chip, load_fit
 
 QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
-
 
 # Dropout draws a random number for every score: a fused 16-bit kernel takes this many times as long forward and
 # backward (GPT-2 and BART in training steps on an H200); the fp32 kernels hide it.
 DROPOUT = {False: 2.1, True: 1.3}
 
-
-# The half-width of what nobody modelled, beside a note that says so: as of the widest family that was measured, and
-# the widest that a chip from its datasheet has.
+# The half-width of an operator without a model: that of the widest family that was measured, and the widest of a chip
+# known from its datasheet. A note in the report names such operators.
 UNMODELLED = 0.95
 _BY_BYTES = ("fft", "solve")
 
 
-def unmodelled(op: Op) -> bool:
-    """Whether nothing but the bytes of an operator is known: one that no table lists, a transform, a factorisation."""
+def is_unmodelled(op: Op) -> bool:
+    """Whether only the bytes of an operator are known: it is in no table, a transform, or a factorisation."""
     return bool(op.params.get("unmodelled")) or op.kind in _BY_BYTES
 
 
@@ -50,26 +48,26 @@ class OpModel:
         check_precision(device, precision)
 
     def time(self, op: Op, hbm_bytes: float | None = None) -> KernelTime:
-        """Seconds at the boost clock, and what power needs to know. `hbm_bytes` None: decided by size."""
+        """The kernel time at the boost clock. `hbm_bytes` None: decided by size."""
         empty = bool(op.outputs) and all(0 in t.shape for t in op.outputs)
         if empty or (op.kind in MATRIX_KINDS and op.flops == 0):
-            return self._nothing(op)
-        found, data = self._time(op, hbm_bytes), fitted("h200_models.json")
+            return self._empty_time(op)
+        time, data = self._time(op, hbm_bytes), load_fit("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
-        level = level_of(data["level"], op) if learnt_on(self.chip) is not None else 1.0
-        # No residual makes a kernel faster than the memory: a fill of gigabytes was learnt from small ones.
-        seconds = max(found.seconds * level, found.hbm_bytes / self.chip.bandwidth)
-        found = replace(found, seconds=seconds, clock_s=min(seconds, found.clock_s * level), draw=draw)
-        if not unmodelled(op):
-            return found
-        wide = max(found.relative_error, UNMODELLED)
-        return replace(found, relative_error=wide, provenance="counted by the bytes it moves: no model, no measurement")
+        level = level_of(data["level"], op) if correction_chip(self.chip) is not None else 1.0
+        # No correction makes a kernel faster than the memory: a fill of gigabytes was learned from small ones.
+        seconds = max(time.seconds * level, time.hbm_bytes / self.chip.bandwidth)
+        time = replace(time, seconds=seconds, clock_s=min(seconds, time.clock_s * level), draw=draw)
+        if not is_unmodelled(op):
+            return time
+        wide = max(time.relative_error, UNMODELLED)
+        return replace(time, relative_error=wide, provenance="counted by the bytes it moves: no model, no measurement")
 
     def _time(self, op: Op, hbm_bytes: float | None) -> KernelTime:
-        if op.kind in MATRIX_KINDS and self._precision(op) not in ELEMENT_BYTES:
+        if op.kind in MATRIX_KINDS and self.precision_of(op) not in ELEMENT_BYTES:
             raise PredictionError(
                 f"{op.label} multiplies {op.precision}",
-                why="there are no such kernels on a GPU, and no units for them",
+                why="a GPU has neither kernels nor units for it",
                 fix="cast its operands to a floating-point format",
             )
         if op.kind == "gemm" and op.name in ("aten.dot", "aten.vdot"):
@@ -77,67 +75,65 @@ class OpModel:
         if op.kind == "gemm" and "m" in op.params:
             return self._gemm(op, hbm_bytes)
         if op.kind == "conv":
-            return conv_time(self.device, op, self._precision(op), hbm_bytes)
+            return conv_time(self.device, op, self.precision_of(op), hbm_bytes)
         if op.kind == "attention":
             return self._attention(op, hbm_bytes)
         if op.kind == "rnn":
-            return rnn_time(self.device, op, self._precision(op), hbm_bytes)
-        return stream_time(self.chip, stream_of(op, self._crossing(op, hbm_bytes)), self._vector(op))
+            return rnn_time(self.device, op, self.precision_of(op), hbm_bytes)
+        return movement_time(self.chip, movement_of(op, self._crossing(op, hbm_bytes)), self._vector(op))
 
-    def _nothing(self, op: Op) -> KernelTime:
-        """An operator on no elements: a launch, and that is all."""
-        return stream_time(self.chip, Stream("elementwise", 1.0, 1.0, 0.0, 1.0), self._vector(op))
+    def _empty_time(self, op: Op) -> KernelTime:
+        """An operator on no elements: a launch and nothing else."""
+        return movement_time(self.chip, DataMovement("elementwise", 1.0, 1.0, 0.0, 1.0), self._vector(op))
 
     def precision_of(self, op: Op) -> str:
-        """The format an operator runs in, the what-if considered."""
-        return self._precision(op)
-
-    def _precision(self, op: Op) -> str:
+        """The format an operator runs in, with the what-if applied."""
         quantised = self.precision in QUANTISED and not op.params.get("complex")
         if quantised and op.precision in ("bf16", "fp16", "fp32", "tf32"):
             return str(self.precision)
         return op.precision
 
     def _gemm(self, op: Op, hbm_bytes: float | None) -> KernelTime:
-        p, precision = op.params, self._precision(op)
+        p, precision = op.params, self.precision_of(op)
         if hbm_bytes is not None:
-            shrink = _shrink(op.precision, precision)
+            shrink = float(DTYPE_BYTES.get(precision, 2)) / float(DTYPE_BYTES.get(op.precision, 2))
             hbm_bytes = min(hbm_bytes, float(op.bytes_in + op.bytes_out)) * shrink
         out = float(DTYPE_BYTES.get(op.outputs[0].dtype, 2)) if op.outputs else None
         m, n, k = p["m"], p["n"], p["k"]
         if p.get("complex"):
-            # Real and imaginary parts side by side: (m x 2k) by (2k x 2n) is as many FLOPs and results, and the larger
-            # factor is read once. Nobody measured one: as wide as a product on a unit that is not its own.
+            # Real and imaginary parts side by side: (m x 2k) by (2k x 2n) has as many FLOPs and results, and the larger
+            # factor is read once. None was measured: the error is that of a product on another unit.
             (m, n), k, out = ((m, 2 * n) if n <= m else (2 * m, n)), 2 * k, out / 2 if out else None
-        found = gemm_time(
+        time = gemm_time(
             self.device, m, n, k, p["batch"], precision, out_bytes=out, hbm_bytes=hbm_bytes, layout=_layout(op)
         )
         if not p.get("complex"):
-            return found
-        wide = min(0.95, 1.5 * found.relative_error)
-        return replace(found, relative_error=wide, provenance=f"{found.provenance}; complex as four real products")
+            return time
+        wide = min(0.95, 1.5 * time.relative_error)
+        return replace(time, relative_error=wide, provenance=f"{time.provenance}; complex as four real products")
 
     def _dot(self, op: Op, hbm_bytes: float | None) -> KernelTime:
-        """One number from two vectors: cuBLAS sums them up as a reduction does, and has no tiles."""
+        """One number from two vectors: cuBLAS sums them up as a reduction does, without tiles."""
         n, moved = float(op.params["k"]), float(op.bytes_in + op.bytes_out)
-        work = Stream("reduce.all.sum", n, moved, self._crossing(op, hbm_bytes), max(1.0, n / 8192))
-        return replace(stream_time(self.chip, work, self._vector(op)), flops=float(op.flops))
+        work = DataMovement("reduce.all.sum", n, moved, self._crossing(op, hbm_bytes), max(1.0, n / 8192))
+        return replace(movement_time(self.chip, work, self._vector(op)), flops=float(op.flops))
 
     def _attention(self, op: Op, hbm_bytes: float | None) -> KernelTime:
         p = op.params
         precision = op.inputs[0].dtype if op.inputs[0].dtype in ("bf16", "fp16", "fp32", "fp64") else "bf16"
         if op.precision == "tf32":  # our kernel may; torch's keep fp32
             precision = "tf32"
-        found = attention_time(
-            self.device, max(1, p["batch"]), p["heads"], p["kv_heads"], p["q_len"], p["kv_len"], _head(p), p["causal"],
-            precision, backward=bool(p.get("backward")), mask=p["mask"], hbm_bytes=hbm_bytes,
-        )  # fmt: skip
+        # Heads of keys and values may differ in size, and each makes one of the two products.
+        head_dim, backward = -(-(int(p["head_dim"]) + int(p["v_dim"])) // 2), bool(p.get("backward"))
+        sizes = max(1, p["batch"]), p["heads"], p["kv_heads"], p["q_len"], p["kv_len"], head_dim
+        time = attention_time(
+            self.device, *sizes, p["causal"], precision, backward=backward, mask=p["mask"], hbm_bytes=hbm_bytes
+        )
         if max(p["head_dim"], p["v_dim"]) > 256 or p["head_dim"] != p["v_dim"] or p.get("flexible"):
-            found = replace(found, relative_error=UNMODELLED)  # other kernels than those that were measured
+            time = replace(time, relative_error=UNMODELLED)  # other kernels than those that were measured
         if not p.get("dropout") or precision not in ("bf16", "fp16"):
-            return found
-        times = DROPOUT[bool(p.get("backward"))]
-        return replace(found, seconds=found.seconds * times, clock_s=found.clock_s * times)
+            return time
+        return replace(time, seconds=time.seconds * DROPOUT[backward], clock_s=time.clock_s * DROPOUT[backward])
 
     def _crossing(self, op: Op, hbm_bytes: float | None) -> float:
         if hbm_bytes is not None:
@@ -152,7 +148,7 @@ class OpModel:
 
 
 def check_precision(device: Device, precision: str | None) -> None:
-    """A what-if needs units for it: nothing is gained, or known, by running fp8 on a chip that has none."""
+    """Refuse a what-if precision that the chip has no units for."""
     if precision is None or device.peak(precision) is not None:
         return
     has = sorted({*device.vector, *device.matrix})
@@ -174,7 +170,7 @@ def few_rows(op: Op) -> float:
 
 
 def level_of(levels: Mapping[str, float], op: Op) -> float:
-    """The factor that put the sums of whole models right; fp32 products of few rows have one of their own."""
+    """The factor that corrects the sums of whole models; fp32 products of few rows have a separate one."""
     return float(levels.get(op.kind, 1.0)) * (1.0 + few_rows(op) * (float(levels.get(FEW_ROWS, 1.0)) - 1.0))
 
 
@@ -185,18 +181,118 @@ def _by_family(table: Mapping[str, float], family: str) -> float:
     return float(table.get(family, 1.0))
 
 
-def _head(p: Mapping[str, Any]) -> int:
-    """The size of a head: keys and values may differ, and each makes one of the two products."""
-    return -(-(int(p["head_dim"]) + int(p.get("v_dim", p["head_dim"]))) // 2)
-
-
 def _layout(op: Op) -> str:
-    """How the operands of a product lie: "nt" for a linear layer, "nn" plain, "tn" a weight's gradient."""
+    """The layout of a product's operands: "nt" for a linear layer, "nn" plain, "tn" for a weight's gradient."""
     a, b = op.inputs[-2], op.inputs[-1]
     if len(a.shape) < 2 or len(b.shape) < 2 or (b.stride[-2] == 1 and b.stride[-1] != 1):
         return "nt"
     return "tn" if a.stride[-2] == 1 and a.stride[-1] != 1 else "nn"
 
 
-def _shrink(before: str, after: str) -> float:
-    return float(DTYPE_BYTES.get(after, 2)) / float(DTYPE_BYTES.get(before, 2)) if before != after else 1.0
+# -- recurrent layers -------------------------------------------------------------------------------------------
+
+# A step's time beside its product, and backward over forward (LSTM and GRU rows of benchmarks/data/h200_ops, an H200:
+# 256 steps of 512 hidden, batch 64: 6.8 us a step; 650 hidden, batch 32: 9.2 us; backward 1.4-1.9 times forward alone,
+# 2.3 times in training steps of whole models).
+RNN_STEP_S = 3.0e-6
+RNN_BACKWARD = 1.9
+# cuDNN runs both directions at once: 2.1 ms together where their kernels add up to 3.1 ms (GRU, 512 hidden, batch 64).
+RNN_BOTH_WAYS = 0.6
+
+
+def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) -> KernelTime:
+    """A stack of recurrent layers as cuDNN runs it: one product for all inputs, then one step at a time."""
+    p = op.params
+    width, batch, steps = p["gates"] * p["hidden"], max(1, p["batch"]), max(1, p["steps"])
+    seconds = busy_s = flops_s = 0.0
+    out = p.get("out", p["hidden"])
+    step = gemm_time(device, batch, width, out, 1, precision, hbm_bytes=0.0)
+    if out != p["hidden"]:  # a projection: one more product in every step
+        step = add_kernels([step, gemm_time(device, batch, out, p["hidden"], 1, precision, hbm_bytes=0.0)])
+    for layer in range(p["layers"]):
+        inner = p["input"] if layer == 0 else out * p["directions"]
+        inputs = gemm_time(device, batch * steps, width, inner, 1, precision)
+        repeats = steps * p["directions"]
+        seconds += inputs.seconds * p["directions"] + repeats * (RNN_STEP_S + step.seconds)
+        busy_s += inputs.busy * inputs.seconds * p["directions"] + repeats * step.busy * step.seconds
+        flops_s += inputs.compute_s + repeats * step.compute_s
+    times = (RNN_BACKWARD if p.get("backward") else 1.0) * (RNN_BOTH_WAYS if p["directions"] == 2 else 1.0)
+    weights = p["layers"] * p["directions"] * width * out * ELEMENT_BYTES[precision]
+    moved = float(sum(t.nbytes for t in (*op.inputs, *op.outputs))) if hbm_bytes is None else hbm_bytes
+    return KernelTime(
+        seconds=seconds * times,
+        overhead_s=RNN_STEP_S * steps * p["layers"] * times,
+        compute_s=flops_s * times,
+        memory_s=moved / chip(device).bandwidth,
+        clock_s=seconds * times * 0.8,
+        busy=min(1.0, busy_s / seconds),
+        flops=float(op.flops),
+        unit=step.unit,
+        hbm_bytes=moved,
+        l2_bytes=times * steps * weights,
+        relative_error=0.4,
+        provenance="products and a time per step, from ten rows on an H200",
+    )
+
+
+# -- number formats ---------------------------------------------------------------------------------------------
+
+
+class Precision(enum.StrEnum):
+    """A number format; its value is the string every `precision=` takes."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    FP6 = "fp6"
+    FP4 = "fp4"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+STORED: Mapping[str, str] = {**WHAT_IFS, "fp6": "bf16", "fp4": "bf16", "int4": "bf16"}
+"""The format tensors are stored in: between quantised products everything stays in 16 bits."""
+
+_FLOATS = frozenset({"fp64", "fp32", "tf32", "bf16", "fp16"})
+
+
+def parse_precision(precision: str | Precision | None, device: Device) -> str | None:
+    """The precision as a plain string; a precision that the chip lacks is refused, with those it has."""
+    if precision is None:
+        return None
+    name = str(precision.value if isinstance(precision, Precision) else precision).lower()
+    if name not in PRECISIONS:
+        raise ArgumentError(
+            f"no precision {name!r}{did_you_mean(name, PRECISIONS)}", fix=f"one of {', '.join(PRECISIONS)}"
+        )
+    check_precision(device, name)
+    return name
+
+
+def recast(op: Op, precision: str | None) -> Op:
+    """An operator as if the model were cast: its floats in the new format, its products on other units.
+
+    fp32 means what it means to torch: fp32 tensors, convolutions in TF32 where they were captured so.
+    """
+    if precision is None:
+        return op
+    stored = STORED[precision]
+    inputs, outputs = (tuple(_recast(t, stored) for t in side) for side in (op.inputs, op.outputs))
+    if op.precision not in _FLOATS or op.params.get("complex"):  # there are no 16-bit complex numbers to cast to
+        return replace(op, inputs=inputs, outputs=outputs)
+    if op.kind not in MATRIX_KINDS:
+        return replace(op, inputs=inputs, outputs=outputs, precision=stored)
+    name = stored if op.kind == "attention" and precision not in ("fp32", "tf32") else precision
+    if precision == "fp32":
+        # cuDNN uses TF32 by default, cuBLAS does not (torch.backends, defaults of 2.x).
+        name = op.precision if op.precision in ("fp32", "tf32") else "tf32" if op.kind in ("conv", "rnn") else "fp32"
+    return replace(op, inputs=inputs, outputs=outputs, precision=name, unit="vector" if name == "fp32" else "matrix")
+
+
+def _recast(t: TensorSpec, stored: str) -> TensorSpec:
+    if t.dtype not in _FLOATS or t.dtype == stored:
+        return t
+    return replace(t, dtype=stored, nbytes=round(t.nbytes * DTYPE_BYTES[stored] / DTYPE_BYTES[t.dtype]))

@@ -1,4 +1,4 @@
-"""Watts and the clock that follows from them: what work costs, and how a power limit stretches it.
+"""Watts and the clock that follows from them: the energy of work, and how a power limit stretches its time.
 
 Energy is counted in parts: `static` (a board whose clocks are up and whose SMs wait) times the time, the SMs while
 they hold work, joules per FLOP by unit, joules per byte by level. When the average would pass the limit the clock
@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError
-from .kernel_time import Chip, KernelTime, chip
-from .residual import fitted
+from .kernel_time import Chip, KernelTime, chip, load_fit
 
 _LOWEST_CLOCK = 0.1  # 210 of 1980 MHz: the lowest clock an H200 takes; nothing measured falls under 0.6
 
@@ -38,8 +37,8 @@ def highest_clock(watts: Callable[[float], float], limit_w: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a kernel or an iteration does, at the boost clock: seconds, FLOPs by unit, bytes by level. Adds up.
+class DeviceWork:
+    """The work of a kernel or an iteration at the boost clock: seconds, FLOPs by unit, bytes by level. Adds up.
 
     `clock_s` stretches with 1/clock, `fixed_s` (bound by device memory, or latency) does not, `idle_s` is the device
     waiting for the host. `busy_s` is occupied-SM seconds divided by the number of SMs.
@@ -56,10 +55,10 @@ class Work:
     def __post_init__(self) -> None:
         values = (self.clock_s, self.fixed_s, self.idle_s, self.busy_s, self.hbm_bytes, self.l2_bytes)
         if not all(value >= 0 for value in (*values, *self.flops.values())):
-            raise ArgumentError("work is never negative", why=f"got {self}")
+            raise ArgumentError("work cannot be negative", why=f"got {self}")
 
     @classmethod
-    def of(cls, kernel: KernelTime, count: float = 1.0) -> Work:
+    def of(cls, kernel: KernelTime, count: float = 1.0) -> DeviceWork:
         """The work of a kernel, `count` times."""
         many = count * kernel.activity
         flops = {kernel.unit: kernel.flops * many}
@@ -74,19 +73,12 @@ class Work:
             l2_bytes=kernel.l2_bytes * count,
         )
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: DeviceWork) -> DeviceWork:
         flops = dict(self.flops)
         for unit, value in other.flops.items():
             flops[unit] = flops.get(unit, 0.0) + value
-        return Work(
-            clock_s=self.clock_s + other.clock_s,
-            fixed_s=self.fixed_s + other.fixed_s,
-            idle_s=self.idle_s + other.idle_s,
-            busy_s=self.busy_s + other.busy_s,
-            flops=flops,
-            hbm_bytes=self.hbm_bytes + other.hbm_bytes,
-            l2_bytes=self.l2_bytes + other.l2_bytes,
-        )
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "flops"}
+        return DeviceWork(**sums, flops=flops)
 
     @property
     def seconds(self) -> float:
@@ -116,15 +108,10 @@ class PowerEstimate:
         """Average watts; 0 for no time at all."""
         return self.energy_j / self.seconds if self.seconds > 0 else 0.0
 
-    @property
-    def capped(self) -> bool:
-        """Whether the limit held the clock down."""
-        return self.clock < 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerModel:
-    """What a device's work costs. `active_w` is drawn while every SM holds work, at the boost clock."""
+    """The energy of work on a device. `active_w` is drawn while every SM holds work, at the boost clock."""
 
     static_w: float
     limit_w: float
@@ -140,48 +127,54 @@ class PowerModel:
     @classmethod
     def from_device(cls, device: Device) -> PowerModel:
         """The model of a device: the H200's is fitted, others carry its ratios over to their own figures."""
-        return _model(chip(device), *_board(device))
+        return _fit_to_chip(chip(device), *_board_figures(device))
 
     def voltage(self, clock: float) -> float:
         """Voltage relative to that at the boost clock."""
         return max(self.voltage_floor, 1.0 - self.voltage_slope * (1.0 - clock))
 
-    def estimate(self, work: Work, *, switching: float = 1.0) -> PowerEstimate:
+    def estimate(self, work: DeviceWork, *, switching: float = 1.0) -> PowerEstimate:
         """Seconds and joules of the work under the limit; `switching` scales the dynamic energy of its data."""
         clock = highest_clock(lambda f: self._watts(work, f, switching), self.limit_w)
         seconds, static_j, compute_j, memory_j = self._parts(work, clock, switching)
         if static_j + compute_j + memory_j > self.limit_w * seconds:
-            # Only what ignores the clock can still be over the limit (memory alone): it waits.
+            # Memory traffic does not follow the clock and can still be over the limit: it waits.
             seconds = (compute_j + memory_j) / (self.limit_w - self.static_w)
             static_j = self.static_w * seconds
         return PowerEstimate(
-            seconds=seconds, clock=clock, static_j=static_j, compute_j=compute_j, memory_j=memory_j,
-            limit_w=self.limit_w, relative_error=self.relative_error,
-        )  # fmt: skip
+            seconds=seconds,
+            clock=clock,
+            static_j=static_j,
+            compute_j=compute_j,
+            memory_j=memory_j,
+            limit_w=self.limit_w,
+            relative_error=self.relative_error,
+        )
 
-    def _watts(self, work: Work, clock: float, switching: float) -> float:
+    def _watts(self, work: DeviceWork, clock: float, switching: float) -> float:
         seconds, *parts = self._parts(work, clock, switching)
         joules = sum(parts)
         return joules / seconds if seconds > 0 else math.inf if joules > 0 else 0.0
 
-    def _parts(self, work: Work, clock: float, switching: float) -> tuple[float, float, float, float]:
+    def _parts(self, work: DeviceWork, clock: float, switching: float) -> tuple[float, float, float, float]:
         running = work.clock_s / clock + work.fixed_s
         seconds = running + work.idle_s
         at_boost = work.clock_s + work.fixed_s
         square = self.voltage(clock) ** 2
         # Power of the clocked parts goes with clock * V^2, for as long as the work now takes.
         busy_s = work.busy_s * clock * (running / at_boost) if at_boost > 0 else 0.0
-        flops_j = sum(self.j_per_flop.get(unit, self._missing(unit)) * n for unit, n in work.flops.items())
+        flops_j = self.flops_j(work)
         compute_j = square * (self.active_w * busy_s + switching * flops_j)
         memory_j = switching * (self.hbm_j_per_byte * work.hbm_bytes + square * self.l2_j_per_byte * work.l2_bytes)
         return seconds, self.static_w * seconds, compute_j, memory_j
 
-    def _missing(self, unit: str) -> float:
-        # A unit nobody measured: the dearest known one, so that energy is not understated.
-        return max(self.j_per_flop.values(), default=0.0)
+    def flops_j(self, work: DeviceWork) -> float:
+        """Joules of the FLOPs at the boost clock; a unit nobody measured costs as much as the most expensive one."""
+        most = max(self.j_per_flop.values(), default=0.0)
+        return sum(self.j_per_flop.get(unit, most) * n for unit, n in work.flops.items())
 
 
-def _board(device: Device) -> tuple[float, float | None, str]:
+def _board_figures(device: Device) -> tuple[float, float | None, str]:
     if device.tdp_w is None:
         raise ArgumentError(
             f"the power limit of {device.id} is not known",
@@ -194,36 +187,59 @@ def _board(device: Device) -> tuple[float, float | None, str]:
 # Energy of a transistor that switches, relative to the H200's 4N process at the same voltage. From what TSMC states at
 # equal speed (N16 to N7 -60%, of which 12 nm has a part; N7 to N5 -30%; 4N and 4NP a few percent each); not measured.
 _PROCESS = {
-    "hopper": 1.0, "ada": 1.0, "blackwell": 0.95, "ampere": 1.4, "turing": 2.2, "volta": 2.2, "cdna2": 1.35,
-    "cdna3": 1.05, "cdna4": 0.8,
-}  # fmt: skip
+    "hopper": 1.0,
+    "ada": 1.0,
+    "blackwell": 0.95,
+    "ampere": 1.4,
+    "turing": 2.2,
+    "volta": 2.2,
+    "cdna2": 1.35,
+    "cdna3": 1.05,
+    "cdna4": 0.8,
+}
 # Joules per byte of device memory relative to HBM3E: vendors' tables in the project's device notes (HBM2E 6.0 pJ/bit,
 # GDDR6 7.5, GDDR6X 7.25); assumed: HBM3E about 4.5, LPDDR5 about 4, DDR5 about 11 with its module.
 _MEMORY = {
-    "HBM3E": 1.0, "HBM3": 1.0, "HBM2E": 1.3, "HBM2": 1.3, "HBM": 1.15, "GDDR6": 1.7, "GDDR6X": 1.65, "GDDR7": 1.4,
-    "LPDDR5": 0.9, "LPDDR5X": 0.8, "DDR5": 2.5,
-}  # fmt: skip
+    "HBM3E": 1.0,
+    "HBM3": 1.0,
+    "HBM2E": 1.3,
+    "HBM2": 1.3,
+    "HBM": 1.15,
+    "GDDR6": 1.7,
+    "GDDR6X": 1.65,
+    "GDDR7": 1.4,
+    "LPDDR5": 0.9,
+    "LPDDR5X": 0.8,
+    "DDR5": 2.5,
+}
 _H200_TDP_W, _H200_IDLE_W, _H200_CLOCK_HZ, _H200_UNITS = 700.0, 77.0, 1.98e9, 132  # h200.toml
 # The H200's peaks (h200.toml), to turn its joules per FLOP into watts at full rate.
 _H200_PEAKS = {
-    "matrix.bf16": 9.89e14, "matrix.fp16": 9.89e14, "matrix.tf32": 4.947e14, "matrix.fp8": 1.979e15,
-    "matrix.int8": 1.979e15, "matrix.fp64": 6.7e13, "vector.fp32": 6.7e13, "vector.fp16": 1.338e14,
-    "vector.bf16": 1.338e14, "vector.fp64": 3.4e13,
-}  # fmt: skip
+    "matrix.bf16": 9.89e14,
+    "matrix.fp16": 9.89e14,
+    "matrix.tf32": 4.947e14,
+    "matrix.fp8": 1.979e15,
+    "matrix.int8": 1.979e15,
+    "matrix.fp64": 6.7e13,
+    "vector.fp32": 6.7e13,
+    "vector.fp16": 1.338e14,
+    "vector.bf16": 1.338e14,
+    "vector.fp64": 3.4e13,
+}
 
 
 @functools.lru_cache(maxsize=256)
-def _model(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str) -> PowerModel:
-    data = fitted("h200_power.json")
+def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str) -> PowerModel:
+    data = load_fit("h200_power.json")
     law = {key: data[key] for key in ("voltage_slope", "voltage_floor")}
     limit_w = tdp_w * data["limit_fraction"]
     if of.calibrated:
-        same = ("static_w", "active_w", "hbm_j_per_byte", "l2_j_per_byte", "j_per_flop", "relative_error")
-        known = {k: data[k] for k in same}
-        known["static_w"] = min(known["static_w"], 0.5 * limit_w)  # a limit set far below the board's own
-        return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **known, **law)
+        names = ("static_w", "active_w", "hbm_j_per_byte", "l2_j_per_byte", "j_per_flop", "relative_error")
+        constants = {name: data[name] for name in names}
+        constants["static_w"] = min(constants["static_w"], 0.5 * limit_w)  # a limit set far below the board's own
+        return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **constants, **law)
     share = tdp_w / _H200_TDP_W
-    # A board with its clocks up draws more than its bare idle, in the H200's proportion; half the limit at the most.
+    # A board with its clocks up draws more than at idle, in the H200's proportion; at most half the limit.
     static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)
     static_w = min(static_w, 0.5 * limit_w)
     switch = _switching_energy(of, data)
@@ -255,13 +271,13 @@ def _switching_energy(of: Chip, data: Mapping[str, Any]) -> float | None:
 
 
 def _per_flop(of: Chip, share: float, switch: float | None, data: Mapping[str, Any]) -> dict[str, float]:
-    """The H200's joules by process and voltage; never more than give its share of TDP in a full-rate product."""
-    known: Mapping[str, float] = data["j_per_flop"]
-    found = {}
+    """The H200's joules by process and voltage, at most those that draw its share of TDP in a full-rate product."""
+    fitted: Mapping[str, float] = data["j_per_flop"]
+    costs = {}
     for name, peak, kind in of.peaks:
         unit = f"{kind}.{name}"
-        # Formats the H200 was not measured in are taken to draw half its TDP at full rate.
-        full_w = known[unit] * _H200_PEAKS[unit] if unit in known else 0.5 * _H200_TDP_W
+        # Formats that were not measured on the H200 are assumed to draw half its TDP at full rate.
+        full_w = fitted[unit] * _H200_PEAKS[unit] if unit in fitted else 0.5 * _H200_TDP_W
         by_share = full_w * share / peak
-        found[unit] = min(by_share, known[unit] * switch) if switch is not None and unit in known else by_share
-    return found
+        costs[unit] = min(by_share, fitted[unit] * switch) if switch is not None and unit in fitted else by_share
+    return costs

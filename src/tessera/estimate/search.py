@@ -1,47 +1,47 @@
-"""Search before anything runs: one model on many chips, in many precisions and batches, and which of them is best."""
+"""Predict one model on many chips, in many precisions and batches, and choose the best: `sweep` and `batch_for`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import msgspec
 
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
-from ..graph.ir import WHAT_IFS
+from ..graph.ir import WHAT_IFS, Graph
 from ..hardware import lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from ..graph.ir import Graph
-    from .predict import Launch
+from .predict import Launch, check_launch, import_capture, predict
 
 Mode = Literal["infer", "train"]
 Progress = Callable[[int, int, str], None]
-"""Called before each point with the number done, the number in all, and what comes now."""
+"""Called before each combination with the number done, the number in all, and the next one."""
 
 # fp8 and int8 keep bf16 between their products: one capture serves all three.
 _CAPTURED_AS = {"fp8": "bf16", "int8": "bf16"}
-# `batch_for` stops doubling here unless told otherwise: a small model may gain beyond it, at ever longer captures.
+# `batch_for` stops doubling here by default: a small model may gain beyond it, but captures take ever longer.
 LARGEST_BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One combination: what it would take, or, where it cannot be, the `reason` (and None for what is not known).
+    """One combination: its predicted time and energy, or the `reason` why it is not possible (and None for the rest).
 
-    Energy and latency are those of one iteration, with 90% half-widths; `batch` is the number of samples in it.
+    `time_s` and `energy_j` are those of one iteration, `error_s` and `error_j` their 90% half-widths; `batch` is the
+    number of samples in it.
     """
 
-    device: str
+    on: str
     precision: str | None
     batch: int | None
-    latency_s: float | None = None
-    latency_error_s: float | None = None
+    time_s: float | None = None
+    error_s: float | None = None
     energy_j: float | None = None
-    energy_error_j: float | None = None
+    error_j: float | None = None
     compute_energy_j: float | None = None
     memory_energy_j: float | None = None
     static_energy_j: float | None = None
@@ -54,7 +54,7 @@ class SweepRow:
 
     @property
     def feasible(self) -> bool:
-        """Whether the combination can be."""
+        """Whether the combination is possible."""
         return self.reason is None
 
     @property
@@ -68,24 +68,24 @@ class SweepRow:
         return None if self.energy_j is None else self.energy_j / self.samples
 
     @property
-    def energy_per_sample_error_j(self) -> float | None:
+    def error_per_sample_j(self) -> float | None:
         """90% half-width of the joules of one sample."""
-        return None if self.energy_error_j is None else self.energy_error_j / self.samples
+        return None if self.error_j is None else self.error_j / self.samples
 
     @property
     def throughput_per_s(self) -> float | None:
-        """Samples a second."""
-        return self.samples / self.latency_s if self.latency_s else None
+        """Samples per second."""
+        return self.samples / self.time_s if self.time_s else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Every field and derived figure by name."""
-        names = ("energy_per_sample_j", "energy_per_sample_error_j", "throughput_per_s")
+        names = ("energy_per_sample_j", "error_per_sample_j", "throughput_per_s")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Every combination that was asked for, in the order device, precision, batch."""
+    """Every combination, in the order chip, precision, batch."""
 
     name: str
     mode: str
@@ -95,62 +95,57 @@ class Sweep:
 
     @property
     def feasible(self) -> list[SweepRow]:
-        """The rows that can be."""
+        """The rows that are possible."""
         return [row for row in self.rows if row.feasible]
 
     def pareto(self) -> list[SweepRow]:
-        """The rows that no other beats in joules per sample, latency and (where both have one) accuracy at once."""
+        """The rows that no other row beats in joules per sample, latency and (where both have it) accuracy at once."""
         rows = self.feasible
         front = [row for row in rows if not any(_dominates(other, row) for other in rows)]
-        return sorted(front, key=lambda row: (_rounded(_latency(row)), _joules(row)))
+        return sorted(front, key=lambda row: (_round_6(_time(row)), _joules(row)))
 
     def fastest(self) -> SweepRow | None:
-        """The row of the least latency; of equals (they wait for the same host) the one of the fewest joules."""
-        return min(self.feasible, key=lambda row: (_rounded(_latency(row)), _joules(row)), default=None)
+        """The row with the least latency; among equals (bound by the same host) the one with the fewest joules."""
+        return min(self.feasible, key=lambda row: (_round_6(_time(row)), _joules(row)), default=None)
 
     def most_throughput(self) -> SweepRow | None:
-        """The row of most samples a second; of equals the one of the fewest joules."""
+        """The row with the most samples per second; among equals the one with the fewest joules."""
         return min(self.feasible, key=_slowness, default=None)
 
     def best_batch(
-        self, *, latency_s: float | None = None, device: str | None = None, precision: str | None = None
+        self, *, latency_s: float | None = None, on: str | None = None, precision: str | None = None
     ) -> SweepRow | None:
-        """The row of the fewest joules per sample within a latency bound; None where no row keeps it.
+        """The row with the fewest joules per sample within a latency bound; None where no row is within it.
 
-        `device` and `precision` narrow the choice; the row's `throughput_per_s` says what the bound costs.
+        `on` and `precision` narrow the choice; the row's `throughput_per_s` shows the price of the bound.
         """
-        name = lookup(device).id if device else None
-        kept = [
-            row
-            for row in self.feasible
-            if (latency_s is None or _latency(row) <= latency_s)
-            and name in (None, row.device)
-            and precision in (None, row.precision)
-        ]
-        return min(kept, key=_joules, default=None)
+        rows = [r for r in self._rows_on(on) if precision in (None, r.precision)]
+        return min((r for r in rows if latency_s is None or _time(r) <= latency_s), key=_joules, default=None)
 
-    def best_precision(self, *, energy_j_per_sample: float, device: str | None = None) -> SweepRow | None:
-        """The most accurate row that keeps to so many joules per sample; None where none does.
+    def best_precision(self, *, energy_per_sample_j: float, on: str | None = None) -> SweepRow | None:
+        """The most accurate row with at most so many joules per sample; None where there is none.
 
         Accuracy decides where it was given, otherwise the width of the number format; then the fewest joules.
         """
-        name = lookup(device).id if device else None
-        kept = [row for row in self.feasible if _joules(row) <= energy_j_per_sample and name in (None, row.device)]
-        return min(kept, key=lambda row: (*_loss(row), _joules(row)), default=None)
+        rows = [row for row in self._rows_on(on) if _joules(row) <= energy_per_sample_j]
+        return min(rows, key=lambda row: (*_loss(row), _joules(row)), default=None)
 
-    def best_device(self, *, energy_budget_j: float) -> SweepRow | None:
-        """The row of most samples a second among those within a budget of joules per sample; None where none is."""
-        kept = [row for row in self.feasible if _joules(row) <= energy_budget_j]
-        return min(kept, key=_slowness, default=None)
+    def best_device(self, *, energy_per_sample_j: float) -> SweepRow | None:
+        """The row with the most samples per second and at most so many joules per sample; None where there is none."""
+        return min((r for r in self.feasible if _joules(r) <= energy_per_sample_j), key=_slowness, default=None)
+
+    def _rows_on(self, on: str | None) -> list[SweepRow]:
+        return self.feasible if on is None else [row for row in self.feasible if row.on == lookup(on).id]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the rows with their derived figures, each marked if it is on the Pareto frontier."""
+        head = {"name": self.name, "mode": self.mode, "launch": self.launch, "schema_version": self.schema_version}
+        front = set(map(id, self.pareto()))
+        return {**head, "rows": [{**row.to_dict(), "pareto": id(row) in front} for row in self.rows]}
 
     def to_json(self) -> str:
-        """The sweep as JSON: its rows with their derived figures, each marked if it is on the Pareto frontier."""
-        import msgspec
-
-        front = set(map(id, self.pareto()))
-        rows = [{**row.as_dict(), "pareto": id(row) in front} for row in self.rows]
-        head = {"name": self.name, "mode": self.mode, "launch": self.launch, "schema_version": self.schema_version}
-        return msgspec.json.encode({**head, "rows": rows}).decode()
+        """`to_dict()` as JSON."""
+        return msgspec.json.encode(self.to_dict()).decode()
 
     def to_frame(self) -> Any:
         """The rows as a pandas DataFrame."""
@@ -158,40 +153,39 @@ class Sweep:
             import pandas
         except ImportError as e:
             raise MissingExtra("pandas", "frame", "Sweep.to_frame") from e
-        front = set(map(id, self.pareto()))
-        return pandas.DataFrame([{**row.as_dict(), "pareto": id(row) in front} for row in self.rows])
+        return pandas.DataFrame(self.to_dict()["rows"])
 
 
 def _joules(row: SweepRow) -> float:
-    assert row.energy_per_sample_j is not None  # rows that can be have it
+    assert row.energy_per_sample_j is not None  # feasible rows have it
     return row.energy_per_sample_j
 
 
-def _latency(row: SweepRow) -> float:
-    assert row.latency_s is not None
-    return row.latency_s
+def _time(row: SweepRow) -> float:
+    assert row.time_s is not None
+    return row.time_s
 
 
 def _slowness(row: SweepRow) -> tuple[float, float]:
-    """The less the better: samples a second, then joules."""
-    return -_rounded(row.throughput_per_s or 0.0), _joules(row)
+    """A sort key, smallest first: samples per second, then joules."""
+    return -_round_6(row.throughput_per_s or 0.0), _joules(row)
 
 
 def _loss(row: SweepRow) -> tuple[float, int]:
-    """The less the better: accuracy where it is known, then the width of the format (as it is: the widest)."""
+    """A sort key, smallest first: accuracy where it is known, then the width of the format (None: the widest)."""
     width = PRECISIONS.index(row.precision) if row.precision in PRECISIONS else -1
     return (-row.accuracy if row.accuracy is not None else 0.0, width)
 
 
 def _dominates(a: SweepRow, b: SweepRow) -> bool:
-    pairs = [(_rounded(_joules(a)), _rounded(_joules(b))), (_rounded(_latency(a)), _rounded(_latency(b)))]
+    pairs = [(_round_6(_joules(a)), _round_6(_joules(b))), (_round_6(_time(a)), _round_6(_time(b)))]
     if a.accuracy is not None and b.accuracy is not None:
         pairs.append((-a.accuracy, -b.accuracy))
     return all(x <= y for x, y in pairs) and any(x < y for x, y in pairs)
 
 
-def _rounded(value: float) -> float:
-    """To six digits: two iterations that wait for the same host are equally long, whatever the last bit says."""
+def _round_6(value: float) -> float:
+    """To six digits: two iterations that wait for the same host are equally long, apart from rounding."""
     return float(f"{value:.6g}")
 
 
@@ -202,7 +196,7 @@ def sweep(
     model: Callable[..., Any],
     inputs: Any = (),
     *,
-    devices: Sequence[str | Device] | str | Device,
+    on: Sequence[str | Device] | str | Device,
     precisions: Sequence[str | None] = (None,),
     batches: Sequence[int | None] = (None,),
     mode: Mode = "infer",
@@ -213,16 +207,17 @@ def sweep(
     progress: Progress | None = None,
     name: str | None = None,
 ) -> Sweep:
-    """Predict every combination of devices, precisions and batches; the model is captured once per precision and batch.
+    """Predict every combination of chips, precisions and batches; the model is captured once per precision and batch.
 
-    A combination that cannot be (no units for the precision, too large for the memory, a model that does not run in
-    it) is a row with its reason. `accuracy` gives the model's accuracy by precision, measured by you: the Pareto
-    frontier and `best_precision` then weigh it. A wrong name is an error before anything is captured.
+    A combination that is not possible (no units for the precision, too large for the memory, a model that does not run
+    in it) is a row with its reason. `accuracy` gives the model's accuracy by precision, as you measured it; the Pareto
+    frontier and `best_precision` then consider it. A wrong name is an error before anything is captured.
     """
-    named = [devices] if isinstance(devices, (str, Device)) else devices
-    chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in named)}
-    points = _points(chips, precisions, batches, accuracy)
-    found: dict[tuple[str, str | None, int | None], SweepRow] = {}
+    check_launch(launch)
+    names = [on] if isinstance(on, (str, Device)) else on
+    chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in names)}
+    points = _combinations(chips, precisions, batches, accuracy)
+    by_point: dict[tuple[str, str | None, int | None], SweepRow] = {}
     failures: list[CaptureError] = []
     titles: list[str] = []
     graphs: dict[tuple[str | None, int | None], Graph | CaptureError] = {}
@@ -231,22 +226,22 @@ def sweep(
             progress(done, len(points), _label(chip.id, precision, batch))
         key = (_CAPTURED_AS.get(precision or "", precision), batch)
         if key not in graphs:
-            graphs = {k: g for k, g in graphs.items() if k[1] == batch}  # those of the batch before are done with
+            graphs = {k: g for k, g in graphs.items() if k[1] == batch}  # those of the last batch are not needed again
             graphs[key] = _capture(model, inputs, key, mode=mode, launch=launch, optimizer=optimizer, name=name)
         graph = graphs[key]
-        row = SweepRow(device=chip.id, precision=precision, batch=batch, accuracy=(accuracy or {}).get(precision))
+        row = SweepRow(on=chip.id, precision=precision, batch=batch, accuracy=(accuracy or {}).get(precision))
         if isinstance(graph, CaptureError):
             failures.append(graph)
             row = dataclasses.replace(row, reason=graph.what)
         else:
             titles.append(graph.name)
-            row = _filled(row, graph, chip, launch, burst)
-        found[chip.id, precision, batch] = row
+            row = _predict_row(row, graph, chip, launch, burst)
+        by_point[chip.id, precision, batch] = row
     if len(failures) == len(points):
         raise failures[0]  # nothing ran at all: the reason is the model, not the combination
     if progress:
         progress(len(points), len(points), "")
-    rows = [found[chip, p, b] for chip in chips for p in dict.fromkeys(precisions) for b in dict.fromkeys(batches)]
+    rows = [by_point[chip, p, b] for chip in chips for p in dict.fromkeys(precisions) for b in dict.fromkeys(batches)]
     return Sweep(name=name or titles[0], mode=mode, launch=launch, rows=tuple(rows))
 
 
@@ -261,55 +256,47 @@ def batch_for(
     launch: Launch = "eager",
     largest: int = LARGEST_BATCH,
 ) -> SweepRow:
-    """The batch of the fewest joules per sample whose iteration takes no longer than `latency_s`, found by doubling."""
+    """The batch with the fewest joules per sample whose iteration takes at most `latency_s`, found by doubling."""
     best: SweepRow | None = None
     batch = 1
     while batch <= largest:
-        tried = sweep(
-            model, inputs, devices=(on,), precisions=(precision,), batches=(batch,), mode=mode, launch=launch
-        ).rows[0]
-        if batch == 1 and not tried.feasible:
-            raise PredictionError(f"one sample cannot be run on {tried.device}", why=tried.reason)
-        if not tried.feasible or _latency(tried) > latency_s:
+        row = sweep(model, inputs, on=on, precisions=(precision,), batches=(batch,), mode=mode, launch=launch).rows[0]
+        if batch == 1 and not row.feasible:
+            raise PredictionError(f"one sample cannot run on {row.on}", why=row.reason)
+        if not row.feasible or _time(row) > latency_s:
             break
-        best = tried if best is None or _joules(tried) < _joules(best) else best
+        best = row if best is None or _joules(row) < _joules(best) else best
         batch *= 2
     if best is None:
         raise PredictionError(
-            f"one sample takes {format_duration(_latency(tried))} on {tried.device}, "
-            f"longer than {format_duration(latency_s)}",
-            fix="a looser latency_s, a faster chip, a narrower precision, or launch='graph'",
+            f"one sample takes {format_duration(_time(row))} on {row.on}, longer than {format_duration(latency_s)}",
+            fix="use a larger latency_s, a faster chip, a narrower precision, or launch='graph'",
         )
     return best
 
 
-def _points(
+def _combinations(
     chips: Mapping[str, Device],
     precisions: Sequence[str | None],
     batches: Sequence[int | None],
     accuracy: Mapping[str | None, float] | None,
 ) -> list[tuple[int | None, str | None, Device]]:
     """The combinations, in the order that keeps the fewest captures alive."""
-    for what, given in (("devices", chips), ("precisions", precisions), ("batches", batches)):
-        if isinstance(given, str) or not given:
-            raise ArgumentError(f"{what}={given!r}", fix=f"a list of at least one of the {what}")
+    for what, values in (("on", chips), ("precisions", precisions), ("batches", batches)):
+        if isinstance(values, str) or not values:
+            raise ArgumentError(f"{what}={values!r}", fix=f"give {what} a list with at least one entry")
     for p in precisions:
         if p is not None and p not in WHAT_IFS:
             raise ArgumentError(f"no precision {p!r}{did_you_mean(p, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}")
-    _check_accuracy(accuracy, precisions)
-    chosen = dict.fromkeys(precisions)
-    return [(b, p, chip) for b in dict.fromkeys(batches) for p in chosen for chip in chips.values()]
-
-
-def _check_accuracy(accuracy: Mapping[str | None, float] | None, precisions: Iterable[str | None]) -> None:
-    known = list(precisions)
     for p in accuracy or ():
-        if p not in known:
-            names = [q for q in known if q is not None]
+        if p not in precisions:
+            names = [q for q in precisions if q is not None]
             raise ArgumentError(
                 f"an accuracy for {p!r}, which is not among the precisions{did_you_mean(str(p), names)}",
-                fix=f"precisions here: {', '.join(map(str, known))}",
+                fix=f"the precisions are {', '.join(map(str, precisions))}",
             )
+    chosen = dict.fromkeys(precisions)
+    return [(b, p, chip) for b in dict.fromkeys(batches) for p in chosen for chip in chips.values()]
 
 
 def _capture(
@@ -322,26 +309,16 @@ def _capture(
     optimizer: Any,
     name: str | None,
 ) -> Graph | CaptureError:
-    from .predict import check_launch
-
-    check_launch(launch)
-    try:
-        from ..graph.capture import capture
-    except ImportError as e:
-        raise MissingExtra("torch", "torch", "predicting a model") from e
-    precision, batch = key
+    capture, (precision, batch), replay = import_capture(), key, launch == "graph"
     try:
         return capture(
-            model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=launch == "graph",
-            name=name,
-        )  # fmt: skip
+            model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=replay, name=name
+        )
     except CaptureError as e:
         return e
 
 
-def _filled(row: SweepRow, graph: Graph, chip: Device, launch: Any, burst: bool) -> SweepRow:
-    from .predict import predict
-
+def _predict_row(row: SweepRow, graph: Graph, chip: Device, launch: Any, burst: bool) -> SweepRow:
     row = dataclasses.replace(row, batch=graph.samples if row.batch is None else row.batch)
     try:
         report = predict(
@@ -349,22 +326,22 @@ def _filled(row: SweepRow, graph: Graph, chip: Device, launch: Any, burst: bool)
         )
     except TesseraError as e:
         return dataclasses.replace(row, reason=e.what)
-    return _from_report(row, report)
+    return _fill_from_report(row, report)
 
 
-def _from_report(row: SweepRow, report: EnergyReport) -> SweepRow:
+def _fill_from_report(row: SweepRow, report: EnergyReport) -> SweepRow:
     of = report.prediction
-    assert of is not None  # `predict` gives one
+    assert of is not None  # a predicted report has one
     needs, has = of.peak_memory_bytes, of.memory_capacity_bytes
     row = dataclasses.replace(row, peak_memory_bytes=needs, memory_capacity_bytes=has)
     if needs is not None and has is not None and needs > has:
         return dataclasses.replace(row, reason=f"does not fit: needs {format_bytes(needs)}, has {format_bytes(has)}")
     return dataclasses.replace(
         row,
-        latency_s=report.total_latency_s,
-        latency_error_s=of.latency_error_s,
+        time_s=report.total_latency_s,
+        error_s=of.latency_error_s,
         energy_j=report.total_energy_j,
-        energy_error_j=report.total.error_j,
+        error_j=report.total.error_j,
         compute_energy_j=report.compute_energy_j,
         memory_energy_j=report.memory_energy_j,
         static_energy_j=report.static_energy_j,
@@ -373,5 +350,5 @@ def _from_report(row: SweepRow, report: EnergyReport) -> SweepRow:
     )
 
 
-def _label(device: str, precision: str | None, batch: int | None) -> str:
-    return " ".join(part for part in (device, precision or "", f"batch {batch}" if batch else "") if part)
+def _label(on: str, precision: str | None, batch: int | None) -> str:
+    return " ".join(part for part in (on, precision or "", f"batch {batch}" if batch else "") if part)

@@ -17,9 +17,8 @@ import torch
 from ..device import Device
 from ..errors import ArgumentError
 from ..estimate.gemm import gemm_time
-from ..estimate.kernel_time import ELEMENT_BYTES, Chip, chip
-from ..estimate.power import PowerModel, Work
-from ..estimate.residual import fitted
+from ..estimate.kernel_time import ELEMENT_BYTES, Chip, chip, load_fit
+from ..estimate.power import DeviceWork, PowerModel
 from ..hardware import lookup
 from . import lowprec
 
@@ -27,7 +26,7 @@ from . import lowprec
 # addition each (DeepSeek-V3 technical report, 2024, 3.3.2: 128 is the least that hides behind the products).
 _PROMOTED_EVERY = 128
 _LAUNCH_S = 1.5e-6  # from the end of a kernel to the work of the next in a CUDA graph, by the casts of 2048 on the H200
-_EXPONENT = 3.0  # of device memory against cache, as in `estimate/stream.py`
+_EXPONENT = 3.0  # of device memory against cache, as in `estimate/data_movement.py`
 # fp32 operations on an element: its magnitude, whether it is finite, the maximum; and then the scale, two clamps, the
 # comparison, the choice and the conversion.
 _AMAX_FLOPS, _CAST_FLOPS = 3.0, 6.0
@@ -94,21 +93,23 @@ def energy_j(
     return joules
 
 
-def _product(device: Device, name: str, m: int, n: int, k: int, batch: int, out_bytes: float, layout: str) -> Work:
+def _product(
+    device: Device, name: str, m: int, n: int, k: int, batch: int, out_bytes: float, layout: str
+) -> DeviceWork:
     if name == "fp8":  # matrix by matrix
-        return Work.of(gemm_time(device, m, n, k, 1, name, out_bytes=out_bytes, layout="nt"), batch)
+        return DeviceWork.of(gemm_time(device, m, n, k, 1, name, out_bytes=out_bytes, layout="nt"), batch)
     found = gemm_time(device, m, n, k, batch, name, out_bytes=out_bytes, layout=layout)
     if found.unit.startswith("vector"):
         # The formula may take a narrow tile for a large product, whose reads pass what the cache gives in the time.
         most = _cache_rate(chip(device)) * found.seconds
         found = replace(found, l2_bytes=min(found.l2_bytes, most))
-    return Work.of(found)
+    return DeviceWork.of(found)
 
 
 def _casts(
     of: Chip, precision: str, m: int, n: int, k: int, batch: int, size: int, out_bytes: float, layout: str,
     prepared: bool, unscaled: bool,
-) -> Work:  # fmt: skip
+) -> DeviceWork:  # fmt: skip
     """The passes before and after a product of rounded operands."""
     name = precision.removesuffix("_row")
     narrow, launches = ELEMENT_BYTES[name], batch if name == "fp8" else 1
@@ -117,7 +118,7 @@ def _casts(
     touched = sum(elements) * (size + narrow) + (batch * n * k * narrow if prepared else 0.0) + result
     spilt = _spilt(of, touched)
     scaled = name in ("fp8", "fp16")
-    work = Work()
+    work = DeviceWork()
     guessed = precision == "fp8"  # one scale, guessed: no pass for the largest value, one launch to mend (`centred.py`)
     for index, count in enumerate(elements):
         read, written = float(count * size), float(count * narrow)
@@ -126,21 +127,21 @@ def _casts(
         along = layout != "tn" if index == 0 else layout == "nt"
         by_row = precision == "fp8_row"
         twice = scaled and not guessed and not (by_row and along)
-        passes = Work()
+        passes = DeviceWork()
         if twice:
             passes = passes + _pass(of, read, read * spilt, _AMAX_FLOPS * count, launches)
         again = max(0.0, read - _kept(of)) if twice else read * spilt
         passes = passes + _pass(of, read + written, again + written * spilt, _CAST_FLOPS * count, launches)
         work = work + (_times(passes, _MORE[by_row, not along]) if name == "fp8" else passes)
     if guessed:
-        work = work + Work(fixed_s=launches * _LAUNCH_S * of.launch_factor)
+        work = work + DeviceWork(fixed_s=launches * _LAUNCH_S * of.launch_factor)
     if unscaled:  # the result is multiplied by its scales
         fresh = max(0.0, result - _kept(of))
         work = work + _pass(of, 2.0 * result, fresh + result * spilt, 2.0 * batch * m * n, launches)
     return work
 
 
-def _times(work: Work, factor: float) -> Work:
+def _times(work: DeviceWork, factor: float) -> DeviceWork:
     """The same work, taking and drawing more."""
     flops = {unit: factor * value for unit, value in work.flops.items()}
     more = {
@@ -151,28 +152,28 @@ def _times(work: Work, factor: float) -> Work:
 
 def _kept(of: Chip) -> float:
     """Bytes of what was touched last that the cache still has."""
-    return float(fitted("h200_gemm.json")["constants"]["cache_kept"]) * of.cache_bytes
+    return float(load_fit("h200_gemm.json")["constants"]["cache_kept"]) * of.cache_bytes
 
 
 def _spilt(of: Chip, touched: float) -> float:
     """The share of what a warm loop touches that is not in the cache when its turn comes again."""
-    c = fitted("h200_gemm.json")["constants"]
+    c = load_fit("h200_gemm.json")["constants"]
     return float(min(1.0, max(0.0, (touched / of.cache_bytes - c["cache_kept"]) / c["cache_spill"])))
 
 
 def _cache_rate(of: Chip) -> float:
     """Bytes a second between cache and SMs."""
-    return float(fitted("h200_gemm.json")["constants"]["cache_bytes_per_cycle"]) * of.units * of.clock_hz
+    return float(load_fit("h200_gemm.json")["constants"]["cache_bytes_per_cycle"]) * of.units * of.clock_hz
 
 
-def _pass(of: Chip, moved: float, crossing: float, flops: float, launches: int) -> Work:
+def _pass(of: Chip, moved: float, crossing: float, flops: float, launches: int) -> DeviceWork:
     """A kernel that goes over memory once: `moved` bytes through the cache, `crossing` of them from or to memory."""
-    hbm_s = crossing / (fitted("h200_gemm.json")["constants"]["bandwidth"] * of.bandwidth)
+    hbm_s = crossing / (load_fit("h200_gemm.json")["constants"]["bandwidth"] * of.bandwidth)
     cache_s = moved / _cache_rate(of)
     whole = hbm_s**_EXPONENT + cache_s**_EXPONENT
     body_s = whole ** (1 / _EXPONENT)
     clock_s = body_s * (1.0 - hbm_s**_EXPONENT / whole)
-    return Work(
+    return DeviceWork(
         clock_s=clock_s,
         fixed_s=launches * _LAUNCH_S * of.launch_factor + body_s - clock_s,
         busy_s=body_s,

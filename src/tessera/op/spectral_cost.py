@@ -91,14 +91,14 @@ def _spectral(
     device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
 ) -> tuple[float, float]:
     from ..estimate.kernel_time import chip
-    from ..estimate.power import PowerModel, Work
+    from ..estimate.power import DeviceWork, PowerModel
     from ..estimate.predict import GAP_S, replay_s
 
     kernels = _kernels(device, chip(device), x, w, dtype, pads, groups)
     gaps_s = len(kernels) * GAP_S["graph"]
-    work = Work(idle_s=gaps_s + replay_s(gaps_s + sum(kernel.seconds for kernel in kernels)))
+    work = DeviceWork(idle_s=gaps_s + replay_s(gaps_s + sum(kernel.seconds for kernel in kernels)))
     for kernel in kernels:
-        work = work + Work.of(kernel)
+        work = work + DeviceWork.of(kernel)
     found = PowerModel.from_device(device).estimate(work)
     return found.seconds, found.energy_j
 
@@ -141,13 +141,13 @@ def _kernels(
 
 
 def _moved(of: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
-    from ..estimate.residency import CACHE_SHARE
-    from ..estimate.stream import Stream, stream_time
+    from ..estimate.cache import CACHE_SHARE
+    from ..estimate.data_movement import DataMovement, movement_time
 
     total = read + written
     crossing = total if total > CACHE_SHARE * of.cache_bytes else 0.0
     # Blocks of 256 threads that take four elements each, as torch's own kernels.
-    return stream_time(of, Stream(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
+    return movement_time(of, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
 
 
 def fast_size(n: int) -> int:

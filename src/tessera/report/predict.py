@@ -231,15 +231,13 @@ def _columns(rows: Sequence[SweepRow], front: set[int], *, wide: bool) -> list[C
     formats = [row.precision or "-" for row in rows]
     rates = [_count(row.throughput_per_s or 0.0) for row in rows]
     watts = ["-" if row.average_power_w is None else f"{row.average_power_w:.0f}" for row in rows]
-    joules = [energy_text(row.energy_per_sample_j or 0.0, row.energy_per_sample_error_j) for row in rows]
+    joules = [energy_text(row.energy_per_sample_j or 0.0, row.error_per_sample_j) for row in rows]
     columns = [
         Column(heading="", cells=["*" if id(row) in front else "" for row in rows]),
-        Column(heading="chip", cells=[row.device for row in rows]),
+        Column(heading="chip", cells=[row.on for row in rows]),
         Column(heading="dtype", cells=formats, leaves=1 if len(set(formats)) == 1 else 0),
         Column(heading="batch", cells=[str(row.batch or "-") for row in rows], right=True),
-        Column(
-            heading="latency", cells=[time_text(row.latency_s or 0.0, row.latency_error_s) for row in rows], right=True
-        ),
+        Column(heading="latency", cells=[time_text(row.time_s or 0.0, row.error_s) for row in rows], right=True),
         Column(heading="per sample", cells=joules, right=True),
         Column(heading="samples/s", cells=rates, right=True, leaves=3),
         Column(heading="W", cells=watts, right=True, leaves=4),
@@ -255,7 +253,7 @@ def reasons(rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
     """(combination, why it cannot be); batches that fail alike share a line."""
     alike: dict[tuple[str, str | None, str], list[SweepRow]] = {}
     for row in rows:
-        alike.setdefault((row.device, row.precision, row.reason or ""), []).append(row)
+        alike.setdefault((row.on, row.precision, row.reason or ""), []).append(row)
     out = []
     for (device, precision, reason), members in alike.items():
         batches = ", ".join(str(row.batch) for row in members if row.batch)
@@ -272,7 +270,7 @@ def choices(found: Sweep) -> list[tuple[str, SweepRow]]:
 
 def choice_text(row: SweepRow) -> Pieces:
     """A chosen row in one line, or broken between its figures."""
-    joules, latency = row.energy_per_sample_j or 0.0, row.latency_s or 0.0
+    joules, latency = row.energy_per_sample_j or 0.0, row.time_s or 0.0
     rate = _count(row.throughput_per_s or 0.0)
     named = f"{row_name(row)}: {format_energy(joules, 3)} per sample"
     return Pieces(named, format_duration(latency, 3), f"{rate} samples/s", between=", ")

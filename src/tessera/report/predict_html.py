@@ -240,7 +240,7 @@ def _choice_tiles(found: Sweep) -> str:
     for row, labels in named.values():
         rate = f"{row.throughput_per_s or 0:,.0f} samples/s"
         joules = format_energy(row.energy_per_sample_j or 0.0, 3)
-        detail = f"{', '.join(labels)}: {joules} per sample, {format_duration(row.latency_s or 0.0, 3)}, {rate}"
+        detail = f"{', '.join(labels)}: {joules} per sample, {format_duration(row.time_s or 0.0, 3)}, {rate}"
         tiles.append(_tile(shared.row_name(row), detail))
     return f"<div class='tiles wide'>{''.join(tiles)}</div>"
 
@@ -248,19 +248,19 @@ def _choice_tiles(found: Sweep) -> str:
 def _labels(found: Sweep) -> list[str]:
     """What tells each point from the others: its chip, precision, batch, as far as they differ."""
     rows = found.feasible
-    parts = [(row.device, row.precision or "", f"b{row.batch}" if row.batch else "") for row in rows]
+    parts = [(row.on, row.precision or "", f"b{row.batch}" if row.batch else "") for row in rows]
     differs = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
     named = [" ".join(part for part, shown in zip(of, differs, strict=True) if shown and part) for of in parts]
-    return [name or row.device for name, row in zip(named, rows, strict=True)]
+    return [name or row.on for name, row in zip(named, rows, strict=True)]
 
 
 def _dot(row: SweepRow, frontier: bool, label: str) -> Dot:
-    joules, latency = row.energy_per_sample_j or 0.0, row.latency_s or 0.0
-    error_j, error_s = row.energy_per_sample_error_j or 0.0, row.latency_error_s or 0.0
+    joules, latency = row.energy_per_sample_j or 0.0, row.time_s or 0.0
+    error_j, error_s = row.error_per_sample_j or 0.0, row.error_s or 0.0
     lines = [shared.row_name(row), time_text(latency, error_s), f"{energy_text(joules, error_j)} per sample"]
     lines += [f"{row.throughput_per_s or 0:,.0f} samples/s", format_power(row.average_power_w or 0.0, 3)]
     return Dot(
-        x=latency, y=joules, error_x=error_s, error_y=error_j, group=row.device, label=label,
+        x=latency, y=joules, error_x=error_s, error_y=error_j, group=row.on, label=label,
         title="\n".join(lines), frontier=frontier,
     )  # fmt: skip
 
@@ -282,11 +282,11 @@ def _table(found: Sweep, front: set[int]) -> str:
 
 
 def _row(row: SweepRow, frontier: bool) -> str:
-    joules, latency, rate = row.energy_per_sample_j, row.latency_s, row.throughput_per_s
-    cells = [f"<td>{'★' if frontier else ''}</td><td>{escape(row.device)}</td><td>{escape(row.precision or '-')}</td>"]
+    joules, latency, rate = row.energy_per_sample_j, row.time_s, row.throughput_per_s
+    cells = [f"<td>{'★' if frontier else ''}</td><td>{escape(row.on)}</td><td>{escape(row.precision or '-')}</td>"]
     cells.append(_number(str(row.batch), row.batch))
-    cells.append(_number(time_text(latency or 0.0, row.latency_error_s), latency))
-    cells.append(_number(energy_text(joules or 0.0, row.energy_per_sample_error_j), joules))
+    cells.append(_number(time_text(latency or 0.0, row.error_s), latency))
+    cells.append(_number(energy_text(joules or 0.0, row.error_per_sample_j), joules))
     cells.append(_number(f"{rate or 0:,.0f}", rate))
     cells.append(_number(f"{row.average_power_w or 0:.0f} W", row.average_power_w))
     cells.append(_number(format_bytes(row.peak_memory_bytes or 0, 3), row.peak_memory_bytes))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from ..estimate.peak import WINDOW_S
+from ..estimate.iteration import WINDOW_S
 from ..estimate.search import Sweep, SweepRow
 from ..hardware import lookup
 from ..schema import EnergyDescriptor, EnergyReport
@@ -100,9 +100,7 @@ def time_text(seconds: float, error_s: float | None = None) -> str:
 
 def row_name(row: SweepRow) -> str:
     """A combination in words: "a100 bf16 batch 8"."""
-    return " ".join(
-        part for part in (row.device, row.precision or "", f"batch {row.batch}" if row.batch else "") if part
-    )
+    return " ".join(part for part in (row.on, row.precision or "", f"batch {row.batch}" if row.batch else "") if part)
 
 
 def ties(found: Sweep) -> list[str]:
@@ -111,8 +109,8 @@ def ties(found: Sweep) -> list[str]:
     if fastest is None or least is None:
         return []
     # The chosen one first: of equals it is the one of the fewest joules.
-    time = [(r.latency_s, r.latency_error_s, row_name(r)) for r in _first(fastest, found.feasible)]
-    joules = [(r.energy_per_sample_j, r.energy_per_sample_error_j, row_name(r)) for r in _first(least, found.feasible)]
+    time = [(r.time_s, r.error_s, row_name(r)) for r in _first(fastest, found.feasible)]
+    joules = [(r.energy_per_sample_j, r.error_per_sample_j, row_name(r)) for r in _first(least, found.feasible)]
     said = (_tie(time, "fastest"), _tie(joules, "fewest joules"))
     return [sentence for sentence in said if sentence]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from ..device import Device
-from ..estimate.peak import WINDOW_S
+from ..estimate.iteration import WINDOW_S
 from ..graph.fx_capture import capture_fx
 from ..graph.ir import Graph
 from .effects import has_effect

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, RewriteError
-from ..estimate.peak import WINDOW_S, highest_mean_w
+from ..estimate.iteration import WINDOW_S, highest_mean_w
 from ..graph.rewrites import Rewrite
 
 # How far ahead of the program's own order an operator may be taken, in operators, and the level of power that is aimed

@@ -132,8 +132,8 @@ def estimate_program(
     ops: Sequence[EagerOp], device: Device, host: HostWork | None = None, *, replayed: bool = False
 ) -> ProgramCost:
     """Estimate an iteration: launched by eager Python (`host` given), by compiled code, or replayed."""
+    from ..estimate.calibration import find
     from ..estimate.ops import OpModel
-    from ..estimate.overlay import find
     from ..estimate.predict import estimate
 
     graph = make_graph("rewritten", ops)
@@ -171,14 +171,13 @@ def estimate_program(
 
 
 def _compute_holding_share(kernel: KernelTime, power: PowerModel, clock: float) -> float:
-    """Return the share of a kernel's compute joules that its SMs draw for holding work, as `estimate.timeline` does."""
-    from ..estimate.power import Work
+    """Return the share of a kernel's compute joules that its SMs draw for holding work (see `estimate.iteration`)."""
+    from ..estimate.power import DeviceWork
 
-    work = Work.of(kernel)
+    work = DeviceWork.of(kernel)
     stretch = (work.clock_s / clock + work.fixed_s) / work.seconds if work.seconds else 1.0
     holding_j = power.active_w * work.busy_s * clock * stretch
-    highest = max(power.j_per_flop.values(), default=0.0)
-    flops_j = sum(power.j_per_flop.get(unit, highest) * n for unit, n in work.flops.items())
+    flops_j = power.flops_j(work)
     return holding_j / (holding_j + flops_j) if holding_j else 0.0
 
 
@@ -285,11 +284,12 @@ def _choose_host(device: Device, host: HostWork | None) -> HostModel | None:
         return _make_compiled_host()
     if host.pace == 1.0:
         return None
-    from ..estimate import overlay
-    from ..estimate.predict import host_of
+    from ..estimate.calibration import find
+    from ..estimate.host import HostModel
 
-    usual = overlay.host(host_of(device), overlay.find(device.id))
-    return usual.scaled(host.pace, "by the measured time of the eager program", usual.relative_error)
+    usual, calibration = HostModel.of_device(device), find(device.id)
+    usual = usual if calibration is None else calibration.scale_host(usual)
+    return usual.scale(host.pace, "by the measured time of the eager program", usual.relative_error)
 
 
 def _make_compiled_host() -> HostModel:

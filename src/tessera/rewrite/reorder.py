@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..device import Device
-from ..estimate.peak import WINDOW_S
+from ..estimate.iteration import WINDOW_S
 from ..graph.ir import Graph
 from .ordering import Buffer, Order, Task, best
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .checks import Check
 
 _ALONE_S = 1.2
-_KERNELS = ("gemm.bf16", "attention", "copy", "norm")  # groups of estimate.points that are measured
+_KERNELS = ("gemm.bf16", "attention", "copy", "norm")  # groups of estimate.calibration_kernels that are measured
 
 
 def _torch() -> Any | None:
@@ -128,9 +128,9 @@ def prediction(seconds: float) -> Check:
     what = "predicted seconds of kernels, against measured: median"
     if _torch() is None:
         return skipped("prediction", what, "no CUDA device")
-    from ..estimate.bench import CudaBench
-    from ..estimate.calibrate import predicted
-    from ..estimate.points import kernel_points, repeated
+    from ..estimate.calibrate import predict_point
+    from ..estimate.calibration_bench import CudaBench
+    from ..estimate.calibration_kernels import kernel_points, repeat
     from ..hardware import identify_board
 
     try:
@@ -139,10 +139,10 @@ def prediction(seconds: float) -> Check:
             points = [next(p for p in kernel_points(device) if p.group == g) for g in _KERNELS]
             errors = []
             for point in points:
-                case, copies = predicted(device, point, "graph")
-                with point.switches():
+                case, copies = predict_point(device, point, "graph")
+                with point.set_tf32():
                     fn, inputs = point.make(bench.where)
-                    sample = bench.run(repeated(fn, copies), inputs, launch="graph", seconds=seconds / len(points))
+                    sample = bench.run(repeat(fn, copies), inputs, launch="graph", seconds=seconds / len(points))
                 errors.append((point.name, 100 * (case.found.solved.seconds / sample.seconds - 1)))
     except (ArgumentError, MissingExtra) as exc:
         return skipped("prediction", what, exc.what)

@@ -1,47 +1,144 @@
-"""Which rates an operator that moves data runs at: its family, and how much work it is.
+"""Seconds of kernels that move data: elementwise, copies, reductions, norms, pooling, gathers, optimizers.
 
-A family is a dotted name, from the general to the particular ("elementwise.strided.mul"): constants are looked up from
-the right, so that an operator nobody measured runs at the rates of its kind.
+Three rates bound such a kernel: bytes across device memory, bytes through the cache, and elements the SMs can issue,
+which depends on what is done with each (a GELU costs more than an add) and on how many blocks there are to run it. The
+constants of the calibrated H200 are in `data/h200_stream.json`; other chips use the same fractions of their bandwidth
+and the same elements per SM and cycle.
+
+An operator's family is a dotted name, from the general to the particular ("elementwise.strided.mul"). Constants are
+looked up from the right, so that an operator nobody measured runs at the rates of its kind.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 from typing import Any
 
-from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
-from .stream import Stream
+import numpy as np
 
+from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
+from ..integral import Floats
+from .kernel_time import Chip, KernelTime, Trees, find_correction, load_fit
+
+DATA = "h200_stream.json"
 CHUNK = 65536  # elements of a block of torch's multi-tensor kernels (MultiTensorApply.cuh: kChunkSize)
 CHUNKS_PER_LAUNCH = 320  # ... and of blocks in a launch
-
-
-def stream_of(op: Op, hbm_bytes: float) -> Stream:
-    """An operator as a data-moving kernel: family, elements, bytes, and how far it can be cut up."""
-    family, elements, blocks = _family(op, _short(op))
-    passes = _passes(op)
-    touched = passes * touched_bytes(op)
-    hbm_bytes = min(passes * hbm_bytes, 2.0 * touched)
-    first = op.outputs[0] if op.outputs else op.inputs[0] if op.inputs else None
-    size = float(DTYPE_BYTES.get(first.dtype, 4)) if first else 4.0
-    return Stream(
-        family,
-        max(1.0, passes * elements),
-        max(1.0, touched),
-        hbm_bytes,
-        max(1.0, blocks),
-        launches(op),
-        width(op),
-        size,
-    )
-
-
-# Points of a transform that one block holds: 4096 complex numbers of 8 bytes are 32 KiB of shared memory.
+# Points of a Fourier transform that one block holds: 4096 complex numbers of 8 bytes are 32 KiB of shared memory.
 _POINTS = 4096
 
 
-def _passes(op: Op) -> int:
-    """How often a transform goes through its data: once for each dimension, a long one several times."""
+@dataclass(frozen=True, slots=True)
+class DataMovement:
+    """The work of a data-moving kernel.
+
+    `family` names its constants; `elements` are those it computes on, `blocks` the independent pieces it can be cut
+    into, `bytes` all it reads and writes, `hbm_bytes` those that cross device memory, `kernels` the launches. `width`
+    is the length of the runs it works on: a row that is normalised or summed, elements that lie together in a copy.
+    """
+
+    family: str
+    elements: float
+    bytes: float
+    hbm_bytes: float
+    blocks: float
+    kernels: int = 1
+    width: float = 1.0
+    itemsize: float = 4.0
+
+
+def movement_time(of: Chip, work: DataMovement, unit: str = "vector.fp32") -> KernelTime:
+    """The time of a data-moving kernel at the boost clock, with the correction learned on the H200 where it applies."""
+    time, trees = _time_by_rates(of, work, unit), _trees()
+    if trees is None:
+        return time
+
+    def features_on(chip: Chip) -> Floats:
+        seconds = time.seconds if chip is of else _time_by_rates(chip, work, unit).seconds
+        return features(work, constants(work.family), seconds)[None]
+
+    correction = find_correction(of, trees, features_on)
+    if correction is None:
+        return time
+    factor = math.exp(float(correction.log))
+    return replace(time, seconds=time.seconds * factor, clock_s=time.clock_s * factor)
+
+
+def _time_by_rates(of: Chip, s: DataMovement, unit: str) -> KernelTime:
+    data = load_fit(DATA)
+    c = constants(s.family)
+    start_s = float(c["start_s"]) * (s.kernels if s.family.startswith("foreach") else 1)
+    p = data["exponent"]
+    occupied = min(1.0, s.blocks / of.units)
+    hbm_s = s.hbm_bytes / (c["bandwidth"] * of.bandwidth)
+    cache_s = s.bytes / (data["cache_bytes_per_cycle"] * of.units * of.clock_hz * c["cache"])
+    issue_s = s.elements / (c["elements_per_cycle"] * of.units * of.clock_hz * max(occupied, 1.0 / of.units))
+    whole = hbm_s**p + cache_s**p + issue_s**p
+    body_s = whole ** (1 / p)
+    seconds, width = start_s + body_s, float(c["relative_error"])
+    memory_share = hbm_s**p / whole if whole > 0 else 0.0
+    return KernelTime(
+        seconds=seconds,
+        overhead_s=start_s,
+        compute_s=issue_s,
+        memory_s=(hbm_s**p + cache_s**p) ** (1 / p),
+        clock_s=body_s * (1.0 - memory_share),
+        busy=occupied * body_s / seconds,
+        flops=c.get("flops_per_element", 1.0) * s.elements,
+        unit=unit,
+        hbm_bytes=s.hbm_bytes,
+        l2_bytes=s.bytes,
+        relative_error=width if of.calibrated else min(0.95, (1.6 if of.nvidia else 2.5) * width),
+        provenance=f"rates by family, {'fitted on' if of.calibrated else 'carried over from'} the H200",
+    )
+
+
+def features(s: DataMovement, c: Mapping[str, float], seconds: float) -> Floats:
+    """The inputs of the trees: sizes, shares, and the constants of the family."""
+    values = [
+        *(log2(s.elements), log2(s.bytes), s.hbm_bytes / s.bytes, log2(s.blocks), log2(s.elements / s.blocks)),
+        *(s.bytes / s.elements, log2(seconds), log2(c["start_s"]), log2(c["bandwidth"]), log2(c["cache"])),
+        *(log2(c["elements_per_cycle"]), log2(max(1.0, s.width)), s.itemsize),
+    ]
+    return np.array(values, float)
+
+
+@functools.cache
+def _trees() -> Trees | None:
+    data = load_fit(DATA).get("trees")
+    return Trees.of(data) if data else None
+
+
+@functools.lru_cache(maxsize=1024)
+def constants(family: str) -> dict[str, Any]:
+    """The constants of a family: for "elementwise.gelu" those of "elementwise" where GELU has none."""
+    families = load_fit(DATA)["families"]
+    while family not in families and "." in family:
+        family = family.rpartition(".")[0]
+    return {**families["elementwise"], **families.get(family, {})}
+
+
+# -- the work of an operator ------------------------------------------------------------------------------------
+
+
+def movement_of(op: Op, hbm_bytes: float) -> DataMovement:
+    """An operator as a data-moving kernel: family, elements, bytes, and the pieces it can be cut into."""
+    family, elements, blocks = _find_family(op, _rate_name(op))
+    passes = _count_passes(op)
+    elements, touched = max(1.0, passes * elements), passes * _touched_bytes(op)
+    crossing = min(passes * hbm_bytes, 2.0 * touched)
+    first = next(iter((*op.outputs, *op.inputs)), None)
+    size = float(DTYPE_BYTES.get(first.dtype, 4)) if first else 4.0
+    return DataMovement(
+        family, elements, max(1.0, touched), crossing, max(1.0, blocks), count_launches(op), _run_length(op), size
+    )
+
+
+def _count_passes(op: Op) -> int:
+    """How often a Fourier transform reads its data: once for each dimension, a long one several times."""
     if op.kind != "fft" or not op.inputs or not op.outputs:
         return 1
     shape = max(op.inputs[0].shape, op.outputs[0].shape, key=prod)  # of a real transform one side is half as long
@@ -50,14 +147,15 @@ def _passes(op: Op) -> int:
 
 
 # Operators of ours by the name of torch's that moves the same bytes in the same way. Not fitted to ours, which took
-# half the joules on an H200 (results/ops_rows.json): what is predicted for them is too much.
+# half the joules on an H200 (results/ops_rows.json): their predictions are too high.
 _TWINS = {
     "tessera.softmax_backward": "_softmax_backward_data",
-    "tessera.norm": "native_layer_norm", "tessera.norm_backward": "native_layer_norm_backward",
-}  # fmt: skip
+    "tessera.norm": "native_layer_norm",
+    "tessera.norm_backward": "native_layer_norm_backward",
+}
 
 
-def _short(op: Op) -> str:
+def _rate_name(op: Op) -> str:
     """The operator's name under which its rates are looked up."""
     twin = _TWINS.get(op.name)
     if twin is None:
@@ -66,7 +164,7 @@ def _short(op: Op) -> str:
 
 
 def power_family(op: Op) -> str:
-    """The name under which what an operator's busy SMs draw is looked up, from the general to the particular."""
+    """The dotted name under which the power of an operator's busy SMs is looked up."""
     if op.kind == "conv":
         groups, channels = max(1, int(op.params.get("groups", 1))), op.params["x"][1]
         shape = "plain" if groups == 1 else "depthwise" if groups == channels else "grouped"
@@ -74,11 +172,11 @@ def power_family(op: Op) -> str:
         return f"conv.{shape}.{size}.{'stem' if channels // groups < 8 and groups == 1 else 'inner'}"
     if op.kind in ("gemm", "attention", "rnn"):
         return op.kind
-    return _family(op, _short(op))[0]
+    return _find_family(op, _rate_name(op))[0]
 
 
-def width(op: Op) -> float:
-    """How long the runs are an operator works on: rows of a norm or sum, channels' planes, neighbours in a copy."""
+def _run_length(op: Op) -> float:
+    """Elements of one run: a row of a norm or sum, a channel's plane, neighbours in a copy."""
     x = max(op.inputs, key=lambda t: t.numel, default=None)
     if x is None or not x.shape:
         return 1.0
@@ -87,20 +185,17 @@ def width(op: Op) -> float:
     if op.kind == "batch_norm":
         return float(x.shape[1] if x.channels_last else x.shape[0] * prod(x.shape[2:]))
     if op.kind in ("reduce", "softmax"):
-        out = (
-            op.outputs[0].numel
-            if op.kind == "reduce" and op.outputs
-            else x.numel // max(1, x.shape[op.params.get("dim") or -1])
-        )
+        sums = op.kind == "reduce" and op.outputs
+        out = op.outputs[0].numel if sums else x.numel // max(1, x.shape[op.params.get("dim") or -1])
         return x.numel / max(1, out)
     if op.kind in ("copy", "elementwise", "gather", "scatter"):
-        return _run(x if op.kind != "gather" else op.outputs[0])
+        return _contiguous_run(x if op.kind != "gather" else op.outputs[0])
     if op.kind == "pool":
         return float(prod(op.params.get("window", (1,))))
     return float(x.shape[-1])
 
 
-def _run(t: TensorSpec) -> float:
+def _contiguous_run(t: TensorSpec) -> float:
     """Elements that lie together: the inner dimensions that are contiguous, and not broadcast."""
     length, expected = 1.0, 1
     for size, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
@@ -112,8 +207,8 @@ def _run(t: TensorSpec) -> float:
     return length
 
 
-def touched_bytes(op: Op) -> float:
-    """Bytes an operator really reads and writes: a look-up reads the rows it returns, a loss one number a row."""
+def _touched_bytes(op: Op) -> float:
+    """Bytes an operator really reads and writes: a look-up reads the rows it returns, a loss one number per row."""
     if op.kind == "gather" and op.outputs:
         return float(sum(t.nbytes for t in op.inputs[1:]) + 2 * op.bytes_out)
     if "nll_loss" in op.name:
@@ -123,8 +218,8 @@ def touched_bytes(op: Op) -> float:
     return float(op.bytes_in + op.bytes_out)
 
 
-def launches(op: Op) -> int:
-    """How many kernels an operator of a data-moving kind launches (counted in traces of an H200)."""
+def count_launches(op: Op) -> int:
+    """Kernels that an operator of a data-moving kind launches (counted in traces of an H200)."""
     if op.kind == "foreach":
         return max(1, -(-sum(-(-t.numel // CHUNK) for t in op.outputs) // CHUNKS_PER_LAUNCH))
     if op.kind == "sort":
@@ -134,14 +229,14 @@ def launches(op: Op) -> int:
     return 1
 
 
-def _family(op: Op, short: str) -> tuple[str, float, float]:
+def _find_family(op: Op, short: str) -> tuple[str, float, float]:
     """(family, elements, blocks) of an operator."""
     biggest = max((*op.outputs, *op.inputs), key=lambda t: t.numel, default=None)
     n = float(biggest.numel) if biggest else 1.0
     if op.kind == "copy":
         return _copy(op, short, n)
     if op.kind == "softmax":
-        return _by_rows(op, short, n, _width(op, op.params.get("dim", -1)))
+        return _softmax(op, short, n)
     if op.kind == "norm":
         return _norm(op, short, n)
     if op.kind == "batch_norm":
@@ -152,17 +247,17 @@ def _family(op: Op, short: str) -> tuple[str, float, float]:
         chunks = float(sum(-(-t.numel // CHUNK) for t in op.outputs))
         return f"foreach.{short.removeprefix('_foreach_')}", float(sum(t.numel for t in op.outputs)), chunks
     if op.kind in ("gather", "scatter"):
-        return _indexed(op, short)
+        return _gather_or_scatter(op, short)
     if op.kind == "pool":
         return _pool(op, short, n)
     if short == "upsample_bilinear2d" and op.outputs and not op.outputs[0].channels_last:
-        # A thread for every point of the picture, which goes through all channels of all samples.
+        # One thread for every point of the picture, which goes through all channels of all samples.
         return f"resample.planes.{short}", n, max(1.0, prod(op.outputs[0].shape[2:]) / 512)
     # A distance goes through all coordinates of its two points.
-    return f"{op.kind}.{layout_of(op)}.{short}", n * float(op.params.get("coordinates", 1)), n / 1024
+    return f"{op.kind}.{_operand_layout(op)}.{short}", n * float(op.params.get("coordinates", 1)), n / 1024
 
 
-def _indexed(op: Op, short: str) -> tuple[str, float, float]:
+def _gather_or_scatter(op: Op, short: str) -> tuple[str, float, float]:
     """Rows read or written where an index says."""
     written = op.inputs[1:] if len(op.inputs) > 1 and "backward" not in short else op.inputs
     moved = float(max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1))
@@ -192,7 +287,7 @@ def _pool(op: Op, short: str, n: float) -> tuple[str, float, float]:
     return f"pool.{'last' if last else 'first'}.{short}", elements, max(out, n) / 1024
 
 
-def layout_of(op: Op) -> str:
+def _operand_layout(op: Op) -> str:
     """How an elementwise kernel can go through its operands.
 
     "dense": all alike, loads are vectorised. "crossed": operands that run fastest along different dimensions, so that
@@ -206,10 +301,10 @@ def layout_of(op: Op) -> str:
         return "crossed"
     if len({t.dtype for t in op.inputs if t.numel > 1 and t.dtype.startswith(("fp", "bf"))}) > 1:
         return "cast"
-    return "dense" if dense(op) else "strided"
+    return "dense" if _is_dense(op) else "strided"
 
 
-def dense(op: Op) -> bool:
+def _is_dense(op: Op) -> bool:
     """Whether all operands lie in memory like the result: no broadcast, no transposed view (torch then vectorises)."""
     if not op.outputs:
         return True
@@ -250,12 +345,9 @@ def _inner(t: TensorSpec) -> int:
     return min(steps)[1] if steps else max(0, len(t.shape) - 1)
 
 
-def _width(op: Op, dim: Any) -> float:
-    x = op.inputs[0]
-    return float(x.shape[dim]) if x.shape and isinstance(dim, int) else 1.0
-
-
-def _by_rows(op: Op, short: str, n: float, width: float) -> tuple[str, float, float]:
+def _softmax(op: Op, short: str, n: float) -> tuple[str, float, float]:
+    x, dim = op.inputs[0], op.params.get("dim", -1)
+    width = float(x.shape[dim]) if x.shape and isinstance(dim, int) else 1.0
     size = "warp" if width <= 1024 else "block" if width <= 16384 else "vast"
     rows = max(1.0, n / max(width, 1.0))
     return f"{op.kind}.{size}.{short.lstrip('_')}", n, rows / 4.0 if size == "warp" else rows
@@ -269,8 +361,8 @@ def _norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     rows = max(1.0, n / max(width, 1.0))
     # A row costs as much as 750 elements: its block reduces and waits (fitted on rows of 96 to 1536 elements).
     # A row that does not lie together is copied first, by the same operator; "crossed": rows are columns in memory.
-    given = [t for t in op.inputs[: 2 if "backward" in short else 1] if t.numel == x.numel]
-    odd = [t for t in given if not t.contiguous]
+    sources = [t for t in op.inputs[: 2 if "backward" in short else 1] if t.numel == x.numel]
+    odd = [t for t in sources if not t.contiguous]
     layout = "" if not odd else ".strided" if all(_inner(t) == len(t.shape) - 1 for t in odd) else ".crossed"
     return f"norm.{short}{layout}", n + 750.0 * rows, rows
 

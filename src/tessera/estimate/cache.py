@@ -1,8 +1,8 @@
 """Which bytes cross device memory and which stay in the last-level cache, in the steady state of an iteration.
 
-The cache is followed as a list of blocks, least recently used first. A new tensor takes over the block of a freed one
+The cache is simulated as a list of blocks, least recently used first. A new tensor takes over the block of a freed one
 of the same rounded size, as torch's caching allocator does, so that short-lived tensors stay where the last ones were.
-Reads of what is not there, and write-backs of what is pushed out, are the bytes that cross.
+The bytes that cross are reads of what is not in the cache and write-backs of what is evicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..graph.flops import touched_groups
 from ..graph.ir import Graph, Op, TensorSpec
 
-# Share of the last-level cache that holds what was there before: the rest is lost to its two halves and to hashing.
+# Share of the last-level cache that keeps earlier data: the rest is lost to its two halves and to hashing.
 CACHE_SHARE = 0.6
 
 _ROUND = 512  # torch's allocator hands out multiples of this
@@ -23,33 +23,25 @@ _LARGE_ROUND = 2 << 20
 
 
 @dataclass(slots=True)
-class Traffic:
-    """Bytes of one operator: across device memory (read misses, write-backs), and through the cache in all."""
-
-    hbm_bytes: float = 0.0
-    touched_bytes: float = 0.0
-
-
-@dataclass(slots=True)
-class _Block:
+class _CacheBlock:
     nbytes: float
     dirty: float = 0.0
 
 
 class Cache:
-    """A last-level cache of a size, least recently used out first."""
+    """A last-level cache that evicts the least recently used block first."""
 
     def __init__(self, capacity_bytes: float) -> None:
         self._capacity = max(1.0, capacity_bytes)
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._blocks: OrderedDict[int, _CacheBlock] = OrderedDict()
         self._held = 0.0
 
     def read(self, key: int, nbytes: float) -> float:
-        """Touch a block for reading; the bytes that come from device memory, write-backs included."""
+        """Read a block; the bytes that cross device memory, write-backs included."""
         return self._touch(key, nbytes, 0.0)
 
     def write(self, key: int, nbytes: float) -> float:
-        """Touch a block for writing; the bytes written back for the room it takes."""
+        """Write a block; the bytes written back to make room for it."""
         return self._touch(key, nbytes, nbytes)
 
     def _touch(self, key: int, nbytes: float, written: float) -> float:
@@ -59,11 +51,11 @@ class Cache:
         # A tensor larger than the cache pushes out its own beginning: what is left of it is hit only in part.
         hit = held if nbytes <= self._capacity else held * held / nbytes
         crossed = nbytes - hit if written == 0.0 else 0.0
-        kept = min(max(nbytes, block.nbytes if block else 0.0), self._capacity)
-        self._held += kept - (block.nbytes if block else 0.0)
+        size = min(max(nbytes, block.nbytes if block else 0.0), self._capacity)
+        self._held += size - (block.nbytes if block else 0.0)
         if written > self._capacity:
             crossed += written - self._capacity  # the rest streams straight through
-        self._blocks[key] = _Block(kept, min(kept, max(dirty, written)))
+        self._blocks[key] = _CacheBlock(size, min(size, max(dirty, written)))
         return crossed + self._evict(key)
 
     def _evict(self, keep: int) -> float:
@@ -100,7 +92,7 @@ class _Addresses:
         """The block a storage lives in."""
         block = self._block.get(storage)
         if block is None:
-            free = self._free[self._rounded(storage)]
+            free = self._free[self._rounded_size(storage)]
             if free:
                 block = free.pop()
             else:
@@ -119,31 +111,30 @@ class _Addresses:
             self._dead += 1
             block = self._block.pop(storage, None)
             if block is not None:
-                self._free[self._rounded(storage)].append(block)
+                self._free[self._rounded_size(storage)].append(block)
 
-    def _rounded(self, storage: int) -> int:
+    def _rounded_size(self, storage: int) -> int:
         size = self._graph.storages[storage].nbytes if storage in self._graph.storages else 0
         step = _LARGE_ROUND if size > _LARGE else _ROUND
         return -(-size // step) * step
 
 
-def traffic(graph: Graph, ops: Sequence[Op], capacity_bytes: float) -> list[Traffic]:
-    """Bytes of each operator in the second of two iterations, with what the first left in the cache."""
+def count_traffic(graph: Graph, ops: Sequence[Op], capacity_bytes: float) -> list[float]:
+    """Bytes of each operator that cross device memory (read misses, write-backs), in the second of two iterations."""
     cache = Cache(capacity_bytes)
     addresses = _Addresses(graph)
-    result: list[Traffic] = []
+    crossing: list[float] = []
     for _ in range(2):
-        result = []
+        crossing = []
         addresses.begin()
         for op in ops:
             addresses.before(op.index)
-            result.append(_one(op, cache, addresses))
+            crossing.append(_op_traffic(op, cache, addresses))
         addresses.before(len(graph.ops))
-    return result
+    return crossing
 
 
-def _one(op: Op, cache: Cache, addresses: _Addresses) -> Traffic:
-    found = Traffic()
+def _op_traffic(op: Op, cache: Cache, addresses: _Addresses) -> float:
     reads = _by_storage(op.inputs)
     writes = _by_storage(op.outputs)
     if op.kind == "gather" and op.inputs and op.outputs:  # a look-up reads the rows it returns, not the table
@@ -161,22 +152,21 @@ def _one(op: Op, cache: Cache, addresses: _Addresses) -> Traffic:
         writes[target] = min(writes[target], rows_bytes)
     if "nll_loss" in op.name:  # one number a row
         reads = {storage: min(nbytes, 64.0 * 1024) for storage, nbytes in reads.items()}
+    crossing = 0.0
     for storage, nbytes in reads.items():
-        found.hbm_bytes += cache.read(addresses.of(storage), nbytes)
-        found.touched_bytes += nbytes
+        crossing += cache.read(addresses.of(storage), nbytes)
     for storage, nbytes in writes.items():
-        found.hbm_bytes += cache.write(addresses.of(storage), nbytes)
-        found.touched_bytes += nbytes
-    return found
+        crossing += cache.write(addresses.of(storage), nbytes)
+    return crossing
 
 
 def _by_storage(tensors: Sequence[TensorSpec]) -> dict[int, float]:
     """Bytes by storage; two views of one storage are read once where they are the same view, else both."""
-    found: dict[int, float] = {}
+    sizes: dict[int, float] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for t in tensors:
         view = (t.storage, t.shape, t.stride)
         if view not in seen:
             seen.add(view)
-            found[t.storage] = found.get(t.storage, 0.0) + t.nbytes
-    return found
+            sizes[t.storage] = sizes.get(t.storage, 0.0) + t.nbytes
+    return sizes

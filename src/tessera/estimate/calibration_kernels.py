@@ -1,12 +1,13 @@
-"""The points of a calibration: a few kernels for each group, and two small networks that only the host holds up.
+"""What a calibration measures: a few kernels for each group, and two small networks that are bound by the host.
 
-A point makes its callable and its inputs on any device: on "meta" to be predicted, on "cuda" to be measured, and the
-callable is the very same. Operands are random: the energy constants are for such (zeros draw 40% less).
+A point makes the same callable and inputs on any device: on "meta" to be predicted, on "cuda" to be measured. Operands
+are random, as the energy constants assume (zeros draw 40% less).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,18 +18,21 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ..device import Device
+from .calibration import LIMIT
 from .kernel_time import chip
-from .overlay import LIMIT
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
 
 DTYPES = {
-    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
+}
 _MIB = 1 << 20
-# Tensors stay under this, so that a card of 8 GB can be calibrated too.
+# Tensors stay below this, so that a card of 8 GB can be calibrated too.
 _LARGEST_BYTES = 768 * _MIB
 
 # (m, n, k): square, the two products of a transformer's MLP at many and at few tokens, a decode step's.
@@ -36,8 +40,8 @@ _PRODUCTS = ((4096, 4096, 4096), (8192, 3072, 768), (2048, 1024, 4096), (512, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A callable to compare; `make(device)` gives it with its inputs. `tf32` lets fp32 products use TF32."""
+class CalibrationPoint:
+    """A callable to compare; `make(device)` returns it with its inputs. `tf32` lets fp32 products use TF32."""
 
     name: str
     group: str
@@ -45,8 +49,8 @@ class Point:
     tf32: bool = False
 
     @contextlib.contextmanager
-    def switches(self) -> Iterator[None]:
-        """Torch's switch for TF32 in products, as this point needs it, and as it was afterwards."""
+    def set_tf32(self) -> Iterator[None]:
+        """Set torch's switch for TF32 as this point needs it, and restore it afterwards."""
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         try:
@@ -55,19 +59,17 @@ class Point:
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def kernel_points(device: Device) -> list[Point]:
-    """Single operators for every group the chip can do."""
-    half = half_of(device)
-    found = [point for precision in precisions(device) for point in _products(precision)]
-    cache = chip(device).cache_bytes
-    found += [*_copies(cache, half), *_attention(half), *_elementwise(cache, half), *_norms(half), *_reductions(half)]
-    return [*found, *_convolutions(half)]
+def kernel_points(device: Device) -> list[CalibrationPoint]:
+    """Single operators for every group that the chip supports."""
+    half, cache = half_of(device), chip(device).cache_bytes
+    points = [_product(p, *size, f"gemm.{p}") for p in precisions(device) for size in _PRODUCTS]
+    points += [*_copies(cache, half), *_attention(half), *_elementwise(cache, half), *_norms(half), *_reductions(half)]
+    return [*points, *_convolutions(half)]
 
 
 def precisions(device: Device) -> list[str]:
-    """Formats of a matrix product the chip has units for, and torch a kernel."""
-    found = [p for p in ("bf16", "fp16", "tf32", "fp8") if p in device.matrix]
-    return [*found, "fp32"]
+    """Formats of a matrix product that the chip has units for and torch has kernels for."""
+    return [*(p for p in ("bf16", "fp16", "tf32", "fp8") if p in device.matrix), "fp32"]
 
 
 def half_of(device: Device) -> str:
@@ -75,13 +77,13 @@ def half_of(device: Device) -> str:
     return next((p for p in ("bf16", "fp16") if device.peak(p) is not None), "fp32")
 
 
-def limit_point(device: Device) -> Point:
-    """The product that draws most: large, in 16 bits."""
+def limit_point(device: Device) -> CalibrationPoint:
+    """The product that draws the most power: large, in 16 bits."""
     return _product(half_of(device), 8192, 8192, 8192, LIMIT)
 
 
-def repeated(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """A callable that does it so many times over: a short kernel then fills a graph."""
+def repeat(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """A callable that calls `fn` so many times, so that a short kernel fills a graph."""
     if times == 1:
         return fn
 
@@ -102,19 +104,18 @@ def _of(fn: Callable[..., Any], precision: str, *shapes: Shape) -> Callable[[str
     return lambda device: (fn, tuple(_random(shape, precision, device) for shape in shapes))
 
 
+def _point(name: str, group: str, fn: Callable[..., Any], precision: str, *shapes: Shape) -> CalibrationPoint:
+    return CalibrationPoint(name=name, group=group, make=_of(fn, precision, *shapes))
+
+
 # -- matrix products ----------------------------------------------------------------------------------------------
 
 
-def _products(precision: str) -> list[Point]:
-    return [_product(precision, m, n, k, f"gemm.{precision}") for m, n, k in _PRODUCTS]
-
-
-def _product(precision: str, m: int, n: int, k: int, group: str) -> Point:
-    name = f"{m}x{n}x{k} {precision}"
+def _product(precision: str, m: int, n: int, k: int, group: str) -> CalibrationPoint:
     make = _of(F.linear, precision, (m, k), (n, k))
     if precision == "fp8":
-        return Point(name=name, group=group, make=lambda device: _fp8(m, n, k, device))
-    return Point(name=name, group=group, make=make, tf32=precision == "tf32")
+        make = functools.partial(_fp8, m, n, k)
+    return CalibrationPoint(name=f"{m}x{n}x{k} {precision}", group=group, make=make, tf32=precision == "tf32")
 
 
 def _fp8(m: int, n: int, k: int, device: str) -> Call:
@@ -125,32 +126,30 @@ def _fp8(m: int, n: int, k: int, device: str) -> Call:
     return product, (*operands, torch.ones((), device=device))
 
 
-def _attention(half: str) -> list[Point]:
+def _attention(half: str) -> list[CalibrationPoint]:
     def full(q: Any, k: Any, v: Any) -> Any:
         return F.scaled_dot_product_attention(q, k, v)
 
     def causal(q: Any, k: Any, v: Any) -> Any:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    sizes = ((full, 32, 12, 512, 512, 64), (full, 4, 16, 2048, 2048, 64), (causal, 2, 32, 2048, 2048, 128),
-             (full, 16, 32, 1, 4096, 128))  # fmt: skip
-    found = []
+    sizes = [(full, 32, 12, 512, 512, 64), (full, 4, 16, 2048, 2048, 64)]
+    sizes += [(causal, 2, 32, 2048, 2048, 128), (full, 16, 32, 1, 4096, 128)]
+    points = []
     for fn, b, h, q, kv, d in sizes:
-        how = "causal" if fn is causal else "full"
+        name = f"attention {fn.__name__} {b}x{h}x{q}/{kv}x{d} {half}"
         make = _of(fn, half, (b, h, q, d), (b, h, kv, d), (b, h, kv, d))
-        found.append(Point(name=f"attention {how} {b}x{h}x{q}/{kv}x{d} {half}", group="attention", make=make))
-    return found
+        points.append(CalibrationPoint(name=name, group="attention", make=make))
+    return points
 
 
-def _convolutions(half: str) -> list[Point]:
-    sizes = (
-        (half, 64, 128, 128, 28, 3), (half, 64, 256, 64, 56, 1), (half, 32, 512, 512, 14, 3),
-        ("fp32", 32, 64, 64, 56, 3), ("fp32", 32, 256, 64, 56, 1),
-    )  # fmt: skip
+def _convolutions(half: str) -> list[CalibrationPoint]:
+    sizes = [(half, 64, 128, 128, 28, 3), (half, 64, 256, 64, 56, 1), (half, 32, 512, 512, 14, 3)]
+    sizes += [("fp32", 32, 64, 64, 56, 3), ("fp32", 32, 256, 64, 56, 1)]
     return [_convolution(*size) for size in sizes]
 
 
-def _convolution(precision: str, batch: int, inputs: int, outputs: int, size: int, window: int) -> Point:
+def _convolution(precision: str, batch: int, inputs: int, outputs: int, size: int, window: int) -> CalibrationPoint:
     layout = torch.contiguous_format if precision == "fp32" else torch.channels_last
 
     def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -162,84 +161,70 @@ def _convolution(precision: str, batch: int, inputs: int, outputs: int, size: in
         return convolve, (x, w)
 
     name = f"conv {window}x{window} {inputs}->{outputs} {batch}x{size}x{size} {precision}"
-    return Point(name=name, group="conv", make=make)
+    return CalibrationPoint(name=name, group="conv", make=make)
 
 
-# -- what moves data ----------------------------------------------------------------------------------------------
+# -- kernels that move data ------------------------------------------------------------------------------------------
 
 
 def _sizes(cache_bytes: float, *shares: float) -> list[int]:
-    """Bytes that are shares of the last-level cache: well inside it, or far beyond, never at its edge."""
+    """Bytes as shares of the last-level cache: well inside it or far beyond, never at its edge."""
     return [int(min(_LARGEST_BYTES, max(_MIB / 4, s * cache_bytes)) // 4096) * 4096 for s in shares]
 
 
-def _copies(cache_bytes: float, half: str) -> list[Point]:
-    # One size within the cache and one beyond: more of them say the same again, and would outvote the rearrangements.
-    plain = [
-        Point(
-            name=f"copy {size / _MIB:.3g} MiB {half}",
-            group="copy",
-            make=_of(torch.clone, half, (size // DTYPES[half].itemsize,)),
-        )
-        for size in _sizes(cache_bytes, 1 / 8, 6)
-    ]
-    return [*plain, *_rearrangements(half)]
+def _copies(cache_bytes: float, half: str) -> list[CalibrationPoint]:
+    """Plain copies (a memcpy), and the copies that models make: to another order, another format, or side by side."""
 
-
-def _rearrangements(half: str) -> list[Point]:
-    """What models copy for: to another order, another format, or side by side. A plain copy is a memcpy, these not."""
-
-    def transposed(x: torch.Tensor) -> torch.Tensor:
+    def transpose(x: torch.Tensor) -> torch.Tensor:
         return x.t().contiguous()
 
-    def heads(x: torch.Tensor) -> torch.Tensor:
+    def split_heads(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2).contiguous()
 
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.float32 if x.dtype != torch.float32 else torch.float64)
 
-    def beside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def concatenate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, y), -1)
 
-    cases = (
-        ("transpose 4096x4096", transposed, ((4096, 4096),)), ("heads 32x512x12x64", heads, ((32, 512, 12, 64),)),
-        ("cast 8192x4096", cast, ((8192, 4096),)), ("cat 2 of 8192x2048", beside, ((8192, 2048),) * 2),
-    )  # fmt: skip
-    return [Point(name=f"{name} {half}", group="copy", make=_of(fn, half, *shapes)) for name, fn, shapes in cases]
-
-
-def _elementwise(cache_bytes: float, half: str) -> list[Point]:
-    small, middle, large = _sizes(cache_bytes, 1 / 12, 3, 6)
-    cases = (
-        ("gelu", F.gelu, half, 1, large), ("add", torch.add, half, 2, middle), ("mul", torch.mul, "fp32", 2, middle),
-        ("silu", F.silu, half, 1, small), ("relu", torch.relu, "fp32", 1, small),
-    )  # fmt: skip
-    return [
-        Point(
-            name=f"{name} {size / _MIB:.3g} MiB {precision}",
-            group="elementwise",
-            make=_of(fn, precision, *[(size // DTYPES[precision].itemsize,)] * operands),
-        )
-        for name, fn, precision, operands, size in cases
+    # One plain size within the cache and one beyond: more would add nothing new, and would outweigh the others.
+    cases: list[tuple[str, Any, tuple[Shape, ...]]] = [
+        (f"copy {size / _MIB:.3g} MiB", torch.clone, ((size // DTYPES[half].itemsize,),))
+        for size in _sizes(cache_bytes, 1 / 8, 6)
     ]
+    cases += [
+        ("transpose 4096x4096", transpose, ((4096, 4096),)),
+        ("heads 32x512x12x64", split_heads, ((32, 512, 12, 64),)),
+        ("cast 8192x4096", cast, ((8192, 4096),)),
+        ("cat 2 of 8192x2048", concatenate, ((8192, 2048),) * 2),
+    ]
+    return [_point(f"{name} {half}", "copy", fn, half, *shapes) for name, fn, shapes in cases]
 
 
-def _norms(half: str) -> list[Point]:
+def _elementwise(cache_bytes: float, half: str) -> list[CalibrationPoint]:
+    small, middle, large = _sizes(cache_bytes, 1 / 12, 3, 6)
+    cases = [("gelu", F.gelu, half, 1, large), ("add", torch.add, half, 2, middle)]
+    cases += [("mul", torch.mul, "fp32", 2, middle), ("silu", F.silu, half, 1, small)]
+    cases += [("relu", torch.relu, "fp32", 1, small)]
+    points = []
+    for name, fn, p, operands, size in cases:
+        shapes = [(size // DTYPES[p].itemsize,)] * operands
+        points.append(_point(f"{name} {size / _MIB:.3g} MiB {p}", "elementwise", fn, p, *shapes))
+    return points
+
+
+def _norms(half: str) -> list[CalibrationPoint]:
     def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, weight.shape, weight, bias)
 
     cases = ((8192, 768, half), (32768, 1024, half), (16384, 4096, half), (16384, 1024, "fp32"))
     return [
-        Point(
-            name=f"layer_norm {rows}x{width} {p}",
-            group="norm",
-            make=_of(norm, p, (rows, width), (width,), (width,)),
-        )
+        _point(f"layer_norm {rows}x{width} {p}", "norm", norm, p, (rows, width), (width,), (width,))
         for rows, width, p in cases
     ]
 
 
-def _reductions(half: str) -> list[Point]:
+def _reductions(half: str) -> list[CalibrationPoint]:
     def row_sum(x: torch.Tensor) -> torch.Tensor:
         return x.sum(-1)
 
@@ -252,22 +237,17 @@ def _reductions(half: str) -> list[Point]:
     def column_sum(x: torch.Tensor) -> torch.Tensor:
         return x.sum(0)
 
-    cases = (
-        ("sum", row_sum, 65536, 1024, half), ("amax", row_max, 16384, 4096, half),
-        ("mean", row_mean, 32768, 2048, "fp32"), ("mean", row_mean, 8192, 1024, half),
-        ("column sum", column_sum, 16384, 2048, half),
-    )  # fmt: skip
-    return [
-        Point(name=f"{name} {rows}x{width} {p}", group="reduce", make=_of(fn, p, (rows, width)))
-        for name, fn, rows, width, p in cases
-    ]
+    cases = [("sum", row_sum, 65536, 1024, half), ("amax", row_max, 16384, 4096, half)]
+    cases += [("mean", row_mean, 32768, 2048, "fp32"), ("mean", row_mean, 8192, 1024, half)]
+    cases += [("column sum", column_sum, 16384, 2048, half)]
+    return [_point(f"{name} {rows}x{width} {p}", "reduce", fn, p, (rows, width)) for name, fn, rows, width, p in cases]
 
 
 # -- the host -----------------------------------------------------------------------------------------------------
 
 
 class ConvChain(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Convolution, batch norm, ReLU, over and over on an image of a few pixels: all launching, no work."""
+    """Convolution, batch norm, ReLU, repeated on an image of a few pixels: many launches, little work."""
 
     def __init__(self, depth: int = 12, width: int = 16) -> None:
         super().__init__()
@@ -301,7 +281,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Blocks(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A few transformer blocks of a width that keeps no GPU busy."""
+    """A few transformer blocks, too narrow to keep a GPU busy."""
 
     def __init__(self, depth: int = 6, width: int = 64, heads: int = 4) -> None:
         super().__init__()
@@ -312,22 +292,22 @@ class Blocks(nn.Module):  # type: ignore[misc]  # torch is not followed
         return self.body(x)
 
 
-def host_points(device: Device) -> list[Point]:
+def host_points(device: Device) -> list[CalibrationPoint]:
     """Two networks that are bound by the host on any GPU."""
     half = half_of(device)
-    return [_network("conv-bn-relu chain", ConvChain, (1, 16, 8, 8), "fp32"),
-            _network("transformer blocks", Blocks, (1, 16, 64), half)]  # fmt: skip
+    chain = _network("conv-bn-relu chain", ConvChain, (1, 16, 8, 8), "fp32")
+    return [chain, _network("transformer blocks", Blocks, (1, 16, 64), half)]
 
 
-def _network(name: str, kind: Callable[[], nn.Module], shape: Shape, precision: str) -> Point:
+def _network(name: str, kind: Callable[[], nn.Module], shape: Shape, precision: str) -> CalibrationPoint:
     def make(device: str) -> Call:
         with torch.device(device):
             net = kind().to(DTYPES[precision]).eval()
         return net, (_random(shape, precision, device),)
 
-    return Point(name=f"{name} {precision}, eager", group="host", make=make)
+    return CalibrationPoint(name=f"{name} {precision}, eager", group="host", make=make)
 
 
 def copies_to_fill(seconds: float, wanted_s: float = 1e-3, most: int = 48) -> int:
-    """How often a kernel is repeated in one graph, so that a replay's own cost does not count."""
+    """How often a kernel is repeated in one graph, so that the cost of a replay does not matter."""
     return max(1, min(most, math.ceil(wanted_s / max(seconds, 1e-9))))

@@ -1,7 +1,7 @@
-"""What calibration measures with: the protocol `Bench`, and the one on a real GPU.
+"""The bench of a calibration: it runs a callable in steady state and returns seconds, joules and clock per call.
 
-A bench runs a callable in steady state and says seconds, joules and clock per call. Logic that only knows the protocol
-is tested with a bench whose truth is known. `CudaBench` changes nothing of the GPU's state: no clock, limit or mode.
+Code that only needs the protocol `KernelBench` is tested with a simulated bench. `CudaBench`, on a real GPU, does not
+change the GPU's state: no clock, limit or mode.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra, SensorError
-from .overlay import Watts
+from .calibration import Watts
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
 
 # A board at rest reads 0%; a desktop's compositor a few.
 BUSY_PCT = 10
-# At rest boards draw up to a fifth of their limit with a context (H200: 82-118 of 700 W), working ones more than this.
+# Idle boards draw up to a fifth of their limit with a context (H200: 82-118 of 700 W), busy ones more than this share.
 BUSY_SHARE = 0.35
 # nvml.h: nvmlClocksEventReasonSwPowerCap, nvmlClocksEventReasonHwPowerBrakeSlowdown
 _POWER_CAP = 0x4 | 0x80
-# Of the time given to a callable this share lets power and clock settle (record_kernels.py: 0.15-0.35 s of 0.6 s).
+# This share of a callable's time lets power and clock settle (record_kernels.py: 0.15-0.35 s of 0.6 s).
 _SETTLE = 0.4
 # Replays are launched in pieces of this length, two ahead: the host then reads the clock while the work runs.
 _PIECE_S = 0.03
@@ -38,9 +38,9 @@ _REST_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One call of a callable in steady state. `capped`: the power limit held the clock; None where nobody says.
+    """One call of a callable in steady state. `capped`: the power limit held the clock; None where it is not known.
 
-    `joules` are the board's, None where no sensor measures them.
+    `joules` are the board's, None without a power sensor.
     """
 
     seconds: float
@@ -56,7 +56,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was measured on."""
+    """The machine that was measured."""
 
     board: str
     driver: str | None
@@ -64,8 +64,8 @@ class Machine:
     host_cpu: str
 
 
-class Bench(Protocol):
-    """Measures callables; `where` is the torch device their inputs are to be made on."""
+class KernelBench(Protocol):
+    """Measures callables; `where` is the torch device for their inputs."""
 
     @property
     def where(self) -> str:
@@ -75,7 +75,7 @@ class Bench(Protocol):
         """Board, driver, torch and host."""
 
     def busy(self) -> str | None:
-        """Who else uses the GPU, or None."""
+        """Why the GPU is busy with other work, or None."""
 
     def idle(self, seconds: float, *, context: bool) -> Watts:
         """The board's power at rest, with or without a CUDA context of this process."""
@@ -83,13 +83,14 @@ class Bench(Protocol):
     def run(
         self, fn: Callable[..., Any], inputs: tuple[Any, ...], *, launch: Literal["eager", "graph"], seconds: float
     ) -> Sample:
-        """Call `fn(*inputs)` over and over for about so long; what one call takes once it is steady."""
+        """Call `fn(*inputs)` repeatedly for about `seconds`; the cost of one call in steady state."""
 
 
 class CudaBench:
-    """The GPU at hand: CUDA graphs (or eager calls), CUDA events for time, `energy_scope` for joules, NVML for clocks.
+    """A GPU of this machine: CUDA graphs (or eager calls), CUDA events for time, `energy_scope` and NVML.
 
-    Nothing touches CUDA before the first `idle(context=True)` or `run`, so that the bare idle can be measured first.
+    Nothing touches CUDA before the first `idle(context=True)` or `run`, so that idle power without a context can be
+    measured first.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -100,13 +101,13 @@ class CudaBench:
             self._board.close()
             raise MeasurementError(
                 f"{self._board.name} is divided into MIG slices",
-                why="a slice is not the chip the catalogue describes, and power is known of the whole board only",
-                fix="calibrate with MIG off, or on another GPU: --device",
+                why="a slice is not the chip that the catalogue describes, and power is known for the whole board only",
+                fix="turn MIG off, or calibrate another GPU: --device",
             )
         self._monitor = self._start_monitor()
 
     def close(self) -> None:
-        """Stop sampling and let go of NVML."""
+        """Stop sampling and release NVML."""
         if self._monitor is not None:
             self._monitor.stop()
         if self._board is not None:
@@ -119,7 +120,7 @@ class CudaBench:
         self.close()
 
     def _start_monitor(self) -> Monitor | None:
-        """A monitor of this board alone: the joules of another GPU, or of the CPU, are none of its kernels'."""
+        """A monitor of this board alone, without other GPUs or the CPU."""
         if self._board is None:
             return None
         from ..monitor import Monitor
@@ -142,7 +143,7 @@ class CudaBench:
 
         name = self._board.name if self._board is not None else self._torch.cuda.get_device_name(self._index)
         driver = self._board.driver if self._board is not None else None
-        # A TorchVersion is a str that msgspec does not take for one.
+        # A TorchVersion is a str that msgspec does not accept as one.
         return Machine(board=name, driver=driver, torch=str(self._torch.__version__), host_cpu=host_cpu().name)
 
     def busy(self) -> str | None:
@@ -154,8 +155,8 @@ class CudaBench:
         others = self._board.others()
         who = f" (process {', '.join(map(str, others))})" if others else ""
         if used > BUSY_PCT:
-            return f"its utilisation is {used:.0f}% while we do nothing{who}"
-        return f"it draws {drawn:.0%} of its power limit while we do nothing{who}"
+            return f"its utilisation is {used:.0f}% while this process is idle{who}"
+        return f"it draws {drawn:.0%} of its power limit while this process is idle{who}"
 
     # -- power at rest ------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class CudaBench:
         if context:
             self._open_context()
         elif self._torch.cuda.is_initialized():
-            return Watts(value=None, how="this process already held a CUDA context when calibration began")
+            return Watts(value=None, how="this process already held a CUDA context when the calibration began")
         time.sleep(_REST_S)
         from ..monitor import energy_scope
 
@@ -205,7 +206,7 @@ class CudaBench:
                     fn(*inputs)
                 torch.cuda.synchronize()
                 if launch == "graph":
-                    graph = _captured(torch, fn, inputs)
+                    graph = _capture_graph(torch, fn, inputs)
                     return self._steady(graph.replay, seconds, paced=True)
                 return self._steady(lambda: fn(*inputs), seconds, paced=False)
         finally:
@@ -243,9 +244,9 @@ class CudaBench:
     def _repeat(
         self, call: Callable[[], Any], each_s: float, seconds: float, paced: bool
     ) -> tuple[float, list[tuple[float | None, int | None]]]:
-        """Seconds a call on the device's clock, and the board's states meanwhile.
+        """Seconds per call on the device's clock, and the board's states meanwhile.
 
-        Eager calls are not paced: the host is what is measured, and nothing may hold it up.
+        Eager calls are not paced: they measure the host, and nothing may delay it.
         """
         torch = self._torch
         piece = max(1, round(_PIECE_S / each_s))
@@ -311,47 +312,47 @@ class NvmlBoard:
         return None
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Release NVML."""
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
     def state(self) -> tuple[float | None, int | None]:
-        """The SM clock in Hz and the bits that say what holds it, now."""
+        """The current SM clock in Hz and the bits of its throttle reasons."""
         nvml, h = self._nvml, self._handle
         mhz = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM))
         reasons = self._ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(h)))
         return (None if mhz is None else mhz * 1e6), reasons
 
     def utilization_pct(self, looks: int = 5, every_s: float = 0.2) -> float:
-        """The highest of a few looks; the driver's own window is a sixth of a second to a second."""
-        found = [0.0]
+        """The highest of a few readings; the driver's own window is a sixth of a second to a second."""
+        readings = [0.0]
         for _ in range(looks):
             rates = self._ask(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle))
-            found.append(float(rates.gpu) if rates is not None else 0.0)
+            readings.append(float(rates.gpu) if rates is not None else 0.0)
             time.sleep(every_s)
-        return max(found)
+        return max(readings)
 
     def power_share(self) -> float:
-        """What it draws of what it may, now; 0 where it does not say."""
+        """Its current power over its limit; 0 where it does not report them."""
         nvml, h = self._nvml, self._handle
         drawn = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(h))
         limit = self._ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(h))
         return float(drawn) / float(limit) if drawn and limit else 0.0
 
     def others(self) -> list[int]:
-        """Processes that hold a context there, as far as this user may see them; none of them need be working."""
-        found = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []
-        return sorted({int(p.pid) for p in found} - {os.getpid()})
+        """Other processes with a context on the board, as far as this user may see them; they may be idle."""
+        processes = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []
+        return sorted({int(p.pid) for p in processes} - {os.getpid()})
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
-        except self._nvml.NVMLError:  # what a board does not say is not known, and nothing fails for it
+        except self._nvml.NVMLError:  # a value that a board does not report is None
             return None
 
 
 def _torch_with_cuda(index: int) -> Any:
-    """Torch, where it can use this GPU; otherwise why not and what to do."""
+    """Torch if it can use this GPU, else the error that says why not."""
     try:
         import torch
     except ImportError as exc:
@@ -374,8 +375,8 @@ def _torch_with_cuda(index: int) -> Any:
     return torch
 
 
-def _captured(torch: Any, fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-    """One call as a CUDA graph. The sampler's thread records events meanwhile: only this thread's calls count."""
+def _capture_graph(torch: Any, fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    """One call as a CUDA graph of this thread's calls alone: the sampler's thread records events meanwhile."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

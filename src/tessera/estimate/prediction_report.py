@@ -1,35 +1,35 @@
-"""From a solved iteration to the report: components, subgraphs, errors, what bounds it, where the figures come from."""
+"""From a solved iteration to the `EnergyReport`: components, subgraphs, errors, the bottleneck, and provenance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..device import Device
 from ..graph.ir import Graph
+from ..integral import Floats
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
+from .host import CPU_NOTE, NO_GRAPHS_NOTE, is_cpu
+from .iteration import SolvedIteration, find_peak
 from .kernel_time import chip
-from .ops import unmodelled
-from .peak import of_iteration
-from .processor import NO_GRAPHS, NOTE, runs_itself
-from .timeline import Array, Solved
+from .ops import is_unmodelled
 
 if TYPE_CHECKING:
     from .predict import Estimate
 
-# The share of a kernel's error that all of its kind make together: with it the intervals of whole models left out of
-# the fits hold 90% of them (benchmarks/fit/fit_ops.py).
+# The share of a kernel's error that all kernels of its kind have in common: with it the intervals hold 90% of the whole
+# models that were left out of the fits (benchmarks/fit/fit_ops.py).
 SHARED = 0.8
-# By what share joules follow the time: the static ones and the busy units' do, those of FLOPs and bytes do not.
+# The share of the joules that follows the time: static energy and busy units do, FLOPs and bytes do not.
 PER_SECOND = 0.6
-# Of a device's error, what is left where it waits for the host: a longer kernel then takes up some of the wait.
+# The share of a device's error that remains where it waits for the host: a longer kernel then shortens the wait.
 _BEHIND_HOST = 0.3
 
 
-def account(
+def build_report(
     graph: Graph,
     device: Device,
     found: Estimate,
@@ -39,9 +39,9 @@ def account(
     burst: bool,
     again: Callable[..., EnergyReport],
 ) -> EnergyReport:
-    """The report of a solved iteration; `again` predicts it with something changed."""
-    descriptors = tuple(_descriptors(found, device))
-    solved = found.solved
+    """The report of a solved iteration; `again` predicts it with some options changed."""
+    solved, busy = found.solved, _utilization(found, device)
+    descriptors = tuple(_descriptors(found, busy))
     joules = math.fsum(d.total_energy_j for d in descriptors)
     seconds = solved.seconds
     latency_error = _latency_error(found, device)
@@ -49,10 +49,8 @@ def account(
     energy = Energy(
         joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
-    busy = _utilization(found, device)
-    weight = solved.device_s
-    average = float((busy * weight).sum() / seconds) if seconds else 0.0
-    highest = of_iteration(solved, found.power, measured=chip(device).calibrated, burst=burst)
+    average = float((busy * solved.device_s).sum() / seconds) if seconds else 0.0
+    peak = find_peak(solved, found.power, measured=chip(device).calibrated, burst=burst)
     prediction = Prediction(
         device=device.id,
         precision=precision,
@@ -63,7 +61,7 @@ def account(
         device_s=float(solved.device_s.sum()),
         host_s=solved.host_s,
         clock=solved.clock,
-        bound=_bound(found, device),
+        bound=_find_bound(found, device),
         average_utilization=min(1.0, average),
         wasted_energy_j=_wasted_j(solved, busy),
         flops=float(graph.flops),
@@ -83,16 +81,16 @@ def account(
             Domain(name=device.id, source="predicted", resolution_s=seconds, basis="predicted", label=device.name),
         ),
         work=_work(graph),
-        peak_w=highest.power_w if highest else None,
+        peak_w=peak.power_w if peak else None,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=(*_notes(graph, found, device, launch, burst), *((highest.note,) if highest and highest.note else ())),
+        notes=(*_notes(graph, found, device, launch, burst), *((peak.note,) if peak and peak.note else ())),
         descriptors=descriptors,
         prediction=prediction,
     )
 
 
-def _wasted_j(solved: Solved, busy: Array) -> float:
-    """Static joules while a subgraph does not use the tighter roof, its waits included."""
+def _wasted_j(solved: SolvedIteration, busy: Floats) -> float:
+    """Static joules times the unused share of the tighter roof, waits included."""
     latency = solved.device_s + solved.wait_s
     share = np.divide(busy * solved.device_s, latency, out=np.zeros_like(latency), where=latency > 0)
     return float((solved.static_j * (1.0 - share)).sum())
@@ -109,34 +107,30 @@ def _work(graph: Graph) -> tuple[Work, ...]:
     return tuple(kinds)
 
 
-def _descriptors(found: Estimate, device: Device) -> Sequence[EnergyDescriptor]:
-    solved, busy = found.solved, _utilization(found, device)
-    out = []
+def _descriptors(found: Estimate, busy: Floats) -> Iterator[EnergyDescriptor]:
+    solved = found.solved
     for i, (op, kernel) in enumerate(zip(found.ops, found.kernels, strict=True)):
         static, compute, memory = float(solved.static_j[i]), float(solved.compute_j[i]), float(solved.memory_j[i])
         seconds = float(solved.device_s[i])
         joules = static + compute + memory
-        out.append(
-            EnergyDescriptor(
-                subgraph_name=op.label,
-                compute_energy_j=compute,
-                memory_energy_j=memory,
-                static_energy_j=static,
-                latency_s=seconds + float(solved.wait_s[i]),
-                error_j=joules * math.hypot(found.power.relative_error, PER_SECOND * kernel.relative_error),
-                device_s=seconds,
-                latency_error_s=seconds * kernel.relative_error,
-                utilization=float(busy[i]),
-                kind=op.kind,
-                flops=float(op.flops),
-                hbm_bytes=kernel.hbm_bytes,
-                provenance=kernel.provenance,
-            )
+        yield EnergyDescriptor(
+            subgraph_name=op.label,
+            compute_energy_j=compute,
+            memory_energy_j=memory,
+            static_energy_j=static,
+            latency_s=seconds + float(solved.wait_s[i]),
+            error_j=joules * math.hypot(found.power.relative_error, PER_SECOND * kernel.relative_error),
+            device_s=seconds,
+            latency_error_s=seconds * kernel.relative_error,
+            utilization=float(busy[i]),
+            kind=op.kind,
+            flops=float(op.flops),
+            hbm_bytes=kernel.hbm_bytes,
+            provenance=kernel.provenance,
         )
-    return out
 
 
-def _utilization(found: Estimate, device: Device) -> Array:
+def _utilization(found: Estimate, device: Device) -> Floats:
     """The share of the tighter roof each operator reaches on the device, between 0 and 1."""
     bandwidth = device.memory.bandwidth_bytes_per_s
     rate = bandwidth.value if bandwidth else math.inf
@@ -150,7 +144,7 @@ def _utilization(found: Estimate, device: Device) -> Array:
 
 def _latency_error(found: Estimate, device: Device) -> float:
     """90% half-width of the iteration: like kernels err alike, unlike ones independently; the host on its own."""
-    if runs_itself(device):  # nobody knows which of its errors go together: all of them, then
+    if is_cpu(device):  # nobody knows which of its errors are correlated: assume that all are
         own = zip(found.kernels, found.solved.device_s, strict=True)
         dispatch = found.host.relative_error * found.solved.host_s if found.host is not None else 0.0
         return math.fsum(kernel.relative_error * float(seconds) for kernel, seconds in own) + dispatch
@@ -172,12 +166,12 @@ def device_error_s(kernels: Iterable[tuple[str, float]], waits: bool) -> float:
     return math.hypot(*by_kind.values()) * (_BEHIND_HOST if waits else 1.0)
 
 
-def _bound(found: Estimate, device: Device) -> str:
-    """What would have to be faster: the host where the device waits for it in the end, else what most time goes to."""
+def _find_bound(found: Estimate, device: Device) -> str:
+    """What limits the time: the host where the device waits for it, else where most of the time goes."""
     solved = found.solved
     if solved.host_s > float(solved.device_s.sum()):
-        return "dispatch" if runs_itself(device) else "host"
-    if solved.wait_s.sum() > 0.25 * solved.seconds and not runs_itself(device):
+        return "dispatch" if is_cpu(device) else "host"
+    if solved.wait_s.sum() > 0.25 * solved.seconds and not is_cpu(device):
         return "host"
     if solved.clock < 0.98:
         return "power"
@@ -196,30 +190,30 @@ def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:
     out = {"device": ", ".join(device.origin) or device.id, "power": found.power.provenance}
     out["latency"] = max(kinds, key=lambda name: kinds[name], default="")
     if found.host is not None:
-        out["dispatch" if runs_itself(device) else "host"] = found.host.provenance
+        out["dispatch" if is_cpu(device) else "host"] = found.host.provenance
     if assumed:
         out["assumed"] = ", ".join(assumed)
     return out
 
 
-def _unmodelled(found: Estimate) -> list[str]:
-    """A note that names the operators of which nothing but the bytes is known."""
-    names = dict.fromkeys(op.name.removeprefix("aten.") for op in found.ops if unmodelled(op))
+def _note_unmodelled(found: Estimate) -> list[str]:
+    """A note that names the operators of which only the bytes are known."""
+    names = list(dict.fromkeys(op.name.removeprefix("aten.") for op in found.ops if is_unmodelled(op)))
     if not names:
         return []
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    said = ", ".join(list(names)[:4]) + more
-    return [f"not modelled, counted by the bytes moved, which is the least they can take: {said}"]
+    listed = ", ".join(names[:4]) + more
+    return [f"not modelled, counted by the bytes moved, which is the least they can take: {listed}"]
 
 
 def _notes(graph: Graph, found: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
-    notes = [NOTE, *([NO_GRAPHS] if launch == "graph" else [])] if runs_itself(device) else []
+    notes = [CPU_NOTE, *([NO_GRAPHS_NOTE] if launch == "graph" else [])] if is_cpu(device) else []
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
-    notes += _unmodelled(found)
+    notes += _note_unmodelled(found)
     if found.solved.clock < 0.98 and not burst:
         notes.append(f"the power limit holds the clock at {100 * found.solved.clock:.0f}% of boost")
     if not found.kernels:
         notes.append("nothing runs on the device: no operator of the program launches a kernel")
     if found.kernels and not any(k.hbm_bytes for k in found.kernels):
-        notes.append("what it touches stays in the last-level cache between iterations: none crosses device memory")
+        notes.append("its data stay in the last-level cache between iterations: no bytes cross device memory")
     return tuple(notes)
