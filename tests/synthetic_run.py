@@ -302,12 +302,12 @@ def _collectives() -> Result:
         size = int(2 ** rng.integers(12, 28))
         rows.append({
             "kind": ("all_reduce", "all_gather", "reduce_scatter")[i % 3], "bytes": size,
-            "seconds": 12e-6 + size / 250e9 * rng.uniform(0.8, 1.6),
+            "time_s": 12e-6 + size / 250e9 * rng.uniform(0.8, 1.6),
             "overlap_pct": None if size < 2**14 else min(100.0, float(rng.uniform(4, 10) * np.log2(size / 2**14))),
             "start_s": 0.001 * i,
         })  # fmt: skip
     kinds = {
-        kind: {"count": 40, "bytes": 3e9, "seconds": 0.014 + 0.003 * i, "bytes_per_s": 2.1e11,
+        kind: {"count": 40, "bytes": 3e9, "time_s": 0.014 + 0.003 * i, "bytes_per_s": 2.1e11,
                "bus_bytes_per_s": 3.6e11, "overlap_pct": 55.0, "wait_s": 0.002}
         for i, kind in enumerate(("all_gather", "reduce_scatter", "all_reduce"))
     }  # fmt: skip

@@ -33,8 +33,8 @@ FLAGS = {
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
     "merge": {"paths", "-o", "--force", "--json"},
     "analyze": {
-        "kind", "trace", "--arch", "--by", "--group-by", "--min-bytes", "--power", "--sort", "--threshold", "--top",
-        "--json",
+        "kind", "trace", "--by", "--group-by", "--min-bytes", "--on", "--power", "--sort", "--threshold",
+        "--top", "--json",
     },
     "diff": {"files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},

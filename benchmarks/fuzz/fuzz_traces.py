@@ -195,7 +195,7 @@ def run(number: int) -> str:
             for kind in ANALYSES:
                 options = {"by": "step"} if kind == "breakdown" and number % 2 else {}
                 result = getattr(analyze, kind)(source, **options)
-                json.dumps(result.to_json(), default=str)
+                result.to_json()
                 if number % 8 == 0:
                     str(result)
                     result._repr_html_()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .advice import Advice as Advice
 from .device import Caches as Caches
 from .device import Clocks as Clocks
 from .device import Device as Device
@@ -290,22 +291,6 @@ def _prediction(values: dict[str, Any]) -> Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opportunity:
-    """A change that would save joules, with what it would save, computed by predicting it.
-
-    `saves_j` and `error_j` are per `unit` (a sample, a token; else an iteration), `latency_s` is of one iteration.
-    """
-
-    name: str
-    action: str
-    saves_j: float
-    saves_share: float
-    error_j: float
-    latency_s: float
-    unit: str = "iteration"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DiffRow:
     """One line of a comparison: joules and seconds before and after, and whether the change is more than noise."""
 
@@ -422,8 +407,8 @@ class EnergyReport:
         """The subgraphs that spend most, dearest first."""
         return sorted(self.descriptors, key=lambda d: d.total_energy_j, reverse=True)[:count]
 
-    def opportunities(self) -> list[Opportunity]:
-        """What would save joules, each computed by predicting the change, dearest first; [] for a measurement."""
+    def opportunities(self) -> list[Advice]:
+        """What would save joules, each computed by predicting the change, most first; [] for a measurement."""
         from .estimate.opportunities import opportunities
 
         return opportunities(self)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.analyze.advise import NOTHING, advise
-from tessera.analyze.findings import RULES
+from tessera.analyze.advise import NOTHING, RULES, advise
 from tessera.analyze.slowdown import EVENT_S
 from tessera.analyze.source import Source
 from tessera.estimate.predict import GAP_S

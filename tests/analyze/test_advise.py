@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tessera.analyze.measured import advise
+from tessera.analyze.rules_host import advise_measurement as advise
 from tessera.schema import Basis, Energy, EnergyReport, Gap, Telemetry
 
 

@@ -7,14 +7,13 @@ import math
 import time
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.analyze.correlate import Correlation, correlate
-from tessera.analyze.spikes import Chance, curve_of, find, level_text, p_values, threshold_of
+from tessera.analyze.spikes import Chance, choose_threshold, find_spikes, format_level, make_curve, p_values
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold, PowerEvent, Telemetry
@@ -83,8 +82,8 @@ def bursts(rng: np.random.Generator, count: int, seconds: float, length: float =
 @given(st.integers(0, 10_000), st.floats(80.0, 1200.0), st.floats(0.0, RING_NOISE), st.floats(2.0, 60.0))
 def test_noise_on_a_flat_load_gives_no_spike(seed: int, watts: float, noise: float, seconds: float) -> None:
     trace = power([], seconds, base_w=watts, seed=seed, noise=noise)
-    curve = curve_of(trace, "gpu0", T0, T0 + round(seconds * 1e9))
-    assert find(curve, threshold_of(curve, 95.0)) == []
+    curve = make_curve(trace, "gpu0", T0, T0 + round(seconds * 1e9))
+    assert find_spikes(curve, choose_threshold(curve, 95.0)) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,8 +92,8 @@ def test_every_burst_is_one_spike_where_it_was(seed: int, count: int, watts: flo
     rng = np.random.default_rng(seed)
     truth = bursts(rng, count, 10.0)
     trace = power([(a, b, watts) for a, b in truth], 10.0, seed=seed)
-    curve = curve_of(trace, "gpu0", T0, T0 + 10**10)
-    spikes = find(curve, (400.0 + watts) / 2)
+    curve = make_curve(trace, "gpu0", T0, T0 + 10**10)
+    spikes = find_spikes(curve, (400.0 + watts) / 2)
     assert len(spikes) == count
     for spike, (start, end) in zip(spikes, truth, strict=True):
         # The lag is corrected: within the blur and half a sample of the truth.
@@ -103,14 +102,14 @@ def test_every_burst_is_one_spike_where_it_was(seed: int, count: int, watts: flo
         assert spike.peak_w == pytest.approx(watts, rel=0.06)
         assert spike.foot_ns <= spike.start_ns <= spike.peak_ns <= spike.end_ns
         assert spike.rise_w_per_s is not None and spike.rise_w_per_s > (watts - 400.0) / 0.08
-    assert find(curve, (400.0 + watts) / 2, rise_w_per_s=1e6) == []
+    assert find_spikes(curve, (400.0 + watts) / 2, rise_w_per_s=1e6) == []
 
 
 def test_a_dip_within_the_noise_does_not_split_a_spike() -> None:
     times = T0 + np.arange(12) * 20 * MS
     watts = np.array([400, 400, 600, 599, 590, 601, 600, 400, 400, 600, 400, 400.0])
     trace = PowerTrace({"gpu0": DomainSamples.of(RING, times, watts)}, start_ns=0, end_ns=1)
-    spikes = find(curve_of(trace, None, T0 - 10**9, T0 + 10**9), 595.0)
+    spikes = find_spikes(make_curve(trace, None, T0 - 10**9, T0 + 10**9), 595.0)
     assert [s.number for s in spikes] == [1, 2]
     assert spikes[0].peak_w == 601.0 and spikes[1].peak_w == 600.0
 
@@ -120,11 +119,11 @@ def test_gaps_are_no_spikes_and_means_have_steps() -> None:
     times = T0 + np.arange(10) * 100 * MS
     watts = np.array([100, 100, 100, math.nan, 100, 300, 300, 100, 100, 100.0])
     trace = PowerTrace({"cpu0": DomainSamples.of(domain, times, watts)}, start_ns=0, end_ns=1)
-    curve = curve_of(trace, None, T0, T0 + 10**9)
+    curve = make_curve(trace, None, T0, T0 + 10**9)
     assert curve.mean_w == pytest.approx((6 * 100 + 2 * 300) / 8) and curve.crest_factor == pytest.approx(
         300 / 173.2, rel=0.01
     )
-    (spike,) = find(curve, 200.0)
+    (spike,) = find_spikes(curve, 200.0)
     assert (spike.start_ns - T0, spike.end_ns - T0) == (400 * MS, 600 * MS)
     assert spike.rise_w_per_s == pytest.approx(2000.0)
 
@@ -191,7 +190,7 @@ def test_a_flat_load_has_no_spike_and_says_so() -> None:
 
 @pytest.mark.parametrize("threshold_w", [8.4837, 0.25, 412.449, 1234.5])
 def test_one_threshold_is_written_one_way(threshold_w: float) -> None:
-    level = level_text(threshold_w)
+    level = format_level(threshold_w)
     flat = correlate(timeline(4.0), power([], 4.0, base_w=threshold_w / 2), threshold_w=threshold_w)
     assert f"no spike above {level} " in str(flat) and f"nothing exceeds {level}\n" in str(flat)
     held = correlate(timeline(4.0), power([], 4.0, base_w=threshold_w * 2), threshold_w=threshold_w)
@@ -219,7 +218,7 @@ def test_spikes_that_rise_after_idling_are_tied_to_it() -> None:
 @given(st.integers(0, 1000), st.integers(1, 6), st.integers(1, 6))
 def test_p_values_are_shares_and_the_best_of_many_is_held_to_all(seed: int, count: int, things: int) -> None:
     rng = np.random.default_rng(seed)
-    curve = curve_of(power([], 5.0, seed=seed), None, T0, T0 + 5 * 10**9)
+    curve = make_curve(power([], 5.0, seed=seed), None, T0, T0 + 5 * 10**9)
     chance = Chance(curve)
 
     def spans(n: int):
@@ -315,7 +314,7 @@ def test_links() -> None:
 
 def test_what_comes_out_can_be_kept_and_shown() -> None:
     found = spiky(telemetry=telemetry(7.0, []))
-    data = json.loads(msgspec.json.encode(found.to_json()))
+    data = json.loads(found.to_json())
     assert data["spikes"][0]["kernels"][0]["name"].startswith("gemm") and data["checklist"][0]["key"] == "aligned"
     assert {"lift", "p_value", "verdict"} <= set(data["aligned"][0])
     frame = found.to_frame()
@@ -335,7 +334,7 @@ def test_what_is_wrong_is_said() -> None:
         late.columns["start_ns"] += 10**12
         late.columns["end_ns"] += 10**12
         correlate(late, trace)
-    with pytest.raises(MeasurementError, match="nothing that spikes could be tied to"):
+    with pytest.raises(MeasurementError, match="nothing that could explain spikes"):
         correlate(Builder().build(), trace)
     for wrong in ({"threshold_w": -1.0}, {"percentile": 100.0}, {"rise_w_per_s": 0.0}):
         with pytest.raises(ArgumentError):

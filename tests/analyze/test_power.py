@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,8 +13,17 @@ from hypothesis import strategies as st
 
 from tessera import analyze
 from tessera.analyze.power import TOTAL, PowerResult
-from tessera.analyze.spectrum import BAND_HZ, MIN_POINTS, Even, even_parts, gain, ramps, seen_at_hz, spectrum
-from tessera.analyze.spikes import curve_of
+from tessera.analyze.spectrum import (
+    BAND_HZ,
+    MIN_POINTS,
+    EvenSamples,
+    alias_hz,
+    compute_spectrum,
+    even_parts,
+    find_ramps,
+    sensor_gain,
+)
+from tessera.analyze.spikes import make_curve
 from tessera.attribute.response import Response
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.joules import DomainSamples
@@ -64,8 +72,8 @@ def test_the_lines_sum_to_the_variance_whatever_the_samples(
     values: list[float], domain: Domain, step_ms: float
 ) -> None:
     power = trace(np.array(values), domain=domain, step_ms=step_ms)
-    for part in even_parts(curve_of(power, None, power.start_ns, power.end_ns)):
-        found = spectrum(part)
+    for part in even_parts(make_curve(power, None, power.start_ns, power.end_ns)):
+        found = compute_spectrum(part)
         assert (found is None) == (len(part.watts) < MIN_POINTS)
         if found is not None:
             assert found.ac_w2 == pytest.approx(float(np.var(part.watts)), rel=1e-9, abs=1e-6)
@@ -128,10 +136,12 @@ def test_a_gap_leaves_its_longest_stretch() -> None:
 
 
 def test_what_the_sensor_shows_of_a_swing() -> None:
-    assert gain(Response(tau_s=0.0, box_s=0.0), 20.0) == 1.0
-    assert gain(Response(tau_s=0.011, box_s=0.0), 1 / (2 * math.pi * 0.011)) == pytest.approx(math.sqrt(0.5))
-    assert gain(Response(tau_s=0.0, box_s=0.05), 20.0) == pytest.approx(0.0, abs=1e-9)  # a whole cycle is averaged
-    assert seen_at_hz(10.0, 0.02) == 10.0 and seen_at_hz(30.0, 0.02) == pytest.approx(20.0)
+    assert sensor_gain(Response(tau_s=0.0, box_s=0.0), 20.0) == 1.0
+    assert sensor_gain(Response(tau_s=0.011, box_s=0.0), 1 / (2 * math.pi * 0.011)) == pytest.approx(math.sqrt(0.5))
+    assert sensor_gain(Response(tau_s=0.0, box_s=0.05), 20.0) == pytest.approx(
+        0.0, abs=1e-9
+    )  # a whole cycle is averaged
+    assert alias_hz(10.0, 0.02) == 10.0 and alias_hz(30.0, 0.02) == pytest.approx(20.0)
 
 
 # -- levels ---------------------------------------------------------------------------------------------------------
@@ -193,9 +203,9 @@ def test_ramps_are_over_one_step_of_the_sensor() -> None:
     row = analyze.power(trace(watts)).rows[0]
     assert row["ramp_up_w_per_s"] == pytest.approx(400.0 / 0.02, rel=0.01)
     assert row["ramp_down_w_per_s"] == pytest.approx(-100.0 / 0.02, rel=0.01)
-    up, down = ramps([Even(start_ns=0, step_s=0.02, watts=watts)])
+    up, down = find_ramps([EvenSamples(start_ns=0, step_s=0.02, watts=watts)])
     assert up is not None and up.start_ns == pytest.approx(49 * 20 * MS) and down is not None
-    assert ramps([]) == (None, None)
+    assert find_ramps([]) == (None, None)
 
 
 def test_ramps_of_noise_are_called_noise() -> None:
@@ -237,10 +247,10 @@ def test_a_step_rate_that_is_not_a_reports_says_why() -> None:
     times = np.arange(0, at, 2 * MS, dtype=np.int64)
     power = PowerTrace({"gpu0": DomainSamples.of(PLAIN, times, np.full(len(times), 300.0))}, start_ns=0, end_ns=at)
     found = analyze.power(b.build(), power=power)
-    assert found.facts["step_hz"] == pytest.approx(100.0) and "middle step 100 Hz" in str(found)
-    assert any("100 Hz is the rate of the middle step" in n and "of the mean step" in n for n in found.notes)
+    assert found.facts["step_hz"] == pytest.approx(100.0) and "median step 100 Hz" in str(found)
+    assert any("100 Hz is the rate of the median step" in n and "of the mean step" in n for n in found.notes)
     timeline, even = stepping(2.0)
-    assert not any("middle step" in note for note in analyze.power(timeline, power=even).notes)
+    assert not any("median step" in note for note in analyze.power(timeline, power=even).notes)
 
 
 def test_the_dominant_frequency_is_the_step_rate() -> None:
@@ -306,7 +316,7 @@ def test_a_run_file_brings_everything(tmp_path: Path) -> None:
     found = analyze.power(tmp_path / "run.tessera", threshold_w=430.0)
     assert isinstance(found, PowerResult) and found.correlation is not None
     assert found.rows[0]["energy_j"] == pytest.approx(run.power().mean_w * 0.83, rel=0.1)
-    data = json.loads(msgspec.json.encode(found.to_json()))
+    data = json.loads(found.to_json())
     assert data["kind"] == "power" and data["spikes"][0]["kernels"] and data["checklist"]
     assert len(found.to_frame()) == len(found.rows)
     for key in ("peak_w", "p99_w", "crest_factor", "ramp_up_w_per_s", "band_w2", "dominant_hz"):

@@ -9,9 +9,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from tessera.analyze.ceilings import ceilings, device_of
-from tessera.analyze.kernel_work import calls_of
-from tessera.analyze.roofline import roofline
+from tessera.analyze.kernel_work import list_calls
+from tessera.analyze.roofline import Ceilings, find_device, roofline
 from tessera.analyze.stalls import divergence, stalls
 from tessera.attribute.work import work_of
 from tessera.errors import ArgumentError
@@ -140,7 +139,7 @@ def test_flops_of_a_cpu_trace_are_those_torch_counts(trained):
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     made, counted = trained
-    calls = calls_of(made)
+    calls = list_calls(made)
     matrix = np.array([*(w.matrix for w in calls.works), False])[calls.work]
     assert not np.any(np.isnan(calls.flops[matrix]))
     # torch's counter has a formula for attention, but does not know the operator it is on a CPU.
@@ -186,7 +185,7 @@ def test_a_convolution_without_a_backward_is_read_off_who_takes_its_output():
     b.add("op", "aten::cudnn_convolution", T0 + 10, T0 + 800, thread=1, external=2, shapes=b.intern(f"{x} {w}"))
     b.add("op", "aten::relu", T0 + 1000, T0 + 1100, thread=1, external=3, shapes=b.intern("[2,8,16,16]f32"))
     b.add("kernel", "implicit_convolve_sgemm", T0 + 50, T0 + 5050, device=0, stream=7, external=2)
-    (flops,) = calls_of(b.build()).flops
+    (flops,) = list_calls(b.build()).flops
     assert flops == 2 * 2 * 16 * 16 * prod((8, 3, 3, 3))
 
 
@@ -269,21 +268,21 @@ def test_what_is_missing_is_said():
 
 def test_the_chip_is_found_by_name_capability_or_trace():
     named, bare = timeline(device="NVIDIA H100 80GB HBM3"), timeline(device=None)
-    assert device_of(named).id == "h100"
-    assert device_of(named, "sm90").id == "h100"
-    assert device_of(bare, "sm90").compute_capability == "sm90"
-    assert device_of(bare, "sm_80").compute_capability == "sm80"
-    assert device_of(bare, "h200").id == "h200"
-    assert device_of(bare) is None
+    assert find_device(named).id == "h100"
+    assert find_device(named, "sm90").id == "h100"
+    assert find_device(bare, "sm90").compute_capability == "sm90"
+    assert find_device(bare, "sm_80").compute_capability == "sm80"
+    assert find_device(bare, "h200").id == "h200"
+    assert find_device(bare) is None
     with pytest.raises(ArgumentError, match="sm91"):
-        device_of(bare, "sm91")
+        find_device(bare, "sm91")
 
 
 def test_the_best_joules_are_the_measured_ones_where_there_are_any():
-    h200 = ceilings(lookup("h200"))
+    h200 = Ceilings.of(lookup("h200"))
     assert h200.flop_per_j["matrix.bf16"] == h200.flop_per_j["matrix.fp16"] == pytest.approx(1 / 1.03e-12)
     assert h200.bytes_per_j == pytest.approx(1 / 1.52e-10)
-    a100 = ceilings(lookup("a100"))
+    a100 = Ceilings.of(lookup("a100"))
     assert a100.flop_per_j["matrix.bf16"] == pytest.approx(a100.flops_per_s["matrix.bf16"] / lookup("a100").tdp_w.value)
 
 

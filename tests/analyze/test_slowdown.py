@@ -289,7 +289,7 @@ def test_preparing_is_not_waiting(tmp_path: Path) -> None:
     with program.write(tmp_path / "p.tessera") as run:
         said = said_of(run)
     (gap,) = (g for g in said.gaps if g.during == PREPARING)
-    assert gap.seconds == pytest.approx(3.0, rel=0.01)
+    assert gap.time_s == pytest.approx(3.0, rel=0.01)
     assert "idle" not in {f.kind for f in said.findings}
     (outside,) = (f for f in said.findings if f.kind == "outside")
     assert "before the first whole step" in outside.evidence

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from tessera import graph
-from tessera.analyze.graph_profile import fused, joined, label, occupancy_pct, operators, tile_of
+from tessera.analyze.graph_profile import (
+    make_label,
+    merge_rewrites,
+    occupancy_pct,
+    parse_fused,
+    profile_operators,
+    tile_of,
+)
 from tessera.errors import ArgumentError
 from tessera.graph.rewrites import Rewrite, announce_rewrites, collect_rewrites
 from tessera.timeline import Builder, Launch
@@ -29,15 +36,17 @@ def test_tiles_are_read_off_names(name, tile):
 
 def test_labels():
     none = Launch()
-    assert label("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "kernel", "aten::mm", none) == "MatMul[256x128x64]"
-    assert label("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "kernel", None, none) == "FusedOp[FlashAttn]"
+    assert (
+        make_label("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "kernel", "aten::mm", none) == "MatMul[256x128x64]"
+    )
+    assert make_label("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "kernel", None, none) == "FusedOp[FlashAttn]"
     reduce = Launch(collective_type="allreduce", group="dp")
-    assert label("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "collective", None, reduce) == "Allreduce[dp]"
-    assert label("triton_poi_fused_add_gelu_0", "kernel", None, none) == "FusedOp[add+gelu]"
-    assert label("k", "kernel", "aten::_log_softmax", none) == "LogSoftmax"
-    assert label("k", "op", "autograd::engine::evaluate_function: MulBackward0", none) == "MulBackward0"
-    assert label("Memcpy HtoD", "memcpy", None, Launch(memcpy_dir="HtoD")) == "Memcpy[HtoD]"
-    assert fused("nvjet_bias_NNT", "aten::addmm") == ("matmul", "bias")
+    assert make_label("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "collective", None, reduce) == "Allreduce[dp]"
+    assert make_label("triton_poi_fused_add_gelu_0", "kernel", None, none) == "FusedOp[add+gelu]"
+    assert make_label("k", "kernel", "aten::_log_softmax", none) == "LogSoftmax"
+    assert make_label("k", "op", "autograd::engine::evaluate_function: MulBackward0", none) == "MulBackward0"
+    assert make_label("Memcpy HtoD", "memcpy", None, Launch(memcpy_dir="HtoD")) == "Memcpy[HtoD]"
+    assert parse_fused("nvjet_bias_NNT", "aten::addmm") == ("matmul", "bias")
 
 
 def test_occupancy_is_what_the_launch_allows():
@@ -55,7 +64,7 @@ def test_waves_and_time_per_tile():
     for i in range(3):
         build.add("kernel", "nvjet_256x128_64", i * 300_000, i * 300_000 + 200_000, device=0, stream=7, launch=launch)
     build.add("memcpy", "Memcpy DtoD", 10**6, 10**6 + 100_000, device=0, stream=7, bytes=10**8)
-    found = operators(build.build())
+    found = profile_operators(build.build())
     gemm, copy = found.rows
     assert (gemm.tiles, gemm.waves, gemm.calls) == (264, 2, 3)
     assert gemm.tile_latency_s == pytest.approx(1e-4)
@@ -64,7 +73,7 @@ def test_waves_and_time_per_tile():
     text = str(found)
     assert "MatMul[256x128x64]" in text
     assert "bandwidth=1 TB/s" in text
-    assert json.loads(json.dumps(found.to_json()))["rows"][0]["tiles"] == 264
+    assert json.loads(found.to_json())["rows"][0]["tiles"] == 264
 
 
 def test_a_step_on_the_cpu():
@@ -86,7 +95,7 @@ def test_rewrites_are_read_off_names_and_joined_with_what_was_told():
              "flash_fwd_kernel")  # fmt: skip
     for i, name in enumerate(names):
         build.add("kernel", name, i * 1000, i * 1000 + 900, device=0, stream=7)
-    found = operators(build.build(), steps=2)
+    found = profile_operators(build.build(), steps=2)
     seen = {r.rule: r for r in found.rewrites}
     assert set(seen) == {"fuse_reduction", "fuse_epilogue", "flash_attention"}
     assert (seen["fuse_reduction"].times, seen["fuse_reduction"].by) == (1, "inductor")
@@ -95,7 +104,7 @@ def test_rewrites_are_read_off_names_and_joined_with_what_was_told():
     assert "rewritten: fuse_epilogue: matmul + bias -> one kernel" in str(found)
     told = Rewrite(rule="flash_attention", before="a", after="b", by="tessera", times=3, saved_bytes=3e6, saved_j=-0.5,
                    saved_error_j=0.1, saved_s=1e-3)  # fmt: skip
-    both = joined(found.rewrites, [told])
+    both = merge_rewrites(found.rewrites, [told])
     # Inductor's kernels are in what the program told; a library's epilogue is not.
     assert [r.rule for r in both] == ["flash_attention", "fuse_epilogue"]
     from tessera.report.optimize import line

@@ -237,7 +237,7 @@ def test_memory_by_category():
 
 def test_opportunities_are_predicted_changes():
     report = tessera.predict(net(512, 6), torch.randn(1, 512), on="h200")
-    found = {o.name: o for o in report.opportunities()}
+    found = {o.kind: o for o in report.opportunities()}
     assert "reduce latency" in found
     graph = tessera.predict(net(512, 6), torch.randn(1, 512), on="h200", launch="graph")
     saved = report.total_energy_j - graph.total_energy_j

@@ -19,7 +19,7 @@ from tessera.report import predict_parts as parts
 from tessera.report.narrow import Column, Pieces, fitting
 from tessera.report.predict_html import card, page
 from tessera.report.scatter import Axis, Dot, scatter
-from tessera.schema import DiffRow, Energy, EnergyDiff, EnergyReport, Opportunity
+from tessera.schema import Advice, DiffRow, Energy, EnergyDiff, EnergyReport
 
 from models import Block, Residual
 
@@ -44,9 +44,9 @@ def found() -> Sweep:
     return sweep(Residual(), IMAGE, on=("a100", "h200"), precisions=("bf16", "fp8"), batches=(1, 8), name=EVIL)
 
 
-def saving(name: str = "quantise") -> Opportunity:
-    return Opportunity(
-        name=name, action="run in fp8", saves_j=0.012, saves_share=0.3, error_j=0.002, latency_s=0.004, unit="sample"
+def saving(name: str = "quantise") -> Advice:
+    return Advice(
+        kind=name, action="run in fp8", saves_j=0.012, saves_share=0.3, error_j=0.002, time_s=0.004, unit="sample"
     )
 
 

@@ -19,8 +19,9 @@ from click.testing import CliRunner
 from rich.console import Console, RenderableType
 
 from tessera.analyze import kernel_names
+from tessera.analyze.advise import find_advice
 from tessera.analyze.answer import answer
-from tessera.analyze.findings import findings
+from tessera.analyze.evidence import RunEvidence
 from tessera.analyze.host_gaps import LAUNCHING, HostGap, host_gaps
 from tessera.analyze.icicle import Node, icicle
 from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
@@ -212,7 +213,7 @@ def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
 
 def test_gaps_say_what_the_host_did(made: Made) -> None:
     found = host_gaps(made.timeline, made.table, START_NS, made.end_ns)
-    assert sum(g.seconds for g in found) == pytest.approx(made.table.seconds - made.table.busy_s)
+    assert sum(g.time_s for g in found) == pytest.approx(made.table.seconds - made.table.busy_s)
     by = {g.during: g for g in found}
     assert by["in DataLoader.__next__"].count == 11  # before the first there is no kernel yet
     assert {"before the first kernel", "after the last kernel", LAUNCHING} <= set(by)
@@ -255,15 +256,15 @@ def table(*kernels: EnergyRow, idle: float = 0.0, **more: Any) -> EnergyTable:
     ],
 )
 def test_findings_name_the_cause_and_its_joules(found: EnergyTable, kind: str, says: str) -> None:
-    first = findings(found, {})[0]
+    first = find_advice(RunEvidence(table=found, telemetry={}))[0]
     assert first.kind == kind
     assert says in first.text
     assert first.share == pytest.approx(first.energy_j / 100)
 
 
 def test_many_late_launches_ask_for_a_graph() -> None:
-    gaps = [HostGap(during=LAUNCHING, count=9000, seconds=0.2, energy_j=40.0)]
-    found = findings(table(row("x", 30), row("y", 30), idle=40.0), {}, gaps)
+    gaps = [HostGap(during=LAUNCHING, count=9000, time_s=0.2, energy_j=40.0)]
+    found = find_advice(RunEvidence(table=table(row("x", 30), row("y", 30), idle=40.0), telemetry={}, gaps=gaps))
     assert found[0].kind == "launch"
     assert "9,000 launches" in found[0].text
     assert "CUDA graph" in found[0].text
@@ -273,14 +274,18 @@ def test_many_late_launches_ask_for_a_graph() -> None:
 def test_a_power_cap_and_dear_steps_are_found(made: Made) -> None:
     capped = [dataclasses.replace(t, throttle=("power cap",)) for t in made.telemetry]
     spent = [row(f"k{i}", 10) for i in range(10)]
-    assert [f.kind for f in findings(table(*spent), {"gpu0": capped})] == ["power cap"]
+    assert [f.kind for f in find_advice(RunEvidence(table=table(*spent), telemetry={"gpu0": capped}))] == ["power cap"]
     late, first = ([row(f"step_{i}", 50 if i == at else 5, "step", 1) for i in range(10)] for at in (4, 0))
-    assert [f.kind for f in findings(table(*spent, steps=late), {})] == ["outliers"]
-    assert findings(table(*spent, steps=first), {}) == [], "no mean counts it: the screen says so"
+    assert [f.kind for f in find_advice(RunEvidence(table=table(*spent, steps=late), telemetry={}))] == ["outliers"]
+    assert find_advice(RunEvidence(table=table(*spent, steps=first), telemetry={})) == [], (
+        "no mean counts it: the screen says so"
+    )
     guessed = dataclasses.replace(table(*spent, steps=late), basis="modelled")
-    assert findings(guessed, {}) == [], "what is dear there may be the machine's other load"
-    assert findings(table(*spent), {}) == []
-    assert findings(dataclasses.replace(table(*spent), total_j=math.nan), {}) == []
+    assert find_advice(RunEvidence(table=guessed, telemetry={})) == [], (
+        "what is dear there may be the machine's other load"
+    )
+    assert find_advice(RunEvidence(table=table(*spent), telemetry={})) == []
+    assert find_advice(RunEvidence(table=dataclasses.replace(table(*spent), total_j=math.nan), telemetry={})) == []
 
 
 # -- the screen -----------------------------------------------------------------------------------------------------
@@ -722,7 +727,7 @@ def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
         out, _, spent = both(run)
         said = answer(run, spent)
     assert said.seconds == pytest.approx(0.4)
-    assert sum(g.seconds for g in said.gaps) == pytest.approx(0.4 - spent.busy_s)
+    assert sum(g.time_s for g in said.gaps) == pytest.approx(0.4 - spent.busy_s)
     assert "traced 400 ms, 4 of 20 steps" in out
     assert [(o.where, o.steps) for o in said.outside] == [("between", 1), ("after", 15)]
     assert said.energy_j + sum(o.energy_j for o in said.outside) == pytest.approx(said.whole.energy_j)

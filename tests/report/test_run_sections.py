@@ -111,8 +111,8 @@ def test_collectives_are_binned_whole(html: str, made: Made) -> None:
     assert sum(counts) == len(results(made)["collectives"].rows)
     assert "beside kernels: not known" in heat
     assert "all reduce" in html
-    same = [{"kind": "all_reduce", "bytes": 1024, "seconds": 1e-5, "overlap_pct": None}] * 3
-    kind = {"count": 3, "bytes": None, "seconds": 3e-5}
+    same = [{"kind": "all_reduce", "bytes": 1024, "time_s": 1e-5, "overlap_pct": None}] * 3
+    kind = {"count": 3, "bytes": None, "time_s": 3e-5}
     alone = Result(kind="c", title="c", columns=(), rows=same, facts={"by_kind": {"all_reduce": kind}})
     assert sections.collectives(alone).count("<rect") == 1
 

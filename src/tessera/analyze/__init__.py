@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .critical_path import critical_path as critical_path
     from .diff import diff as diff
     from .kernels import kernels as kernels
-    from .memcpy import memcpy as memcpy
+    from .memory import memcpy as memcpy
     from .memory import memory as memory
     from .power import power as power
     from .roofline import roofline as roofline
@@ -42,7 +42,7 @@ _MODULES = {
     "diff": "diff",
     "divergence": "stalls",
     "kernels": "kernels",
-    "memcpy": "memcpy",
+    "memcpy": "memory",
     "memory": "memory",
     "overlap": "breakdown",
     "power": "power",

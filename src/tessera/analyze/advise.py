@@ -1,104 +1,167 @@
-"""`advise`: what to change, with the evidence, the predicted saving in joules and seconds, and how sure that is."""
+"""`advise`: what to change, with the evidence, the predicted saving in joules and seconds, and how sure that is.
+
+`analyze.advise`, the screen and the page all show the same list. A rule is silent below a share that is worth a user's
+time, so that a healthy run has no advice.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..advice import Advice
 from ..attribute.prior import Board, board_of, prior
 from ..attribute.table import EnergyRow, EnergyTable
 from ..device import Device
 from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Timeline
-from ..timeline.intervals import union
-from .answer import by_domain, window_of
-from .ceilings import device_of
-from .devices import no_device, no_power
-from .findings import Finding, findings
+from . import rules_host, rules_kernels
+from .devices import busy_spans, explain_no_device, explain_no_power
+from .evidence import RunEvidence, group_telemetry
 from .host_gaps import host_gaps
-from .result import Column, Result
+from .result import Result, columns
+from .roofline import find_device
 from .source import Progress, Source, open_source
 from .stalls import COMMAND
+from .whole import window_of
 
 NOTHING = "nothing stands out: no change known to us would save a share worth the work"
-
+COVERED = 0.5
+"""Where a rule about kernels covers half of what the most expensive operator spends, "start there" adds nothing."""
+RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
+    rules_host.check_idle,
+    rules_host.check_launches,
+    rules_host.check_outside,
+    rules_kernels.check_fp32,
+    rules_kernels.check_alignment,
+    rules_kernels.check_tensor_use,
+    rules_kernels.check_accumulators,
+    rules_host.check_copies,
+    rules_kernels.check_fusion,
+    rules_host.check_communication,
+    rules_kernels.check_occupancy,
+    rules_kernels.check_coalescing,
+    rules_kernels.check_divergence,
+    rules_host.check_outliers,
+    rules_host.check_throttling,
+    rules_host.check_spikes,
+    rules_host.check_main_operator,
+)
+"""All rules; the docstring of each says when it speaks and how its saving is computed."""
+_OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
 # The numbers first: a narrow screen cuts what comes last.
-_COLUMNS = (
-    Column(key="kind", title="Finding"),
-    Column(key="saves_j", title="Saves", unit="J"),
-    Column(key="saves_s", title="Saves time", unit="s", help="negative: it costs time"),
-    Column(key="confidence", title="Confidence"),
-    Column(key="evidence", title="Evidence"),
-    Column(key="action", title="What to do"),
-    Column(key="energy_j", title="Behind it", unit="J"),
-    Column(key="share_pct", title="Of the run", unit="%"),
-    Column(key="by", title="Computed by", help="prediction: tessera.estimate's models; roofline: the chip's ceilings; "
-           "counters; energy table: joules spent for nothing; experience: what it saved elsewhere"),
-)  # fmt: skip
+_COLUMNS = columns(
+    ("kind", "Finding"),
+    ("saves_j", "Saves"),
+    ("saves_s", "Saves time", "negative: it costs time"),
+    ("confidence", "Confidence"),
+    ("evidence", "Evidence"),
+    ("action", "What to do"),
+    ("energy_j", "Behind it"),
+    ("share_pct", "Of the run"),
+    (
+        "by",
+        "Computed by",
+        "prediction: tessera.estimate's models; roofline: the chip's ceilings; counters; energy table: joules spent "
+        "for nothing; experience: what it saved elsewhere",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceResult(Result):
+    """A `Result` whose rows are the `advice`, one by one."""
+
+    advice: Sequence[Advice] = ()
 
 
 def advise(
-    trace: Any, *, power: Any = None, arch: str | Device | None = None, progress: Progress | None = None
-) -> Result:
+    trace: Any,
+    *,
+    power: Any = None,
+    on: str | Device | None = None,
+    arch: str | Device | None = None,
+    progress: Progress | None = None,
+) -> AdviceResult:
     """What to do about a recording, most joules saved first; a healthy one has no rows.
 
-    Without power the joules are the chip's power model's (`facts["basis"]` is "modelled"); without a known chip too,
-    only seconds are given.
+    `on` (or `arch`) is the chip, where the recording does not name it. Without power the joules are those of the chip's
+    power model (`facts["basis"]` is "modelled"); without a known chip too, only seconds are given.
     """
     source = open_source(trace, power=power, progress=progress)
-    table = source.energy()
+    timeline, table = source.timeline, source.energy()
     notes, missing = list(source.notes), _missing(source)
-    known = table is not None and table.total_j > 0
-    if table is None or not known:
-        table, known = _modelled(source.timeline, arch)
-        missing["energy"] = no_power(source)
-        said = "joules are modelled: no power was recorded" if known else "no joules: no power, and no chip is named"
-        notes.append(said)
-    gaps = host_gaps(source.timeline, table, *_window(source)) if table.kernels else []
+    has_joules = table is not None and table.total_j > 0
+    if table is None or not has_joules:
+        table, has_joules = _model_table(timeline, on or arch)
+        missing["energy"] = explain_no_power(source)
+        basis = "joules are modelled: no power was recorded" if has_joules else "no joules: no power, and no known chip"
+        notes.append(basis)
     tracing = source.tracing()
-    found = findings(
-        table, by_domain(source.telemetry), gaps, timeline=source.timeline, power=source.power, arch=arch,
-        tracing=tracing,
-    )  # fmt: skip
-    rows = [
-        {
-            "kind": f.kind, "evidence": f.evidence, "action": f.action, "energy_j": f.energy_j if known else None,
-            "share_pct": 100.0 * f.share, "saves_j": f.saves_j if known else None, "saves_s": f.saves_s, "by": f.by,
-            "confidence": f.confidence,
-        }
-        for f in found
-    ]  # fmt: skip
+    advice = find_advice(
+        RunEvidence(
+            table=table,
+            telemetry=group_telemetry(source.telemetry),
+            gaps=host_gaps(timeline, table, *_window(source)) if table.kernels else [],
+            timeline=timeline,
+            power=source.power,
+            on=on or arch,
+            tracing=tracing,
+        )
+    )
+    rows = []
+    for a in advice:
+        row = {key: getattr(a, key) for key in ("kind", "evidence", "action", "saves_s", "by", "confidence")}
+        row |= {key: getattr(a, key) if has_joules else None for key in ("energy_j", "saves_j")}
+        rows.append(row | {"share_pct": 100.0 * (a.share or 0.0)})
     if tracing is not None and tracing.text:
         notes.append(tracing.text)
     if not rows:
         notes.append(NOTHING)
-    facts = {
-        "energy_j": table.total_j if known else None, "time_s": table.seconds, "basis": table.basis if known else None,
-        "saves_j": _together(found, table) if known else None,
-    }  # fmt: skip
-    return Result(
-        kind="advise", title="What to do", columns=_COLUMNS, rows=rows, facts=facts, notes=notes, missing=missing
+    facts: dict[str, Any] = dict.fromkeys(("energy_j", "basis", "saves_j")) | {"time_s": table.seconds}
+    if has_joules:
+        facts |= {"energy_j": table.total_j, "basis": table.basis, "saves_j": _sum_savings(advice, table)}
+    return AdviceResult(
+        kind="advise",
+        title="What to do",
+        columns=_COLUMNS,
+        rows=rows,
+        facts=facts,
+        notes=notes,
+        missing=missing,
+        advice=advice,
     )
 
 
-def _together(found: Sequence[Finding], table: EnergyTable) -> float:
+def find_advice(run: RunEvidence) -> list[Advice]:
+    """Everything that stands out, most joules saved first; [] when nothing does."""
+    if not run.table.total_j > 0:
+        return []
+    advice = [a for rule in RULES if (a := rule(run)) is not None]
+    kernels_j = max((a.energy_j or 0.0 for a in advice if a.kind in _OF_KERNELS), default=0.0)
+    advice = [a for a in advice if a.kind != "one operator" or kernels_j < COVERED * (a.energy_j or 0.0)]
+    return sorted(advice, key=lambda a: (a.saves_j, a.energy_j or 0.0), reverse=True)
+
+
+def _sum_savings(advice: Sequence[Advice], table: EnergyTable) -> float:
     """All of them: they overlap (a fused kernel is not launched either), so each saves of what the others leave."""
-    return table.total_j * (1.0 - math.prod(1.0 - min(1.0, f.saves_j / table.total_j) for f in found))
+    return table.total_j * (1.0 - math.prod(1.0 - min(1.0, a.saves_j / table.total_j) for a in advice))
 
 
 def _missing(source: Source) -> dict[str, str]:
     timeline, missing = source.timeline, {}
     if not len(timeline.device_rows):
-        return {"kernels": no_device(source)}  # nor have counters, shapes and throttling anything to say
+        return {"kernels": explain_no_device(source)}  # nor have counters, shapes and throttling anything to say
     if not timeline.extra:
         missing["counters"] = f"occupancy, divergence and memory stalls are hardware counters: {COMMAND}"
     if not np.any(timeline["shapes"] != NONE):
         missing["shapes"] = f"savings of products and fusions are rough without shapes: {NEEDS_SHAPES}"
     if not any(t.throttle is not None for t in source.telemetry):
-        here = "the GPU did not say in this run whether it throttled: `tessera doctor` says what it can"
+        here = "the GPU did not report in this run whether it throttled: `tessera doctor` shows what it can report"
         missing["throttling"] = here if source.run is not None else "not in a trace: record with `tessera run`"
     return missing
 
@@ -121,25 +184,23 @@ def _span(timeline: Timeline) -> tuple[int, int]:
     return int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
 
 
-def _modelled(timeline: Timeline, arch: str | Device | None) -> tuple[EnergyTable, bool]:
+def _model_table(timeline: Timeline, on: str | Device | None) -> tuple[EnergyTable, bool]:
     """Joules by the power model of the chip, and whether there is one; without it 1 W each, to weigh by seconds."""
-    device = device_of(timeline, arch)
+    device = find_device(timeline, on)
     board = board_of(device.name, np.zeros(0)) if device is not None else Board(static_w=1.0, limit_w=1.0)
     rows = timeline.device_rows
     start_ns, end_ns = _span(timeline)
     seconds = (end_ns - start_ns) * 1e-9
-    lasted = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
+    lengths_s = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
     keys = np.stack([timeline["name"][rows], timeline["launch"][rows], timeline["kind"][rows]], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     inverse = np.asarray(inverse).reshape(-1)
-    spent_s, calls = np.bincount(inverse, lasted), np.bincount(inverse)
+    spent_s, calls = np.bincount(inverse, lengths_s), np.bincount(inverse)
     watts = np.ones(len(first))
     if device is not None and len(rows):
         watts = prior(timeline, rows[first], spent_s / calls, timeline.linked.op, board).watts
-    busy_s = 0.0
     by_device = timeline.by_device(rows)
-    for mine in by_device.values():
-        busy_s += union(timeline["start_ns"][mine], timeline["end_ns"][mine]).total_ns * 1e-9
+    busy_s = sum(busy_spans(timeline, own).total_ns * 1e-9 for own in by_device.values())
     idle_j = max(0.0, seconds * max(1, len(by_device)) - busy_s) * board.static_w
     total = float((watts * spent_s).sum()) + idle_j
     by_name: dict[tuple[str, str], list[float]] = {}
@@ -149,13 +210,18 @@ def _modelled(timeline: Timeline, arch: str | Device | None) -> tuple[EnergyTabl
         for place, value in enumerate((calls[i], spent_s[i], watts[i] * spent_s[i])):
             sums[place] += float(value)
     kernels = [
-        EnergyRow(
-            name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, energy_error_j=math.nan, share=j / total
-        )
+        EnergyRow(name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, energy_error_j=math.nan, share=j / total)
         for (name, kind), (n, s, j) in by_name.items()
-    ]  # fmt: skip
+    ]
     table = EnergyTable(
-        total_j=total, total_error_j=math.nan, idle_j=idle_j, idle_error_j=math.nan, seconds=seconds, busy_s=busy_s,
-        kernels=kernels, source="power model", basis="modelled",
-    )  # fmt: skip
+        total_j=total,
+        total_error_j=math.nan,
+        idle_j=idle_j,
+        idle_error_j=math.nan,
+        seconds=seconds,
+        busy_s=busy_s,
+        kernels=kernels,
+        source="power model",
+        basis="modelled",
+    )
     return table, device is not None

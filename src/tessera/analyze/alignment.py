@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ..record import CODE, KINDS
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Spans, covered_ns, difference, intersection, union
-from .checklist import CROWD
 from .spikes import Chance, Curve, Spike, p_values
 
 _Shares = tuple[Spans, float, float]
@@ -28,12 +27,13 @@ MIN_LIFT = 1.25
 CROWDED = 0.5
 TOP_KERNELS = 12
 PER_SPIKE = 4
+CROWD = "changes follow each other faster than the sensor can tell apart"
 EDGE_KINDS = ("start after idle", "phase", "step", "region")
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
+class SpikeOverlap:
     """A kernel, copy or collective in a spike's window: the share of the window it ran in, and its lift over all.
 
     `lift` is how many times more of the time it runs in spikes than outside; None when it runs in spikes only.
@@ -81,8 +81,8 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What the timeline knows of links: shares of the time in and outside spikes with a copy or a collective."""
+class LinkTraffic:
+    """How links were used, as far as a timeline shows: shares of the time with a copy or a collective."""
 
     in_spikes: float
     outside: float
@@ -90,7 +90,7 @@ class Traffic:
     copies: int
 
 
-class Work:
+class SpikeWork:
     """What ran on a device, in and outside the windows of its spikes."""
 
     def __init__(self, timeline: Timeline, rows: Ints, curve: Curve, spikes: Sequence[Spike]) -> None:
@@ -102,8 +102,10 @@ class Work:
         self._reach_ns = round(curve.reach_s * 1e9)
         above = np.array([(s.start_ns, s.end_ns) for s in spikes], dtype=np.int64).reshape(-1, 2)
         self._above = union(above[:, 0], above[:, 1])
-        self._windows = intersection(union(above[:, 0] - self._reach_ns, above[:, 1] + self._reach_ns), curve.seen)
-        self._calm = difference(curve.seen, self._windows)
+        self._windows = intersection(
+            union(above[:, 0] - self._reach_ns, above[:, 1] + self._reach_ns), curve.known_spans
+        )
+        self._calm = difference(curve.known_spans, self._windows)
         self._by_name: dict[int, _Shares] = {}
 
     def _shares(self, pick: NDArray[np.bool_]) -> _Shares:
@@ -125,9 +127,9 @@ class Work:
         groups = [("collectives", "collective", self._kinds == CODE["collective"])]
         groups += [("copies", "memcpy", self._kinds == CODE["memcpy"])]
         groups += [("device busy", "activity", np.ones(len(self.rows), dtype=bool))]
-        groups += [("backward pass", "activity", backward(self.timeline, self.rows)[0])]
+        groups += [("backward pass", "activity", find_backward(self.timeline, self.rows)[0])]
         tried = [(name, kind, self._shares(pick)) for name, kind, pick in groups if np.any(pick)]
-        found = [self._judged([one], chance)[0] for one in tried]
+        wholes = [self._judge([one], chance)[0] for one in tried]
         totals = np.bincount(self._names, weights=covered_ns(self._windows, self._starts, self._ends), minlength=1)
         top = [
             int(i)
@@ -136,16 +138,16 @@ class Work:
         ]
         kinds = [KINDS[int(self._kinds[np.argmax(self._names == i)])] for i in top]
         singles = [(self.timeline.names[i], k, self._name_shares(i)) for i, k in zip(top, kinds, strict=True)]
-        return found + self._judged(singles, chance)
+        return wholes + self._judge(singles, chance)
 
-    def _judged(self, family: Sequence[tuple[str, str, _Shares]], chance: Chance) -> list[Alignment]:
+    def _judge(self, family: Sequence[tuple[str, str, _Shares]], chance: Chance) -> list[Alignment]:
         scores = [chance.overlap(self._above, ran) for _, _, (ran, _, _) in family]
         return [
-            judged(name, kind, inside, outside, p, len(self.spikes))
+            judge_alignment(name, kind, inside, outside, p, len(self.spikes))
             for (name, kind, (_, inside, outside)), p in zip(family, p_values(scores), strict=True)
         ]
 
-    def tied(self, spike: Spike, edges: Sequence[Boundary]) -> Spike:
+    def describe(self, spike: Spike, edges: Sequence[Boundary]) -> Spike:
         """A spike with what ran in its window, longest first, and the boundaries (in time order) at its rise."""
         begin, end = spike.start_ns - self._reach_ns, spike.end_ns + self._reach_ns
         pick = slice(int(np.searchsorted(self._reached, begin, side="right")), int(np.searchsorted(self._starts, end)))
@@ -159,15 +161,15 @@ class Work:
             overlap_s = int(covered_ns(ran, np.array([begin]), np.array([end]))[0]) * 1e-9
             kind = KINDS[int(self._kinds[pick][np.argmax(self._names[pick] == i)])]
             share, lift = overlap_s / ((end - begin) * 1e-9), inside / outside if outside > 0 else None
-            found = Overlap(name=self.timeline.names[i], kind=kind, overlap_s=overlap_s, share=share, lift=lift)
-            overlaps.append(found)
+            name = self.timeline.names[i]
+            overlaps.append(SpikeOverlap(name=name, kind=kind, overlap_s=overlap_s, share=share, lift=lift))
         times = np.array([b.time_ns for b in edges], dtype=np.int64)
         first, last = np.searchsorted(times, [spike.foot_ns - self._reach_ns, spike.start_ns + self._reach_ns])
         near = [dataclasses.replace(b, offset_s=(b.time_ns - spike.start_ns) * 1e-9) for b in edges[first:last]]
         near = sorted(near, key=lambda b: abs(b.offset_s))[:PER_SPIKE]
         return dataclasses.replace(spike, kernels=tuple(overlaps), boundaries=tuple(near))
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """Copies between host and device or peers, and collectives: what uses a link as far as a timeline shows."""
         collective = self._kinds == CODE["collective"]
         copy = self._kinds == CODE["memcpy"]
@@ -175,10 +177,11 @@ class Work:
         inside_one = np.array([launch.memcpy_dir in ("DtoD", "d2d") for launch in self.timeline.launches] + [False])
         copy &= ~inside_one[launches]
         _, inside, outside = self._shares(collective | copy)
-        return Traffic(in_spikes=inside, outside=outside, collectives=int(np.sum(collective)), copies=int(np.sum(copy)))
+        counts = {"collectives": int(np.sum(collective)), "copies": int(np.sum(copy))}
+        return LinkTraffic(in_spikes=inside, outside=outside, **counts)
 
 
-def judged(name: str, kind: str, inside: float, outside: float, p: float, spikes: int) -> Alignment:
+def judge_alignment(name: str, kind: str, inside: float, outside: float, p: float, spikes: int) -> Alignment:
     """A verdict from shares and chance."""
     verdict: Aligned = "cannot tell"
     reason = ""
@@ -195,22 +198,27 @@ def judged(name: str, kind: str, inside: float, outside: float, p: float, spikes
     else:
         reason = f"{p:.0%} of shifts of the spikes fit as well"
     return Alignment(
-        name=name, kind=kind, in_spikes=inside, outside=outside, p_value=p if spikes else None, verdict=verdict,
+        name=name,
+        kind=kind,
+        in_spikes=inside,
+        outside=outside,
+        p_value=p if spikes else None,
+        verdict=verdict,
         reason=reason,
-    )  # fmt: skip
+    )
 
 
-def boundaries(timeline: Timeline, rows: Ints, curve: Curve) -> list[Boundary]:
+def find_boundaries(timeline: Timeline, rows: Ints, curve: Curve) -> list[Boundary]:
     """Where what a device does changes, in time order: work after idling, forward to backward, regions and steps."""
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
-    found = [*_after_idle(timeline, rows, curve.reach_s), *_phases(timeline, rows), *_regions(timeline, rows)]
-    inside = [b for b in found if curve.start_ns <= b.time_ns <= curve.end_ns]
+    every = [*_after_idle(timeline, rows, curve.reach_s), *_phases(timeline, rows), *_regions(timeline, rows)]
+    inside = [b for b in every if curve.start_ns <= b.time_ns <= curve.end_ns]
     return sorted(inside, key=lambda b: b.time_ns)
 
 
-def edge_alignments(curve: Curve, spikes: Sequence[Spike], edges: Sequence[Boundary]) -> list[Alignment]:
-    """Whether the spikes rise at boundaries of a kind, more often than chance would have it."""
-    found = []
+def align_boundaries(curve: Curve, spikes: Sequence[Spike], edges: Sequence[Boundary]) -> list[Alignment]:
+    """Whether the spikes rise at boundaries of a kind, more often than by chance."""
+    alignments = []
     chance = Chance(curve)
     rise_ns = np.array([s.start_ns - s.foot_ns for s in spikes] or [0], dtype=np.int64)
     middles = np.array([(s.start_ns + s.foot_ns) // 2 for s in spikes], dtype=np.int64)
@@ -222,9 +230,9 @@ def edge_alignments(curve: Curve, spikes: Sequence[Spike], edges: Sequence[Bound
         near = union(times - half_ns, times + half_ns)
         hit = float(np.mean(covered_ns(near, middles, middles + 1))) if spikes else 0.0
         p = p_values([chance.hits(middles, near)])[0]
-        expected = intersection(near, curve.seen).total_ns / curve.seen.total_ns
-        found.append(judged(f"{kind} ({len(times)} times)", kind, hit, expected, p, len(spikes)))
-    return found
+        expected = intersection(near, curve.known_spans).total_ns / curve.known_spans.total_ns
+        alignments.append(judge_alignment(f"{kind} ({len(times)} times)", kind, hit, expected, p, len(spikes)))
+    return alignments
 
 
 def _after_idle(timeline: Timeline, rows: Ints, reach_s: float) -> list[Boundary]:
@@ -235,24 +243,24 @@ def _after_idle(timeline: Timeline, rows: Ints, reach_s: float) -> list[Boundary
     return [Boundary(kind="start after idle", name=timeline.name(int(rows[i])), time_ns=int(starts[i])) for i in at]
 
 
-def backward(timeline: Timeline, rows: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which rows come from autograd's backward pass, and of which that can be told (their operator is known)."""
+def find_backward(timeline: Timeline, rows: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which rows come from autograd's backward pass, and which rows have an operator at all."""
     at = timeline.linked.op[rows]
-    known = at != NONE
+    has_op = at != NONE
     parent, made_on = timeline["parent"], timeline["forward_thread"]
     named = np.array([n.startswith(_BACKWARD) for n in timeline.names] or [False])
-    found = np.zeros(len(rows), dtype=bool)
+    is_backward = np.zeros(len(rows), dtype=bool)
     while np.any(at != NONE):
         op = np.maximum(at, 0)
-        found |= (at != NONE) & (named[timeline["name"][op]] | (made_on[op] > 0))
+        is_backward |= (at != NONE) & (named[timeline["name"][op]] | (made_on[op] > 0))
         at = np.where(at == NONE, NONE, parent[op])
-    return found, known
+    return is_backward, has_op
 
 
 def _phases(timeline: Timeline, rows: Ints) -> list[Boundary]:
     """Where the device goes from work of the forward pass to that of autograd, and back."""
-    is_backward, known = backward(timeline, rows)
-    at = np.flatnonzero(known)
+    is_backward, has_op = find_backward(timeline, rows)
+    at = np.flatnonzero(has_op)
     changes = at[1:][is_backward[at][1:] != is_backward[at][:-1]]
     starts = timeline["start_ns"][rows]
     names = {True: "backward", False: "forward"}
@@ -263,12 +271,12 @@ def _regions(timeline: Timeline, rows: Ints) -> list[Boundary]:
     """Where the device goes from the work of one step or region to that of another: launches lie in regions."""
     links = timeline.linked
     step, region, starts = links.step[rows], links.region[rows], timeline["start_ns"][rows]
-    found = []
+    changes = []
     for i in np.flatnonzero((step[1:] != step[:-1]) | (region[1:] != region[:-1])) + 1:
         new = step[i] != step[i - 1]
         if new and step[i] != NONE:
             name = links.steps[int(step[i])].name
         else:
             name = timeline.name(int(region[i])) if region[i] != NONE else "outside any region"
-        found.append(Boundary(kind="step" if new else "region", name=name, time_ns=int(starts[i])))
-    return found
+        changes.append(Boundary(kind="step" if new else "region", name=name, time_ns=int(starts[i])))
+    return changes

@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from ..advice import Advice
 from ..attribute.table import EnergyRow, EnergyTable
 from ..profile.runfile import RunFile
-from ..schema import Basis, Telemetry
+from ..schema import Basis
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
+from .advise import find_advice
 from .energy_by_time import Shared, Spent, from_stacks, from_summary, weighed
-from .findings import Finding, findings
+from .evidence import RunEvidence, group_telemetry
 from .host_gaps import HostGap, host_gaps
 from .kernel_names import CATEGORIES, category
 from .mean_step import counted, mean_step
@@ -116,7 +118,7 @@ class Answer:
     modules: Sequence[EnergyRow] = ()
     steps: StepSpread | None = None
     shared_by: str | None = None
-    findings: Sequence[Finding] = ()
+    findings: Sequence[Advice] = ()
     gaps: Sequence[HostGap] = ()
     tracing: Slowdown | None = None
     cut: str | None = None
@@ -161,7 +163,7 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
     """Everything the screen and the page say. `timeline` saves reading it again where the caller has it."""
     lines = run.timeline() if timeline is None else timeline
     power = run.power()
-    telemetry = by_domain(run.telemetry())
+    telemetry = group_telemetry(run.telemetry())
     known = bool(table.kernels or table.ops)
     windows = windows_of(run)
     gaps = host_gaps(lines, table, *window_of(run), windows=windows) if table.kernels else []
@@ -202,8 +204,15 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         modules=_dearest(table.modules),
         steps=_spread(table.steps),
         shared_by=shared.by if shared else None,
-        findings=findings(
-            spent, telemetry, gaps, timeline=lines, power=power if power.columns else None, tracing=tracing
+        findings=find_advice(
+            RunEvidence(
+                table=spent,
+                telemetry=telemetry,
+                gaps=gaps,
+                timeline=lines,
+                power=power if power.columns else None,
+                tracing=tracing,
+            )
         ),
         gaps=gaps,
         tracing=tracing,
@@ -219,14 +228,6 @@ def _peak_w(power: PowerTrace, table: EnergyTable, whole: Whole) -> float | None
     if table.basis != "measured" or peak_w is None:
         return None
     return max(peak_w, whole.power_w or 0.0)
-
-
-def by_domain(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]]:
-    """Readings of every device on their own."""
-    out: dict[str, list[Telemetry]] = {}
-    for t in telemetry:
-        out.setdefault(t.domain, []).append(t)
-    return out
 
 
 def name_of(run: RunFile) -> str:

@@ -23,21 +23,36 @@ from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.shapes import parse
 from ..timeline.transfers import collective_type
-from .devices import no_device, places, ranks_of
-from .result import Column, Result
+from .devices import explain_no_device, list_devices, split_ranks
+from .result import Result, columns
 from .source import Progress, Source, open_source
 
 MIN_BYTES = 64 << 20
-_HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-_WHOLE = ("broadcast", "reduce", "send", "recv", "send_recv")
 ON_HOST = ("gloo:", "mpi:", "ucc:")
 """How the annotations of backends begin that run on the host."""
-_DTYPE_BYTES = {"f64": 8, "i64": 8, "c64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2}  # others: 1
 NEEDS_HOSTS = 'which hosts the ranks ran on is not in the trace: merge .tessera runs, or traces with "host_name"'
+_HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_WHOLE = ("broadcast", "reduce", "send", "recv", "send_recv")
+_DTYPE_BYTES = {"f64": 8, "i64": 8, "c64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2}  # others: 1
+_COLUMNS = columns(
+    ("start_s", "at", "since the start of the trace"),
+    ("kind", "kind"),
+    ("ranks", "ranks"),
+    ("bytes", "bytes"),
+    ("time_s", "time"),
+    ("bytes_per_s", "algorithm"),
+    ("bus_bytes_per_s", "bus"),
+    ("overlap_pct", "beside kernels"),
+    ("skew_s", "skew"),
+    ("straggler", "last rank"),
+    ("wait_s", "waited"),
+    ("path", "path"),
+)
+_OF_SEVERAL_RANKS = ("skew_s", "straggler", "wait_s")
 
 
 def bus_factor(kind: str | None, ranks: int | None) -> float | None:
-    """What the algorithm bandwidth is to be multiplied with; None where it is not defined."""
+    """The factor from algorithm to bus bandwidth; None where it is not defined."""
     if kind in _WHOLE:
         return 1.0
     if not ranks or ranks < 2:
@@ -58,99 +73,85 @@ def collectives(
     >>> analyze.collectives("ranks/", min_bytes=1 << 20).facts["by_kind"]["all_reduce"]["bus_bytes_per_s"]
     """
     if min_bytes < 0:
-        raise ArgumentError(f"min_bytes={min_bytes} is no size", fix="min_bytes=0 for all of them")
+        raise ArgumentError(f"min_bytes={min_bytes} is negative", fix="min_bytes=0 for all of them")
     source = open_source(trace, power=power, progress=progress)
     timeline = source.timeline
-    met = meetings_of(source)
-    found = _rows(timeline, met, _hosts(source)) or _host_rows(timeline)
-    listed = [r for r in found if (r["bytes"] is not None and r["bytes"] >= min_bytes) or not min_bytes]
-    unknown = sum(r["bytes"] is None for r in found)
+    met = find_meetings(source)
+    overlaps = overlap_pct(timeline, met)
+    rows = _device_rows(timeline, met, overlaps, _hosts(source)) or _host_rows(timeline)
+    listed = [r for r in rows if not min_bytes or (r["bytes"] is not None and r["bytes"] >= min_bytes)]
+    unsized = sum(r["bytes"] is None for r in rows)
     notes, missing = list(source.notes), {}
-    if len(found) - len(listed) - (unknown if min_bytes else 0):
-        smaller = len(found) - len(listed) - unknown
+    if smaller := len(rows) - len(listed) - (unsized if min_bytes else 0):
         notes.append(f"{smaller} collectives of fewer than {min_bytes} bytes are not listed: the sums contain them")
-    if unknown:
-        missing["bytes"] = f"{unknown} collectives do not say how much they move: record with a newer PyTorch (>= 2.4)"
-    if found and found[0]["on"] == "host":
+    if unsized:
+        missing["bytes"] = f"{unsized} collectives do not say how much they move: record with a newer PyTorch (>= 2.4)"
+    if rows and rows[0]["on"] == "host":
         notes.append("these ran on the host: a row is what one thread of the backend took, waiting included")
-    if not found:
-        missing["collectives"] = "the trace has no collectives" if places(timeline) else no_device(source)
-    elif all(r["path"] is None for r in found):
+    if not rows:
+        has_devices = bool(list_devices(timeline))
+        missing["collectives"] = "the trace has no collectives" if has_devices else explain_no_device(source)
+    elif all(r["path"] is None for r in rows):
         missing["path"] = NEEDS_HOSTS
-    if found and not met:
+    if rows and not met:
         missing["skew_s"] = "skew and stragglers need the traces of two or more ranks: give their folder"
+    facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows)}
+    if met:
+        facts["across_ranks"] = summary(met, overlaps)
     return Result(
-        kind="collectives", title=f"Collectives of {source.name}", columns=_COLUMNS if met else _ALONE, rows=listed,
-        facts={"count": len(found), "by_kind": _by_kind(found), **_across(timeline, met)}, notes=notes,
+        kind="collectives",
+        title=f"Collectives of {source.name}",
+        columns=[c for c in _COLUMNS if met or c.key not in _OF_SEVERAL_RANKS],
+        rows=listed,
+        facts=facts,
+        notes=notes,
         missing=missing,
-    )  # fmt: skip
+    )
 
 
-_ALONE = (
-    Column(key="start_s", title="at", unit="s", help="since the start of the trace"),
-    Column(key="kind", title="kind"), Column(key="ranks", title="ranks"),
-    Column(key="bytes", title="bytes", unit="B"), Column(key="seconds", title="time", unit="s"),
-    Column(key="bytes_per_s", title="algorithm", unit="B/s"), Column(key="bus_bytes_per_s", title="bus", unit="B/s"),
-    Column(key="overlap_pct", title="beside kernels", unit="%"), Column(key="path", title="path"),
-)  # fmt: skip
-_COLUMNS = (
-    *_ALONE[:-1], Column(key="skew_s", title="skew", unit="s"), Column(key="straggler", title="last rank"),
-    Column(key="wait_s", title="waited", unit="s"), _ALONE[-1],
-)  # fmt: skip
-
-
-def meetings_of(source: Source) -> list[Meeting]:
+def find_meetings(source: Source) -> list[Meeting]:
     """The collectives that two or more ranks recorded; `rows` are those of the source's timeline."""
-    timelines = ranks_of(source)
+    timelines = split_ranks(source)
     if len(timelines) < 2:
         return []
-    said = {m.get("rank"): m for m in source.timeline.meta.get("ranks") or () if isinstance(m, Mapping)}
+    ranks = {m.get("rank"): m for m in source.timeline.meta.get("ranks") or () if isinstance(m, Mapping)}
     # The times are on one clock already: of the offsets only how sure they are matters.
     offsets = [
-        Offset(rank=int(t.rank or 0), error_ns=said.get(t.rank, {}).get("error_ns"), source="merged") for t in timelines
+        Offset(rank=int(t.rank or 0), error_ns=ranks.get(t.rank, {}).get("error_ns"), source="merged")
+        for t in timelines
     ]
     counts = [len(t) for t in timelines]
     return meetings(timelines, offsets, [sum(counts[:i]) for i in range(len(counts))])
 
 
 def _hosts(source: Source) -> dict[int, str]:
-    """The host of each rank, where the recordings say so."""
-    said = source.timeline.meta.get("ranks") or ()
-    return {int(m["rank"]): m["host"] for m in said if isinstance(m, Mapping) and m.get("host")}
+    """The host of each rank, where the recordings name it."""
+    ranks = source.timeline.meta.get("ranks") or ()
+    return {int(m["rank"]): m["host"] for m in ranks if isinstance(m, Mapping) and m.get("host")}
 
 
-def _rows(timeline: Timeline, met: Sequence[Meeting], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
+def _device_rows(
+    timeline: Timeline, met: Sequence[Meeting], overlaps: Mapping[int, float], hosts: Mapping[int, str]
+) -> list[dict[str, Any]]:
     """One row for each meeting, and for each collective that only one rank has."""
-    beside = overlap_pct(timeline, met)
-    rows = timeline.rows("collective")
-    alone = set(rows.tolist()) - {r for m in met for r in m.rows}
-    first_ns = timeline.start_ns
-    out = []
+    single = set(timeline.rows("collective").tolist()) - {r for m in met for r in m.rows}
+    rows = []
     for m in met:
         launch = _launch(timeline, m.rows[0])
         ns = max(m.end_ns - m.ready_ns, 0)
-        shares = [beside[r] for r in m.rows if r in beside]
-        out.append(
-            {
-                **_figures(m.kind, m.bytes, ns, launch.group_size or len(m.ranks)), "group": m.group,
-                "start_s": (m.start_ns - first_ns) / 1e9, "overlap_pct": sum(shares) / len(shares) if shares else None,
-                "skew_s": m.skew_s, "straggler": m.straggler, "wait_s": m.wait_s, "recorded_by": list(m.ranks),
-                "path": _path(m.ranks, launch.group_size, hosts), "dtype": launch.dtype, "on": "device",
-            }
-        )  # fmt: skip
-    for row in sorted(alone):
-        launch = _launch(timeline, row)
-        ns = int(timeline["end_ns"][row] - timeline["start_ns"][row])
-        rank = int(timeline["rank"][row])
-        out.append(
-            {
-                **_figures(launch.collective_type, launch.collective_bytes, ns, launch.group_size),
-                "group": launch.group, "start_s": (int(timeline["start_ns"][row]) - first_ns) / 1e9,
-                "overlap_pct": beside.get(row), "skew_s": None, "straggler": None, "wait_s": None,
-                "recorded_by": [] if rank == NONE else [rank], "path": None, "dtype": launch.dtype, "on": "device",
-            }
-        )  # fmt: skip
-    return sorted(out, key=lambda r: r["start_s"])
+        shares = [overlaps[r] for r in m.rows if r in overlaps]
+        row = _row(timeline, m.start_ns, m.kind, m.bytes, ns, launch.group_size or len(m.ranks))
+        row |= {"group": m.group, "overlap_pct": sum(shares) / len(shares) if shares else None}
+        row |= {"skew_s": m.skew_s, "straggler": m.straggler, "wait_s": m.wait_s, "recorded_by": list(m.ranks)}
+        rows.append(row | {"path": _path(m.ranks, launch.group_size, hosts), "dtype": launch.dtype})
+    for number in sorted(single):
+        launch = _launch(timeline, number)
+        start_ns, end_ns, rank = (int(timeline[c][number]) for c in ("start_ns", "end_ns", "rank"))
+        size, ns = launch.collective_bytes, end_ns - start_ns
+        row = _row(timeline, start_ns, launch.collective_type, size, ns, launch.group_size)
+        row |= {"group": launch.group, "overlap_pct": overlaps.get(number), "dtype": launch.dtype}
+        rows.append(row | {"recorded_by": [] if rank == NONE else [rank]})
+    return sorted(rows, key=lambda r: r["start_s"])
 
 
 def _launch(timeline: Timeline, row: int) -> Launch:
@@ -161,65 +162,59 @@ def _launch(timeline: Timeline, row: int) -> Launch:
 def _host_rows(timeline: Timeline) -> list[dict[str, Any]]:
     """Collectives of backends that run on the host: their annotations, with bytes from the shapes."""
     ops = timeline.rows("op")
-    names = np.array([n.startswith(ON_HOST) for n in timeline.names] or [False])
+    named = np.array([n.startswith(ON_HOST) for n in timeline.names] or [False])
     info = timeline.meta.get("distributedInfo")
-    size = info.get("world_size") if isinstance(info, dict) else None
-    out = []
-    for row in ops[names[timeline["name"][ops]]].tolist():
-        kind, shapes = collective_type(timeline.name(row).partition(":")[2]), timeline.text("shapes", row)
+    world_size = info.get("world_size") if isinstance(info, dict) else None
+    rows = []
+    for number in ops[named[timeline["name"][ops]]].tolist():
+        kind, shapes = collective_type(timeline.name(number).partition(":")[2]), timeline.text("shapes", number)
         tensors = parse(shapes) if shapes else []
-        count = sum(int(np.prod(dims, dtype=object)) * _DTYPE_BYTES.get(dtype, 1) for dims, dtype in tensors)
-        ns = int(timeline["end_ns"][row] - timeline["start_ns"][row])
-        rank = int(timeline["rank"][row])
-        out.append(
-            {
-                **_figures(kind, count if tensors else None, ns, size if isinstance(size, int) else None),
-                "group": None, "start_s": (int(timeline["start_ns"][row]) - timeline.start_ns) / 1e9,
-                "overlap_pct": None, "skew_s": None, "straggler": None, "wait_s": None,
-                "recorded_by": [] if rank == NONE else [rank], "path": None,
-                "dtype": tensors[0][1] if tensors else None, "on": "host",
-            }
-        )  # fmt: skip
-    return sorted(out, key=lambda r: r["start_s"])
+        size = sum(int(np.prod(dims, dtype=object)) * _DTYPE_BYTES.get(dtype, 1) for dims, dtype in tensors)
+        start_ns, end_ns, rank = (int(timeline[c][number]) for c in ("start_ns", "end_ns", "rank"))
+        ranks = world_size if isinstance(world_size, int) else None
+        row = _row(timeline, start_ns, kind, size if tensors else None, end_ns - start_ns, ranks)
+        row |= {"dtype": tensors[0][1] if tensors else None, "recorded_by": [] if rank == NONE else [rank]}
+        rows.append(row | {"on": "host"})
+    return sorted(rows, key=lambda r: r["start_s"])
 
 
-def _figures(kind: str | None, size: int | None, ns: int, ranks: int | None) -> dict[str, Any]:
+def _row(
+    timeline: Timeline, start_ns: int, kind: str | None, size: int | None, ns: int, ranks: int | None
+) -> dict[str, Any]:
+    """A row with its bandwidths; what only some collectives know is None."""
     rate = size / ns * 1e9 if size is not None and ns > 0 else None
     factor = bus_factor(kind, ranks)
-    return {
-        "kind": kind or "other", "ranks": ranks, "bytes": size, "seconds": ns / 1e9, "ns": ns, "bytes_per_s": rate,
-        "bus_bytes_per_s": None if rate is None or factor is None else rate * factor,
-    }  # fmt: skip
+    bus = None if rate is None or factor is None else rate * factor
+    row: dict[str, Any] = {"kind": kind or "other", "ranks": ranks, "bytes": size, "time_s": ns / 1e9, "ns": ns}
+    row |= {"bytes_per_s": rate, "bus_bytes_per_s": bus, "start_s": (start_ns - timeline.start_ns) / 1e9}
+    return row | dict.fromkeys(("group", "overlap_pct", *_OF_SEVERAL_RANKS, "path", "dtype")) | {"on": "device"}
 
 
 def _path(ranks: Sequence[int], size: int | None, hosts: Mapping[int, str]) -> str | None:
     """Whether a group stays on one host; None where not every member's host is known."""
-    known = {hosts[r] for r in ranks if r in hosts}
-    if len(known) > 1:
+    used = {hosts[r] for r in ranks if r in hosts}
+    if len(used) > 1:
         return "between nodes"
     complete = len(ranks) == (size or len(ranks)) and all(r in hosts for r in ranks)
-    return "within a node" if known and complete else None
+    return "within a node" if used and complete else None
 
 
-def _by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    out: dict[str, dict[str, Any]] = {}
+def _sum_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    sums: dict[str, dict[str, Any]] = {}
     for kind in sorted({r["kind"] for r in rows}):
         same = [r for r in rows if r["kind"] == kind]
         sized = [r for r in same if r["bytes_per_s"] is not None]
         ns, size = sum(r["ns"] for r in sized), sum(r["bytes"] for r in sized)
-        bus = [r for r in sized if r["bus_bytes_per_s"] is not None]
-        carried = sum(r["bus_bytes_per_s"] * r["ns"] for r in bus)
-        beside = [r for r in same if r["overlap_pct"] is not None]
-        whole = sum(r["ns"] for r in beside)
-        out[kind] = {
-            "count": len(same), "bytes": size if sized else None, "seconds": sum(r["ns"] for r in same) / 1e9,
-            "bytes_per_s": size / ns * 1e9 if ns else None,
-            "bus_bytes_per_s": carried / sum(r["ns"] for r in bus) if bus else None,
-            "overlap_pct": sum(r["overlap_pct"] * r["ns"] for r in beside) / whole if whole else None,
-            "wait_s": sum(r["wait_s"] or 0.0 for r in same),
-        }  # fmt: skip
-    return out
+        bus = _mean_by_time(same, "bus_bytes_per_s")
+        sums[kind] = {"count": len(same), "bytes": size if sized else None, "time_s": sum(r["ns"] for r in same) / 1e9}
+        sums[kind] |= {"bytes_per_s": size / ns * 1e9 if ns else None, "bus_bytes_per_s": bus}
+        sums[kind] |= {"overlap_pct": _mean_by_time(same, "overlap_pct")}
+        sums[kind] |= {"wait_s": sum(r["wait_s"] or 0.0 for r in same)}
+    return sums
 
 
-def _across(timeline: Timeline, met: Sequence[Meeting]) -> dict[str, Any]:
-    return {"across_ranks": summary(met, overlap_pct(timeline, met))} if met else {}
+def _mean_by_time(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The mean of a figure weighted by time, over the rows that have it."""
+    has = [r for r in rows if r[key] is not None]
+    ns = sum(r["ns"] for r in has)
+    return sum(r[key] * r["ns"] for r in has) / ns if ns else None

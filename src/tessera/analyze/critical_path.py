@@ -26,9 +26,9 @@ from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.nesting import Nesting
-from .collectives import meetings_of
-from .devices import is_sync, launches, no_device, places
-from .result import Column, Result
+from .collectives import find_meetings
+from .devices import explain_no_device, find_launches, is_blocking_call, list_devices
+from .result import Result, columns
 from .source import Progress, open_source
 
 GAP_NS = 10_000
@@ -43,7 +43,13 @@ ASSUMED = (
     "events between streams are not in the trace: a late kernel is taken to have waited for the one that ended last "
     "before it on its device; a synchronising call for the last kernel that ended during it"
 )
-
+_COLUMNS = columns(
+    ("on", "on"),
+    ("name", "what"),
+    ("segments", "segments", "pieces of the path, not calls"),
+    ("time_s", "on the path"),
+    ("share_pct", "share"),
+)
 
 Segment = tuple[int, int, str, str, str]
 """Start and end in ns, where, kind, name."""
@@ -60,42 +66,39 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
     """
     source = open_source(trace, power=power, progress=progress)
     timeline = source.timeline
-    found = bool(places(timeline)) or bool(len(timeline.rows("op", "runtime")))
-    joined = {row: m for m in meetings_of(source) for row in m.rows} if found else {}
-    segments = Walk(timeline, joined).path() if found else []
-    base = timeline.start_ns
+    has_devices = bool(list_devices(timeline))
+    has_rows = has_devices or bool(len(timeline.rows("op", "runtime")))
+    segments: list[Segment] = []
+    if has_rows:
+        segments = PathWalk(timeline, {row: m for m in find_meetings(source) for row in m.rows}).walk()
     sums: dict[tuple[str, str, str], list[int]] = {}
-    for start, end, on, kind, name in segments:
-        line = sums.setdefault((on, kind, name), [0, 0])
+    for start, end, *key in segments:
+        line = sums.setdefault((key[0], key[1], key[2]), [0, 0])
         line[0] += end - start
         line[1] += 1
     length_ns = sum(ns for ns, _ in sums.values())
-    rows: list[dict[str, Any]] = [
-        {
-            "on": on, "kind": kind, "name": name, "segments": times, "seconds": ns / 1e9, "ns": ns,
-            "share_pct": 100.0 * ns / length_ns,
-        }
-        for (on, kind, name), (ns, times) in sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))
-    ]  # fmt: skip
-    parts = {w: sum(r["ns"] for r in rows if r["on"] == w) for w in ("host", "device", "gap")}
-    facts: dict[str, Any] = {
-        "length_s": length_ns / 1e9, "span_s": (timeline.end_ns - base) / 1e9,
-        **{f"{w}_s": ns / 1e9 for w, ns in parts.items()},
-        **{f"{w}_pct": 100.0 * ns / length_ns if length_ns else None for w, ns in parts.items()},
-        "segments": [[(a - base) / 1e9, (b - base) / 1e9, on, name] for a, b, on, _, name in _longest(segments)],
-    }  # fmt: skip
-    columns = (
-        Column(key="on", title="on"), Column(key="name", title="what"),
-        Column(key="segments", title="segments", help="pieces of the path, not calls"),
-        Column(key="seconds", title="on the path", unit="s"), Column(key="share_pct", title="share", unit="%"),
-    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for (on, kind, name), (ns, times) in sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0])):
+        share_pct = 100.0 * ns / length_ns
+        figures = {"segments": times, "time_s": ns / 1e9, "ns": ns, "share_pct": share_pct}
+        rows.append({"on": on, "kind": kind, "name": name, **figures})
+    facts: dict[str, Any] = {"length_s": length_ns / 1e9, "span_s": (timeline.end_ns - timeline.start_ns) / 1e9}
+    for on in ("host", "device", "gap"):
+        ns = sum(r["ns"] for r in rows if r["on"] == on)
+        facts |= {f"{on}_s": ns / 1e9, f"{on}_pct": 100.0 * ns / length_ns if length_ns else None}
+    base = timeline.start_ns
+    facts["segments"] = [[(a - base) / 1e9, (b - base) / 1e9, on, name] for a, b, on, _, name in _longest(segments)]
     tracing = source.tracing()
     slowed = [tracing.text] if tracing is not None and tracing.text else []
     return Result(
-        kind="critical_path", title=f"Critical path of {source.name}", columns=columns, rows=rows, facts=facts,
-        notes=[*source.notes, *slowed, *([ASSUMED] if places(timeline) else [])],
-        missing={} if found else {"path": no_device(source)},
-    )  # fmt: skip
+        kind="critical_path",
+        title=f"Critical path of {source.name}",
+        columns=_COLUMNS,
+        rows=rows,
+        facts=facts,
+        notes=[*source.notes, *slowed, *([ASSUMED] if has_devices else [])],
+        missing={} if has_rows else {"path": explain_no_device(source)},
+    )
 
 
 def _longest(segments: list[Segment]) -> list[Segment]:
@@ -103,7 +106,7 @@ def _longest(segments: list[Segment]) -> list[Segment]:
     return [s for s in segments if s[1] - s[0] >= least[0]][:SEGMENTS]
 
 
-class Walk:
+class PathWalk:
     """Walks back from the last event. `joined` has the meeting of each collective that several ranks recorded."""
 
     def __init__(self, timeline: Timeline, joined: dict[int, Any]) -> None:
@@ -119,18 +122,18 @@ class Walk:
         """For each device row: its launch, what ran before it on its stream, and on its device."""
         t, rows = self._t, self._t.device_rows
         lasting = t["end_ns"] > t["start_ns"]  # an instant holds nobody up
-        self._launch = dict(zip(rows.tolist(), launches(t, rows).tolist(), strict=True))
+        self._launch = dict(zip(rows.tolist(), find_launches(t, rows).tolist(), strict=True))
         self._before_on_stream: dict[int, int] = {}
         self._ended: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        for place in places(t):
-            own = place.rows[lasting[place.rows]]
+        for device in list_devices(t):
+            own = device.rows[lasting[device.rows]]
             own = own[np.lexsort((own, t["end_ns"][own], t["start_ns"][own]))]
             last: dict[int, int] = {}
             for row, stream in zip(own.tolist(), t["stream"][own].tolist(), strict=True):
                 self._before_on_stream[row] = last.get(stream, NONE)
                 last[stream] = row
             by_end = own[np.argsort(t["end_ns"][own], kind="stable")]
-            self._ended[place.rank, place.device] = (t["end_ns"][by_end].tolist(), by_end.tolist())
+            self._ended[device.rank, device.device] = (t["end_ns"][by_end].tolist(), by_end.tolist())
 
     def _host_order(self) -> None:
         """For each thread: the stretches of its innermost rows, and its calls that wait for a device."""
@@ -145,15 +148,15 @@ class Walk:
         self._lanes: dict[int, tuple[list[int], list[int], list[int]]] = {}
         threads = t["thread"][stretch_rows]
         for thread in np.unique(threads).tolist():
-            mine = np.flatnonzero(threads == thread)
-            mine = mine[np.argsort(starts[mine], kind="stable")]
-            self._lanes[thread] = (starts[mine].tolist(), ends[mine].tolist(), stretch_rows[mine].tolist())
-        waiting = np.array([is_sync(n) for n in t.names] or [False])
+            own = np.flatnonzero(threads == thread)
+            own = own[np.argsort(starts[own], kind="stable")]
+            self._lanes[thread] = (starts[own].tolist(), ends[own].tolist(), stretch_rows[own].tolist())
+        waiting = np.array([is_blocking_call(n) for n in t.names] or [False])
         calls = rows[(t["kind"][rows] == CODE["runtime"])]
         self._waits = set(calls[waiting[t["name"][calls]]].tolist())
         self._rank_of = {thread: int(t["rank"][lane[2][0]]) for thread, lane in self._lanes.items()}
 
-    def path(self) -> list[Segment]:
+    def walk(self) -> list[Segment]:
         """The segments in time order; those that touch and have one name are one."""
         candidates = [c for c in (self._last_device(), self._last_host()) if c is not None]
         if not candidates:
@@ -192,11 +195,11 @@ class Walk:
         if met is not None and begin < met.ready_ns < at:
             self._add(met.ready_ns, at, "device", t.kind(row), t.name(row))
             last = max(met.rows, key=lambda r: (self._start[r], r))
-            return self._held_up(last, met.ready_ns)
+            return self._find_blocker(last, met.ready_ns)
         self._add(begin, at, "device", t.kind(row), t.name(row))
-        return self._held_up(row, min(begin, at))
+        return self._find_blocker(row, min(begin, at))
 
-    def _held_up(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
+    def _find_blocker(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
         """Why a device row did not start before `at`: its stream, its launch, or else another stream."""
         call, before = self._launch[row], self._before_on_stream.get(row, NONE)
         ready: list[tuple[int, int, tuple[int, int]]] = []  # when, 1 for the stream (it wins a tie), where to go on
@@ -229,9 +232,9 @@ class Walk:
         starts, ends, rows = self._lanes.get(thread, ([], [], []))
         place = bisect_left(starts, at) - 1
         if place < 0:
-            return self._woken(thread, at, None)
+            return self._find_waker(thread, at, None)
         if ends[place] < at:
-            return self._woken(thread, at, ends[place])
+            return self._find_waker(thread, at, ends[place])
         row = rows[place]
         if row in self._waits and (done := self._ended_within(row, at)) is not None:
             self._add(self._end[done], at, "host", t.kind(row), t.name(row))
@@ -241,15 +244,15 @@ class Walk:
 
     def _ended_within(self, call: int, at: int) -> int | None:
         """The last row of the call's rank that ended after the call began, and by `at`."""
-        rank, found = int(self._t["rank"][call]), None
+        rank, last = int(self._t["rank"][call]), None
         for (owner, _), (ends, rows) in self._ended.items():
             place = bisect_right(ends, at) - 1
             if owner == rank and place >= 0 and ends[place] > self._start[call]:
                 row = rows[place]
-                found = row if found is None or self._end[row] > self._end[found] else found
-        return found
+                last = row if last is None or self._end[row] > self._end[last] else last
+        return last
 
-    def _woken(self, thread: int, at: int, until: int | None) -> tuple[int, tuple[int, int] | None]:
+    def _find_waker(self, thread: int, at: int, until: int | None) -> tuple[int, tuple[int, int] | None]:
         """A pause of a thread that ends at `at`: whoever of its process was last busy in it, else itself."""
         best: tuple[int, int] | None = None
         for other, (starts, ends, _) in self._lanes.items():

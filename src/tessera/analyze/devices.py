@@ -1,4 +1,4 @@
-"""What the analyses of a timeline share: the devices of each rank, when rows of a sort ran there, who launched them."""
+"""The devices of each rank on a timeline: which rows ran there, when, and which call launched them."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from ..record import CODE
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import Spans, union
-from .result import Column
+from .result import columns
 from .source import Source
 
-SORTS: dict[str, tuple[str, ...]] = {
-    "compute": ("kernel",), "communication": ("collective",), "copies": ("memcpy", "memset"),
-}  # fmt: skip
+ACTIVITIES = {"compute": ("kernel",), "communication": ("collective",), "copies": ("memcpy", "memset")}
 """What runs on a device, by the kinds of its rows."""
 LONGEST_NS = 2**61
 """73 years: longer spans are damage, and their sums would not fit 64 bits."""
-NO_ACCELERATOR = "torch sees no accelerator"
-"""How a session notes that it could trace a CPU only; `no_device` says it again, and what to do."""
-_WITH_GPU = "record with activities=[..., ProfilerActivity.CUDA]"
+WHERE = columns(("where", "device"))
+"""The column that names the device and its rank."""
 
 
-def no_device(source: Source) -> str:
-    """What to say of a recording in which nothing ran on a device, and what to run instead."""
-    operators = len(source.timeline.rows("op")) > 0
+def explain_no_device(source: Source) -> str:
+    """What to say about a recording in which nothing ran on a device, and what to run instead."""
+    has_operators = len(source.timeline.rows("op")) > 0
     if source.run is None:
-        if operators:
-            instead = "`tessera analyze critical_path TRACE` shows where the time of the CPU went"
-            return f"nothing ran on a GPU in this trace: {instead}; if a GPU was used: {_WITH_GPU}"
-        known = "it has neither kernels nor operators" if len(source.timeline) else "there is no event in it"
-        return f"{source.name} is empty: {known}; record again, and export the trace after the work is done"
+        if has_operators:
+            return (
+                "nothing ran on a GPU in this trace: `tessera analyze critical_path TRACE` shows where the time of "
+                "the CPU went; if a GPU was used: record with activities=[..., ProfilerActivity.CUDA]"
+            )
+        content = "it has neither kernels nor operators" if len(source.timeline) else "it contains no event"
+        return f"{source.name} is empty: {content}; record again, and export the trace after the work is done"
     name = str(getattr(source.run, "path", source.name))
     path = shlex.quote(name) if name.endswith(".tessera") else "RUN"
-    if operators:
-        instead = f"`tessera analyze critical_path {path}` shows where the time of the CPU went"
-        return f"nothing ran on a GPU in this run: {instead}, `tessera report {path} --by ops` where the joules went"
+    if has_operators:
+        return (
+            f"nothing ran on a GPU in this run: `tessera analyze critical_path {path}` shows where the time of the CPU "
+            f"went, `tessera report {path} --by ops` where the joules went"
+        )
     return f"this run has neither kernels nor operators: `tessera report {path}` shows what was recorded"
 
 
-def no_power(source: Source) -> str:
+def explain_no_power(source: Source) -> str:
     """What to do about a recording without power."""
     if source.run is not None:
-        return "no power sensor could be read in this run: `tessera doctor` says why"
-    return 'no power log beside this trace: power="power.csv" with the watts of the same time'
+        return "no power sensor could be read in this run: `tessera doctor` shows why"
+    return 'this trace has no power log: power="power.csv" with the watts of the same time'
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankDevice:
     """One device of one rank, and the rows that ran there."""
 
     rank: int
@@ -76,36 +77,32 @@ class Place:
         }
 
 
-WHERE = (Column(key="where", title="device"),)
-"""The column that says which device of which rank."""
-
-
-def places(timeline: Timeline) -> list[Place]:
+def list_devices(timeline: Timeline) -> list[RankDevice]:
     """The devices that ran anything, by rank (each rank of a merged timeline has devices of its own)."""
     rows = timeline.device_rows
     if not len(rows):
         return []
-    first_ns, last_ns = int(timeline["start_ns"].min()), int(timeline["end_ns"].max())
-    if last_ns - first_ns >= LONGEST_NS:
-        raise RecordingError(
-            f"the trace spans {(last_ns - first_ns) / 3.15576e16:.0f} years", why="some of its times are damaged",
-            fix="record again",
-        )  # fmt: skip
+    span_ns = int(timeline["end_ns"].max()) - int(timeline["start_ns"].min())
+    if span_ns >= LONGEST_NS:
+        why = "some of its times are damaged"
+        raise RecordingError(f"the trace spans {span_ns / 3.15576e16:.0f} years", why=why, fix="record again")
     first, which = distinct(timeline["rank"][rows], timeline["device"][rows])
     order = np.argsort(which, kind="stable")
     parts = np.split(rows[order], np.cumsum(np.bincount(which))[:-1])
     keys = [(int(timeline["rank"][rows[f]]), int(timeline["device"][rows[f]])) for f in first]
-    return sorted((Place(*key, own) for key, own in zip(keys, parts, strict=True)), key=lambda p: (p.rank, p.device))
+    devices = [RankDevice(*key, own) for key, own in zip(keys, parts, strict=True)]
+    return sorted(devices, key=lambda d: (d.rank, d.device))
 
 
-def spans_of(timeline: Timeline, place: Place, *kinds: str) -> Spans:
-    """When rows of some kinds ran at a place."""
-    mine = place.rows[np.isin(timeline["kind"][place.rows], [CODE[k] for k in kinds])]
-    return union(timeline["start_ns"][mine], timeline["end_ns"][mine])
+def busy_spans(timeline: Timeline, rows: Ints, *kinds: str) -> Spans:
+    """When some rows ran; with `kinds`, those of these kinds only."""
+    if kinds:
+        rows = rows[np.isin(timeline["kind"][rows], [CODE[k] for k in kinds])]
+    return union(timeline["start_ns"][rows], timeline["end_ns"][rows])
 
 
-def launches(timeline: Timeline, rows: Ints) -> Ints:
-    """The runtime call that launched each row (`NONE`: not recorded), by correlation; without linking the rest."""
+def find_launches(timeline: Timeline, rows: Ints) -> Ints:
+    """The runtime call that launched each row, by correlation (`NONE`: not recorded)."""
     if timeline.links is not None:
         return timeline.links.launch[rows]
     from ..timeline.link import _by_key
@@ -114,38 +111,20 @@ def launches(timeline: Timeline, rows: Ints) -> Ints:
     return _by_key(timeline, "correlation", calls, rows, timeline["start_ns"][rows])
 
 
-def by_launch(timeline: Timeline, rows: Ints) -> Iterator[tuple[Launch | None, Ints]]:
-    """Rows by their launch configuration: what copies and collectives of one sort share."""
+def group_by_launch(timeline: Timeline, rows: Ints) -> Iterator[tuple[Launch, Ints]]:
+    """Rows by their launch configuration: direction and pinning of copies, kind and group of collectives."""
     which = timeline["launch"][rows]
     for number in np.unique(which).tolist():
-        yield None if number == NONE else timeline.launches[number], rows[which == number]
+        yield Launch() if number == NONE else timeline.launches[number], rows[which == number]
 
 
-def named(timeline: Timeline, rows: Ints) -> dict[str, Ints]:
-    """Rows of collectives and copies by the kind of the first and the direction of the second."""
-    found: dict[str, list[Ints]] = {}
-    kinds = timeline["kind"][rows]
-    for launch, own in by_launch(timeline, rows[kinds != CODE["memset"]]):
-        copies = timeline["kind"][own] == CODE["memcpy"]
-        direction = (launch.memcpy_dir if launch else None) or "in an unknown direction"
-        for name, some in (
-            (f"copies {direction}", own[copies]),
-            ((launch.collective_type if launch else None) or "other collective", own[~copies]),
-        ):
-            if len(some):
-                found.setdefault(name, []).append(some)
-    if (kinds == CODE["memset"]).any():
-        found["memset"] = [rows[kinds == CODE["memset"]]]
-    return {name: np.sort(np.concatenate(parts)) for name, parts in sorted(found.items())}
-
-
-def is_sync(name: str) -> bool:
+def is_blocking_call(name: str) -> bool:
     """Whether a runtime call returns only when the device is done: cudaStreamSynchronize, hipMemcpy, ..."""
     return "ynchronize" in name or ("Memcpy" in name and "Async" not in name)
 
 
-def ranks_of(source: Source) -> list[Timeline]:
-    """The timelines of the ranks of a merged one, in the order of their rows; itself where there is one only."""
+def split_ranks(source: Source) -> list[Timeline]:
+    """The timelines of the ranks of a merged one, in the order of their rows; itself where there is only one."""
     ranks = np.unique(source.timeline["rank"])
     if len(ranks) < 2:
         return [source.timeline]

@@ -1,81 +1,52 @@
-"""The nouns of advice: `Finding`, and `Case`, everything a rule may look at.
-
-A saving is computed, and says how: "prediction" runs the models of `tessera.estimate` on the recorded shapes,
-"roofline" compares with the chip's ceilings, "counters" with what ncu measured, "energy table" adds up joules that
-were spent for nothing, and "experience" is a share the same change saved elsewhere (`SAVES`).
-"""
+"""`RunEvidence`: everything a rule of advice may look at, and what other matrix products would cost."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..advice import Advice, Confidence, SavingBy
 from ..attribute.table import EnergyRow, EnergyTable
 from ..attribute.work import OpWork
 from ..device import Device
 from ..errors import TesseraError
+from ..integral import Floats
 from ..schema import Telemetry
-from ..timeline.columns import Ints, Timeline
+from ..timeline.columns import Timeline
 from ..trace import PowerTrace
-from ..units import format_duration, format_energy
-from .ceilings import Ceilings, ceilings, device_of
-from .host_gaps import UNFED, Floats, HostGap, row_joules
-from .kernel_work import Calls, calls_of
+from ..units import format_energy
+from .host_gaps import UNFED, HostGap, row_joules
+from .kernel_work import Calls, list_calls
+from .roofline import Ceilings, find_device
 from .slowdown import Slowdown
 
-By = Literal["prediction", "roofline", "counters", "energy table", "experience"]
-Confidence = Literal["high", "medium", "low"]
-
-# What of the joules behind a finding the change may save where nothing better is known, from measurements on an H200
-# (shared/h200): fp32 GEMMs 13.2 pJ/FLOP against TF32's 2.0; GPT-2 training eager 26.5 J, compiled 18.7 J a step, with
-# CUDA graphs 17.5 J; its products with a vocabulary of 50257 3.9 pJ/FLOP against 1.03 of aligned ones. The others are
-# guesses that only order the list.
+# The share of the joules behind an advice that the change may save where nothing better is known. Measured on an H200:
+# fp32 GEMMs 13.2 pJ/FLOP against TF32's 2.0; GPT-2 training eager 26.5 J, compiled 18.7 J a step, with CUDA graphs
+# 17.5 J; its products with a vocabulary of 50257 3.9 pJ/FLOP against 1.03 of aligned ones. The others are guesses that
+# only order the list.
 SAVES = {
-    "idle": 0.8, "launch": 0.8, "fp32": 0.85, "unaligned": 0.7, "copies": 0.7, "fuse": 0.5, "communication": 0.5,
-    "outliers": 0.9, "outside": 0.2, "power cap": 0.1, "thermal": 0.2, "one operator": 0.15,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing to do: `evidence` in numbers, `action` in words, the joules and their share of the run behind it.
-
-    `saves_j` and `saves_s` are what the change would save of this run (negative seconds: it costs time), `by` how that
-    was computed.
-    """
-
-    kind: str
-    evidence: str
-    action: str
-    energy_j: float
-    share: float
-    saves_j: float = 0.0
-    saves_s: float | None = None
-    by: By = "experience"
-    confidence: Confidence = "low"
-
-    @property
-    def text(self) -> str:
-        """Evidence, action and a computed saving in one sentence."""
-        saving = self.saving if self.by != "experience" else None
-        return f"{self.evidence}: {self.action}" + (f" ({saving})" if saving else "")
-
-    @property
-    def saving(self) -> str | None:
-        """What it would save, in words; None where that is not known or nothing."""
-        if not self.saves_j > 0:
-            return None
-        time = f" and {format_duration(self.saves_s, 2)}" if self.saves_s is not None and self.saves_s > 0 else ""
-        return f"about {format_energy(self.saves_j, 2)}{time} less, by {self.by}"
+    "idle": 0.8,
+    "launch": 0.8,
+    "fp32": 0.85,
+    "unaligned": 0.7,
+    "copies": 0.7,
+    "fuse": 0.5,
+    "communication": 0.5,
+    "outliers": 0.9,
+    "outside": 0.2,
+    "power cap": 0.1,
+    "thermal": 0.2,
+    "one operator": 0.15,
+}
 
 
 @dataclass(kw_only=True)
-class Case:
+class RunEvidence:
     """What is known of a run. Rules read it; what costs time to find out is found when first asked for."""
 
     table: EnergyTable
@@ -83,26 +54,26 @@ class Case:
     gaps: Sequence[HostGap] = ()
     timeline: Timeline | None = None
     power: PowerTrace | None = None
-    arch: str | Device | None = None
+    on: str | Device | None = None
     tracing: Slowdown | None = None
 
     @functools.cached_property
     def device(self) -> Device | None:
         """The chip it ran on, where the recording names one of the catalogue."""
         labels = [d.label for d in self.power.domains if d.label] if self.power is not None else []
-        return device_of(self.timeline, self.arch, labels[0] if labels else None) if self.timeline is not None else None
+        return find_device(self.timeline, self.on, labels[0] if labels else None) if self.timeline is not None else None
 
     @functools.cached_property
-    def roofs(self) -> Ceilings | None:
+    def ceilings(self) -> Ceilings | None:
         """The ceilings of that chip."""
-        return ceilings(self.device) if self.device is not None else None
+        return Ceilings.of(self.device) if self.device is not None else None
 
     @functools.cached_property
     def calls(self) -> Calls | None:
-        """The work of every call; None where nothing ran on a device, or no timeline is at hand."""
+        """The work of every call; None where nothing ran on a device, or there is no timeline."""
         if self.timeline is None or not len(self.timeline.device_rows):
             return None
-        return calls_of(self.timeline)
+        return list_calls(self.timeline)
 
     @functools.cached_property
     def joules(self) -> Floats:
@@ -111,20 +82,20 @@ class Case:
         return row_joules(self.timeline, self.calls.rows, self.table)
 
     @functools.cached_property
-    def own(self) -> float:
-        """The share of the time a device waited for the host that is the program's own doing, and not the tracer's."""
-        waited_s = sum(g.seconds for g in self.gaps if g.during not in UNFED)
+    def program_share(self) -> float:
+        """The share of the time a device waited for the host that the program caused, and not the tracer."""
+        waited_s = sum(g.time_s for g in self.gaps if g.during not in UNFED)
         if self.tracing is None or not self.tracing.matters or waited_s <= 0:
             return 1.0
         return max(0.0, 1.0 - self.tracing.idle_s / waited_s)
 
-    def named(self, matches: Callable[[str], Any]) -> NDArray[np.bool_]:
+    def match_calls(self, matches: Callable[[str], Any]) -> NDArray[np.bool_]:
         """Which calls have a kernel whose name matches."""
         assert self.timeline is not None and self.calls is not None
         hits = np.array([bool(matches(name)) for name in self.timeline.names], bool)
         return np.asarray(hits[self.timeline["name"][self.calls.rows]], np.bool_)
 
-    def spent(self, matches: Callable[[EnergyRow], Any]) -> tuple[float, float]:
+    def sum_kernels(self, matches: Callable[[EnergyRow], Any]) -> tuple[float, float]:
         """Joules and seconds of the kernels of the table that match."""
         rows = [r for r in self.table.kernels if matches(r)]
         return sum(r.energy_j for r in rows), sum(r.time_s for r in rows)
@@ -133,11 +104,11 @@ class Case:
         """Of the whole run."""
         return energy_j / self.table.total_j
 
-    def amount(self, energy_j: float) -> str:
+    def format_amount(self, energy_j: float) -> str:
         """Joules and their share, in words."""
         return f"{format_energy(energy_j, 3)} ({self.share(energy_j):.0%})"
 
-    def finding(
+    def advise(
         self,
         kind: str,
         energy_j: float,
@@ -145,16 +116,32 @@ class Case:
         action: str,
         *,
         saves: tuple[float, float | None] | None = None,
-        by: By = "experience",
+        by: SavingBy = "experience",
         confidence: Confidence = "low",
-    ) -> Finding:
-        """A finding of this run; without a computed saving, the share that `SAVES` has for its kind."""
+    ) -> Advice:
+        """Advice for this run; without a computed saving, the share that `SAVES` has for its kind."""
         if saves is None:
             saves, by, confidence = (SAVES.get(kind, 0.0) * energy_j, None), "experience", "low"
-        return Finding(
-            kind=kind, evidence=evidence, action=action, energy_j=energy_j, share=self.share(energy_j),
-            saves_j=saves[0], saves_s=saves[1], by=by, confidence=confidence,
-        )  # fmt: skip
+        return Advice(
+            kind=kind,
+            evidence=evidence,
+            action=action,
+            energy_j=energy_j,
+            share=self.share(energy_j),
+            saves_j=saves[0],
+            saves_share=self.share(saves[0]),
+            saves_s=saves[1],
+            by=by,
+            confidence=confidence,
+        )
+
+
+def group_telemetry(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]]:
+    """Readings by the device they are of."""
+    groups: dict[str, list[Telemetry]] = {}
+    for reading in telemetry:
+        groups.setdefault(reading.domain, []).append(reading)
+    return groups
 
 
 def product_cost(
@@ -167,14 +154,14 @@ def product_cost(
     batch, m, n, k = sizes
     try:
         kernel = gemm_time(device, m, n, k, batch, precision, layout=layout)
-        found = PowerModel.from_device(device).estimate(DeviceWork.of(kernel))
+        cost = PowerModel.from_device(device).estimate(DeviceWork.of(kernel))
     except TesseraError:
         return None
-    return found.seconds, found.energy_j
+    return cost.seconds, cost.energy_j
 
 
-def changed_products(
-    case: Case,
+def save_by_products(
+    run: RunEvidence,
     chosen: NDArray[np.bool_],
     change: Callable[[OpWork], tuple[str | None, Sequence[int], str | None]],
     *,
@@ -187,24 +174,24 @@ def changed_products(
     gives a product's precision and its new sizes and precision; the new one does `work_factor` times the work. How
     the operands lie is not recorded: of `layouts` it is the slowest. None where nothing is known.
     """
-    calls = case.calls
-    if calls is None or case.device is None:
+    calls = run.calls
+    if calls is None or run.device is None:
         return None
     saved_j = saved_s = 0.0
-    known = False
+    is_predicted = False
     for number, work in enumerate(calls.works):
-        mine: Ints = np.flatnonzero(chosen & (calls.work == number))
-        if not len(mine) or work.sizes is None:
+        own = np.flatnonzero(chosen & (calls.work == number))
+        if not len(own) or work.sizes is None:
             continue
         precision, sizes, other = change(work)
         if precision is None or other is None:
             continue
-        costs = [(product_cost(case.device, work.sizes, precision, at), at) for at in layouts]
+        costs = [(product_cost(run.device, work.sizes, precision, at), at) for at in layouts]
         old, layout = max(((c, at) for c, at in costs if c is not None), default=(None, ""))
-        new = product_cost(case.device, sizes, other, layout) if old is not None else None
+        new = product_cost(run.device, sizes, other, layout) if old is not None else None
         if old is None or new is None:
             continue
-        known = True
-        saved_j += float(case.joules[mine].sum()) * max(0.0, 1.0 - new[1] / old[1] / work_factor)
-        saved_s += float(calls.seconds[mine].sum()) * max(0.0, 1.0 - new[0] / old[0] / work_factor)
-    return (saved_j, saved_s) if known else None
+        is_predicted = True
+        saved_j += float(run.joules[own].sum()) * max(0.0, 1.0 - new[1] / old[1] / work_factor)
+        saved_s += float(calls.seconds[own].sum()) * max(0.0, 1.0 - new[0] / old[0] / work_factor)
+    return (saved_j, saved_s) if is_predicted else None

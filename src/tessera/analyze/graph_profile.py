@@ -12,20 +12,27 @@ Tiles are thread blocks (CTAs); the shape is the one in the kernel's name. Occup
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..graph.rewrites import Rewrite
+from ..errors import ArgumentError, MeasurementError
+from ..graph.rewrites import Rewrite, collect_rewrites
 from ..record import ON_DEVICE
 from ..timeline import Launch, Timeline
-from ..timeline.columns import NONE
+from ..timeline.columns import NONE, Ints
 from ..timeline.link import Links, link
 from .kernel_names import category, short
+from .mean_step import mean_step
+from .result import encode_json
 
 # Of one SM since Volta (CUDA programming guide, compute capabilities 7.0 to 10.0): registers, threads, blocks; shared
 # memory by what the device properties say, else Hopper's.
@@ -54,23 +61,25 @@ class OpProfile:
     dram_gbps: float | None = None
     fused: tuple[str, ...] = ()
     energy_j: float | None = None
-    energy_error_j: float | None = None
+    error_j: float | None = None
     shapes: str | None = None
 
     @property
     def why(self) -> dict[str, str]:
         """What would provide the figures that are missing."""
         needs = {
-            "occupancy_pct": "needs a GPU kernel", "tiles": "needs a GPU kernel", "energy_j": "needs power samples",
+            "occupancy_pct": "needs a GPU kernel",
+            "tiles": "needs a GPU kernel",
+            "energy_j": "needs power samples",
             "dram_gbps": "needs ncu: tessera run --counters",
-            "bandwidth_bytes_per_s": "only copies and collectives say their bytes",
-        }  # fmt: skip
+            "bandwidth_bytes_per_s": "only copies and collectives record their bytes",
+        }
         return {field: text for field, text in needs.items() if getattr(self, field) is None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProfile:
-    """What `graph.profile(step_fn)` found, longest first; `rewrites` is what was fused into what, and what that saves.
+    """The operators of `graph.profile(step_fn)`, longest first; `rewrites` says what was fused, and what that saves.
 
     Those of a program made by `tessera.optimize` come with bytes and joules; those read off kernels' names are "seen".
     """
@@ -84,11 +93,13 @@ class GraphProfile:
     basis: str = "measured"
     notes: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        import dataclasses
-
         return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """The same as JSON."""
+        return encode_json(self.to_dict())
 
     def __str__(self) -> str:
         from ..report.tiles import text
@@ -96,12 +107,11 @@ class GraphProfile:
         return text(self)
 
 
-def operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> GraphProfile:
+def profile_operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> GraphProfile:
     """The operators of a timeline (attributed before, where joules are wanted), by kernel, launch and operator."""
     links = link(timeline)
     rows = timeline.device_rows
-    on_device = len(rows) > 0
-    if not on_device:
+    if not len(rows):
         rows = np.flatnonzero(links.parent == NONE)
         rows = rows[np.isin(rows, timeline.rows("op"))]
     op = links.op[rows]
@@ -110,12 +120,12 @@ def operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> Gra
     )
     _, where = np.unique(key, axis=0, return_inverse=True)
     where = where.reshape(-1)
-    found = [_one(timeline, links, rows[where == k]) for k in range(int(where.max(initial=-1)) + 1)]
-    found.sort(key=lambda r: r.total_s, reverse=True)
-    return GraphProfile(rows=found, rewrites=seen(found, steps), steps=steps, step_s=step_s)
+    profiles = [_profile(timeline, links, rows[where == k]) for k in range(int(where.max(initial=-1)) + 1)]
+    profiles.sort(key=lambda r: r.total_s, reverse=True)
+    return GraphProfile(rows=profiles, rewrites=find_rewrites(profiles, steps), steps=steps, step_s=step_s)
 
 
-def _one(timeline: Timeline, links: Links, rows: np.ndarray[Any, np.dtype[np.int64]]) -> OpProfile:
+def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
     first = int(rows[0])
     launch = timeline.launches[int(timeline["launch"][first])] if timeline["launch"][first] != NONE else Launch()
     name, kind = timeline.name(first), timeline.kind(first)
@@ -129,18 +139,26 @@ def _one(timeline: Timeline, links: Links, rows: np.ndarray[Any, np.dtype[np.int
     waves = math.ceil(tiles / (sms * per_sm)) if tiles and per_sm and sms else None
     moved = int(timeline["bytes"][first])
     return OpProfile(
-        label=label(name, kind, op_name, launch), name=name, op=op_name, calls=len(rows),
-        latency_s=latency_s, total_s=total_s,
-        occupancy_pct=occupancy if kind in ON_DEVICE else None, tiles=tiles, waves=waves,
+        label=make_label(name, kind, op_name, launch),
+        name=name,
+        op=op_name,
+        calls=len(rows),
+        latency_s=latency_s,
+        total_s=total_s,
+        occupancy_pct=occupancy if kind in ON_DEVICE else None,
+        tiles=tiles,
+        waves=waves,
         tile_latency_s=latency_s / waves if waves else None,
         bandwidth_bytes_per_s=moved / latency_s if moved > 0 and latency_s > 0 else None,
-        dram_gbps=_dram_gbps(timeline, first), fused=fused(name, op_name) if kind == "kernel" else (),
-        energy_j=_sum(timeline.energy_j, rows), energy_error_j=_sum(timeline.energy_error_j, rows),
+        dram_gbps=_dram_gbps(timeline, first),
+        fused=parse_fused(name, op_name) if kind == "kernel" else (),
+        energy_j=_sum(timeline.energy_j, rows),
+        error_j=_sum(timeline.energy_error_j, rows),
         shapes=timeline.text("shapes", op) if op != NONE else None,
-    )  # fmt: skip
+    )
 
 
-def _sum(values: Any, rows: Any) -> float | None:
+def _sum(values: Any, rows: Ints) -> float | None:
     """Joules of some rows; their errors are one class's and add up. None where nothing was attributed."""
     if values is None or np.all(np.isnan(values[rows])):
         return None
@@ -185,7 +203,7 @@ _LABELS = (
 )
 
 
-def label(name: str, kind: str, op: str | None, launch: Launch) -> str:
+def make_label(name: str, kind: str, op: str | None, launch: Launch) -> str:
     """MatMul[128x128x64], AllReduce[dp], FusedOp[FlashAttn], Softmax ...: what it is, and its tile."""
     if kind == "collective":
         what = (launch.collective_type or re.sub(r"nccl(DevKernel)?_?|_.*|\(.*", "", name) or "collective").strip("_")
@@ -193,7 +211,7 @@ def label(name: str, kind: str, op: str | None, launch: Launch) -> str:
     if kind in ("memcpy", "memset"):
         return f"Memcpy[{launch.memcpy_dir}]" if kind == "memcpy" and launch.memcpy_dir else kind.capitalize()
     if _FUSED.search(name):
-        return f"FusedOp[{'+'.join(fused(name, op))}]"
+        return f"FusedOp[{'+'.join(parse_fused(name, op))}]"
     for text, pattern in _LABELS:
         if pattern.search(name) or (op and pattern.search(op)):
             tile = tile_of(name)
@@ -208,17 +226,14 @@ def _plain(op: str) -> str:
 
 def tile_of(name: str) -> str | None:
     """The tile in a kernel's name, BMxBNxBK; None where it says none."""
-    found = _TILE.search(name.replace("tilesize", " "))
-    if found is None:
-        return None
-    return "x".join(part for part in found.groups() if part)
+    match = _TILE.search(name.replace("tilesize", " "))
+    return "x".join(part for part in match.groups() if part) if match else None
 
 
-def fused(name: str, op: str | None) -> tuple[str, ...]:
+def parse_fused(name: str, op: str | None) -> tuple[str, ...]:
     """What one kernel does that a program writes as several operators."""
-    found = _FUSED.search(name)
-    if found:
-        words = [w for w in re.split(r"_(?=[a-z])", found.group(1)) if w]
+    if match := _FUSED.search(name):
+        words = [w for w in re.split(r"_(?=[a-z])", match.group(1)) if w]
         return tuple(dict.fromkeys(words))
     if category(name) == "attention":
         return ("matmul", "softmax", "matmul")
@@ -231,7 +246,7 @@ def fused(name: str, op: str | None) -> tuple[str, ...]:
     return ()
 
 
-def seen(rows: Sequence[OpProfile], steps: int) -> list[Rewrite]:
+def find_rewrites(rows: Sequence[OpProfile], steps: int) -> list[Rewrite]:
     """What the kernels' names say was fused, each kind once with how often in a step."""
     calls: dict[tuple[str, str, str], int] = {}
     for row in rows:
@@ -240,20 +255,24 @@ def seen(rows: Sequence[OpProfile], steps: int) -> list[Rewrite]:
             calls[key] = calls.get(key, 0) + row.calls
     return [
         Rewrite(
-            rule=rule, before=before, after=f"one kernel ({name})", basis="seen",
+            rule=rule,
+            before=before,
+            after=f"one kernel ({name})",
+            basis="seen",
             by="inductor" if name.startswith("FusedOp[") and rule != "flash_attention" else "library",
-            times=max(1, round(count / max(1, steps))), why="read off the kernel's name: what it saves is not known",
+            times=max(1, round(count / max(1, steps))),
+            why="read off the kernel's name: what it saves is not known",
         )
         for (rule, before, name), count in calls.items()
-    ]  # fmt: skip
+    ]
 
 
-def joined(seen_here: Sequence[Rewrite], told: Sequence[Rewrite]) -> list[Rewrite]:
-    """What a rewritten program told, and what was seen beside it: Inductor's kernels are in what it told already."""
-    if not told:
-        return list(seen_here)
-    rules = {r.rule for r in told}
-    return [*told, *(r for r in seen_here if r.by != "inductor" and r.rule not in rules)]
+def merge_rewrites(seen: Sequence[Rewrite], reported: Sequence[Rewrite]) -> list[Rewrite]:
+    """What a rewritten program reported, and what was seen beside it: it reports Inductor's kernels already."""
+    if not reported:
+        return list(seen)
+    rules = {r.rule for r in reported}
+    return [*reported, *(r for r in seen if r.by != "inductor" and r.rule not in rules)]
 
 
 def _rule(row: OpProfile) -> str:
@@ -266,3 +285,48 @@ def _rule(row: OpProfile) -> str:
 
 def _camel(words: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in re.split(r"[_\s]+", words) if part)
+
+
+def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: str | None) -> GraphProfile:
+    """Run a step a few times under a session; see `tessera.graph.profile`."""
+    if not callable(step_fn):
+        raise ArgumentError(
+            f"step_fn is a {type(step_fn).__name__}, which cannot be called",
+            fix="graph.profile(step): a function without arguments that does one step",
+        )
+    if steps < 1 or warmup < 0:
+        raise ArgumentError(f"steps={steps}, warmup={warmup} cannot be run", fix="steps=5, warmup=2")
+    from ..profile.session import session
+
+    for _ in range(warmup):
+        step_fn()
+    _synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(path) if path is not None else Path(folder, "steps.tessera")
+        with collect_rewrites() as programs, session(record_shapes=True, path=target) as sess:
+            for _ in range(steps):
+                step_fn()
+                sess.step()
+            _synchronize()
+        timeline, notes, table = sess.timeline(), [], None
+        try:
+            table = sess.energy()
+        except MeasurementError as exc:
+            notes.append(f"no joules: {exc.what}")
+    profile = profile_operators(timeline, steps=steps)
+    reported = [rewrite for program in programs for rewrite in program]
+    profile = dataclasses.replace(profile, rewrites=merge_rewrites(profile.rewrites, reported), notes=notes)
+    if table is None or not table.steps:
+        return profile
+    # The mean of all steps, as its operators are of all: the warm-up ran before.
+    mean = mean_step(table.steps, table.total_error_j / table.total_j if table.total_j > 0 else 0.0)
+    return dataclasses.replace(
+        profile, step_s=mean.seconds, step_j=mean.energy_j, step_error_j=mean.error_j, basis=table.basis
+    )
+
+
+def _synchronize() -> None:
+    """Wait for the device, so that no step runs into the next one's account."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -77,13 +77,13 @@ class HostGap:
 
     during: str
     count: int
-    seconds: float
+    time_s: float
     energy_j: float
 
     @property
     def each_s(self) -> float:
         """Mean length of a gap."""
-        return self.seconds / self.count
+        return self.time_s / self.count
 
 
 def host_gaps(
@@ -109,7 +109,7 @@ def host_gaps(
         seconds[label] = seconds.get(label, 0.0) + length * 1e-9
         counts[label] += 1
     return [
-        HostGap(during=label, count=counts[label], seconds=s, energy_j=table.idle_j * s / total_s)
+        HostGap(during=label, count=counts[label], time_s=s, energy_j=table.idle_j * s / total_s)
         for label, s in sorted(seconds.items(), key=lambda kv: -kv[1])
     ]
 

@@ -1,33 +1,41 @@
-"""The work of every call on a timeline: FLOPs, bytes and the unit, shared out to the kernels an operator launched."""
+"""The work of every call on a timeline: FLOPs, bytes and the unit, shared out to the kernels an operator launched.
+
+Kineto records the inputs of operators, not their outputs, and a convolution's padding and stride are arguments. So the
+shape of a convolution's output is read off the backward operator of the same call (its gradient has it), else off the
+first operator afterwards that takes a tensor of that batch and that many channels.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attribute.work import OpWork, work_of
+from ..attribute.work import OpWork, Shape, is_convolution, work_of
+from ..integral import Floats
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.shapes import parse
 from .kernel_names import category
-from .outputs import convolutions
-
-Floats = NDArray[np.float64]
 
 # Kernels an operator launches beside the one that multiplies: they prepare, convert or add up.
 _HELPER = re.compile(r"dot_do_o|convert|splitk?reduce|reduce|memset|philox|permute|transpose|nchw|nhwc", re.IGNORECASE)
 _MATRIX = ("attention", "convolution", "matrix product")
 _FP32 = re.compile(r"(?<!t)sgemm|simt|f32f32_f32f32|ffma|gemv|gemmk1|dot_kernel", re.IGNORECASE)
+_LOOK_AHEAD = 40
+"""Operators looked at after a convolution: its bias, a norm and an activation are within the first few."""
+_AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """One entry a row of `rows`. `flops`, `bytes` are NaN where unknown; `unit` is a place in `units`, or -1.
+    """One entry for each of `rows`. `flops` and `bytes` are NaN where unknown; `unit` is an index of `units`, or -1.
 
     `counted` marks bytes that counters measured in device memory; `l2_bytes` are counted ones only. `works` has the
-    work of the operator of a row by its place in `work`, -1 for none.
+    work of the operator of a row by its index in `work`, -1 for none.
     """
 
     rows: Ints
@@ -44,7 +52,7 @@ class Calls:
     shapes_recorded: bool
 
 
-def calls_of(timeline: Timeline) -> Calls:
+def list_calls(timeline: Timeline) -> Calls:
     """Device rows with their work; on a timeline without a device, the outermost operators that do any."""
     device = timeline.device_rows
     if len(device):
@@ -75,25 +83,34 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     flops, moved = flops * share, np.where(share > 0, moved * share, np.nan)
     own = timeline["bytes"][rows]
     kind = timeline["kind"][rows]
-    for code, times in ((CODE["memcpy"], _copied(timeline, rows)), (CODE["memset"], np.ones(len(rows)))):
-        mine = kind == code
-        flops = np.where(mine, 0.0, flops)
-        moved = np.where(mine, np.where(own >= 0, own * times, np.nan), moved)
+    for code, times in ((CODE["memcpy"], _crossings(timeline, rows)), (CODE["memset"], np.ones(len(rows)))):
+        is_kind = kind == code
+        flops = np.where(is_kind, 0.0, flops)
+        moved = np.where(is_kind, np.where(own >= 0, own * times, np.nan), moved)
     flops[kind == CODE["collective"]] = np.nan
     moved[kind == CODE["collective"]] = np.nan
     l2, counted = _counters(timeline, rows, seconds, flops, moved)
     units, unit = _units(timeline, rows, works, work)
     return Calls(
-        rows=rows, op=op, seconds=seconds, flops=flops, bytes=moved, l2_bytes=l2, counted=counted, unit=unit,
-        units=units, work=work, works=works, shapes_recorded=bool(np.any(timeline["shapes"] != NONE)),
-    )  # fmt: skip
+        rows=rows,
+        op=op,
+        seconds=seconds,
+        flops=flops,
+        bytes=moved,
+        l2_bytes=l2,
+        counted=counted,
+        unit=unit,
+        units=units,
+        work=work,
+        works=works,
+        shapes_recorded=bool(np.any(timeline["shapes"] != NONE)),
+    )
 
 
 def _works(timeline: Timeline, op: Ints) -> tuple[tuple[OpWork, ...], Ints]:
     """The work of each row's operator: looked up once for each operator, name and shapes."""
-    found = np.full(len(op), NONE, np.int64)
     distinct, inverse = np.unique(op, return_inverse=True)
-    convs = convolutions(timeline, distinct[distinct != NONE])
+    convs = trace_convolutions(timeline, distinct[distinct != NONE])
     numbers: dict[OpWork, int] = {}
     place = np.full(len(distinct), NONE, np.int64)
     for i, row in enumerate(distinct.tolist()):
@@ -103,8 +120,7 @@ def _works(timeline: Timeline, op: Ints) -> tuple[tuple[OpWork, ...], Ints]:
         one = work_of(timeline.name(row), timeline.text("shapes", row), output, input_grad=goes_on)
         if one is not None:
             place[i] = numbers.setdefault(one, len(numbers))
-    found = place[np.asarray(inverse).reshape(-1)]
-    return tuple(numbers), found
+    return tuple(numbers), place[np.asarray(inverse).reshape(-1)]
 
 
 def _by_work(works: tuple[OpWork, ...], work: Ints, field: str) -> Floats:
@@ -124,13 +140,13 @@ def _shares(timeline: Timeline, rows: Ints, op: Ints, seconds: Floats, works: tu
     group = np.asarray(inverse).reshape(-1)
     lasted = np.maximum(seconds, 1e-12)
 
-    def summed(weight: Floats) -> Floats:
+    def sum_by_operator(weight: Floats) -> Floats:
         return np.asarray(np.bincount(group, weight)[group], np.float64)
 
     weight = np.where(np.where(matrix_work, matrix_kernel, kernel), lasted, 0.0)
     # Where no kernel looks like one that multiplies, all of them did it together.
-    weight = np.where(summed(weight) > 0, weight, np.where(kernel, lasted, 0.0))
-    total = summed(weight)
+    weight = np.where(sum_by_operator(weight) > 0, weight, np.where(kernel, lasted, 0.0))
+    total = sum_by_operator(weight)
     return np.divide(weight, total, out=np.zeros(len(rows)), where=total > 0)
 
 
@@ -138,7 +154,7 @@ def _multiplies(name: str) -> bool:
     return category(name) in _MATRIX and not _HELPER.search(name)
 
 
-def _copied(timeline: Timeline, rows: Ints) -> Floats:
+def _crossings(timeline: Timeline, rows: Ints) -> Floats:
     """How often a copy's bytes cross device memory: twice within a device, once to or from it."""
     launch = timeline["launch"][rows]
     twice = np.array([*((entry.memcpy_dir or "") == "DtoD" for entry in timeline.launches), False], bool)
@@ -190,3 +206,86 @@ def _unit(work: OpWork, kernel: str) -> str | None:
         return f"matrix.{precision}"
     host = kernel.startswith("aten::")
     return "vector.fp32" if host or (_FP32.search(kernel) and "tf32" not in kernel.lower()) else "matrix.tf32"
+
+
+# -- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def trace_convolutions(timeline: Timeline, ops: Ints) -> Mapping[int, tuple[Shape | None, bool]]:
+    """For each convolution among some operators: its output's shape, and whether the input's gradient is computed."""
+    named = np.array([is_convolution(name) for name in timeline.names], bool)
+    rows = ops[named[timeline["name"][ops]]] if len(ops) else ops
+    if not len(rows):
+        return {}
+    gradients = _shapes_from_backward(timeline)
+    outputs: dict[int, tuple[Shape | None, bool]] = {}
+    order = _OperatorOrder(timeline)
+    for row in rows.tolist():
+        if "backward" in timeline.name(row):
+            outputs[row] = None, order.continues_backward(row)
+        else:
+            path = timeline.linked.path(row)
+            shape = next((gradients[r] for r in path if r in gradients), None)
+            outputs[row] = shape or order.find_output(row, path[0]), True
+    return outputs
+
+
+def _shapes_from_backward(timeline: Timeline) -> dict[int, Shape]:
+    """The output's shape by forward operator: that of the gradient its backward operator got."""
+    links, ops, out = timeline.linked, timeline.rows("op"), {}
+    for row in ops[links.forward_op[ops] != NONE].tolist():
+        name = timeline.name(row)
+        if is_convolution(name) and "backward" in name:
+            tensors = parse(timeline.text("shapes", row) or "")
+            if tensors:
+                out[int(links.forward_op[row])] = tensors[0][0]
+    return out
+
+
+class _OperatorOrder:
+    """Operators of each thread in time order."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        ops = timeline.rows("op")
+        self._order = ops[np.lexsort((timeline["start_ns"][ops], timeline["thread"][ops]))]
+        self._at = {int(row): i for i, row in enumerate(self._order.tolist())}
+
+    def find_output(self, row: int, outermost: int) -> Shape | None:
+        """The first tensor taken afterwards that could be the output: the batch, the channels, as many dimensions."""
+        t = self._timeline
+        tensors = parse(t.text("shapes", row) or "")
+        if len(tensors) < 2:
+            return None
+        (x, _), (w, _) = tensors[:2]
+        transposed = any("transpose" in t.name(r) for r in t.linked.path(row))
+        begin = self._at[row] + 1
+        for later in self._order[begin : begin + _LOOK_AHEAD].tolist():
+            if t["thread"][later] != t["thread"][row]:
+                break
+            # What is inside the same call of convolution takes its inputs again.
+            if is_convolution(t.name(later)) and t["end_ns"][later] <= t["end_ns"][outermost]:
+                continue
+            for shape, _ in parse(t.text("shapes", later) or ""):
+                channels = len(shape) == len(x) and (shape[1] % w[1] == 0 if transposed else shape[1] == w[0])
+                if channels and shape[0] == x[0]:
+                    return shape
+        return None
+
+    def continues_backward(self, row: int) -> bool:
+        """Whether autograd evaluated another node after this one's in the same pass.
+
+        The engine takes nodes by falling sequence number, so a larger one begins the next pass. The last node of a
+        pass is the first layer, whose input needs no gradient.
+        """
+        t = self._timeline
+        node = next((r for r in reversed(t.linked.path(row)) if t["sequence"][r] >= 0), row)
+        number, end_ns = int(t["sequence"][node]), int(t["end_ns"][node])
+        for later in self._order[self._at[row] + 1 :].tolist():
+            if t["thread"][later] != t["thread"][row]:
+                break
+            name = t.name(later)
+            if t["start_ns"][later] < end_ns or not name.startswith(_AUTOGRAD_NODE) or "AccumulateGrad" in name:
+                continue
+            return bool(0 <= t["sequence"][later] < number)
+        return False

@@ -1,4 +1,4 @@
-"""Allocated memory over time: the peak, when and in which operator it was reached, by device."""
+"""Memory: how much of it is allocated over time (`memory`), and what is copied from, to and within it (`memcpy`)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,41 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
-from .devices import Place
-from .result import Column, Result
+from ..timeline.intervals import covered_ns
+from .devices import RankDevice, busy_spans, explain_no_device, group_by_launch, list_devices
+from .result import Result, columns
 from .source import Progress, open_source
 
 COUNTER = "memory allocated"
 """What the readers call the counter of PyTorch's allocator."""
 POINTS = 512
 """Points of a device's curve: each stretch keeps its largest, so that no peak is lost."""
+_MEMSET = "memset"
+_TO_HOST = ("HtoD", "DtoH")
+"""Only a copy from or to the host has memory that can be pinned."""
+_MEMORY_COLUMNS = columns(
+    ("where", "device"),
+    ("peak_bytes", "peak"),
+    ("peak_at_s", "at", "since the start of the trace"),
+    ("peak_op", "in operator"),
+    ("mean_bytes", "mean"),
+    ("first_bytes", "first"),
+    ("last_bytes", "last"),
+    ("changes", "changes"),
+)
+_COPY_COLUMNS = columns(
+    ("direction", "direction"),
+    ("memory", "host memory"),
+    ("calls", "calls"),
+    ("bytes", "bytes"),
+    ("time_s", "time"),
+    ("bytes_per_s", "rate"),
+    ("overlap_pct", "beside kernels"),
+)
 
 
 def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Progress | None = None) -> Result:
@@ -31,56 +54,144 @@ def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Pro
     number = timeline.names.index(COUNTER) if COUNTER in timeline.names else NONE
     rows = rows[(timeline["name"][rows] == number) & np.isfinite(timeline["value"][rows])]
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
-    out, curves = [], {}
+    lines, curves = [], {}
     keys = np.column_stack((timeline["rank"][rows], timeline["device"][rows]))
     for rank, device in np.unique(keys, axis=0).tolist():
-        mine = rows[(keys[:, 0] == rank) & (keys[:, 1] == device)]
-        place = Place(rank, device, mine)
+        own = rows[(keys[:, 0] == rank) & (keys[:, 1] == device)]
+        place = RankDevice(rank, device, own)
         name = place.name if device != NONE else place.name.replace(f"GPU {NONE}", "host")
-        out.append({**place.ids, "where": name, **_figures(timeline, mine)})
-        curves[name] = _curve(timeline, mine, max(2, points))
-    columns = (
-        Column(key="where", title="device"), Column(key="peak_bytes", title="peak", unit="B"),
-        Column(key="peak_at_s", title="at", unit="s", help="since the start of the trace"),
-        Column(key="peak_op", title="in operator"), Column(key="mean_bytes", title="mean", unit="B"),
-        Column(key="first_bytes", title="first", unit="B"), Column(key="last_bytes", title="last", unit="B"),
-        Column(key="changes", title="changes"),
-    )  # fmt: skip
+        lines.append({**place.ids, "where": name, **_memory_figures(timeline, own)})
+        curves[name] = _thin_curve(timeline, own, max(2, points))
     fix = "the trace has no allocations: tessera run --memory, or torch.profiler.profile(profile_memory=True)"
     return Result(
-        kind="memory", title=f"Allocated memory of {source.name}", columns=columns, rows=out,
-        facts={"timeline": curves}, notes=source.notes, missing={} if out else {"memory": fix},
-    )  # fmt: skip
+        kind="memory",
+        title=f"Allocated memory of {source.name}",
+        columns=_MEMORY_COLUMNS,
+        rows=lines,
+        facts={"timeline": curves},
+        notes=source.notes,
+        missing={} if lines else {"memory": fix},
+    )
 
 
-def _figures(timeline: Timeline, rows: Ints) -> dict[str, Any]:
+def _memory_figures(timeline: Timeline, rows: Ints) -> dict[str, Any]:
     times, values = timeline["start_ns"][rows], timeline["value"][rows]
     peak = int(np.argmax(values))
-    held = (times[1:] - times[:-1]).astype(np.float64)
-    mean = float(values[:-1] @ held / held.sum()) if held.sum() > 0 else float(values.mean())
+    lengths = (times[1:] - times[:-1]).astype(np.float64)
+    mean = float(values[:-1] @ lengths / lengths.sum()) if lengths.sum() > 0 else float(values.mean())
     return {
-        "peak_bytes": float(values[peak]), "peak_at_s": (int(times[peak]) - timeline.start_ns) / 1e9,
-        "peak_op": _operator(timeline, int(rows[peak])), "mean_bytes": mean, "first_bytes": float(values[0]),
-        "last_bytes": float(values[-1]), "changes": len(rows),
-    }  # fmt: skip
+        "peak_bytes": float(values[peak]),
+        "peak_at_s": (int(times[peak]) - timeline.start_ns) / 1e9,
+        "peak_op": _outermost_operator(timeline, int(rows[peak])),
+        "mean_bytes": mean,
+        "first_bytes": float(values[0]),
+        "last_bytes": float(values[-1]),
+        "changes": len(rows),
+    }
 
 
-def _operator(timeline: Timeline, row: int) -> str | None:
+def _outermost_operator(timeline: Timeline, row: int) -> str | None:
     """The outermost operator that was open when and where a row was recorded: the inner ones are all aten::empty."""
     at_ns, thread = timeline["start_ns"][row], timeline["thread"][row]
     ops = timeline.rows("op")
     around = (timeline["start_ns"][ops] <= at_ns) & (timeline["end_ns"][ops] > at_ns)
     around &= (timeline["thread"][ops] == thread) & ~np.isin(timeline["name"][ops], timeline.meta.get("frames", ()))
-    found = ops[around]
-    return timeline.name(int(found[np.argmin(timeline["start_ns"][found])])) if len(found) else None
+    ops = ops[around]
+    return timeline.name(int(ops[np.argmin(timeline["start_ns"][ops])])) if len(ops) else None
 
 
-def _curve(timeline: Timeline, rows: Ints, points: int) -> list[list[float]]:
-    """At most so many points of a curve."""
-    seconds: NDArray[np.float64] = (timeline["start_ns"][rows] - timeline.start_ns) / 1e9
-    values = timeline["value"][rows]
+def _thin_curve(timeline: Timeline, rows: Ints, points: int) -> list[list[float]]:
+    """A curve as [second, bytes], with at most so many points."""
+    seconds, values = (timeline["start_ns"][rows] - timeline.start_ns) / 1e9, timeline["value"][rows]
     if len(rows) > points:
         edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
-        kept = np.array([a + int(np.argmax(values[a:b])) for a, b in pairwise(edges.tolist())])
-        seconds, values = seconds[kept], values[kept]
+        highest = np.array([a + int(np.argmax(values[a:b])) for a, b in pairwise(edges.tolist())])
+        seconds, values = seconds[highest], values[highest]
     return np.column_stack((seconds, values)).tolist()  # type: ignore[no-any-return]
+
+
+def memcpy(trace: Any, *, power: Any = None, progress: Progress | None = None) -> Result:
+    """Copies by direction and pinned or pageable: calls, bytes, bytes a second, and how much ran beside kernels.
+
+    Memsets have a row of their own (`kind` "memset"), and are in no sum of copies.
+
+    >>> analyze.memcpy("trace.json.gz").facts["pinned_pct"]
+    """
+    source = open_source(trace, power=power, progress=progress)
+    timeline = source.timeline
+    devices = list_devices(timeline)
+    sums: dict[tuple[str, bool | None], dict[str, int]] = {}
+    for device in devices:
+        compute = busy_spans(timeline, device.rows, "kernel")
+        for key, rows in _copy_groups(timeline, device):
+            line = sums.setdefault(key, dict.fromkeys(("calls", "sized", "bytes", "ns", "sized_ns", "beside_ns"), 0))
+            start, end, size = (timeline[c][rows] for c in ("start_ns", "end_ns", "bytes"))
+            sized = size != NONE
+            line["calls"] += len(rows)
+            line["sized"] += int(sized.sum())
+            line["bytes"] += sum(size[sized].tolist())  # Python's sum: a damaged size must not wrap around
+            line["ns"] += int((end - start).sum())
+            line["sized_ns"] += int((end - start)[sized].sum())
+            line["beside_ns"] += int(covered_ns(compute, start, end).sum())
+    lines = [_copy_row(direction, pinned, line) for (direction, pinned), line in sums.items()]
+    lines.sort(key=lambda r: (r["kind"] == _MEMSET, -r["time_s"], r["direction"], r["memory"]))
+    copies = [line for (direction, _), line in sums.items() if direction != _MEMSET]
+    missing = {} if copies else {"copies": "the trace has no copies" if devices else explain_no_device(source)}
+    if any(direction in _TO_HOST and pinned is None for direction, pinned in sums):
+        missing["pinned"] = "some copies do not say whether the host's memory is pinned"
+    return Result(
+        kind="memcpy",
+        title=f"Copies of {source.name}",
+        columns=_COPY_COLUMNS,
+        rows=lines,
+        facts=_copy_facts(sums),
+        notes=source.notes,
+        missing=missing,
+    )
+
+
+def _copy_groups(timeline: Timeline, device: RankDevice) -> list[tuple[tuple[str, bool | None], Ints]]:
+    """The copies of a device by direction and pinning; memsets."""
+    kinds = timeline["kind"][device.rows]
+    copies = group_by_launch(timeline, device.rows[kinds == CODE["memcpy"]])
+    groups: list[tuple[tuple[str, bool | None], Ints]] = [
+        ((launch.memcpy_dir or "unknown", launch.pinned), rows) for launch, rows in copies
+    ]
+    if np.any(kinds == CODE["memset"]):
+        groups.append(((_MEMSET, None), device.rows[kinds == CODE["memset"]]))
+    return groups
+
+
+def _copy_row(direction: str, pinned: bool | None, line: dict[str, int]) -> dict[str, Any]:
+    return {
+        "kind": _MEMSET if direction == _MEMSET else "memcpy",
+        "direction": direction,
+        "pinned": pinned,
+        "memory": "" if pinned is None else "pinned" if pinned else "pageable",
+        "calls": line["calls"],
+        "bytes": line["bytes"] if line["sized"] else None,
+        "time_s": line["ns"] / 1e9,
+        "ns": line["ns"],
+        "bytes_per_s": line["bytes"] / line["sized_ns"] * 1e9 if line["sized_ns"] and line["sized"] else None,
+        "overlapped_s": line["beside_ns"] / 1e9,
+        "overlapped_ns": line["beside_ns"],
+        "overlap_pct": 100.0 * line["beside_ns"] / line["ns"] if line["ns"] else None,
+    }
+
+
+def _copy_facts(sums: dict[tuple[str, bool | None], dict[str, int]]) -> dict[str, Any]:
+    copies = {key: line for key, line in sums.items() if key[0] != _MEMSET}
+    memsets = sums.get((_MEMSET, None), {})
+    to_host = {True: 0, False: 0}
+    for (direction, pinned), line in copies.items():
+        if direction in _TO_HOST and pinned is not None:
+            to_host[pinned] += line["bytes"]
+    return {
+        "calls": sum(line["calls"] for line in copies.values()),
+        "bytes": sum(line["bytes"] for line in copies.values()),
+        "time_s": sum(line["ns"] for line in copies.values()) / 1e9,
+        "overlapped_s": sum(line["beside_ns"] for line in copies.values()) / 1e9,
+        "memsets": memsets.get("calls", 0),
+        "memset_s": memsets.get("ns", 0) / 1e9,
+        "pinned_pct": 100.0 * to_host[True] / sum(to_host.values()) if any(to_host.values()) else None,
+    }

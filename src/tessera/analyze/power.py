@@ -19,42 +19,54 @@ from ..errors import ArgumentError, MeasurementError
 from ..schema import Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
-from . import checklist
-from .alignment import Work, boundaries
-from .correlate import WITHIN_S, Correlation, _device_rows, _flatten, _only_gpu, _own_telemetry, correlate
+from .alignment import SpikeWork, find_boundaries
+from .correlate import (
+    WITHIN_S,
+    ChecklistAnswer,
+    Correlation,
+    add_aftermath,
+    check_feeds,
+    check_throttling,
+    correlate,
+    find_only_gpu,
+    read_telemetry,
+    select_rows,
+    slowing_reasons,
+    sort_telemetry,
+)
 from .kernel_names import short
-from .result import Column, Result
+from .result import Result, columns
 from .source import open_source
-from .spectrum import BAND_HZ, Even, Peak, Ramp, Spectrum, even_parts, gain, ramps, seen_at_hz, spectrum
-from .spikes import NOISE_SIGMAS, Curve, Spike, curve_of, find, threshold_of
+from .spectrum import BAND_HZ, Ramp, Spectrum, alias_hz, compute_spectrum, even_parts, find_ramps, sensor_gain
+from .spikes import NOISE_SIGMAS, Curve, Spike, choose_threshold, find_spikes, make_curve
 
 TOTAL = "all counted"
 # A dominant frequency this near the step rate (or twice, three times it) is it, where the lines are narrower still.
 SAME = 0.02
 ALIKE = 0.005  # two rates this near read alike in the three digits of a report
-Told = Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]
+Readings = Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]
 
-COLUMNS = (
-    Column(key="domain", title="domain"),
-    Column(key="peak_w", title="peak", unit="W"),
-    Column(key="mean_w", title="mean", unit="W"),
-    Column(key="p50_w", title="p50", unit="W", help="not exceeded half of the time"),
-    Column(key="p99_w", title="p99", unit="W", help="not exceeded 99% of the time"),
-    Column(key="crest_factor", title="crest", help="peak over root mean square of the current"),
-    Column(key="ramp_up_w_per_s", title="ramp up", unit="W/s", help="steepest rise over one step of the sensor"),
-    Column(key="ramp_down_w_per_s", title="ramp down", unit="W/s", help="steepest fall over one step of the sensor"),
-    Column(key="band_rms_w", title="0.1-20 Hz", unit="W", help="root mean square of the swing in the band"),
-    Column(key="band_pct", title="of the swing", unit="%", help="share of the variance that lies in the band"),
-    Column(key="dominant_hz", title="dominant", unit="Hz", help="the strongest line that is no chance"),
-    Column(key="energy_j", title="energy", unit="J"),
-    Column(key="energy_error_j", title="±", unit="J", help="half-width of a 90% interval"),
-    Column(key="resolution_s", title="every", unit="s", help="true resolution of the sensor"),
+COLUMNS = columns(
+    ("domain", "domain"),
+    ("peak_w", "peak"),
+    ("mean_w", "mean"),
+    ("p50_w", "p50", "not exceeded half of the time"),
+    ("p99_w", "p99", "not exceeded 99% of the time"),
+    ("crest_factor", "crest", "peak over root mean square of the current"),
+    ("ramp_up_w_per_s", "ramp up", "steepest rise over one step of the sensor"),
+    ("ramp_down_w_per_s", "ramp down", "steepest fall over one step of the sensor"),
+    ("band_rms_w", "0.1-20 Hz", "root mean square of the swing in the band"),
+    ("band_pct", "of the swing", "share of the variance that lies in the band"),
+    ("dominant_hz", "dominant", "the strongest line that is not chance"),
+    ("energy_j", "energy"),
+    ("error_j", "±", "half-width of a 90% interval"),
+    ("resolution_s", "every", "true resolution of the sensor"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throttled:
-    """A stretch in which a device said it was slowed: from the first reading that says so to the first that does not.
+class ThrottleEpisode:
+    """A stretch in which a device reported that it was slowed: from the first such reading to the first without.
 
     Times are nanoseconds of the wall clock, as exact as the readings are close.
     """
@@ -65,7 +77,7 @@ class Throttled:
     end_ns: int
 
     @property
-    def seconds(self) -> float:
+    def time_s(self) -> float:
         """How long."""
         return (self.end_ns - self.start_ns) * 1e-9
 
@@ -81,22 +93,22 @@ class PowerResult(Result):
     domain: str = ""
     spikes: Sequence[Spike] = ()
     correlation: Correlation | None = None
-    throttled: Sequence[Throttled] = ()
+    throttled: Sequence[ThrottleEpisode] = ()
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data; spectra as their band and strongest line only."""
-        found = self.correlation
-        more = found.to_json() if found else {"spikes": [dataclasses.asdict(s) for s in self.spikes]}
-        slow = [{**dataclasses.asdict(t), "seconds": t.seconds} for t in self.throttled]
-        return {**Result.to_json(self), "domain": self.domain, "throttled": slow, **more}
+        spikes = {"spikes": [dataclasses.asdict(s) for s in self.spikes]}
+        more = self.correlation.to_dict() if self.correlation else spikes
+        throttled = [{**dataclasses.asdict(t), "time_s": t.time_s} for t in self.throttled]
+        return {**Result.to_dict(self), "domain": self.domain, "throttled": throttled, **more}
 
 
 def power(
     trace: Any,
     *,
     power: str | Path | PowerTrace | None = None,
-    telemetry: Told | None = None,
+    telemetry: Readings | None = None,
     threshold_w: float | None = None,
     domain: str | None = None,
 ) -> PowerResult:
@@ -105,53 +117,69 @@ def power(
     `trace` is a run, a session, a timeline or Kineto trace (with `power`, a log or a `PowerTrace`), or a `PowerTrace`
     alone. Percentiles and means are by time. Where something ran on a device, only that stretch is looked at;
     `facts` has mean and joules of all that was recorded beside it (`recorded_mean_w`, `recorded_j`).
-    `threshold_w` is what counts as a spike (the 95th percentile unless given), `domain` the one to look at closely:
+    `threshold_w` is what counts as a spike (by default the 95th percentile), `domain` the one to look at closely:
     the GPU where there is one, else all counted ones together.
     """
-    timeline, log, told, notes, recorded = _opened(trace, power, telemetry)
-    name = domain or _only_gpu(log)
-    ran = timeline is not None and len(timeline.device_rows) > 0
-    look = _Look(log, timeline if ran else None)
-    focus = look.at(name)
-    rows = [focus, *(look.at(d.name) for d in log.domains if d.name != focus.curve.domain and _known(log, d.name))]
+    timeline, log, given, notes, is_run = _open(trace, power, telemetry)
+    name = domain or find_only_gpu(log)
+    running = timeline if timeline is not None and len(timeline.device_rows) > 0 else None
+    window = _Window(log, running)
+    focus = window.study(name)
+    rows = [
+        focus,
+        *(window.study(d.name) for d in log.domains if d.name != focus.curve.domain and _has_two(log, d.name)),
+    ]
     if name is not None and sum(d.counted for d in log.domains) > 1:
-        rows.append(look.at(None))
-    readings = _flatten(told if told is not None else _own_telemetry(log))
+        rows.append(window.study(None))
+    readings = sort_telemetry(given if given is not None else read_telemetry(log))
     missing: dict[str, str] = {}
-    found: Correlation | None = None
-    if ran and timeline is not None:
-        found = correlate(timeline, log, threshold_w=threshold_w, telemetry=told or (), domain=domain)
-        spikes, answers, level_w = found.spikes, found.checklist, found.threshold_w
-        notes += found.notes
+    correlation: Correlation | None = None
+    if running is not None:
+        correlation = correlate(running, log, threshold_w=threshold_w, telemetry=given or (), domain=domain)
+        spikes, answers, level_w = correlation.spikes, correlation.checklist, correlation.threshold_w
+        notes += correlation.notes
     else:
-        level_w, spikes, answers = _alone(focus.curve, readings, threshold_w)
+        level_w, spikes, answers = _find_spikes_alone(focus.curve, readings, threshold_w)
         missing["what ran in the spikes"] = (
-            "nothing ran on a GPU here" if timeline is not None and len(timeline) else
-            "a timeline of the same time: tessera analyze power TRACE --power LOG"
-        )  # fmt: skip
-    if not readings and not recorded:
+            "nothing ran on a GPU here"
+            if timeline is not None and len(timeline)
+            else "a timeline of the same time: tessera analyze power TRACE --power LOG"
+        )
+    if not readings and not is_run:
         missing["throttle"] = "throttling is not in a power log: record with `tessera run`"
     elif not readings and any(d.device.is_gpu for d in log.domains):
-        missing["throttle"] = "the GPU did not say in this run whether it throttled: `tessera doctor`"
-    slow = _throttled([t for t in readings if focus.curve.start_ns <= t.time_ns <= focus.curve.end_ns])
-    facts = _facts(focus, spikes, level_w, slow, bool(readings), _step_hz(timeline))
-    facts = look.facts(name) | facts
+        missing["throttle"] = "the GPU did not report in this run whether it throttled: `tessera doctor`"
+    throttled = _episodes([t for t in readings if focus.curve.start_ns <= t.time_ns <= focus.curve.end_ns])
+    step_hz = _step_hz(timeline)
+    facts = window.facts(name) | focus.facts(step_hz)
+    facts["throttled_s"] = sum(t.time_s for t in throttled) if readings else None
+    reasons = dict.fromkeys(r for t in throttled for r in t.reasons)
+    facts["throttle_reasons"] = ", ".join(reasons) if readings else None
+    facts |= {"spikes": len(spikes), "spikes_s": sum(s.time_s for s in spikes), "spike_threshold_w": level_w}
     facts["checklist"] = {a.key: a.verdict for a in answers}
-    notes += _of_which_step(timeline, facts["step_hz"])
+    notes += _explain_step_rate(timeline, step_hz)
     notes += [f"{a.question} {a.verdict}: {a.evidence}" for a in answers]
-    told_already = () if readings else ("throttle",)
-    missing |= {f"checklist: {a.key}": a.needs for a in answers if a.needs and a.key not in told_already}
+    missing |= {f"checklist: {a.key}": a.needs for a in answers if a.needs and (readings or a.key != "throttle")}
     return PowerResult(
-        kind="power", title=f"Power of {focus.curve.domain}{look.said}", columns=COLUMNS, rows=[r.row() for r in rows],
-        facts=facts, notes=[*focus.notes(), *notes], missing=missing, domain=focus.curve.domain, spikes=spikes,
-        correlation=found, throttled=slow, spectra={r.label: r.spectrum for r in rows if r.spectrum is not None},
-    )  # fmt: skip
+        kind="power",
+        title=f"Power of {focus.curve.domain}{', from the first kernel to the last' if running is not None else ''}",
+        columns=COLUMNS,
+        rows=[r.row() for r in rows],
+        facts=facts,
+        notes=[*focus.notes(), *notes],
+        missing=missing,
+        domain=focus.curve.domain,
+        spikes=spikes,
+        correlation=correlation,
+        throttled=throttled,
+        spectra={r.label: r.spectrum for r in rows if r.spectrum is not None},
+    )
 
 
-def _opened(
-    trace: Any, power: str | Path | PowerTrace | None, telemetry: Told | None
-) -> tuple[Timeline | None, PowerTrace, Told | None, list[str], bool]:
-    """What was given, and whether it is a run of ours: then nobody need be told to record one."""
+def _open(
+    trace: Any, power: str | Path | PowerTrace | None, telemetry: Readings | None
+) -> tuple[Timeline | None, PowerTrace, Readings | None, list[str], bool]:
+    """Timeline, power, telemetry and notes; and whether it is a run of ours, which needs no advice to record one."""
     if isinstance(trace, PowerTrace):
         if power is not None:
             raise ArgumentError("the power is given twice", fix="analyze.power(power_trace), or a trace and power=")
@@ -164,71 +192,66 @@ def _opened(
     log = source.power if power is None else power
     if log is None or not log.columns:
         raise MeasurementError(
-            f"no power was recorded beside {source.name}", why="there is nothing to look at",
-            fix="`tessera doctor` says which sensors can be read" if source.run is not None else
-            "give the power log of the same time: power='power.csv'",
-        )  # fmt: skip
-    told = telemetry if telemetry is not None else (source.telemetry or None)
-    return source.timeline, log, told, list(source.notes), source.run is not None
+            f"no power was recorded beside {source.name}",
+            why="there is nothing to look at",
+            fix="`tessera doctor` shows which sensors are available"
+            if source.run is not None
+            else "give the power log of the same time: power='power.csv'",
+        )
+    readings = telemetry if telemetry is not None else (source.telemetry or None)
+    return source.timeline, log, readings, list(source.notes), source.run is not None
 
 
-def _known(log: PowerTrace, domain: str) -> bool:
-    """Whether a domain has two samples at least: one has neither ramps nor percentiles."""
+def _has_two(log: PowerTrace, domain: str) -> bool:
+    """Whether a domain has at least two samples: one has neither ramps nor percentiles."""
     return int(np.sum(~np.isnan(log.columns[domain].watts))) > 1
 
 
-class _Look:
-    """One trace, looked at by domain, over the stretch in which something ran."""
+class _Window:
+    """A power trace over the stretch in which something ran, or over all of it."""
 
     def __init__(self, log: PowerTrace, timeline: Timeline | None) -> None:
         self.log, self.timeline = log, timeline
+        self.start_ns, self.end_ns = int(log.start_ns), int(log.end_ns)
         if timeline is not None:
             rows = timeline.device_rows
             self.start_ns, self.end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
-        else:
-            self.start_ns, self.end_ns = log.start_ns, log.end_ns
-
-    @property
-    def said(self) -> str:
-        """What the rows are of, in words."""
-        return ", from the first kernel to the last" if self.timeline is not None else ""
 
     def facts(self, domain: str | None) -> dict[str, Any]:
         """The window looked at, and mean and joules of all that was recorded, as attribution and reports have them."""
+        window_s = (self.end_ns - self.start_ns) * 1e-9
         if self.timeline is None:
-            return {"recorded_s": (self.end_ns - self.start_ns) * 1e-9}
-        start_ns = max(self.timeline.start_ns, self.log.start_ns)
-        spent = self.log.energy(domain, start_ns, min(self.timeline.end_ns, self.log.end_ns))
-        return {
-            "window_s": (self.end_ns - self.start_ns) * 1e-9, "recorded_s": spent.seconds, "recorded_j": spent.joules,
-            "recorded_error_j": spent.error_j,
-            "recorded_mean_w": spent.joules / spent.seconds if spent.seconds > 0 else None,
-        }  # fmt: skip
+            return {"recorded_s": window_s}
+        start_ns, end_ns = max(self.timeline.start_ns, self.log.start_ns), min(self.timeline.end_ns, self.log.end_ns)
+        spent = self.log.energy(domain, start_ns, end_ns)
+        facts = {"window_s": window_s, "recorded_s": spent.seconds, "recorded_j": spent.joules}
+        facts["recorded_error_j"] = spent.error_j
+        return facts | {"recorded_mean_w": spent.joules / spent.seconds if spent.seconds > 0 else None}
 
-    def at(self, domain: str | None) -> _Domain:
+    def study(self, domain: str | None) -> _DomainStudy:
         """One domain, or all counted ones together."""
-        return _Domain(self, domain, curve_of(self.log, domain, self.start_ns, self.end_ns))
+        return _DomainStudy(self, domain, make_curve(self.log, domain, self.start_ns, self.end_ns))
 
 
-class _Domain:
+class _DomainStudy:
     """The figures of one curve."""
 
-    def __init__(self, look: _Look, domain: str | None, curve: Curve) -> None:
-        self.log, self.timeline, self.asked, self.curve = look.log, look.timeline, domain, curve
+    def __init__(self, window: _Window, domain: str | None, curve: Curve) -> None:
+        self.log, self.timeline, self.domain, self.curve = window.log, window.timeline, domain, curve
         self.label = TOTAL if domain is None and "+" in curve.domain else curve.domain
-        self.parts = even_parts(curve)
-        self.longest: Even | None = max(self.parts, key=lambda p: p.seconds, default=None)
-        self.spectrum = spectrum(self.longest) if self.longest else None
-        self.peak: Peak | None = self.spectrum.peak() if self.spectrum else None
-        self.up, self.down = ramps(self.parts)
-        drawn = float(np.nanmax(np.maximum(curve.begin_w, curve.end_w)))
-        self.peak_w = max(drawn, self._merged_peak_w())
+        parts = even_parts(curve)
+        self.longest = max(parts, key=lambda p: p.seconds, default=None)
+        self.spectrum = compute_spectrum(self.longest) if self.longest else None
+        self.peak = self.spectrum.peak() if self.spectrum else None
+        self.up, self.down = find_ramps(parts)
+        highest_w = float(np.nanmax(np.maximum(curve.begin_w, curve.end_w)))
+        self.peak_w = max(highest_w, self._merged_peak_w())
         crest = curve.crest_factor
-        self.crest_factor = None if crest is None else crest * self.peak_w / drawn
+        self.crest_factor = None if crest is None else crest * self.peak_w / highest_w
 
     def _merged_peak_w(self) -> float:
-        """A long live trace keeps rows of a second with the highest sample of each: that peak counts."""
-        if self.asked is None and "+" in self.curve.domain:
+        """A long live trace has rows of a second with the highest sample of each: that peak counts."""
+        if self.domain is None and "+" in self.curve.domain:
             return 0.0  # the peaks of several domains need not be at one moment
         column = self.log.columns[self.curve.domain]
         moved = column.times_ns - column.lag_ns
@@ -237,42 +260,77 @@ class _Domain:
 
     @property
     def band_w2(self) -> float | None:
+        """The mean square of the swing within 0.1-20 Hz."""
         return self.spectrum.band_w2(*BAND_HZ) if self.spectrum else None
 
-    @property
-    def band_pct(self) -> float | None:
-        s = self.spectrum
-        return 100.0 * s.band_w2(*BAND_HZ) / s.ac_w2 if s is not None and s.ac_w2 > 0 else None
-
     def row(self) -> dict[str, Any]:
-        spent = self.log.energy(self.asked, self.curve.start_ns, self.curve.end_ns)
+        """The domain's row of the table."""
+        spent = self.log.energy(self.domain, self.curve.start_ns, self.curve.end_ns)
+        s, band_w2 = self.spectrum, self.band_w2
         return {
-            "domain": self.label, "peak_w": self.peak_w, "mean_w": self.curve.mean_w,
-            "p50_w": self.curve.percentile(50.0), "p99_w": self.curve.percentile(99.0),
-            "crest_factor": self.crest_factor, "ramp_up_w_per_s": self.up and self.up.watts_per_s,
-            "ramp_down_w_per_s": self.down and self.down.watts_per_s, "band_w2": self.band_w2,
-            "band_rms_w": None if self.band_w2 is None else math.sqrt(self.band_w2), "band_pct": self.band_pct,
-            "dominant_hz": self.peak and self.peak.frequency_hz, "energy_j": spent.joules,
-            "energy_error_j": spent.error_j, "resolution_s": self.curve.resolution_s, "source": spent.source,
+            "domain": self.label,
+            "peak_w": self.peak_w,
+            "mean_w": self.curve.mean_w,
+            "p50_w": self.curve.percentile(50.0),
+            "p99_w": self.curve.percentile(99.0),
+            "crest_factor": self.crest_factor,
+            "ramp_up_w_per_s": self.up and self.up.watts_per_s,
+            "ramp_down_w_per_s": self.down and self.down.watts_per_s,
+            "band_w2": band_w2,
+            "band_rms_w": None if band_w2 is None else math.sqrt(band_w2),
+            "band_pct": 100.0 * band_w2 / s.ac_w2 if s is not None and band_w2 is not None and s.ac_w2 > 0 else None,
+            "dominant_hz": self.peak and self.peak.frequency_hz,
+            "energy_j": spent.joules,
+            "error_j": spent.error_j,
+            "resolution_s": self.curve.resolution_s,
+            "source": spent.source,
             "basis": spent.basis,
-        }  # fmt: skip
+        }
 
-    def during(self, ramp: Ramp | None) -> str | None:
+    def facts(self, step_hz: float | None) -> dict[str, Any]:
+        """What the table has no column for."""
+        s = self.spectrum
+        facts: dict[str, Any] = {"band_w2": self.band_w2, "ramp_noise_w_per_s": self.noise_w_per_s}
+        facts["during"] = {"ramp_up": self._describe(self.up), "ramp_down": self._describe(self.down)}
+        if s is not None:
+            column = self.log.columns.get(self.curve.domain)
+            shown = sensor_gain(response_of(column.domain, s.step_s), BAND_HZ[1]) if column else None
+            facts |= {"resolvable_from_hz": s.resolvable_hz[0], "resolvable_to_hz": s.resolvable_hz[1]}
+            facts["shown_at_20_hz_pct"] = None if shown is None else 100.0 * shown
+        facts |= {"dominant_hz": self.peak and self.peak.frequency_hz, "step_hz": step_hz}
+        return facts | {"dominant_is": self._compare_with_steps(step_hz)}
+
+    def _compare_with_steps(self, step_hz: float | None) -> str | None:
+        """Whether the dominant frequency is that of the steps, in words."""
+        peak, s = self.peak, self.spectrum
+        if peak is None or step_hz is None or s is None:
+            return None
+        for times, what in ((1, "the step rate"), (2, "twice the step rate"), (3, "three times the step rate")):
+            shown_hz = alias_hz(times * step_hz, s.step_s)
+            if abs(peak.frequency_hz - shown_hz) <= max(1.5 * peak.width_hz, SAME * shown_hz):
+                is_slow = times * step_hz <= s.resolvable_hz[1]
+                return what if is_slow else f"{what}, folded back: it is too fast for the sensor"
+        return f"not the step rate ({step_hz:.3g} Hz)"
+
+    def _describe(self, ramp: Ramp | None) -> str | None:
         """What ran at a ramp: the nearest boundary, and the kernel that ran longest within the sensor's reach."""
         if ramp is None or self.timeline is None:
             return None
-        rows, _ = _device_rows(self.timeline, self.asked)
-        middle_ns = (ramp.start_ns + ramp.end_ns) // 2
+        rows, _ = select_rows(self.timeline, self.domain)
         moment = Spike(
-            number=1, start_ns=middle_ns, end_ns=ramp.end_ns, foot_ns=ramp.start_ns, peak_ns=ramp.end_ns, peak_w=0.0,
+            number=1,
+            start_ns=(ramp.start_ns + ramp.end_ns) // 2,
+            end_ns=ramp.end_ns,
+            foot_ns=ramp.start_ns,
+            peak_ns=ramp.end_ns,
+            peak_w=0.0,
             rise_w_per_s=None,
-        )  # fmt: skip
-        work = Work(self.timeline, rows, self.curve, [moment])
-        tied = work.tied(moment, boundaries(self.timeline, rows, self.curve))
-        near = tied.boundaries[0] if tied.boundaries else None
-        edge = f"{near.kind} ({short(near.name, 'kernel')})" if near else ""
-        kernel = f"{short(tied.kernels[0].name, 'kernel')} {tied.kernels[0].share:.0%} of it" if tied.kernels else ""
-        return "; ".join(part for part in (edge, kernel) if part) or "nothing ran"
+        )
+        work = SpikeWork(self.timeline, rows, self.curve, [moment])
+        moment = work.describe(moment, find_boundaries(self.timeline, rows, self.curve))
+        parts = [f"{edge.kind} ({short(edge.name, 'kernel')})" for edge in moment.boundaries[:1]]
+        parts += [f"{short(kernel.name, 'kernel')} {kernel.share:.0%} of it" for kernel in moment.kernels[:1]]
+        return "; ".join(parts) or "nothing ran"
 
     @property
     def noise_w_per_s(self) -> float | None:
@@ -286,10 +344,10 @@ class _Domain:
         s, noise = self.spectrum, self.noise_w_per_s
         if s is None:
             return ["too few samples for a spectrum: record longer"]
+        ramps = [(way, ramp) for way, ramp in (("rise", self.up), ("fall", self.down)) if ramp is not None]
         notes = [
-            f"steepest {way}, {abs(ramp.watts_per_s):,.0f} W/s over {s.step_s * 1e3:.3g} ms: {self.during(ramp)}"
-            for way, ramp in (("rise", self.up), ("fall", self.down))
-            if ramp is not None and self.timeline is not None
+            f"steepest {way}, {abs(r.watts_per_s):,.0f} W/s over {s.step_s * 1e3:.3g} ms: {self._describe(r)}"
+            for way, r in (ramps if self.timeline is not None else ())
         ]
         low, high = s.resolvable_hz
         if low > BAND_HZ[0] or high < BAND_HZ[1]:
@@ -303,33 +361,13 @@ class _Domain:
         share = float(np.sum(self.curve.seconds[coarse]) / np.sum(self.curve.seconds))
         if share > 0.05:
             notes.append(f"{share:.0%} of the time has samples further apart than the sensor's resolution")
-        if noise is not None and max((abs(r.watts_per_s) for r in (self.up, self.down) if r), default=0.0) <= noise:
+        if noise is not None and max((abs(r.watts_per_s) for _, r in ramps), default=0.0) <= noise:
             notes.append(f"the ramps are within the sensor's noise ({noise:.3g} W/s)")
         return notes
 
 
-def _facts(
-    at: _Domain, spikes: Sequence[Spike], level_w: float, slow: Sequence[Throttled], told: bool,
-    step_hz: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    row, s = at.row(), at.spectrum
-    facts: dict[str, Any] = {"band_w2": at.band_w2, "ramp_noise_w_per_s": at.noise_w_per_s}
-    facts["during"] = {"ramp_up": at.during(at.up), "ramp_down": at.during(at.down)}
-    if s is not None:
-        column = at.log.columns.get(at.curve.domain)
-        facts |= {"resolvable_from_hz": s.resolvable_hz[0], "resolvable_to_hz": s.resolvable_hz[1]}
-        shown = gain(response_of(column.domain, s.step_s), BAND_HZ[1]) if column else None
-        facts["shown_at_20_hz_pct"] = None if shown is None else 100.0 * shown
-    facts |= {"dominant_hz": row["dominant_hz"], "step_hz": step_hz, "dominant_is": _named(at.peak, step_hz, s)}
-    facts["throttled_s"] = sum(t.seconds for t in slow) if told else None
-    facts["throttle_reasons"] = ", ".join(dict.fromkeys(r for t in slow for r in t.reasons)) if told else None
-    facts |= {"spikes": len(spikes), "spikes_s": sum(x.seconds for x in spikes)}
-    facts["spike_threshold_w"] = level_w
-    return facts
-
-
 def _step_hz(timeline: Timeline | None) -> float | None:
-    """Steps a second: by the middle distance of their starts; None for fewer than three."""
+    """Steps a second: by the median distance of their starts; None for fewer than three."""
     starts = [step.start_ns for step in timeline.linked.steps] if timeline is not None and len(timeline) else []
     if len(starts) < 3:
         return None
@@ -337,58 +375,45 @@ def _step_hz(timeline: Timeline | None) -> float | None:
     return 1.0 / apart_s if apart_s > 0 else None
 
 
-def _of_which_step(timeline: Timeline | None, step_hz: float | None) -> list[str]:
-    """Why this is not the steps/s of a report, where it is not."""
+def _explain_step_rate(timeline: Timeline | None, step_hz: float | None) -> list[str]:
+    """Why the rate is not the steps/s of a report, where it is not."""
     if timeline is None or step_hz is None:
         return []
     mean_s = float(np.mean([step.end_ns - step.start_ns for step in timeline.linked.steps])) * 1e-9
     if abs(mean_s * step_hz - 1.0) < ALIKE:
         return []
     return [
-        f"{step_hz:.4g} Hz is the rate of the middle step, to compare frequencies with; the steps/s of a report are of "
+        f"{step_hz:.4g} Hz is the rate of the median step, to compare frequencies with; the steps/s of a report are of "
         "the mean step, long and short ones included"
     ]
 
 
-def _named(peak: Peak | None, step_hz: float | None, s: Spectrum | None) -> str | None:
-    """Whether the dominant frequency is that of the steps, in words."""
-    if peak is None or step_hz is None or s is None:
-        return None
-    for times, what in ((1, "the step rate"), (2, "twice the step rate"), (3, "three times the step rate")):
-        shown = seen_at_hz(times * step_hz, s.step_s)
-        if abs(peak.frequency_hz - shown) <= max(1.5 * peak.width_hz, SAME * shown):
-            folded = "" if times * step_hz <= s.resolvable_hz[1] else ", folded back: it is too fast for the sensor"
-            return what + folded
-    return f"not the step rate ({step_hz:.3g} Hz)"
-
-
-def _alone(
+def _find_spikes_alone(
     curve: Curve, readings: Sequence[Telemetry], threshold_w: float | None
-) -> tuple[float, Sequence[Spike], Sequence[checklist.Answer]]:
+) -> tuple[float, Sequence[Spike], Sequence[ChecklistAnswer]]:
     """Spikes without a timeline, and what of the checklist can be answered then."""
-    level_w = threshold_of(curve, 95.0) if threshold_w is None else threshold_w
+    level_w = choose_threshold(curve, 95.0) if threshold_w is None else threshold_w
     if not level_w > 0:
         raise ArgumentError(f"threshold_w={threshold_w!r} is not positive", fix="leave it out, or give watts")
-    mine = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]
-    spikes = [checklist.aftermath(s, mine, WITHIN_S) for s in find(curve, level_w)]
-    return level_w, spikes, (checklist.throttling(spikes, mine, WITHIN_S), checklist.feeds(curve, (), readings))
+    own = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]
+    spikes = [add_aftermath(s, own, WITHIN_S) for s in find_spikes(curve, level_w)]
+    return level_w, spikes, (check_throttling(spikes, own, WITHIN_S), check_feeds(curve, (), readings))
 
 
-def _throttled(readings: Sequence[Telemetry]) -> list[Throttled]:
-    """Episodes by domain, in time order (readings: wall clock, sorted)."""
-    out: list[Throttled] = []
+def _episodes(readings: Sequence[Telemetry]) -> list[ThrottleEpisode]:
+    """Throttling by domain, in time order (readings: sorted)."""
+    episodes: list[ThrottleEpisode] = []
     for domain in dict.fromkeys(t.domain for t in readings):
         since: int | None = None
         reasons: dict[str, None] = {}
-        mine = [t for t in readings if t.domain == domain]
-        for t in mine:
-            now = checklist.slowing(t)
+        own = [t for t in readings if t.domain == domain]
+        for t in own:
+            now = slowing_reasons(t)
             if now:
                 since = t.time_ns if since is None else since
                 reasons |= dict.fromkeys(now)
-            elif since is not None:
-                out.append(Throttled(domain=domain, reasons=tuple(reasons), start_ns=since, end_ns=t.time_ns))
+            if since is not None and (not now or t is own[-1]):
+                episode = ThrottleEpisode(domain=domain, reasons=tuple(reasons), start_ns=since, end_ns=t.time_ns)
+                episodes.append(episode)
                 since, reasons = None, {}
-        if since is not None:
-            out.append(Throttled(domain=domain, reasons=tuple(reasons), start_ns=since, end_ns=mine[-1].time_ns))
-    return sorted(out, key=lambda t: t.start_ns)
+    return sorted(episodes, key=lambda t: t.start_ns)

@@ -9,15 +9,50 @@ from typing import Any
 
 from ..errors import MissingExtra
 
+_UNITS = {
+    "w_per_s": "W/s",
+    "bytes_per_s": "B/s",
+    "flop_per_s": "FLOP/s",
+    "bytes_per_j": "B/J",
+    "flop_per_j": "FLOP/J",
+    "flops_per_call": "FLOP",
+    "bytes_per_call": "B",
+    "intensity": "FLOP/B",
+    "ridge": "FLOP/B",
+    "sm_occupancy": "%",
+    "l2_hit_rate": "%",
+    "stall_reasons": "%",
+    "bytes": "B",
+    "pct": "%",
+    "hz": "Hz",
+    "s": "s",
+    "j": "J",
+    "w": "W",
+}
+"""The unit of a column, by how its key ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class ResultColumn:
     """One column: its key in the rows, a title for people, its unit ("s", "J", "W", "B", "B/s", "FLOP/s", "%", "")."""
 
     key: str
     title: str
     unit: str = ""
     help: str = ""
+
+
+def columns(*titles: tuple[str, str] | tuple[str, str, str]) -> tuple[ResultColumn, ...]:
+    """Columns from (key, title) or (key, title, help); the unit follows from the key."""
+    return tuple(
+        ResultColumn(key=key, title=title, unit=unit_of(key), help=more[0] if more else "")
+        for key, title, *more in titles
+    )
+
+
+def unit_of(key: str) -> str:
+    """The unit of a figure, by how its key ends: "energy_j" is in "J"."""
+    return next((unit for end, unit in _UNITS.items() if key == end or key.endswith(f"_{end}")), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +64,7 @@ class Result:
 
     kind: str
     title: str
-    columns: Sequence[Column]
+    columns: Sequence[ResultColumn]
     rows: Sequence[Mapping[str, Any]]
     facts: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -42,25 +77,30 @@ class Result:
         return iter(self.rows)
 
     def top(self, count: int = 10, by: str | None = None) -> list[Mapping[str, Any]]:
-        """The rows with the largest values of a column; the first ones as they are, without one."""
+        """The rows with the largest values of a column; without one, the first rows."""
         if by is None:
             return list(self.rows[:count])
         return sorted(self.rows, key=lambda r: -math.inf if r.get(by) is None else r[by], reverse=True)[:count]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "kind": self.kind, "title": self.title, "facts": dict(self.facts), "rows": [dict(r) for r in self.rows],
-            "units": {c.key: c.unit for c in self.columns}, "notes": list(self.notes), "missing": dict(self.missing),
-        }  # fmt: skip
+            "kind": self.kind,
+            "title": self.title,
+            "facts": dict(self.facts),
+            "rows": [dict(r) for r in self.rows],
+            "units": {c.key: c.unit for c in self.columns},
+            "notes": list(self.notes),
+            "missing": dict(self.missing),
+        }
+
+    def to_json(self) -> str:
+        """The same as JSON; what is not a number there (NaN) is null."""
+        return encode_json(self.to_dict())
 
     def to_frame(self) -> Any:
         """A pandas DataFrame of the rows."""
-        try:
-            import pandas as pd
-        except ImportError as exc:
-            raise MissingExtra("pandas", "frame", f"analyze.{self.kind}(...).to_frame") from exc
-        return pd.DataFrame([dict(r) for r in self.rows], columns=[c.key for c in self.columns])
+        return make_frame(self.rows, [c.key for c in self.columns], f"analyze.{self.kind}(...).to_frame")
 
     def __str__(self) -> str:
         from ..report.analysis import text
@@ -71,3 +111,22 @@ class Result:
         from ..report.analysis import html
 
         return html(self)
+
+
+def encode_json(data: Any) -> str:
+    """Plain data as JSON: numpy's numbers as numbers, NaN as null, anything else unknown as text."""
+    import msgspec
+
+    def plain(value: Any) -> Any:
+        return value.item() if hasattr(value, "item") else str(value)
+
+    return msgspec.json.encode(data, enc_hook=plain).decode()
+
+
+def make_frame(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] | None, caller: str) -> Any:
+    """A pandas DataFrame; `caller` is named where pandas is not installed."""
+    try:
+        import pandas as pd
+    except ImportError as exc:
+        raise MissingExtra("pandas", "frame", caller) from exc
+    return pd.DataFrame([dict(r) for r in rows], columns=None if keys is None else list(keys))

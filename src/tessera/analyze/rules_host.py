@@ -1,24 +1,27 @@
-"""Rules about the host, the board and the run as a whole: waiting, launching, throttling, spikes, uneven steps."""
+"""Rules about the host, the board and the run as a whole: waiting, launching, copying, throttling, spikes, steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..advice import Advice
 from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
+from ..schema import EnergyReport, Telemetry
+from ..timeline.view import collective_overlap_pct
 from ..units import format_duration, format_energy
 from .energy_by_time import FUNCTION
-from .evidence import SAVES, Case, Finding
+from .evidence import SAVES, RunEvidence
 from .host_gaps import LAUNCHING, PREPARING, UNFED
 from .kernel_names import short
 from .mean_step import counted, dear
-from .spikes import curve_of, find, threshold_of
+from .spikes import choose_threshold, find_spikes, make_curve
 
-# Shares of the run's joules below which a finding is not worth a user's time: chosen, not measured.
+# Shares of the run's joules below which advice is not worth a user's time: chosen, not measured.
 IDLE_SHARE = 0.12
 MOSTLY_IDLE_SHARE = 0.5
 LAUNCH_SHARE = 0.08
@@ -26,7 +29,10 @@ OUTSIDE_SHARE = 0.3
 ONE_SHARE = 0.3
 THROTTLED_SHARE = 0.3
 OUTLIER_SHARE = 0.08
-# A kernel this near its roof is as good as large products and streams get (h200/kernels.jsonl: 70-95%).
+COPY_SHARE = 0.05
+COMMUNICATION_SHARE = 0.15
+EXPOSED_SHARE = 0.05
+# A kernel this near its roof is as good as large products and streams get (70-95% on an H200).
 GOOD_PCT = 60.0
 # A board may pass its limit for tens of milliseconds before its governor acts (900 W on 700 W: attribute/prior.py);
 # spikes below this are within the limit's own tolerance.
@@ -34,35 +40,46 @@ SPIKE_OVER_LIMIT = 1.1
 SPIKES = 3
 # A cap of this share of the limit, looked at where the board is held by its own: chosen.
 LOWER_CAP = 0.8
+# What copies of pinned memory reach of a PCIe link's line rate (55 of 63 GB/s is what gen 5 x16 gives in practice).
+PINNED_SHARE = 0.87
 BESIDE = "beside what tracing explains"
+# For `tessera measure`, which knows neither kernels nor steps.
+MEASURED_IDLE_SHARE = 0.35
+UNUSED_SHARE = 0.97
+LOW_UTILIZATION_PCT = 50.0
 
 
-def idle(case: Case) -> Finding | None:
+def check_idle(run: RunEvidence) -> Advice | None:
     """The device waited while it was the program's turn, for 12% of the joules or more.
 
     Late launches, and what lies before and after, are findings of their own; what the tracer explains is nobody's. At
     best all those joules are saved.
     """
-    waiting = [g for g in case.gaps if g.during not in (LAUNCHING, *UNFED)]
-    joules = case.own * (sum(g.energy_j for g in waiting) if case.gaps else case.table.idle_j)
-    if not case.table.kernels or not case.share(joules) >= IDLE_SHARE:
+    waiting = [g for g in run.gaps if g.during not in (LAUNCHING, *UNFED)]
+    joules = run.program_share * (sum(g.energy_j for g in waiting) if run.gaps else run.table.idle_j)
+    if not run.table.kernels or not run.share(joules) >= IDLE_SHARE:
         return None
-    evidence = f"the device idled for {case.amount(joules)}"
-    seconds = case.own * sum(g.seconds for g in waiting) if waiting else None
+    evidence = f"the device idled for {run.format_amount(joules)}"
+    seconds = run.program_share * sum(g.time_s for g in waiting) if waiting else None
     most = waiting[0] if waiting else None
-    if most is not None and case.own < 1.0:
+    if most is not None and run.program_share < 1.0:
         evidence += f" {BESIDE}, most of it while {most.during}"
     elif most is not None:
         each = format_duration(most.each_s, 3)
         during = f"{most.count} x {each}" if most.count > 1 else each
         evidence += f", {format_energy(most.energy_j, 3)} of it {during} while {most.during}"
     action = _remedy(most.during if most else "")
-    if case.share(joules) >= MOSTLY_IDLE_SHARE:
+    if run.share(joules) >= MOSTLY_IDLE_SHARE:
         action += "; or give it more to do: consolidate jobs on fewer GPUs (MPS, MIG)"
-    return case.finding(
-        "idle", joules, evidence, action, saves=(joules, seconds), by="energy table",
+    return run.advise(
+        "idle",
+        joules,
+        evidence,
+        action,
+        saves=(joules, seconds),
+        by="energy table",
         confidence="medium" if waiting else "low",
-    )  # fmt: skip
+    )
 
 
 def _remedy(during: str) -> str:
@@ -76,54 +93,59 @@ def _remedy(during: str) -> str:
     return "keep the device fed: larger batches, work queued ahead, no Python between launches"
 
 
-def launch(case: Case) -> Finding | None:
+def check_launches(run: RunEvidence) -> Advice | None:
     """The device waited for launches (gaps up to 100 us) for 8% of the joules or more.
 
     In a CUDA graph a gap is `GAP_S["graph"]` long, as `tessera.predict` has it (measured on an H200).
     """
     from ..estimate.predict import GAP_S
 
-    late = next((g for g in case.gaps if g.during == LAUNCHING), None)
-    if late is None or case.share(case.own * late.energy_j) < LAUNCH_SHARE:
+    late = next((g for g in run.gaps if g.during == LAUNCHING), None)
+    if late is None or run.share(run.program_share * late.energy_j) < LAUNCH_SHARE:
         return None
-    late = dataclasses.replace(late, seconds=case.own * late.seconds, energy_j=case.own * late.energy_j)
-    left = min(1.0, late.count * GAP_S["graph"] / late.seconds) if late.seconds > 0 else 1.0
+    late = dataclasses.replace(late, time_s=run.program_share * late.time_s, energy_j=run.program_share * late.energy_j)
+    left = min(1.0, late.count * GAP_S["graph"] / late.time_s) if late.time_s > 0 else 1.0
     each = format_duration(late.each_s, 2)
-    evidence = f"the device waited for {late.count:,} launches, {each} each: {case.amount(late.energy_j)} idle"
-    evidence += f" {BESIDE}" if case.own < 1.0 else ""
+    evidence = f"the device waited for {late.count:,} launches, {each} each: {run.format_amount(late.energy_j)} idle"
+    evidence += f" {BESIDE}" if run.program_share < 1.0 else ""
     action = 'torch.compile(mode="reduce-overhead") or a CUDA graph launches them at once; so does a larger batch'
-    return case.finding(
-        "launch", late.energy_j, evidence, action, saves=(late.energy_j * (1.0 - left), late.seconds * (1.0 - left)),
-        by="prediction", confidence="high",
-    )  # fmt: skip
+    return run.advise(
+        "launch",
+        late.energy_j,
+        evidence,
+        action,
+        saves=(late.energy_j * (1.0 - left), late.time_s * (1.0 - left)),
+        by="prediction",
+        confidence="high",
+    )
 
 
-def outside(case: Case) -> Finding | None:
+def check_outside(run: RunEvidence) -> Advice | None:
     """Nothing ran yet, or any more, for 30% of the joules or more."""
-    joules = sum(g.energy_j for g in case.gaps if g.during in UNFED)
-    if case.share(joules) < OUTSIDE_SHARE:
+    joules = sum(g.energy_j for g in run.gaps if g.during in UNFED)
+    if run.share(joules) < OUTSIDE_SHARE:
         return None
-    stepped = any(g.during == PREPARING for g in case.gaps)
+    stepped = any(g.during == PREPARING for g in run.gaps)
     first = "whole step" if stepped else "kernel"
-    evidence = f"{case.amount(joules)} went before the first {first} and after the last kernel"
+    evidence = f"{run.format_amount(joules)} went before the first {first} and after the last kernel"
     action = "start up faster, or record more steps to see the program itself"
-    return case.finding("outside", joules, evidence, action)
+    return run.advise("outside", joules, evidence, action)
 
 
-def outliers(case: Case) -> Finding | None:
+def check_outliers(run: RunEvidence) -> Advice | None:
     """Up to a quarter of the steps cost half as much again as the middle one: compilation, autotuning, a slow disk.
 
     Not the first ones, which no mean counts either. Nor on modelled joules: those of a longer step are its time on this
     machine, whoever else used it.
     """
-    steps = [case.table.steps[i] for i in counted(case.table.steps).places]
-    if len(steps) < 4 or case.table.basis == "modelled":
+    steps = [run.table.steps[i] for i in counted(run.table.steps).places]
+    if len(steps) < 4 or run.table.basis == "modelled":
         return None
     spent = np.array([s.with_backward_j if s.with_backward_j is not None else s.energy_j for s in steps])
     middle = float(np.median(spent))
     high = np.flatnonzero(dear(spent))
     joules = float((spent[high] - middle).sum())
-    if not len(high) or len(high) > len(spent) // 4 or case.share(joules) < OUTLIER_SHARE:
+    if not len(high) or len(high) > len(spent) // 4 or run.share(joules) < OUTLIER_SHARE:
         return None
     worst = steps[int(np.argmax(spent))]
     evidence = (
@@ -132,52 +154,53 @@ def outliers(case: Case) -> Finding | None:
     )
     action = "see in the page's timeline what they do that the others do not"
     saves = SAVES["outliers"] * joules
-    return case.finding(
-        "outliers", joules, evidence, action, saves=(saves, None), by="energy table", confidence="medium"
-    )
+    return run.advise("outliers", joules, evidence, action, saves=(saves, None), by="energy table", confidence="medium")
 
 
-def throttled(case: Case) -> Finding | None:
+def check_throttling(run: RunEvidence) -> Advice | None:
     """The board was held back in 30% of its telemetry or more. A cap is joules well spent; heat is not."""
-    busy_j = case.table.total_j - case.table.idle_j
-    for domain, rows in case.telemetry.items():
-        known = [t.throttle for t in rows if t.throttle is not None]
+    throttle = find_throttle(run.telemetry)
+    if throttle is None:
+        return None
+    domain, reason, share = throttle
+    spent_j = share * (run.table.total_j - run.table.idle_j)
+    evidence = f"{domain} was held by {reason} in {share:.0%} of the readings, {run.format_amount(spent_j)}"
+    if reason != "power cap":
+        return run.advise("thermal", spent_j, evidence, "check its cooling and inlet temperature")
+    action = "it is as fast as its watts allow: lower precision or fewer bytes save time and joules alike"
+    limits = [t.power_limit_w for t in run.telemetry[domain] if t.power_limit_w]
+    lower = _lower_cap(run, limits[-1] if limits else None)
+    if lower is None:
+        return run.advise("power cap", spent_j, evidence, action)
+    cap_w, energy, time = lower
+    action += (
+        f"; where time matters less, a cap of {cap_w:.0f} W (or a lower clock) needs {1.0 - energy:.0%} less joules"
+        f" and {time - 1.0:.0%} more time"
+    )
+    saves = (spent_j * (1.0 - energy), -share * run.table.busy_s * (time - 1.0))
+    return run.advise("power cap", spent_j, evidence, action, saves=saves, by="prediction", confidence="medium")
+
+
+def find_throttle(telemetry: Mapping[str, Sequence[Telemetry]]) -> tuple[str, str, float] | None:
+    """The first device that was held back in 30% of its readings or more, why, and the share; None where none was."""
+    for domain, rows in telemetry.items():
+        states = [t.throttle for t in rows if t.throttle is not None]
         for reason in ("power cap", "thermal (software)", "thermal (hardware)", "power brake"):
-            share = sum(reason in t for t in known) / len(known) if known else 0.0
-            if share < THROTTLED_SHARE:
-                continue
-            spent = share * busy_j
-            evidence = f"{domain} was held by {reason} in {share:.0%} of the readings, {case.amount(spent)}"
-            if reason == "power cap":
-                return _capped(case, spent, share, evidence, [t.power_limit_w for t in rows if t.power_limit_w])
-            return case.finding("thermal", spent, evidence, "check its cooling and inlet temperature")
+            share = sum(reason in state for state in states) / len(states) if states else 0.0
+            if share >= THROTTLED_SHARE:
+                return domain, reason, share
     return None
 
 
-def _capped(case: Case, spent: float, share: float, evidence: str, limits: Sequence[float]) -> Finding:
-    action = "it is as fast as its watts allow: lower precision or fewer bytes save time and joules alike"
-    limit_w = limits[-1] if limits else None
-    found = _lower_cap(case, limit_w)
-    if found is None:
-        return case.finding("power cap", spent, evidence, action)
-    cap_w, energy, time = found
-    action += (
-        f"; where time matters less, a cap of {cap_w:.0f} W (or a lower clock) needs {1.0 - energy:.0%} less joules"
-    )
-    action += f" and {time - 1.0:.0%} more time"
-    saves = (spent * (1.0 - energy), -share * case.table.busy_s * (time - 1.0))
-    return case.finding("power cap", spent, evidence, action, saves=saves, by="prediction", confidence="medium")
-
-
-def _lower_cap(case: Case, limit_w: float | None) -> tuple[float, float, float] | None:
+def _lower_cap(run: RunEvidence, limit_w: float | None) -> tuple[float, float, float] | None:
     """A lower cap in watts, and its joules and seconds relative to now, by the power model; None where unknown."""
     from ..estimate.power import DeviceWork, PowerModel
 
-    calls = case.calls
-    if calls is None or case.device is None or np.all(np.isnan(calls.flops)):
+    calls = run.calls
+    if calls is None or run.device is None or np.all(np.isnan(calls.flops)):
         return None
     try:
-        model = PowerModel.from_device(case.device)
+        model = PowerModel.from_device(run.device)
     except TesseraError:
         return None
     flops = {u: float(np.nansum(calls.flops[calls.unit == i])) for i, u in enumerate(calls.units)}
@@ -192,54 +215,54 @@ def _lower_cap(case: Case, limit_w: float | None) -> tuple[float, float, float] 
     return (LOWER_CAP * limit, energy, time) if energy < 0.99 else None
 
 
-def spikes(case: Case) -> Finding | None:
+def check_spikes(run: RunEvidence) -> Advice | None:
     """Three or more spikes above 1.1 times the board's limit. They cost feeds and breakers, not joules."""
-    calls, device = case.calls, case.device
-    if case.power is None or calls is None or device is None or device.tdp_w is None or case.timeline is None:
+    calls, device = run.calls, run.device
+    if run.power is None or calls is None or device is None or device.tdp_w is None or run.timeline is None:
         return None
-    start, end = case.timeline["start_ns"][calls.rows].min(), case.timeline["end_ns"][calls.rows].max()
-    gpus = [d.name for d in case.power.domains if d.counted and d.device.is_gpu]
+    start, end = run.timeline["start_ns"][calls.rows].min(), run.timeline["end_ns"][calls.rows].max()
+    gpus = [d.name for d in run.power.domains if d.counted and d.device.is_gpu]
     if len(gpus) != 1:
         return None
     try:
-        curve = curve_of(case.power, gpus[0], int(start), int(end))
+        curve = make_curve(run.power, gpus[0], int(start), int(end))
     except MeasurementError:
         return None
     limit_w = SPIKE_OVER_LIMIT * device.tdp_w.value
-    found = find(curve, max(limit_w, threshold_of(curve, 95.0)))
-    if len(found) < SPIKES:
+    spikes = find_spikes(curve, max(limit_w, choose_threshold(curve, 95.0)))
+    if len(spikes) < SPIKES:
         return None
-    peak_w, seconds = max(s.peak_w for s in found), sum(s.seconds for s in found)
+    peak_w, seconds = max(s.peak_w for s in spikes), sum(s.time_s for s in spikes)
     evidence = (
-        f"{len(found)} spikes up to {peak_w:.0f} W, {peak_w / device.tdp_w.value:.0%} of the limit of "
+        f"{len(spikes)} spikes up to {peak_w:.0f} W, {peak_w / device.tdp_w.value:.0%} of the limit of "
         f"{device.tdp_w.value:.0f} W (mean {curve.mean_w:.0f} W)"
     )
     action = "stagger the ranks, add jitter to steps or admit work by a token bucket; a power cap cuts what is left"
-    return case.finding(
+    return run.advise(
         "spikes", peak_w * seconds, evidence, action, saves=(0.0, 0.0), by="energy table", confidence="medium"
-    )  # fmt: skip
+    )
 
 
-def one(case: Case) -> Finding | None:
+def check_main_operator(run: RunEvidence) -> Advice | None:
     """One operator (or kernel) spends 30% of the joules or more, and is not known to be near its roof (60%)."""
-    rows: Sequence[EnergyRow] = case.table.ops or case.table.kernels
+    rows: Sequence[EnergyRow] = run.table.ops or run.table.kernels
     most = max(rows, key=lambda r: r.energy_j, default=None)
-    if most is None or case.share(most.energy_j) < ONE_SHARE:
+    if most is None or run.share(most.energy_j) < ONE_SHARE:
         return None
     if most.kind == "op" and math.isnan(most.energy_error_j):
         return None  # of a summary: the outermost operator holds all the others
-    if _near_its_roof(case, most):
+    if _near_its_roof(run, most):
         return None
-    evidence = f"{short(most.name, most.kind)} spends most, {case.amount(most.energy_j)} in {most.calls:,} calls"
+    evidence = f"{short(most.name, most.kind)} spends most, {run.format_amount(most.energy_j)} in {most.calls:,} calls"
     action = "lower precision, fewer or larger calls"
     if most.kind == FUNCTION:
-        evidence = f"the host is in {most.name} while {case.amount(most.energy_j)} are spent"
+        evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are spent"
         action = "record without mode sampling to see which kernels run meanwhile"
-    return case.finding("one operator", most.energy_j, evidence, action)
+    return run.advise("one operator", most.energy_j, evidence, action)
 
 
-def _near_its_roof(case: Case, row: EnergyRow) -> bool:
-    calls, roofs, timeline = case.calls, case.roofs, case.timeline
+def _near_its_roof(run: RunEvidence, row: EnergyRow) -> bool:
+    calls, roofs, timeline = run.calls, run.ceilings, run.timeline
     if calls is None or roofs is None or timeline is None:
         return False
     entries = calls.op if row.kind == "op" else calls.rows
@@ -254,3 +277,118 @@ def _near_its_roof(case: Case, row: EnergyRow) -> bool:
     if roofs.bytes_per_s:
         ideal = np.maximum(ideal, np.nan_to_num(calls.bytes / roofs.bytes_per_s))
     return bool(100.0 * float(ideal[mine].sum()) / seconds >= GOOD_PCT)
+
+
+def check_copies(run: RunEvidence) -> Advice | None:
+    """Copies spend 5% of the joules or more. The saving of pageable ones is by the link's rate from pinned memory."""
+    rows = [r for r in run.table.kernels if r.kind == "memcpy"]
+    joules = sum(r.energy_j for r in rows)
+    if run.share(joules) < COPY_SHARE:
+        return None
+    most = max(rows, key=lambda r: r.energy_j)
+    evidence = f"copies spend {run.format_amount(joules)}, most of it {most.name} ({most.calls:,} x)"
+    if "pageable" in most.name.lower():
+        action = "pin the host's memory (pin_memory=True) and copy with non_blocking=True"
+        saves = _save_by_pinning(run)
+        if saves is not None:
+            return run.advise("copies", joules, evidence, action, saves=saves, by="roofline", confidence="medium")
+    elif "dtod" in most.name.lower():
+        action = "avoid .clone(), .contiguous() and cat on large tensors"
+        return run.advise(
+            "copies",
+            joules,
+            evidence,
+            action,
+            saves=(joules, sum(r.time_s for r in rows)),
+            by="energy table",
+            confidence="medium",
+        )
+    else:
+        action = "keep tensors on the device, or copy while it computes"
+    return run.advise("copies", joules, evidence, action)
+
+
+def _save_by_pinning(run: RunEvidence) -> tuple[float, float] | None:
+    """Joules and seconds that pageable copies would save at the link's rate."""
+    link = run.device.interconnect.get("pcie") if run.device is not None else None
+    if link is None or run.calls is None or run.timeline is None:
+        return None
+    moved = run.timeline["bytes"][run.calls.rows]
+    pageable = run.match_calls(lambda n: "pageable" in n.lower()) & (moved > 0)
+    seconds = run.calls.seconds
+    if not np.any(pageable):
+        return None
+    new_s = np.minimum(seconds, moved / (PINNED_SHARE * link.one_way_bytes_per_s))
+    left = np.divide(new_s, seconds, out=np.ones(len(seconds)), where=seconds > 0)
+    return float((run.joules * (1.0 - left))[pageable].sum()), float((seconds - new_s)[pageable].sum())
+
+
+def check_communication(run: RunEvidence) -> Advice | None:
+    """Collectives with nothing computing beside them: 5% of the joules or more (15% where overlap is not known).
+
+    The saving is the joules of the time they were alone: at best all of it is hidden.
+    """
+    joules, _ = run.sum_kernels(lambda r: r.kind == "collective")
+    if joules <= 0.0:
+        return None
+    action = "overlap it with compute, or send less (larger buckets, bf16 gradients, accumulation)"
+    if run.calls is None or run.timeline is None:
+        if run.share(joules) < COMMUNICATION_SHARE:
+            return None
+        return run.advise("communication", joules, f"collectives spend {run.format_amount(joules)}", action)
+    overlap = collective_overlap_pct(run.timeline, run.calls.rows)
+    places = {int(r): i for i, r in enumerate(run.calls.rows.tolist()) if int(r) in overlap}
+    alone = {row: 1.0 - pct / 100.0 for row, pct in overlap.items()}
+    exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
+    exposed_s = sum(float(run.calls.seconds[i]) * alone[row] for row, i in places.items())
+    if run.share(exposed_j) < EXPOSED_SHARE:
+        return None
+    evidence = (
+        f"collectives spend {run.format_amount(joules)}, {format_energy(exposed_j, 3)} of it with nothing beside them"
+    )
+    action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
+    return run.advise(
+        "communication", joules, evidence, action, saves=(exposed_j, exposed_s), by="energy table", confidence="medium"
+    )
+
+
+# -- a measured command -----------------------------------------------------------------------------------------------
+
+
+def advise_measurement(report: EnergyReport, telemetry: Mapping[str, Sequence[Telemetry]]) -> str | None:
+    """The one thing to do after `tessera measure`, with the evidence; None when nothing stands out."""
+    if report.basis == "modelled":
+        return "these joules are modelled: run `tessera doctor` to see which sensors this machine could have"
+    if report.total.coverage < 0.98:
+        reason = f" ({report.gaps[0].reason})" if report.gaps else ""
+        return f"the sensors saw only {report.total.coverage:.0%} of the run{reason}: see `tessera doctor`"
+    if text := _describe_idle(report, telemetry):
+        return text
+    throttle = find_throttle(telemetry)
+    if throttle is None:
+        return None
+    domain, reason, share = throttle
+    if reason == "power cap":
+        return (
+            f"{domain} ran into its power limit in {share:.0%} of the samples: it is as fast as its watts allow, "
+            "so lower precision or fewer bytes moved saves time and joules alike"
+        )
+    return f"{domain} was slowed by {reason} in {share:.0%} of the samples: check its cooling and inlet temperature"
+
+
+def _describe_idle(report: EnergyReport, telemetry: Mapping[str, Sequence[Telemetry]]) -> str | None:
+    if report.idle_w is None or report.total.joules <= 0:
+        return None
+    idle_j = report.idle_w * report.total.seconds
+    share = idle_j / report.total.joules
+    if share < MEASURED_IDLE_SHARE:
+        return None
+    if share > UNUSED_SHARE:
+        return "hardly anything was drawn above idle: was this the right command, and the right GPU?"
+    busy = [t.utilization_pct for rows in telemetry.values() for t in rows if t.utilization_pct is not None]
+    mean = sum(busy) / len(busy) if busy else None
+    used = f", utilisation {mean:.0f}%" if mean is not None and mean < LOW_UTILIZATION_PCT else ""
+    return (
+        f"{share:.0%} of the joules ({idle_j:.4g} J) are what the machine draws when idle{used}: "
+        "larger batches or fewer, busier GPUs would spread them over more work"
+    )

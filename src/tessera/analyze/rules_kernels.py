@@ -1,38 +1,38 @@
-"""Rules about what the device ran: precision, alignment, fusion, copies, collectives."""
+"""Rules about what the device ran: precision, alignment, fusion; and, from hardware counters, what slowed it down."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..advice import Advice
 from ..attribute.work import OpWork
 from ..record import CODE
 from ..timeline.columns import NONE, Ints
-from ..timeline.view import collective_overlap_pct
-from ..units import format_bytes, format_energy
-from .evidence import Case, Finding, changed_products
+from ..units import format_bytes
+from .evidence import RunEvidence, save_by_products
+from .kernel_names import short
+from .stalls import CounterMeans
 
-# Shares of the run's joules below which a finding is not worth a user's time: chosen, not measured.
-COPY_SHARE = 0.05
+# Shares of the run's joules below which advice is not worth a user's time: chosen, not measured.
 FUSE_SHARE = 0.2
 FP32_SHARE = 0.1
 UNALIGNED_SHARE = 0.05
-COMMUNICATION_SHARE = 0.15
-EXPOSED_SHARE = 0.05
 LOW_TENSOR_SHARE = 0.1
 ACCUMULATOR_SHARE = 0.1
-# Large products reach 65-95% of the peak on an H200 (h200/kernels.jsonl); under half of that something is wrong.
+KERNEL_SHARE = 0.05
+# Large products reach 65-95% of the peak on an H200; under half of that something is wrong.
 LOW_TENSOR_PCT = 35.0
 # Rows of a product that would fill the chip: predicted for four times as many, the least that is worth a change.
 LARGER = 4
 # Tiles and swizzles are multiples of 64 elements; 8 is what 16-byte loads of 16-bit numbers ask for (cuBLAS, "Tensor
 # Core Usage"), 64 costs hardly more and suits every kernel: 50257 becomes 50304.
-PADDED = 64
-# What copies of pinned memory reach of a PCIe link's line rate (55 of 63 GB/s is what gen 5 x16 gives in practice).
-PINNED_SHARE = 0.87
+PADDING = 64
 
 _FP32_GEMM = re.compile(r"(?<!t)sgemm|simt_\w*gemm|f32f32_f32f32|ffma\w*gemm", re.IGNORECASE)
 _UNALIGNED = re.compile(r"gemm\w*align[12](?!\d)", re.IGNORECASE)
@@ -43,107 +43,127 @@ _POINTWISE = re.compile(
 _COMPILED = re.compile(r"^triton_")
 # cuBLAS and CUTLASS name the accumulator before the instruction: s16816 is fp32, h16816 is fp16.
 _FP16_INTO_FP32 = re.compile(r"_s1(?:6816|688)gemm_f(?:p)?16", re.IGNORECASE)
-_GEFORCE = ("rtx-3090", "rtx-4090", "rtx-5090")
 _CHAINED = frozenset({"elementwise", "copy", "norm", "batch_norm", "softmax", "random", "reduce"})
+# An SM hides the latency of memory with about half its warps (NVIDIA's CUDA best practices guide, "Occupancy": beyond
+# 50% more seldom helps); below half of that it cannot.
+LOW_OCCUPANCY_PCT = 25.0
+# Chosen: of the life of a warp, when waiting for memory is what it mostly does.
+MEMORY_STALL_PCT = 40.0
+# Streams reach 85-95% of HBM on an H200: waiting for memory at under half of that is latency.
+LOW_DRAM_PCT = 40.0
+REACHED_PCT = 85.0
+# A kernel that keeps the tensor cores this busy has few warps on purpose (WGMMA: 12 of 64 on an H200 reach 90%).
+BUSY_TENSOR_PCT = 50.0
+DIVERGENCE_PCT = 20.0
+
+_FIELDS = (
+    *("sm_occupancy", "memory_stall_pct", "warp_divergence_pct", "inst_issue_eff_pct", "tc_util_pct"),
+    *("dram_read_gbps", "dram_write_gbps"),
+)
 
 
-def fp32(case: Case) -> Finding | None:
+def check_fp32(run: RunEvidence) -> Advice | None:
     """Matrix products on the vector units in full fp32, 10% of the joules or more, where TF32 or bf16 would do.
 
     The saving is the predicted one of the same products in TF32, else the catalogue's joules per FLOP.
     """
-    joules, seconds = case.spent(lambda r: r.kind == "kernel" and _FP32_GEMM.search(r.name) and "tf32" not in r.name)
-    if case.share(joules) < FP32_SHARE:
+    joules, seconds = run.sum_kernels(lambda r: r.kind == "kernel" and _is_fp32_gemm(r.name))
+    if run.share(joules) < FP32_SHARE:
         return None
-    evidence = f"matrix products in full fp32 spend {case.amount(joules)}"
+    evidence = f"matrix products in full fp32 spend {run.format_amount(joules)}"
     action = 'torch.set_float32_matmul_precision("high") (TF32) or bf16 autocast takes a sixth of it or less'
     saves = None
-    if case.calls is not None:
-        chosen = case.named(lambda n: _FP32_GEMM.search(n) and "tf32" not in n)
-        saves = changed_products(case, chosen, lambda w: ("fp32", w.sizes or (), "tf32"))
+    if run.calls is not None:
+        saves = save_by_products(run, run.match_calls(_is_fp32_gemm), lambda w: ("fp32", w.sizes or (), "tf32"))
     if saves is not None:
-        return case.finding("fp32", joules, evidence, action, saves=saves, by="prediction", confidence="high")
-    figures = case.device.energy if case.device is not None else {}
+        return run.advise("fp32", joules, evidence, action, saves=saves, by="prediction", confidence="high")
+    figures = run.device.energy if run.device is not None else {}
     wide, narrow = figures.get("matmul_fp32_j_per_flop"), figures.get("matmul_tf32_j_per_flop")
     if wide and narrow:
         left = narrow.value / wide.value
         saves = (joules * (1.0 - left), seconds * (1.0 - left))
-        return case.finding("fp32", joules, evidence, action, saves=saves, by="roofline", confidence="medium")
-    return case.finding("fp32", joules, evidence, action)
+        return run.advise("fp32", joules, evidence, action, saves=saves, by="roofline", confidence="medium")
+    return run.advise("fp32", joules, evidence, action)
 
 
-def unaligned(case: Case) -> Finding | None:
+def _is_fp32_gemm(name: str) -> bool:
+    return bool(_FP32_GEMM.search(name)) and "tf32" not in name
+
+
+def check_alignment(run: RunEvidence) -> Advice | None:
     """Products of sizes that are no multiple of 8 run on kernels that load single elements (align1, align2): 5%.
 
     The saving is the predicted one of the same products padded to multiples of 64.
     """
-    joules, seconds = case.spent(lambda r: r.kind == "kernel" and _UNALIGNED.search(r.name))
-    if case.share(joules) < UNALIGNED_SHARE:
+    joules, seconds = run.sum_kernels(lambda r: r.kind == "kernel" and _UNALIGNED.search(r.name))
+    if run.share(joules) < UNALIGNED_SHARE:
         return None
-    evidence = f"matrix products of odd sizes (kernels with align1) spend {case.amount(joules)}"
+    evidence = f"matrix products of odd sizes (kernels with align1) spend {run.format_amount(joules)}"
     action = "pad the dimension to a multiple of 8 (a vocabulary of 50257 to 50304), so that the fast kernels fit"
     saves = None
-    if case.calls is not None:
-        chosen = case.named(_UNALIGNED.search)
-        odd = _odd_sizes(case, chosen)
+    if run.calls is not None:
+        chosen = run.match_calls(_UNALIGNED.search)
+        odd = _odd_sizes(run, chosen)
         if odd is not None:
-            evidence = f"matrix products with a dimension of {odd} (kernels with align1) spend {case.amount(joules)}"
-            action = f"pad {odd} to {_padded(odd)}, or any multiple of 8, so that the fast kernels fit"
-        saves = changed_products(case, chosen, _with_padding, layouts=("nt", "nn", "tn"))
+            evidence = (
+                f"matrix products with a dimension of {odd} (kernels with align1) spend {run.format_amount(joules)}"
+            )
+            action = f"pad {odd} to {_pad(odd)}, or any multiple of 8, so that the fast kernels fit"
+        saves = save_by_products(run, chosen, _with_padding, layouts=("nt", "nn", "tn"))
     if saves is not None:
         if saves[1] > 0:
             evidence += f", {seconds / max(seconds - saves[1], 1e-12):.0f} times the time of padded ones"
-        return case.finding("unaligned", joules, evidence, action, saves=saves, by="prediction", confidence="high")
-    return case.finding("unaligned", joules, evidence, action)
+        return run.advise("unaligned", joules, evidence, action, saves=saves, by="prediction", confidence="high")
+    return run.advise("unaligned", joules, evidence, action)
 
 
 def _with_padding(work: OpWork) -> tuple[str | None, Sequence[int], str | None]:
     batch, *sizes = work.sizes or (1, 1, 1, 1)
-    return work.precision, (batch, *map(_padded, sizes)), work.precision
+    return work.precision, (batch, *map(_pad, sizes)), work.precision
 
 
-def _padded(size: int) -> int:
-    return size if size % 8 == 0 else -(-size // PADDED) * PADDED
+def _pad(size: int) -> int:
+    return size if size % 8 == 0 else -(-size // PADDING) * PADDING
 
 
-def _odd_sizes(case: Case, chosen: NDArray[np.bool_]) -> int | None:
+def _odd_sizes(run: RunEvidence, chosen: NDArray[np.bool_]) -> int | None:
     """The odd dimension that most of the time goes to."""
-    calls = case.calls
+    calls = run.calls
     assert calls is not None
     spent: dict[int, float] = {}
     for number, work in enumerate(calls.works):
-        mine = chosen & (calls.work == number)
+        own = chosen & (calls.work == number)
         for size in (work.sizes or ())[1:]:
-            if size % 8 and np.any(mine):
-                spent[size] = spent.get(size, 0.0) + float(calls.seconds[mine].sum())
+            if size % 8 and np.any(own):
+                spent[size] = spent.get(size, 0.0) + float(calls.seconds[own].sum())
     return max(spent, key=spent.__getitem__) if spent else None
 
 
-def low_tensor_use(case: Case) -> Finding | None:
+def check_tensor_use(run: RunEvidence) -> Advice | None:
     """Aligned 16- or 8-bit products above the ridge that reach under 35% of the tensor cores' peak: 10% of the joules.
 
     The saving is what the same FLOPs would cost in products of four times the rows.
     """
-    calls, roofs = case.calls, case.roofs
-    if calls is None or roofs is None:
+    calls, ceilings = run.calls, run.ceilings
+    if calls is None or ceilings is None:
         return None
-    peaks = np.array([*(roofs.flops_per_s.get(u, np.nan) for u in calls.units), np.nan])[calls.unit]
+    peaks = np.array([*(ceilings.flops_per_s.get(u, np.nan) for u in calls.units), np.nan])[calls.unit]
     matrix = np.array([*(u.startswith("matrix") for u in calls.units), False])[calls.unit]
     product = np.array([*(w.sizes is not None for w in calls.works), False])[calls.work]
     with np.errstate(divide="ignore", invalid="ignore"):
         pct = 100.0 * calls.flops / calls.seconds / peaks
-        above = calls.flops / calls.bytes >= peaks / (roofs.bytes_per_s or np.inf)
-    low = matrix & product & above & (pct < LOW_TENSOR_PCT) & (calls.flops > 0) & ~case.named(_UNALIGNED.search)
-    joules = float(case.joules[low].sum())
-    if not np.any(low) or case.share(joules) < LOW_TENSOR_SHARE:
+        above = calls.flops / calls.bytes >= peaks / (ceilings.bytes_per_s or np.inf)
+    low = matrix & product & above & (pct < LOW_TENSOR_PCT) & (calls.flops > 0) & ~run.match_calls(_UNALIGNED.search)
+    joules = float(run.joules[low].sum())
+    if not np.any(low) or run.share(joules) < LOW_TENSOR_SHARE:
         return None
     mean_pct = float(np.average(pct[low], weights=calls.seconds[low]))
-    evidence = f"matrix products reach {mean_pct:.0f}% of the tensor cores' peak and spend {case.amount(joules)}"
+    evidence = f"matrix products reach {mean_pct:.0f}% of the tensor cores' peak and spend {run.format_amount(joules)}"
     action = "fewer, larger products (batch, fuse q, k and v), dimensions that are multiples of 64, contiguous operands"
-    saves = changed_products(case, low, _larger, work_factor=LARGER)
+    saves = save_by_products(run, low, _larger, work_factor=LARGER)
     if saves is None:
-        return case.finding("low tensor use", joules, evidence, action, saves=(0.0, None), by="roofline")
-    return case.finding("low tensor use", joules, evidence, action, saves=saves, by="prediction", confidence="low")
+        return run.advise("low tensor use", joules, evidence, action, saves=(0.0, None), by="roofline")
+    return run.advise("low tensor use", joules, evidence, action, saves=saves, by="prediction", confidence="low")
 
 
 def _larger(work: OpWork) -> tuple[str | None, Sequence[int], str | None]:
@@ -151,98 +171,53 @@ def _larger(work: OpWork) -> tuple[str | None, Sequence[int], str | None]:
     return work.precision, (batch, m * LARGER, n, k), work.precision
 
 
-def accumulators(case: Case) -> Finding | None:
+def check_accumulators(run: RunEvidence) -> Advice | None:
     """fp16 products with fp32 accumulators on a GeForce, whose tensor cores then run at half rate: 10% of the joules.
 
     Source: NVIDIA's Ada architecture whitepaper, table of peak rates (FP16 with FP32 accumulate is half of FP16
     accumulate on GeForce boards). Data-centre boards have one rate for both.
     """
-    if (
-        case.device is None
-        or not case.device.id.startswith("rtx-")
-        or "ada" in case.device.id
-        or "a6000" in case.device.id
-    ):
+    if run.device is None or not run.device.id.startswith("rtx-") or "ada" in run.device.id or "a6000" in run.device.id:
         return None
-    joules, seconds = case.spent(lambda r: r.kind == "kernel" and _FP16_INTO_FP32.search(r.name))
-    if case.share(joules) < ACCUMULATOR_SHARE:
+    joules, seconds = run.sum_kernels(lambda r: r.kind == "kernel" and _FP16_INTO_FP32.search(r.name))
+    if run.share(joules) < ACCUMULATOR_SHARE:
         return None
-    evidence = f"fp16 products with fp32 accumulators, at half this board's rate, spend {case.amount(joules)}"
+    evidence = f"fp16 products with fp32 accumulators, at half this board's rate, spend {run.format_amount(joules)}"
     action = "torch.backends.cuda.matmul.allow_fp16_accumulation = True, where the sums stay in range"
     saves = (0.3 * joules, 0.5 * seconds)  # time halves; the operations switch as much as before
-    return case.finding("accumulators", joules, evidence, action, saves=saves, by="roofline", confidence="low")
+    return run.advise("accumulators", joules, evidence, action, saves=saves, by="roofline", confidence="low")
 
 
-def copies(case: Case) -> Finding | None:
-    """Copies spend 5% of the joules or more. The saving of pageable ones is by the link's rate from pinned memory."""
-    rows = [r for r in case.table.kernels if r.kind == "memcpy"]
-    joules = sum(r.energy_j for r in rows)
-    if case.share(joules) < COPY_SHARE:
-        return None
-    most = max(rows, key=lambda r: r.energy_j)
-    evidence = f"copies spend {case.amount(joules)}, most of it {most.name} ({most.calls:,} x)"
-    if "pageable" in most.name.lower():
-        action = "pin the host's memory (pin_memory=True) and copy with non_blocking=True"
-        saves = _pinned(case)
-        if saves is not None:
-            return case.finding("copies", joules, evidence, action, saves=saves, by="roofline", confidence="medium")
-    elif "dtod" in most.name.lower():
-        action = "avoid .clone(), .contiguous() and cat on large tensors"
-        return case.finding(
-            "copies", joules, evidence, action, saves=(joules, sum(r.time_s for r in rows)), by="energy table",
-            confidence="medium",
-        )  # fmt: skip
-    else:
-        action = "keep tensors on the device, or copy while it computes"
-    return case.finding("copies", joules, evidence, action)
-
-
-def _pinned(case: Case) -> tuple[float, float] | None:
-    """Joules and seconds that pageable copies would save at the link's rate."""
-    link = case.device.interconnect.get("pcie") if case.device is not None else None
-    if link is None or case.calls is None or case.timeline is None:
-        return None
-    mine = case.named(lambda n: "pageable" in n.lower())
-    moved = case.timeline["bytes"][case.calls.rows]
-    mine &= moved > 0
-    seconds = case.calls.seconds
-    if not np.any(mine):
-        return None
-    new_s = np.minimum(seconds, moved / (PINNED_SHARE * link.one_way_bytes_per_s))
-    left = np.divide(new_s, seconds, out=np.ones(len(seconds)), where=seconds > 0)
-    return float((case.joules * (1.0 - left))[mine].sum()), float((seconds - new_s)[mine].sum())
-
-
-def fuse(case: Case) -> Finding | None:
+def check_fusion(run: RunEvidence) -> Advice | None:
     """Elementwise and reduction kernels spend 20% of the joules or more, and nothing was compiled.
 
     The saving is by the bytes of intermediates: what one kernel writes and the next on its stream reads again.
     """
-    if any(_COMPILED.match(r.name) for r in case.table.kernels):
+    if any(_COMPILED.match(r.name) for r in run.table.kernels):
         return None
-    rows = [r for r in case.table.kernels if r.kind == "kernel" and _POINTWISE.search(r.name)]
+    rows = [r for r in run.table.kernels if r.kind == "kernel" and _POINTWISE.search(r.name)]
     joules = sum(r.energy_j for r in rows)
-    if case.share(joules) < FUSE_SHARE:
+    if run.share(joules) < FUSE_SHARE:
         return None
     calls = sum(r.calls for r in rows)
-    evidence = f"{calls:,} elementwise and reduction kernels spend {case.amount(joules)} moving memory"
+    evidence = f"{calls:,} elementwise and reduction kernels spend {run.format_amount(joules)} moving memory"
     action = "torch.compile fuses them, so that each tensor moves once"
-    found = _chains(case)
-    if found is None:
-        return case.finding("fuse", joules, evidence, action)
-    moved, saved_j, saved_s = found
+    chains = _sum_chains(run)
+    if chains is None:
+        return run.advise("fuse", joules, evidence, action)
+    moved, saved_j, saved_s = chains
     if moved <= 0.0:
         return None  # no kernel takes what another made: there is nothing to fuse
     evidence += f", {format_bytes(moved)} of it only between two of them"
-    return case.finding("fuse", joules, evidence, action, saves=(saved_j, saved_s), by="roofline", confidence="medium")
+    return run.advise("fuse", joules, evidence, action, saves=(saved_j, saved_s), by="roofline", confidence="medium")
 
 
-def _chains(case: Case) -> tuple[float, float, float] | None:
+def _sum_chains(run: RunEvidence) -> tuple[float, float, float] | None:
     """Bytes between kernels that follow each other with tensors of one size, and their joules and seconds.
 
     In training the backward pass needs most of what the forward pass made: then only the second read is spared.
     """
-    calls, timeline = case.calls, case.timeline
+    calls, timeline = run.calls, run.timeline
     if calls is None or timeline is None or not calls.shapes_recorded:
         return None
     order: Ints = np.lexsort(
@@ -265,31 +240,135 @@ def _chains(case: Case) -> tuple[float, float, float] | None:
         np.add.at(spared, first[both], written[a[both]])
     with np.errstate(divide="ignore", invalid="ignore"):
         part = np.where(calls.bytes > 0, np.clip(spared / calls.bytes, 0.0, 1.0), 0.0)
-    return float(spared.sum()), float((case.joules * part).sum()), float((calls.seconds * part).sum())
+    return float(spared.sum()), float((run.joules * part).sum()), float((calls.seconds * part).sum())
 
 
-def communication(case: Case) -> Finding | None:
-    """Collectives with nothing computing beside them: 5% of the joules or more (15% where overlap is not known).
+# -- hardware counters: silent without them -------------------------------------------------------------------------
 
-    The saving is the joules of the time they were alone: at best all of it is hidden.
-    """
-    joules, _ = case.spent(lambda r: r.kind == "collective")
-    if joules <= 0.0:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CountedKernel:
+    """A kernel with its counters and what it spent."""
+
+    name: str
+    seconds: float
+    joules: float
+    values: Mapping[str, float | None]
+    dram_pct: float | None
+
+    def at_least(self, field: str, limit: float) -> bool:
+        value = self.values.get(field)
+        return value is not None and value >= limit
+
+    def below(self, field: str, limit: float) -> bool:
+        value = self.values.get(field)
+        return value is not None and value < limit
+
+
+def check_occupancy(run: RunEvidence) -> Advice | None:
+    """Occupancy under 25% while warps wait for memory 40% of their life: too few of them to hide it."""
+    worst = _find_worst(run, lambda k: k.below("sm_occupancy", LOW_OCCUPANCY_PCT) and _waits_for_memory(k))
+    if worst is None:
         return None
-    action = "overlap it with compute, or send less (larger buckets, bf16 gradients, accumulation)"
-    if case.calls is None or case.timeline is None:
-        if case.share(joules) < COMMUNICATION_SHARE:
-            return None
-        return case.finding("communication", joules, f"collectives spend {case.amount(joules)}", action)
-    overlap = collective_overlap_pct(case.timeline, case.calls.rows)
-    places = {int(r): i for i, r in enumerate(case.calls.rows.tolist()) if int(r) in overlap}
-    alone = {row: 1.0 - pct / 100.0 for row, pct in overlap.items()}
-    exposed_j = sum(float(case.joules[i]) * alone[row] for row, i in places.items())
-    exposed_s = sum(float(case.calls.seconds[i]) * alone[row] for row, i in places.items())
-    if case.share(exposed_j) < EXPOSED_SHARE:
+    most, joules, seconds = worst
+    evidence = (
+        f"{short(most.name, 'kernel')} has {most.values['sm_occupancy']:.0f}% of its warps and waits for memory "
+        f"{most.values['memory_stall_pct']:.0f}% of the time, {run.format_amount(joules)}"
+    )
+    action = "smaller tiles, fewer registers (launch bounds, maxnreg) or less shared memory let more blocks run at once"
+    return _advise_kernel(run, "low occupancy", most, joules, seconds, evidence, action)
+
+
+def check_coalescing(run: RunEvidence) -> Advice | None:
+    """Waiting for memory 40% of the time at under 40% of its bandwidth, with enough warps: how it is read, not what."""
+    worst = _find_worst(
+        run,
+        lambda k: (
+            _waits_for_memory(k)
+            and not k.below("sm_occupancy", LOW_OCCUPANCY_PCT)
+            and k.dram_pct is not None
+            and k.dram_pct < LOW_DRAM_PCT
+        ),
+    )
+    if worst is None:
         return None
-    evidence = f"collectives spend {case.amount(joules)}, {format_energy(exposed_j, 3)} of it with nothing beside them"
-    action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
-    return case.finding(
-        "communication", joules, evidence, action, saves=(exposed_j, exposed_s), by="energy table", confidence="medium"
-    )  # fmt: skip
+    most, joules, seconds = worst
+    evidence = (
+        f"{short(most.name, 'kernel')} waits for memory {most.values['memory_stall_pct']:.0f}% of the time at "
+        f"{most.dram_pct:.0f}% of its bandwidth, {run.format_amount(joules)}"
+    )
+    action = "coalesce its accesses (layout, contiguous inner dimension) and prefetch with cp.async or TMA"
+    return _advise_kernel(run, "uncoalesced", most, joules, seconds, evidence, action)
+
+
+def check_divergence(run: RunEvidence) -> Advice | None:
+    """A fifth of the threads sit out the average instruction; saved are the issue slots spent on them."""
+    worst = _find_worst(run, lambda k: k.at_least("warp_divergence_pct", DIVERGENCE_PCT))
+    if worst is None:
+        return None
+    most, joules, seconds = worst
+    pct, issue_pct = most.values["warp_divergence_pct"] or 0.0, most.values["inst_issue_eff_pct"]
+    name, amount = short(most.name, "kernel"), run.format_amount(joules)
+    evidence = f"{pct:.0f}% of the threads of {name} sit out its instructions, {amount}"
+    action = "predicate short branches, sort or group work so that a warp agrees, use warp shuffles and full warps"
+    # Only where instructions are issued does a thread that sits out cost anything.
+    part = pct / 100.0 * (issue_pct if issue_pct is not None else 0.0) / 100.0
+    saves = (joules * part, seconds * part)
+    return run.advise("divergence", joules, evidence, action, saves=saves, by="counters", confidence="medium")
+
+
+def _waits_for_memory(kernel: _CountedKernel) -> bool:
+    return kernel.at_least("memory_stall_pct", MEMORY_STALL_PCT) and not kernel.at_least("tc_util_pct", BUSY_TENSOR_PCT)
+
+
+def _advise_kernel(
+    run: RunEvidence, kind: str, most: _CountedKernel, joules: float, seconds: float, evidence: str, action: str
+) -> Advice:
+    """The saving: the same bytes at the bandwidth that streams reach."""
+    if most.dram_pct is None:
+        return run.advise(kind, joules, evidence, action, saves=(0.0, None), by="counters", confidence="low")
+    part = max(0.0, 1.0 - most.dram_pct / REACHED_PCT)
+    return run.advise(
+        kind, joules, evidence, action, saves=(joules * part, seconds * part), by="counters", confidence="low"
+    )
+
+
+def _find_worst(
+    run: RunEvidence, matches: Callable[[_CountedKernel], bool]
+) -> tuple[_CountedKernel, float, float] | None:
+    """Of the kernels that match, the most expensive, and the joules and seconds of all; None under the share."""
+    hits = [k for k in _kernels(run) if matches(k)]
+    joules, seconds = sum(k.joules for k in hits), sum(k.seconds for k in hits)
+    if not hits or run.share(joules) < KERNEL_SHARE:
+        return None
+    return max(hits, key=lambda k: k.joules), joules, seconds
+
+
+def _kernels(run: RunEvidence) -> list[_CountedKernel]:
+    """Every kernel that has counters."""
+    calls, timeline = run.calls, run.timeline
+    if calls is None or timeline is None or not timeline.extra:
+        return []
+    names = timeline["name"][calls.rows]
+    bandwidth = run.ceilings.bytes_per_s if run.ceilings is not None else None
+    kernels = []
+    for number in np.unique(names).tolist():
+        own = names == number
+        mean = CounterMeans(timeline, calls.rows[own], _FIELDS)
+        if mean.counted_s == 0.0:
+            continue
+        values: dict[str, Any] = {f: mean.value(f) for f in _FIELDS}
+        read, write = values["dram_read_gbps"], values["dram_write_gbps"]
+        dram_pct = None
+        if read is not None and write is not None and bandwidth:
+            dram_pct = 100.0 * (read + write) * 1e9 / bandwidth
+        kernels.append(
+            _CountedKernel(
+                name=timeline.names[number],
+                seconds=mean.seconds,
+                joules=float(run.joules[own].sum()),
+                values=values,
+                dram_pct=dram_pct,
+            )
+        )
+    return kernels

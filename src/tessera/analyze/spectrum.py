@@ -6,8 +6,8 @@ r"""How fast the power swings: watts on an even grid, their steepest ramps, and 
                                                      the longest of them ──► periodogram ──► band, dominant frequency
 
 A line of the periodogram is a mean square in W²: all of them sum to the variance of the power (Parseval), so that a
-share of it is a share of the swing's energy. Nothing is corrected for what the sensor smooths away: `gain` says how
-much of a swing it shows.
+share of it is a share of the swing's energy. Nothing is corrected for what the sensor smooths away: `sensor_gain` says
+how much of a swing it shows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JITTER = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Even:
+class EvenSamples:
     """Watts on an even grid, one stretch without gaps; the first at `start_ns` (wall clock)."""
 
     start_ns: int
@@ -57,7 +57,7 @@ class Ramp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class SpectralPeak:
     """The strongest line: its frequency, the share of the swing in it, and the chance of it in white noise."""
 
     frequency_hz: float
@@ -91,7 +91,7 @@ class Spectrum:
         inside = (self.frequencies_hz >= low_hz - tiny) & (self.frequencies_hz <= high_hz + tiny)
         return float(np.sum(self.square_w2[inside]))
 
-    def peak(self) -> Peak | None:
+    def peak(self) -> SpectralPeak | None:
         """The strongest line of three cycles or more, where it is no chance; None for noise and for a constant."""
         lines = self.square_w2[CYCLES - 1 :]
         total, count = float(np.sum(lines)), len(lines)
@@ -105,20 +105,22 @@ class Spectrum:
             return None
         near = slice(max(top + CYCLES - 2, 0), top + CYCLES + 1)  # a swing between two lines is in both
         weights = self.square_w2[near]
-        return Peak(
+        return SpectralPeak(
             frequency_hz=float(np.sum(self.frequencies_hz[near] * weights) / np.sum(weights)),
-            share=float(np.sum(weights) / self.ac_w2), p_value=chance, width_hz=1.0 / self.seconds,
-        )  # fmt: skip
+            share=float(np.sum(weights) / self.ac_w2),
+            p_value=chance,
+            width_hz=1.0 / self.seconds,
+        )
 
 
-def even_parts(curve: Curve) -> list[Even]:
+def even_parts(curve: Curve) -> list[EvenSamples]:
     """A curve on an even grid: every stretch without a gap that has at least two points."""
-    bounds = np.flatnonzero(np.diff(np.concatenate([[False], curve.known, [False]])))
-    found = (_even(curve, int(a), int(b)) for a, b in zip(bounds[::2], bounds[1::2], strict=True))
-    return [part for part in found if part is not None]
+    bounds = np.flatnonzero(np.diff(np.concatenate([[False], curve.is_known, [False]])))
+    parts = (_resample(curve, int(a), int(b)) for a, b in zip(bounds[::2], bounds[1::2], strict=True))
+    return [part for part in parts if part is not None]
 
 
-def _even(curve: Curve, first: int, last: int) -> Even | None:
+def _resample(curve: Curve, first: int, last: int) -> EvenSamples | None:
     if last - first > 4:  # cut by the window's edges: a piece shorter than the sensor's step
         first, last = first + 1, last - 1
     edges = curve.edges_ns[first : last + 1]
@@ -134,15 +136,15 @@ def _even(curve: Curve, first: int, last: int) -> Even | None:
         sums = np.concatenate([[0.0], np.cumsum(begin * np.diff(edges))])
         grid = np.linspace(edges[0], edges[-1], count + 1)
         watts = np.diff(np.interp(grid, edges, sums)) / np.diff(grid)
-        return Even(start_ns=int(edges[0] + 0.5e9 * span_s / count), step_s=span_s / count, watts=watts)
+        return EvenSamples(start_ns=int(edges[0] + 0.5e9 * span_s / count), step_s=span_s / count, watts=watts)
     grid = np.linspace(edges[0], edges[-1], count + 1)
     at = np.clip(np.searchsorted(edges, grid, side="right") - 1, 0, last - first - 1)
     share = (grid - edges[at]) / (edges[at + 1] - edges[at])
     watts = begin[at] * (1.0 - share) + end[at] * share
-    return Even(start_ns=int(edges[0]), step_s=span_s / count, watts=watts)
+    return EvenSamples(start_ns=int(edges[0]), step_s=span_s / count, watts=watts)
 
 
-def ramps(parts: list[Even]) -> tuple[Ramp | None, Ramp | None]:
+def find_ramps(parts: list[EvenSamples]) -> tuple[Ramp | None, Ramp | None]:
     """The steepest rise and the steepest fall over one step; None where the power never rises, or falls."""
     up: Ramp | None = None
     down: Ramp | None = None
@@ -159,7 +161,7 @@ def ramps(parts: list[Even]) -> tuple[Ramp | None, Ramp | None]:
     return up, down
 
 
-def spectrum(part: Even) -> Spectrum | None:
+def compute_spectrum(part: EvenSamples) -> Spectrum | None:
     """The periodogram of a stretch, its mean taken off; None for a stretch too short to have one."""
     count = len(part.watts)
     if count < MIN_POINTS:
@@ -169,18 +171,16 @@ def spectrum(part: Even) -> Spectrum | None:
     if count % 2 == 0:
         square[-1] *= 0.5  # the last line of an even count stands for itself, the others for two
     frequencies = np.asarray(np.fft.rfftfreq(count, part.step_s), dtype=np.float64)
-    return Spectrum(
-        frequencies_hz=frequencies[1:], square_w2=square[1:], step_s=part.step_s, seconds=part.seconds
-    )  # fmt: skip
+    return Spectrum(frequencies_hz=frequencies[1:], square_w2=square[1:], step_s=part.step_s, seconds=part.seconds)
 
 
-def gain(response: Response, frequency_hz: float) -> float:
+def sensor_gain(response: Response, frequency_hz: float) -> float:
     """The share of a swing's amplitude at one frequency that a sensor shows."""
     omega = 2.0 * math.pi * frequency_hz
     return abs(float(np.sinc(frequency_hz * response.box_s))) / math.hypot(1.0, omega * response.tau_s)
 
 
-def seen_at_hz(frequency_hz: float, step_s: float) -> float:
+def alias_hz(frequency_hz: float, step_s: float) -> float:
     """Where a frequency shows in samples so far apart: itself below half the rate, folded back above it."""
     rate = 1.0 / step_s
     return abs(frequency_hz - rate * round(frequency_hz / rate))

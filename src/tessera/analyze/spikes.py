@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,20 +62,20 @@ class Curve:
         return int(self.edges_ns[-1])
 
     @property
-    def known(self) -> NDArray[np.bool_]:
+    def is_known(self) -> NDArray[np.bool_]:
         """Which pieces are known."""
         return ~np.isnan(self.end_w)
 
     @property
-    def seen(self) -> Spans:
+    def known_spans(self) -> Spans:
         """When the power is known."""
-        at = np.flatnonzero(self.known)
+        at = np.flatnonzero(self.is_known)
         return union(self.edges_ns[at], self.edges_ns[at + 1])
 
     @property
     def seconds(self) -> Floats:
         """Lengths of the pieces, 0 where nothing is known."""
-        return np.where(self.known, np.diff(self.edges_ns) * 1e-9, 0.0)
+        return np.where(self.is_known, np.diff(self.edges_ns) * 1e-9, 0.0)
 
     @property
     def mean_w(self) -> float:
@@ -92,9 +92,9 @@ class Curve:
 
     def percentile(self, q: float) -> float:
         """Power not exceeded q% of the time."""
-        keep, seconds = self.known, self.seconds
-        watts = np.concatenate([self.begin_w[keep], self.end_w[keep]])
-        weights = np.concatenate([seconds[keep], seconds[keep]])
+        chosen, seconds = self.is_known, self.seconds
+        watts = np.concatenate([self.begin_w[chosen], self.end_w[chosen]])
+        weights = np.concatenate([seconds[chosen], seconds[chosen]])
         order = np.argsort(watts)
         share = np.cumsum(weights[order])
         return float(np.interp(q / 100.0, (share - 0.5 * weights[order]) / share[-1], watts[order]))
@@ -104,8 +104,8 @@ class Curve:
 class Spike:
     """A stretch above the threshold (wall clock, ns). `rise_w_per_s` is the steepest rise the sensor showed into it.
 
-    The sensor's blur flattens a rise, so the true one is at least as steep. What the spike is tied to is filled in by
-    `correlate`; `throttle` is None where no telemetry looked.
+    The sensor's blur flattens a rise, so the true one is at least as steep. What ran in it is filled in by
+    `correlate`; `throttle` is None where no telemetry was read.
     """
 
     number: int
@@ -123,23 +123,22 @@ class Spike:
     temperature_c: float | None = None
 
     @property
-    def seconds(self) -> float:
+    def time_s(self) -> float:
         """How long the power was above the threshold."""
         return (self.end_ns - self.start_ns) * 1e-9
 
 
-def curve_of(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) -> Curve:
+def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) -> Curve:
     """A domain of a trace (the counted ones together when None) between two times of the wall clock."""
     moved = power._moved(domain)
-    grid = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
-    edges = grid
+    edges = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
     if len(edges) < 2 or edges[-1] <= start_ns or edges[0] >= end_ns:
         raise MeasurementError(
             "the power trace and the timeline share no time",
             why=f"power {_range(edges)}, timeline {_range([start_ns, end_ns])} (seconds of the wall clock)",
             fix="record both in one session; the clocks of two machines may differ",
         )
-    ends = [_between(t, c, grid) for t, c in moved]
+    ends = [_between(t, c, edges) for t, c in moved]
     begin, end = np.sum([e[0] for e in ends], axis=0), np.sum([e[1] for e in ends], axis=0)
     cut = np.clip(edges, start_ns, end_ns)
     left, right = ((cut[s] - edges[:-1]) / np.diff(edges) for s in (slice(None, -1), slice(1, None)))
@@ -154,7 +153,7 @@ def curve_of(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) 
         resolution_s=max(d.resolution_s for d in domains),
         noise=max(d.sample_noise or ASSUMED_NOISE for d in domains),
     )
-    if not np.any(curve.known):
+    if not np.any(curve.is_known):
         raise MeasurementError(
             f"no power of {curve.domain} is known while the timeline ran",
             why="; ".join(dict.fromkeys(g.reason for g in power.gaps)) or None,
@@ -167,34 +166,34 @@ def _range(times_ns: Ints | list[int]) -> str:
     return f"{times_ns[0] * 1e-9:.3f} to {times_ns[-1] * 1e-9:.3f}" if len(times_ns) else "empty"
 
 
-def level_text(threshold_w: float) -> str:
-    """The threshold as every sentence writes it: two roundings of one level read as two levels."""
+def format_level(threshold_w: float) -> str:
+    """The threshold as every sentence writes it: two roundings of one level would read as two levels."""
     return format_power(threshold_w, 3)
 
 
-def threshold_of(curve: Curve, percentile: float) -> float:
+def choose_threshold(curve: Curve, percentile: float) -> float:
     """The percentile, but never within what noise alone does to a flat load."""
     if not 0.0 < percentile < 100.0:
         raise ArgumentError(f"percentile={percentile!r} is not between 0 and 100", fix="e.g. percentile=95")
     return max(curve.percentile(percentile), curve.mean_w * (1.0 + max(MIN_EXCESS, NOISE_SIGMAS * curve.noise)))
 
 
-def find(curve: Curve, threshold_w: float, rise_w_per_s: float | None = None) -> list[Spike]:
+def find_spikes(curve: Curve, threshold_w: float, rise_w_per_s: float | None = None) -> list[Spike]:
     """The stretches above a threshold, in time order; only those that rise at least as fast as asked."""
-    starts, ends = _above(curve, threshold_w)
-    low, _ = _above(curve, threshold_w * (1.0 - DIP_SIGMAS * curve.noise))
+    starts, ends = _spans_above(curve, threshold_w)
+    low, _ = _spans_above(curve, threshold_w * (1.0 - DIP_SIGMAS * curve.noise))
     if len(starts) == 0:
         return []
     same = np.searchsorted(low, starts, side="right")  # stretches with no real dip between them are one spike
     first = np.flatnonzero(np.diff(same, prepend=-1))
     last = np.append(first[1:], len(starts)) - 1
     rates = _rates(curve)
-    found = [_spike(curve, rates, int(s), int(e)) for s, e in zip(starts[first], ends[last], strict=True)]
-    kept = [s for s in found if rise_w_per_s is None or (s.rise_w_per_s or 0.0) >= rise_w_per_s]
-    return [dataclasses.replace(s, number=i) for i, s in enumerate(kept, start=1)]
+    spikes = [_measure_spike(curve, rates, int(s), int(e)) for s, e in zip(starts[first], ends[last], strict=True)]
+    fast = [s for s in spikes if rise_w_per_s is None or (s.rise_w_per_s or 0.0) >= rise_w_per_s]
+    return [dataclasses.replace(s, number=i) for i, s in enumerate(fast, start=1)]
 
 
-def _above(curve: Curve, level_w: float) -> Spans:
+def _spans_above(curve: Curve, level_w: float) -> Spans:
     """The stretches above a level, to the nanosecond of the straight pieces."""
     b, e = curve.begin_w, curve.end_w
     (i,) = np.nonzero(np.fmax(b, e) > level_w)
@@ -216,7 +215,7 @@ def _rates(curve: Curve) -> Floats:
     return np.asarray((curve.end_w - curve.begin_w) / length + step)
 
 
-def _spike(curve: Curve, rates: Floats, start_ns: int, end_ns: int) -> Spike:
+def _measure_spike(curve: Curve, rates: Floats, start_ns: int, end_ns: int) -> Spike:
     edges = curve.edges_ns
     i = int(np.searchsorted(edges, start_ns, side="right")) - 1
     j = max(int(np.searchsorted(edges, end_ns, side="left")), i + 1)
@@ -233,12 +232,16 @@ def _spike(curve: Curve, rates: Floats, start_ns: int, end_ns: int) -> Spike:
     rises = rates[foot:peak_piece]
     rise = float(np.nanmax(rises)) if start_ns > curve.start_ns and not np.all(np.isnan(rises)) else None
     return Spike(
-        number=0, start_ns=start_ns, end_ns=end_ns, foot_ns=min(int(edges[foot]), start_ns), peak_ns=peak_ns,
-        peak_w=peak_w, rise_w_per_s=rise,
-    )  # fmt: skip
+        number=0,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        foot_ns=min(int(edges[foot]), start_ns),
+        peak_ns=peak_ns,
+        peak_w=peak_w,
+        rise_w_per_s=rise,
+    )
 
 
-@dataclass(slots=True)
 class Chance:
     """What chance would do: the spikes, all together, are shifted around the trace, and the overlap is counted anew.
 
@@ -247,21 +250,17 @@ class Chance:
     standard deviations from their mean; `p_values` says how many shifts do as well as what was seen.
     """
 
-    curve: Curve
-    _edges: Ints = field(init=False)
-    _known: NDArray[np.bool_] = field(init=False)
-
-    def __post_init__(self) -> None:
-        c = self.curve
-        span_ns = c.end_ns - c.start_ns
-        count = int(np.clip(span_ns / (0.25e9 * c.reach_s), MIN_BINS, MAX_BINS))
-        self._edges = c.start_ns + np.rint(np.linspace(0.0, span_ns, count + 1)).astype(np.int64)
-        self._known = covered_ns(c.seen, self._edges[:-1], self._edges[1:]) >= np.diff(self._edges)
+    def __init__(self, curve: Curve) -> None:
+        span_ns = curve.end_ns - curve.start_ns
+        count = int(np.clip(span_ns / (0.25e9 * curve.reach_s), MIN_BINS, MAX_BINS))
+        self._reach_ns = round(curve.reach_s * 1e9)
+        self._edges = curve.start_ns + np.rint(np.linspace(0.0, span_ns, count + 1)).astype(np.int64)
+        self._is_known = covered_ns(curve.known_spans, self._edges[:-1], self._edges[1:]) >= np.diff(self._edges)
 
     def overlap(self, above: Spans, target: Spans) -> Floats:
         """How well stretches overlap a set, within the sensor's reach, at every shift."""
-        middles, reach_ns = (self._edges[:-1] + self._edges[1:]) // 2, round(self.curve.reach_s * 1e9)
-        near = covered_ns(target, middles - reach_ns, middles + reach_ns)
+        middles = (self._edges[:-1] + self._edges[1:]) // 2
+        near = covered_ns(target, middles - self._reach_ns, middles + self._reach_ns)
         return self._shifts(covered_ns(above, self._edges[:-1], self._edges[1:]), near)
 
     def hits(self, times_ns: Ints, target: Spans) -> Floats:
@@ -271,7 +270,7 @@ class Chance:
         )
 
     def _shifts(self, mask: Ints, target: Ints) -> Floats:
-        mask, target = mask[self._known], target[self._known]
+        mask, target = mask[self._is_known], target[self._is_known]
         if len(mask) == 0:
             return np.zeros(1)
         # All circular shifts at once.

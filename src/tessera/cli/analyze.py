@@ -63,7 +63,9 @@ def _bytes(text: str) -> int:
 @click.option(
     "--min-bytes", callback=quantity(_bytes), metavar="SIZE", help="collectives: the smallest to list (64MiB)."
 )
-@click.option("--arch", shell_complete=completion.device, help="roofline: the chip, such as h200 or sm90.")
+@click.option(
+    "--on", "--arch", "on", shell_complete=completion.device, help="roofline, advise: the chip, such as h200 or sm90."
+)
 @click.option("--threshold", type=float, help="divergence: a fraction; power: watts.")
 @click.option("--group-by", help="stalls, divergence: kernel, op or region.")
 def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None, **options: Any) -> int:
@@ -98,9 +100,7 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
         raise
     result = dataclasses.replace(result, missing={what: typed(fix) for what, fix in result.missing.items()})
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(result.to_json(), enc_hook=_plain).decode())
+        click.echo(result.to_json())
         return 0
     from ..report.analysis import renderable
     from ..report.screen import Console
@@ -110,7 +110,7 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
     return 0
 
 
-_SPELLED = re.compile(r"""\b(power|by|sort|min_bytes|arch|threshold|threshold_w|group_by)=(['"]?)([\w./%-]+)\2""")
+_SPELLED = re.compile(r"""\b(power|by|sort|min_bytes|on|threshold|threshold_w|group_by)=(['"]?)([\w./%-]+)\2""")
 
 
 def typed(text: str) -> str:
@@ -120,11 +120,6 @@ def typed(text: str) -> str:
         return f"--{found[1].removesuffix('_w').replace('_', '-')} {found[3]}"
 
     return _SPELLED.sub(option, text)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON does not know: numbers of numpy as numbers, the rest as text."""
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _taken(kind: str, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

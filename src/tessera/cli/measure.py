@@ -108,7 +108,7 @@ def _show(run: CommandRun, trace: Path | None, as_json: bool) -> None:
         sys.stdout.flush()
         click.echo(msgspec.json.encode({"returncode": run.returncode, "report": run.report}).decode())
         return
-    from ..analyze.measured import advise
+    from ..analyze.rules_host import advise_measurement
     from ..report.screen import Console
     from ..report.text import answer, command_line
 
@@ -117,7 +117,7 @@ def _show(run: CommandRun, trace: Path | None, as_json: bool) -> None:
         following = f"tessera measure --sensor replay:{trace} -- sleep 1"
     else:
         following = command_line(["tessera", "measure", "--trace", "power.csv", *_own_arguments()])
-    advice = advise(run.report, run.telemetry)
+    advice = advise_measurement(run.report, run.telemetry)
     out.print(answer(run.report, advice=advice, next_command=following, returncode=run.returncode))
 
 

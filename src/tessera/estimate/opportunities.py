@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..advice import Advice
 from ..errors import TesseraError
 from ..hardware import catalogue, lookup
-from ..schema import EnergyReport, Opportunity, Prediction
+from ..schema import EnergyReport, Prediction
 
 Again = Callable[..., EnergyReport]
 """Predicts the same program again with some options changed."""
@@ -26,7 +27,7 @@ _NARROWER = {
 _LEAST_SHARE = 0.02  # smaller savings are below any interval of a prediction
 
 
-def opportunities(report: EnergyReport) -> list[Opportunity]:
+def opportunities(report: EnergyReport) -> list[Advice]:
     """Changes that would save energy per unit of work, the largest saving first: launch, precision, batch, chip."""
     prediction = report.prediction
     if prediction is None or prediction.again is None:
@@ -52,18 +53,27 @@ def _per_unit(report: EnergyReport) -> tuple[float, float, str]:
     return report.total.joules, report.total.error_j, "iteration"
 
 
-def _compare(name: str, action: str, before: EnergyReport, after: EnergyReport) -> Opportunity:
+def _compare(kind: str, action: str, before: EnergyReport, after: EnergyReport) -> Advice:
     old, old_error, unit = _per_unit(before)
     new, new_error, _ = _per_unit(after)
-    return Opportunity(
-        name=name,
+    old_s, new_s = (
+        r.total.seconds * (j / r.total.joules if r.total.joules > 0 else 1.0) for r, j in ((before, old), (after, new))
+    )
+    return Advice(
+        kind=kind,
         action=action,
+        evidence="predicted with the change",
         saves_j=old - new,
         saves_share=(old - new) / old if old > 0 else 0.0,
-        # Both predictions have nearly the same error: what is left is that of the part that changed.
+        # Both predictions err alike: what is left of the errors is that of the smaller part that changed.
         error_j=0.5 * (old_error + new_error) * abs(old - new) / max(old, 1e-30),
-        latency_s=after.total.seconds,
+        saves_s=old_s - new_s,
         unit=unit,
+        energy_j=old,
+        share=1.0,
+        time_s=after.total.seconds,
+        by="prediction",
+        confidence="medium",
     )
 
 
@@ -73,7 +83,7 @@ def _least(options: dict[Any, EnergyReport | None]) -> tuple[Any, EnergyReport] 
     return min(possible, key=lambda pair: pair[1].total.joules, default=None)
 
 
-def _launch(report: EnergyReport, prediction: Prediction, again: Again) -> Opportunity | None:
+def _launch(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
     if prediction.launch != "eager" or prediction.host_s <= prediction.device_s:
         return None
     other = _try_change(again, launch="graph")
@@ -84,14 +94,14 @@ def _launch(report: EnergyReport, prediction: Prediction, again: Again) -> Oppor
     return _compare("reduce latency", action, report, other)
 
 
-def _quantise(report: EnergyReport, prediction: Prediction, again: Again) -> Opportunity | None:
+def _quantise(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
     best = _least({p: _try_change(again, precision=p) for p in _NARROWER.get(prediction.precision, ())})
     if best is None:
         return None
     return _compare("quantise", f"run in {best[0]} (check that the accuracy is good enough)", report, best[1])
 
 
-def _batch(report: EnergyReport, prediction: Prediction, again: Again) -> Opportunity | None:
+def _batch(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
     if not prediction.batch:
         return None
     best: tuple[float, int, EnergyReport] | None = None
@@ -114,7 +124,7 @@ def _batch(report: EnergyReport, prediction: Prediction, again: Again) -> Opport
 _CHIPS = ("b200", "h200", "h100", "a100", "mi300x", "l40s", "l4", "jetson-orin", "gaudi3")
 
 
-def _chip(report: EnergyReport, prediction: Prediction, again: Again) -> Opportunity | None:
+def _chip(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
     own = prediction.device.partition("@")[0]
     best = _least({name: _try_change(again, on=name) for name in _CHIPS if name in catalogue() and name != own})
     if best is None:

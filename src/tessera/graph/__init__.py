@@ -24,7 +24,7 @@ def profile(step_fn: Callable[[], Any], *, steps: int = 5, warmup: int = 2, path
     For programs made by `tessera.optimize` it lists the rewrites and what they save; for others, what the names of
     kernels show. The run file is kept at `path` if one is given.
     """
-    from ..analyze.steps import profile_steps
+    from ..analyze.graph_profile import profile_steps
 
     return profile_steps(step_fn, steps=steps, warmup=warmup, path=path)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.kernel_names import fit, short_name
-from ..analyze.result import Column, Result
+from ..analyze.result import Result, ResultColumn
 from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power, format_temperature
 from .screen import colourless
 
@@ -47,7 +47,7 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "collectives": (("count", "collectives", "", ""),),
     "memcpy": (
-        ("calls", "copies", "", ""), ("bytes", "bytes", "B", ""), ("seconds", "time", "s", ""),
+        ("calls", "copies", "", ""), ("bytes", "bytes", "B", ""), ("time_s", "time", "s", ""),
         ("overlapped_s", "beside kernels", "s", ""), ("pinned_pct", "from or to pinned memory", "%", ""),
         ("memsets", "memsets", "", ""), ("memset_s", "time of memsets", "s", ""),
     ),
@@ -57,7 +57,7 @@ FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("recorded_mean_w", "mean of the recording", "W", ""), ("recorded_j", "energy of the recording", "J", ""),
         ("spikes", "spikes", "", ""), ("spike_threshold_w", "each above", "W", ""), ("spikes_s", "in spikes", "s", ""),
         ("dominant_hz", "strongest frequency", "Hz", ""), ("dominant_is", "which is", "", ""),
-        ("step_hz", "middle step", "Hz", ""), ("throttled_s", "throttled", "s", ""), ("throttle_reasons", "by", "", ""),
+        ("step_hz", "median step", "Hz", ""), ("throttled_s", "throttled", "s", ""), ("throttle_reasons", "by", "", ""),
     ),
     "roofline": (
         ("device_name", "chip", "", ""), ("hbm_bytes_per_s", "memory bandwidth", "B/s", ""),
@@ -212,7 +212,7 @@ def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Tab
     return table
 
 
-def _shown(result: Result) -> list[Column]:
+def _shown(result: Result) -> list[ResultColumn]:
     """The columns that have a value in any row; an error stands in the column of what it is the error of."""
     keys = {c.key for c in result.columns}
     errors = {k for c in result.columns if (k := error_of(c.key)) in keys}
@@ -222,12 +222,12 @@ def _shown(result: Result) -> list[Column]:
 
 
 def error_of(key: str) -> str:
-    """The key of the error of a column: energy_j has energy_error_j."""
+    """The key of the error of a column: energy_j has error_j, recorded_j has recorded_error_j."""
     stem, _, unit = key.rpartition("_")
-    return f"{stem}_error_{unit}"
+    return f"error_{unit}" if stem in ("energy", "time", "power") else f"{stem}_error_{unit}"
 
 
-def _cell(column: Column, row: Mapping[str, Any]) -> str:
+def _cell(column: ResultColumn, row: Mapping[str, Any]) -> str:
     given, error = row.get(column.key), row.get(error_of(column.key))
     if column.key in _KERNEL_NAMES and isinstance(given, str) and row.get("kind", "kernel") == "kernel":
         return _plain(short_name(given))
@@ -239,7 +239,7 @@ def _cell(column: Column, row: Mapping[str, Any]) -> str:
     return energy_text(given, error) if column.unit == "J" else with_error(given, error, column.unit)
 
 
-def _is_text(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _is_text(column: ResultColumn, rows: Sequence[Mapping[str, Any]]) -> bool:
     return not column.unit and any(isinstance(r.get(column.key), str) for r in rows)
 
 
@@ -252,7 +252,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
         given, error, of = result.facts.get(key), result.facts.get(error_of(key)), result.facts.get(share)
         if given is None or given == "" or _says_nothing(key, given) or (given == 0 and not result.rows):
             continue
-        said = _cell(Column(key=key, title=label, unit=unit), {key: given, error_of(key): error})
+        said = _cell(ResultColumn(key=key, title=label, unit=unit), {key: given, error_of(key): error})
         shown = _OF_A_CPU.get(label, label) if result.facts.get("on_host") else label
         found.append((shown, said if of is None else f"{said} ({value(of, '%')})"))
     return found

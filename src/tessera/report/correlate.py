@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from ..analyze.checklist import Answer, told
-from ..analyze.correlate import Correlation
+from ..analyze.correlate import ChecklistAnswer, Correlation, describe_alignment
 from ..analyze.kernel_names import fit, short
-from ..analyze.spikes import Spike, level_text
+from ..analyze.spikes import Spike, format_level
 from ..units import format_duration, format_power
 from .run_parts import prose
 
@@ -22,7 +21,7 @@ def text(found: Correlation) -> str:
     lines += [_spike(s, found.start_ns) for s in _highest(found)]
     if len(found.spikes) > SHOWN:
         lines.append(f"... and {len(found.spikes) - SHOWN} lower ones")
-    lines += ["", *(f"  {told(a)}" for a in found.aligned if a.verdict == "aligned")]
+    lines += ["", *(f"  {describe_alignment(a)}" for a in found.aligned if a.verdict == "aligned")]
     for answer in found.checklist:
         lines += _answer(answer)
     lines += [f"note: {n}" for n in found.notes]
@@ -46,10 +45,10 @@ def _headline(found: Correlation) -> str:
     where = f"{found.domain}, {format_duration(span_s)}, mean {format_power(found.mean_w)}"
     count = len(found.spikes)
     if count == 0:
-        return f"no spike above {level_text(found.threshold_w)} ({where})"
-    above_s = sum(s.seconds for s in found.spikes)
+        return f"no spike above {format_level(found.threshold_w)} ({where})"
+    above_s = sum(s.time_s for s in found.spikes)
     return (
-        f"{count} spike{'s' if count > 1 else ''} above {level_text(found.threshold_w)},"
+        f"{count} spike{'s' if count > 1 else ''} above {format_level(found.threshold_w)},"
         f" {format_duration(above_s)} in all ({where}; times are within {format_duration(found.reach_s)})"
     )
 
@@ -62,7 +61,7 @@ def _highest(found: Correlation) -> list[Spike]:
 def _spike(spike: Spike, start_ns: int) -> str:
     parts = [
         f"spike {spike.number}: {format_power(spike.peak_w)} at +{(spike.peak_ns - start_ns) * 1e-9:.3f} s"
-        f" for {format_duration(spike.seconds)}"
+        f" for {format_duration(spike.time_s)}"
     ]
     if spike.rise_w_per_s is not None:
         parts[0] += f", rising {format_power(spike.rise_w_per_s)}/s"
@@ -77,6 +76,6 @@ def _spike(spike: Spike, start_ns: int) -> str:
     return "; during ".join(parts[:2]) + "".join(f"; {p}" for p in parts[2:])
 
 
-def _answer(answer: Answer) -> list[str]:
+def _answer(answer: ChecklistAnswer) -> list[str]:
     lines = [f"[{_MARKS[answer.verdict]}] {answer.question} {answer.evidence}"]
     return lines + ([f"      needs {answer.needs}"] if answer.needs else [])

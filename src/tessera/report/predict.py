@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..advice import Advice
 from ..estimate.search import Sweep, SweepRow
-from ..schema import DiffRow, EnergyDiff, EnergyReport, Opportunity
+from ..schema import DiffRow, EnergyDiff, EnergyReport
 from ..units import format_bytes, format_duration, format_energy
 from .narrow import Column, Fitted, Pieces, fitting, table_of
 from .predict_parts import (
@@ -35,7 +36,7 @@ _NAME, _HOW = 24, 45  # characters that a subgraph's name and an opportunity's a
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def report_json(report: EnergyReport, opportunities: Sequence[Opportunity] | None = None) -> str:
+def report_json(report: EnergyReport, opportunities: Sequence[Advice] | None = None) -> str:
     """A prediction as JSON: the summary people read, the report it is made of, and what would save joules."""
     import msgspec
 
@@ -64,7 +65,7 @@ def prediction(
     report: EnergyReport,
     *,
     top: int = 10,
-    opportunities: Sequence[Opportunity] | None = None,
+    opportunities: Sequence[Advice] | None = None,
     next_command: str | None = None,
 ) -> RenderableType:
     """One screen: the answer first, then where the joules go, what would save some, and what to type next."""
@@ -139,17 +140,17 @@ def _consumers(report: EnergyReport, top: int) -> Fitted:
     return Fitted(draw)
 
 
-def _opportunities(found: Sequence[Opportunity]) -> list[RenderableType]:
+def _opportunities(found: Sequence[Advice]) -> list[RenderableType]:
     if not found:
         return [Text("Opportunities: none of those tried saves 2% or more", style="dim")]
     return [Text("Opportunities", style="bold"), Fitted(lambda width: _saving(found, width))]
 
 
-def _saving(found: Sequence[Opportunity], width: int) -> RenderableType:
+def _saving(found: Sequence[Advice], width: int) -> RenderableType:
     """What, how much, and how: side by side where there is room for the how, else below each other."""
-    names = [Text(capital(o.name), style="bold") for o in found]
-    saves = [f"saves {energy_text(o.saves_j, o.error_j)}/{o.unit} ({o.saves_share:.0%})" for o in found]
-    hows = [Text(o.action).append(f"; takes {format_duration(o.latency_s, 3)}", style="dim") for o in found]
+    names = [Text(capital(o.kind), style="bold") for o in found]
+    saves = [f"saves {energy_text(o.saves_j, o.error_j or 0.0)}/{o.unit} ({o.saves_share:.0%})" for o in found]
+    hows = [Text(o.action).append(f"; takes {format_duration(o.time_s or 0.0, 3)}", style="dim") for o in found]
     beside = width - max(name.cell_len for name in names) - max(map(len, saves)) >= _HOW
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for _ in range(4 if beside else 2):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ..advice import Advice
 from ..estimate.search import Sweep, SweepRow
-from ..schema import EnergyReport, Opportunity
+from ..schema import EnergyReport
 from ..units import format_bytes, format_duration, format_energy, format_power
 from . import predict as sweeps
 from . import predict_parts as shared
@@ -68,9 +69,7 @@ def card(report: EnergyReport) -> str:
     return f"<style>{_STYLE}</style><div class='tessera'>{_report(report, top=5)}</div>"
 
 
-def page(
-    shown: EnergyReport | Sequence[EnergyReport] | Sweep, *, opportunities: Sequence[Opportunity] | None = None
-) -> str:
+def page(shown: EnergyReport | Sequence[EnergyReport] | Sweep, *, opportunities: Sequence[Advice] | None = None) -> str:
     """One HTML file of a report, of several, or of a sweep. It needs nothing but itself."""
     if isinstance(shown, Sweep):
         title, sections = shown.name, [_sweep(shown)]
@@ -87,7 +86,7 @@ def page(
 
 
 def _report(
-    report: EnergyReport, *, top: int, sort: bool = False, opportunities: Sequence[Opportunity] | None = None
+    report: EnergyReport, *, top: int, sort: bool = False, opportunities: Sequence[Advice] | None = None
 ) -> str:
     of = report.prediction
     where = f" on {shared.chip_name(of.device)}" if of else ""
@@ -195,10 +194,10 @@ def _domains(report: EnergyReport, *, sort: bool) -> str:
     return f"<h3>Where</h3>{_grid(columns, rows, sort=sort)}"
 
 
-def _opportunity(o: Opportunity) -> str:
-    saves = f"saves {energy_text(o.saves_j, o.error_j)} per {o.unit} ({o.saves_share:.0%})"
-    rest = f"{o.action}; takes {format_duration(o.latency_s, 3)}"
-    return f"<li><b>{escape(capital(o.name))}</b>: {escape(saves)} <span class='dim'>- {prose(rest)}</span></li>"
+def _opportunity(o: Advice) -> str:
+    saves = f"saves {energy_text(o.saves_j, o.error_j or 0.0)} per {o.unit} ({o.saves_share:.0%})"
+    rest = f"{o.action}; takes {format_duration(o.time_s or 0.0, 3)}"
+    return f"<li><b>{escape(capital(o.kind))}</b>: {escape(saves)} <span class='dim'>- {prose(rest)}</span></li>"
 
 
 def _origins(report: EnergyReport) -> str:

@@ -88,7 +88,7 @@ def _spikes(view: Overview, correlation: Correlation | None) -> list[dict[str, A
             "a": s.start_ns - view.start_ns,
             "b": s.end_ns - view.start_ns,
             "p": s.peak_ns - view.start_ns,
-            "t": f"spike {s.number}: {format_power(s.peak_w, 3)} for {format_duration(s.seconds, 3)}",
+            "t": f"spike {s.number}: {format_power(s.peak_w, 3)} for {format_duration(s.time_s, 3)}",
             "k": [f"{fit(short(k.name, k.kind), 60)}: {k.share:.0%} of it" for k in s.kernels[:4]],
         }
         for s in sorted(highest, key=lambda s: s.start_ns)

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from html import escape
 
-from ..analyze.answer import Answer, answer, by_domain, stacks_of
+from ..analyze.answer import Answer, answer, stacks_of
 from ..analyze.correlate import Correlation
+from ..analyze.evidence import group_telemetry
 from ..analyze.icicle import Node, icicle, stack_tree
 from ..analyze.kernel_names import CATEGORIES, category, fit
 from ..analyze.overview import overview
 from ..analyze.result import Result
-from ..analyze.spikes import level_text
+from ..analyze.spikes import format_level
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
@@ -57,7 +58,7 @@ def page(
         table = dataclasses.replace(table, ops=said.ops, kernels=said.kernels)
     stacks = stacks_of(run, run.power(), table.total_j) if said.shared_by and not table.kernels else []
     results = results_of(run, table, lines) if results is None else results
-    view = overview(lines, run.power(), by_domain(run.telemetry()), table)
+    view = overview(lines, run.power(), group_telemetry(run.telemetry()), table)
     curves = sections.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
     # A host without operators is in Python: that is no level at which it waits.
     view = dataclasses.replace(view, telemetry=[*view.telemetry, *curves], idle_w=view.idle_w if view.rows else None)
@@ -249,7 +250,7 @@ def _checklist(found: Correlation) -> str:
     )
     count = len(found.spikes)
     about = (
-        f"{count} spike{'' if count == 1 else 's'} above {level_text(found.threshold_w)} on {found.domain} "
+        f"{count} spike{'' if count == 1 else 's'} above {format_level(found.threshold_w)} on {found.domain} "
         f"(mean {format_power(found.mean_w, 3)}); they are shaded in the timeline."
     )
     notes = "".join(map(note, found.notes))

@@ -73,7 +73,7 @@ def collectives(result: Result) -> str:
     """A heat map of bytes and duration, coloured by what hid behind kernels, and the sums by kind."""
     if not result.rows:
         return ""
-    sized = [r for r in result.rows if r.get("bytes") and r.get("seconds")]
+    sized = [r for r in result.rows if r.get("bytes") and r.get("time_s")]
     return (
         f"<section id='collectives'><h2>Collectives</h2>{_heat(sized) if sized else ''}"
         f"{_kinds(result.facts.get('by_kind') or {})}{''.join(note(n) for n in result.notes[-1:])}</section>"
@@ -90,7 +90,7 @@ def _bins(values: Sequence[float], most: int) -> tuple[list[int], int, int]:
 
 def _heat(rows: Sequence[Mapping[str, Any]]) -> str:
     xs, x_low, x_wide = _bins([float(r["bytes"]) for r in rows], SIZES)
-    ys, y_low, y_wide = _bins([1e6 * float(r["seconds"]) for r in rows], TIMES)  # in microseconds: exponents above 0
+    ys, y_low, y_wide = _bins([1e6 * float(r["time_s"]) for r in rows], TIMES)  # in microseconds: exponents above 0
     cells: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for x, y, row in zip(xs, ys, rows, strict=True):
         cells.setdefault((x, y), []).append(row)
@@ -116,8 +116,8 @@ def _heat(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(x: int, y: int, wide: int, high: int, members: Sequence[Mapping[str, Any]]) -> str:
-    seconds = sum(float(r["seconds"]) for r in members)
-    known = [(float(r["overlap_pct"]), float(r["seconds"])) for r in members if r.get("overlap_pct") is not None]
+    seconds = sum(float(r["time_s"]) for r in members)
+    known = [(float(r["overlap_pct"]), float(r["time_s"])) for r in members if r.get("overlap_pct") is not None]
     weight = sum(s for _, s in known)
     hidden = sum(o * s for o, s in known) / weight if weight > 0 else None
     fill = "var(--idle)" if hidden is None else f"color-mix(in oklab,var(--c4) {hidden:.0f}%,var(--power))"
@@ -138,7 +138,7 @@ def _cell(x: int, y: int, wide: int, high: int, members: Sequence[Mapping[str, A
 def _kinds(by_kind: Mapping[str, Mapping[str, Any]]) -> str:
     columns = (("kind", False), ("calls", True), ("time", True), ("bytes", True), ("algorithm", True), ("bus", True),
                ("beside kernels", True), ("waited", True))  # fmt: skip
-    rows = sorted(by_kind.items(), key=lambda kv: -float(kv[1]["seconds"]))
+    rows = sorted(by_kind.items(), key=lambda kv: -float(kv[1]["time_s"]))
     body = "".join(_kind_row(kind, r) for kind, r in rows)
     return (
         "<div class='scroll'><table class='sort'><caption class='sr'>Collectives by kind</caption>"
@@ -150,7 +150,7 @@ def _kind_row(kind: str, row: Mapping[str, Any]) -> str:
     moved, hidden, waited = row.get("bytes"), row.get("overlap_pct"), row.get("wait_s")
     cells = [
         number(f"{row['count']:,}", row["count"]),
-        number(format_duration(row["seconds"], 3), row["seconds"]),
+        number(format_duration(row["time_s"], 3), row["time_s"]),
         number(format_bytes(moved, 3) if moved else "-", moved),
         *(number(si(row.get(key), "B/s"), row.get(key)) for key in ("bytes_per_s", "bus_bytes_per_s")),
         number(f"{hidden:.0f}%" if hidden is not None else "-", hidden),

@@ -184,7 +184,7 @@ def gaps(said: Answer) -> str:
         return ""
     rows = "".join(
         f"<tr><td class='name' title='{escape(fit(g.during, 300))}'>{escape(fit(g.during, 90))}</td>"
-        f"{number(format_energy(g.energy_j, 3), g.energy_j)}{number(format_duration(g.seconds, 3), g.seconds)}"
+        f"{number(format_energy(g.energy_j, 3), g.energy_j)}{number(format_duration(g.time_s, 3), g.time_s)}"
         f"{number(f'{g.count:,}', g.count)}{number(format_duration(g.each_s, 3), g.each_s)}</tr>"
         for g in said.gaps[:20]
     )

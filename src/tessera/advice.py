@@ -1,0 +1,53 @@
+"""`Advice`: one change that would save joules, whether a recording or a prediction suggests it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .units import format_duration, format_energy
+
+SavingBy = Literal["prediction", "roofline", "counters", "energy table", "experience"]
+Confidence = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do (`action`), on which `evidence`, and what it would save of one `unit` of work.
+
+    The unit is the recorded "run", or a predicted "iteration" or "sample". `saves_share` is the saving as a share of
+    the unit's joules, `saves_s` may be negative: the change costs time. `error_j` and `error_s` are half-widths of 90%
+    intervals, None where they are not known. `energy_j` and `share` are the joules that the advice is about, `time_s`
+    the seconds of a predicted iteration after the change. `by` says how the saving was computed: "prediction" by the
+    models of `tessera.estimate`, "roofline" by the chip's ceilings, "counters" by what ncu measured, "energy table" by
+    adding up joules that were spent for nothing, "experience" by the share the same change saved elsewhere.
+    """
+
+    kind: str
+    action: str
+    evidence: str = ""
+    saves_j: float = 0.0
+    error_j: float | None = None
+    saves_share: float = 0.0
+    saves_s: float | None = None
+    error_s: float | None = None
+    unit: str = "run"
+    energy_j: float | None = None
+    share: float | None = None
+    time_s: float | None = None
+    by: SavingBy = "experience"
+    confidence: Confidence = "low"
+
+    @property
+    def text(self) -> str:
+        """Evidence, action and a computed saving in one sentence."""
+        saving = self.saving if self.by != "experience" else None
+        return f"{self.evidence}: {self.action}" + (f" ({saving})" if saving else "")
+
+    @property
+    def saving(self) -> str | None:
+        """What it would save, in words; None where that is not known or nothing."""
+        if not self.saves_j > 0:
+            return None
+        time = f" and {format_duration(self.saves_s, 2)}" if self.saves_s is not None and self.saves_s > 0 else ""
+        return f"about {format_energy(self.saves_j, 2)}{time} less, by {self.by}"
