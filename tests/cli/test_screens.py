@@ -21,7 +21,7 @@ from tessera.report.narrow import Hanging
 from tessera.report.screen import Console
 from tessera.report.selftest import print_checks
 from tessera.schema import Capability, Domain
-from tessera.selftest.checks import judged, skipped
+from tessera.selftest import judge, skip
 from tessera.sensors.health import Health, MachineCheck, SensorHealth
 
 LONG = " ".join(f"word{i}" for i in range(40))
@@ -72,7 +72,7 @@ def test_every_device_fits(device, width: int) -> None:
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_selftest_fits(width: int) -> None:
-    found = [judged("a", "joules of simulated kernels, worst of five", 0.4, 5.0, why=LONG), skipped("b", "b", LONG)]
+    found = [judge("a", "joules of simulated kernels, worst of five", 0.4, 5.0, why=LONG), skip("b", "b", LONG)]
     out = console(width)
     print_checks(found, f"tessera; {LONG}", out)
     text = shown(out)

@@ -22,19 +22,19 @@ def command(seconds: float, as_json: bool) -> int:
     Compares samples with the energy counter, joules given to kernels with each kernel alone, predictions with
     measurements, and says what measuring costs. What a machine cannot check is named. Exits 1 where a check fails.
     """
-    from ..selftest.checks import run, to_json
+    from ..selftest import run_checks, to_dict
 
-    found = run(seconds=seconds, progress=None if as_json else _progress)
+    checks = run_checks(budget_s=seconds, progress=None if as_json else _progress)
     if as_json:
         import msgspec
 
-        click.echo(msgspec.json.encode(to_json(found)).decode())
+        click.echo(msgspec.json.encode(to_dict(checks)).decode())
     else:
         from ..report.screen import readable
         from ..report.selftest import print_checks
 
-        print_checks(found, _machine(), readable())
-    return int(any(c.verdict == "fail" for c in found))
+        print_checks(checks, _machine(), readable())
+    return int(any(c.verdict == "fail" for c in checks))
 
 
 def _progress(done: int, total: int, name: str) -> None:

@@ -21,7 +21,7 @@ _ADD_FORMS = frozenset({"addmm", "baddbmm", "addmv", "addbmm", "_addmm_activatio
 
 
 @dataclass(frozen=True, slots=True)
-class OpWork:
+class OpFlops:
     """FLOPs of an operator, the precision and unit they run in, and its parameters as plain data."""
 
     flops: int = 0
@@ -38,10 +38,10 @@ def work_of(
     outputs: Sequence[TensorSpec],
     params: dict[str, Any],
     tf32: bool,
-) -> OpWork:
+) -> OpFlops:
     """FLOPs, precision and unit of an operator."""
     if kind == "view":
-        return OpWork(kernels=0, params=params)
+        return OpFlops(kernels=0, params=params)
     short = name.rpartition(".")[2]
     floats = [t.dtype for t in (*inputs, *outputs) if t.dtype.startswith(("fp", "bf"))]
     precision = floats[0] if floats else "fp32"
@@ -60,11 +60,11 @@ def work_of(
     elif kind == "rnn":
         count = rnn_flops(params)
     else:
-        return OpWork(precision=precision, params=params)
+        return OpFlops(precision=precision, params=params)
     if precision == "fp32" and tf32:
         precision = "tf32"
     unit: Literal["matrix", "vector"] = "vector" if precision == "fp32" else "matrix"
-    return OpWork(count, precision, unit, 1, params)
+    return OpFlops(count, precision, unit, 1, params)
 
 
 def _conv_work(

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from ..selftest.checks import Check
+from ..selftest import SelfCheck
 from .narrow import Hanging
 
 _MARK = {"pass": "pass", "fail": "FAIL", "skipped": "skip"}
 
 
-def print_checks(found: Sequence[Check], machine: str, console: Console) -> None:
+def print_checks(found: Sequence[SelfCheck], machine: str, console: Console) -> None:
     """A line a check, and the sum of them."""
     width = max(len(c.what) for c in found)
     console.print(Hanging(machine, 2))
@@ -23,6 +23,6 @@ def print_checks(found: Sequence[Check], machine: str, console: Console) -> None
     console.print(Hanging(f"{len(found) - failed - left_out} passed, {failed} failed{rest}", 2))
 
 
-def _line(check: Check, width: int) -> str:
+def _line(check: SelfCheck, width: int) -> str:
     figure = "" if check.value is None else f"{check.value:.3g} {check.unit} (limit {check.limit:g})"
     return f"{_MARK[check.verdict]}  {check.what:<{width}}  {figure}{'  ' if figure else ''}{check.why}".rstrip()

@@ -1,0 +1,360 @@
+"""How far off is Tessera on this machine? Each check compares it with a truth that can be known here.
+
+::
+
+    integral      samples against the energy counter          if a sensor has a counter
+    scope, sampler   what measuring costs                      everywhere
+    simulated     joules to kernels on a simulated board       everywhere: the arithmetic
+    mixture       joules to kernels against each kernel alone  on a CUDA device with a sensor: the physics
+    prediction    predicted against measured kernels           on a CUDA device in the catalogue
+
+A check that fails to run is reported, never hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .attribute.response import RING_BOX_S, RING_TAU_S, Response
+from .attribute.solve import attribute
+from .errors import ArgumentError, MissingExtra, TesseraError
+from .joules import DomainSamples
+from .monitor import EnergyBenchmark, power_trace
+from .monitor.core import Monitor, default
+from .monitor.scope import EnergyScope
+from .schema import Domain
+from .timeline.columns import Builder, Launch
+from .trace import PowerTrace
+
+Verdict = Literal["pass", "fail", "skipped"]
+Progress = Callable[[int, int, str], None]
+
+# Limits are what the project holds itself to on its own machine (benchmarks/README.md), with room for others: a scope
+# 21 us there, the integral 0.3 to 1.8% on ten loads, a mixture of kernels 1.7% in the mean, kernels 12% in the mean.
+SCOPE_US, SAMPLER_PCT, INTEGRAL_PCT, SIMULATED_PCT, MIXTURE_PCT, PREDICTION_PCT = 60.0, 1.0, 3.0, 5.0, 15.0, 25.0
+_SCOPES = 2000
+# NVML's counter is read densely until its ticks are found (sensors/_nvml_counter.py): half a second of reads in peace.
+_TICKS_S = 4.0
+_ALONE_S = 1.2
+_KERNEL_GROUPS = ("gemm.bf16", "attention", "copy", "norm")  # groups of estimate.calibration_kernels that are measured
+
+# Microseconds and watts of kernels, rounded from recordings on an H200 (benchmarks/device/record_kernels.py).
+SIMULATED_KERNELS: Mapping[str, tuple[int, float]] = {
+    "gemm": (170, 690.0),
+    "softmax": (220, 515.0),
+    "copy": (128, 590.0),
+    "attention": (185, 640.0),
+    "conv": (80, 620.0),
+}
+_IDLE_W = 118.0
+_SIMULATED_S = 5.0
+_CELL_NS = 100_000
+_START_NS = 1_790_000_000_000_000_000
+_NOISE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheck:
+    """One check: how far off, what is allowed, and the verdict. With `value` None, `why` gives the reason."""
+
+    name: str
+    what: str
+    verdict: Verdict
+    value: float | None = None
+    limit: float | None = None
+    unit: str = "%"
+    why: str = ""
+
+
+def judge(name: str, what: str, value: float, limit: float, unit: str = "%", why: str = "") -> SelfCheck:
+    """A check that could be made. NaN fails."""
+    verdict: Verdict = "pass" if value <= limit else "fail"
+    return SelfCheck(name=name, what=what, verdict=verdict, value=value, limit=limit, unit=unit, why=why)
+
+
+def skip(name: str, what: str, why: str) -> SelfCheck:
+    """A check that needs something this machine lacks."""
+    return SelfCheck(name=name, what=what, verdict="skipped", why=why)
+
+
+def run_checks(
+    *, budget_s: float = 45.0, progress: Progress | None = None, monitor: Monitor | None = None
+) -> list[SelfCheck]:
+    """Run all checks in about `budget_s` seconds."""
+    _warm_up()
+    own = monitor or default()
+    _find_ticks(own)
+    checks: Sequence[tuple[str, Callable[[], SelfCheck]]] = (
+        ("scope", lambda: check_scope(own)),
+        ("simulated", check_simulated),
+        ("integral", lambda: check_integral(own, max(4.0, 0.3 * budget_s))),
+        ("sampler", lambda: check_sampler(own)),
+        ("mixture", lambda: check_mixture(own, max(6.0, 0.3 * budget_s))),
+        ("prediction", lambda: check_prediction(max(4.0, 0.25 * budget_s))),
+    )
+    results = []
+    for at, (name, check) in enumerate(checks):
+        if progress:
+            progress(at, len(checks), name)
+        results.append(_run_check(name, check))
+    return results
+
+
+def _run_check(name: str, check: Callable[[], SelfCheck]) -> SelfCheck:
+    try:
+        return check()
+    except TesseraError as exc:
+        return SelfCheck(name=name, what=name, verdict="fail", why=exc.what)
+    except Exception as exc:  # noqa: BLE001  (a driver, a profiler, a device that is lost: reported, never hidden)
+        line = next(iter(str(exc).splitlines()), "")
+        return SelfCheck(name=name, what=name, verdict="fail", why=f"{type(exc).__name__}: {line}")
+
+
+def to_dict(checks: Sequence[SelfCheck]) -> dict[str, Any]:
+    """Plain data, with the machine it holds for."""
+    from . import __version__
+
+    return {
+        "tessera": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "passed": not any(c.verdict == "fail" for c in checks),
+        "checks": [dataclasses.asdict(c) for c in checks],
+    }
+
+
+# -- measuring --------------------------------------------------------------------------------------------------
+
+
+def check_scope(monitor: Monitor) -> SelfCheck:
+    """What entering and leaving a scope costs the program."""
+    costs = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(_SCOPES):
+            with EnergyScope("selftest", monitor=monitor):
+                pass
+        costs.append((time.perf_counter() - start) / _SCOPES * 1e6)
+    return judge("scope", "energy_scope, enter and exit", statistics.median(costs), SCOPE_US, "us")
+
+
+def check_sampler(monitor: Monitor) -> SelfCheck:
+    """What the sampling thread takes of one core."""
+    start, cpu_s = time.monotonic(), monitor.sampler.cpu_time_s
+    time.sleep(3.0)
+    share = 100 * (monitor.sampler.cpu_time_s - cpu_s) / (time.monotonic() - start)
+    return judge("sampler", "of one core, for sampling", share, SAMPLER_PCT)
+
+
+def check_integral(monitor: Monitor, seconds: float) -> SelfCheck:
+    """The integral of the samples against the energy counter, under load."""
+    what = "power samples integrated, against the energy counter"
+    with power_trace(monitor=monitor) as trace, EnergyScope("selftest", monitor=monitor) as scope:
+        _load(seconds)
+    start, end = trace.to_epoch(scope.start_ns), trace.to_epoch(scope.end_ns)
+    shares = [
+        100 * abs(trace.energy(name, start, end).joules / energy.joules - 1)
+        for name, energy in scope.by_domain.items()
+        if energy.joules > 0 and energy.source.endswith("+counter")
+    ]
+    if not shares:
+        return skip("integral", what, "no sensor here has samples and a counter whose ticks were found")
+    return judge("integral", what, max(shares), INTEGRAL_PCT)
+
+
+def _find_ticks(monitor: Monitor) -> None:
+    """Wait until NVML's counter is usable: the integral is checked against it from its first second on."""
+    boards = [d.name for d in monitor.sampler.domains if d.counted and d.source.startswith("nvml")]
+    deadline = time.monotonic() + _TICKS_S
+    while boards and not any(len(monitor.sampler.anchors[b]) for b in boards) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+# -- attribution on a simulated board ---------------------------------------------------------------------------
+
+
+def check_simulated() -> SelfCheck:
+    """Joules to kernels where the truth is known: a simulated board, seen through a sensor's lag and noise."""
+    return judge("simulated", "joules of simulated kernels, worst of five", simulate_worst_error(), SIMULATED_PCT)
+
+
+def simulate_worst_error(seed: int = 7) -> float:
+    """The worst kernel's joules against the truth, in percent."""
+    rng = np.random.default_rng(seed)
+    rows, now = [], _START_NS
+    names = list(SIMULATED_KERNELS)
+    while now < _START_NS + _SIMULATED_S * 1e9:
+        name = names[int(rng.integers(len(names)))]
+        each_us, _ = SIMULATED_KERNELS[name]
+        for _ in range(max(1, round(2000 * 30 ** rng.random() / each_us))):
+            rows.append((name, now, now + each_us * 1000))
+            now += each_us * 1000 + 1000
+        if rng.random() < 0.25:
+            now += round(2e6 * 30 ** rng.random())
+    build = Builder()
+    launch = build.intern_launch(Launch(grid=(1,)))
+    for name, start, end in rows:
+        build.add("kernel", name, start, end, device=0, stream=7, launch=launch)
+    table = attribute(build.build(), _simulate_samples(rows, now, rng))
+    truth = {name: watts for name, (_, watts) in SIMULATED_KERNELS.items()}
+    return max(100 * abs(r.energy_j / (truth[r.name] * r.time_s) - 1) for r in table.kernels)
+
+
+def _simulate_samples(rows: list[tuple[str, int, int]], end_ns: int, rng: np.random.Generator) -> PowerTrace:
+    """The samples of an NVML ring beside these kernels."""
+    grid = np.arange(_START_NS - 200_000_000, end_ns + 200_000_000, _CELL_NS)
+    true_w = np.full(len(grid), _IDLE_W)
+    for name, start, end in rows:
+        a, b = (start - grid[0]) / _CELL_NS, (end - grid[0]) / _CELL_NS
+        for cell in range(int(a), int(b) + 1):  # shares of a cell: kernels may be shorter than one
+            true_w[cell] += (SIMULATED_KERNELS[name][1] - _IDLE_W) * max(0.0, min(b, cell + 1) - max(a, cell))
+    lags = np.arange(0, 0.1, _CELL_NS * 1e-9)
+    weights = np.diff(Response(tau_s=RING_TAU_S, box_s=RING_BOX_S).shown(np.append(lags, 0.1)))
+    blurred_w = np.convolve(true_w, weights / weights.sum())[: len(grid)]
+    picks = np.arange(1200, len(grid) - 100, 200)
+    picks = picks + rng.integers(-60, 60, len(picks))
+    watts = blurred_w[picks] * (1 + _NOISE * rng.standard_normal(len(picks)))
+    domain = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02)
+    column = DomainSamples.of(domain, grid[picks], watts)
+    return PowerTrace({"gpu0": column}, start_ns=int(grid[picks[0]]), end_ns=int(grid[picks[-1]]))
+
+
+# -- on a CUDA device -------------------------------------------------------------------------------------------
+
+
+def check_mixture(monitor: Monitor, seconds: float) -> SelfCheck:
+    """Kernels in random runs under a session: the joules of a call against the same kernel alone."""
+    what = "joules of kernels in a mixture, against each alone: mean"
+    torch = _find_torch()
+    if torch is None:
+        return skip("mixture", what, "no CUDA device")
+    if not any(d.counted and d.name.startswith("gpu") for d in monitor.sampler.domains):
+        return skip("mixture", what, "no sensor of the GPU can be read: tessera doctor")
+    kernels = _make_kernels(torch)
+    alone = {name: _measure_alone(monitor, kernel) for name, kernel in kernels.items()}
+    together = _measure_mixture(torch, kernels, alone, seconds)
+    if not kernels.keys() <= together.keys():
+        return skip("mixture", what, "Kineto recorded no kernels: is another profiler running?")
+    errors = {name: 100 * (together[name] / alone[name][0] - 1) for name in kernels}
+    mean = statistics.mean(abs(error) for error in errors.values())
+    return judge("mixture", what, mean, MIXTURE_PCT, why=_list_errors(errors.items()))
+
+
+def check_prediction(seconds: float) -> SelfCheck:
+    """A few kernels predicted for this chip, and measured."""
+    what = "predicted seconds of kernels, against measured: median"
+    if _find_torch() is None:
+        return skip("prediction", what, "no CUDA device")
+    from .estimate.calibrate import predict_point
+    from .estimate.calibration_bench import CudaBench
+    from .estimate.calibration_kernels import kernel_points, repeat
+    from .hardware import identify_board
+
+    try:
+        with CudaBench() as bench:
+            device = identify_board(bench.machine().board)
+            points = [next(p for p in kernel_points(device) if p.group == g) for g in _KERNEL_GROUPS]
+            errors = []
+            for point in points:
+                case, copies = predict_point(device, point, "graph")
+                with point.set_tf32():
+                    fn, inputs = point.make(bench.where)
+                    sample = bench.run(repeat(fn, copies), inputs, launch="graph", seconds=seconds / len(points))
+                errors.append((point.name, 100 * (case.found.solved.seconds / sample.seconds - 1)))
+    except (ArgumentError, MissingExtra) as exc:
+        return skip("prediction", what, exc.what)
+    median = statistics.median(abs(error) for _, error in errors)
+    return judge("prediction", what, median, PREDICTION_PCT, why=_list_errors(errors))
+
+
+def _find_torch() -> Any | None:
+    """Torch if it has a CUDA device, else None."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def _warm_up() -> None:
+    """Load torch, CUDA and a kernel before sampling begins.
+
+    Loading keeps other threads from running for seconds, longer than the driver's ring of samples reaches back.
+    """
+    torch = _find_torch()
+    if torch is not None:
+        with contextlib.suppress(RuntimeError):  # a device that fails here fails in the checks too, which report it
+            a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+            a @ a
+            torch.cuda.synchronize()
+
+
+def _load(seconds: float) -> None:
+    """Work for so long: products on the GPU, else sums on the CPU."""
+    torch = _find_torch()
+    end = time.monotonic() + seconds
+    if torch is None:
+        while time.monotonic() < end:
+            sum(range(100_000))
+        return
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    while time.monotonic() < end:
+        for _ in range(50):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def _make_kernels(torch: Any) -> dict[str, Callable[[], Any]]:
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(64 << 20, device="cuda", dtype=torch.bfloat16)
+    c, d = torch.empty_like(b), torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    return {"product": lambda: a @ a, "copy": lambda: c.copy_(b), "softmax": lambda: d.softmax(-1)}
+
+
+def _measure_alone(monitor: Monitor, kernel: Callable[[], Any]) -> tuple[float, float]:
+    """Joules and seconds of a call in steady state."""
+    bench = EnergyBenchmark(target=0.02, min_s=_ALONE_S, budget_s=2 * _ALONE_S, monitor=monitor)
+    bench.measure(kernel)()
+    row = bench.results[-1]
+    return row.energy_per_call_j.value, row.time_per_call_s.value
+
+
+def _measure_mixture(
+    torch: Any, kernels: dict[str, Callable[[], Any]], alone: dict[str, tuple[float, float]], seconds: float
+) -> dict[str, float]:
+    """Joules per call of each kernel, attributed from one session of random runs."""
+    from .profile.region import region
+    from .profile.session import session
+
+    rng, names, calls = random.Random(7), list(kernels), dict.fromkeys(kernels, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        with session(record_shapes=False, path=Path(folder, "selftest.tessera")) as sess:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                name = rng.choice(names)
+                times = max(1, round(0.002 * 30 ** rng.random() / alone[name][1]))
+                with region(name):
+                    for _ in range(times):
+                        kernels[name]()
+                calls[name] += times
+                torch.cuda.synchronize()
+                if rng.random() < 0.25:
+                    time.sleep(0.002 * 30 ** rng.random())
+        table = sess.energy()
+    return {r.name: r.energy_j / calls[r.name] for r in table.regions if calls.get(r.name)}
+
+
+def _list_errors(errors: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {error:+.0f}%" for name, error in errors)
