@@ -25,7 +25,7 @@ from tessera import monitor
 from tessera.cli.main import COMMANDS, cli
 from tessera.hardware import lookup
 from tessera.record import CAPABILITY, Record
-from tessera.runtime import loop
+from tessera.runtime import control_loop
 
 from fakes.sensor import ScriptSensor
 
@@ -67,14 +67,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setattr(loop, "_loop", None)
+    monkeypatch.setattr(control_loop, "_loop", None)
     watching = monitor.Monitor([ScriptSensor(lambda t: 300.0, clock=time.monotonic_ns)]).start()
     monitor.use(watching)
     before = set(sys.modules)
     yield tmp_path
-    loop.loop().stop()
-    if loop.loop()._thread is not None:
-        loop.loop()._thread.join(5.0)
+    control_loop.get_loop().stop()
+    if control_loop.get_loop()._thread is not None:
+        control_loop.get_loop()._thread.join(5.0)
     monitor.use(None)
     watching.stop()
     for name in set(sys.modules) - before:  # a page's own modules are not the next page's

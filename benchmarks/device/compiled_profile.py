@@ -24,9 +24,9 @@ os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never c
 import tune
 from tessera import profile
 from tessera.rewrite.state import State
-from tessera.runtime.tuning.changes import applied
-from tessera.runtime.tuning.found import Reach, reach
-from tessera.runtime.tuning.trial import Bench
+from tessera.runtime.tuning.changes import apply_setting
+from tessera.runtime.tuning.parts import FunctionParts, find_parts
+from tessera.runtime.tuning.tuner import TrialBench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -43,9 +43,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TOP = 14
 
 
-def profiled(step: tune.Step, found: Reach, setting: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
+def profiled(
+    step: tune.Step, found: FunctionParts, setting: dict[str, Any], folder: Path, steps: int
+) -> dict[str, Any]:
     """The kernels of a setting's step, the costliest first."""
-    with applied(step, found, setting, {}) as call:
+    with apply_setting(step, found, setting, {}) as call:
         for _ in range(3):
             call()
         with profile.session(path=folder / f"{time.time_ns()}.tessera") as sess:
@@ -70,9 +72,9 @@ def main() -> None:
     end = time.monotonic() + given.budget_s
     tune.vision.importable()
     step = tune.gpt2(given.quick)
-    found = reach(step)
-    bench = Bench(
-        fn=step, args=(), kwargs={}, reach=found, state=State(found), own={}, trial_s=0.3 if given.quick else 1.5
+    found = find_parts(step)
+    bench = TrialBench(
+        fn=step, args=(), kwargs={}, parts=found, state=State(found), own={}, trial_s=0.3 if given.quick else 1.5
     )
     rows: dict[str, Any] = {"torch": torch.__version__, "quick": given.quick, "settings": {}}
     if torch.cuda.is_available():
@@ -93,7 +95,7 @@ def main() -> None:
             rows["settings"][what] = row
             write_result(given.out, rows)
             print(
-                f"{what}: {row['refused'] or f'''{1e3 * row['seconds']:.2f} ms  {row['energy_j']:.3f} J'''}", flush=True
+                f"{what}: {row['refused'] or f'''{1e3 * row['time_s']:.2f} ms  {row['energy_j']:.3f} J'''}", flush=True
             )
             for r in row.get("top", []):
                 print(f"    {r['J']:7.3f} J {r['ms']:7.3f} ms {r['calls']:6.1f}x  {r['kernel']}")

@@ -47,13 +47,12 @@ import torch
 
 from tessera import monitor, schedule
 from tessera.cli.models import package
-from tessera.runtime import bucket
-from tessera.runtime.bucket import Command
-from tessera.runtime.held import ScheduleReport
-from tessera.runtime.launches import Cadence, Countdown, Launches
-from tessera.runtime.loop import loop
-from tessera.runtime.meter import Meter, Reading
-from tessera.runtime.pace import Passed, pacer_of
+from tessera.runtime import controller
+from tessera.runtime.cap_report import PowerMeter, PowerReading, ScheduleReport
+from tessera.runtime.control_loop import get_loop
+from tessera.runtime.controller import PaceCommand
+from tessera.runtime.launches import Cadence, Countdown, PointPlacer
+from tessera.runtime.pacer import PaceCounts, make_pacer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -216,12 +215,12 @@ def measured(run: Run) -> Iterator[dict[str, float]]:
             time.sleep(0.15)
     column = trace.columns[run.domain]
     times = column.times_ns - round(column.domain.lag_s * 1e9)
-    meter = Meter(WINDOW_S)
+    meter = PowerMeter(WINDOW_S)
     for (t0, w0), (t1, w1) in zip(
         zip(times, column.watts, strict=True), zip(times[1:], column.watts[1:], strict=True), strict=False
     ):
         if t0 >= begin and t1 <= end and w0 == w0 and w1 == w1:
-            meter.add(Reading(int(t1), float(t1 - t0) * 1e-9, float((w0 + w1) / 2)))
+            meter.add(PowerReading(int(t1), float(t1 - t0) * 1e-9, float((w0 + w1) / 2)))
     found["ring_mean_w"] = float(meter.mean_w or 0.0)
     found["worst_window_w"] = float(meter.peak_w or 0.0)
     found["first_second_worst_w"] = float(meter.first_peak_w or 0.0)
@@ -315,13 +314,13 @@ def gpt2_step(run: Run) -> Step:
 # -- fixed duty cycles, and caps ---------------------------------------------------------------------------------
 
 
-def fixed(step: Step, cadence: Cadence, countdown: Countdown, command: Command) -> Step:
+def fixed(step: Step, cadence: Cadence, countdown: Countdown, command: PaceCommand) -> Step:
     """A step at a duty that nobody adapts, by the same points."""
 
     def paced() -> int:
-        with Launches(lambda _out=None: cadence, countdown, each_call=False):
+        with PointPlacer(lambda _out=None: cadence, countdown, each_call=False):
             units = step()
-        cadence.adapt(cadence.pacer.passed(), command)
+        cadence.adapt(cadence.pacer.counts(), command)
         return units
 
     return paced
@@ -331,21 +330,21 @@ def duty_curve(
     run: Run, name: str, step: Step, duties: dict[float, tuple[float, ...]], seconds: float
 ) -> list[dict[str, float]]:
     """(watts, units a second) of fixed duty cycles, by the length of their bursts."""
-    cadence, countdown = Cadence(pacer_of(0 if run.cuda else -1)), Countdown()
+    cadence, countdown = Cadence(make_pacer(0 if run.cuda else -1)), Countdown()
     curve = []
     for slice_s, duty in [(s, d) for s, each in duties.items() for d in each]:
-        command = Command((1 - duty) / duty, slice_s)
+        command = PaceCommand((1 - duty) / duty, slice_s)
         cadence.pacer.obey(command)
 
-        def row(command: Command = command) -> dict[str, float]:
-            before = cadence.pacer.passed()
+        def row(command: PaceCommand = command) -> dict[str, float]:
+            before = cadence.pacer.counts()
             found = load_row(run, fixed(step, cadence, countdown, command), seconds)
-            return found | waits_of(before, cadence.pacer.passed())
+            return found | waits_of(before, cadence.pacer.counts())
 
         found = run.row(f"{name} fixed duty {duty} x {slice_s * 1e3:g} ms", run.s(seconds) + 1.0, row)
         if found:
             curve.append({"slice_s": slice_s, "duty": duty, **found})
-    cadence.pacer.obey(Command())
+    cadence.pacer.obey(PaceCommand())
     return curve
 
 
@@ -367,7 +366,7 @@ def earlier_curve(run: Run, name: str, free: dict[str, float] | None) -> list[di
     return curve
 
 
-def waits_of(before: Passed, after: Passed) -> dict[str, float]:
+def waits_of(before: PaceCounts, after: PaceCounts) -> dict[str, float]:
     """How long slices and waits really were."""
     waits = after.waits - before.waits
     worked_s, waited_s = after.worked_s - before.worked_s, after.waited_s - before.waited_s
@@ -399,7 +398,7 @@ def best_fixed(curve: list[dict[str, float]], free: dict[str, float] | None, pow
 
 def capped_row(run: Run, step: Step, cap_w: float, seconds: float, curve: Any, free: Any) -> dict[str, Any]:
     capped = schedule(power_cap=cap_w)(step)
-    if not loop()._cadences:  # the first cap of a process compiles its points: that is not of the second left out
+    if not get_loop()._cadences:  # the first cap of a process compiles its points: that is not of the second left out
         schedule(power_cap=cap_w)(step)()
         drain()
     found: dict[str, Any] = load_row(run, capped, seconds)
@@ -426,13 +425,13 @@ def first_second(found: dict[str, Any], cap_w: float) -> dict[str, float]:
 def held_by(report: ScheduleReport) -> dict[str, float]:
     """The waits that held it."""
     worked_s = report.waited_s / report.slowdown if report.slowdown else 0.0
-    return waits_of(Passed(), Passed(report.points, report.waits, report.waited_s, worked_s))
+    return waits_of(PaceCounts(), PaceCounts(report.points, report.waits, report.waited_s, worked_s))
 
 
 def drain() -> None:
     """Let the loop forget the last schedule."""
     deadline = time.monotonic() + 2.0
-    while not loop()._idle and time.monotonic() < deadline:
+    while not get_loop()._idle and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -455,8 +454,8 @@ def caps(
 
 def point_cost(run: Run) -> dict[str, float]:
     """What a point costs the host and the stream, and how exact a wait is."""
-    pacer = pacer_of(0 if run.cuda else -1)
-    pacer.obey(Command(0.0, 10.0))
+    pacer = make_pacer(0 if run.cuda else -1)
+    pacer.obey(PaceCommand(0.0, 10.0))
     count = 200
     run.sync()
     t0 = time.perf_counter()
@@ -477,17 +476,17 @@ def point_cost(run: Run) -> dict[str, float]:
         torch.cuda.synchronize()
         found["stream_us"] = a.elapsed_time(b) / count * 1e3
     step = gemm_step(run)
-    pacer.obey(Command(1.0, 0.0))
-    before = pacer.passed()
+    pacer.obey(PaceCommand(1.0, 0.0))
+    before = pacer.counts()
     for _ in range(20):
         pacer.point(restart=True)
         step()
         pacer.point()
     run.sync()
-    after = pacer.passed()
+    after = pacer.counts()
     worked = after.worked_s - before.worked_s
     found["waited_over_worked_goal_1"] = (after.waited_s - before.waited_s) / worked if worked else 0.0
-    pacer.obey(Command())
+    pacer.obey(PaceCommand())
     return found
 
 
@@ -739,12 +738,12 @@ def summary(run: Run) -> None:
 
 def ripple_rows(run: Run, step: Step, cap_w: float) -> None:
     """Longer slices, as they were before 2026-11-15: fewer waits, and windows of the ring's beside those drawn."""
-    chosen, bucket.RIPPLE = bucket.RIPPLE, 0.01
+    chosen, controller.RIPPLE = controller.RIPPLE, 0.01
     run.row(
         f"gemm capped at {cap_w:g} W, RIPPLE 0.01", run.s(6.0) + 1.5,
         lambda: capped_row(run, step, cap_w, 6.0, [], None),
     )  # fmt: skip
-    bucket.RIPPLE = chosen
+    controller.RIPPLE = chosen
 
 
 def training(run: Run, train: Step) -> None:

@@ -25,8 +25,8 @@ import torch
 from schedule_caps import Run, Step, few_in_flight, load_row, text
 from tessera import op, schedule
 from tessera.op import hints
-from tessera.runtime.bucket import Command
-from tessera.runtime.pace import pacer_of
+from tessera.runtime.controller import PaceCommand
+from tessera.runtime.pacer import make_pacer
 
 KINDS = ("joules", "launches", "warps", "cp_async")
 SECONDS = 6.0
@@ -77,7 +77,11 @@ def held(run: Run, step: Step, cap_w: float, kind: str) -> dict[str, object]:
     row["worst_window_off_pct"] = 100.0 * (float(row["worst_window_w"]) / cap_w - 1.0)  # type: ignore[arg-type]
     row |= {"waits": report.waits, "waited_s": report.waited_s, "notes": list(report.notes)}
     if report.tokens is not None:
-        row |= {"spent": report.tokens.spent, "per_s": report.tokens.per_s, "joules_each": report.tokens.joules_each}
+        row |= {
+            "spent": report.tokens.spent,
+            "per_s": report.tokens.per_s,
+            "joules_each": report.tokens.energy_per_token_j,
+        }
     return row
 
 
@@ -94,8 +98,8 @@ def first_calls(run: Run, step: Step) -> dict[str, float]:
 
 def point_cost(run: Run) -> dict[str, float]:
     """Host microseconds of a point that spends and has nothing to wait for; device microseconds of a thousand in line."""
-    pacer = pacer_of(0 if run.cuda else -1)
-    pacer.obey(Command())
+    pacer = make_pacer(0 if run.cuda else -1)
+    pacer.obey(PaceCommand())
     pacer.point(restart=True, tokens=0)
     pacer.ahead = 1 << 20
     run.sync()

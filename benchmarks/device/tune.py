@@ -30,11 +30,11 @@ os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never c
 
 import vision
 from tessera.rewrite.state import State
-from tessera.runtime.tuner import Wish, tuned
-from tessera.runtime.tuning.changes import COMPILE_MODES, applied
-from tessera.runtime.tuning.found import reach
-from tessera.runtime.tuning.plan import Setting, Trial, same
-from tessera.runtime.tuning.trial import Bench
+from tessera.runtime.options import ScheduleOptions
+from tessera.runtime.tuning.changes import apply_setting
+from tessera.runtime.tuning.parts import COMPILE_MODES, find_parts
+from tessera.runtime.tuning.plan import Setting, TuningTrial, is_same
+from tessera.runtime.tuning.tuner import TrialBench, TunedFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -108,13 +108,13 @@ def resnet(quick: bool) -> Step:
 MODELS = {"gpt2": gpt2, "bert": bert, "resnet": resnet}
 
 
-def row(trial: Trial) -> dict[str, Any]:
+def row(trial: TuningTrial) -> dict[str, Any]:
     keep = (
         "setting",
-        "seconds",
-        "seconds_error",
+        "time_s",
+        "error_s",
         "energy_j",
-        "energy_error_j",
+        "error_j",
         "power_w",
         "deviation",
         "prepared_s",
@@ -132,12 +132,13 @@ def one(name: str, quick: bool, budget_s: float, save: Save) -> dict[str, Any]:
     begun = time.monotonic()
     found: dict[str, Any] = {"model": name, "trials": []}
 
-    def progress(i: int, n: int, trial: Trial) -> None:
+    def progress(i: int, n: int, trial: TuningTrial) -> None:
         print(f"  {name} {i}/{n} {line(trial)}", flush=True)
         found["trials"].append(row(trial))
         save(found)
 
-    fn = tuned(step, Wish(policy="throughput_per_watt", budget_s=0.6 * budget_s, cache=False), progress=progress)
+    options = ScheduleOptions(policy="throughput_per_watt", budget_s=0.6 * budget_s, cache=False)
+    fn = TunedFunction(step, options, progress=progress)
     fn()
     plan = fn.plan()
     fn.close()
@@ -153,14 +154,14 @@ def one(name: str, quick: bool, budget_s: float, save: Save) -> dict[str, Any]:
     return found | compared(again, best_mode is not None)
 
 
-def compared(again: dict[str, Trial], any_mode: bool) -> dict[str, Any]:
+def compared(again: dict[str, TuningTrial], any_mode: bool) -> dict[str, Any]:
     """The chosen setting against the others, in percent."""
     eager, chosen = again["eager"], again["chosen"]
     if not (eager.energy_j and chosen.energy_j):
         return {}
     found = {
         "saved_pct": 100 * (1 - chosen.energy_j / eager.energy_j),
-        "speedup": (eager.seconds or 0) / (chosen.seconds or 1),
+        "speedup": (eager.time_s or 0) / (chosen.time_s or 1),
     }
     if "best_mode" in again and again["best_mode"].energy_j:
         found["below_best_mode_pct"] = 100 * (1 - chosen.energy_j / again["best_mode"].energy_j)
@@ -169,11 +170,11 @@ def compared(again: dict[str, Trial], any_mode: bool) -> dict[str, Any]:
     return found
 
 
-def repeated(step: Step, settings: dict[str, Setting], rounds: int, end: float) -> dict[str, Trial]:
+def repeated(step: Step, settings: dict[str, Setting], rounds: int, end: float) -> dict[str, TuningTrial]:
     """Each setting in turns, once at least; the median by joules of each."""
-    found = reach(step)
-    bench = Bench(fn=step, args=(), kwargs={}, reach=found, state=State(found), own={}, trial_s=1.0)
-    seen: dict[str, list[Trial]] = {k: [] for k in settings}
+    found = find_parts(step)
+    bench = TrialBench(fn=step, args=(), kwargs={}, parts=found, state=State(found), own={}, trial_s=1.0)
+    seen: dict[str, list[TuningTrial]] = {k: [] for k in settings}
     for done in range(rounds):
         if done and time.monotonic() > end:
             break
@@ -187,20 +188,20 @@ def regret(name: str, quick: bool) -> dict[str, Any]:
     from tessera.runtime.tuning import search as searching
 
     step = MODELS[name](quick)
-    found = reach(step)
+    found = find_parts(step)
     cuda = found.device.type == "cuda"
-    bench = Bench(fn=step, args=(), kwargs={}, reach=found, state=State(found), own={}, trial_s=0.6)
+    bench = TrialBench(fn=step, args=(), kwargs={}, parts=found, state=State(found), own={}, trial_s=0.6)
     space = [
         searching.Knob(name="compile", values=(None, *(COMPILE_MODES[:2] if cuda else ("default",)))),
         searching.Knob(name="graph", values=(None, True)),
     ]
-    kept: dict[str, Trial] = {}
+    kept: dict[str, TuningTrial] = {}
 
-    def measure(setting: Setting) -> Trial:
+    def measure(setting: Setting) -> TuningTrial:
         key = json.dumps(setting, sort_keys=True)
         return kept.setdefault(key, kept.get(key) or bench(setting))
 
-    goal = searching.Goal(policy="energy")
+    goal = searching.TuningGoal(policy="energy")
     whole = searching.search(space, measure, goal)
     searching.EXHAUSTIVE, before = 0, searching.EXHAUSTIVE
     descent = searching.search(space, measure, goal)
@@ -216,23 +217,25 @@ def ended(figures: dict[str, Any]) -> dict[str, Any]:
     """A run that was cut off: the model it was at, compared by the trials of its search, and the regret they tell."""
     running = figures.pop("running", None)
     if running and "chosen" in running:
-        trials = [msgspec.convert(t, Trial) for t in running["trials"]]
+        trials = [msgspec.convert(t, TuningTrial) for t in running["trials"]]
         least = {
             "eager": next(t for t in trials if not t.setting),
-            "chosen": next(t for t in trials if same(t.setting, running["chosen"])),
+            "chosen": next(t for t in trials if is_same(t.setting, running["chosen"])),
             "best_mode": min((t for t in trials if set(t.setting) == {"compile"}), key=lambda t: t.energy_j or 1e9),
         }
         running["compared_by"] = "the search's own trials, once each: the run was cut off before its turns"
         figures["models"].append(running | compared(least, True))
     for model in figures["models"]:
-        known = {json.dumps(t["setting"], sort_keys=True): msgspec.convert(t, Trial) for t in model.get("trials", ())}
+        known = {
+            json.dumps(t["setting"], sort_keys=True): msgspec.convert(t, TuningTrial) for t in model.get("trials", ())
+        }
         told = told_regret(known)
         if "regret" not in figures and told is not None:
             figures["regret"] = {**told, "model": model["model"], "of": "trials of the search: all of compile x graph"}
     return figures
 
 
-def told_regret(known: dict[str, Trial]) -> dict[str, Any] | None:
+def told_regret(known: dict[str, TuningTrial]) -> dict[str, Any] | None:
     """The regret in compile x graph, where every setting of it was measured anyway."""
     from tessera.runtime.tuning import search as searching
 
@@ -240,10 +243,10 @@ def told_regret(known: dict[str, Trial]) -> dict[str, Any] | None:
         searching.Knob(name="compile", values=(None, *COMPILE_MODES[:2])),
         searching.Knob(name="graph", values=(None, True), instead={"compile": {COMPILE_MODES[1]: COMPILE_MODES[0]}}),
     ]
-    every = [json.dumps(s, sort_keys=True) for s in searching._every(space)]
+    every = [json.dumps(s, sort_keys=True) for s in searching._all_settings(space)]
     if any(key not in known or known[key].refused for key in every):
         return None
-    goal = searching.Goal(policy="energy")
+    goal = searching.TuningGoal(policy="energy")
     searching.EXHAUSTIVE, before = 0, searching.EXHAUSTIVE
     descent = searching.search(space, lambda setting: known[json.dumps(setting, sort_keys=True)], goal)
     searching.EXHAUSTIVE = before
@@ -251,9 +254,9 @@ def told_regret(known: dict[str, Trial]) -> dict[str, Any] | None:
     return {"settings": len(every), "regret_pct": 100 * ((descent.best.energy_j or best) / best - 1)}
 
 
-def line(t: Trial) -> str:
+def line(t: TuningTrial) -> str:
     what = ", ".join(f"{k}={v}" for k, v in t.setting.items()) or "as it is"
-    figures = t.refused or f"{(t.seconds or 0) * 1e3:.2f} ms  {t.energy_j or float('nan'):.3f} J"
+    figures = t.refused or f"{(t.time_s or 0) * 1e3:.2f} ms  {t.energy_j or float('nan'):.3f} J"
     return f"{what}: {figures} (prepared in {t.prepared_s:.0f} s)"
 
 
@@ -279,7 +282,7 @@ WARMED: dict[str, list[Setting]] = {
 def called(name: str, quick: bool, setting: Setting) -> None:
     """A model under a setting, three times: whatever it compiles is in the cache then."""
     step = MODELS[name](quick)
-    with applied(step, reach(step), setting, {}) as call:
+    with apply_setting(step, find_parts(step), setting, {}) as call:
         for _ in range(3):
             call()
 
@@ -304,7 +307,7 @@ def warmed(given: argparse.Namespace) -> None:
 
 def check_applied() -> None:
     """The settings used here exist: a typo would be a silent no-op."""
-    with applied(lambda: None, reach(lambda: None), {}, {}):
+    with apply_setting(lambda: None, find_parts(lambda: None), {}, {}):
         pass
 
 

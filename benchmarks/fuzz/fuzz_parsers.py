@@ -408,22 +408,22 @@ def _dynolog_seeds() -> list[bytes]:
 def _plan_seeds() -> list[bytes]:
     import msgspec
 
-    from tessera.runtime.tuning.plan import OpPlan, Plan, Trial
+    from tessera.runtime.tuning.plan import OpPlan, Plan, TuningTrial
 
     trials = [
-        Trial(
+        TuningTrial(
             setting={},
-            seconds=1.0,
-            seconds_error=0.1,
+            time_s=1.0,
+            error_s=0.1,
             energy_j=100.0,
-            energy_error_j=1.0,
+            error_j=1.0,
             power_w=100.0,
             basis="measured",
         ),
-        Trial(setting={"compile": True, "cap_w": 300.0}, seconds=0.8, energy_j=70.0, deviation=1e-4),
-        Trial(setting={"precision": "bf16"}, refused="changes the result"),
+        TuningTrial(setting={"compile": True, "cap_w": 300.0}, time_s=0.8, energy_j=70.0, deviation=1e-4),
+        TuningTrial(setting={"precision": "bf16"}, refused="changes the result"),
     ]
-    op = OpPlan(op="aten::mm", calls=3, share_pct=60.0, tile=(128, 128, 64), stages=3, warps=8, why="fits")
+    op = OpPlan(op="aten::mm", calls=3, share_pct=60.0, precision="bf16", clock="low", why="fits")
     plan = Plan(
         function="f", policy="energy", setting={"compile": True, "cap_w": 300.0}, why={"compile": "saves 30%"}, trials=trials,
         ops=[op], device="cpu", key={"device": "cpu"}, notes=["a note"], spent_s=3.0, made="2026-11-15",

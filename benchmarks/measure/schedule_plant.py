@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from tessera.runtime.bucket import Cap, Command
-from tessera.runtime.meter import Meter, Reading
+from tessera.runtime.cap_report import PowerMeter, PowerReading
+from tessera.runtime.controller import Cap, PaceCommand
 
 from fakes.launching import Host, Shared, gemm_step, gpt2_step
 from fakes.plant import (
@@ -57,7 +57,7 @@ def fixed(load: Load, power_w: float) -> Plant:
     for _ in range(9):
         duty = (low + high) / 2
         plant = Plant(load(), every=4)
-        plant.command = Command((1 - duty) / duty, 0.0024)
+        plant.command = PaceCommand((1 - duty) / duty, 0.0024)
         plant.run_until(SECONDS)
         low, high = (duty, high) if mean_w(plant.power_w, 1.0) < power_w else (low, duty)
     return plant
@@ -145,10 +145,10 @@ def shared(cap_w: float) -> dict[str, float]:
 def beating(duty: float, slice_s: float) -> dict[str, float]:
     """A fixed duty: its worst window above its own mean, as drawn and as the ring shows it; the ring's mean above it."""
     plant = Plant(itertools.repeat(GEMM), every=1, idle_w=WAITING_W)
-    plant.command = Command((1 - duty) / duty, slice_s)
-    ring = Meter(WINDOW_S)
+    plant.command = PaceCommand((1 - duty) / duty, slice_s)
+    ring = PowerMeter(WINDOW_S)
     for (t0, w0), (t1, w1) in itertools.pairwise(plant.run_until(SECONDS)):
-        ring.add(Reading(round(t1 * 1e9), t1 - t0, (w0 + w1) / 2))
+        ring.add(PowerReading(round(t1 * 1e9), t1 - t0, (w0 + w1) / 2))
     drawn_w = mean_w(plant.power_w, 1.0)
     return {
         "window_above_mean_pct": 100 * (worst_window_w(plant.power_w, WINDOW_S, 1.0) / drawn_w - 1),

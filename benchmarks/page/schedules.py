@@ -93,7 +93,7 @@ def settings(p: dict[str, Any] | None) -> Goal:
     what = "GPT-2-small training, the tuner's settings one upon another: ms and J a step"
     command = f"{DEVICE}/compiled_profile.py benchmarks/results/compiled_profile.json"
     found = {n: row for n, row in (p or {}).get("settings", {}).items() if row.get("energy_j")}
-    said = "; ".join(f"{n}: {1e3 * row['seconds']:.1f}, {row['energy_j']:.2f}" for n, row in found.items())
+    said = "; ".join(f"{n}: {1e3 * row['time_s']:.1f}, {row['energy_j']:.2f}" for n, row in found.items())
     return Goal(what=what, reached=said, where=where("compiled_profile") if said else "", command=command)
 
 

@@ -18,12 +18,12 @@ from .plant import SPEED, STEP_S, Op, Plant, PlantPacer
 class Queue(PlantPacer):
     """A point that is launched stands in the queue, and runs when its turn comes."""
 
-    def point(self, *, restart: bool = False) -> None:
+    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         pass
 
 
 class Host:
-    """Launches steps ahead of the plant and counts them down to points, as the launch mode does (launches.py)."""
+    """PointPlacer steps ahead of the plant and counts them down to points, as the launch mode does (launches.py)."""
 
     def __init__(self, plant: Plant, step: Callable[[Host], list[Op]], *, ahead: int = 3) -> None:
         self.cadence, self._countdown, self._step, self._ahead = Cadence(Queue(plant)), Countdown(), step, ahead

@@ -27,12 +27,11 @@ from dataclasses import dataclass, field
 from tessera.clock import Clock
 from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
-from tessera.runtime.bucket import Cap, Command
+from tessera.runtime.cap_report import PowerMeter, PowerReading
+from tessera.runtime.controller import Cap, PaceCommand
 from tessera.runtime.launches import Cadence
-from tessera.runtime.meter import Meter, Reading
-from tessera.runtime.pace import LIMIT_S, LONGEST_S, Passed
-from tessera.runtime.tokens import Tally
-from tessera.runtime.zone import Zone
+from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
+from tessera.runtime.power_zone import PowerZone, TokenTally
 from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch
 
@@ -77,7 +76,7 @@ class Plant:
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
-        self.command = Command()
+        self.command = PaceCommand()
         self.power_w: list[float] = []  # one per step
         self.done = 0
         self.waited_s = 0.0
@@ -169,7 +168,7 @@ class Plant:
             self.points += 1
 
     def _spend(self, at: float, busy: float) -> None:
-        """The rule of `tessera_spend` (pace_kernel.py)."""
+        """The rule of `tessera_spend` (wait_kernel.py)."""
         self._busy_s = busy
         self._before_s = max(self._whole_s, at - busy - self.command.saved_s)
         if self._cost_s() > 0 and self._before_s + self._cost_s() - at >= self.command.slice_s:
@@ -278,15 +277,15 @@ class PlantPacer:
     def __init__(self, plant: Plant) -> None:
         self._plant = plant
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: PaceCommand) -> None:
         self._plant.command = command
 
-    def point(self, *, restart: bool = False) -> None:
+    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         raise AssertionError("the plant puts its own points")
 
-    def passed(self) -> Passed:
+    def counts(self) -> PaceCounts:
         plant = self._plant
-        return Passed(plant.points, plant.waits, plant.waited_s, plant.worked_s, plant.tokens, plant.ended_s)
+        return PaceCounts(plant.points, plant.waits, plant.waited_s, plant.worked_s, plant.tokens, plant.ended_s)
 
     def queued(self) -> int:
         return 1
@@ -303,17 +302,17 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.sensor = PlantSensor(self.plant)
-        self.ring = Meter(self.cap.window_s)  # sample by sample, as benchmarks/device/schedule_caps.py looks at it
+        self.ring = PowerMeter(self.cap.window_s)  # sample by sample, as benchmarks/device/schedule_caps.py looks at it
         self._last: tuple[float, float] | None = None
         self.jump_ns = 0
         clock = Clock(self.now_ns, self.now_ns)
         self.sampler = Sampler([self.sensor], clock=clock)
         self.pacer = PlantPacer(self.plant)
-        self.zone = Zone("gpu0", ["gpu0"], [self.pacer], tally=Tally() if self.plant.spends else None)
-        self.zone.hold(self.cap, 0)
+        self.zone = PowerZone("gpu0", ["gpu0"], [self.pacer], tally=TokenTally() if self.plant.spends else None)
+        self.zone.caps[0] = self.cap
         self.zone.restart(self.now_ns())
         self.pacer.obey(self.zone.begin(self.sampler, self.now_ns()))
-        self.meter = Meter(self.cap.window_s)
+        self.meter = PowerMeter(self.cap.window_s)
 
     def now_ns(self) -> int:
         return round(self.plant.now_s * 1e9) + T0_NS
@@ -326,10 +325,10 @@ class Bench:
             self._look(samples)
             self.sensor.saw(samples)
             self.sampler.read_due()
-            reading = self.zone.read(self.sampler, self.now_ns())
+            reading = self.zone.read(self.sampler)
             self.pacer.obey(self.zone.steer(self.sampler, reading, self.now_ns()))
             if self.cadence is not None:
-                self.cadence.adapt(self.pacer.passed(), self.zone.command)
+                self.cadence.adapt(self.pacer.counts(), self.zone.command)
             if reading is not None:
                 self.meter.add(reading)
 
@@ -337,7 +336,7 @@ class Bench:
         for time_s, power_w in samples:
             if self._last is not None:
                 before_s, before_w = self._last
-                self.ring.add(Reading(round(time_s * 1e9), time_s - before_s, (before_w + power_w) / 2))
+                self.ring.add(PowerReading(round(time_s * 1e9), time_s - before_s, (before_w + power_w) / 2))
             self._last = (time_s, power_w)
 
     def mean_w(self, start_s: float = 1.0) -> float:

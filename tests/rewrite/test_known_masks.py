@@ -10,10 +10,9 @@ from torch.nn import functional
 
 from tessera.rewrite.compilation import Compilation
 from tessera.rewrite.passes import drop_known_masks
-from tessera.runtime.tuning.changes import NotHere, applied
-from tessera.runtime.tuning.found import reach
-from tessera.runtime.tuning.seen import Seen, look
-from tessera.runtime.tuning.space import knobs
+from tessera.runtime.tuning.changes import apply_setting
+from tessera.runtime.tuning.knobs import CallTraits, find_knobs, watch_call
+from tessera.runtime.tuning.parts import NotApplicable, find_parts
 
 from rewriting import make_recorder
 
@@ -185,14 +184,19 @@ def test_the_tuner_takes_masks_out_of_compiled_code(monkeypatch: pytest.MonkeyPa
         with torch.no_grad():
             return model(x)
 
-    known = reach(infer)
-    assert look(infer, known) == Seen(infers=True, attends=True)
-    space = {k.name: k for k in knobs(known, seen=Seen(attends=True))}
-    assert space["masks"].needs == ("compile",) and "masks" not in {k.name for k in knobs(known, seen=Seen())}
+    known = find_parts(infer)
+    assert watch_call(infer, known) == CallTraits(infers=True, attends=True)
+    space = {k.name: k for k in find_knobs(known, traits=CallTraits(attends=True))}
+    assert space["masks"].needs == ("compile",) and "masks" not in {
+        k.name for k in find_knobs(known, traits=CallTraits())
+    }
     with config.patch(fallback_by_default=True):
         for _ in range(2):  # the second time the code is there
-            with applied(infer, known, {"compile": "default", "masks": "folded"}, {}) as call:
+            with apply_setting(infer, known, {"compile": "default", "masks": "folded"}, {}) as call:
                 torch.testing.assert_close(call(), infer())
     assert given == [{"attn_mask": None, "is_causal": True}] or given == [{"is_causal": True}]
-    with pytest.raises(NotHere, match="masks needs compile"), applied(infer, known, {"masks": "folded"}, {}):
+    with (
+        pytest.raises(NotApplicable, match="masks needs compile"),
+        apply_setting(infer, known, {"masks": "folded"}, {}),
+    ):
         pass

@@ -13,21 +13,20 @@ import torch
 from tessera.rewrite.cudagraph import WARM_UP, ReplayedProgram, abandon_capture
 from tessera.rewrite.program import Program
 from tessera.rewrite.state import State
-from tessera.runtime.tuner import Tuned, Wish
+from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.tuning import changes
-from tessera.runtime.tuning.capturable import Capturable
-from tessera.runtime.tuning.changes import NotHere, applied
-from tessera.runtime.tuning.cudagraph import Captured
-from tessera.runtime.tuning.found import Reach, reach
+from tessera.runtime.tuning.changes import apply_setting
+from tessera.runtime.tuning.cudagraph import CapturableOptimizers, GraphedFunction
+from tessera.runtime.tuning.parts import FunctionParts, NotApplicable, find_parts
 from tessera.runtime.tuning.plan import Plan
-from tessera.runtime.tuning.trial import Bench
+from tessera.runtime.tuning.tuner import TrialBench, TunedFunction
 
 
 class FakeCuda:
     """Streams and graphs in name; `broken` makes a capture fail in its body and again at its end, as CUDA's does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.known: Reach | None = None
+        self.known: FunctionParts | None = None
         self.body: Any = None
         self.broken = False
         self.stream = "default"
@@ -124,8 +123,8 @@ def test_every_call_is_one_step_the_first_too(cuda: FakeCuda) -> None:
     for _ in range(4):
         plain()
     step, same, optimizer = training()
-    cuda.known, cuda.body = reach(step), step
-    captured = Captured(step, reach(step))
+    cuda.known, cuda.body = find_parts(step), step
+    captured = GraphedFunction(step, find_parts(step))
     for _ in range(4):
         captured()
     assert cuda.replays == 3  # the first made the optimizer's state, eagerly: a graph would make it at every replay
@@ -136,10 +135,10 @@ def test_every_call_is_one_step_the_first_too(cuda: FakeCuda) -> None:
 
 
 def test_warming_up_is_no_change_of_the_weights(cuda: FakeCuda) -> None:
-    """Copies of weights that saw one would be made anew within the graph, and by every replay."""
+    """WeightCopies of weights that saw one would be made anew within the graph, and by every replay."""
     step, model, _ = training()
     step()
-    cuda.known, cuda.body = reach(step), lambda: None
+    cuda.known, cuda.body = find_parts(step), lambda: None
     before, within = [p._version for p in model.parameters()], []
 
     def noted() -> Any:
@@ -147,7 +146,7 @@ def test_warming_up_is_no_change_of_the_weights(cuda: FakeCuda) -> None:
             within.append([p._version for p in model.parameters()])
         return step()
 
-    Captured(noted, reach(step))()
+    GraphedFunction(noted, find_parts(step))()
     assert within == [before]
 
 
@@ -155,7 +154,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda: FakeCuda) -> None:
     step, model, _ = training()
     step()
     before, grads = weights(model).clone(), [p.grad.clone() for p in model.parameters()]
-    cuda.known, cuda.body, cuda.broken = reach(step), step, True
+    cuda.known, cuda.body, cuda.broken = find_parts(step), step, True
 
     def reads() -> Any:
         loss = step()
@@ -163,8 +162,8 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda: FakeCuda) -> None:
             raise RuntimeError("operation not permitted when stream is capturing\nsearch for help")
         return loss
 
-    with pytest.raises(NotHere, match=r"operation not permitted when stream is capturing$"):
-        Captured(reads, reach(step))()
+    with pytest.raises(NotApplicable, match=r"operation not permitted when stream is capturing$"):
+        GraphedFunction(reads, find_parts(step))()
     assert cuda.stream == "default"
     assert cuda.ended == ["end", "release", "fresh"]
     assert torch.equal(weights(model), before)
@@ -192,7 +191,7 @@ def inference(cuda: FakeCuda, *, fails: bool = False) -> tuple[Any, Any, list[st
         with torch.no_grad():
             replayed._outputs.copy_(model(*replayed._inputs))
 
-    cuda.known, cuda.body = reach(model), body
+    cuda.known, cuda.body = find_parts(model), body
     return model, replayed, calls
 
 
@@ -219,8 +218,8 @@ def test_an_inference_that_cannot_be_captured_leaves_nothing_behind(cuda: FakeCu
 
 def test_a_tensor_in_host_memory_is_not_captured(cuda: FakeCuda) -> None:
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(NotHere, match="host memory"):
-        Captured(model, reach(model))(torch.randn(2, 4))
+    with pytest.raises(NotApplicable, match="host memory"):
+        GraphedFunction(model, find_parts(model))(torch.randn(2, 4))
 
 
 def test_the_graph_takes_the_place_of_the_compilers_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +234,7 @@ def test_the_graph_takes_the_place_of_the_compilers_own(monkeypatch: pytest.Monk
     monkeypatch.setitem(changes._CHANGES, "graph", noted)
     model = torch.nn.Linear(2, 2)
     for setting in ({"compile": "reduce-overhead"}, {"compile": "reduce-overhead", "graph": True}):
-        with applied(model, reach(model), setting, {}):
+        with apply_setting(model, find_parts(model), setting, {}):
             pass
     assert seen == [("reduce-overhead", None), ("default", True), ("default", True)]
 
@@ -246,7 +245,7 @@ def test_the_compiler_may_keep_many_versions_meanwhile() -> None:
 
     before = torch._dynamo.config.recompile_limit
     model = torch.nn.Linear(2, 2)
-    with applied(model, reach(model), {"compile": "default"}, {}):
+    with apply_setting(model, find_parts(model), {"compile": "default"}, {}):
         assert torch._dynamo.config.recompile_limit >= 256
     assert torch._dynamo.config.recompile_limit == before
     assert model._compiled_call_impl is None
@@ -257,7 +256,7 @@ def test_a_layout_that_was_channels_last_stays() -> None:
     model.register_buffer("planes", torch.randn(1, 3, 4, 4))
     model[1].to(memory_format=torch.channels_last)
     buffer = model.planes
-    with applied(model, reach(model), {"layout": "channels_last"}, {}):
+    with apply_setting(model, find_parts(model), {"layout": "channels_last"}, {}):
         assert all(c.weight.is_contiguous(memory_format=torch.channels_last) for c in model.children())
         assert model.planes is buffer
     assert model[0].weight.is_contiguous()
@@ -267,19 +266,19 @@ def test_a_layout_that_was_channels_last_stays() -> None:
 def test_a_learning_rate_that_changes_is_read_from_device_memory() -> None:
     step, _, optimizer = training()
     step()
-    held = Capturable(reach(step))
+    held = CapturableOptimizers(find_parts(step))
     group = optimizer.param_groups[0]
-    assert held.ready and not held.rates_changed()
-    with held.held():
+    assert held.ready and not held.update_rates()
+    with held.prepare():
         assert group["lr"] == 0.05 and isinstance(group["lr"], float)  # as it is while nobody changes it
     group["lr"] = 0.01
-    assert held.rates_changed()  # what was captured has the old one
-    with held.held():
+    assert held.update_rates()  # what was captured has the old one
+    with held.prepare():
         rate = group["lr"]
         assert torch.is_tensor(rate) and rate.item() == pytest.approx(0.01)
     assert group["lr"] == 0.01
     group["lr"] = 0.002
-    assert not held.rates_changed()
+    assert not held.update_rates()
     assert rate.item() == pytest.approx(0.002)
     held.release()
     assert not group["capturable"]
@@ -295,22 +294,22 @@ def test_a_function_that_changes_its_optimizer_is_not_captured(cuda: FakeCuda) -
         scheduler.step()
         return loss
 
-    cuda.known = reach(step)
-    with pytest.raises(NotHere, match="changes the optimizer"):
-        Captured(both, reach(step))()
+    cuda.known = find_parts(step)
+    with pytest.raises(NotApplicable, match="changes the optimizer"):
+        GraphedFunction(both, find_parts(step))()
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_a_trial_of_a_fused_optimizer_runs_fused() -> None:
     step, _, optimizer = training()
     step()
-    known, seen = reach(step), []
+    known, seen = find_parts(step), []
 
     def noted() -> Any:
         seen.append(optimizer.param_groups[0]["fused"])
         return step()
 
-    bench = Bench(fn=noted, args=(), kwargs={}, reach=known, state=State(known), own={}, trial_s=0.05)
+    bench = TrialBench(fn=noted, args=(), kwargs={}, parts=known, state=State(known), own={}, trial_s=0.05)
     bench({})
     seen.clear()
     assert not bench({"optimizer": "fused"}).refused
@@ -321,7 +320,7 @@ def test_a_trial_of_a_fused_optimizer_runs_fused() -> None:
 def test_a_plan_goes_on_without_a_graph_that_cannot_be(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     step, _, _ = training()
     step()
-    cuda.known, cuda.broken = reach(step), True
+    cuda.known, cuda.broken = find_parts(step), True
 
     def reads() -> Any:
         loss = step()
@@ -329,10 +328,10 @@ def test_a_plan_goes_on_without_a_graph_that_cannot_be(cuda: FakeCuda, caplog: p
             raise RuntimeError("not while capturing")
         return loss
 
-    fn = Tuned(reads, Wish(policy="energy"))
+    fn = TunedFunction(reads, ScheduleOptions(policy="energy"))
     fn._adopt(
         Plan(function="reads", policy="energy", setting={"graph": True}, why={}, trials=[], ops=[], device="cpu",
-             key={}, notes=[], spent_s=0.0, made=""), reach(step),
+             key={}, notes=[], spent_s=0.0, made=""), find_parts(step),
     )  # fmt: skip
     assert torch.is_tensor(fn()) and torch.is_tensor(fn())
     assert fn.plan().setting == {}

@@ -1,8 +1,10 @@
-"""`dvfs=` as text and as decisions; `limits.hold`: opt-in, refusals said once, everything put back."""
+"""`dvfs=` as text and as decisions; `driver_limits.hold_limits`: opt-in, refusals said once, everything put back."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import threading
 import time
 import warnings
 
@@ -12,10 +14,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tessera.errors import ActuatorError, ActuatorPermission, ArgumentError
+from tessera.errors import ArgumentError
 from tessera.profile import region
-from tessera.runtime import dvfs, limits, lingering
-from tessera.runtime.dvfs import Dvfs, Shape, Shaper, parse
+from tessera.runtime import driver_limits, dvfs
+from tessera.runtime.dvfs import ClockRule, ClockShaper, Dvfs, parse_dvfs
 
 from fakes.nvml import Scenario
 from places import REPOSITORY
@@ -35,36 +37,33 @@ CLOCKS = tuple(range(1980, 344, -15))
         ("auto", Dvfs(auto=True)),
         (
             "shape:sm_down_200MHz@flash_attention",
-            Dvfs(shapes=(Shape(rule="sm_down", clock_mhz=200, target="flash_attention"),)),
+            Dvfs(rules=(ClockRule(rule="sm_down", clock_mhz=200, target="flash_attention"),)),
         ),
         (
             ["auto", "shape: sm_at_1.2GHz @ decode*; shape:sm_down_60MHz@a"],
             Dvfs(
                 auto=True,
-                shapes=(
-                    Shape(rule="sm_at", clock_mhz=1200, target="decode*"),
-                    Shape(rule="sm_down", clock_mhz=60, target="a"),
+                rules=(
+                    ClockRule(rule="sm_at", clock_mhz=1200, target="decode*"),
+                    ClockRule(rule="sm_down", clock_mhz=60, target="a"),
                 ),
             ),
         ),
     ],
 )
 def test_parse(text, parsed):
-    assert parse(text) == parsed
-    assert parse(parsed) is parsed
-    assert bool(parsed) == (text is not None)
+    assert parse_dvfs(text) == parsed
 
 
 names = st.text("abcdefghij_*?[]/.", min_size=1, max_size=12)
-shapes = st.builds(Shape, rule=st.sampled_from(["sm_down", "sm_at"]), clock_mhz=st.integers(1, 5000), target=names)
+rules = st.builds(ClockRule, rule=st.sampled_from(["sm_down", "sm_at"]), clock_mhz=st.integers(1, 5000), target=names)
 
 
-@given(st.booleans(), st.lists(shapes, max_size=4))
+@given(st.booleans(), st.lists(rules, max_size=4))
 def test_what_is_written_is_read(auto, some):
-    asked = Dvfs(auto=auto, shapes=tuple(some))
-    assume(asked)  # what asks for nothing has no text
-    assert parse(str(asked)) == asked
-    assert parse(str(asked).split(";")) == asked
+    assume(auto or some)  # nothing has no text
+    texts = [*(["auto"] if auto else []), *(f"shape:{rule}" for rule in some)]
+    assert parse_dvfs(";".join(texts)) == parse_dvfs(texts) == Dvfs(auto=auto, rules=tuple(some))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +86,12 @@ def test_what_is_written_is_read(auto, some):
 )
 def test_what_cannot_be_read(text, said):
     with pytest.raises(ArgumentError) as caught:
-        parse(text)
+        parse_dvfs(text)
     assert said in str(caught.value)
     assert "sm_down_200MHz@flash_attention" in caught.value.fix
 
 
-@given(shapes)
+@given(rules)
 def test_a_ceiling_is_a_clock_there_is(shape):
     ceiling = shape.ceiling_mhz(CLOCKS)
     wanted = 1980 - shape.clock_mhz if shape.rule == "sm_down" else shape.clock_mhz
@@ -114,10 +113,19 @@ def test_a_ceiling_is_a_clock_there_is(shape):
     ],
 )
 def test_names(target, name, fits):
-    assert Shape(rule="sm_at", clock_mhz=900, target=target).matches(name) == fits
+    assert ClockRule(rule="sm_at", clock_mhz=900, target=target).matches(name) == fits
 
 
 # ---- decisions
+
+
+@contextlib.contextmanager
+def run_region(shaper, name):
+    shaper.enter(name)
+    try:
+        yield
+    finally:
+        shaper.leave(name)
 
 
 class World:
@@ -126,7 +134,7 @@ class World:
     def __init__(self, text: str) -> None:
         self.now_s = 0.0
         self.asked: list[int | None] = []
-        self.shaper = Shaper(parse(text).shapes, CLOCKS, self.asked.append, dwell_s=0.1, now_s=lambda: self.now_s)
+        self.shaper = ClockShaper(parse_dvfs(text).rules, CLOCKS, self.asked.append, now_s=lambda: self.now_s)
 
     def spend(self, seconds: float, name: str | None = None) -> None:
         if name:
@@ -169,10 +177,10 @@ def test_short_operators_do_not_make_the_clocks_jump():
 
 def test_the_lowest_of_those_that_hold():
     world = World("shape:sm_at_900MHz@inner;shape:sm_at_1200MHz@outer;shape:sm_at_1500MHz@o*")
-    with world.shaper.region("outer"):
+    with run_region(world.shaper, "outer"):
         world.spend(0.1)
         assert world.shaper.decide() == 1200
-        with world.shaper.region("inner"):
+        with run_region(world.shaper, "inner"):
             world.spend(0.1)
             assert world.shaper.decide() == 900
         world.spend(0.1)
@@ -204,13 +212,13 @@ def test_torchs_operators_are_names():
     seen = []
     world.shaper.enter = seen.append  # type: ignore[method-assign]
     x = torch.ones(1, 2, 4, 8)
-    with dvfs.operators(world.shaper):
+    with dvfs.follow_operators(world.shaper):
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
         torch.nn.functional.linear(x, torch.ones(3, 8))
     assert {"scaled_dot_product_attention", "linear"} <= set(seen)
 
 
-# ---- limits.hold on the fake
+# ---- driver_limits.hold_limits on the fake
 
 
 @pytest.fixture
@@ -218,12 +226,14 @@ def fake(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("TESSERA_WATCHER", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv(limits.VARIABLE, raising=False)
-    limits._said.clear()
+    monkeypatch.delenv(driver_limits.VARIABLE, raising=False)
+    driver_limits._warned.clear()
     fake_nvml.set(Scenario(gpus=2))
     nv.nvmlInit()
     yield fake_nvml
-    until(lambda: lingering._lot.reaper is None)  # it also closes what it held, a moment after the limit is back
+    until(
+        lambda: "tessera-linger" not in {t.name for t in threading.enumerate()}
+    )  # it also closes what it held, a moment after the limit is back
     assert [limit_w(0), limit_w(1)] == [700, 700]
     assert [fake_nvml.locked_clocks(0), fake_nvml.locked_clocks(1)] == [None, None]
     nv.nvmlShutdown()
@@ -234,39 +244,37 @@ def limit_w(gpu: int = 0) -> float:
 
 
 def test_nothing_asked_nothing_done(fake):
-    with limits.hold() as held:
+    with driver_limits.hold_limits() as held:
         assert (held.how, held.notes, held.actions) == (None, [], [])
     assert fake.calls("nvmlDeviceGetCount_v2") == 0
 
 
 def test_without_opting_in_nothing_is_changed(fake):
-    with limits.hold(["gpu0"], cap_w=300) as held:
+    with driver_limits.hold_limits(["gpu0"], cap_w=300) as held:
         assert (held.how, limit_w()) == (None, 700)
         assert "opted in" in held.notes[0] and "TESSERA_CONTROL=1" in held.notes[0]
-    with pytest.raises(ActuatorError, match="left alone"), limits.hold(["gpu0"], cap_w=300, required=True):
-        pass
     assert fake.calls("nvmlDeviceSetPowerManagementLimit") == 0
 
 
 def test_opted_in_the_driver_holds_the_cap(fake, monkeypatch):
-    with limits.hold(cap_w=300, allow_control=True) as held:
+    with driver_limits.hold_limits(cap_w=300, allow_control=True) as held:
         assert (held.how, held.cap_w, held.gpus) == ("driver", 300, ("gpu0", "gpu1"))
         assert (limit_w(0), limit_w(1)) == (300, 300)
-    monkeypatch.setenv(limits.VARIABLE, "1")
-    with pytest.raises(KeyError), limits.hold([1], cap_w=400) as held:
+    monkeypatch.setenv(driver_limits.VARIABLE, "1")
+    with pytest.raises(KeyError), driver_limits.hold_limits([1], cap_w=400) as held:
         assert (limit_w(0), limit_w(1)) == (700, 400)
         raise KeyError
-    with limits.hold([1], cap_w=400, allow_control=False) as held:
+    with driver_limits.hold_limits([1], cap_w=400, allow_control=False) as held:
         assert held.how is None
 
 
 def test_a_dry_run_says_and_does_nothing(fake):
-    with limits.hold([0], cap_w=300, dvfs="shape:sm_down_200MHz@flash_attention", dry_run=True) as held:
-        assert held.how is None
-        assert held.actions == [
-            "gpu0: set the power limit from 700 W to 300 W, and back",
-            "gpu0: SM clock at most 1770 MHz in flash_attention (sm_down_200MHz@flash_attention)",
-        ]
+    planned = driver_limits.plan_limits([0], cap_w=300, dvfs="shape:sm_down_200MHz@flash_attention")
+    assert planned.how is None
+    assert planned.actions == [
+        "gpu0: set the power limit from 700 W to 300 W, and back",
+        "gpu0: SM clock at most 1770 MHz in flash_attention (sm_down_200MHz@flash_attention)",
+    ]
     assert fake.calls("nvmlDeviceSetPowerManagementLimit") == fake.calls("nvmlDeviceSetGpuLockedClocks") == 0
 
 
@@ -276,26 +284,27 @@ def test_without_permission_it_says_so_once_and_runs(fake):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
-            with limits.hold([0], cap_w=300, allow_control=True) as held:
+            with driver_limits.hold_limits([0], cap_w=300, allow_control=True) as held:
                 ran += 1
                 assert held.how is None and "may not" in held.notes[0]
     assert ran == 3
     assert len(told) == 1 and "sudo" in str(told[0].message)
-    with pytest.raises(ActuatorPermission), limits.hold([0], cap_w=300, allow_control=True, required=True):
-        pass
 
 
 def test_dvfs_without_opting_in_says_so_once_and_runs(fake):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
-            with limits.hold([0], dvfs="shape:sm_at_900MHz@x") as held:
+            with driver_limits.hold_limits([0], dvfs="shape:sm_at_900MHz@x") as held:
                 assert held.shaper is None
-    assert ["clocks are left alone" in str(w.message) for w in told] == [True]
+    assert ["clocks are not changed" in str(w.message) for w in told] == [True]
 
 
 def test_a_cap_the_driver_cannot_hold_is_left_to_others(fake):
-    with pytest.warns(UserWarning, match="200 W to 700 W"), limits.hold([0], cap_w=100, allow_control=True) as held:
+    with (
+        pytest.warns(UserWarning, match="200 W to 700 W"),
+        driver_limits.hold_limits([0], cap_w=100, allow_control=True) as held,
+    ):
         assert held.how is None
 
 
@@ -303,18 +312,17 @@ def test_no_gpu_to_control_is_no_cap(fake, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with (
         pytest.warns(UserWarning, match="no GPU to control"),
-        limits.hold(cap_w=300, dvfs="shape:sm_at_900MHz@x", allow_control=True) as held,
+        driver_limits.hold_limits(cap_w=300, dvfs="shape:sm_at_900MHz@x", allow_control=True) as held,
     ):
         assert (held.how, held.gpus, held.shaper) == (None, (), None)
-    with limits.hold(cap_w=300, dry_run=True, allow_control=True) as held:
-        assert "no GPU to control" in held.notes[0]
+    assert "no GPU to control" in driver_limits.plan_limits(cap_w=300, allow_control=True).notes[0]
 
 
 def test_clocks_are_shaped_by_regions(fake):
-    with limits.hold([0], cap_w=500, dvfs="shape:sm_at_900MHz@decode", allow_control=True) as held:
+    with driver_limits.hold_limits([0], cap_w=500, dvfs="shape:sm_at_900MHz@decode", allow_control=True) as held:
         assert (held.how, limit_w()) == ("driver", 500)
         assert fake.locked_clocks(0) == (345, 1980), "the whole range: no limit yet"
-        with held.shaper.region("step/decode"):
+        with run_region(held.shaper, "step/decode"):
             deadline = time.monotonic() + 5
             while fake.locked_clocks(0) != (345, 900) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -328,7 +336,7 @@ def test_the_profilers_regions_are_names(fake):
     def decode():
         until(lambda: fake.locked_clocks(0) == (345, 900))
 
-    with limits.hold([0], dvfs="shape:sm_at_900MHz@decode", allow_control=True):
+    with driver_limits.hold_limits([0], dvfs="shape:sm_at_900MHz@decode", allow_control=True):
         with region("step/decode"):
             until(lambda: fake.locked_clocks(0) == (345, 900))
         until(lambda: fake.locked_clocks(0) == (345, 1980))
@@ -337,9 +345,9 @@ def test_the_profilers_regions_are_names(fake):
 
 
 def test_auto_follows_the_plans_hints(fake):
-    with limits.hold([0], dvfs="auto", allow_control=True) as held:
+    with driver_limits.hold_limits([0], dvfs="auto", allow_control=True) as held:
         assert "no clock hints" in held.notes[0] and held.shaper is None
-    with limits.hold([0], dvfs="auto", clock_hints={"layer_norm": 1200}, allow_control=True) as held:
+    with driver_limits.hold_limits([0], dvfs="auto;shape:sm_at_1200MHz@layer_norm", allow_control=True) as held:
         assert held.shaper.ceiling_mhz("layer_norm") == 1200
         assert held.shaper.ceiling_mhz("linear") is None
 
@@ -348,7 +356,7 @@ def test_clocks_refused_the_cap_stays(fake):
     fake.change(fault_lock="0:1000:4")
     with (
         pytest.warns(UserWarning, match="may not lock its clocks"),
-        limits.hold([0], cap_w=300, dvfs="shape:sm_at_900MHz@x", allow_control=True) as held,
+        driver_limits.hold_limits([0], cap_w=300, dvfs="shape:sm_at_900MHz@x", allow_control=True) as held,
     ):
         assert (held.how, held.shaper, limit_w()) == ("driver", None, 300)
 
@@ -357,10 +365,10 @@ def test_a_clock_that_fails_later_does_not_stop_the_work(fake):
     fake.change(fault_lock="1:1000:999")
     with (
         warnings.catch_warnings(record=True) as told,
-        limits.hold([0], dvfs="shape:sm_at_900MHz@x", allow_control=True) as held,
+        driver_limits.hold_limits([0], dvfs="shape:sm_at_900MHz@x", allow_control=True) as held,
     ):
         warnings.simplefilter("always")
-        with held.shaper.region("x"):
+        with run_region(held.shaper, "x"):
             deadline = time.monotonic() + 5
             while not told and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -372,27 +380,27 @@ def test_a_clock_that_fails_later_does_not_stop_the_work(fake):
 
 def test_a_loop_sets_the_limit_once(fake):
     for _ in range(20):
-        with limits.hold([0], cap_w=300, allow_control=True, linger_s=0.2) as held:
+        with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as held:
             assert (held.how, limit_w()) == ("driver", 300)
     assert fake.calls("nvmlDeviceSetPowerManagementLimit") == 1
     assert limit_w() == 300, "the next call may come"
-    with limits.hold([0], cap_w=400, allow_control=True):
+    with driver_limits.hold_limits([0], cap_w=400, allow_control=True):
         assert limit_w() == 300, "the tightest, even while it lingers"
     until(lambda: limit_w() == 700)
 
 
 def test_what_lingers_is_for_one_at_a_time(fake):
-    with limits.hold([0], cap_w=300, allow_control=True, linger_s=0.2) as one:
-        with limits.hold([0], cap_w=300, allow_control=True, linger_s=0.2) as other:
+    with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as one:
+        with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as other:
             assert one is not other
         assert limit_w() == 300
-    with limits.hold([0], cap_w=300, allow_control=True, linger_s=0.2) as again:
+    with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as again:
         assert again in (one, other)
     until(lambda: limit_w() == 700)
 
 
 def test_a_raise_lingers_too(fake):
-    with pytest.raises(KeyError), limits.hold([0], cap_w=300, allow_control=True, linger_s=0.1):
+    with pytest.raises(KeyError), driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.1):
         raise KeyError
     until(lambda: limit_w() == 700)
 
@@ -410,7 +418,7 @@ def until(condition, seconds: float = 5.0) -> None:
 def test_the_scripts_for_the_shared_gpu_cannot_change_it():
     """They run as root there: whatever could set a limit, a clock or a mode must not be in them."""
     folder = REPOSITORY / "benchmarks" / "device"
-    able = ("nvmlDeviceSet", "nvmlDeviceReset", "actuators", "allow_control", "cap_policy", "dvfs=", "limits.hold",
+    able = ("nvmlDeviceSet", "nvmlDeviceReset", "actuators", "allow_control", "cap_policy", "dvfs=", "hold_limits",
             "nvidia-smi -", 'CONTROL"] = "1"', "-lgc", "heal(")  # fmt: skip
     scripts = sorted(folder.glob("*.py"))
     assert len(scripts) > 10

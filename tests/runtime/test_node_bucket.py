@@ -11,8 +11,8 @@ import time
 import pytest
 
 from tessera.errors import ScheduleError
-from tessera.runtime.bucket import Command
-from tessera.runtime.node import STALE_NS, Member, NodeBucket, View, domain_key, job_key
+from tessera.runtime.controller import PaceCommand
+from tessera.runtime.node_bucket import STALE_NS, NodeBucket, NodeMember, NodeView, domain_key, job_key
 
 from places import TESTS
 
@@ -113,7 +113,7 @@ def test_ranks_of_one_job_wait_together(tmp_path):
 
 
 def member(cap_w=900.0, *, ratio=0.0, job=0, power_w=None):
-    return Member(os.getpid(), cap_w, 0.2, ratio, job, power_w or {})
+    return NodeMember(os.getpid(), cap_w, 0.2, ratio, job, power_w or {})
 
 
 def test_the_first_to_look_leads_and_its_command_is_everybodys(tmp_path):
@@ -122,22 +122,22 @@ def test_the_first_to_look_leads_and_its_command_is_everybodys(tmp_path):
     view = bucket.look(member(), now)
     assert view is not None and view.leads
     assert view.cap is not None and view.cap.power_w == 900.0
-    bucket.command(Command(1.5, 0.002), 880.0, now)
+    bucket.set_command(PaceCommand(1.5, 0.002), 880.0, now)
     again = bucket.look(member(), now + 1)
-    assert again is not None and again.command == Command(1.5, 0.002)
+    assert again is not None and again.command == PaceCommand(1.5, 0.002)
     bucket.close()
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tessera.runtime.bucket import Command
-from tessera.runtime.node import Member, NodeBucket
+from tessera.runtime.controller import PaceCommand
+from tessera.runtime.node_bucket import NodeMember, NodeBucket
 import os, fcntl
 bucket = NodeBucket(Path(sys.argv[1]))
 while True:
-    bucket.look(Member(os.getpid(), 700.0, 0.1, 0.0, 0, {5: (300.0, time.monotonic_ns())}), time.monotonic_ns())
-    bucket.command(Command(2.5, 0.003), 300.0, time.monotonic_ns())
+    bucket.look(NodeMember(os.getpid(), 700.0, 0.1, 0.0, 0, {5: (300.0, time.monotonic_ns())}), time.monotonic_ns())
+    bucket.set_command(PaceCommand(2.5, 0.003), 300.0, time.monotonic_ns())
     if sys.argv[2] == "locked":
         fcntl.flock(bucket._fd, fcntl.LOCK_EX)
         print("locked", flush=True)
@@ -171,7 +171,7 @@ def test_a_leader_that_is_killed_is_followed_within_a_tick_from_its_own_ratio(tm
     bucket = NodeBucket(tmp_path / "b")
     view = bucket.look(member(), time.monotonic_ns())
     assert view is not None and not view.leads
-    assert view.command == Command(2.5, 0.003)
+    assert view.command == PaceCommand(2.5, 0.003)
     assert view.cap is not None and view.cap.power_w == 700.0  # the tightest of both
     assert {m.pid for m in view.members} == {os.getpid(), other.pid}
     assert view.power_w(time.monotonic_ns()) == 300.0
@@ -179,7 +179,7 @@ def test_a_leader_that_is_killed_is_followed_within_a_tick_from_its_own_ratio(tm
     other.wait()
     view = bucket.look(member(), time.monotonic_ns())
     assert view is not None and view.leads  # at the next look, not after a timeout
-    assert view.command == Command(2.5, 0.003)
+    assert view.command == PaceCommand(2.5, 0.003)
     assert [m.pid for m in view.members] == [os.getpid()]
 
 
@@ -216,7 +216,7 @@ def test_a_file_of_before_a_reboot_is_begun_anew(tmp_path):
     bucket = NodeBucket(tmp_path / "b")
     now = time.monotonic_ns()
     bucket.look(member(), now + 10**15)  # the clock of a machine that had run for long
-    bucket.command(Command(9.0, 0.001), 0.0, now + 10**15)
+    bucket.set_command(PaceCommand(9.0, 0.001), 0.0, now + 10**15)
     view = bucket.look(member(), now)
     assert view is not None and view.leads and view.command.ratio == 0.0
 
@@ -233,7 +233,7 @@ def test_a_file_others_may_write_or_a_link_is_refused(tmp_path):
     open_to_all = tmp_path / "open"
     open_to_all.touch(mode=0o666)
     open_to_all.chmod(0o666)
-    with pytest.raises(ScheduleError, match="ours alone"):
+    with pytest.raises(ScheduleError, match="open to other users"):
         NodeBucket(open_to_all)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
@@ -255,15 +255,15 @@ def test_a_domain_seen_by_two_counts_once_and_a_stale_one_not_at_all():
     now = 10**12
     key = domain_key("gpu0")
     members = (
-        Member(1, 900.0, 0.2, 0.0, 0, {key: (300.0, now - 50), domain_key("gpu1"): (200.0, now - 10)}),
-        Member(2, 800.0, 0.1, 0.0, 0, {key: (310.0, now - 20), domain_key("gpu2"): (999.0, now - 2 * STALE_NS)}),
+        NodeMember(1, 900.0, 0.2, 0.0, 0, {key: (300.0, now - 50), domain_key("gpu1"): (200.0, now - 10)}),
+        NodeMember(2, 800.0, 0.1, 0.0, 0, {key: (310.0, now - 20), domain_key("gpu2"): (999.0, now - 2 * STALE_NS)}),
     )
-    view = View(True, members, Command(), 0.0)
+    view = NodeView(True, members, PaceCommand(), 0.0)
     assert view.power_w(now) == 510.0
     assert view.power_w(now, {key: (290.0, now - 60)}) == 490.0  # our own span, not a newer one of another's
     assert view.power_w(now, {key: (290.0, now - 2 * STALE_NS)}) == 510.0
     assert view.cap is not None and (view.cap.power_w, view.cap.window_s) == (800.0, 0.1)
-    assert View(True, (), Command(), 0.0).power_w(now) is None
+    assert NodeView(True, (), PaceCommand(), 0.0).power_w(now) is None
 
 
 def test_ranks_know_their_job_by_the_launchers_variables():

@@ -16,11 +16,11 @@ import pytest
 from tessera import monitor, schedule
 from tessera.errors import ArgumentError, ScheduleError, TesseraError, UnitError
 from tessera.monitor import Monitor
-from tessera.runtime import launches, loop
-from tessera.runtime.bucket import Command
-from tessera.runtime.launches import Cadence, Countdown, Launches
-from tessera.runtime.options import Options
-from tessera.runtime.pace import Passed
+from tessera.runtime import control_loop, launches
+from tessera.runtime.controller import PaceCommand
+from tessera.runtime.launches import Cadence, Countdown, PointPlacer
+from tessera.runtime.options import ScheduleOptions
+from tessera.runtime.pacer import PaceCounts
 
 from fakes.busy import BusySensor
 
@@ -38,12 +38,12 @@ class CountingPacer:
     def obey(self, command):
         pass
 
-    def point(self, *, restart=False):
+    def point(self, *, restart=False, tokens=None):
         self.restarts += restart
         self.threads.append(threading.current_thread().name)
 
-    def passed(self):
-        return Passed(len(self.threads), 0, 0.0, self.worked_s)
+    def counts(self):
+        return PaceCounts(len(self.threads), 0, 0.0, self.worked_s)
 
     def queued(self):
         return 0
@@ -52,17 +52,20 @@ class CountingPacer:
 @pytest.fixture
 def counted():
     cadence = Cadence(CountingPacer())
-    return cadence, Launches(lambda _out=None: cadence, Countdown(), each_call=False)
+    return cadence, PointPlacer(lambda _out=None: cadence, Countdown(), each_call=False)
 
 
 # -- options ----------------------------------------------------------------------------------------------------
 
 
 def test_caps_are_per_gpu_unless_they_say_node():
-    assert (Options(power_cap="275W").cap.scope, Options(power_cap="275W").cap.power_w) == ("gpu", 275.0)
-    assert Options(power_cap=275).cap.power_w == 275.0
-    node = Options(power_cap="node:1.2kW", cap_policy="token_bucket", cap_window_ms=20)
-    assert (node.cap.scope, node.cap.power_w, node.bucket) == ("node", 1200.0, True)
+    assert (ScheduleOptions(power_cap="275W").cap.scope, ScheduleOptions(power_cap="275W").cap.power_w) == (
+        "gpu",
+        275.0,
+    )
+    assert ScheduleOptions(power_cap=275).cap.power_w == 275.0
+    node = ScheduleOptions(power_cap="node:1.2kW", cap_policy="token_bucket", cap_window_ms=20)
+    assert (node.cap.scope, node.cap.power_w, node.paces) == ("node", 1200.0, True)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +97,13 @@ def test_wrong_options_are_named_and_the_nearest_is_offered(wrong, says):
 
 
 def test_a_schedule_without_parentheses_is_told_what_it_lacks():
-    with pytest.raises(ArgumentError, match="by name") as told:
+    with pytest.raises(ArgumentError, match="by name only") as told:
         schedule(print)
     assert '@schedule(power_cap="275W")' in str(told.value)
 
 
 def test_options_are_frozen_and_parsed_once():
-    options = Options(policy="energy", max_slowdown="5%", max_temp_c="85C", power_cap="1.2kW")
+    options = ScheduleOptions(policy="energy", max_slowdown="5%", max_temp_c="85C", power_cap="1.2kW")
     assert (options.max_slowdown, options.max_temp_c, options.cap.power_w) == (0.05, 85.0, 1200.0)
     with pytest.raises(AttributeError):
         options.policy = "latency"
@@ -128,7 +131,7 @@ def test_what_launches_its_work_later_is_refused(fn, kind):
         schedule(power_cap="275W")(fn)
     with pytest.raises(ArgumentError, match="class"):
         schedule(power_cap="275W")(dict)
-    with pytest.raises(ArgumentError, match="no function"):
+    with pytest.raises(ArgumentError, match="not a function"):
         schedule(power_cap="275W")(3)
 
 
@@ -144,7 +147,7 @@ def test_a_schedule_that_limits_nothing_is_a_call():
     assert "no cap" in str(add.report())
     with pytest.raises(ScheduleError, match="no plan"):
         add.plan()
-    assert not [t for t in threading.enumerate() if t.name == "tessera-pace"] or loop._loop is not None
+    assert not [t for t in threading.enumerate() if t.name == "tessera-pace"] or control_loop._loop is not None
 
 
 def test_importing_schedule_imports_neither_torch_nor_numpy():
@@ -202,8 +205,6 @@ def board(fake_nvml, monkeypatch, tmp_path):
 
 
 def test_a_driver_cap_is_set_around_the_call_and_nothing_waits(board, monkeypatch):
-    from tessera.runtime import lingering
-
     monkeypatch.setattr(sys.modules["tessera.runtime.schedule"], "LINGER_S", 0.2)
     before_w = board()
 
@@ -215,7 +216,7 @@ def test_a_driver_cap_is_set_around_the_call_and_nothing_waits(board, monkeypatc
     assert board() == 400.0  # the next call of a loop finds it set
     assert inside() == (400.0, 0)
     deadline = time.monotonic() + 5.0
-    while lingering._lot.reaper is not None and time.monotonic() < deadline:
+    while "tessera-linger" in {t.name for t in threading.enumerate()} and time.monotonic() < deadline:
         time.sleep(0.02)
     assert board() == before_w
     with schedule(power_cap="400W", cap_policy="driver", allow_control=True):
@@ -238,9 +239,9 @@ def test_clocks_on_auto_are_those_of_the_plan():
         spent_s=0.0, made="",
     )  # fmt: skip
     asked = schedule(policy="energy", dvfs="shape:sm_at_900MHz@decode; auto")(lambda: None).schedule
-    assert asked._clocks() == "shape:sm_at_900MHz@decode; auto"  # before the first call there is no plan
+    assert asked._clock_rules() == "shape:sm_at_900MHz@decode; auto"  # before the first call there is no plan
     asked._tuned._plan = plan
-    assert asked._clocks() == ["shape:sm_at_900MHz@decode", "shape:sm_down_200MHz@layer_norm"]
+    assert asked._clock_rules() == ["shape:sm_at_900MHz@decode", "shape:sm_down_200MHz@layer_norm"]
 
 
 def test_a_driver_cap_that_was_not_opted_in_is_held_by_waits(board, device):
@@ -254,7 +255,7 @@ def test_a_driver_cap_that_was_not_opted_in_is_held_by_waits(board, device):
 
 def test_clocks_without_permission_are_said_once_and_the_function_runs(board):
     fn = schedule(dvfs="shape:sm_down_200MHz@flash_attention")(lambda: 7)
-    with pytest.warns(UserWarning, match="left alone"):
+    with pytest.warns(UserWarning, match="are not changed"):
         assert fn() == 7
     assert fn() == 7
     with pytest.raises(ArgumentError, match="sm_down"):
@@ -313,7 +314,7 @@ def test_a_call_of_one_launch_counts_across_calls(counted):
     cadence, _ = counted
     countdown = Countdown()
     for _ in range(12):
-        with Launches(lambda _out=None: cadence, countdown, each_call=False):
+        with PointPlacer(lambda _out=None: cadence, countdown, each_call=False):
             cadence.every = 4
             torch.add(1, torch.ones(1))
     assert 4 <= len(cadence.pacer.threads) - cadence.pacer.restarts <= 9
@@ -323,7 +324,7 @@ def test_each_call_is_a_point_where_that_is_all_there_is():
     cadence = Cadence(CountingPacer())
     cadence.every = 100
     for _ in range(5):
-        with Launches(lambda _out=None: cadence, Countdown(), each_call=True):
+        with PointPlacer(lambda _out=None: cadence, Countdown(), each_call=True):
             assert torch._C._len_torch_function_stack() == 0
     assert len(cadence.pacer.threads) - cadence.pacer.restarts == 5
 
@@ -356,22 +357,22 @@ def test_compiled_code_runs_under_a_schedule_and_compiles_once(counted):
 def test_a_compiled_function_is_paced_between_calls():
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     wrapped = schedule(power_cap="275W")(compiled)
-    assert wrapped.schedule._each_call(compiled)
-    assert not wrapped.schedule._each_call(lambda: 0)
+    assert wrapped.schedule._waits_between_calls(compiled)
+    assert not wrapped.schedule._waits_between_calls(lambda: 0)
 
 
 def test_a_cap_that_never_binds_is_entered_without_the_mode():
     cadence = Cadence(CountingPacer())
-    seen = Launches(lambda _out=None: cadence, Countdown(), each_call=False)
+    seen = PointPlacer(lambda _out=None: cadence, Countdown(), each_call=False)
     for _ in range(launches.SLACK_TICKS):
         with seen:
             assert torch._C._len_torch_function_stack() == 1
-        cadence.adapt(cadence.pacer.passed(), Command())
+        cadence.adapt(cadence.pacer.counts(), PaceCommand())
     before = len(cadence.pacer.threads)
     with seen:
         assert torch._C._len_torch_function_stack() == 0
     assert len(cadence.pacer.threads) == before + 1  # a point after the call goes on telling of it
-    cadence.adapt(cadence.pacer.passed(), Command(0.1))
+    cadence.adapt(cadence.pacer.counts(), PaceCommand(0.1))
     with seen:
         assert torch._C._len_torch_function_stack() == 1
 
@@ -414,15 +415,15 @@ def test_how_often_points_come_follows_the_time_of_launches():
     cadence = Cadence(CountingPacer())
     cadence.point(100)
     cadence.pacer.worked_s = 0.01  # 100 launches in 10 ms
-    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.006))
+    cadence.adapt(cadence.pacer.counts(), PaceCommand(1.0, 0.006))
     assert cadence.every == 20  # three points in a slice of 6 ms
     for _ in range(10):
         cadence.point(20)
     cadence.pacer.worked_s += 5.0  # then a launch takes 25 ms
-    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.006))
+    cadence.adapt(cadence.pacer.counts(), PaceCommand(1.0, 0.006))
     assert cadence.every == 1
     assert cadence.pacer.ahead == 4  # 5 s for ten points: the host may not be far ahead
-    cadence.adapt(cadence.pacer.passed(), Command(1.0, 0.006))  # nothing new: no change
+    cadence.adapt(cadence.pacer.counts(), PaceCommand(1.0, 0.006))  # nothing new: no change
     assert cadence.every == 1
 
 
@@ -434,7 +435,7 @@ def test_launches_that_have_yet_to_run_do_not_count():
             for _ in range(50):
                 cadence.point(10)
         ran += 5
-        cadence.adapt(Passed(ran, 0, 0.0, ran * 0.001), Command(1.0, 0.006))
+        cadence.adapt(PaceCounts(ran, 0, 0.0, ran * 0.001), PaceCommand(1.0, 0.006))
         assert cadence.every == 20  # 10 launches take a millisecond, whenever they were launched
 
 
@@ -442,9 +443,9 @@ def test_points_of_a_replayed_graph_teach_nothing():
     cadence = Cadence(CountingPacer())
     for _ in range(10):
         cadence.point(10)
-    cadence.adapt(Passed(10, 0, 0.0, 0.010), Command(1.0, 0.006))
+    cadence.adapt(PaceCounts(10, 0, 0.0, 0.010), PaceCommand(1.0, 0.006))
     assert cadence.every == 20
-    cadence.adapt(Passed(500, 0, 0.0, 0.9), Command(1.0, 0.006))
+    cadence.adapt(PaceCounts(500, 0, 0.0, 0.9), PaceCommand(1.0, 0.006))
     assert cadence.every == 20
 
 
@@ -459,9 +460,9 @@ def device(monkeypatch, tmp_path):
     sensor.start()
     own = Monitor([sensor]).start()
     monitor.use(own)
-    monkeypatch.setattr(loop, "_loop", None)
+    monkeypatch.setattr(control_loop, "_loop", None)
     yield sensor
-    loop.loop().stop()
+    control_loop.get_loop().stop()
     monitor.use(None)
 
 
@@ -492,7 +493,7 @@ def test_a_cap_is_held_in_real_time_and_reported(device, caplog):
     assert report.waits > 5
     assert report.waited_s > 0.5
     assert report.slowdown > 0.3
-    assert report.joules_per_call == pytest.approx(report.energy_j / report.calls)
+    assert report.energy_per_call_j == pytest.approx(report.energy_j / report.calls)
     text = str(report)
     assert "held for the mean over 200 ms (cap_window_ms)" in text
     assert "waits on the host" in text
@@ -547,13 +548,13 @@ def test_as_a_context_nested_the_tightest_holds(device):
 
 def test_after_the_last_call_nothing_waits_and_the_thread_sleeps(device):
     stepped(device, 0.5, power_cap="300W")
-    engine = loop.loop()
+    engine = control_loop.get_loop()
     deadline = time.monotonic() + 3.0
     while not engine._idle and time.monotonic() < deadline:
         time.sleep(0.02)
     assert engine._idle
     began = time.monotonic()
-    engine.here().pacer.point()
+    engine.find_cadence().pacer.point()
     assert time.monotonic() - began < 0.1
 
 
@@ -578,7 +579,7 @@ def test_an_exception_leaves_nothing_behind(device):
 
     with pytest.raises(KeyError):
         fails()
-    assert fails.schedule._held.inside == 0
+    assert fails.schedule._tracker.running == 0
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -603,7 +604,7 @@ def test_a_forked_child_has_a_loop_of_its_own(device):
     stepped(device, 0.2, power_cap="400W")
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if loop._loop is None else 1)
+        os._exit(0 if control_loop._loop is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -617,11 +618,11 @@ def test_the_pace_kernel_compiles_and_waits_on_the_global_timer(capability, rest
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tessera.runtime import pace_kernel
+    from tessera.runtime import wait_kernel
 
     types = {"control": "*i64", "state": "*i64", "stats": "*i64", "restart": "constexpr"}
     made = triton.compile(
-        ASTSource(fn=pace_kernel.tessera_pace, signature=types, constexprs={"restart": restart}),
+        ASTSource(fn=wait_kernel.tessera_pace, signature=types, constexprs={"restart": restart}),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": 1},
     )
@@ -636,8 +637,8 @@ def test_the_pace_kernel_compiles_and_waits_on_the_global_timer(capability, rest
 INTERPRETED = """
     import contextlib, json, sys
     import torch, triton, triton.language as tl
-    from tessera.runtime import pace, pace_kernel as k
-    from tessera.runtime.bucket import Command
+    from tessera.runtime import pacer as pace, wait_kernel as k
+    from tessera.runtime.controller import PaceCommand
 
     class Timer:  # the two pieces of assembly; all else is the kernel itself
         now = 1_000
@@ -680,13 +681,13 @@ INTERPRETED = """
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.is_current_stream_capturing = lambda: Cuda.capturing
     pacer = pace.StreamPacer(torch.device("cpu"))
-    pacer.obey(Command(0.5, 0.0001))
+    pacer.obey(PaceCommand(0.5, 0.0001))
     pacer.point(restart=True)
     Timer.now += 400_000
     pacer.point()
     Cuda.cuda_stream = 8  # another stream has its own time
     pacer.point()
-    first, queued = pacer.passed(), pacer.queued()
+    first, queued = pacer.counts(), pacer.queued()
     Cuda.capturing = True
     Cuda.cuda_stream = 9  # torch captures on a stream of its own
     pacer.point()  # runs once here as a replay would: counted as run, not as launched
@@ -756,13 +757,13 @@ BOUND = """
         get_current_stream = staticmethod(lambda device: 7)
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     driver.set_active(Driver())
-    from tessera.runtime import pace_kernel as k
+    from tessera.runtime import wait_kernel as k
 
     control, bucket, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(4))
     for restart in (True, False):
         compiled = k.launch(control, state, stats, restart=restart)
-        k.launcher(compiled, control, state, stats, restart)(7)
-    k.launcher(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
+        k.make_launcher(compiled, control, state, stats, restart)(7)
+    k.make_launcher(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
     print(json.dumps(calls))
 """
 
@@ -800,7 +801,7 @@ def test_a_fault_in_the_loop_leaves_the_work_running(device, caplog):
         work(0.8)
         before = held.report().waits
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(loop.Loop, "_steer", lambda *_: 1 / 0)
+            patched.setattr(control_loop.ControlLoop, "_steer", lambda *_: 1 / 0)
             work(0.5)
         assert held.report().waits > before > 0
     assert len([r for r in caplog.records if "ZeroDivisionError" in r.message]) == 1
@@ -811,7 +812,7 @@ def test_a_bucket_that_cannot_be_opened_is_said_at_the_call(device, monkeypatch,
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
     step = schedule(power_cap="node:400W")(lambda: 1)
-    with pytest.raises(TesseraError, match="not ours alone"):
+    with pytest.raises(TesseraError, match="open to other users"):
         step()
     (tmp_path / "open").chmod(0o700)
     assert step() == 1

@@ -19,12 +19,12 @@ from tessera import monitor, schedule
 from tessera.errors import ArgumentError
 from tessera.monitor import Monitor
 from tessera.op import hints
-from tessera.runtime import loop
-from tessera.runtime.bucket import Cap, Command, Controller
-from tessera.runtime.launches import Cadence
-from tessera.runtime.options import Options
-from tessera.runtime.pace import HostPacer, Passed
-from tessera.runtime.tokens import Tally, spent
+from tessera.runtime import control_loop
+from tessera.runtime.controller import Cap, Controller, PaceCommand
+from tessera.runtime.launches import Cadence, count_tokens
+from tessera.runtime.options import ScheduleOptions
+from tessera.runtime.pacer import HostPacer, PaceCounts
+from tessera.runtime.power_zone import TokenTally
 
 from fakes.busy import BusySensor
 from fakes.plant import BURST_W, GEMM_S, IDLE_W, Bench, Op, Plant, gemms, mean_w, training
@@ -44,9 +44,9 @@ def bench(ops, cap_w, *, seconds=4.0, every=4, seed=0, window_s=0.2, **plant):
 
 
 def test_tokens_are_joules_unless_told():
-    assert Options(power_cap="400W").tokens == "joules"
+    assert ScheduleOptions(power_cap="400W").tokens == "joules"
     for kind in ("launches", "warps", "cp_async"):
-        assert Options(power_cap="400W", cap_policy="token_bucket", tokens=kind).tokens == kind
+        assert ScheduleOptions(power_cap="400W", cap_policy="token_bucket", tokens=kind).tokens == kind
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_tokens_are_joules_unless_told():
         ({"power_cap": "400W", "tokens": None}, "tokens=None"),
         ({"power_cap": "400W", "tokens": 3}, "tokens=3"),
         ({"tokens": "warps"}, "tokens='warps' without a power_cap"),
-        ({"power_cap": "400W", "cap_policy": "driver", "tokens": "warps"}, "tokens='warps' is for waits"),
+        ({"power_cap": "400W", "cap_policy": "driver", "tokens": "warps"}, "tokens='warps' needs waits"),
         ({"power_cap": "node:1kW", "tokens": "cp_async"}, "tokens='cp_async' with power_cap='node:1kW'"),
         ({"power_cap": "400W", "points": "call", "tokens": "launches"}, "points='call' with tokens='launches'"),
     ],
@@ -76,7 +76,7 @@ def test_a_dry_run_says_what_is_counted(capsys):
 
 
 def test_what_a_launch_spends():
-    assert [spent(kind, 100, 4, 3072) for kind in ("launches", "warps", "cp_async")] == [1, 400, 307_200]
+    assert [count_tokens(kind, 100, 4, 3072) for kind in ("launches", "warps", "cp_async")] == [1, 400, 307_200]
 
 
 def test_nobody_hears_of_launches_unless_a_schedule_counts_them():
@@ -152,28 +152,29 @@ def test_the_copies_of_a_product_are_those_the_compiler_puts_in_flight():
 
 
 def test_rates_are_by_the_points_own_clock_and_the_fastest_pace_is_of_work_alone():
-    tally = Tally()
-    passed = Passed()
+    tally = TokenTally()
+    passed = PaceCounts()
     for i in range(1, 6):  # every 20 ms: 100 tokens in 10 ms of work and 10 of waiting
-        passed = Passed(i, i, 0.01 * i, 0.01 * i, 100 * i, 5.0 + 0.02 * i)
-        assert tally.note(passed, i * 20_000_000) == pytest.approx(1.0)
+        passed = PaceCounts(i, i, 0.01 * i, 0.01 * i, 100 * i, 5.0 + 0.02 * i)
+        assert tally.add_counts(passed, i * 20_000_000) == pytest.approx(1.0)
     assert tally.token_s == pytest.approx(1e-4)
     assert tally.duty_between(30_000_000, 90_000_000) == pytest.approx(0.5)
-    assert tally.note(passed, 120_000_000) == 1.0  # nothing new
+    assert tally.add_counts(passed, 120_000_000) == 1.0  # nothing new
     # Twice as fast: the units change, by that factor.
-    assert tally.note(Passed(6, 6, 0.06, 0.06, 700, 5.12), 120_000_000) == pytest.approx(2.0)
+    assert tally.add_counts(PaceCounts(6, 6, 0.06, 0.06, 700, 5.12), 120_000_000) == pytest.approx(2.0)
     assert tally.duty_between(100_000_000, 120_000_000) == pytest.approx(0.5)
     # Two streams that work at once count twice the time: they take no longer than it passed.
-    tally.note(Passed(7, 7, 0.06, 0.26, 1700, 5.13), 140_000_000)
+    tally.add_counts(PaceCounts(7, 7, 0.06, 0.26, 1700, 5.13), 140_000_000)
     assert tally.token_s == pytest.approx(1e-5)
 
 
 def test_a_pace_that_is_not_reached_any_more_is_forgotten():
-    tally = Tally()
-    tally.note(Passed(tokens=0, ended_s=1.0), 0)
-    tally.note(Passed(tokens=1000, worked_s=0.01, ended_s=1.01), 1)
+    tally = TokenTally()
+    tally.add_counts(PaceCounts(tokens=0, ended_s=1.0), 0)
+    tally.add_counts(PaceCounts(tokens=1000, worked_s=0.01, ended_s=1.01), 1)
     factors = [
-        tally.note(Passed(tokens=1000 + i, worked_s=0.01 + 0.1 * i, ended_s=1.01 + 0.1 * i), i) for i in range(1, 600)
+        tally.add_counts(PaceCounts(tokens=1000 + i, worked_s=0.01 + 0.1 * i, ended_s=1.01 + 0.1 * i), i)
+        for i in range(1, 600)
     ]
     assert tally.token_s == pytest.approx(0.1, rel=0.01)
     assert all(f <= 1.0 for f in factors)
@@ -184,7 +185,7 @@ def test_a_pace_that_is_not_reached_any_more_is_forgotten():
     span=st.tuples(st.integers(0, 1000), st.integers(1, 500)),
 )
 def test_the_duty_of_a_span_is_the_mean_of_its_rates(rates, span):
-    tally = Tally()
+    tally = TokenTally()
     tally.token_s = 1.0
     times = list(itertools.accumulate(ms for ms, _ in rates))
     tally._rates.extend((t, rate) for t, (_, rate) in zip(times, rates, strict=True))
@@ -278,7 +279,7 @@ def test_a_zone_that_goes_over_to_tokens_goes_on_from_its_duty():
     made = Bench(Plant(gemms(), every=4), Cap(400.0, 0.2))
     made.run(2.0)
     duty = made.zone.command.duty
-    made.zone.count(Tally())
+    made.zone.count_tokens(TokenTally())
     made.zone.begin(made.sampler, made.now_ns())
     assert made.zone.command.duty == pytest.approx(duty, rel=0.1)
 
@@ -307,7 +308,7 @@ class Time:
 )
 def test_no_span_spends_more_than_was_refilled_and_saved(work, token_s, ratio):
     """The bucket's promise, for any work: at most rate x time + what may be saved + what was not waited for."""
-    time_, command = Time(), Command(ratio, 0.001, token_s)
+    time_, command = Time(), PaceCommand(ratio, 0.001, token_s)
     pacer = HostPacer(time_.clock, time_.sleep)
     pacer.obey(command)
     pacer.point(restart=True, tokens=0)
@@ -323,14 +324,14 @@ def test_no_span_spends_more_than_was_refilled_and_saved(work, token_s, ratio):
             tokens += more
             assert tokens * command.token_ns <= end_ns - start_ns + kept_ns + 1e4  # sleeps are of whole nanoseconds
     every = sum(tokens for _, tokens in work)
-    assert pacer.passed().tokens == every
+    assert pacer.counts().tokens == every
     assert time_.slept_ns <= every * command.token_ns + 1e4  # and nobody waits for more than it spent
 
 
 def test_before_tokens_have_a_price_their_time_is_paid_for():
     time_ = Time()
     pacer = HostPacer(time_.clock, time_.sleep)
-    pacer.obey(Command(2.0, 0.001))
+    pacer.obey(PaceCommand(2.0, 0.001))
     pacer.point(restart=True, tokens=0)
     for _ in range(10):
         time_.now_ns += 3_000_000
@@ -340,13 +341,13 @@ def test_before_tokens_have_a_price_their_time_is_paid_for():
 
 def test_a_release_ends_the_wait_and_the_debt():
     time_ = Time()
-    pacer = HostPacer(time_.clock, lambda s: (time_.sleep(s), pacer.obey(Command())))
-    pacer.obey(Command(40.0, 0.001, 1e-3))
+    pacer = HostPacer(time_.clock, lambda s: (time_.sleep(s), pacer.obey(PaceCommand())))
+    pacer.obey(PaceCommand(40.0, 0.001, 1e-3))
     pacer.point(restart=True, tokens=0)
     pacer.point(tokens=100)  # four seconds
     assert time_.slept_ns <= 10_000_000
     slept = time_.slept_ns
-    pacer.obey(Command(1.0, 0.001, 1e-3))
+    pacer.obey(PaceCommand(1.0, 0.001, 1e-3))
     pacer.point(tokens=3)  # 6 ms
     assert time_.slept_ns - slept <= 10_000_000
 
@@ -364,9 +365,9 @@ def test_a_point_comes_after_every_few_launches_with_all_their_tokens():
             return 0
 
     cadence = Cadence(Points())
-    cadence.left()
-    cadence.entered(spends=True)  # the first time even right after another call: the kernel is loaded by it
-    cadence.entered(spends=True)
+    cadence.leave_call()
+    cadence.enter_call(spends=True)  # the first time even right after another call: the kernel is loaded by it
+    cadence.enter_call(spends=True)
     cadence.every = 3
     for tokens in (1, 10, 100, 1000, 10_000):
         cadence.spend(tokens)
@@ -382,11 +383,11 @@ def test_the_kernel_compiles_and_shares_one_bucket_by_atomics(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tessera.runtime import pace_kernel
+    from tessera.runtime import wait_kernel
 
     types = dict.fromkeys(("control", "bucket", "state", "stats"), "*i64") | {"tokens": "i64", "restart": "i64"}
     made = triton.compile(
-        ASTSource(fn=pace_kernel.tessera_spend, signature=types),
+        ASTSource(fn=wait_kernel.tessera_spend, signature=types),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": 1},
     )
@@ -400,8 +401,8 @@ def test_the_kernel_compiles_and_shares_one_bucket_by_atomics(capability):
 SPENT = """
 import contextlib, json, random
 import torch, triton.language as tl
-from tessera.runtime import pace, pace_kernel as k
-from tessera.runtime.bucket import Command
+from tessera.runtime import pacer as pace, wait_kernel as k
+from tessera.runtime.controller import PaceCommand
 
 class Timer:
     now, release = 10**12, None
@@ -443,29 +444,29 @@ Timer.now = Host.now
 for both in (pacer, host):
     both.point(restart=True, tokens=0)
 for i in range(60):
-    command = Command(rng.uniform(0.0, 9.0) * (i % 10 != 9), rng.uniform(3e-4, 5e-3), 0.0 if i < 5 else 3e-6)
+    command = PaceCommand(rng.uniform(0.0, 9.0) * (i % 10 != 9), rng.uniform(3e-4, 5e-3), 0.0 if i < 5 else 3e-6)
     busy, tokens = rng.randrange(5_000_000), rng.choice([1, 16, 999, 2**33 // 10**6])
     Timer.now += busy
     Host.now += busy
     for both in (pacer, host):
         both.obey(command)
         both.point(tokens=tokens)
-    a, b = pacer.passed(), host.passed()
+    a, b = pacer.counts(), host.counts()
     rows.append([a.waited_s, b.waited_s, a.worked_s, b.worked_s, a.tokens, b.tokens, a.waits, b.waits])
 
 Cuda.cuda_stream = 8  # another stream draws from the same bucket
-pacer.obey(Command(1.0, 3e-4, 1e-3))
-before = pacer.passed().waited_s
+pacer.obey(PaceCommand(1.0, 3e-4, 1e-3))
+before = pacer.counts().waited_s
 for stream in (7, 8, 7, 8):
     Cuda.cuda_stream = stream
     pacer.point(tokens=5)  # 10 ms each
-shared = pacer.passed().waited_s - before
-Timer.release = Command()
-pacer.obey(Command(40.0, 3e-4, 1e-3))
-before = pacer.passed().waited_s
+shared = pacer.counts().waited_s - before
+Timer.release = PaceCommand()
+pacer.obey(PaceCommand(40.0, 3e-4, 1e-3))
+before = pacer.counts().waited_s
 pacer.point(tokens=2**40)
-released = pacer.passed().waited_s - before
-print(json.dumps([refused, rows, shared, released, pacer.passed().ended_s - Timer.now * 1e-9]))
+released = pacer.counts().waited_s - before
+print(json.dumps([refused, rows, shared, released, pacer.counts().ended_s - Timer.now * 1e-9]))
 """
 
 
@@ -498,9 +499,9 @@ def device(monkeypatch, tmp_path):
     sensor = BusySensor()
     sensor.start()
     monitor.use(Monitor([sensor]).start())
-    monkeypatch.setattr(loop, "_loop", None)
+    monkeypatch.setattr(control_loop, "_loop", None)
     yield sensor
-    loop.loop().stop()
+    control_loop.get_loop().stop()
     monitor.use(None)
 
 
@@ -524,7 +525,7 @@ def test_our_launches_spend_and_wait_and_are_reported(device):
             hints.launched(32, 4)
             launched += 1
 
-    until(lambda: step.report().waits >= 5 and step.report().tokens.joules_each, step)
+    until(lambda: step.report().waits >= 5 and step.report().tokens.energy_per_token_j, step)
     assert hints.listener is None
     report = step.report()
     assert report.tokens.kind == "warps"
@@ -541,7 +542,7 @@ def test_launches_of_other_threads_are_heard(device):
         worker = threading.Thread(target=lambda: [hints.launched(8, 4) for _ in range(3)])  # as autograd's would be
         worker.start()
         worker.join()
-        assert loop.loop().here().pacer.passed().points >= 1
+        assert control_loop.get_loop().find_cadence().pacer.counts().points >= 1
     assert held.report().tokens.spent >= 1
 
 
@@ -556,32 +557,32 @@ def test_a_schedule_that_saw_no_kernel_of_ours_says_so(device):
 
 def test_beside_a_bucket_of_joules_all_are_of_joules(device):
     with schedule(power_cap="500W") as outer, schedule(power_cap="300W", tokens="launches") as inner:
-        engine = loop.loop()
+        engine = control_loop.get_loop()
         assert engine.own.tokens == "joules"
-        points = engine.here().pacer.passed().points
+        points = engine.find_cadence().pacer.counts().points
         for _ in range(300):
             hints.launched(8, 4)
-        assert engine.here().pacer.passed().points > points  # a launch like any other
-    assert any("joules were for all" in note for note in inner.report().notes)
+        assert engine.find_cadence().pacer.counts().points > points  # a launch like any other
+    assert any("held by joules" in note for note in inner.report().notes)
     assert outer.report().tokens is None
     assert inner.report().tokens.spent == 0
 
 
 def test_one_after_the_other_each_has_its_own_and_in_turn_what_suits_both(device, monkeypatch):
-    monkeypatch.setattr(loop, "LINGER_NS", 10**18)  # none is forgotten, however slow this machine is
+    monkeypatch.setattr(control_loop, "LINGER_NS", 10**18)  # none is forgotten, however slow this machine is
 
     def kind_of(tokens):
-        return schedule(power_cap="300W", tokens=tokens)(lambda: loop.loop().own.tokens)
+        return schedule(power_cap="300W", tokens=tokens)(lambda: control_loop.get_loop().own.tokens)
 
     first, second, third = kind_of("warps"), kind_of("joules"), kind_of("launches")
     assert [first(), first(), second(), second(), third()] == ["warps", "warps", "joules", "joules", "launches"]
-    assert not any("for all" in note for note in third.report().notes)  # those that only linger do not count
+    assert not any("held by joules" in note for note in third.report().notes)  # those that only linger do not count
     assert [first(), third(), first()] == ["joules", "joules", "joules"]
-    assert any("for all" in note for note in third.report().notes)
+    assert any("held by joules" in note for note in third.report().notes)
 
 
 def test_each_counts_its_own_kind_alone(device, monkeypatch):
-    monkeypatch.setattr(loop, "LINGER_NS", 10**18)
+    monkeypatch.setattr(control_loop, "LINGER_NS", 10**18)
     monkeypatch.setattr(Cadence, "adapt", lambda *_: None)  # a point after every launch
     first, second = (schedule(power_cap="300W", tokens=kind) for kind in ("warps", "launches"))
     for held, launches in ((first, 3), (second, 2)):

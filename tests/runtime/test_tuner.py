@@ -15,21 +15,20 @@ from hypothesis import strategies as st
 from tessera.errors import ArgumentError, RecordingError, ScheduleError
 from tessera.rewrite.compare import compare
 from tessera.rewrite.state import State
-from tessera.runtime.tuner import Tuned, Wish, tuned
-from tessera.runtime.tuning import store
-from tessera.runtime.tuning.changes import NotHere, applied, unaligned
-from tessera.runtime.tuning.found import reach
-from tessera.runtime.tuning.plan import OpPlan, Plan, Trial
-from tessera.runtime.tuning.search import Goal, Knob, better, search, size
-from tessera.runtime.tuning.space import knobs
-from tessera.runtime.tuning.trial import Bench
+from tessera.runtime.options import ScheduleOptions
+from tessera.runtime.tuning.changes import apply_setting, find_unaligned
+from tessera.runtime.tuning.knobs import find_knobs
+from tessera.runtime.tuning.parts import NotApplicable, find_parts
+from tessera.runtime.tuning.plan import OpPlan, Plan, TuningTrial, plan_key
+from tessera.runtime.tuning.search import Knob, TuningGoal, count_settings, search
+from tessera.runtime.tuning.tuner import TrialBench, TunedFunction, make_goal
 
-ENERGY = Goal(policy="energy")
+ENERGY = TuningGoal(policy="energy")
 
 
-def trial(energy_j: float | None = 1.0, seconds: float = 1.0, *, error: float = 0.0, **more: Any) -> Trial:
+def trial(energy_j: float | None = 1.0, seconds: float = 1.0, *, error: float = 0.0, **more: Any) -> TuningTrial:
     more.setdefault("setting", {})
-    return Trial(energy_j=energy_j, energy_error_j=error, seconds=seconds, seconds_error=error, **more)
+    return TuningTrial(energy_j=energy_j, error_j=error, time_s=seconds, error_s=error, **more)
 
 
 # -- searching ---------------------------------------------------------------------------------------------------------
@@ -39,11 +38,11 @@ def test_a_small_space_is_measured_whole() -> None:
     space = [Knob(name="a", values=(None, 1, 2)), Knob(name="b", values=(None, True))]
     costs = {(None, None): 5.0, (1, None): 6.0, (2, None): 6.0, (None, True): 6.0, (1, True): 6.0, (2, True): 1.0}
 
-    def measure(setting: dict[str, Any]) -> Trial:
+    def measure(setting: dict[str, Any]) -> TuningTrial:
         return trial(costs[setting.get("a"), setting.get("b")], setting=setting)
 
     found = search(space, measure, ENERGY)
-    assert len(found.trials) == size(space) == 6
+    assert len(found.trials) == count_settings(space) == 6
     assert found.best.setting == {"a": 2, "b": True}  # pays only together: knob by knob would have missed it
 
 
@@ -66,18 +65,18 @@ def test_regret_against_exhaustive_search(data: Any) -> None:
 
 
 def test_noise_does_not_decide() -> None:
-    assert not better(trial(0.99, error=0.02), trial(1.0, error=0.02), ENERGY)
-    assert better(trial(0.9, error=0.02), trial(1.0, error=0.02), ENERGY)
-    assert not better(trial(None), trial(1.0), ENERGY)
-    assert better(trial(1.0, seconds=0.5), trial(1.0), Goal(policy="latency"))
+    assert not ENERGY.is_better(trial(0.99, error=0.02), trial(1.0, error=0.02))
+    assert ENERGY.is_better(trial(0.9, error=0.02), trial(1.0, error=0.02))
+    assert not ENERGY.is_better(trial(None), trial(1.0))
+    assert TuningGoal(policy="latency").is_better(trial(1.0, seconds=0.5), trial(1.0))
 
 
 def test_what_breaks_a_promise_is_not_used() -> None:
     space = [Knob(name="a", values=(None, "slow", "hot", "good"))]
     measured = {None: trial(1.0), "slow": trial(0.2, 1.5), "hot": trial(0.1, temp_c=90.0), "good": trial(0.7)}
-    goal = Goal(policy="throughput_per_watt", max_slowdown=0.02, max_temp_c=85.0)
+    goal = TuningGoal(policy="throughput_per_watt", max_slowdown=0.02, max_temp_c=85.0)
 
-    def measure(setting: dict[str, Any]) -> Trial:
+    def measure(setting: dict[str, Any]) -> TuningTrial:
         from msgspec.structs import replace
 
         return replace(measured[setting.get("a")], setting=setting)
@@ -113,39 +112,39 @@ def test_modules_and_optimizers_are_found_wherever_they_are_held() -> None:
             return self.model(x)
 
     for fn, args in ((step, ()), (Trainer().step, ()), (model, ()), (lambda m, o: None, (model, [optimizer]))):
-        found = reach(fn, args)
+        found = find_parts(fn, args)
         assert found.modules == (model,), fn
-    assert reach(step).optimizers == (optimizer,) and reach(Trainer().step).trains
-    assert [m.out_features for m in unaligned(reach(model))] == [3, 5]  # 12 and 20 bytes a row
+    assert find_parts(step).optimizers == (optimizer,) and find_parts(Trainer().step).trains
+    assert [m.out_features for m in find_unaligned(find_parts(model))] == [3, 5]  # 12 and 20 bytes a row
 
 
 def test_changes_are_taken_back() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 7)).eval()
     x = torch.randn(2, 3, 8, 8)
-    found, wanted = reach(model), model(x)
+    found, wanted = find_parts(model), model(x)
     setting = {"layout": "channels_last", "padding": True, "precision": "bf16"}
-    with applied(model, found, setting, {}) as call:
+    with apply_setting(model, found, setting, {}) as call:
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
         assert compare({"result": wanted}, {"result": call(x).float()}, 3e-2).ok
     assert model[0].weight.is_contiguous() and "forward" not in vars(model[2])
     assert torch.equal(model(x), wanted)
-    with pytest.raises(NotHere, match="fused"), applied(model, found, {"optimizer": "fused"}, {}):
+    with pytest.raises(NotApplicable, match="fused"), apply_setting(model, found, {"optimizer": "fused"}, {}):
         pass
     if not torch.cuda.is_available():
-        with pytest.raises(NotHere, match="CUDA"), applied(model, found, {"graph": True}, {}):
+        with pytest.raises(NotApplicable, match="CUDA"), apply_setting(model, found, {"graph": True}, {}):
             pass
 
 
 def test_only_knobs_that_can_matter() -> None:
-    plain = {k.name for k in knobs(reach(torch.nn.Linear(16, 16)))}
+    plain = {k.name for k in find_knobs(find_parts(torch.nn.Linear(16, 16)))}
     assert plain == {"compile"}
-    assert {k.name for k in knobs(reach(torch.nn.Conv2d(3, 8, 3)), tolerance=1e-2)} == {
+    assert {k.name for k in find_knobs(find_parts(torch.nn.Conv2d(3, 8, 3)), tolerance=1e-2)} == {
         "compile",
         "layout",
         "precision",
     }
     with pytest.raises(ArgumentError, match="nothing to choose"):
-        knobs(reach(torch.nn.Linear(4, 4)), own={"batch": [8]})
+        find_knobs(find_parts(torch.nn.Linear(4, 4)), own={"batch": [8]})
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
@@ -154,10 +153,10 @@ def test_only_knobs_that_can_matter() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Trials of a tenth of a second, plans in a folder of the test's own."""
-    import tessera.runtime.tuner as module
+    import tessera.runtime.tuning.tuner as module
 
-    real = module.Bench
-    monkeypatch.setattr(module, "Bench", lambda **k: real(**k, trial_s=0.1))
+    real = module.TrialBench
+    monkeypatch.setattr(module, "TrialBench", lambda **k: real(**k, trial_s=0.1))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -168,17 +167,19 @@ def slow_and_fast(x: Any, *, way: str = "slow") -> Any:
 
 
 def test_the_best_of_a_functions_own_arguments(quick: None, tmp_path: Path) -> None:
-    seen: list[Trial] = []
-    wish = Wish(policy="energy", search={"way": ["slow", "fast"]}, compile_modes=False, budget_s=30)
-    fn = tuned(slow_and_fast, wish, progress=lambda done, total, t: seen.append(t))
+    seen: list[TuningTrial] = []
+    wish = ScheduleOptions(policy="energy", search={"way": ["slow", "fast"]}, compile_modes=False, budget_s=30)
+    fn = TunedFunction(slow_and_fast, wish, progress=lambda done, total, t: seen.append(t))
     with pytest.raises(ScheduleError, match="no plan yet"):
         fn.plan()
     x = torch.randn(64, 64)
     assert torch.equal(fn(x), slow_and_fast(x))
     plan = fn.plan()
     assert plan.setting == {"way": "fast"} and len(seen) == 2
-    assert plan.best.seconds < plan.baseline.seconds / 10 and plan.saved_pct > 50
-    again = tuned(slow_and_fast, wish, progress=lambda *a: pytest.fail("the plan was kept: nothing is to be measured"))
+    assert plan.best.time_s < plan.baseline.time_s / 10 and plan.saved_pct > 50
+    again = TunedFunction(
+        slow_and_fast, wish, progress=lambda *a: pytest.fail("the plan was kept: nothing is to be measured")
+    )
     again(x)
     assert again.plan() == plan
     assert not plan.diff(plan) and "way" in str(plan)
@@ -205,7 +206,7 @@ def test_training_goes_on_as_if_nothing_had_happened(quick: None) -> None:
 
     x = torch.randn(4, 8)
     plain = stepper(*make())
-    fn = Tuned(stepper(*make()), Wish(policy="latency", compile_modes=False, cache=False))
+    fn = TunedFunction(stepper(*make()), ScheduleOptions(policy="latency", compile_modes=False, cache=False))
     assert [fn(x).item() for _ in range(4)] == [plain(x).item() for _ in range(4)]
     assert fn.plan().setting == {}
 
@@ -217,11 +218,11 @@ def test_a_setting_that_changes_the_result_is_refused(quick: None) -> None:
         with torch.no_grad():
             return model(x)
 
-    fn = Tuned(infer, Wish(policy="energy", compile_modes=False, error_tolerance=1e-7, cache=False))
+    fn = TunedFunction(infer, ScheduleOptions(policy="energy", compile_modes=False, error_tolerance=1e-7, cache=False))
     fn(torch.randn(8, 64))
     by = {t.setting.get("precision"): t for t in fn.plan().trials}
     assert "changed the result: result[0]" in by["bf16"].refused and by["bf16"].deviation > 1e-4
-    assert not by[None].refused and by["bf16"].seconds is None
+    assert not by[None].refused and by["bf16"].time_s is None
 
 
 def test_a_function_that_fails_says_so(quick: None) -> None:
@@ -232,7 +233,7 @@ def test_a_function_that_fails_says_so(quick: None) -> None:
             raise RuntimeError("only once")
         return x
 
-    fn = Tuned(once, Wish(policy="energy", cache=False))
+    fn = TunedFunction(once, ScheduleOptions(policy="energy", cache=False))
     with pytest.raises(ScheduleError, match="cannot be measured") as caught:
         fn(torch.ones(2))
     assert "only once" in (caught.value.why or "")
@@ -240,12 +241,12 @@ def test_a_function_that_fails_says_so(quick: None) -> None:
 
 def test_wishes_are_checked() -> None:
     with pytest.raises(ArgumentError, match="did you mean 'energy'"):
-        Wish(policy="enrgy")
+        ScheduleOptions(policy="enrgy")
     with pytest.raises(ArgumentError, match="budget_s"):
-        Wish(policy="energy", budget_s=0)
+        ScheduleOptions(policy="energy", budget_s=0)
     with pytest.raises(ArgumentError, match="per="):
-        Wish(policy="energy", per="batch")
-    assert Wish(policy="throughput_per_watt").goal.max_slowdown == 0.01
+        ScheduleOptions(policy="energy", per="batch")
+    assert make_goal(ScheduleOptions(policy="throughput_per_watt")).max_slowdown == 0.01
 
 
 def test_plans_differ_in_words(tmp_path: Path) -> None:
@@ -260,26 +261,26 @@ def test_plans_differ_in_words(tmp_path: Path) -> None:
     )
     b = Plan(
         function="f", policy="energy", setting={"compile": "default"}, why={"compile": "fuses"}, trials=trials,
-        ops=[OpPlan(op="gemm", calls=1, share_pct=90.0, tile=(128, 128, 64))],
+        ops=[OpPlan(op="gemm", calls=1, share_pct=90.0, clock="low")],
     )  # fmt: skip
     said = a.diff(b)
-    assert "compile: as it is -> default" in said and "gemm.tile: as it is -> 128x128x64" in said
+    assert "compile: as it is -> default" in said and "gemm.clock: as it is -> low" in said
     assert any("-50.0%" in line for line in said)
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(RecordingError, match="no plan"):
+    with pytest.raises(RecordingError, match="is not a plan"):
         Plan.load(tmp_path / "x.json")
     with pytest.raises(RecordingError, match="cannot read"):
         Plan.load(tmp_path / "none.json")
 
 
 def test_another_function_or_shape_is_another_plan() -> None:
-    x, found = torch.ones(2, 2), reach(slow_and_fast)
-    key = store.key_of(slow_and_fast, found, (x,), {}, {"policy": "energy"})
-    assert key == store.key_of(slow_and_fast, found, (torch.zeros(2, 2),), {}, {"policy": "energy"})
+    x, found = torch.ones(2, 2), find_parts(slow_and_fast)
+    key = plan_key(slow_and_fast, found, (x,), {}, {"policy": "energy"})
+    assert key == plan_key(slow_and_fast, found, (torch.zeros(2, 2),), {}, {"policy": "energy"})
     for other in (
-        store.key_of(slow_and_fast, found, (torch.ones(2, 3),), {}, {"policy": "energy"}),
-        store.key_of(slow_and_fast, found, (x,), {}, {"policy": "latency"}),
-        store.key_of(lambda y: y, found, (x,), {}, {"policy": "energy"}),
+        plan_key(slow_and_fast, found, (torch.ones(2, 3),), {}, {"policy": "energy"}),
+        plan_key(slow_and_fast, found, (x,), {}, {"policy": "latency"}),
+        plan_key(lambda y: y, found, (x,), {}, {"policy": "energy"}),
     ):
         assert other != key
 
@@ -307,9 +308,9 @@ def test_dropout_is_no_reason_to_refuse_and_no_excuse() -> None:
     assert reference.compare(program.observe(lambda x: step(x) * 1.5, (x,), {})).where == "result[0]"
 
 
-def bench(fn: Any, *args: Any, **options: Any) -> Bench:
-    found = reach(fn, args)
-    return Bench(fn=fn, args=args, kwargs={}, reach=found, state=State(found), own={}, trial_s=0.05, **options)
+def bench(fn: Any, *args: Any, **options: Any) -> TrialBench:
+    found = find_parts(fn, args)
+    return TrialBench(fn=fn, args=args, kwargs={}, parts=found, state=State(found), own={}, trial_s=0.05, **options)
 
 
 def test_a_step_that_forgets_the_weights_is_not_hidden_by_buffers() -> None:
@@ -340,7 +341,7 @@ def test_another_number_format_comes_only_with_a_tolerance() -> None:
     assert "float32 became" in bench(model, x)(setting).refused
     assert "relative error" in bench(model, x, tolerance=1e-6)(setting).refused
     done = bench(model, x, tolerance=2e-2)(setting)
-    assert not done.refused and 0 < done.deviation < 2e-2 and done.seconds > 0
+    assert not done.refused and 0 < done.deviation < 2e-2 and done.time_s > 0
 
 
 def test_the_function_as_it_is_is_the_reference_whatever_is_tried_first() -> None:

@@ -13,17 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from tessera.runtime.tuner import Tuned, Wish
+from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.tuning import search as searching
-from tessera.runtime.tuning.changes import NotHere, applied
-from tessera.runtime.tuning.copies import Copies, Weights, keeps_copies
-from tessera.runtime.tuning.found import Reach, reach
-from tessera.runtime.tuning.plan import Plan, Trial
-from tessera.runtime.tuning.search import Goal, Knob, search, size
-from tessera.runtime.tuning.seen import Seen, _new, look
-from tessera.runtime.tuning.space import knobs
+from tessera.runtime.tuning.changes import apply_setting
+from tessera.runtime.tuning.knobs import CallTraits, _find_different, find_knobs, watch_call
+from tessera.runtime.tuning.parts import (
+    FunctionParts,
+    NotApplicable,
+    WeightCopies,
+    WeightDigest,
+    find_parts,
+    keeps_copies,
+)
+from tessera.runtime.tuning.plan import Plan, TuningTrial
+from tessera.runtime.tuning.search import Knob, TuningGoal, count_settings, search
+from tessera.runtime.tuning.tuner import TunedFunction
 
-ENERGY = Goal(policy="energy")
+ENERGY = TuningGoal(policy="energy")
 FROZEN = {"compile": "default", "freeze": True}
 
 
@@ -102,8 +108,8 @@ def compilations() -> int:
 def test_frozen_weights_are_followed(quick_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
     model = Scaled().eval()
     infer, untouched = inferring(model, 4, 8)
-    first, known = copied(model), reach(infer)
-    with applied(infer, known, FROZEN, {}) as call:
+    first, known = copied(model), find_parts(infer)
+    with apply_setting(infer, known, FROZEN, {}) as call:
         made = compilations()
         assert torch.allclose(call(), untouched(), atol=1e-5)
         assert compilations() == made + 1
@@ -115,9 +121,9 @@ def test_frozen_weights_are_followed(quick_compiler: None, caplog: pytest.LogCap
         assert torch.equal(call(), before) and compilations() == made + 1
         model.load_state_dict(other_weights(model))
         assert torch.allclose(call(), untouched(), atol=1e-4) and not torch.allclose(call(), before, atol=1e-2)
-        assert compilations() == made + 2 and "not frozen" not in caplog.text
+        assert compilations() == made + 2 and "no longer frozen" not in caplog.text
         model.load_state_dict(first)  # the second change: not compiled a third time with weights in it
-        assert torch.allclose(call(), before, atol=1e-5) and "not frozen" in caplog.text
+        assert torch.allclose(call(), before, atol=1e-5) and "no longer frozen" in caplog.text
         made = compilations()
         model.load_state_dict(other_weights(model))
         assert torch.allclose(call(), untouched(), atol=1e-4) and compilations() == made
@@ -128,16 +134,16 @@ def test_frozen_weights_are_followed(quick_compiler: None, caplog: pytest.LogCap
 def test_frozen_code_is_found_again_for_equal_weights_only(quick_compiler: None) -> None:
     model = Scaled().eval()
     infer, untouched = inferring(model, 4, 8)
-    known, first = reach(infer), copied(model)
-    with applied(infer, known, FROZEN, {}) as call:
+    known, first = find_parts(infer), copied(model)
+    with apply_setting(infer, known, FROZEN, {}) as call:
         call()
     made = compilations()
     model.load_state_dict(first)  # as after every trial
-    with applied(infer, known, FROZEN, {}) as call:
+    with apply_setting(infer, known, FROZEN, {}) as call:
         assert torch.allclose(call(), untouched(), atol=1e-5)
     assert compilations() == made
     model.load_state_dict(other_weights(model))
-    with applied(infer, known, FROZEN, {}) as call:
+    with apply_setting(infer, known, FROZEN, {}) as call:
         assert torch.allclose(call(), untouched(), atol=1e-4)
     assert compilations() == made + 1
 
@@ -148,7 +154,7 @@ def test_a_plan_in_use_follows_weights_and_gives_up_what_wants_gradients(
 ) -> None:
     model = Scaled().eval()
     x = torch.randn(4, 8)
-    fn = Tuned(model, Wish(policy="energy", cache=False))
+    fn = TunedFunction(model, ScheduleOptions(policy="energy", cache=False))
     fn.use(Plan(function="model", policy="energy", setting=FROZEN, why={}, trials=[]), x)
     with torch.no_grad():
         before = fn(x)
@@ -164,21 +170,21 @@ def test_a_plan_in_use_follows_weights_and_gives_up_what_wants_gradients(
 
 def test_what_cannot_be_frozen_says_why() -> None:
     model = Scaled().eval()
-    known = reach(model)
-    with pytest.raises(NotHere, match="needs compile"), applied(model, known, {"freeze": True}, {}):
+    known = find_parts(model)
+    with pytest.raises(NotApplicable, match="needs compile"), apply_setting(model, known, {"freeze": True}, {}):
         pass
-    with pytest.raises(NotHere, match="gradients are on"), applied(model, known, FROZEN, {}) as call:
+    with pytest.raises(NotApplicable, match="gradients are on"), apply_setting(model, known, FROZEN, {}) as call:
         call(torch.randn(4, 8))
     model.train()
-    with pytest.raises(NotHere, match="training mode"), applied(model, known, FROZEN, {}):
+    with pytest.raises(NotApplicable, match="training mode"), apply_setting(model, known, FROZEN, {}):
         pass
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trained = Reach(modules=known.modules, optimizers=(optimizer,), tensors=())
-    with pytest.raises(NotHere, match="trained"), applied(model, trained, FROZEN, {}):
+    trained = FunctionParts(modules=known.modules, optimizers=(optimizer,), tensors=())
+    with pytest.raises(NotApplicable, match="trained"), apply_setting(model, trained, FROZEN, {}):
         pass
     with torch.inference_mode():
         unseen = torch.nn.Linear(2, 2).eval()
-    with pytest.raises(NotHere, match="do not count"), applied(unseen, reach(unseen), FROZEN, {}):
+    with pytest.raises(NotApplicable, match="counts no changes"), apply_setting(unseen, find_parts(unseen), FROZEN, {}):
         pass
 
 
@@ -192,7 +198,7 @@ def test_a_digest_is_of_every_element(data: Any) -> None:
     shape = data.draw(st.sampled_from([(), (1,), (7,), (2, 3, 2, 5)]))
     model = torch.nn.Module()
     model.register_buffer("kept", (torch.randn(shape) * 4).to(dtype))
-    weights = Weights(reach(model))
+    weights = WeightDigest(find_parts(model))
     before = weights.digest()
     kept = model.kept
     if kept.dim() == 4:
@@ -211,7 +217,7 @@ def test_a_digest_tells_order_shape_and_type() -> None:
     def digest(tensor: Any) -> str:
         model = torch.nn.Module()
         model.register_buffer("kept", tensor)
-        return Weights(reach(model)).digest()
+        return WeightDigest(find_parts(model)).digest()
 
     a = torch.arange(6, dtype=torch.float32)
     different = [a, a.flip(0), a.view(2, 3), a.view(2, 3).t().contiguous(), a.double(), a.view(torch.int32)]
@@ -231,7 +237,7 @@ def test_copies_are_renewed_when_weights_change_and_only_then() -> None:
         yield lambda: kept
         left.append(len(entered))
 
-    held = Copies(enter, reach(model), {"precision": "fp8", "graph": True})
+    held = WeightCopies(enter, find_parts(model), {"precision": "fp8", "graph": True})
     assert torch.equal(held(), model.weight)
     with torch.no_grad():
         model.weight.add_(0.0)  # counted, and the same
@@ -280,19 +286,24 @@ def takes_flash(call: Any) -> bool:
 @pytest.mark.parametrize("compiled", [{}, {"compile": "default"}], ids=["eager", "compiled"])
 def test_code_made_for_one_attention_is_not_run_for_another(quick_compiler: None, compiled: dict[str, Any]) -> None:
     infer, untouched = inferring(Attention().eval(), 2, 8, 16)
-    known, wanted = reach(infer), untouched()
+    known, wanted = find_parts(infer), untouched()
     for value in (None, "math", "flash", None, "math"):
         setting = {**compiled, "attention": value} if value else compiled
-        with applied(infer, known, setting, {}) as call:
+        with apply_setting(infer, known, setting, {}) as call:
             assert torch.allclose(call(), wanted, atol=1e-5)
             assert takes_flash(call) == (value != "math"), value
     assert takes_flash(untouched)  # torch's own switches are as they were
 
 
 def test_only_attentions_that_are_new_are_tried() -> None:
-    assert _new({None: [1, 1], "cudnn": [3, 3], "flash": [1, 1], "efficient": [2, 1]}) == ("cudnn", "efficient")
-    assert _new({None: [3], "cudnn": [3], "flash": [1], "efficient": [1]}) == ("flash",)  # no kernel of its own
-    assert _new({None: [], "cudnn": [], "flash": [], "efficient": []}) == ()
+    assert _find_different({None: [1, 1], "cudnn": [3, 3], "flash": [1, 1], "efficient": [2, 1]}) == (
+        "cudnn",
+        "efficient",
+    )
+    assert _find_different({None: [3], "cudnn": [3], "flash": [1], "efficient": [1]}) == (
+        "flash",
+    )  # no kernel of its own
+    assert _find_different({None: [], "cudnn": [], "flash": [], "efficient": []}) == ()
 
 
 def test_outputs_that_graphs_keep_are_let_go_of(quick_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +324,7 @@ def test_outputs_that_graphs_keep_are_let_go_of(quick_compiler: None, monkeypatc
     monkeypatch.setattr(trees, "get_obj", lambda local, name: kept)
     infer, untouched = inferring(Attention().eval(), 2, 8, 16)
     for mode, expected in (("default", []), ("reduce-overhead", ["a", "b", "c", "d", "e"])):
-        with applied(infer, reach(infer), {"compile": mode}, {}):
+        with apply_setting(infer, find_parts(infer), {"compile": mode}, {}):
             pass
         assert sorted(cleared) == expected
     assert untouched().shape == (2, 2, 8, 8)
@@ -325,18 +336,20 @@ def test_outputs_that_graphs_keep_are_let_go_of(quick_compiler: None, monkeypatc
 def test_a_look_sees_gradients_writes_and_failures() -> None:
     model = Attention().eval()
     infer, _ = inferring(model, 2, 8, 16)
-    known, x = reach(infer), torch.randn(2, 8, 16)
-    assert look(infer, known) == Seen(infers=True, attends=True)  # a CPU has one fused kernel: nothing to choose
-    assert not look(lambda: model(x), known).infers
-    assert not look(x.sum, known).infers  # no module ran
+    known, x = find_parts(infer), torch.randn(2, 8, 16)
+    assert watch_call(infer, known) == CallTraits(
+        infers=True, attends=True
+    )  # a CPU has one fused kernel: nothing to choose
+    assert not watch_call(lambda: model(x), known).infers
+    assert not watch_call(x.sum, known).infers  # no module ran
 
     def averages() -> Any:
         with torch.no_grad():
             model.project.bias.mul_(0.9)
             return model(x)
 
-    assert not look(averages, known).infers
-    assert look(lambda: 1 / 0, known) == Seen()
+    assert not watch_call(averages, known).infers
+    assert watch_call(lambda: 1 / 0, known) == CallTraits()
     assert not model._forward_pre_hooks
 
 
@@ -351,7 +364,7 @@ def test_a_look_asks_torch_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     torch._C._get_sdp_priority_order()
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     infer, _ = inferring(Attention().eval(), 2, 8, 16)
-    seen = look(infer, reach(infer))
+    seen = watch_call(infer, find_parts(infer))
     assert seen.attentions == ("cudnn", "efficient")  # flash is the first of torch's own order
     assert set(map(str, asked)) == {str(((2, 2, 8, 8), False, {"scale": None, "enable_gqa": False}))}
 
@@ -362,22 +375,25 @@ def test_a_look_asks_torch_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 def test_fused_convolutions() -> None:
     model = convolution()
     infer, untouched = inferring(model, 2, 3, 6, 6)
-    known = reach(infer)
-    with applied(infer, known, {"convolutions": "fused", "layout": "channels_last"}, {}) as call:
+    known = find_parts(infer)
+    with apply_setting(infer, known, {"convolutions": "fused", "layout": "channels_last"}, {}) as call:
         assert "forward" in vars(model) and torch.allclose(call(), untouched(), atol=1e-5)
         model.load_state_dict(other_weights(model))
         assert torch.allclose(call(), untouched(), atol=1e-4)
         model.train()
-        with pytest.raises(NotHere) as caught:
+        with pytest.raises(NotApplicable) as caught:
             call()
         assert caught.value.knob == "convolutions"
         model.eval()
     assert "forward" not in vars(model) and model[0].weight.is_contiguous()
     both = {"convolutions": "fused", "compile": "default"}
-    with pytest.raises(NotHere, match="exclude compile"), applied(infer, known, both, {}):
+    with pytest.raises(NotApplicable, match="exclude compile"), apply_setting(infer, known, both, {}):
         pass
     plain = torch.nn.Linear(4, 4).eval()
-    with pytest.raises(NotHere, match="no convolution"), applied(plain, reach(plain), {"convolutions": "fused"}, {}):
+    with (
+        pytest.raises(NotApplicable, match="no convolution"),
+        apply_setting(plain, find_parts(plain), {"convolutions": "fused"}, {}),
+    ):
         pass
 
 
@@ -397,7 +413,7 @@ def test_linear_layers_in_fp8(
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 7))
     infer, untouched = inferring(model.bfloat16().eval(), 64, 32)
     wanted, kept = untouched(), len(prepared._kept)
-    with applied(infer, reach(infer), {"precision": "fp8", **compiled}, {}) as call:
+    with apply_setting(infer, find_parts(infer), {"precision": "fp8", **compiled}, {}) as call:
         assert 1e-3 < apart(call(), wanted) < 5e-2
         assert [("forward" in vars(m)) for m in model] == [True, False, False]  # 7 columns are left as they are
         mine = list(prepared._kept.values())[kept:]
@@ -410,14 +426,17 @@ def test_linear_layers_in_fp8(
         assert apart(call(), wanted) > 0.5
     assert len(prepared._kept) == kept and not any("forward" in vars(m) for m in model)
     wide = torch.nn.Linear(16, 16).eval()
-    with pytest.raises(NotHere, match="no linear layer"), applied(wide, reach(wide), {"precision": "fp8"}, {}):
+    with (
+        pytest.raises(NotApplicable, match="no linear layer"),
+        apply_setting(wide, find_parts(wide), {"precision": "fp8"}, {}),
+    ):
         pass
 
 
 # -- what is tried, in which order -------------------------------------------------------------------------------------
 
 
-class OnCuda(Reach):
+class OnCuda(FunctionParts):
     """What a function works with, as if it were on a GPU."""
 
     @property
@@ -425,7 +444,7 @@ class OnCuda(Reach):
         return torch.device("cuda", 0)
 
 
-def on_cuda(*modules: Any, optimizers: tuple[Any, ...] = ()) -> Reach:
+def on_cuda(*modules: Any, optimizers: tuple[Any, ...] = ()) -> FunctionParts:
     return OnCuda(modules=modules, optimizers=optimizers, tensors=())
 
 
@@ -433,17 +452,19 @@ def tried(space: list[Knob], saves: dict[str, float], **more: Any) -> list[str]:
     """Settings in the order they are measured, where each knob saves a share of its own."""
     order: list[str] = []
 
-    def measure(setting: dict[str, Any]) -> Trial:
+    def measure(setting: dict[str, Any]) -> TuningTrial:
         order.append("+".join(k if v is True else f"{k}={v}" for k, v in setting.items()) or "as it is")
         joules = math.prod(1 - saves.get(f"{k}={v}", saves.get(k, 0.0)) for k, v in setting.items())
-        return Trial(setting=setting, seconds=joules, energy_j=joules, prepared_s=40.0 if "compile" in setting else 1.0)
+        return TuningTrial(
+            setting=setting, time_s=joules, energy_j=joules, prepared_s=40.0 if "compile" in setting else 1.0
+        )
 
     search(space, measure, ENERGY, **more)
     return order
 
 
 def test_inference_of_a_transformer() -> None:
-    space = knobs(on_cuda(Attention().eval()), seen=Seen(infers=True, attentions=("flash", "efficient")))
+    space = find_knobs(on_cuda(Attention().eval()), traits=CallTraits(infers=True, attentions=("flash", "efficient")))
     order = tried(space, {"compile=default": 0.2, "compile=reduce-overhead": 0.3, "graph": 0.15, "freeze": 0.05})
     assert order[:7] == [
         "as it is", "compile=default", "compile=reduce-overhead",
@@ -451,13 +472,13 @@ def test_inference_of_a_transformer() -> None:
         "compile=default+graph+freeze", "compile=default+graph+freeze+attention=flash",
         "compile=default+graph+freeze+attention=efficient",
     ]  # fmt: skip
-    assert len(order) == len(set(order)) <= size(space)
+    assert len(order) == len(set(order)) <= count_settings(space)
     assert not any("reduce-overhead" in o and "graph" in o for o in order)
     assert all("compile" in o for o in order if "freeze" in o)
 
 
 def test_inference_with_convolutions() -> None:
-    space = knobs(on_cuda(convolution()), seen=Seen(infers=True))
+    space = find_knobs(on_cuda(convolution()), traits=CallTraits(infers=True))
     saves = {"compile": 0.2, "convolutions": 0.3, "layout": 0.1, "graph": 0.1, "freeze": 0.1}
     order = tried(space, saves)
     fused = "layout=channels_last+graph+cudnn_benchmark+convolutions=fused"
@@ -470,11 +491,13 @@ def test_inference_with_convolutions() -> None:
 def test_training_has_neither_frozen_nor_fused_layers() -> None:
     model = torch.nn.Sequential(convolution(), Attention(), torch.nn.Linear(8, 509)).train()
     known = on_cuda(model, optimizers=(torch.optim.AdamW(model.parameters()),))
-    names = [k.name for k in knobs(known, seen=Seen(infers=False, attentions=("flash",)), tolerance=0.1)]
+    names = [k.name for k in find_knobs(known, traits=CallTraits(infers=False, attentions=("flash",)), tolerance=0.1)]
     assert names == [
         "compile", "layout", "graph", "padding", "optimizer", "attention", "cudnn_benchmark", "precision",
     ]  # fmt: skip
-    order = tried(knobs(known, seen=Seen(attentions=("flash",))), {"compile": 0.3, "graph": 0.1, "padding": 0.1})
+    order = tried(
+        find_knobs(known, traits=CallTraits(attentions=("flash",))), {"compile": 0.3, "graph": 0.1, "padding": 0.1}
+    )
     quick, slow = (order.index(f"compile=default+graph+{w}") for w in ("optimizer=fused", "padding"))
     assert quick < slow  # first what the compiled code can be run with
     assert slow < order.index("compile=default+graph+padding+attention=flash")
@@ -496,9 +519,9 @@ def test_padding_goes_through_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
-    found, wanted = reach(step), step()
+    found, wanted = find_parts(step), step()
     for setting, traced in (({"compile": "default"}, False), ({"compile": "default", "padding": True}, True)):
-        with applied(step, found, setting, {}) as call:
+        with apply_setting(step, found, setting, {}) as call:
             torch.testing.assert_close(call(), wanted)
         assert bool(seen) is traced
 
@@ -508,25 +531,29 @@ def test_fp8_is_offered_where_it_may_differ_that_much(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(lowprec, "fp8_units", lambda index: True)
     known = on_cuda(Attention().bfloat16().eval())
-    seen = Seen(infers=True)
-    by_tolerance = {t: [k for k in knobs(known, seen=seen, tolerance=t) if k.name == "precision"] for t in (1e-2, 5e-2)}
+    seen = CallTraits(infers=True)
+    by_tolerance = {
+        t: [k for k in find_knobs(known, traits=seen, tolerance=t) if k.name == "precision"] for t in (1e-2, 5e-2)
+    }
     assert not by_tolerance[1e-2] and by_tolerance[5e-2][0].values == (None, "fp8")
-    assert not [k for k in knobs(known, seen=Seen(), tolerance=0.1) if k.name == "precision"]
-    order = tried(knobs(known, seen=seen, tolerance=0.1), {"compile": 0.1, "freeze": 0.1})
+    assert not [k for k in find_knobs(known, traits=CallTraits(), tolerance=0.1) if k.name == "precision"]
+    order = tried(find_knobs(known, traits=seen, tolerance=0.1), {"compile": 0.1, "freeze": 0.1})
     assert any("fp8" in o for o in order) and not any("freeze" in o and "fp8" in o for o in order)
 
 
 def test_no_compiling_that_the_time_left_does_not_allow() -> None:
-    space = knobs(on_cuda(convolution()), seen=Seen(infers=True))
+    space = find_knobs(on_cuda(convolution()), traits=CallTraits(infers=True))
     spent: list[float] = []
 
     def seconds_left() -> float:
         return 100.0 - sum(spent)
 
-    def measure(setting: dict[str, Any]) -> Trial:
+    def measure(setting: dict[str, Any]) -> TuningTrial:
         prepared_s = 40.0 if setting.get("compile") and setting.keys() <= {"compile", "freeze", "layout"} else 1.0
         spent.append(prepared_s)
-        return Trial(setting=setting, seconds=1.0, energy_j=0.5 if "compile" in setting else 1.0, prepared_s=prepared_s)
+        return TuningTrial(
+            setting=setting, time_s=1.0, energy_j=0.5 if "compile" in setting else 1.0, prepared_s=prepared_s
+        )
 
     found = search(space, measure, ENERGY, seconds_left=seconds_left)
     assert found.cut and sum(spent) <= 100.0
@@ -549,12 +576,12 @@ def test_no_setting_is_tried_in_vain(data: Any) -> None:
         space.append(Knob(name=name, values=values, needs=needs, instead=instead, gain=gain, recompiles=recompiles))
     cost = {(k.name, v): data.draw(st.floats(0.5, 1.5)) for k in space for v in (1, 2)}
     found = search(
-        space, lambda s: Trial(setting=s, seconds=1.0, energy_j=math.prod(cost[p] for p in s.items())), ENERGY
+        space, lambda s: TuningTrial(setting=s, time_s=1.0, energy_j=math.prod(cost[p] for p in s.items())), ENERGY
     )
     seen = [t.setting for t in found.trials]
-    allowed = list(searching._every(space))
+    allowed = list(searching._all_settings(space))
     assert all(s in allowed for s in seen)
-    assert len({tuple(sorted(s.items())) for s in seen}) == len(seen) <= len(allowed) == size(space)
-    if size(space) <= searching.EXHAUSTIVE:
+    assert len({tuple(sorted(s.items())) for s in seen}) == len(seen) <= len(allowed) == count_settings(space)
+    if count_settings(space) <= searching.EXHAUSTIVE:
         assert len(seen) == len(allowed)
     assert found.best.energy_j == min(t.energy_j for t in found.trials)

@@ -204,7 +204,7 @@ def _apply_clocks(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -
     return dataclasses.replace(journal, clocks=dataclasses.replace(pending, done=True))
 
 
-# -- what is changed on this machine, for `tessera doctor` -------------------------------------------------------------
+# -- what is changed on this machine, for `tessera doctor` ------------------------------------------------------------
 
 
 def list_outstanding() -> list[OutstandingChange]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..runtime.held import ScheduleReport, TokenReport, ZoneReport
+from ..runtime.cap_report import ScheduleReport, TokenReport, ZoneReport
 from ..units import format_duration, format_energy, format_power
 
 
@@ -18,7 +18,7 @@ def schedule_text(report: ScheduleReport) -> str:
         )
     if report.tokens is not None:
         lines.append(_tokens(report.tokens))
-    each = report.joules_per_call
+    each = report.energy_per_call_j
     lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
     return "\n".join([*lines, *report.notes])
 
@@ -63,7 +63,7 @@ def _held(report: ScheduleReport, zone: ZoneReport) -> str:
         parts.append(f"highest window {_against(report, zone.peak_w)}")
     elif zone.first_peak_w is not None:
         parts.append(f"highest window of the first second {_against(report, zone.first_peak_w)}")
-    parts.append(f"{format_energy(zone.energy_j)} in {format_duration(zone.seconds)}, {zone.basis}")
+    parts.append(f"{format_energy(zone.energy_j)} in {format_duration(zone.time_s)}, {zone.basis}")
     return ", ".join(parts)
 
 
@@ -72,8 +72,8 @@ def _tokens(tokens: TokenReport) -> str:
     parts = [f"{tokens.spent:,} {tokens.kind} spent by Tessera's own kernels"]
     if tokens.per_s is not None:
         parts.append(f"{tokens.per_s:,.4g} a second")
-    if tokens.joules_each is not None:
-        parts.append(f"{format_energy(tokens.joules_each)} each above idle")
+    if tokens.energy_per_token_j is not None:
+        parts.append(f"{format_energy(tokens.energy_per_token_j)} each above idle")
     return ", ".join(parts) + "; other work spends none and is not waited for"
 
 

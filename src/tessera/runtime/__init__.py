@@ -1,10 +1,10 @@
-"""Acting on joules: `schedule` (caps, goals, hints), the token bucket and its pace points, tuner, limits and clocks.
+"""Acting on joules: `schedule` (caps, policies, hints), the token bucket and its pace points, limits and clocks.
 
 ::
 
-    schedule ── options ──► held ──► loop (thread) ──► zone ── bucket (controller)      monitor's samples ──► loop
-                  │                    │   └── node (one bucket for the node's processes)
-                  │                    └── launches (where points go) ── pace ── pace_kernel (the wait in the stream)
-                  ├──► limits, dvfs (the driver's, with permission)
-                  └──► tuner, tuning (choices by measured joules)
+    schedule ── options ──► control_loop (thread) ──► power_zone ── controller          monitor's samples ──► loop
+                  │            │   └── node_bucket (one bucket for the node's processes)    cap_report ◄──────┘
+                  │            └── launches (where points go) ── pacer ── wait_kernel (the wait in the stream)
+                  ├──► driver_limits, dvfs (by the driver, with permission)
+                  └──► tuning (choices by measured joules)
 """

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
-from ..errors import ArgumentError, MissingExtra, ScheduleError
-from ..units import format_duration
-from .options import CAP_WINDOW_MS, Options
+from ..errors import ArgumentError, MissingExtra, ScheduleError, did_you_mean
+from ..units import ScopedPower, format_duration
+from .options import CAP_WINDOW_MS, ScheduleOptions
 
-if TYPE_CHECKING:  # numpy comes with it: for a schedule without a cap, not before its report
-    from .held import Held, ScheduleReport
+if TYPE_CHECKING:  # these import numpy, which a schedule without a cap needs only for its report
+    from .cap_report import CapTracker, ScheduleReport
+    from .driver_limits import DriverLimits
+    from .tuning.plan import Plan
+    from .tuning.tuner import TunedFunction
 
 F = TypeVar("F", bound=Callable[..., Any])
 # How far dvfs="auto" lowers the SM clock for operators that only move bytes: a tenth of an H200's 1980 MHz; its memory
 # clock stays. Not yet measured on a GPU.
 LOW_MHZ = 200
-# A function called in a loop finds the driver's limit still set; after a pause this long it is put back.
+# A function called in a loop finds the driver's limit still set; after a pause this long it is restored.
 LINGER_S = 1.0
 
 
 def schedule(
     *bare: Never,
-    power_cap: str | float | None = None,
+    power_cap: ScopedPower | str | float | None = None,
     policy: str | None = None,
     dvfs: str | Sequence[str] | None = None,
     cap_policy: str | None = None,
@@ -38,8 +42,17 @@ def schedule(
     max_temp_c: float | str | None = None,
     cp_async_depth: int | None = None,
     warp_mma_concurrency: int | None = None,
+    tokens: str = "joules",
+    points: str = "auto",
+    allow_control: bool | None = None,
+    error_tolerance: float | None = None,
+    budget_s: float = 120.0,
+    search: Mapping[str, Sequence[Any]] | None = None,
+    per: str | None = None,
+    compile_modes: bool = True,
+    cache: bool = True,
     dry_run: bool = False,
-    **more: Any,
+    **unknown: Never,
 ) -> Schedule:
     """Run a function, or a `with` block, under a schedule.
 
@@ -48,87 +61,115 @@ def schedule(
     >>> step(batch)
     >>> print(step.report())
 
-    `power_cap` is watts per GPU ("275W") or for all processes of the node ("node:1.2kW"). It is held for the mean over
-    `cap_window_ms`, or the sensor's resolution if that is longer, by waits in the stream (`cap_policy="token_bucket"`,
-    the default: needs no permission) or by the driver's limit (`"driver"`: needs permission and `allow_control=True` or
-    TESSERA_CONTROL=1; refused, the waits hold the cap). `policy` tunes the function by measured joules: "latency",
-    "throughput_per_watt", "energy" or "peak_power", within `max_slowdown` and `max_temp_c`. `dvfs` shapes clocks
-    ("auto", "shape:sm_down_200MHz@flash_attention"). `cp_async_depth` and `warp_mma_concurrency` reach our own kernels.
-    `dry_run` prints what would be done, and does nothing.
+    A power cap:
 
-    `more`: `tokens`, what the bucket holds ("joules", or "launches", "warps" or "cp_async" of our own kernels alone),
-    `points` ("op", "call" or "auto": where waits may come), `allow_control`, and what the tuner takes (`budget_s`,
-    `error_tolerance`, `search`, `per`, `cache`).
+    * `power_cap`: watts per GPU ("275W") or for all processes of the node ("node:1.2kW").
+    * `cap_window_ms`: the cap applies to the mean over this window, or over the sensor's resolution if that is longer.
+    * `cap_policy`: "token_bucket" (default) waits in the stream and needs no permission. "driver" sets the driver's
+      limit: it needs permission and `allow_control=True` or TESSERA_CONTROL=1. If that is refused, waits hold the cap.
+    * `points`: where waits may come: "op", "call" or "auto".
+    * `tokens`: what the bucket counts: "joules", or "launches", "warps" or "cp_async" of Tessera's own kernels only.
+
+    Tuning by measured joules:
+
+    * `policy`: "latency", "throughput_per_watt", "energy" or "peak_power".
+    * `max_slowdown`, `max_temp_c`, `error_tolerance`: what the chosen setting must keep.
+    * `budget_s`: how long the search may take. `search` adds arguments of the function with their values; `per` names
+      the one that says how much work a call does. `compile_modes=False` tries no torch.compile. `cache=False` neither
+      reads nor stores plans.
+
+    Hardware and kernels: `dvfs` shapes clocks ("auto", "shape:sm_down_200MHz@flash_attention"). `cp_async_depth` and
+    `warp_mma_concurrency` are hints for Tessera's own kernels. `dry_run` prints what would be done, and does nothing.
     """
     if bare:
         raise ArgumentError(
-            "schedule takes its wishes by name, and nothing else",
-            fix='with parentheses above a function: @schedule(power_cap="275W"), or policy="throughput_per_watt"',
+            "schedule takes its options by name only",
+            fix='use parentheses above a function: @schedule(power_cap="275W"), or policy="throughput_per_watt"',
         )
-    Options.refuse_unknown(more)
+    names = [f.name for f in dataclasses.fields(ScheduleOptions)]
+    for name in unknown:
+        raise ArgumentError(
+            f"schedule has no option {name!r}{did_you_mean(name, names)}", fix=f"options: {', '.join(names)}"
+        )
     return Schedule(
-        Options(
-            power_cap=power_cap, policy=policy, dvfs=dvfs, cap_policy=cap_policy, cap_window_ms=cap_window_ms,
-            max_slowdown=max_slowdown, max_temp_c=max_temp_c, cp_async_depth=cp_async_depth,
-            warp_mma_concurrency=warp_mma_concurrency, dry_run=dry_run, **more,
+        ScheduleOptions(
+            power_cap=power_cap,
+            policy=policy,
+            dvfs=dvfs,
+            cap_policy=cap_policy,
+            cap_window_ms=cap_window_ms,
+            max_slowdown=max_slowdown,
+            max_temp_c=max_temp_c,
+            cp_async_depth=cp_async_depth,
+            warp_mma_concurrency=warp_mma_concurrency,
+            tokens=tokens,
+            points=points,
+            allow_control=allow_control,
+            error_tolerance=error_tolerance,
+            budget_s=budget_s,
+            search=search or {},
+            per=per,
+            compile_modes=compile_modes,
+            cache=cache,
+            dry_run=dry_run,
         )
-    )  # fmt: skip
+    )
 
 
 class Schedule:
     """A decorator and a context manager; made by `schedule`. Threads may share one."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ScheduleOptions) -> None:
         self.options = options
-        self._open = threading.local()
-        self._held: Held | None = None
-        self._limited: Any = None
-        self._tuned: Any = None
+        self._blocks = threading.local()
+        self._tracker: CapTracker | None = None
+        self._driver: DriverLimits | None = None
+        self._tuned: TunedFunction | None = None
         self._calls = 0
-        self._said = False
+        self._printed = False
         if options.cap is not None:
-            from .held import Held
+            from .cap_report import CapTracker
 
-            self._held = Held(options.cap, options.cap_window_ms * 1e-3, tokens=options.tokens)
+            self._tracker = CapTracker(options.cap, options.cap_window_ms * 1e-3, tokens=options.tokens)
 
     # -- as a decorator -------------------------------------------------------------------------------------
 
     def __call__(self, fn: F) -> F:
         """The function under this schedule, with `report()` and `plan()`."""
-        _refuse(fn)
+        _check_function(fn)
         own = Schedule(self.options)
         target: Callable[..., Any] = fn
         if self.options.policy is not None and not self.options.dry_run:
-            from .tuner import Wish, tuned
+            _check_torch()
+            from .tuning.tuner import TunedFunction
 
-            _needs_torch()
-
-            own._tuned = target = tuned(fn, Wish(**self.options.wish()))
-        wrapped = own._wrap(target, each_call=own._each_call(fn))
-        functools.update_wrapper(wrapped, fn)
-        wrapped.report, wrapped.plan, wrapped.schedule = own.report, own.plan, own  # type: ignore[attr-defined]
-        return cast(F, wrapped)
+            own._tuned = target = TunedFunction(fn, self.options)
+        wrapper = own._wrap(target, each_call=own._waits_between_calls(fn))
+        functools.update_wrapper(wrapper, fn)
+        wrapper.report, wrapper.plan, wrapper.schedule = own.report, own.plan, own  # type: ignore[attr-defined]
+        return cast(F, wrapper)
 
     def _wrap(self, target: Callable[..., Any], *, each_call: bool) -> Callable[..., Any]:
-        if not self.limits:
+        options = self.options
+        if not options.limits:
 
             def direct(*args: Any, **kwargs: Any) -> Any:
                 return target(*args, **kwargs)
 
             return direct
 
-        _needs_torch()
-        # A cap alone is the usual case, and may be entered for every small kernel.
-        alone = self.options.bucket and not (self.options.hints or self.options.controls or self.options.dry_run)
+        _check_torch()
+        # Only a cap is the usual case, and may be entered for every small kernel.
+        only_cap = options.paces and not (options.hints or options.controls or options.dry_run)
 
-        def scheduled(*args: Any, **kwargs: Any) -> Any:
-            with self._paced(each_call) if alone else self._around(each_call=each_call, linger_s=LINGER_S):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self._pace(each_call) if only_cap else self._around(each_call=each_call, linger_s=LINGER_S):
                 return target(*args, **kwargs)
 
-        return scheduled
+        return wrapper
 
-    def _each_call(self, fn: Callable[..., Any]) -> bool:
-        """Whether waits come between calls alone: asked for, or compiled code (a mode makes it compile again)."""
+    def _waits_between_calls(self, fn: Callable[..., Any]) -> bool:
+        """Whether waits come only between calls: on request, or for compiled code (a mode makes it compile again)."""
         if self.options.points != "auto":
             return self.options.points == "call"
         if self.options.policy is not None:  # the plan may be a compiled function or a graph
@@ -144,98 +185,94 @@ class Schedule:
                 fix="decorate a function with @schedule(policy=...)",
             )
         stack = contextlib.ExitStack()
-        if self.limits:
-            _needs_torch()
+        if self.options.limits:
+            _check_torch()
             stack.enter_context(self._around(each_call=self.options.points == "call"))
-        self._opened().append(stack)
+        if not hasattr(self._blocks, "stacks"):
+            self._blocks.stacks = []
+        self._blocks.stacks.append(stack)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._opened().pop().__exit__(kind, exc, trace)
-
-    def _opened(self) -> list[contextlib.ExitStack]:
-        if not hasattr(self._open, "stacks"):
-            self._open.stacks = []
-        return cast("list[contextlib.ExitStack]", self._open.stacks)
-
-    # -- what holds meanwhile -------------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> bool:
-        """Whether anything is done around a call at all."""
-        options = self.options
-        return options.cap is not None or options.hints or options.controls or options.dry_run
+        self._blocks.stacks.pop().__exit__(kind, exc, trace)
 
     @contextlib.contextmanager
     def _around(self, *, each_call: bool, linger_s: float = 0.0) -> Iterator[None]:
         options = self.options
         if options.dry_run:
-            self._say()
+            self._print_actions()
             yield
             return
         with contextlib.ExitStack() as stack:
             if options.hints:
-                stack.enter_context(_hinted(options))
-            bucket = options.bucket
+                from ..op import hints
+
+                stack.enter_context(hints.use(dataclasses.replace(hints.current(), **options.hints)))
+            paces = options.paces
             if options.controls:
-                self._limited = stack.enter_context(self._driver(linger_s))
-                bucket = options.cap is not None and self._limited.how != "driver"
-            if bucket:
-                stack.enter_context(self._paced(each_call))
+                from .driver_limits import hold_limits
+
+                self._driver = stack.enter_context(
+                    hold_limits(
+                        cap_w=options.driver_cap_w,
+                        dvfs=self._clock_rules(),
+                        allow_control=options.allow_control,
+                        linger_s=linger_s,
+                    )
+                )
+                paces = options.cap is not None and self._driver.how != "driver"
+            if paces:
+                stack.enter_context(self._pace(each_call))
             else:
                 self._calls += 1
             yield
 
-    def _paced(self, each_call: bool) -> contextlib.AbstractContextManager[None]:
-        from .paced import Paced
+    def _pace(self, each_call: bool) -> contextlib.AbstractContextManager[None]:
+        from .control_loop import PacedCall
 
-        assert self._held is not None
-        return Paced(self._held, each_call=each_call)
+        assert self._tracker is not None
+        return PacedCall(self._tracker, each_call=each_call)
 
-    def _driver(self, linger_s: float) -> contextlib.AbstractContextManager[Any]:
-        from . import limits
-
-        options = self.options
-        cap_w = options.cap.power_w if options.cap is not None and options.cap_policy == "driver" else None
-        return limits.hold(
-            None, cap_w=cap_w, dvfs=self._clocks(), allow_control=options.allow_control, linger_s=linger_s
-        )
-
-    def _clocks(self) -> str | Sequence[str] | None:
-        """What is asked of the clocks; "auto" becomes the operators that the plan says can do with less."""
-        asked = self.options.dvfs
-        if self._tuned is None or asked is None:
-            return asked
+    def _clock_rules(self) -> str | Sequence[str] | None:
+        """The `dvfs=` option; "auto" becomes the operators for which the plan says that a lower clock is enough."""
+        dvfs = self.options.dvfs
+        if self._tuned is None or dvfs is None:
+            return dvfs
         try:
             plan = self._tuned.plan()
         except ScheduleError:
-            return asked  # not tuned before the first call
-        given = [part.strip() for text in ([asked] if isinstance(asked, str) else asked) for part in text.split(";")]
+            return dvfs  # not tuned before the first call
+        parts = [part.strip() for text in ([dvfs] if isinstance(dvfs, str) else dvfs) for part in text.split(";")]
         low = [f"shape:sm_down_{LOW_MHZ}MHz@{op.op}" for op in plan.ops if op.clock == "low"]
-        return [*(p for p in given if p != "auto"), *low] if low and "auto" in given else asked
+        return [*(p for p in parts if p != "auto"), *low] if low and "auto" in parts else dvfs
 
-    # -- what came of it ------------------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------------------
 
     def report(self) -> ScheduleReport:
         """What was asked, held, waited and spent so far."""
-        from .held import ScheduleReport
+        from .cap_report import ScheduleReport
 
-        notes = tuple(self._limited.notes) if self._limited is not None else ()
-        if self._held is not None and self._held.calls:
-            from .loop import loop
+        notes = tuple(self._driver.notes) if self._driver is not None else ()
+        if self._tracker is not None and self._tracker.calls:
+            from .control_loop import get_loop
 
-            loop().settle(self._held)
-            return self._held.report(notes)
-        how = self._limited.how if self._limited is not None else None
+            get_loop().wait_for_readings(self._tracker)
+            return self._tracker.report(notes)
+        how = self._driver.how if self._driver is not None else None
         return ScheduleReport(
-            cap=self.options.cap, how=how, where="by the driver's power limit" if how else None, window_s=None,
-            window_from=None, calls=self._calls, notes=notes,
-        )  # fmt: skip
+            cap=self.options.cap,
+            how=how,
+            where="by the driver's power limit" if how else None,
+            window_s=None,
+            window_from=None,
+            calls=self._calls,
+            notes=notes,
+        )
 
-    def plan(self) -> Any:
-        """The plan the tuner chose."""
+    def plan(self) -> Plan:
+        """The plan that the tuner chose."""
         if self._tuned is None:
             raise ScheduleError(
                 "there is no plan", why="nothing was tuned", fix='@schedule(policy="throughput_per_watt")'
@@ -243,71 +280,55 @@ class Schedule:
         return self._tuned.plan()
 
     def actions(self) -> list[str]:
-        """What this schedule does, in words; nothing is done by asking."""
+        """What this schedule does, in words; asking changes nothing."""
         options, cap = self.options, self.options.cap
-        done = []
+        actions = []
         if options.policy:
-            done.append(f"tune for {options.policy} at the first call, within {format_duration(options.budget_s)}")
-        if options.bucket and cap is not None:
-            each = "all processes of this node together" if cap.scope == "node" else "each GPU"
+            actions.append(f"tune for {options.policy} at the first call, within {format_duration(options.budget_s)}")
+        if options.paces and cap is not None:
+            scope = "all processes of this node together" if cap.scope == "node" else "each GPU"
             window = format_duration(options.cap_window_ms * 1e-3)
             waits = "in the stream"
             if options.tokens != "joules":
                 waits = f"after Tessera's own kernels, by their {options.tokens}"
-            done.append(f"hold {cap.power_w:g} W for {each} by waits {waits}: the mean over {window}")
+            actions.append(f"hold {cap.power_w:g} W for {scope} by waits {waits}: the mean over {window}")
         if options.cp_async_depth is not None:
-            done.append(f"keep {options.cp_async_depth} tiles in flight to shared memory in Tessera's kernels")
+            actions.append(f"keep {options.cp_async_depth} tiles in flight to shared memory in Tessera's kernels")
         if options.warp_mma_concurrency is not None:
-            done.append(f"use {options.warp_mma_concurrency} warp groups in Tessera's kernels")
+            actions.append(f"use {options.warp_mma_concurrency} warp groups in Tessera's kernels")
         if options.controls:
-            from . import limits
+            from .driver_limits import plan_limits
 
-            cap_w = cap.power_w if cap is not None and options.cap_policy == "driver" else None
-            with limits.hold(None, cap_w=cap_w, dvfs=options.dvfs, dry_run=True) as would:
-                done += [*would.actions, *would.notes]
-        return done
+            limits = plan_limits(cap_w=options.driver_cap_w, dvfs=options.dvfs, allow_control=options.allow_control)
+            actions += [*limits.actions, *limits.notes]
+        return actions
 
-    def _say(self) -> None:
-        if not self._said:
-            self._said = True
+    def _print_actions(self) -> None:
+        if not self._printed:
+            self._printed = True
             for action in self.actions() or ["nothing"]:
                 sys.stdout.write(f"tessera: would {action}\n")
 
 
-def _hinted(options: Options) -> contextlib.AbstractContextManager[None]:
-    """What holds already, with what this schedule asks over it."""
-    import dataclasses
-
-    from ..op import hints
-
-    asked = {
-        name: value
-        for name in ("cp_async_depth", "warp_mma_concurrency")
-        if (value := getattr(options, name)) is not None
-    }
-    return hints.use(dataclasses.replace(hints.current(), **asked))
-
-
-def _refuse(fn: object) -> None:
-    """Only what runs when it is called: a coroutine or generator launches its work later, outside of the schedule."""
-    called = getattr(fn, "__call__", None)  # noqa: B004  (an object's own, which may be a coroutine function)
-    kinds = {
-        "an async function": inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called),
-        "a generator": inspect.isgeneratorfunction(fn) or inspect.isgeneratorfunction(called),
-        "an async generator": inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(called),
-        "a class": inspect.isclass(fn),
-        "no function": not callable(fn),
-    }
-    for kind, is_it in kinds.items():
-        if is_it:
+def _check_function(fn: object) -> None:
+    """Refuse coroutines and generators: they launch their work later, outside of the schedule."""
+    call = getattr(fn, "__call__", None)  # noqa: B004  (an object's own, which may be a coroutine function)
+    later = "its work is launched after the call has returned"
+    for kind, is_kind, why in (
+        ("an async function", inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call), later),
+        ("a generator", inspect.isgeneratorfunction(fn) or inspect.isgeneratorfunction(call), later),
+        ("an async generator", inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(call), later),
+        ("a class", inspect.isclass(fn), None),
+        ("not a function", not callable(fn), None),
+    ):
+        if is_kind:
             raise ArgumentError(
-                f"schedule cannot hold {getattr(fn, '__name__', fn)!r}: it is {kind}",
-                why="its work is launched after the call has returned" if "class" not in kind else None,
+                f"schedule cannot run {getattr(fn, '__name__', fn)!r}: it is {kind}",
+                why=why,
                 fix="decorate the function that launches the work, or use `with schedule(...):` around it",
             )
 
 
-def _needs_torch() -> None:
-    """A schedule is around work of torch's."""
+def _check_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtra("torch", "torch", "a schedule that limits something")

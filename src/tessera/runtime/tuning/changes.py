@@ -1,50 +1,35 @@
-"""Settings made real: each knob's change to a function, its modules and optimizers, and how it is taken back.
+"""Applies a setting: each knob's change to a function, its modules and optimizers, and how it is undone.
 
-What is applied first is undone last. A change that cannot be made here raises `NotHere`, and the search goes on.
+The first change is undone last. A change that is not possible raises `NotApplicable`, and the search continues. Torch's
+global switches are set around each call and restored after it: code between two calls keeps its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from .arithmetic import attention, cudnn_benchmark, hints, precision
-from .compiling import compiled
-from .copies import Copies, keeps_copies
-from .found import Reach
-from .layers import convolutions, layout, optimizer, padding, steps_on, unaligned
-from .lever import (
-    BF16,
-    CHANNELS_LAST,
-    COMPILE_MODES,
-    FOLDED,
-    FP8,
-    FUSED,
-    REDUCE_OVERHEAD,
-    TF32,
-    Call,
-    Lever,
-    NotHere,
-)  # fmt: skip
+from .compilation import compile_modules
+from .parts import FP8, REDUCE_OVERHEAD, TF32, Call, FunctionParts, NotApplicable, WeightCopies, keeps_copies
 from .plan import Setting
 
-__all__ = [
-    "BF16", "CHANNELS_LAST", "COMPILE_MODES", "FOLDED", "FP8", "FUSED", "REDUCE_OVERHEAD", "TF32", "TURNED", "NotHere",
-    "applied", "steps_on", "unaligned",
-]  # fmt: skip
+ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+"""Fused kernels of scaled_dot_product_attention, with torch's names."""
+_FP8_ALIGN = 16  # cuBLAS takes fp8 matrices whose rows are multiples of 16 bytes
 
 
 @contextlib.contextmanager
-def applied(fn: Call, reach: Reach, setting: Setting, given: Mapping[str, Any]) -> Iterator[Call]:
-    """The function under a setting, for the body. `given` are the knobs that are arguments of the function itself."""
+def apply_setting(fn: Call, parts: FunctionParts, setting: Setting, own: Mapping[str, Any]) -> Iterator[Call]:
+    """The function under a setting, for the body. `own` are the knobs that are arguments of the function itself."""
     if setting.get("graph") and setting.get("compile") == REDUCE_OVERHEAD:
         setting = {**setting, "compile": "default"}  # that mode's graphs cannot be part of ours, which does the same
     if not keeps_copies(setting):
-        with _once(fn, reach, setting, given) as call:
+        with _apply_once(fn, parts, setting, own) as call:
             yield call
         return
-    copies = Copies(lambda now: _once(fn, reach, now, given), reach, setting)
+    copies = WeightCopies(lambda now: _apply_once(fn, parts, now, own), parts, setting)
     try:
         yield copies
     finally:
@@ -52,45 +37,264 @@ def applied(fn: Call, reach: Reach, setting: Setting, given: Mapping[str, Any]) 
 
 
 @contextlib.contextmanager
-def _once(fn: Call, reach: Reach, setting: Setting, given: Mapping[str, Any]) -> Iterator[Call]:
-    if setting.get("freeze") and not setting.get("compile"):
-        raise NotHere("weights are frozen by the compiler: freeze needs compile", knob="freeze")
-    if setting.get("masks") and not setting.get("compile"):
-        raise NotHere("masks are read in the graph that the compiler is given: masks needs compile", knob="masks")
+def _apply_once(fn: Call, parts: FunctionParts, setting: Setting, own: Mapping[str, Any]) -> Iterator[Call]:
+    for knob, why in (("freeze", "the compiler freezes weights"), ("masks", "masks are read in the compiler's graph")):
+        if setting.get(knob) and not setting.get("compile"):
+            raise NotApplicable(f"{why}: {knob} needs compile", knob=knob)
     if setting.get("convolutions") and setting.get("compile"):
-        raise NotHere("the compiler makes its own of a module's forward: fused convolutions exclude compile")
+        raise NotApplicable("the compiler replaces a module's forward: fused convolutions exclude compile")
     with contextlib.ExitStack() as stack:
-        own = {k: v for k, v in setting.items() if k in given}
-        call: Call = (lambda *a, **k: fn(*a, **{**k, **own})) if own else fn
+        arguments = {k: v for k, v in setting.items() if k in own}
+        call: Call = (lambda *a, **k: fn(*a, **{**k, **arguments})) if arguments else fn
         for knob, change in _CHANGES.items():
             if setting.get(knob) not in (None, False):
-                call = stack.enter_context(change(call, reach, setting))
+                call = stack.enter_context(change(call, parts, setting))
         yield call
 
 
 @contextlib.contextmanager
-def _graph(call: Call, reach: Reach, setting: Setting) -> Iterator[Call]:
+def _capture_graph(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
     """The whole function as one CUDA graph."""
-    from .cudagraph import Captured
+    from .cudagraph import GraphedFunction
 
-    captured = Captured(call, reach)
+    graphed = GraphedFunction(call, parts)
     try:
-        yield captured
+        yield graphed
     finally:
-        captured.release()
+        graphed.release()
 
 
-_CHANGES: dict[str, Lever] = {
-    "layout": layout,
-    "padding": padding,
-    "convolutions": convolutions,
-    "optimizer": optimizer,
-    "precision": precision,
-    "attention": attention,
-    "cudnn_benchmark": cudnn_benchmark,
-    "cp_async_depth": hints,
-    "compile": compiled,
-    "graph": _graph,
+# -- modules and optimizers -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _use_channels_last(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """Convolutions read and write channels_last, which tensor cores want; the numbers are the same."""
+    import torch
+
+    planes = [t for t in parts.weights() if t.dim() == 4]
+    changed = [t for t in planes if not t.is_contiguous(memory_format=torch.channels_last)]
+    for tensor in changed:  # not module.to(), which makes new buffers: `State` keeps the old ones
+        tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    try:
+        yield call
+    finally:
+        for tensor in changed:
+            tensor.data = tensor.data.contiguous()
+
+
+@contextlib.contextmanager
+def _pad_linears(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """Pad linear layers whose sizes are not a multiple of 16 bytes: by `op.linear`, or in a form for the compiler."""
+    with _replace_forwards({m: _make_padded_forward(m) for m in find_unaligned(parts)}):
+        yield call
+
+
+def _make_padded_forward(module: Any) -> Call:
+    import torch
+
+    from ...op import linear
+    from ...op.padding import widened
+
+    def forward(x: Any) -> Any:
+        return (widened if torch.compiler.is_compiling() else linear)(x, module.weight, module.bias)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _replace_forwards(by_module: dict[Any, Call]) -> Iterator[None]:
+    """Give modules another forward for the body; they must have none of their own but their class's."""
+    for module, forward in by_module.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in by_module:
+            del module.forward  # the class's own is behind it
+
+
+def find_unaligned(parts: FunctionParts) -> list[Any]:
+    """Linear layers with a size that is not a multiple of 16 bytes."""
+    linears = [(m, m.weight.element_size()) for m in parts.plain_linears()]
+    return [m for m, size in linears if m.in_features * size % 16 or m.out_features * size % 16]
+
+
+@contextlib.contextmanager
+def _fuse_convolutions(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """Convolution, batch norm, sum and relu as one call of cuDNN: activations are written once."""
+    from ...errors import RewriteError
+    from ...rewrite.fused_conv import fuse
+
+    parts.require_inference("convolutions")
+    with contextlib.ExitStack() as stack:
+        why, changed = "there are no convolutions", 0
+        for module in parts.modules:
+            try:
+                changed += stack.enter_context(fuse(module)).changed
+            except RewriteError as exc:  # this one stays as it is
+                why = exc.what
+        if not changed:
+            raise NotApplicable(why, knob="convolutions")
+
+        def fused_call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except RewriteError as exc:  # back in training, or with gradients
+                raise NotApplicable(exc.what, knob="convolutions") from exc
+
+        yield fused_call
+
+
+@contextlib.contextmanager
+def _fuse_optimizer(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """One kernel for the whole update instead of several passes over the weights."""
+    before = [(group, group.get("fused"), group.get("foreach")) for o in parts.optimizers for group in o.param_groups]
+    if not before or any("fused" not in group for group, _, _ in before):
+        raise NotApplicable("the optimizer has no fused form")
+    for group, _, _ in before:
+        group["fused"], group["foreach"] = True, False
+    moved = [o for o in parts.optimizers if move_steps(o, to_device=True)]  # fused kernels count steps on the device
+    try:
+        yield call
+    finally:
+        for group, fused, foreach in before:
+            group["fused"], group["foreach"] = fused, foreach
+        move_steps_back(moved)
+
+
+def move_steps(optimizer: Any, *, to_device: bool) -> bool:
+    """Move the step counts of an optimizer to its parameters' device, or to the host; whether any had to move."""
+    import torch
+
+    moved = False
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        target = parameter.device if to_device else torch.device("cpu")
+        if torch.is_tensor(step) and step.device != target:
+            state["step"], moved = step.to(target), True
+    return moved
+
+
+def move_steps_back(optimizers: list[Any]) -> None:
+    """Step counts to the host again, except where the optimizer needs them on the device: torch would wait for each."""
+    for optimizer in optimizers:
+        if not any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups):
+            move_steps(optimizer, to_device=False)
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _lower_precision(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """Products in TF32, everything in bf16 by autocast, or linear layers in fp8."""
+    import torch
+
+    if setting["precision"] == FP8:
+        with _use_fp8(parts):
+            yield call
+        return
+    before, kind = torch.get_float32_matmul_precision(), parts.device.type if parts.device is not None else "cpu"
+
+    def call_in_tf32(*args: Any, **kwargs: Any) -> Any:
+        torch.set_float32_matmul_precision("high")
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def call_in_bf16(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            return call(*args, **kwargs)
+
+    yield call_in_tf32 if setting["precision"] == TF32 else call_in_bf16
+
+
+def find_fp8_layers(parts: FunctionParts) -> list[Any]:
+    """Linear layers in bf16 whose sizes fp8 takes as they are."""
+    import torch
+
+    linears = [m for m in parts.plain_linears() if m.weight.dtype == torch.bfloat16]
+    return [m for m in linears if not (m.in_features % _FP8_ALIGN or m.out_features % _FP8_ALIGN)]
+
+
+@contextlib.contextmanager
+def _use_fp8(parts: FunctionParts) -> Iterator[None]:
+    """Linear layers multiply in fp8; their weights are kept in it, so each call casts only activations."""
+    from ...op import linear
+    from ...op.lowprec import rows_in_product
+    from ...op.prepared import forget, prepare
+
+    parts.require_inference("precision")
+    layers = find_fp8_layers(parts)
+    if not layers:
+        raise NotApplicable("no linear layer is in bf16 with sizes that are multiples of 16", knob="precision")
+    if any(m.weight.is_inference() for m in layers):
+        raise NotApplicable("torch counts no changes of weights made in inference mode", knob="precision")
+
+    def make_forward(module: Any) -> Call:
+        # A scale for each row, whose cast reads activations once, where the product multiplies by the scales itself.
+        name = "fp8_row" if rows_in_product(module.weight.device, module.weight.dtype) else FP8
+        prepare(module.weight.mT, name)
+        return lambda x: linear(x, module.weight, module.bias, precision=name, accumulate="fast")
+
+    try:
+        with _replace_forwards({m: make_forward(m) for m in layers}):
+            yield
+    finally:
+        for module in layers:
+            forget(module.weight.mT)
+
+
+@contextlib.contextmanager
+def _prefer_attention_kernel(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """One fused kernel of attention before the others, which remain for what it cannot do."""
+    kernel = str(setting["attention"])
+
+    def call_preferring(*args: Any, **kwargs: Any) -> Any:
+        with prefer_attention(kernel):
+            return call(*args, **kwargs)
+
+    yield call_preferring
+
+
+def prefer_attention(kernel: str) -> AbstractContextManager[Any]:
+    """Attention by this kernel where possible, then by the other fused ones, and math last. "math" allows only that."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    fused = [] if kernel == "math" else [kernel, *(k for k in ATTENTIONS if k != kernel)]
+    order = [*(getattr(SDPBackend, ATTENTIONS[k]) for k in fused), SDPBackend.MATH]
+    context: AbstractContextManager[Any] = sdpa_kernel(order, set_priority=True)  # since torch 2.6
+    return context
+
+
+@contextlib.contextmanager
+def _benchmark_cudnn(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """Let cuDNN measure its algorithms for each shape instead of guessing."""
+    import torch
+
+    def call_benchmarking(*args: Any, **kwargs: Any) -> Any:
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    yield call_benchmarking
+
+
+# Each takes the call so far, what the function works with and the whole setting, and gives the changed call.
+_CHANGES: dict[str, Callable[[Call, FunctionParts, Setting], AbstractContextManager[Call]]] = {
+    "layout": _use_channels_last,
+    "padding": _pad_linears,
+    "convolutions": _fuse_convolutions,
+    "optimizer": _fuse_optimizer,
+    "precision": _lower_precision,
+    "attention": _prefer_attention_kernel,
+    "cudnn_benchmark": _benchmark_cudnn,
+    "compile": compile_modules,
+    "graph": _capture_graph,
 }
-TURNED = frozenset({*_CHANGES, "freeze", "masks"})
-"""Every knob's name; an argument of the function cannot have one of them and be searched too."""
+KNOBS = frozenset({*_CHANGES, "freeze", "masks"})
+"""Every knob's name; an argument of the function with one of these names cannot be searched."""

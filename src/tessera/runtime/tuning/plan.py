@@ -1,34 +1,46 @@
-"""`Plan`: a schedule as data. What was chosen, what was tried, and why; it saves, loads and differs."""
+"""`Plan`: a schedule as data: what was chosen, what was tried, and why. It saves, loads and compares.
+
+Plans are kept on disk by what they hold for: $XDG_CACHE_HOME/tessera/plans/<digest>.json, readable by their owner only.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...errors import RecordingError
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from .parts import FunctionParts
+
+SCHEMA = 2
 """Version of the file; a newer one is refused."""
+_RENAMED = {"seconds": "time_s", "seconds_error": "error_s", "energy_error_j": "error_j"}  # since version 1
 
 Value = str | int | float | bool | None
 Setting = dict[str, Value]
-"""What each knob is set to; a knob that is not there stands as the program has it."""
+"""The value of each knob; a knob that is missing stays as the program has it."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One setting, measured. Figures are per call; errors are half-widths of 90% intervals; None: `refused` says why.
+class TuningTrial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One setting, measured. Figures are per call; errors are half-widths of 90% intervals; None: see `refused`.
 
-    `deviation` is the relative Frobenius distance of its result from the untouched function's.
+    `deviation` is the relative Frobenius distance of its result from the unchanged function's.
     """
 
     setting: Setting
-    seconds: float | None = None
-    seconds_error: float | None = None
+    time_s: float | None = None
+    error_s: float | None = None
     energy_j: float | None = None
-    energy_error_j: float | None = None
+    error_j: float | None = None
     power_w: float | None = None
     temp_c: float | None = None
     deviation: float | None = None
@@ -38,14 +50,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OpPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the plan says of one kind of operator. `clock` is a hint for `dvfs="auto"`: "low" or "high"."""
+    """What the plan says about one kind of operator. `clock` is a hint for `dvfs="auto"`: "low" or "high"."""
 
     op: str
     calls: int
     share_pct: float
-    tile: tuple[int, ...] | None = None
-    stages: int | None = None
-    warps: int | None = None
     precision: str | None = None
     clock: str | None = None
     why: str = ""
@@ -61,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     policy: str
     setting: Setting
     why: dict[str, str]
-    trials: list[Trial]
+    trials: list[TuningTrial]
     ops: list[OpPlan] = []
     device: str = ""
     key: dict[str, str] = {}
@@ -71,18 +80,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     schema: int = SCHEMA
 
     @property
-    def baseline(self) -> Trial:
+    def baseline(self) -> TuningTrial:
         """The function as it was given."""
         return self.trials[0]
 
     @property
-    def best(self) -> Trial:
-        """What was measured of the chosen setting."""
+    def best(self) -> TuningTrial:
+        """The measurement of the chosen setting."""
         return next((t for t in reversed(self.trials) if t.setting == self.setting and not t.refused), self.trials[0])
 
     @property
     def saved_pct(self) -> float | None:
-        """Joules a call saved against the function as it was; None where no joules are known."""
+        """Joules saved per call against the function as it was; None where no joules are known."""
         a, b = self.baseline.energy_j, self.best.energy_j
         return None if not a or b is None else 100.0 * (1.0 - b / a)
 
@@ -96,21 +105,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what `save` wrote."""
+        fix = "plan.save(path) writes one"
         try:
-            found = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+            raw = msgspec.json.decode(Path(path).read_bytes())
+            if isinstance(raw, dict) and raw.get("schema", 1) == 1:
+                raw |= {"schema": SCHEMA, "trials": [_rename(t) for t in raw.get("trials", ())]}
+            plan = msgspec.convert(raw, type=cls)
         except OSError as exc:
-            raise RecordingError(
-                f"cannot read the plan {path}", why=str(exc), fix="plan.save(path) writes one"
-            ) from exc
-        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise RecordingError(f"{path} is no plan", why=str(exc), fix="plan.save(path) writes one") from exc
-        if found.schema > SCHEMA:
-            raise RecordingError(
-                f"{path} is of a newer Tessera",
-                why=f"version {found.schema}, known {SCHEMA}",
-                fix="upgrade, or tune again",
-            )
-        return found
+            raise RecordingError(f"cannot read the plan {path}", why=str(exc), fix=fix) from exc
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as exc:
+            raise RecordingError(f"{path} is not a plan", why=str(exc), fix=fix) from exc
+        if plan.schema > SCHEMA:
+            why = f"its version is {plan.schema}, this Tessera reads up to {SCHEMA}"
+            raise RecordingError(f"{path} is from a newer Tessera", why=why, fix="upgrade, or tune again")
+        return plan
 
     def diff(self, other: Plan) -> list[str]:
         """What differs from another plan, in words; empty where nothing does."""
@@ -122,37 +130,146 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return text(self)
 
 
+def _rename(trial: Any) -> Any:
+    """A trial of version 1 with today's names."""
+    return {_RENAMED.get(k, k): v for k, v in trial.items()} if isinstance(trial, dict) else trial
+
+
 def _differences(a: Plan, b: Plan) -> Iterator[str]:
     for name in ("function", "policy", "device"):
         if getattr(a, name) != getattr(b, name):
             yield f"{name}: {getattr(a, name)} -> {getattr(b, name)}"
     for knob in sorted(a.setting.keys() | b.setting.keys()):
         if a.setting.get(knob) != b.setting.get(knob):
-            yield f"{knob}: {shown(a.setting.get(knob))} -> {shown(b.setting.get(knob))}"
-    mine, theirs = ({o.op: o for o in plan.ops} for plan in (a, b))
-    for op in sorted(mine.keys() | theirs.keys()):
-        before, after = mine.get(op), theirs.get(op)
+            yield f"{knob}: {format_value(a.setting.get(knob))} -> {format_value(b.setting.get(knob))}"
+    a_ops, b_ops = ({o.op: o for o in plan.ops} for plan in (a, b))
+    for op in sorted(a_ops.keys() | b_ops.keys()):
+        before, after = a_ops.get(op), b_ops.get(op)
         if before is None or after is None:
             yield f"{op}: {'gone' if after is None else 'new'}"
             continue
-        for name in ("tile", "stages", "warps", "precision", "clock"):
+        for name in ("precision", "clock"):
             if getattr(before, name) != getattr(after, name):
-                yield f"{op}.{name}: {shown(getattr(before, name))} -> {shown(getattr(after, name))}"
-    for name, unit in (("seconds", "s"), ("energy_j", "J")):
+                yield f"{op}.{name}: {format_value(getattr(before, name))} -> {format_value(getattr(after, name))}"
+    for name, unit in (("time_s", "s"), ("energy_j", "J")):
         x, y = getattr(a.best, name), getattr(b.best, name)
         if x and y and abs(y / x - 1) > 0.005:
             yield f"a call: {x:.4g} {unit} -> {y:.4g} {unit} ({100 * (y / x - 1):+.1f}%)"
 
 
-def shown(value: Any) -> str:
-    """A value as people read it."""
+def format_value(value: Value) -> str:
+    """A knob's value for people."""
     if value is None:
         return "as it is"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return str(value)
 
 
-def same(a: Mapping[str, Value], b: Mapping[str, Value]) -> bool:
+def is_same(a: Mapping[str, Value], b: Mapping[str, Value]) -> bool:
     """Whether two settings do the same."""
     return {k: v for k, v in a.items() if v is not None} == {k: v for k, v in b.items() if v is not None}
+
+
+# -- plans on disk ----------------------------------------------------------------------------------------------------
+
+
+def plan_folder() -> Path:
+    """Where plans are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tessera" / "plans"
+
+
+def plan_key(
+    fn: Any, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, str]:
+    """What a plan holds for: the machine, libraries, function, modules, shapes, and the options of the schedule."""
+    import torch
+
+    device = parts.device
+    on_cuda = device is not None and device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
+        "driver": _driver_version() if on_cuda else "",
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or ""),
+        "triton": _package_version("triton"),
+        "function": _digest(_describe_code(fn)),
+        "modules": _digest(_describe_modules(parts)),
+        "inputs": _describe_inputs(torch, (args, dict(kwargs))),
+        "asked": json.dumps(dict(wanted), sort_keys=True, default=str),
+    }
+
+
+def load_plan(key: Mapping[str, str]) -> Plan | None:
+    """The plan kept for exactly this key, if there is one that can be read."""
+    path = _plan_path(key)
+    if not path.exists():
+        return None
+    try:
+        plan = Plan.load(path)
+    except RecordingError:
+        return None
+    return plan if plan.key == dict(key) else None
+
+
+def store_plan(plan: Plan) -> Path | None:
+    """Write a plan where the next process finds it; None where the disk does not allow it."""
+    target = _plan_path(plan.key)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(plan), indent=1))
+        Path(name).replace(target)
+    except OSError:
+        return None
+    return target
+
+
+def _plan_path(key: Mapping[str, str]) -> Path:
+    return plan_folder() / f"{_digest(json.dumps(dict(key), sort_keys=True))}.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _describe_code(fn: Any) -> str:
+    """The function's own code and constants: an edited function is tuned again."""
+    fn = inspect.unwrap(getattr(fn, "func", fn))
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None:
+        return f"{type(fn).__module__}.{type(fn).__qualname__}"
+    constants = [c.co_code.hex() if inspect.iscode(c) else repr(c) for c in code.co_consts]
+    return f"{getattr(fn, '__qualname__', '')}|{code.co_code.hex()}|{code.co_names}|{constants!r}"
+
+
+def _describe_modules(parts: FunctionParts) -> str:
+    texts = [f"{type(m).__qualname__}:{m.training}" for m in parts.submodules()]
+    texts += [f"{tuple(p.shape)}{p.dtype}{p.requires_grad}" for m in parts.modules for p in m.parameters()]
+    return "|".join(texts + [type(o).__qualname__ for o in parts.optimizers])
+
+
+def _describe_inputs(torch: Any, inputs: Any) -> str:
+    leaves = torch.utils._pytree.tree_leaves(inputs)
+    return "; ".join(f"{tuple(t.shape)}{t.dtype}" if torch.is_tensor(t) else repr(t)[:80] for t in leaves)
+
+
+def _package_version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver_version() -> str:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return ""

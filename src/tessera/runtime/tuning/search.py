@@ -1,13 +1,12 @@
-"""Which of many settings is best, from few measurements.
+"""Finds the best of many settings with few measurements.
 
 Each knob is tried in turn with the others at the best so far, until a round changes nothing: knobs that pay do so
 mostly on their own (a layout, a padded product, a compile mode), and a second round finds those that pay only together.
-Small spaces are measured whole after that. A change stays only where it is better by more than both measurements'
-errors: noise does not decide.
+Small spaces are then measured whole. A change stays only where it is better by more than both measurements' errors.
 
-The order spends the time well: compile modes first, for what is best beside them depends on them; then what the code
-compiled so far can be run with; then what needs it compiled anew, as long as the time left is enough for that. Within
-each, by predicted gain. Knobs that exclude or need each other are never tried in vain.
+The order uses the time well: compile modes first, for the best other knobs depend on them; then what can run with the
+code compiled so far; then what needs another compilation, as long as the time left is enough for that. Within each
+group, the largest predicted gain comes first. Knobs that exclude or need each other are never tried in vain.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .plan import Setting, Trial, Value, same
+from .plan import Setting, TuningTrial, Value, is_same
 
 ROUNDS = 3
 EXHAUSTIVE = 12
 """Spaces up to this many settings are measured whole."""
 COUNTED = 10_000
-"""Spaces with more combinations than this are not searched for those that exclude each other."""
+"""In spaces with more combinations than this, settings that exclude each other are not looked for."""
 COMPILE = "compile"
-"""The knob whose values take long to make, and whose code others need made anew."""
+"""The knob whose values take long to prepare, and whose code other knobs need compiled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """One thing that can be changed. `values[0]` is the function as it is; `gain` is the predicted share saved.
 
-    `compiled_gain`: the same for compiled code, where it is another. `recompiles`: compiled code is another with it.
-    `needs`: knobs without which it does nothing. `instead`: values of other knobs that exclude it, and what takes their
-    place beside it (None: as it is). `along`: what it pays with most, and is first tried with where that is not set.
+    `compiled_gain`: the same for compiled code, where it differs. `recompiles`: it needs other compiled code. `needs`:
+    knobs without which it does nothing. `instead`: values of other knobs that exclude it, and what replaces them
+    beside it (None: as it is). `along`: what it pays most with, and is first tried with where that is not set.
     """
 
     name: str
@@ -48,157 +47,156 @@ class Knob:
     instead: Mapping[str, Mapping[Value, Value]] = field(default_factory=dict)
     along: Mapping[str, Value] = field(default_factory=dict)
 
-    def excluded(self, setting: Mapping[str, Value]) -> dict[str, Value]:
-        """The knobs of a setting that exclude this one, with what takes their place."""
+    def replacements(self, setting: Mapping[str, Value]) -> dict[str, Value]:
+        """The knobs of a setting that exclude this one, with what replaces them."""
         return {k: by[setting[k]] for k, by in self.instead.items() if k in setting and setting[k] in by}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """What is to be least, and what must hold. `max_slowdown` 0.02: at most 2% slower than the function as it was."""
+class TuningGoal:
+    """What to minimise, and the limits. `max_slowdown` 0.02: at most 2% slower than the function as it was."""
 
     policy: str
     max_slowdown: float | None = None
     max_temp_c: float | None = None
 
-    def score(self, trial: Trial) -> float:
+    def score(self, trial: TuningTrial) -> float:
         """Less is better; infinite for what cannot be used."""
-        if trial.refused or trial.seconds is None:
+        if trial.refused or trial.time_s is None:
             return math.inf
         if self.policy == "latency":
-            return trial.seconds
-        if self.policy == "peak_power":
-            return math.inf if trial.power_w is None else trial.power_w
-        return math.inf if trial.energy_j is None else trial.energy_j
+            return trial.time_s
+        value = trial.power_w if self.policy == "peak_power" else trial.energy_j
+        return math.inf if value is None else value
 
-    def error(self, trial: Trial) -> float:
+    def error(self, trial: TuningTrial) -> float:
         """Half-width of the score's 90% interval."""
         if self.policy == "latency":
-            return trial.seconds_error or 0.0
+            return trial.error_s or 0.0
         if self.policy == "peak_power":
             return 0.01 * (trial.power_w or 0.0)
-        return trial.energy_error_j or 0.0
+        return trial.error_j or 0.0
 
-    def violation(self, trial: Trial, baseline: Trial) -> str:
+    def violation(self, trial: TuningTrial, baseline: TuningTrial) -> str:
         """Why a measured setting may not be used; empty where it may."""
         if self.max_temp_c is not None and trial.temp_c is not None and trial.temp_c > self.max_temp_c:
             return f"{trial.temp_c:.0f} °C, above max_temp_c={self.max_temp_c:g}"
-        if self.max_slowdown is None or not trial.seconds or not baseline.seconds:
+        if self.max_slowdown is None or not trial.time_s or not baseline.time_s:
             return ""
-        noise = math.hypot(trial.seconds_error or 0.0, baseline.seconds_error or 0.0)
-        slower = (trial.seconds - noise) / baseline.seconds - 1.0
+        noise = math.hypot(trial.error_s or 0.0, baseline.error_s or 0.0)
+        slower = (trial.time_s - noise) / baseline.time_s - 1.0
         return f"{100 * slower:.1f}% slower, max_slowdown={self.max_slowdown:g}" if slower > self.max_slowdown else ""
+
+    def is_better(self, a: TuningTrial, b: TuningTrial) -> bool:
+        """Whether `a` is better than `b` by more than chance."""
+        x, y = self.score(a), self.score(b)
+        if math.isinf(x):
+            return False
+        return math.isinf(y) or y - x > math.hypot(self.error(a), self.error(b))
 
 
 @dataclass(slots=True)
-class Found:
-    """What a search came to."""
+class SearchResult:
+    """The outcome of a search."""
 
-    best: Trial
-    trials: list[Trial]
+    best: TuningTrial
+    trials: list[TuningTrial]
     why: dict[str, str] = field(default_factory=dict)
     cut: bool = False
 
 
-def size(knobs: Sequence[Knob]) -> int:
-    """How many settings there are; those that exclude each other are counted where there are very many."""
+def count_settings(knobs: Sequence[Knob]) -> int:
+    """How many settings there are; in very large spaces including those that exclude each other."""
     every = math.prod(len(k.values) for k in knobs)
-    return every if every > COUNTED else sum(1 for _ in _every(knobs))
+    return every if every > COUNTED else sum(1 for _ in _all_settings(knobs))
 
 
 def search(
     knobs: Sequence[Knob],
-    measure: Callable[[Setting], Trial],
-    goal: Goal,
+    measure: Callable[[Setting], TuningTrial],
+    goal: TuningGoal,
     *,
     seconds_left: Callable[[], float] = lambda: math.inf,
-    progress: Callable[[int, int, Trial], None] | None = None,
-) -> Found:
+    progress: Callable[[int, int, TuningTrial], None] | None = None,
+) -> SearchResult:
     """Measure settings until the best is known or time is up. The first trial is the function as it is."""
-    seen: list[Trial] = []
-    whole = size(knobs) <= EXHAUSTIVE
-    total = size(knobs) if whole else 1 + sum(len(k.values) - 1 for k in knobs)
+    trials: list[TuningTrial] = []
+    size = count_settings(knobs)
+    whole = size <= EXHAUSTIVE
+    total = size if whole else 1 + sum(len(k.values) - 1 for k in knobs)
     compiling_s: dict[Code, float] = {}
 
-    def tried(setting: Setting) -> Trial:
+    def run_trial(setting: Setting) -> TuningTrial:
         trial = measure(setting)
-        if seen and not trial.refused and (why := goal.violation(trial, seen[0])):
+        if trials and not trial.refused and (why := goal.violation(trial, trials[0])):
             import msgspec
 
             trial = msgspec.structs.replace(trial, refused=why)
-        seen.append(trial)
+        trials.append(trial)
         if progress:
-            progress(len(seen), max(total, len(seen)), trial)
+            progress(len(trials), max(total, len(trials)), trial)
         return trial
 
-    found = Found(best=tried({}), trials=seen)
-    for setting in itertools.chain(_descent(knobs, found), _every(knobs) if whole else ()):
-        if any(same(t.setting, setting) for t in seen):
+    result = SearchResult(best=run_trial({}), trials=trials)
+    for setting in itertools.chain(_descend(knobs, result), _all_settings(knobs) if whole else ()):
+        if any(is_same(t.setting, setting) for t in trials):
             continue
-        left, code = seconds_left(), _code(knobs, setting)
+        left, code = seconds_left(), _compiled_code(knobs, setting)
         if left <= 0:
-            found.cut = True
+            result.cut = True
             break
         if code and code not in compiling_s and compiling_s and statistics.median(compiling_s.values()) > left:
-            found.cut = True  # it would end long after the time: what needs no compiling still fits
+            result.cut = True  # it would end long after the time: what needs no compiling still fits
             continue
-        trial = tried(setting)
+        trial = run_trial(setting)
         if code:
             compiling_s.setdefault(code, trial.prepared_s)
-        if better(trial, found.best, goal):
-            found.best = trial
-    found.why = {k.name: k.why for k in knobs if found.best.setting.get(k.name) not in (None, k.values[0])}
-    return found
-
-
-def better(a: Trial, b: Trial, goal: Goal) -> bool:
-    """Whether `a` is better than `b` by more than chance."""
-    x, y = goal.score(a), goal.score(b)
-    if math.isinf(x):
-        return False
-    return math.isinf(y) or y - x > math.hypot(goal.error(a), goal.error(b))
+        if goal.is_better(trial, result.best):
+            result.best = trial
+    result.why = {k.name: k.why for k in knobs if result.best.setting.get(k.name) not in (None, k.values[0])}
+    return result
 
 
 Code = frozenset[tuple[str, Value]]
 
 
-def _code(knobs: Sequence[Knob], setting: Setting) -> Code:
-    """What compiled code of a setting depends on: equal, and it is run again. Empty where nothing is compiled."""
+def _compiled_code(knobs: Sequence[Knob], setting: Setting) -> Code:
+    """What the compiled code of a setting depends on: where equal, it is run again. Empty where nothing is compiled."""
     if not setting.get(COMPILE):
         return frozenset()
-    made_of = {COMPILE, *(k.name for k in knobs if k.recompiles)}
-    return frozenset((k, v) for k, v in setting.items() if k in made_of)
+    relevant = {COMPILE, *(k.name for k in knobs if k.recompiles)}
+    return frozenset((k, v) for k, v in setting.items() if k in relevant)
 
 
-def _every(knobs: Sequence[Knob]) -> Iterator[Setting]:
-    """All settings but those in which a knob excludes another or lacks one that it needs."""
+def _all_settings(knobs: Sequence[Knob]) -> Iterator[Setting]:
+    """All settings except those in which a knob excludes another or lacks one that it needs."""
     by_name = {k.name: k for k in knobs}
     for values in itertools.product(*(k.values for k in knobs)):
         setting = {k.name: v for k, v in zip(knobs, values, strict=True) if v != k.values[0]}
         used = [by_name[name] for name in setting]
-        if all(not k.excluded(setting) and set(k.needs) <= setting.keys() for k in used):
+        if all(not k.replacements(setting) and set(k.needs) <= setting.keys() for k in used):
             yield setting
 
 
-def _descent(knobs: Sequence[Knob], found: Found) -> Iterator[Setting]:
-    """Knob by knob around the best so far; `found` moves on while the caller measures."""
+def _descend(knobs: Sequence[Knob], result: SearchResult) -> Iterator[Setting]:
+    """Knob by knob around the best so far; the caller updates `result.best` meanwhile."""
     for round_ in range(ROUNDS):
-        before, left = found.best, list(knobs)
+        before, left = result.best, list(knobs)
         while left:
-            knob = min(left, key=lambda k: _turn(k, found.best.setting, first=not round_))
+            knob = min(left, key=lambda k: _priority(k, result.best.setting, first=not round_))
             left.remove(knob)
-            here = dict(found.best.setting)
+            here = dict(result.best.setting)
             for value in knob.values:
                 along = {k: v for k, v in knob.along.items() if any(k == o.name and v in o.values for o in knobs)}
                 if along and value != knob.values[0]:
-                    yield _with(knobs, {**along, **here}, knob, value)
-                yield _with(knobs, here, knob, value)
-        if found.best is before:
+                    yield _turn_knob(knobs, {**along, **here}, knob, value)
+                yield _turn_knob(knobs, here, knob, value)
+        if result.best is before:
             return
 
 
-def _turn(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
-    """When a knob is tried: the function's own arguments and compile modes, then the quick ones, then the others."""
+def _priority(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
+    """The order of knobs: the function's own arguments and compile modes, then the quick ones, then the others."""
     compiled = bool(setting.get(COMPILE))
     leads = first and (knob.name == COMPILE or knob.gain >= 1.0)
     slow = knob.name == COMPILE or (knob.recompiles and (compiled or COMPILE in knob.needs))
@@ -206,13 +204,13 @@ def _turn(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
     return (0 if leads else 2 if slow else 1), -gain
 
 
-def _with(knobs: Sequence[Knob], here: Setting, knob: Knob, value: Value) -> Setting:
-    """A setting with one knob turned; what then excludes it, or needs what is gone, is taken back."""
+def _turn_knob(knobs: Sequence[Knob], here: Setting, knob: Knob, value: Value) -> Setting:
+    """A setting with one knob turned; knobs that it excludes, or that need what is gone, are reset."""
     setting = {k: v for k, v in here.items() if k != knob.name}
     if value != knob.values[0]:
-        setting |= {knob.name: value, **knob.excluded(setting)}
+        setting |= {knob.name: value, **knob.replacements(setting)}
     for other in knobs:
-        if other is not knob and other.name in setting and other.excluded(setting):
+        if other is not knob and other.name in setting and other.replacements(setting):
             del setting[other.name]
     setting = {k: v for k, v in setting.items() if v is not None}
     while lacking := [k.name for k in knobs if k.name in setting and not set(k.needs) <= setting.keys()]:

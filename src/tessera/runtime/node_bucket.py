@@ -1,12 +1,13 @@
-"""One bucket for all processes of a node: a small mapped file that the kernel cleans up after the dead.
+"""One bucket for all processes of a node: a small mapped file; the kernel releases its lock when a process dies.
 
 Every process that holds a `node:` cap, or belongs to a job of several ranks, has a slot. It publishes the power of the
-domains it can see and the ratio it would use by itself. One process leads: it adds up the newest power of every domain,
-and its controller sets one ratio for all, so that each is slowed by the same share of its own demand, and ranks of one
-job wait together. If the leader dies its beat stops, and whoever looks next leads from the same ratio on.
+domains it can see and the ratio it would use by itself. One process leads: it adds up the newest power of every
+domain, and its controller sets one ratio for all, so each process is slowed down by the same share of its own demand,
+and ranks of one job wait together. If the leader dies, its beat stops, and the next process that looks takes over from
+the same ratio.
 
-Ranks of one job (same MASTER_ADDR, port and run) on a node use the highest ratio any of them asks for, with any cap:
-the others would only spin in the next collective. Across nodes nothing is exchanged.
+Ranks of one job (same MASTER_ADDR, port and run) on a node use the highest ratio that any of them asks for, with any
+cap: the others would only spin in the next collective. Nothing is exchanged between nodes.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from pathlib import Path
 from ..actuators.guard import process_start
 from ..actuators.journal import runtime_folder
 from ..errors import ScheduleError
-from .bucket import Cap, Command
+from .controller import Cap, PaceCommand
 
 _HEAD = struct.Struct("<8sqqqddd")  # magic, leader's pid and start, beat, ratio, slice, power
-_SLOT = struct.Struct("<qqqdddqq")  # pid, start, beat, cap, window, ratio of its own, job, domains
+_SLOT = struct.Struct("<qqqdddqq")  # pid, start, beat, cap, window, own ratio, job, domains
 _POWER = struct.Struct("<qdq")  # domain, watts, time
 _MAGIC = b"tsbuckt1"  # the last character is the layout
 SLOTS, DOMAINS = 128, 24
 _SLOT_BYTES = _SLOT.size + DOMAINS * _POWER.size
 _BYTES = 64 + SLOTS * _SLOT_BYTES
-# A process that has not been heard of for this long is stopped or dying: it neither leads nor counts. Beats come every
-# 20 ms while work runs and at least ten times a second.
+# A process without a beat for this long is stopped or dying: it neither leads nor counts. Beats come every 20 ms while
+# work runs and at least ten times a second.
 SILENT_NS = 400_000_000
 STALE_NS = 1_000_000_000
 _LOCK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class NodeMember:
     """What one process publishes."""
 
     pid: int
@@ -55,24 +56,25 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """The node as one look found it."""
+class NodeView:
+    """The node at one moment."""
 
     leads: bool
-    members: tuple[Member, ...]
-    command: Command
+    members: tuple[NodeMember, ...]
+    command: PaceCommand
     job_ratio: float
 
     @property
     def cap(self) -> Cap | None:
-        """The tightest cap anybody holds, over the shortest window; None where nobody holds one."""
+        """The tightest cap of any process, over the shortest window; None where nobody holds one."""
         caps = [m for m in self.members if m.cap_w > 0]
         return Cap(min(m.cap_w for m in caps), min(m.window_s for m in caps)) if caps else None
 
     def power_w(self, now_ns: int, own: Mapping[int, tuple[float, int]] | None = None) -> float | None:
-        """The power of every domain somebody sees, added up; None where nothing is fresh.
+        """The sum of every domain's power; None where nothing is fresh.
 
-        Ours (`own`) as we read it, so that each span of ours is paid for once; what only others see as they read last.
+        Our own domains (`own`) count as we read them, so that each of our spans is paid for once; domains that only
+        others see count as those last read them.
         """
         newest: dict[int, tuple[float, int]] = {}
         for member in self.members:
@@ -84,12 +86,12 @@ class View:
 
 
 def domain_key(name: str) -> int:
-    """A domain's number in the file; board indices are the node's, whatever a process may see of them."""
+    """A domain's number in the file; board indices are the node's, whatever a process can see."""
     return zlib.crc32(name.encode())
 
 
 def job_key(environ: Mapping[str, str] | None = None) -> int:
-    """The job this rank belongs to, as torch's launchers tell it; 0 where it is alone."""
+    """The job of this rank, from the variables of torch's launchers; 0 where it is alone."""
     env = os.environ if environ is None else environ
     if int(env.get("WORLD_SIZE") or "1") < 2:
         return 0
@@ -97,10 +99,10 @@ def job_key(environ: Mapping[str, str] | None = None) -> int:
 
 
 class NodeBucket:
-    """This process's slot in the node's file. `clock_ns` must be the same clock in all processes."""
+    """This process's slot in the node's file. All processes must use the same clock."""
 
-    def __init__(self, path: Path | None = None, *, name: str = "node.bucket") -> None:
-        self.path = path or runtime_folder() / name
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or runtime_folder() / "node.bucket"
         self._fd = _open(self.path)
         try:
             self._map = mmap.mmap(self._fd, _BYTES)
@@ -110,33 +112,33 @@ class NodeBucket:
         self._me = (os.getpid(), process_start(os.getpid()) or 0)
         self._slot: int | None = None
 
-    def look(self, member: Member, now_ns: int) -> View | None:
-        """Publish, and see the others; None when the file was busy (a process stopped while it held the lock)."""
-        with self._locked() as held:
-            if not held:
+    def look(self, member: NodeMember, now_ns: int) -> NodeView | None:
+        """Publish, and see the others; None when the file was busy (a process was stopped while it held the lock)."""
+        with self._lock() as locked:
+            if not locked:
                 return None
             self._begin(now_ns)
             self._write(member, now_ns)
-            members = tuple(self._living(now_ns))
+            members = tuple(self._live_members(now_ns))
             head = _HEAD.unpack_from(self._map, 0)
             leads = self._lead(head, now_ns)
             job = [m.ratio for m in members if member.job and m.job == member.job]
-            return View(leads, members, Command(head[4], max(head[5], 1e-6)), max(job, default=0.0))
+            return NodeView(leads, members, PaceCommand(head[4], max(head[5], 1e-6)), max(job, default=0.0))
 
-    def command(self, command: Command, power_w: float, now_ns: int) -> None:
-        """As the leader: what all do from now on."""
-        with self._locked() as held:
-            if held and _HEAD.unpack_from(self._map, 0)[1:3] == self._me:
+    def set_command(self, command: PaceCommand, power_w: float, now_ns: int) -> None:
+        """As the leader: set what all processes do from now on."""
+        with self._lock() as locked:
+            if locked and _HEAD.unpack_from(self._map, 0)[1:3] == self._me:
                 self._put_head(now_ns, command, power_w)
 
     def leave(self) -> None:
-        """Give the slot back."""
-        with self._locked() as held:
-            if held and self._slot is not None:
+        """Free the slot."""
+        with self._lock() as locked:
+            if locked and self._slot is not None:
                 self._map[self._at(self._slot) : self._at(self._slot) + _SLOT_BYTES] = bytes(_SLOT_BYTES)
                 self._slot = None
-                if _HEAD.unpack_from(self._map, 0)[1:3] == self._me:
-                    head = _HEAD.unpack_from(self._map, 0)
+                head = _HEAD.unpack_from(self._map, 0)
+                if head[1:3] == self._me:
                     _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, *head[4:])
 
     def close(self) -> None:
@@ -145,11 +147,9 @@ class NodeBucket:
         self._map.close()
         os.close(self._fd)
 
-    # -- the file, with the lock held -----------------------------------------------------------------------
-
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """flock: released by the kernel however the holder ends. Not waited for longer than a tick."""
+    def _lock(self) -> Iterator[bool]:
+        """flock, which the kernel releases however the holder ends. Waits no longer than a tick."""
         give_up = time.monotonic() + _LOCK_S
         while True:
             try:
@@ -165,17 +165,19 @@ class NodeBucket:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
+    # -- the rest runs with the lock held -------------------------------------------------------------------
+
     def _begin(self, now_ns: int) -> None:
-        """A file nobody has written, or of another layout, or of before a reboot (its clock is ahead of ours)."""
+        """Clear a file that is new, has another layout, or is from before a reboot (its clock is ahead of ours)."""
         head = _HEAD.unpack_from(self._map, 0)
         if head[0] != _MAGIC or head[3] > now_ns + STALE_NS:
             self._map[:] = bytes(_BYTES)
-            _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, 0.0, Command().slice_s, 0.0)
+            _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, 0.0, PaceCommand().slice_s, 0.0)
 
     def _at(self, slot: int) -> int:
         return 64 + slot * _SLOT_BYTES
 
-    def _write(self, member: Member, now_ns: int) -> None:
+    def _write(self, member: NodeMember, now_ns: int) -> None:
         if self._slot is None or _SLOT.unpack_from(self._map, self._at(self._slot))[:2] != self._me:
             self._slot = self._free_slot()
         at = self._at(self._slot)
@@ -195,7 +197,7 @@ class NodeBucket:
             f"the node's bucket is full: {SLOTS} processes hold a cap", fix="one process per GPU is the usual number"
         )
 
-    def _living(self, now_ns: int) -> Iterator[Member]:
+    def _live_members(self, now_ns: int) -> Iterator[NodeMember]:
         for slot in range(SLOTS):
             at = self._at(slot)
             pid, started, beat, cap_w, window_s, ratio, job, count = _SLOT.unpack_from(self._map, at)
@@ -205,7 +207,7 @@ class NodeBucket:
                 _SLOT.pack_into(self._map, at, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
                 continue
             powers = (_POWER.unpack_from(self._map, at + _SLOT.size + i * _POWER.size) for i in range(count))
-            yield Member(pid, cap_w, window_s, ratio, job, {d: (w, t) for d, w, t in powers})
+            yield NodeMember(pid, cap_w, window_s, ratio, job, {d: (w, t) for d, w, t in powers})
 
     def _lead(self, head: tuple[bytes, int, int, int, float, float, float], now_ns: int) -> bool:
         """Whether we lead: already, or because the leader is silent or dead."""
@@ -214,27 +216,27 @@ class NodeBucket:
             return True
         if pid and abs(now_ns - beat) < SILENT_NS and process_start(pid) == started:
             return False
-        self._put_head(now_ns, Command(head[4], head[5]), head[6])
+        self._put_head(now_ns, PaceCommand(head[4], head[5]), head[6])
         return True
 
-    def _put_head(self, now_ns: int, command: Command, power_w: float) -> None:
+    def _put_head(self, now_ns: int, command: PaceCommand, power_w: float) -> None:
         _HEAD.pack_into(self._map, 0, _MAGIC, *self._me, now_ns, command.ratio, command.slice_s, power_w)
 
 
 def _open(path: Path) -> int:
-    """Open or make the file: ours alone, no link, long enough."""
+    """Open or create the file: only ours, not a link, long enough."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise ScheduleError(f"the node's bucket cannot be opened: {path}", why=str(exc)) from exc
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         os.close(fd)
         raise ScheduleError(
-            f"the node's bucket is not ours alone: {path}",
+            f"the node's bucket is open to other users: {path}",
             why="whoever can write there could stop our work",
             fix=f"rm {path}",
         )
-    if found.st_size < _BYTES:
+    if status.st_size < _BYTES:
         os.ftruncate(fd, _BYTES)
     return fd

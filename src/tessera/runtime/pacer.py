@@ -1,15 +1,15 @@
-"""Pace points: where work is timed and waits are made, in the stream of a CUDA device or on the host for a CPU.
+"""Pace points: they time the work before them and wait, in the stream of a CUDA device or on the host for a CPU.
 
 ::
 
     stream   ■■■■■■■■■■■■ ● wait ■■■■■■■■■■■■ ● wait ■■■       ● a point that found a whole slice of work before it
              ←  slice_s →   ratio x that
 
-Points are put often (after a few launches); each finds out by itself, when it runs, whether a slice is full. So the
-host need not know how long kernels take, and a queue of launches obeys the newest `Command`, not the one of its launch.
+Points come often (after a few launches); each decides when it runs whether a slice is full. So the host need not know
+how long kernels take, and queued launches follow the newest `PaceCommand`, not the one at their launch.
 
-A point that is given tokens spends them instead: it waits until the bucket, refilled by one token every `token_ns`, is
-whole again (tokens.py). A few slices of idling are saved at most, and less than a slice of debt is not waited for.
+A point with tokens spends them instead: it waits until the bucket, which regains one token every `token_ns`, is full
+again. At most a few slices of idling are saved, and a debt of less than a slice is not waited for.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..errors import ScheduleError
-from .bucket import Command
+from .controller import PaceCommand
 
-# A stream without a point for longer than this stood idle, mostly, and idling owes nothing; what a longer kernel drew
-# the sensor sees. What a thread takes is mostly its own work.
+# A stream without a point for longer than this was mostly idle, and idling owes nothing; the sensor sees what a longer
+# kernel drew. The time of a host thread is mostly its own work.
 LIMIT_S = 0.05
 HOST_LIMIT_S = 0.25
-# One wait is never longer: whoever waits for this stream (a collective) waits for minutes before giving up.
+# The longest wait: whoever waits for this stream (a collective) gives up after minutes.
 LONGEST_S = 5.0
-# Points launched and not yet run may be worth so many seconds: beyond, the host waits too, so that leaving a schedule
-# or Ctrl-C is not followed by seconds of queued work (a CUDA stream takes about a thousand launches by itself).
+# Points that are launched and have not run may hold this many seconds of work. Beyond, the host waits too, so that
+# leaving a schedule or Ctrl-C is not followed by seconds of queued work (a CUDA stream takes about 1000 launches).
 AHEAD_S = 0.5
 AHEAD = (4, 256)
 GIVE_UP_S = 5.0
@@ -40,11 +40,11 @@ _LOOK_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class PaceCounts:
     """What pace points have done so far: how many ran, how many of them waited, and for how long.
 
-    `ended_s` is when the last that spent tokens ended, by the device's own clock. `resting_ns` is since when all work
-    here has been waiting; None where some runs, or nobody can tell.
+    `ended_s` is when the last one that spent tokens ended, by the device's own clock. `resting_ns` is since when all
+    work has been waiting; None where some runs, or nobody can tell. Sums and differences leave both out.
     """
 
     points: int = 0
@@ -55,20 +55,32 @@ class Passed:
     ended_s: float = 0.0
     resting_ns: int | None = None
 
+    def __add__(self, other: PaceCounts) -> PaceCounts:
+        return PaceCounts(
+            self.points + other.points,
+            self.waits + other.waits,
+            self.waited_s + other.waited_s,
+            self.worked_s + other.worked_s,
+            self.tokens + other.tokens,
+        )
+
+    def __sub__(self, other: PaceCounts) -> PaceCounts:
+        return self + PaceCounts(-other.points, -other.waits, -other.waited_s, -other.worked_s, -other.tokens)
+
 
 class Pacer(Protocol):
-    """Pace points of one device."""
+    """The pace points of one device."""
 
     where: str
     ahead: int  # points that may be queued before the host waits
 
-    def obey(self, command: Command) -> None:
-        """Do this from now on, queued points included."""
+    def obey(self, command: PaceCommand) -> None:
+        """Follow this command from now on, queued points included."""
 
     def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
-        """A point here and now, that may spend tokens; `restart` when the device had nothing to do before it."""
+        """Put a point here, which may spend tokens; `restart` when the device had nothing to do before it."""
 
-    def passed(self) -> Passed:
+    def counts(self) -> PaceCounts:
         """What the points have done; never waits for the device."""
 
     def queued(self) -> int:
@@ -85,25 +97,25 @@ class HostPacer:
         self, clock_ns: Callable[[], int] = time.monotonic_ns, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._clock_ns, self._sleep = clock_ns, sleep
-        self._command = Command()
+        self._command = PaceCommand()
         self._threads = threading.local()
         self._lock = threading.Lock()
-        self._passed = Passed()
+        self._counts = PaceCounts()
         self._seen: set[int] = set()  # threads that had a point; one that has ended may still compute, for all we know
-        self._resting: dict[int, int] = {}  # those that wait, and since when
-        self._whole_s = 0.0  # when the bucket of tokens is, or was, whole
+        self._resting: dict[int, int] = {}  # threads that wait, and since when
+        self._full_s = 0.0  # when the bucket of tokens is, or was, full
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: PaceCommand) -> None:
         self._command = command
 
     def queued(self) -> int:
         return 0
 
-    def passed(self) -> Passed:
+    def counts(self) -> PaceCounts:
         with self._lock:
             if not self._seen or not self._seen <= self._resting.keys():
-                return self._passed
-            return replace(self._passed, resting_ns=max(self._resting.values()))
+                return self._counts
+            return replace(self._counts, resting_ns=max(self._resting.values()))
 
     def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         began = self._clock_ns()
@@ -119,22 +131,19 @@ class HostPacer:
             self._threads.resume_ns = self._clock_ns()
         with self._lock:
             self._seen.add(threading.get_ident())
-            was = self._passed
-            self._passed = Passed(
-                was.points + 1, was.waits + (waited_s > 0), was.waited_s + waited_s,
-                was.worked_s + (busy_s if full else 0.0), was.tokens + (tokens or 0),
-                was.ended_s if tokens is None else self._clock_ns() * 1e-9,
-            )  # fmt: skip
+            ended_s = self._counts.ended_s if tokens is None else self._clock_ns() * 1e-9
+            one = PaceCounts(1, int(waited_s > 0), waited_s, busy_s if full else 0.0, tokens or 0)
+            self._counts = replace(self._counts + one, ended_s=ended_s)
 
-    def _wait(self, began_ns: int, whole_s: Callable[[], float]) -> float:
-        """Sleep in short pieces, so that a new command (or the end) counts at once; seconds slept."""
+    def _wait(self, began_ns: int, total_s: Callable[[], float]) -> float:
+        """Sleep in short pieces, so that a new command (or the end) takes effect at once; seconds slept."""
         me = threading.get_ident()
         with self._lock:
             self._resting[me] = began_ns
         try:
             while True:
                 slept_s = (self._clock_ns() - began_ns) * 1e-9
-                left_s = min(whole_s(), LONGEST_S) - slept_s
+                left_s = min(total_s(), LONGEST_S) - slept_s
                 if left_s <= 0:
                     return max(slept_s, 0.0) if self._command.ratio else 0.0
                 self._sleep(min(left_s, _LOOK_S))
@@ -143,28 +152,28 @@ class HostPacer:
                 self._resting.pop(me, None)
 
     def _spend(self, began_ns: int, busy_s: float, tokens: int) -> float:
-        """As the kernel does it (pace_kernel.py); seconds slept."""
+        """The same as the kernel does (wait_kernel.py); seconds slept."""
 
         def cost_s() -> float:
             return min(self._command.cost_s(tokens, busy_s), LONGEST_S)
 
         cost, began_s, slept_s = cost_s(), began_ns * 1e-9, 0.0
         with self._lock:
-            before_s = max(self._whole_s, began_s - busy_s - self._command.saved_s)
-            self._whole_s = before_s + cost
+            before_s = max(self._full_s, began_s - busy_s - self._command.saved_s)
+            self._full_s = before_s + cost
         if cost > 0 and before_s + cost - began_s >= self._command.slice_s:
             slept_s = self._wait(began_ns, lambda: before_s + now_s - began_s if (now_s := cost_s()) else 0.0)
         newest, now = cost_s(), self._clock_ns() * 1e-9
         with self._lock:
-            # released: nothing is owed
-            self._whole_s = min(self._whole_s + newest - cost, now + LONGEST_S if self._command.ratio else now)
+            # without a ratio the schedule has ended, and nothing is owed
+            self._full_s = min(self._full_s + newest - cost, now + LONGEST_S if self._command.ratio else now)
         return slept_s
 
 
 class StreamPacer:
-    """Waits in the current stream of one CUDA device, without the host: see pace_kernel.py.
+    """Waits in the current stream of one CUDA device, without the host: see wait_kernel.py.
 
-    The host's side makes no CUDA call but the launch itself: commands and counts go through pinned memory.
+    The host makes no CUDA call except the launch itself: commands and counts go through pinned memory.
     """
 
     where = "in the stream between launches"
@@ -172,12 +181,11 @@ class StreamPacer:
     def __init__(self, device: Any) -> None:
         import torch
 
-        from . import pace_kernel as kernel
+        from . import wait_kernel as kernel
 
         if torch.cuda.is_current_stream_capturing():
-            raise _captured()
+            raise _capturing_error()
         self.ahead = AHEAD[1]
-
         self._kernel, self.device = kernel, device
         self._lock = threading.Lock()
         self._control = torch.zeros(kernel.WORDS, dtype=torch.int64, device="cpu").pin_memory()
@@ -185,27 +193,27 @@ class StreamPacer:
         self._state = torch.zeros(STREAMS, kernel.WORDS, dtype=torch.int64, device=device)
         self._bucket = torch.zeros(kernel.WORDS, dtype=torch.int64, device=device)
         self._spends = False  # whether the kernel of tokens is loaded
-        # numpy sees the same memory, and needs no torch call (which a function mode would see) to read it
-        self._words, self._counts = self._control.numpy(), self._stats.numpy()
-        self._points = self._counts[:, kernel.POINTS]
+        # numpy shares the memory and reads it without a torch call, which a function mode would see
+        self._words, self._numbers = self._control.numpy(), self._stats.numpy()
+        self._points = self._numbers[:, kernel.POINTS]
         self._slots: dict[int, tuple[Any, Any]] = {}
-        self._bound: dict[tuple[int, str], Callable[..., None]] = {}
+        self._launchers: dict[tuple[int, str], Callable[..., None]] = {}
         self._home = 0  # the stream in which work last began
         self._launched = 0
         self._words[kernel.LIMIT_NS] = round(LIMIT_S * 1e9)
         self._words[kernel.LONGEST_NS] = round(LONGEST_S * 1e9)
-        self.obey(Command())
-        for restart in (True, False) * 2:  # compiled, loaded and bound now: not while a graph is captured
+        self.obey(PaceCommand())
+        for restart in (True, False) * 2:  # compiled and loaded now, not while a graph is captured
             self.point(restart=restart)
         torch.cuda.synchronize(device)
-        if self._ran() < self._launched:
+        if self._count_ran() < self._launched:
             raise ScheduleError(
                 f"pace points do not run on {torch.cuda.get_device_name(device)}",
                 why="the kernel's counts in pinned host memory do not reach the host",
                 fix='cap_policy="driver" with permission to set the power limit',
             )
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: PaceCommand) -> None:
         self._words[self._kernel.SLICE_NS] = round(command.slice_s * 1e9)
         self._words[self._kernel.RATIO] = round(command.ratio * self._kernel.ONE)
         self._words[self._kernel.SAVED_NS] = round(command.saved_s * 1e9)
@@ -213,95 +221,92 @@ class StreamPacer:
 
     def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
         torch: Any = sys.modules["torch"]
-        # A backward hook may come with another device current, and with the launch mode active, which must not take
-        # what a launch asks of its tensors for launches.
+        # A backward hook may run with another device current, and under the launch mode, which must not count the
+        # torch calls of a launch as launches.
         with torch.cuda.device(self.device), torch._C.DisableTorchFunction():
             captured = torch.cuda.is_current_stream_capturing()
             if captured and tokens is not None and not self._spends:
-                raise _captured()
+                raise _capturing_error()
             if captured and restart:
                 return
-            ran = self._ran()  # before the launch: what is counted beyond it has yet to run
-            self._put(restart, tokens, captured=captured)
-        if captured:  # runs at every replay, as often as that may be: not counted as launched
+            ran = self._count_ran()  # before the launch: what is counted beyond it has yet to run
+            # A captured point runs where it is replayed, mostly the stream in which the schedule was entered: it is
+            # timed together with what runs between replays.
+            here = torch.cuda.current_stream().cuda_stream
+            stream = self._home if captured else here
+            if restart:
+                self._home = stream
+            self._launch(here, stream, restart, tokens)
+        if captured:  # runs at every replay, however often that is: not counted as launched
             return
-        with self._lock:  # replays run points that were never counted; beyond them the count goes on
+        with self._lock:  # replays run points that were never counted; beyond them the count continues
             self._launched = max(self._launched, ran) + 1
         if self._launched - ran > self.ahead:
-            self._hold_host()
+            self._wait_for_queue()
 
-    def _put(self, restart: bool, tokens: int | None, *, captured: bool) -> None:
-        torch: Any = sys.modules["torch"]
-        # What is captured runs where it is replayed, mostly the stream in which the schedule was entered: it is timed
-        # together with what stands between replays.
-        here = torch.cuda.current_stream().cuda_stream
-        stream = self._home if captured else here
-        if restart:
-            self._home = stream
+    def _launch(self, here: int, stream: int, restart: bool, tokens: int | None) -> None:
+        """Launch on `here` with the words of `stream`; the first of a kind compiles, the next reuse its launcher."""
         kind = "spends" if tokens is not None else "restarts" if restart else "times"
-        bound = self._bound.get((stream, kind))
-        if bound is None:
-            self._put_first(stream, kind, restart, tokens)
-        elif tokens is None:
-            bound(here)
-        else:
-            bound(here, tokens, int(restart))
-
-    def _put_first(self, stream: int, kind: str, restart: bool, tokens: int | None) -> None:
-        """The first point of its kind in a stream; the next are launched with the same words."""
+        launcher = self._launchers.get((stream, kind))
+        if launcher is not None:
+            launcher(here, *(() if tokens is None else (tokens, int(restart))))
+            return
         state, stats = self._slot(stream)
         words: tuple[Any, ...]
         if tokens is None:
-            compiled = self._kernel.launch(self._control, state, stats, restart=restart)
             words = (self._control, state, stats, restart)
+            compiled = self._kernel.launch(*words[:3], restart=restart)
         else:
-            compiled = self._kernel.spend(self._control, self._bucket, state, stats, tokens, restart=restart)
             words = (self._control, self._bucket, state, stats)
+            compiled = self._kernel.spend(*words, tokens, restart=restart)
             self._spends = True
         if compiled is not None:
-            self._bound[stream, kind] = self._kernel.launcher(compiled, *words)
+            self._launchers[stream, kind] = self._kernel.make_launcher(compiled, *words)
 
     def _slot(self, stream: int) -> tuple[Any, Any]:
-        """The words of a stream. More streams than slots share: their points then time each other's work."""
-        found = self._slots.get(stream)
-        if found is None:
+        """The words of a stream. With more streams than slots some share, and then time each other's work."""
+        slot = self._slots.get(stream)
+        if slot is None:
             with self._lock:
                 i = len(self._slots) % STREAMS
-                found = self._slots.setdefault(stream, (self._state[i], self._stats[i]))
-        return found
+                slot = self._slots.setdefault(stream, (self._state[i], self._stats[i]))
+        return slot
 
-    def _hold_host(self) -> None:
-        """Wait until the queue is half as long. Only looks at memory; gives up where a graph's points confuse it."""
+    def _wait_for_queue(self) -> None:
+        """Wait until the queue is half as long. Only reads memory; gives up where replayed points confuse the count."""
         give_up = time.monotonic() + GIVE_UP_S
         while self.queued() > self.ahead // 2 and time.monotonic() < give_up:
             time.sleep(0.0005)
         if time.monotonic() >= give_up:
-            self._launched = self._ran()
+            self._launched = self._count_ran()
 
-    def _ran(self) -> int:
+    def _count_ran(self) -> int:
         return int(sum(self._points.tolist()))
 
     def queued(self) -> int:
-        return max(self._launched - self._ran(), 0)
+        return max(self._launched - self._count_ran(), 0)
 
-    def passed(self) -> Passed:
-        kernel, total = self._kernel, self._counts.sum(axis=0)
-        return Passed(
-            int(total[kernel.POINTS]), int(total[kernel.WAITS]), float(total[kernel.WAITED_NS]) * 1e-9,
-            float(total[kernel.BUSY_NS]) * 1e-9, int(total[kernel.TOKENS]),
-            float(self._counts[:, kernel.RESUME_NS].max()) * 1e-9,
-        )  # fmt: skip
+    def counts(self) -> PaceCounts:
+        kernel, total = self._kernel, self._numbers.sum(axis=0)
+        return PaceCounts(
+            int(total[kernel.POINTS]),
+            int(total[kernel.WAITS]),
+            float(total[kernel.WAITED_NS]) * 1e-9,
+            float(total[kernel.BUSY_NS]) * 1e-9,
+            int(total[kernel.TOKENS]),
+            float(self._numbers[:, kernel.RESUME_NS].max()) * 1e-9,
+        )
 
 
-def _captured() -> ScheduleError:
+def _capturing_error() -> ScheduleError:
     return ScheduleError(
         "a power cap begins while a CUDA graph is captured",
-        why="its memory and kernel must be there before",
+        why="its memory and kernel must exist before the capture",
         fix="enter the schedule before the capture, or once before it",
     )
 
 
-def pacer_of(device: int) -> Pacer:
+def make_pacer(device: int) -> Pacer:
     """The pacer of a CUDA device; -1 is the host."""
     if device < 0:
         return HostPacer()

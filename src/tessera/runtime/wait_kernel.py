@@ -1,11 +1,11 @@
 """The wait in the stream: one warp that times the work before it on `%globaltimer` and sleeps by the bucket's ratio.
 
-`%globaltimer` counts nanoseconds whatever the SM clock does (torch's `_sleep` counts SM cycles, so its length changes
-with the clock). What to do is read from the host's memory when the kernel runs, not when it is launched: a queue of
-launches, or a captured graph, obeys the newest command, and one that waits is released by a ratio of 0.
+`%globaltimer` counts nanoseconds at any SM clock (torch's `_sleep` counts SM cycles, so its length changes with the
+clock). The kernel reads its command from host memory when it runs, not when it is launched: queued launches and
+captured graphs follow the newest command, and a ratio of 0 releases one that waits.
 """
 
-# Triton reads the annotations of its kernels itself, and knows no others than its own:
+# Triton reads the annotations of its kernels itself, and accepts only its own:
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202
 
@@ -27,10 +27,10 @@ RATIO, SLICE_NS, LIMIT_NS, LONGEST_NS, TOKEN, SAVED_NS = range(6)  # CONTROL
 RESUME_NS, POINTS, WAITS, WAITED_NS, BUSY_NS, TOKENS = range(6)  # STATE; STATS has the same places
 WORDS = 8  # one slot of STATE or STATS: a cache line
 ONE = 1024  # the ratio is in 1/1024
-ONE_NS = 1 << 20  # a token's nanoseconds are in 1/1048576: one copy of a large product may be worth a thousandth
-# Between two looks at the control word, which lies across PCIe (~1 us); nanosleep may take up to twice its argument.
+ONE_NS = 1 << 20  # a token's nanoseconds are in 1/1048576: one copy of a large product may cost a thousandth
+# Between two reads of the control word, which lies across PCIe (~1 us); nanosleep may take up to twice its argument.
 NAP_NS = 20_000
-# Ends the loop should the timer stand still or be set back: 20 s of naps.
+# Ends the loop if the timer stands still or is set back: 20 s of naps.
 MOST_NAPS = 1_000_000
 
 _ONE, _NAP_NS, _MOST_NAPS = tl.constexpr(ONE), tl.constexpr(NAP_NS), tl.constexpr(MOST_NAPS)
@@ -44,28 +44,28 @@ def _now_ns():
 
 @triton.jit
 def _nap(nap_ns):
-    """Sleep, then the time: one block of assembly, so that the compiler cannot part them."""
+    """Sleep, then read the time: one block of assembly, so that the compiler cannot separate them."""
     asm: tl.constexpr = "nanosleep.u32 $1; mov.u64 $0, %globaltimer;"
     return tl.inline_asm_elementwise(asm, "=l,r", [nap_ns], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
 def _wait_ns(control, busy_ns):
-    """What work of so long has to pay now; at most LONGEST_NS."""
+    """How long work of `busy_ns` has to wait now; at most LONGEST_NS."""
     ratio = tl.load(control, volatile=True)
     return tl.minimum(busy_ns * ratio // _ONE, tl.load(control + 3, volatile=True))
 
 
 @triton.jit
 def tessera_pace(control, state, stats, restart: tl.constexpr):
-    """One pace point. `restart` forgets the time since the last one: the stream had nothing to do."""
+    """One pace point. `restart` ignores the time since the last one: the stream had nothing to do."""
     began = _now_ns()
     points = tl.load(state + 1) + 1
     resume = tl.load(state)
     if restart:
         resume = began
     resume = tl.where(resume == 0, began, resume)
-    # Longer than LIMIT_NS is taken for a stream that stood idle; what a longer kernel spent the sensor still sees.
+    # Longer than LIMIT_NS counts as a stream that was idle; the sensor still sees what a longer kernel spent.
     busy = tl.minimum(tl.maximum(began - resume, 0), tl.load(control + 2, volatile=True))
     if busy >= tl.load(control + 1, volatile=True):
         wait = _wait_ns(control, busy)
@@ -96,11 +96,11 @@ def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> An
     return tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)
 
 
-def launcher(compiled: Any, *args: Any) -> Callable[..., None]:
-    """Launches a compiled kernel on the stream it is given, with these arguments and then its own.
+def make_launcher(compiled: Any, *args: Any) -> Callable[..., None]:
+    """A function that launches a compiled kernel on the stream it gets, with `args` and then its own arguments.
 
-    `kernel[(1,)](...)` looks at every argument to find what was compiled for them, which takes the host longer than the
-    launch; a point's are always the same. It ends in the very call that is made here.
+    `kernel[(1,)](...)` looks at every argument to find the compiled code, which takes the host longer than the launch.
+    A point's arguments are always the same, so this makes the final call directly.
     """
     run = compiled[(1, 1, 1)]
 
@@ -112,7 +112,7 @@ def launcher(compiled: Any, *args: Any) -> Callable[..., None]:
 
 @triton.jit
 def _cost_ns(control, tokens, busy, longest):
-    """How long the bucket takes to be refilled by so many tokens; before they have a price, by the time they took."""
+    """How long the bucket takes to regain the tokens; from their time before their cost is known."""
     cost = tokens.to(tl.float64) * tl.load(control + 4, volatile=True).to(tl.float64) / _ONE_NS
     ratio = tl.load(control, volatile=True)
     by_time = tl.where(ratio > 0, busy * (ratio + _ONE) // _ONE, 0).to(tl.float64)
@@ -121,9 +121,9 @@ def _cost_ns(control, tokens, busy, longest):
 
 @triton.jit(do_not_specialize=["tokens", "restart"])
 def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.int64):
-    """A pace point that spends tokens. `bucket` is when it is whole again: one word for all streams of a device.
+    """A pace point that spends tokens. `bucket` is when it is full again: one word for all streams of a device.
 
-    The arguments are not specialised, so that there is one kernel, loaded before a graph is captured.
+    The arguments are not specialised, so there is one kernel, which is loaded before a graph is captured.
     """
     began = _now_ns()
     resume = tl.load(state)
@@ -131,7 +131,7 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
     busy = tl.minimum(tl.maximum(began - resume, 0), tl.load(control + 2, volatile=True))
     slice_ns = tl.load(control + 1, volatile=True)
     longest = tl.load(control + 3, volatile=True)
-    tl.atomic_max(bucket, began - busy - tl.load(control + 5, volatile=True))  # no more was saved before this work
+    tl.atomic_max(bucket, began - busy - tl.load(control + 5, volatile=True))  # the most that is saved
     cost = _cost_ns(control, tokens, busy, longest)
     before = tl.atomic_add(bucket, cost)
     now = began
@@ -141,11 +141,11 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
         while (now - began < tl.minimum(before + newest - began, longest)) & (naps < _MOST_NAPS) & (newest > 0):
             left = before + newest - now
             now = _nap(tl.minimum(left // 2 + 1, _NAP_NS).to(tl.int32))
-            newest = _cost_ns(control, tokens, busy, longest)  # at the newest price
+            newest = _cost_ns(control, tokens, busy, longest)  # at the newest cost
             naps += 1
     tl.atomic_add(bucket, newest - cost)
     released = tl.load(control, volatile=True) == 0
-    tl.atomic_min(bucket, tl.where(released, now, now + longest))  # then nothing is owed
+    tl.atomic_min(bucket, tl.where(released, now, now + longest))  # released: nothing is owed
     waits = tl.load(state + 2) + tl.where(naps > 0, 1, 0)
     waited = tl.load(state + 3) + (now - began)
     worked = tl.load(state + 4) + busy

@@ -1,0 +1,281 @@
+"""What a schedule's cap did: the readings of its time added up, and the report made from them. Bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..monitor.sampler import Sampler
+from ..schema import Basis
+from ..units import ScopedPower
+from .pacer import PaceCounts, Pacer
+
+if TYPE_CHECKING:
+    from .power_zone import PowerZone
+
+# The controller needs this long to find the load's duty; windows before it are reported separately.
+FIRST_S = 1.0
+# A reading that ends this much after the last call still belongs to it: one sample of an H200's ring.
+_TAIL_NS = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PowerReading:
+    """Mean power over a span that ends at `time_ns`."""
+
+    time_ns: int
+    seconds: float
+    power_w: float
+
+    @property
+    def start_ns(self) -> int:
+        """When the span begins."""
+        return self.time_ns - round(self.seconds * 1e9)
+
+
+class PowerMeter:
+    """Adds up readings and slides a window of `window_s` over them; a gap between readings starts a new window."""
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        self.energy_j = 0.0
+        self.seconds = 0.0
+        self.windows = 0
+        self.peak_w: float | None = None
+        self.first_peak_w: float | None = None
+        self._settled = (0.0, 0.0)  # joules and seconds after FIRST_S
+        self._sums: deque[tuple[int, float]] = deque()  # (time_ns, joules so far): one window, and one point before it
+
+    def add(self, reading: PowerReading) -> None:
+        """Take the next reading."""
+        joules = reading.power_w * reading.seconds
+        self.energy_j += joules
+        self.seconds += reading.seconds
+        if self.seconds > FIRST_S:
+            self._settled = (self._settled[0] + joules, self._settled[1] + reading.seconds)
+        sums = self._sums
+        if not sums or abs(reading.start_ns - sums[-1][0]) > 1_000_000:
+            sums.clear()
+            sums.append((reading.start_ns, 0.0))
+        sums.append((reading.time_ns, sums[-1][1] + joules))
+        edge = reading.time_ns - round(self.window_s * 1e9)
+        while len(sums) > 2 and sums[1][0] <= edge:
+            sums.popleft()
+        (t0, j0), (t1, j1) = sums[0], sums[1]
+        if t0 <= edge:  # else there is no whole window yet
+            at_edge = j0 + (j1 - j0) * (edge - t0) / (t1 - t0)
+            self._add_window((sums[-1][1] - at_edge) / self.window_s)
+
+    def _add_window(self, mean_w: float) -> None:
+        self.windows += 1
+        if self.seconds - self.window_s < FIRST_S:
+            self.first_peak_w = max(self.first_peak_w or 0.0, mean_w)
+        else:
+            self.peak_w = max(self.peak_w or 0.0, mean_w)
+
+    @property
+    def mean_w(self) -> float | None:
+        """Mean power after the first second; of everything where there was no more."""
+        joules, seconds = self._settled
+        if seconds > 0.2:
+            return joules / seconds
+        return self.energy_j / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZoneReport:
+    """One GPU, the CPUs or the node: what was measured under the cap. None: too short to tell.
+
+    `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the first second, in which the
+    controller learns the load; `first_peak_w` is the highest window of that second.
+    """
+
+    zone: str
+    domains: tuple[str, ...]
+    basis: Basis
+    window_s: float
+    mean_w: float | None
+    peak_w: float | None
+    first_peak_w: float | None
+    energy_j: float
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReport:
+    """What launches of Tessera's own kernels spent. None: too short to tell.
+
+    `kind` is "launches", "warps" or "cp_async". `per_s` is the rate that was held; `energy_per_token_j` what one token
+    costs above idle, as measured, with the joules of other work, which spends no tokens.
+    """
+
+    kind: str
+    spent: int
+    per_s: float | None
+    energy_per_token_j: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleReport:
+    """What a schedule was asked for, what it did, and what that cost.
+
+    `how` is "token_bucket", "driver" or None (nothing is limited). The cap applies to the mean over `window_s`, which
+    is the schedule's own or, where `window_from` is "sensor", the shortest that the sensor can resolve. `slowdown` is
+    the time waited over the time worked: the most that waiting adds to the run time, as clocks may rise after a pause.
+    `tokens` is None for a bucket of joules.
+    """
+
+    cap: ScopedPower | None
+    how: str | None
+    where: str | None
+    window_s: float | None
+    window_from: str | None
+    zones: tuple[ZoneReport, ...] = ()
+    calls: int = 0
+    points: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    slowdown: float = 0.0
+    tokens: TokenReport | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def energy_j(self) -> float:
+        """Joules of all zones while the schedule was at work."""
+        return sum(z.energy_j for z in self.zones)
+
+    @property
+    def energy_per_call_j(self) -> float | None:
+        """Joules of one call; None before the first, or without a sensor's reading."""
+        return self.energy_j / self.calls if self.calls and self.energy_j else None
+
+    @property
+    def mean_w(self) -> float | None:
+        """The mean of the zone that drew most."""
+        return max((z.mean_w for z in self.zones if z.mean_w is not None), default=None)
+
+    @property
+    def peak_w(self) -> float | None:
+        """The worst window of any zone."""
+        return max((z.peak_w for z in self.zones if z.peak_w is not None), default=None)
+
+    def __str__(self) -> str:
+        from ..report.schedule import schedule_text
+
+        return schedule_text(self)
+
+
+class CapTracker:
+    """The cap of one schedule while it lives, and what was measured under it. The loop's lock guards it."""
+
+    def __init__(self, cap: ScopedPower, window_s: float, *, tokens: str = "joules") -> None:
+        self.cap, self.window_s, self.tokens = cap, window_s, tokens
+        self.running = 0  # calls under way
+        self.calls = 0
+        self.until_ns = 0
+        self.notes: dict[str, str] = {}
+        self._from_ns = 0
+        self._zones: Sequence[PowerZone] = ()
+        self._meters: dict[str, PowerMeter] = {}
+        self._domains: dict[str, tuple[tuple[str, ...], Basis]] = {}
+        self._window_from = "cap_window_ms"
+        self._pacer: Pacer | None = None
+        self._open = False
+        self._at_open, self._earlier = PaceCounts(), PaceCounts()
+        self._spent, self._since = 0, -1  # tokens, and the device's count at which ours began; -1: they are not ours
+        self._token_j: float | None = None
+
+    def open(self, zones: Sequence[PowerZone], pacer: Pacer, sampler: Sampler, now_ns: int) -> None:
+        """Work begins, for the first time or again."""
+        self._zones, self._pacer, self._from_ns, self._open = zones, pacer, now_ns, True
+        self._at_open = pacer.counts()
+        for zone in zones:
+            finest_s = zone.resolution_s(sampler)
+            self._window_from = "sensor" if finest_s > self.window_s else "cap_window_ms"
+            domains = [sampler.series[n].domain for n in zone.names if n in sampler.series]
+            basis: Basis = "modelled" if any(d.basis == "modelled" for d in domains) else "measured"
+            self._domains[zone.key] = (tuple(zone.names), basis)
+            self._meters.setdefault(zone.key, PowerMeter(max(self.window_s, finest_s)))
+            if not domains:
+                self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
+
+    def add_readings(self, readings: Mapping[str, PowerReading | None]) -> None:
+        """Take the readings that belong to our calls."""
+        for zone in self._zones:
+            self.notes.update(zone.notes)
+            if self._since >= 0:
+                self._token_j = zone.token_j or self._token_j
+            reading = readings.get(zone.key)
+            if reading is None or reading.start_ns < self._from_ns:
+                continue
+            if reading.time_ns <= self.until_ns + _TAIL_NS:
+                self._meters[zone.key].add(reading)
+
+    def is_up_to_date(self) -> bool:
+        """Whether the sensor's readings include the last call."""
+        return all(z.read_ns is not None and z.read_ns >= self.until_ns for z in self._zones)
+
+    def close(self) -> None:
+        """Work has ended; the figures stay."""
+        self.switch_tokens(None)
+        self._earlier, self._at_open, self._open = self._counts(), PaceCounts(), False
+
+    def switch_tokens(self, kind: str | None) -> None:
+        """The device counts this kind of tokens from now on; those of another kind are not ours."""
+        now = self._pacer.counts().tokens if self._pacer is not None else 0
+        self._spent += now - self._since if self._since >= 0 else 0
+        self._since = now if kind == self.tokens else -1
+
+    def _counts(self) -> PaceCounts:
+        if self._pacer is None or not self._open:
+            return self._earlier
+        return self._earlier + (self._pacer.counts() - self._at_open)
+
+    def _token_report(self) -> TokenReport | None:
+        if self.tokens == "joules":
+            return None
+        if self._since >= 0:
+            self.switch_tokens(self.tokens)
+        if self._spent == 0:
+            self.notes["spent"] = f"no {self.tokens} of Tessera's own kernels were seen: nothing waited for them"
+        else:
+            self.notes.pop("spent", None)
+        seconds = max((m.seconds for m in self._meters.values()), default=0.0)
+        per_s = self._spent / seconds if seconds > 0 else None
+        return TokenReport(kind=self.tokens, spent=self._spent, per_s=per_s, energy_per_token_j=self._token_j)
+
+    def report(self, notes: Sequence[str] = ()) -> ScheduleReport:
+        """The figures so far; `notes` are added to our own."""
+        counts = self._counts()
+        tokens = self._token_report()
+        zones = tuple(
+            ZoneReport(
+                zone=key,
+                domains=self._domains[key][0],
+                basis=self._domains[key][1],
+                window_s=m.window_s,
+                mean_w=m.mean_w,
+                peak_w=m.peak_w,
+                first_peak_w=m.first_peak_w,
+                energy_j=m.energy_j,
+                time_s=m.seconds,
+            )
+            for key, m in self._meters.items()
+        )
+        return ScheduleReport(
+            cap=self.cap,
+            how="token_bucket",
+            where=self._pacer.where if self._pacer else None,
+            window_s=max((z.window_s for z in zones), default=self.window_s),
+            window_from=self._window_from,
+            zones=zones,
+            calls=self.calls,
+            points=counts.points,
+            waits=counts.waits,
+            waited_s=counts.waited_s,
+            slowdown=counts.waited_s / counts.worked_s if counts.worked_s > 0 else 0.0,
+            tokens=tokens,
+            notes=(*notes, *self.notes.values()),
+        )

@@ -1,0 +1,306 @@
+"""The token bucket of joules and the controller that corrects it. Pure arithmetic: no clock, no thread, no device.
+
+A device draws `burst_w` while it works and `idle_w` while it waits. After work of `b` seconds the bucket, refilled at
+the cap, is full again when ::
+
+    burst_w b + idle_w w = cap_w (b + w)        so    w = b (burst_w - cap_w) / (cap_w - idle_w)
+
+`w / b` is the ratio that pace points get (`PaceCommand`): they time the work themselves and wait that much longer. The
+sensor corrects `burst_w`. Work larger than the bucket runs alone and pays afterwards, so nothing waits for ever.
+
+The plant is not linear: on an H200 clocks rise to fill short pauses, and a duty of 0.75 draws as much as 1.0. `burst_w`
+is therefore the secant from (0, idle_w) to the point just measured. For any concave power curve the duty it gives
+approaches the cap's own duty from one side and never passes it (tests/runtime/test_controller.py); the level of the
+bucket removes what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+# The constants were searched against the H200 as tests/fakes/plant.py simulates it (GEMM loop and training at 300 to
+# 600 W, loads that change every 50 ms to 1 s); benchmarks/device/schedule_caps.py checks them on the board.
+
+# The mean is held this far below the cap, so that ripple stays under it: half of the 3% that the mean may be off.
+TARGET = 0.985
+# A window may exceed the mean by this share because work comes in slices: sets how long a slice may be. Three times as
+# much would still be little, but an H200's ring shows a multiple of it: it samples every 20 ms through a filter of
+# 11 ms, and beats with slices and waits of milliseconds (docs/schedules.md).
+RIPPLE = 0.003
+# Slices are at least SHORT_S where a slice and its wait take less than PERIOD_S: the filter's input are moments about
+# half a millisecond apart (inferred: tests/fakes/plant.py), which beat with slices of that length.
+SHORT_S = 0.0007
+PERIOD_S = 0.004
+# Processes that share a GPU take turns of milliseconds, and each one's measured work includes the others' turns: their
+# sum depends on how their waits overlap, which wanders. It wanders least with slices this long.
+SHARED_S = 0.0025
+USUAL_WINDOW_S = 0.2  # for shorter windows both are the same share of the window
+# A beat is slow: for the length of a window everything seems to draw more, or less. Where the mean is off by BEAT,
+# slices become longer, by up to LONGER, in steps that take long to repeat: the beat then changes. A load that really
+# draws more is slowed down all the same.
+BEAT = 0.025
+LONGER = 1.5
+STEP = 0.618
+# The level of the bucket acts within this time, many round trips of the sensor (15 ms lag, 20 ms samples, a tick).
+SETTLE_S = 0.9
+# The power of working is the mean since the load last changed, over at most LEARN_S: training swings within its steps,
+# and following that would add to it. The load has changed once the mean over QUICK_S is off by JUMP, or two readings
+# in a row are above by SURGE.
+LEARN_S = 2.0
+QUICK_S = 0.08
+JUMP = 0.25
+SURGE = 0.35
+# With fewer readings, a load that swings shows neither the mean of a window nor a change.
+FEW = 4
+# A reading below QUIET of what the load draws is a pause: the host had nothing to launch, or another process was taken
+# off the GPU. Learning from it would let the work after it burst. What lasts for PAUSE_S is a lighter load.
+QUIET = 0.25
+PAUSE_S = 1.0
+# Whatever the mean allows, the next AHEAD of a window may not bring it above TOP x cap, given what was measured before.
+TOP = 1.03
+AHEAD = 0.3
+# Unspent joules are saved for this many seconds of the cap: a minute of idling must not allow a minute's burst.
+DEPTH_S = 0.015
+# Overspending is remembered for this long, so that a cap that could not be held does not stop work once it can be.
+DEBT_S = 0.08
+# A bucket of tokens saves as much, but at most this many slices, which are shorter for shorter windows.
+SAVED = 4
+MIN_DUTY = 0.02
+# Above the cap for this long, at the lowest duty or while all our work waits: what others draw is above the cap.
+# Waiting alone needs fewer readings, for they contain nothing of ours.
+FLOOR_S = 1.0
+FLOOR_RESTED_S = 0.5
+# All processes share the CPUs, and we cannot save what others draw. Working half of the time saves half of what waiting
+# could save, for twice the time; 2% would save the rest for fifty times. Every AGAIN_S it checks whether the others
+# have ended.
+STUCK_DUTY = 0.5
+AGAIN_S = 10.0
+SLICE_S = (0.0005, 0.025)
+# Before the first measurement: an H200 limited to 700 W draws 918 W in short bursts (docs/howto/power-cap.md: 510 W at
+# a duty of 0.5 and 304 W at 0.25 both lie on 100 W + 818 W x duty).
+FIRST_BURST = 1.31
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """Watts, and the window over which their mean is held."""
+
+    power_w: float
+    window_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaceCommand:
+    """What pace points do: after at least `slice_s` of work, wait `ratio` times as long as it took.
+
+    Where tokens are spent, `token_s` is the work of one, and the bucket regains one every `token_ns`.
+    """
+
+    ratio: float = 0.0
+    slice_s: float = SLICE_S[0]
+    token_s: float = 0.0
+
+    @property
+    def duty(self) -> float:
+        """The share of time at work."""
+        return 1.0 / (1.0 + self.ratio)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of refilling that a bucket of tokens may hold when work begins."""
+        return min(SAVED * self.slice_s, DEPTH_S)
+
+    @property
+    def token_ns(self) -> float:
+        """Nanoseconds in which the bucket regains one token; 0 where nothing has to wait."""
+        return self.token_s * (1.0 + self.ratio) * 1e9 if self.ratio > 0 else 0.0
+
+    def cost_s(self, tokens: int, busy_s: float) -> float:
+        """Seconds to refill the bucket after work that spent tokens; from its time before any were counted."""
+        return tokens * self.token_ns * 1e-9 if self.token_s or not self.ratio else busy_s * (1.0 + self.ratio)
+
+
+class Bucket:
+    """Joules that may be spent: refilled at `rate_w`, at most `depth_j` saved, at most `debt_j` owed."""
+
+    def __init__(self, rate_w: float, *, depth_j: float, debt_j: float = math.inf) -> None:
+        self.rate_w, self.depth_j, self.debt_j = rate_w, depth_j, debt_j
+        self.level_j = 0.0
+
+    def pass_time(self, seconds: float, spent_j: float = 0.0) -> float:
+        """Refill for some time in which joules were spent; the new level. A clock that steps back refills nothing."""
+        level = self.level_j + self.rate_w * max(seconds, 0.0) - spent_j
+        self.level_j = min(max(level, -self.debt_j), self.depth_j)
+        return self.level_j
+
+
+class Controller:
+    """Holds the mean power of one zone at a cap through the duty of its work."""
+
+    def __init__(
+        self, cap: Cap, *, idle_w: float, burst_w: float, blur_s: float = 0.0, stuck_duty: float = MIN_DUTY
+    ) -> None:
+        """`stuck_duty`: the lowest duty while the cap cannot be held at any duty."""
+        self.idle_w, self._blur_s, self.stuck_duty = idle_w, blur_s, stuck_duty
+        self.burst_w = max(burst_w, idle_w + 1.0)
+        self._quick_w = self._last_w = self.burst_w
+        self._unchanged_s = self._learnt_s = self._quiet_s = 0.0
+        self._usual_s = QUICK_S / FEW  # the time of a reading
+        self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a pace point last ended
+        self._past: deque[tuple[float, float]] = deque()  # (seconds, watts) of one window, newest last
+        self._longer, self._same_s = 0.0, 0.0  # by how much slices are longer, and since when
+        self.shared = False  # whether processes take turns on a GPU
+        self.set_cap(cap)
+        self.command = self._command_for(self.target_w)
+
+    def set_cap(self, cap: Cap) -> None:
+        """Hold another cap from now on; what was learnt of the load stays."""
+        self.cap = cap
+        self.floor_w: float | None = None
+        self._stuck = (0.0, 0.0)  # seconds and joules above the cap with hardly any work of ours
+        self._lowest, self._stuck_until_s, self._now_s = MIN_DUTY, 0.0, 0.0
+        self.target_w = cap.power_w * TARGET
+        self.bucket = Bucket(self.target_w, depth_j=cap.power_w * DEPTH_S, debt_j=cap.power_w * DEBT_S)
+
+    def continue_from(self, command: PaceCommand) -> None:
+        """Take over the duty of another controller: the load is such that this duty meets the target."""
+        room_w = max((self.target_w - self.idle_w) / command.duty, 1.0)
+        self.burst_w = self._quick_w = self.idle_w + room_w
+        self._learnt_s = PAUSE_S  # by the other: the GPU may stand still for a while as its process ends
+        self.command = self._command_for(self.target_w)
+
+    def rescale(self, factor: float) -> None:
+        """A duty of 1 now means `factor` times what it did: convert what is known of the load."""
+        self.burst_w, self._quick_w, self._last_w = (
+            self.idle_w + (w - self.idle_w) * factor for w in (self.burst_w, self._quick_w, self._last_w)
+        )
+        span_s, joules, duty_s = self._slow
+        self._slow = (span_s, joules, duty_s / factor)
+
+    def observe(
+        self,
+        power_w: float,
+        seconds: float,
+        *,
+        duty: float,
+        active: bool = True,
+        moved: bool = True,
+        rested: bool = False,
+    ) -> PaceCommand:
+        """Take the mean power measured over some seconds in which work had `duty`; returns what to do next.
+
+        `active` is False without work: the bucket fills, and nothing is learnt of the load. `moved` is False when no
+        pace point ended meanwhile: work longer than a reading is judged together with its wait. `rested`: all our work
+        waited during the whole reading.
+        """
+        if not (seconds > 0 and math.isfinite(power_w)):
+            return self.command
+        seconds = min(seconds, 1.0)  # a sampler that could not run: one reading counts as no more than one
+        level = self.bucket.pass_time(seconds, power_w * seconds)
+        self._past.append((seconds, power_w))
+        was_s, was_j, was_duty_s = self._slow if active else (0.0, 0.0, 0.0)
+        self._slow = (was_s + seconds, was_j + power_w * seconds, was_duty_s + duty * seconds)
+        if active and self._is_pause(power_w, seconds, duty):
+            self._slow = (0.0, 0.0, 0.0)
+        elif active and moved:
+            span_s, joules, duty_s = self._slow
+            self._slow = (0.0, 0.0, 0.0)
+            self._learn(joules / span_s, span_s, duty_s / span_s)
+            self._find_floor(joules / span_s, span_s, lowest=duty_s / span_s <= 1.2 * MIN_DUTY)
+        self._look_for_others(power_w, seconds, rested=rested)
+        lately_w = self._mean_of_window_w()
+        self._leave_beat(lately_w, seconds)
+        self.command = self._command_for(min(self.target_w + level / SETTLE_S, self._window_allows_w(lately_w)))
+        return self.command
+
+    def predict(self) -> PaceCommand:
+        """Without a sensor: hold the cap from what is known of the load."""
+        self._past.clear()
+        self.command = self._command_for(self.target_w)
+        return self.command
+
+    def _is_pause(self, power_w: float, seconds: float, duty: float) -> bool:
+        """Whether nothing worked for a while; only for a load that is known and whose slices fit in a reading."""
+        certain = self._learnt_s >= PAUSE_S and self._usual_s <= 2 * QUICK_S / FEW
+        quiet = power_w - self.idle_w < QUIET * (self.burst_w - self.idle_w) * duty
+        self._quiet_s = self._quiet_s + seconds if quiet else 0.0
+        return certain and quiet and self._quiet_s < PAUSE_S
+
+    def _learn(self, power_w: float, seconds: float, duty: float) -> None:
+        seen_w = self.idle_w + max(power_w - self.idle_w, 0.0) / max(duty, MIN_DUTY)
+        self._usual_s += 0.1 * (seconds - self._usual_s)
+        quick_s = max(QUICK_S, FEW * self._usual_s)
+        self._quick_w += (seen_w - self._quick_w) * -math.expm1(-seconds / quick_s)
+        both_w, self._last_w = min(seen_w, self._last_w), seen_w
+        self._unchanged_s, self._learnt_s = self._unchanged_s + seconds, self._learnt_s + seconds
+        if (
+            both_w > (1.0 + SURGE) * self.burst_w and quick_s <= 2 * QUICK_S
+        ):  # too much at once is worse than too little
+            self.burst_w, self._quick_w, self._unchanged_s = both_w, both_w, 0.0
+        elif abs(self._quick_w - self.burst_w) > JUMP * self.burst_w:
+            self.burst_w, self._unchanged_s = self._quick_w, 0.0
+        else:
+            within_s = min(max(self._unchanged_s, quick_s), LEARN_S)  # the running mean since the load changed
+            self.burst_w += (seen_w - self.burst_w) * -math.expm1(-seconds / within_s)
+
+    def _mean_of_window_w(self) -> float | None:
+        """The mean of a window except its last AHEAD; None where too little is known."""
+        if self._blur_s > AHEAD * self.cap.window_s:  # a reading tells of older work, which would be paid for twice
+            self._past.clear()
+            return None
+        span_s = (1.0 - AHEAD) * self.cap.window_s
+        joules, seen_s, count = 0.0, 0.0, 0
+        for seconds, power_w in reversed(self._past):
+            used_s = min(seconds, span_s - seen_s)
+            joules, seen_s, count = joules + used_s * power_w, seen_s + used_s, count + 1
+            if seen_s >= span_s:
+                break
+        while len(self._past) > count:
+            self._past.popleft()
+        # a few samples of a training step may all be its peaks
+        return joules / seen_s if seen_s >= span_s and count >= FEW else None
+
+    def _window_allows_w(self, lately_w: float | None) -> float:
+        """The most that the rest of a window may draw after what was measured before it."""
+        return math.inf if lately_w is None else (TOP * self.cap.power_w - (1.0 - AHEAD) * lately_w) / AHEAD
+
+    def _leave_beat(self, lately_w: float | None, seconds: float) -> None:
+        """Change the length of slices where windows are off; each length lasts for half a window at least."""
+        self._same_s += seconds
+        if lately_w is not None and abs(lately_w / self.target_w - 1.0) > BEAT and self._same_s > self.cap.window_s / 2:
+            self._longer, self._same_s = (self._longer + STEP) % 1.0, 0.0
+
+    def _find_floor(self, power_w: float, seconds: float, *, lowest: bool, after_s: float = FLOOR_S) -> None:
+        """Above the cap for `after_s` at the lowest duty: that much is drawn whatever we do."""
+        stuck_s, joules = self._stuck
+        above = lowest and power_w > self.cap.power_w * 1.03
+        self._stuck = (stuck_s + seconds, joules + power_w * seconds) if above else (0.0, 0.0)
+        if above and self._stuck[0] >= after_s:
+            self.floor_w = self._stuck[1] / self._stuck[0]
+            self._stuck = (0.0, 0.0)
+            self._lowest, self._stuck_until_s = self.stuck_duty, self._now_s + AGAIN_S
+
+    def _look_for_others(self, power_w: float, seconds: float, *, rested: bool) -> None:
+        """While all our work waits, others draw the power: the first wait already shows it."""
+        self._now_s += seconds
+        if self._now_s >= self._stuck_until_s and self.floor_w is not None:
+            self._lowest, self.floor_w = MIN_DUTY, None  # until it is found again
+        if rested:
+            self._find_floor(power_w, seconds, lowest=True, after_s=FLOOR_RESTED_S)
+
+    def _command_for(self, power_w: float) -> PaceCommand:
+        """The duty at which the load, as it is known, draws `power_w`; the longest slice that the window allows."""
+        room_w = max(self.burst_w - self.idle_w, 1e-3)
+        duty = min(max((power_w - self.idle_w) / room_w, self._lowest), 1.0)
+        return PaceCommand((1.0 - duty) / duty, self._slice_s(duty, room_w))
+
+    def _slice_s(self, duty: float, room_w: float) -> float:
+        """Slices of s, then s x ratio of waiting: the worst window is room_w (1 - duty) s / window_s above the mean."""
+        above_w = room_w * (1.0 - duty)
+        longest = RIPPLE * self.cap.power_w * self.cap.window_s / above_w if above_w > 0 else math.inf
+        whole_s = max(PERIOD_S * duty, SLICE_S[0])  # the work within PERIOD_S
+        part = min(1.0, self.cap.window_s / USUAL_WINDOW_S)  # ripple is proportional to a slice's share of the window
+        usual = max(longest, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
+        return min(usual * math.pow(LONGER, self._longer), max(usual, whole_s), SLICE_S[1])

@@ -1,0 +1,308 @@
+"""A power zone: the domains under one cap, their controller, and what the sensor says about them.
+
+Where tokens of Tessera's own kernels are spent, a board that spends `rate` tokens a second draws ::
+
+    idle_w + token_j x rate         so the bucket is refilled at    rate = (cap_w - idle_w) / token_j
+
+The sensor corrects `token_j`, as it corrects `burst_w` for a bucket of joules. The controller is the same, in other
+units: its duty is the rate as a share of the fastest pace that our kernels reached by themselves (1 / `token_s`), and
+its `burst_w` is what the board would draw at that pace. Other work spends no tokens: its joules are counted with the
+tokens beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import TesseraError
+from ..hardware import host_cpu, identify_board
+from ..monitor.sampler import Sampler
+from ..units import format_power
+from .cap_report import PowerReading
+from .controller import FIRST_BURST, MIN_DUTY, STUCK_DUTY, Cap, Controller, PaceCommand
+from .node_bucket import domain_key
+from .pacer import PaceCounts, Pacer
+
+# Without a reading for this long while work runs, the duty follows what is known of the load.
+BLIND_NS = 500_000_000
+# A sensor that smears shows work for this many times its blur after its end (5% of an exponential is left).
+_SMEARED = 3.0
+# The fastest pace needs at least this much work: one launch between two looks says little.
+ENOUGH_S = 0.005
+# A pace that is no longer reached is forgotten within this time. Only the units change with it, not the rate.
+FORGET_S = 10.0
+
+
+@dataclass(slots=True)
+class PowerZone:
+    """`names` are the domains whose sum is capped; `pacers` those whose work spends it."""
+
+    key: str
+    names: Sequence[str]
+    pacers: list[Pacer]
+    board: str = ""  # the device's name, for a zone without a sensor
+    caps: dict[int, Cap] = field(default_factory=dict)  # by owner; the tightest applies
+    controller: Controller | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    command: PaceCommand = field(default_factory=PaceCommand)
+    read_ns: int | None = None
+    observed_ns: int = 0
+    blind: bool = False
+    running: bool = False  # whether a call is under way
+    latest: dict[int, tuple[float, int]] = field(default_factory=dict)
+    tally: TokenTally | None = None  # None: a bucket of joules
+    _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
+    _points: int = -1  # points that had ended at the last reading
+    _looked: int = -1  # and at the last look
+
+    def tightest(self, sampler: Sampler) -> Cap | None:
+        """The lowest cap, over the shortest window that the sensor can resolve."""
+        caps = list(self.caps.values())
+        if not caps:
+            return None
+        shortest = min(c.window_s for c in caps)
+        return Cap(min(c.power_w for c in caps), max(shortest, self.resolution_s(sampler)))
+
+    def resolution_s(self, sampler: Sampler) -> float:
+        """The coarsest resolution among the domains; a shorter window cannot be measured."""
+        return max((sampler.series[n].domain.resolution_s for n in self.names if n in sampler.series), default=0.0)
+
+    def read(self, sampler: Sampler) -> PowerReading | None:
+        """The mean power since the last reading; None when there is nothing new."""
+        with sampler.lock:
+            series = [sampler.series[n] for n in self.names if n in sampler.series and not sampler.is_silent(n)]
+            newest = [s.last_ns - round(s.domain.lag_s * 1e9) for s in series if s.last_ns is not None]
+            if not series or len(newest) < len(series):
+                return None
+            end_ns, start_ns = min(newest), self.read_ns
+            if start_ns is None:
+                self.read_ns = end_ns
+                return None
+            if end_ns <= start_ns:
+                return None
+            marks = [(s.mark(start_ns), s.mark(end_ns)) for s in series]
+        self.read_ns = end_ns
+        if any(b.covered_s <= a.covered_s for a, b in marks):
+            return None  # a gap: nothing is known of this span
+        powers = [(b.joules - a.joules) / (b.covered_s - a.covered_s) for a, b in marks]
+        self.latest = {domain_key(s.domain.name): (p, end_ns) for s, p in zip(series, powers, strict=True)}
+        return PowerReading(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
+
+    def steer(
+        self, sampler: Sampler, reading: PowerReading | None, now_ns: int, *, cap: Cap | None = None
+    ) -> PaceCommand:
+        """What the pacers should do for this zone's cap, or for the node's."""
+        cap = cap or self.tightest(sampler)
+        if cap is None:
+            self.controller = None
+            return self._set(PaceCommand(), now_ns)
+        controller = self._get_controller(cap, sampler)
+        ended = sum(p.counts().points for p in self.pacers)
+        active = ended != self._looked or self.running or any(p.queued() for p in self.pacers)
+        self._looked = ended
+        if self.tally is not None:
+            controller.rescale(self.tally.add_counts(self._sum_counts(), now_ns))
+        if reading is not None:
+            self._observe(controller, reading, sampler, now_ns, active=active, ended=ended)
+        elif active and now_ns - self.observed_ns > BLIND_NS:
+            self.blind = True
+            self.notes["blind"] = (
+                f"{' and '.join(self.names) or self.key}: no power reading came for a while; the cap was then held by "
+                "prediction"
+            )
+            self._set(controller.predict(), now_ns)
+        elif self.tally is not None:
+            self._set(controller.command, now_ns)  # the first tokens are counted before the first reading
+        if controller.floor_w is not None:
+            self.notes["floor"] = self._describe_floor(cap, controller.floor_w)
+        else:
+            self.notes.pop("floor", None)
+        return self.command
+
+    def _observe(
+        self, controller: Controller, reading: PowerReading, sampler: Sampler, now_ns: int, *, active: bool, ended: int
+    ) -> None:
+        self.observed_ns, self.blind = now_ns, False
+        if self.tally is None:
+            duty = self.duty_between(reading.start_ns, reading.time_ns)
+        else:
+            duty = self.tally.duty_between(reading.start_ns, reading.time_ns) or 0.0
+        command = controller.observe(
+            reading.power_w,
+            reading.seconds,
+            duty=duty,
+            # With hardly a token spent, the power is not ours and says nothing about our work.
+            active=active and (self.tally is None or duty >= 0.5 * MIN_DUTY),
+            moved=ended != self._points,  # since the last reading: looks come more often than a slow sensor's readings
+            rested=active and self._rested_during(reading, sampler),
+        )
+        self._points = ended
+        self._set(command, now_ns)
+
+    def begin(self, sampler: Sampler, now_ns: int) -> PaceCommand:
+        """Before the first reading: start from the catalogue's figures, or from what was learnt before."""
+        cap = self.tightest(sampler)
+        return self.command if cap is None else self._set(self._get_controller(cap, sampler).command, now_ns)
+
+    def count_tokens(self, tally: TokenTally | None) -> None:
+        """Spend tokens from now on, or joules again: a new controller continues in the new units from the same duty."""
+        self.tally, self.controller = tally, None
+
+    @property
+    def token_j(self) -> float | None:
+        """The measured cost of a token above idle."""
+        if self.tally is None or self.controller is None or self.tally.token_s == 0.0:
+            return None
+        return (self.controller.burst_w - self.controller.idle_w) * self.tally.token_s
+
+    def _sum_counts(self) -> PaceCounts:
+        """The counts of all pacers together; they end when the last of them does."""
+        counts = [p.counts() for p in self.pacers]
+        return replace(sum(counts, PaceCounts()), ended_s=max((c.ended_s for c in counts), default=0.0))
+
+    def _rested_during(self, reading: PowerReading, sampler: Sampler) -> bool:
+        """Whether all work here waited during the whole reading, and during what is smeared into it."""
+        since = [p.counts().resting_ns for p in self.pacers]
+        until_ns = reading.start_ns - round(_SMEARED * self._blur_s(sampler) * 1e9)
+        return bool(since) and all(ns is not None and ns <= until_ns for ns in since)
+
+    def _blur_s(self, sampler: Sampler) -> float:
+        return max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
+
+    def _describe_floor(self, cap: Cap, floor_w: float) -> str:
+        """A cap cannot be held: why, and what to do. Three digits tell the cap from what is drawn."""
+        what = f"{self.key}: {format_power(cap.power_w, 3)} cannot be held: "
+        floor = format_power(floor_w, 3)
+        if self.key == "cpu":
+            return (
+                f"{what}the CPUs of this machine draw {floor} while this program waits (idling, other processes). "
+                "Longer waits do not help, so it now waits for half of the time at most. "
+                f"Raise the cap above {floor}, or end what else runs"
+            )
+        work = "of the time at work" if self.tally is None else "of the pace of Tessera's own kernels"
+        who = "this node draws" if self.key == "node" else "the GPU draws"
+        return f"{what}{who} {floor} with {MIN_DUTY:.0%} {work} (idling, other processes). Raise the cap above {floor}"
+
+    def restart(self, now_ns: int) -> None:
+        """Work begins after a pause: readings and notes from before do not belong to it."""
+        self.read_ns, self.observed_ns = None, now_ns
+        self.notes.clear()
+        if self.controller is not None:
+            self.controller.floor_w = None
+
+    def obey(self, command: PaceCommand, now_ns: int) -> None:
+        """Another process leads the node; if it ends, we continue from its ratio."""
+        self.controller = None
+        self._set(command, now_ns)
+
+    def follow(self, command: PaceCommand, now_ns: int) -> None:
+        """Note what the pacers really do (another zone may be stricter): readings are judged by that."""
+        if command.duty != self._duties[-1][1]:
+            self._duties.append((now_ns, command.duty))
+
+    def duty_between(self, start_ns: int, end_ns: int) -> float:
+        """The mean commanded duty in a span."""
+        total, until = 0.0, end_ns
+        for time_ns, duty in reversed(self._duties):
+            begin = max(time_ns, start_ns)
+            if begin < until:
+                total += duty * (until - begin)
+                until = begin
+            if time_ns <= start_ns:
+                break
+        return total / (end_ns - start_ns) if until <= start_ns else self._duties[0][1]
+
+    def _set(self, command: PaceCommand, now_ns: int) -> PaceCommand:
+        if self.tally is not None:
+            command = replace(command, token_s=self.tally.token_s)
+        self.command = command
+        self.follow(command, now_ns)
+        return command
+
+    def _get_controller(self, cap: Cap, sampler: Sampler) -> Controller:
+        if self.controller is None:
+            boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
+            domains = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
+            idle_w, burst_w = guess_power(domains, cap.power_w)
+            stuck_duty = STUCK_DUTY if self.key == "cpu" else MIN_DUTY
+            blur_s = self._blur_s(sampler)
+            self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
+            if self.command.ratio > 0:  # taken over from another leader
+                self.controller.continue_from(self.command)
+        elif cap != self.controller.cap:
+            self.controller.set_cap(cap)
+        return self.controller
+
+
+def guess_power(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float, float]:
+    """Idle and working watts of (domain, board) before the first measurement, from the catalogue."""
+    idle_w, burst_w = 0.0, 0.0
+    for name, board in domains:
+        device, cpu = None, name.startswith(("cpu", "dram"))
+        with contextlib.suppress(TesseraError):
+            device = host_cpu() if cpu else identify_board(board)
+        if device is None or device.tdp_w is None:
+            burst_w += 2.0 * cap_w / len(domains)  # unknown hardware: start low, the sensor corrects it
+            continue
+        idle = device.idle_context_w or device.idle_w
+        idle_w += idle.value if idle else 0.0
+        burst_w += device.tdp_w.value * (1.0 if cpu else FIRST_BURST)
+    return min(idle_w, 0.9 * cap_w), burst_w
+
+
+class TokenTally:
+    """Tokens over time, from the pace points' own counts and clock."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0  # device seconds of a token at the fastest pace; 0 before any was seen
+        self._seen: PaceCounts | None = None
+        self._rates: deque[tuple[int, float]] = deque(maxlen=256)  # (until, tokens a second)
+        self._recent = (0, 0.0, 0.0)  # tokens, seconds of work, seconds
+
+    def add_counts(self, counts: PaceCounts, now_ns: int) -> float:
+        """Take the counts; returns by how much the fastest pace changed (1.0: not at all)."""
+        was = self._seen
+        if was is None or counts.ended_s < was.ended_s:
+            self._seen = counts
+            return 1.0
+        new, span_s = counts - was, counts.ended_s - was.ended_s
+        if new.tokens <= 0 or span_s <= 0:
+            return 1.0
+        self._seen = counts
+        self._rates.append((now_ns, new.tokens / span_s))
+        tokens, worked_s, past_s = self._recent
+        self._recent = (tokens + new.tokens, worked_s + new.worked_s, past_s + span_s)
+        return self._update_pace()
+
+    def _update_pace(self) -> float:
+        tokens, worked_s, past_s = self._recent
+        if worked_s < ENOUGH_S:
+            return 1.0
+        self._recent = (0, 0.0, 0.0)
+        # Streams that work at the same time each count their own: together they take no more than the time itself.
+        now_s, before_s = min(worked_s, past_s) / tokens, self.token_s
+        if before_s == 0.0 or now_s < before_s:
+            self.token_s = now_s
+        else:
+            self.token_s += (now_s - before_s) * -math.expm1(-past_s / FORGET_S)
+        return before_s / self.token_s if before_s else 1.0
+
+    def duty_between(self, start_ns: int, end_ns: int) -> float | None:
+        """The mean rate in a span, as a share of the fastest pace; None where nothing was counted yet."""
+        if not self._rates or self.token_s == 0.0:
+            return None
+        total, until, rate = 0.0, end_ns, self._rates[-1][1]
+        for time_ns, earlier in reversed(self._rates):
+            if time_ns < until:
+                begin = max(time_ns, start_ns)
+                total += rate * (until - begin)
+                until = begin
+            rate = earlier
+            if until <= start_ns:
+                break
+        total += rate * (until - start_ns)
+        return total / (end_ns - start_ns) * self.token_s

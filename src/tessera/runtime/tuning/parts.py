@@ -1,0 +1,200 @@
+"""What a function works with: its modules, optimizers and weights; and copies of weights that follow changes.
+
+Some settings keep copies of weights (frozen in compiled code, in fp8, or folded within a graph). Every call checks
+whether torch counted a change to a weight or gave it other memory. If so, a digest tells whether the weights differ: a
+trial that restores them counts as a change, but is none. Two things go unseen: writes that torch does not count
+(through `.data`, from another library), and a parameter object that replaced another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from .plan import Setting
+
+_log = logging.getLogger("tessera")
+
+REDUCE_OVERHEAD = "reduce-overhead"
+COMPILE_MODES = ("default", REDUCE_OVERHEAD)
+"""Modes of torch.compile that are tried. Not max-autotune: for GPT-2's training on an H200 it compiled for 333 s and
+was no better."""
+CHANNELS_LAST, FUSED, FOLDED, TF32, BF16, FP8 = "channels_last", "fused", "folded", "tf32", "bf16", "fp8"
+# Weights that change once were loaded; those that change again are being trained, and compiling takes a minute.
+REFREEZES = 1
+# Odd, so that no difference of two weights is lost: 2^64 over the golden ratio (Knuth, The Art of Computer Programming,
+# vol. 3, 6.4), as a signed number.
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+_CHUNK = 1 << 22  # elements at a time: their sum takes 64 bits each
+
+Call = Callable[..., Any]
+
+
+class NotApplicable(Exception):
+    """A change that this function or machine does not allow; the message says why, `knob` which setting to drop."""
+
+    def __init__(self, why: str, *, knob: str = "graph") -> None:
+        super().__init__(why)
+        self.knob = knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionParts:
+    """The outermost modules and the optimizers of a function; `tensors` are those among its arguments."""
+
+    modules: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+    tensors: tuple[Any, ...]
+
+    @property
+    def trains(self) -> bool:
+        """Whether calling it changes weights: it has an optimizer."""
+        return bool(self.optimizers)
+
+    def submodules(self) -> Iterator[Any]:
+        """Every module, outermost first."""
+        for module in self.modules:
+            yield from module.modules()
+
+    def weights(self) -> list[Any]:
+        """Every parameter and buffer."""
+        return [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
+
+    @property
+    def device(self) -> Any:
+        """The device of its parameters or arguments; None where there are none."""
+        for module in self.modules:
+            for parameter in module.parameters():
+                return parameter.device
+        return next((t.device for t in self.tensors), None)
+
+    def plain_linears(self) -> list[Any]:
+        """Linear layers that are torch's own and whose forward nobody replaced."""
+        import torch
+
+        return [m for m in self.submodules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
+
+    def require_inference(self, knob: str) -> None:
+        """Raise NotApplicable unless it only infers: a copy of the weights must stay valid."""
+        if self.trains:
+            raise NotApplicable("its weights are trained: a copy of them would be stale after every step", knob=knob)
+        if not self.modules:
+            raise NotApplicable("it has no modules whose weights could be kept", knob=knob)
+        if any(m.training for m in self.submodules()):
+            raise NotApplicable("a module is in training mode: call eval() for inference", knob=knob)
+
+
+def find_parts(fn: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> FunctionParts:
+    """What a call works with, found in the function and in its arguments as a capture finds it."""
+    import torch
+
+    from ...graph.surroundings import find_models
+
+    kwargs = dict(kwargs or {})
+    modules, optimizers = find_models(fn, args, kwargs)
+    inner = {id(sub) for m in modules for sub in m.modules() if sub is not m}
+    tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+    outer = tuple(m for m in modules if id(m) not in inner)
+    return FunctionParts(modules=outer, optimizers=tuple(optimizers), tensors=tuple(tensors))
+
+
+def keeps_copies(setting: Setting) -> bool:
+    """Whether a change of weights could go unseen. Without a graph, every call renews copies in fp8 or folded ones."""
+    copied = setting.get("precision") == FP8 or setting.get("convolutions")
+    return bool(setting.get("freeze") or (setting.get("graph") and copied))
+
+
+class WeightCopies:
+    """The function under a setting that keeps copies of weights. A call sees the current weights."""
+
+    changes = 0
+    """Changes of weights so far: code frozen before one may contain memory that has changed since."""
+
+    def __init__(
+        self, enter: Callable[[Setting], AbstractContextManager[Call]], parts: FunctionParts, setting: Setting
+    ) -> None:
+        self._enter = enter
+        self._weights = WeightDigest(parts)
+        self._renewals = 0
+        self._open(setting)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._have_changed():
+            self._renew()
+        return self._call(*args, **kwargs)
+
+    def close(self) -> None:
+        """Restore the function."""
+        if self._have_changed():
+            WeightCopies.changes += 1
+        self._stack.close()
+
+    def _open(self, setting: Setting) -> None:
+        self._setting, self._digest = setting, self._weights.digest()
+        if setting.get("freeze"):  # compiled code is identified by the weights in it
+            setting = {**setting, "freeze": f"{WeightCopies.changes}:{self._digest}"}
+        self._stack = ExitStack()
+        self._call = self._stack.enter_context(self._enter(setting))
+        self._marks = self._weights.marks()  # after entering: another layout has another address
+
+    def _have_changed(self) -> bool:
+        marks = self._weights.marks()
+        if marks == self._marks or not keeps_copies(self._setting):
+            return False
+        self._marks = marks
+        return self._weights.digest() != self._digest
+
+    def _renew(self) -> None:
+        WeightCopies.changes += 1
+        self._stack.close()
+        setting, self._renewals = self._setting, self._renewals + 1
+        if setting.get("freeze") and self._renewals > REFREEZES:
+            _log.warning("its weights changed again: they are no longer frozen")
+            setting = {k: v for k, v in setting.items() if k != "freeze"}
+        else:
+            _log.info("its weights have changed: their copies are made again")
+        self._open(setting)
+
+
+class WeightDigest:
+    """The parameters and buffers of a function: whether they may have changed, and a digest of their values."""
+
+    def __init__(self, parts: FunctionParts) -> None:
+        self._tensors = parts.weights()
+        if any(t.is_inference() for t in self._tensors):
+            why = "torch counts no changes of weights made in inference mode: a copy could become stale unseen"
+            raise NotApplicable(why, knob="freeze")
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Count of changes and address of each: equal marks, equal weights."""
+        return [(t._version, t.data_ptr()) for t in self._tensors]
+
+    def digest(self) -> str:
+        """A digest of every bit of every weight, in the order of its elements, in any layout."""
+        import torch
+
+        digest = hashlib.blake2b(digest_size=16)
+        sums: dict[Any, list[Any]] = {}
+        for tensor in self._tensors:
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            sums.setdefault(tensor.device, []).append(_sum_bits(torch, tensor))
+        for on_device in sums.values():
+            digest.update(str(torch.stack(on_device).tolist()).encode())  # the only wait
+        return digest.hexdigest()
+
+
+def _sum_bits(torch: Any, tensor: Any) -> Any:
+    """The bits of a tensor's elements, each times an odd number of its own, summed modulo 2^64."""
+    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    flat = tensor.detach().contiguous().reshape(-1)
+    bits = flat.view(by_size.get(tensor.element_size(), torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        at = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += (part * ((at * _MULTIPLIER) | 1)).sum()
+    return total
