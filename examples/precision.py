@@ -23,9 +23,8 @@ from torch.nn import functional as F  # noqa: N812
 from tessera import monitor
 from tessera.hardware import lookup
 from tessera.op import lowprec
-from tessera.op.dual import dual_precision
-from tessera.op.precision_schedule import PrecisionSchedule, precision_schedule
-from tessera.op.product_cost import energy_j
+from tessera.op.product_cost import predict_energy_j
+from tessera.op.training import PrecisionSchedule, dual_precision, precision_schedule
 
 SIZES = (1024, 4096, 8192)
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
@@ -49,7 +48,7 @@ def flop_per_joule(chip: str) -> None:
         dtype = (
             torch.float32 if precision in ("fp32", "tf32") else torch.float16 if precision == "fp16" else torch.bfloat16
         )
-        predicted = [2.0 * n**3 / energy_j(precision, n, n, n, 1, dtype, dtype, chip) for n in SIZES]
+        predicted = [2.0 * n**3 / predict_energy_j(precision, n, n, n, 1, dtype, dtype, chip) for n in SIZES]
         cells = "".join(f"{value * 1e-9:9.0f}" for value in predicted)
         found = (
             "".join(f"{measured(precision, n, dtype) * 1e-9:9.0f}" for n in SIZES) if torch.cuda.is_available() else ""
@@ -109,13 +108,13 @@ def steps_to_goal(forward: str, backward: str, seed: int) -> tuple[int, list[str
 
 def scope_of(schedule: PrecisionSchedule | None, forward: str, backward: str) -> AbstractContextManager[Any]:
     if schedule is not None:
-        return schedule.applied()
+        return schedule.apply()
     return nullcontext() if forward == "fp32" else dual_precision(forward=forward, backward=backward)
 
 
 def step_joules(forward: str, backward: str, width: int, chip: str) -> float:
     """Modelled joules of the products of a step: each layer once forward, and twice (input, weight) backward."""
-    cost: Callable[..., float] = energy_j
+    cost: Callable[..., float] = predict_energy_j
     joules, batch = 0.0, BATCH * width // WIDTH
     for inputs, outputs in ((16, width), (width, width), (width, 1)):
         joules += cost(forward, batch, outputs, inputs, 1, torch.float32, torch.float32, chip)

@@ -58,7 +58,7 @@ def formula_only():
     from tessera.op import tile
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(tile, "_uncompiled", lambda: "not in these tests")
+    patch.setattr(tile, "_why_not_compiled", lambda: "not in these tests")
     yield
     patch.undo()
     tile._fit.cache_clear()

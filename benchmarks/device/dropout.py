@@ -1,9 +1,9 @@
-"""Attention with dropout: our kernels by how they are cut, beside torch's, on the GPU at hand; and that they are right.
+"""Attention with dropout: our kernel by how it is cut, beside torch's, on the GPU at hand; and that it is right.
 
     PYTHONPATH=src:.carry/site python benchmarks/device/dropout.py RESULTS.json [--quick]
 
-Microseconds of the forward and of the backward kernels of each launch (median of CUDA-graph replays), torch's with and
-without dropout beside them. Numerics: outputs and gradients against float64 with the very mask that the operator's
+Microseconds of our kernel with each launch (median of CUDA-graph replays), torch's forward and backward with and without
+dropout beside them. Numerics: outputs and gradients against float64 with the very mask that the operator's
 stand-in for CPUs computes, on odd shapes; the share dropped. Workers compile first, side by side. `--quick` runs the
 numerics alone, on a CPU. No clock, limit or mode is changed.
 """
@@ -35,8 +35,6 @@ WORKERS = 8
 SHAPES = [(8, 12, 1024, 64, True), (32, 12, 512, 64, False), (4, 16, 2048, 128, True)]
 FORWARD = {64: [(128, 64, 2, 4), (64, 64, 2, 4), (64, 64, 3, 4), (128, 64, 2, 8), (128, 128, 2, 8), (64, 128, 2, 4)],
            128: [(128, 64, 2, 8), (64, 64, 2, 4), (128, 128, 2, 8)]}  # fmt: skip
-BACKWARD = {64: [(128, 32, 2, 8), (128, 64, 2, 8), (64, 64, 2, 4), (64, 32, 2, 4), (128, 32, 3, 8), (64, 64, 2, 8)],
-            128: [(128, 16, 2, 8), (128, 32, 2, 8), (64, 32, 2, 8)]}  # fmt: skip
 # batch, heads, key heads, queries, keys, dim, causal, probability
 ODD = [(2, 4, 4, 128, 128, 64, True, 0.1), (1, 4, 2, 197, 131, 64, False, 0.5), (2, 2, 1, 333, 77, 128, True, 0.2),
        (1, 2, 2, 67, 1000, 80, False, 0.1), (3, 1, 1, 1, 40, 32, False, 0.9), (1, 3, 3, 515, 515, 64, True, 0.01)]  # fmt: skip
@@ -68,28 +66,17 @@ def replayed_us(fn: Callable[[], Any], calls: int = 10, times: int = 12) -> floa
     return statistics.median(found)
 
 
-def ways(shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
-    """(what, launch, call) of our kernels at a shape."""
+def ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Callable[[], Any]]]:
+    """(launch, call) of our kernel at a shape."""
     from tessera.op.kernels import attention as kernel
-    from tessera.op.kernels import attention_backward as backward
 
     *sizes, causal = shape
     q, k, v = operands(*sizes)
-    dout = torch.randn_like(q)
-    scale, drop = 1 / math.sqrt(sizes[3]), kernel.Drop(P, torch.randint(attention._SEEDS, (1,), device="cuda"))
-    out = lse = None
+    out = torch.empty_like(q)
+    scale, drop = 1 / math.sqrt(sizes[3]), kernel.Dropout(P, torch.randint(attention.SEEDS, (1,), device="cuda"))
     for cut in FORWARD[sizes[3]]:
-        launch = kernel.Launch(*cut)
-        yield "forward", cut, lambda how=launch: kernel.forward(q, k, v, None, scale, causal, how, drop)
-        if out is None:
-            out, lse = kernel.forward(q, k, v, None, scale, causal, launch, drop)
-    for cut in BACKWARD[sizes[3]]:
-        launch = kernel.Launch(*cut)
-        yield (
-            "backward",
-            cut,
-            lambda how=launch: backward.backward(dout, q, k, v, None, out, lse, scale, causal, how, drop),
-        )
+        launch = kernel.AttentionLaunch(*cut)
+        yield cut, lambda how=launch: kernel.run_attention(q, k, v, None, out, scale, causal, how, drop)
 
 
 def torchs(shape: tuple[int, ...]) -> dict[str, float]:
@@ -119,12 +106,13 @@ def numerics(device: str) -> list[dict[str, Any]]:
         torch.manual_seed(7)
         out = op.flash_attention(q, k, v, causal=causal, enable_gqa=True, dropout_p=p, tile_shape=(64, 64))
         torch.manual_seed(7)
-        seed = torch.randint(attention._SEEDS, (1,), device=device)
+        seed = torch.randint(attention.SEEDS, (1,), device=device)
         leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
         scores = leaves[0] @ leaves[1].repeat_interleave(h // hk, 1).mT / math.sqrt(d)
         if causal:
             scores = scores.masked_fill(~torch.ones(sq, sk, dtype=torch.bool, device=device).tril(), -math.inf)
-        kept = attention_ops._kept(seed, p, scores.shape, torch.float64)
+        rows = torch.arange(b * h * sq, device=device)
+        kept = attention_ops.dropout_factors(seed, p, rows, sk, torch.float64).reshape(scores.shape)
         true = (scores.softmax(-1) * kept) @ leaves[2].repeat_interleave(h // hk, 1)
         dout = torch.randn_like(out)
         got = (out, *torch.autograd.grad(out, (q, k, v), dout))
@@ -152,10 +140,10 @@ def main() -> None:
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.share is not None:
-        jobs = [(shape, i) for shape in SHAPES for i in range(len(FORWARD[shape[3]]) + len(BACKWARD[shape[3]]))]
+        jobs = [(shape, i) for shape in SHAPES for i in range(len(FORWARD[shape[3]]))]
         mine = jobs[given.share :: WORKERS]
         for shape in SHAPES:
-            for i, (_, _, call) in enumerate(ways(shape)):
+            for i, (_, call) in enumerate(ways(shape)):
                 if (shape, i) in mine:
                     call()
         return
@@ -171,12 +159,12 @@ def main() -> None:
     for shape in SHAPES:
         row: dict[str, Any] = {"shape": shape, "torch_us": torchs(shape), "ours_us": {}}
         print(shape, {k: round(v, 1) for k, v in row["torch_us"].items()}, flush=True)
-        for what, cut, call in ways(shape):
+        for cut, call in ways(shape):
             try:
-                row["ours_us"][f"{what} {cut}"] = replayed_us(call)
+                row["ours_us"][f"forward {cut}"] = replayed_us(call)
             except Exception as exc:  # noqa: BLE001 - one launch that fails must not cost the others
-                row["ours_us"][f"{what} {cut}"] = None
-                print(f"   {what} {cut}: {type(exc).__name__}: {str(exc)[:120]}")
+                row["ours_us"][f"forward {cut}"] = None
+                print(f"   forward {cut}: {type(exc).__name__}: {str(exc)[:120]}")
         print("  ", {k: round(v, 1) for k, v in row["ours_us"].items() if v}, flush=True)
         found["shapes"].append(row)
         write_result(given.out, found)

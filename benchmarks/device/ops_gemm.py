@@ -114,8 +114,7 @@ def linear_ways(m: int, n: int, k: int, bias: bool) -> Callable[[], dict[str, St
         return {
             "torch": lambda: F.linear(x, w, b),
             "op": lambda: op.linear(x, w, b),
-            "extents": lambda: padding.product(x, w.t(), b, extents=True),
-            "rows": lambda: padding.product(x, w.t(), b, extents=False),
+            "extents": lambda: padding.multiply_padded(x, w.t(), b),
         }
 
     return make
@@ -127,8 +126,7 @@ def matrix_ways(m: int, n: int, k: int, layout: str) -> Callable[[], dict[str, S
         return {
             "torch": lambda: torch.matmul(a, b),
             "op": lambda: op.matmul(a, b),
-            "extents": lambda: padding.product(a, b, extents=True),
-            "rows": lambda: padding.product(a, b, extents=False),
+            "extents": lambda: padding.multiply_padded(a, b),
         }
 
     return make
@@ -342,16 +340,16 @@ def matmul_error(pick: random.Random, i: int, quick: bool) -> tuple[float, str]:
     even = i % 3 == 0
     shape = Tile(*pick.choice([(128, 128, 64), (64, 64, 32)])) if even or i % 9 == 1 else Tile(64, 64, 32)
     bias, act = rand(n), pick.choice(["none", "gelu"]) if even else "none"
-    from tessera.op.tiled import _computed
+    from tessera.op.tiled_matmul import multiply_by_torch
 
     rest = {"bias": bias, "residual": None, "alpha": 1.0, "beta": 0.0, "activation": act}
-    true = _computed(a.double(), b.double(), "", **rest)
+    true = multiply_by_torch(a.double(), b.double(), "", **rest)
     if not CUDA:
-        return relative(_computed(a, b, "", **rest), true), f"{m}x{n}x{k}"
-    from tessera.op.kernels.matmul import launch
+        return relative(multiply_by_torch(a, b, "", **rest), true), f"{m}x{n}x{k}"
+    from tessera.op.kernels.matmul import launch_matmul
 
     out = torch.full((batch, m, n), math.nan, device=DEVICE, dtype=torch.bfloat16)
-    launch(a, b, out, tile=shape, stages=3, warps=4, bias=bias, activation=act)
+    launch_matmul(a, b, out, tile=shape, stages=3, warps=4, bias=bias, activation=act)
     return relative(out, true), f"{batch} of {m}x{n}x{k} {layout} {shape} {act}"
 
 
@@ -365,11 +363,11 @@ def conv_error(pick: random.Random, i: int, quick: bool) -> tuple[float, str]:
     what = f"{tuple(x.shape)} by {tuple(w.shape)} {options}"
     if not CUDA:
         return relative(op.conv2d(x, w, b, **options, tile_shape=(64, 64, 32)), true), what
-    from tessera.op.kernels.conv import launch
+    from tessera.op.kernels.matmul import launch_conv
 
     out = torch.full((2, *true.shape[2:], filters), math.nan, device=DEVICE, dtype=torch.bfloat16)
     both = {key: (options[key],) * 2 for key in ("stride", "padding")}
-    launch(
+    launch_conv(
         x.permute(0, 2, 3, 1).contiguous(), w.permute(0, 2, 3, 1).contiguous(), b, out, **both, dilation=(1, 1),
         groups=groups, tile=Tile(64, 64, 32), stages=3, warps=4,
     )  # fmt: skip

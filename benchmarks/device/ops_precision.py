@@ -44,10 +44,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from measure import error_bounds
 from ops_restart import dead, replace_result
 from tessera.errors import ToleranceError
-from tessera.op import bounded, bounds, lowprec, prepared
-from tessera.op.kernels import centred
+from tessera.op import bounded, casting, lowprec
+from tessera.op import error_bounds as bounds
+from tessera.op.kernels import guessed_cast
 from tessera.op.kernels import quantize as kernels
-from tessera.op.product_cost import energy_j
+from tessera.op.product_cost import predict_energy_j
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -176,10 +177,10 @@ def check_kernel(run: Run, shape: tuple[int, int], dtype: torch.dtype, name: str
     differing = 0
     for view in (x, x.t(), x[:, ::2]):
         for by_row in (False, True):
-            want, want_scale = lowprec._quantized(view, name, by_row, (1, 1))  # torch's own cast, on the CPU
+            want, want_scale = casting.quantize(view, name, by_row, (1, 1))  # torch's own cast, on the CPU
             where = view.to(run.device)
             if run.device == "cpu":  # no kernel there: the script's own logic is rehearsed
-                got, scale = lowprec._quantized(where, name, by_row, (16, 16))
+                got, scale = casting.quantize(where, name, by_row, (16, 16))
             else:
                 got, scale = kernels.quantize(where, name, by_row=by_row, pad=(16, 16))
             rows, cols = view.shape
@@ -225,9 +226,9 @@ def one_centred(run: Run, shape: tuple[int, int], dtype: torch.dtype, kind: str)
         for given in ([view], [other, view]):
             there = [m.to(run.device) for m in given]
             if run.device == "cpu":  # no kernel there: the script's own logic is rehearsed
-                found = [lowprec._quantized(m, "fp8", False, (16, 16)) for m in there]
+                found = [casting.quantize(m, "fp8", False, (16, 16)) for m in there]
             else:
-                found = centred.cast(there, (16, 16))
+                found = guessed_cast.cast_by_guess(there, (16, 16))
             for matrix, (got, scale) in zip(given, found, strict=True):
                 rows, cols = matrix.shape
                 wide = matrix.float() / scale.cpu()
@@ -243,12 +244,12 @@ def one_centred(run: Run, shape: tuple[int, int], dtype: torch.dtype, kind: str)
 
 
 def fast_sums(run: Run) -> None:
-    """What the short sums of fp8 lose beside fp32 ones, by their length, and what `bounds.foretold` expects of it."""
+    """What the short sums of fp8 lose beside fp32 ones, by their length, and what `bounds.predict_error` expects of it."""
     for k in (64, 256) if run.quick else (512, 4096, 32768, 131072):
         a, b = torch.randn(256, k, device=run.device), torch.randn(k, 256, device=run.device)
-        look = bounds.operands(a, b)
+        look = bounds.inspect_operands(a, b)
         wide, fast = (product(a, b, way) for way in ("fp8", "fp8 fast"))
-        told = [bounds.foretold(look, "fp8", torch.float32, sums) for sums in ("fp32", "fast")]
+        told = [bounds.predict_error(look, "fp8", torch.float32, sums) for sums in ("fp32", "fast")]
         run.add({
             "part": "sums", "k": k, "lost": float((fast - wide).norm() / wide.norm()),
             "foretold": (told[1] ** 2 - told[0] ** 2) ** 0.5 / bounds.MARGIN,
@@ -272,12 +273,12 @@ def one_by_rows(run: Run, shape: tuple[int, int, int], out: torch.dtype, sums: s
     a = torch.randn(m, k, device=run.device) * torch.logspace(-3, 1, m, device=run.device)[:, None]
     b = torch.randn(k, n, device=run.device) * torch.logspace(1, -2, n, device=run.device)
     where = torch.device(run.device, 0) if run.device == "cuda" else torch.device("cpu")
-    inside, asked = lowprec.mm(a, b, "fp8_row", sums, out).double(), lowprec.rows_in_product
-    lowprec.rows_in_product = lambda *_: False
+    inside, asked = lowprec.mm(a, b, "fp8_row", sums, out).double(), lowprec.has_row_scaling
+    lowprec.has_row_scaling = lambda *_: False
     try:
         after = lowprec.mm(a, b, "fp8_row", sums, out).double()
     finally:
-        lowprec.rows_in_product = asked
+        lowprec.has_row_scaling = asked
     # Of each column, since theirs are the sizes that differ most within a row; fp16's least step lies beneath.
     off = (inside - after).norm(dim=0) / (after.norm(dim=0) + 6e-8 * m**0.5)
     worst = float(off.max())
@@ -300,9 +301,9 @@ def cut_otherwise(run: Run) -> None:
             cut = f"transposing, largest values of {tile[0]} x {tile[1]}"
             cast_joules(run, turned, n, cut, kernels, "AMAX_TILES", named)
         for registers in (64, 80):
-            cast_joules(run, partial(both, x), n, f"both, {registers} registers", centred, "REGISTERS", registers)
+            cast_joules(run, partial(both, x), n, f"both, {registers} registers", guessed_cast, "REGISTERS", registers)
         for tile in ((128, 128), (128, 64)):
-            cast_joules(run, partial(both, x), n, f"both, {tile[0]} x {tile[1]} across", centred, "ACROSS", tile)
+            cast_joules(run, partial(both, x), n, f"both, {tile[0]} x {tile[1]} across", guessed_cast, "ACROSS", tile)
     if run.waiting:
         run.guarded("the last joules of casts", run.flush, needs_s=0.0)
 
@@ -319,11 +320,11 @@ def cast_joules(run: Run, call: Step, n: int, named: str, module: Any, constant:
 
 
 def quantized(x: torch.Tensor, by_row: bool) -> Any:
-    return kernels.quantize(x, "fp8", by_row=by_row) if x.is_cuda else lowprec._quantized(x, "fp8", by_row, (1, 1))
+    return kernels.quantize(x, "fp8", by_row=by_row) if x.is_cuda else casting.quantize(x, "fp8", by_row, (1, 1))
 
 
 def both(x: torch.Tensor) -> Any:
-    return centred.cast([x, x.mT]) if x.is_cuda else [quantized(m, False) for m in (x, x.mT)]
+    return guessed_cast.cast_by_guess([x, x.mT]) if x.is_cuda else [quantized(m, False) for m in (x, x.mT)]
 
 
 # -- 2. joules of a square product -------------------------------------------------------------------------------
@@ -353,12 +354,12 @@ def alone(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, str, Step]]:
         )
     c = torch._scaled_mm(x[0], w[0].t(), use_fast_accum=False, **one)
     yield "fp8_row", "the result by its scales alone", partial(kernels.unscale, c, xr[1], wr[1], *c.shape, c.dtype)
-    yield "fp8", "one cast alone", partial(centred.cast, [a])
-    yield "fp8", "one transposing cast alone", partial(centred.cast, [b.mT])
-    yield "fp8", "both casts alone", partial(centred.cast, [a, b.mT])
+    yield "fp8", "one cast alone", partial(guessed_cast.cast_by_guess, [a])
+    yield "fp8", "one transposing cast alone", partial(guessed_cast.cast_by_guess, [b.mT])
+    yield "fp8", "both casts alone", partial(guessed_cast.cast_by_guess, [a, b.mT])
     far = a.clone()
     far[-1, -1] = 3e4
-    yield "fp8", "both casts alone, one value far off", partial(centred.cast, [far, b.mT])
+    yield "fp8", "both casts alone, one value far off", partial(guessed_cast.cast_by_guess, [far, b.mT])
     yield "fp8", "both casts alone, largest values first", lambda: [quantized(x, False) for x in (a, b.mT)]
     yield "fp8_row", "one cast alone", partial(quantized, a, True)
     yield "fp8_row", "one transposing cast alone", partial(quantized, b.mT, True)
@@ -374,9 +375,9 @@ def product_calls(n: int, device: str) -> Iterator[tuple[str, str, Step]]:
         for p in WAYS:
             yield p, "bf16 operands, both cast", lambda p=p: product(*half, p)  # type: ignore[misc]
         for p in WAYS:
-            prepared.prepare(half[1], p.removesuffix(FAST))
+            casting.prepare(half[1], p.removesuffix(FAST))
             yield p, "bf16 operands, weight prepared", lambda p=p: product(*half, p)  # type: ignore[misc]
-        prepared.forget(half[1])
+        casting.forget(half[1])
         for p in ("fp32", "tf32", "fp16", "bf16", "fp8", "fp8_row"):
             yield p, "fp32 operands, casts included", lambda p=p: lowprec.mm(*wide, p)  # type: ignore[misc]
         if device == "cuda":
@@ -398,7 +399,7 @@ def joules_of(run: Run, n: int) -> None:
 
 def product_row(run: Run, n: int, precision: str, counted: str) -> Row:
     row: Row = {"part": "joules", "n": n, "precision": precision, "counted": counted}
-    if precision.removesuffix(FAST) in lowprec.PRECISIONS and "operands" in counted:
+    if precision.removesuffix(FAST) in casting.PRECISIONS and "operands" in counted:
         dtype = torch.bfloat16 if counted.startswith("bf16") else torch.float32
         row["J_predicted"] = predicted(run, precision, n, dtype, "prepared" in counted)
     return row
@@ -411,9 +412,9 @@ def heavy(row: Row) -> bool:
 
 def predicted(run: Run, way: str, n: int, dtype: torch.dtype, kept: bool) -> float:
     sums = "fast" if way.endswith(FAST) else "fp32"
-    inside = lowprec.rows_in_product(torch.device("cuda", 0), dtype) if run.device == "cuda" else None
-    return energy_j(
-        way.removesuffix(FAST), n, n, n, 1, dtype, dtype, accumulate=sums, prepared=kept, rows_in_product=inside
+    inside = lowprec.has_row_scaling(torch.device("cuda", 0), dtype) if run.device == "cuda" else None
+    return predict_energy_j(
+        way.removesuffix(FAST), n, n, n, 1, dtype, dtype, accumulate=sums, prepared=kept, row_scaling=inside
     )
 
 
@@ -422,7 +423,7 @@ def turned_calls(n: int, device: str) -> Iterator[tuple[str, str, Step]]:
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     kept = b.clone()
     for p in ("fp8", "fp8_row"):
-        prepared.prepare(kept, p)
+        casting.prepare(kept, p)
     yield "bf16", "bf16 operands", lambda: lowprec.mm(a, b, "bf16")
     for p in ("fp8 fast", "fp8_row fast"):
         yield p, "bf16 operands, weight prepared", partial(product, a, kept, p)
@@ -496,7 +497,7 @@ def bounded_row(
     row = {**more, "shape": (a.shape[0], b.shape[1], a.shape[1]), "tolerance": tolerance}
     begin = time.perf_counter()
     try:
-        choice = bounded.choose("matmul", a, b, tolerance=tolerance, costs=costs, out_dtype=out)
+        choice = bounded.choose(a, b, tolerance=tolerance, costs=costs, out_dtype=out)
     except ToleranceError as e:
         return {**row, "chosen": None, "why": e.what}
     took = time.perf_counter() - begin
@@ -604,7 +605,7 @@ def layer_joules(run: Run, rows: list[tuple[str, Row, torch.Tensor, torch.Tensor
 # Of 4096^3, so that every precision is worth its cast whatever the shape.
 COSTS = error_bounds.costs()
 COSTS |= {
-    p + FAST: energy_j(p, 4096, 4096, 4096, 1, torch.float32, torch.float32, accumulate="fast")
+    p + FAST: predict_energy_j(p, 4096, 4096, 4096, 1, torch.float32, torch.float32, accumulate="fast")
     for p in ("fp8", "fp8_row")
 }
 BY_ROWS = {**COSTS, "fp8": COSTS["fp8_row"], "fp8_row": COSTS["fp8"]}

@@ -4,7 +4,7 @@
 
 1. Workers side by side: bf16 numerics of every Triton kernel against float64 on odd shapes, unwritten memory being NaN;
    they also run each case once, which fills Triton's cache. 2. Every case by torch and by our kernel (attention by each
-   of torch's backends). 3. The rules of `op/normalize.py` and `op/attention.py` refitted, printed, and put in force.
+   of torch's backends). 3. The rules of `op/normalize.py` refitted, printed, and put in force.
 4. The public op.* under these rules beside torch, measured anew, shape by shape. 5. Named wins. 6. Host microseconds.
 Each case is replayed from a CUDA graph in steady state (record_kernels.py); joules are the driver's samples through
 `tessera.monitor`. A kernel that kills the CUDA context costs its row: the script starts anew. `--quick` runs the script's
@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ops_restart import again, dead, replace_result
 from tessera import op
-from tessera.op import attention, normalize
+from tessera.op import normalize
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -507,7 +507,7 @@ def worst(ways: dict[str, Row], kind: str) -> float:
 # -- the rules, refitted -----------------------------------------------------------------------------------------
 
 
-def row_rules(bench: Bench, name: str) -> list[normalize.Rule]:
+def row_rules(bench: Bench, name: str) -> list[normalize.RowRule]:
     """Widths at which ours wins for every number of rows from `least_rows` up, as intervals of what was measured."""
     rules = []
     for training in (False, True):
@@ -524,7 +524,7 @@ def row_rules(bench: Bench, name: str) -> list[normalize.Rule]:
                 for group in runs(widths, [all(known[c]) and c not in covered for c in widths]):
                     covered.update(group)
                     rules.append(
-                        normalize.Rule(
+                        normalize.RowRule(
                             least_cols=group[0],
                             most_cols=group[-1],
                             least_rows=least,
@@ -546,30 +546,6 @@ def runs(values: list[int], kept: list[bool]) -> Iterator[list[int]]:
             group = []
     if group:
         yield group
-
-
-def attention_rules(bench: Bench) -> list[attention.Rule]:
-    """Backends that beat torch's own order, by head dimension, causality and pass, over the sequences they won at."""
-    rules = []
-    by_kind: dict[tuple[Any, ...], dict[int, dict[str, Row]]] = {}
-    for p, ways in bench.found("kernels", "flash_attention"):
-        if p["h"] == p["hk"]:
-            by_kind.setdefault((p["d"], p["causal"], p["training"]), {})[p["s"]] = ways
-    for (d, causal, training), found in by_kind.items():
-        for backend in BACKENDS:
-            lengths = sorted(found)
-            for group in runs(lengths, [worst(ways, backend) <= WIN for _, ways in sorted(found.items())]):
-                rules.append(
-                    attention.Rule(
-                        backend=backend,
-                        least_queries=group[0],
-                        most_queries=group[-1],
-                        dims=(d,),
-                        causal=causal,
-                        training=training,
-                    )
-                )
-    return rules
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------
@@ -666,10 +642,7 @@ def host_us(fn: Step, quick: bool) -> float:
 def changed(case: Case) -> bool:
     """Whether a refitted rule sends such a case elsewhere than torch would."""
     p = case.params
-    if case.op == "flash_attention":
-        q = torch.empty(p["b"], p["h"], p["s"], p["d"], device="meta", requires_grad=p["training"])
-        return any(rule.covers(q, p["causal"]) for rule in attention.RULES)
-    known = normalize.RULES[case.op]
+    known = normalize.RULES.get(case.op, ())
     return any(rule.covers(p["rows"], p["cols"], DTYPES[p["dtype"]], p["training"]) for rule in known)
 
 
@@ -685,9 +658,7 @@ def measure_all(bench: Bench, quick: bool) -> None:
         bench.run("kernels", case, ("torch", "ours", *backends), reserve_s=0.0 if quick else 30.0)
     bench.flush()
     normalize.RULES.update({name: tuple(row_rules(bench, name)) for name in normalize.RULES})
-    attention.RULES = tuple(attention_rules(bench))
     bench.results["rules"] = {n: [repr(r) for r in rules] for n, rules in normalize.RULES.items()}
-    bench.results["rules"]["flash_attention"] = [repr(r) for r in attention.RULES]
     bench.save()
     bench.say("named wins")
     for case in win_cases(quick):
@@ -753,7 +724,7 @@ def show(bench: Bench) -> None:
         show_table(bench, "op", name, ("op",))
     for name in dict.fromkeys(row["op"] for row in bench.results["rows"] if row["stage"] == "wins"):
         show_table(bench, "wins", name, ("op",))
-    print("\n== refitted rules (into op/normalize.py and op/attention.py)")
+    print("\n== refitted rules (into op/normalize.py)")
     for name, rules in bench.results.get("rules", {}).items():
         print(f"  {name}:", *rules or ["none: torch's own choice stands"], sep="\n    ")
     print("\n== host microseconds a call (64 x 64): torch, op")

@@ -66,7 +66,7 @@ def in_turn(run: Run, heavy: Step, period_s: float = 0.3) -> Step:
 
 def announce(run: Run, blocks: int, warps: int) -> None:
     if not run.cuda:  # torch computed it: no kernel of ours was launched
-        hints.launched(blocks, warps, stages=3, tile_bytes=8192)
+        hints.announce_launch(blocks, warps, stages=3, tile_bytes=8192)
 
 
 def held(run: Run, step: Step, cap_w: float, kind: str) -> dict[str, object]:

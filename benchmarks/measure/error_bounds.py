@@ -5,8 +5,8 @@
 Every case is a pair of matrices of one of the kinds below, of random shape, with a tolerance drawn from the issue's
 three (5e-2, 1e-2, 1e-3) or log-uniformly between 1e-4 and 0.3. Precisions are emulated on the CPU, exactly as
 `lowprec.mm` does it; costs are those of a 4096^3 product on an H200, so that every precision is worth its cast. The
-true error is against the whole product in fp64. Constants of `op/bounds.py` were set with seed 1; seed 2 is reported.
-Also printed: what was foretold against what came, for products of 64 and more (MARGIN in `op/bounds.py`).
+true error is against the whole product in fp64. Constants of `op/error_bounds.py` were set with seed 1; seed 2 is reported.
+Also printed: what was foretold against what came, for products of 64 and more (MARGIN in `op/error_bounds.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from tessera.errors import ToleranceError
-from tessera.op import bounded, bounds, lowprec
-from tessera.op.product_cost import energy_j
+from tessera.op import bounded, casting, lowprec
+from tessera.op import error_bounds as bounds
+from tessera.op.product_cost import predict_energy_j
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -35,7 +36,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def costs() -> dict[str, float]:
     """Joules of each precision at 4096^3 from fp32 operands."""
-    return {p: energy_j(p, 4096, 4096, 4096, 1, torch.float32, torch.float32) for p in lowprec.PRECISIONS}
+    return {p: predict_energy_j(p, 4096, 4096, 4096, 1, torch.float32, torch.float32) for p in casting.PRECISIONS}
 
 
 # -- kinds of matrices -------------------------------------------------------------------------------------------
@@ -162,12 +163,12 @@ def case(index: int, rng: Any, joules: dict[str, float]) -> dict[str, Any]:
     spread = 10 ** (float(torch.rand((), generator=rng)) * 3.5 - 4)
     tolerance = TOLERANCES[drawn] if drawn < 3 else spread
     exact = a.double() @ b.double()
-    errors = {p: relative(lowprec.mm(a, b, p), exact) for p in lowprec.PRECISIONS[:6]}
+    errors = {p: relative(lowprec.mm(a, b, p), exact) for p in casting.PRECISIONS[:6]}
     begin = time.perf_counter()
     bounded.forget()
     row: dict[str, Any] = {"kind": name, "shape": (m, n, k), "tolerance": tolerance, "errors": errors}
     try:
-        choice = bounded.choose("matmul", a, b, tolerance=tolerance, costs=joules)
+        choice = bounded.choose(a, b, tolerance=tolerance, costs=joules)
     except ToleranceError:
         return {**row, "chosen": None, "true_error": errors["fp32"], "best": best(errors, tolerance, joules)}
     seconds = time.perf_counter() - begin
@@ -222,7 +223,7 @@ def kept_choice_us(times: int = 10_000) -> float:
     begin, watched = time.perf_counter(), 0.0
     for index in range(times):
         start = time.perf_counter()
-        bounded.choose("matmul", a, b, tolerance=1e-2, recheck_every=10 * times)
+        bounded.choose(a, b, tolerance=1e-2, recheck_every=10 * times)
         if index % 16 == 0:
             watched += time.perf_counter() - start
     return 1e6 * (time.perf_counter() - begin - watched) / (times - times // 16)

@@ -6,8 +6,8 @@ Prints microseconds of CPU time a call of torch and of ours (the least of forty 
 tensors): the goal is 5 us over torch on aligned shapes. The launch of a GPU kernel would be the same on both sides.
 
 Then calls by our own kernels with everything but the launch: a driver of Triton's that launches nothing, and CPU
-tensors that say they are CUDA's. "straight" is a plain call, "operator" the same through torch's dispatcher and Triton's
-own launcher, as every call went before and goes under a mode, a transform or a profiler.
+tensors that say they are CUDA's. "straight" is a plain call, "operator" the same through torch's dispatcher, as every
+call goes under a mode, a transform or a profiler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tessera import op
-from tessera.op import attention_ops, eager, normalize, row_ops
+from tessera.op import attention_ops, dispatch, normalize, row_ops
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -92,7 +92,7 @@ def without_a_gpu() -> None:
     for module, names in ((row_ops, ("softmax", "norm", "norm_backward")), (attention_ops, ("attention",))):
         for name in names:
             getattr(module, f"{name}_op").register_kernel("cpu")(getattr(module, f"_{name}_cuda"))
-    every = normalize.Rule(least_cols=1, most_cols=normalize.MAX_COLS)
+    every = normalize.RowRule(least_cols=1, most_cols=normalize.MAX_COLS, least_rows=1)
     normalize.RULES.update(dict.fromkeys(normalize.RULES, (every,)))
 
 
@@ -111,13 +111,12 @@ def kernel_calls() -> dict[str, Callable[[], Any]]:
 
 def by_our_kernels() -> dict[str, dict[str, float]]:
     """{call: microseconds straight and by the operator}."""
-    from tessera.op.kernels import direct
 
     def operator(call: Callable[[], Any]) -> Callable[[], Any]:
         def through() -> None:
-            eager.KNOWN = direct.KNOWN = False
+            dispatch.KNOWN = False
             call()
-            eager.KNOWN = direct.KNOWN = True
+            dispatch.KNOWN = True
 
         return through
 

@@ -331,7 +331,7 @@ NOTES = [
     "  cost; 0.85 of them are taken since (from `gaps`, not from these rows), which leaves more for the other lines (BERT's had too little).",
     "  The best mode beside BERT and ResNet-50 is the default one: reduce-overhead took 47.9 and 36.8 ms there, behind `optimize` in one",
     "  process; the tuner measured 2.97 ms, 1.93 J and 2.93 ms, 1.90 J (`tune.json`), against which ours has 0.61, 0.64 and 0.98, 0.98.",
-    "- fp8, both cast: by a guessed scale (`op/kernels/centred.py`). Both casts of 4096 alone take 17.7 mJ, 26.3 where one value is far off,",
+    "- fp8, both cast: by a guessed scale (`op/kernels/guessed_cast.py`). Both casts of 4096 alone take 17.7 mJ, 26.3 where one value is far off,",
     "  29.2 where the largest values are looked for first; 35% of a 4096 product would leave them 14.2.",
     "- softmax, layer_norm, rms_norm: under the rules of `op/normalize.py`, which were fitted on the same shapes on the same day, in CUDA",
     "  graphs, 0.28 s each, torch first and then ours. What came out above 1.03 was measured again, ours first, and averaged. It",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera import op, stream
 from tessera.errors import ArgumentError, TileError
-from tessera.op import attention, attention_ops, hints, masks, tile
+from tessera.op import attention, attention_ops, hints, tile
 
 from kernel_checks import check_interpreted, spilled_bytes
 
@@ -50,7 +49,8 @@ def truth(q, k, v, mask, scale, causal, drop=None):
     blind = scores.isneginf().all(-1, keepdim=True)
     p = torch.where(blind, 0.0, scores.masked_fill(blind, 0.0).softmax(-1))
     if drop is not None and drop.seed is not None:
-        p = p * attention_ops._kept(drop.seed, drop.p, p.shape, p.dtype)
+        rows = torch.arange(math.prod(p.shape[:-1]))
+        p = p * attention_ops.dropout_factors(drop.seed, drop.p, rows, p.shape[-1], p.dtype).reshape(p.shape)
     return p @ v
 
 
@@ -77,7 +77,6 @@ def relative(found, true) -> float:
 def interpret() -> None:
     """Run the kernels on CPU tensors; memory that nobody writes is NaN."""
     from tessera.op.kernels import attention as kernel
-    from tessera.op.kernels import attention_backward
 
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
@@ -85,22 +84,12 @@ def interpret() -> None:
         dtype = torch.float16 if i % 3 == 2 else torch.float32
         q, k, v, mask = operands(*sizes, kind, dtype)
         scale = -0.3 if i == 1 else 0.3
-        drop = kernel.Drop(0.3, torch.tensor([0x123456789ABCDEF + i])) if i % 2 else kernel.NONE_DROPPED
-        out, lse = kernel.forward(q, k, v, mask, scale, causal, kernel.Launch(16, 32, 2, 4, "ieee"), drop)
-        leaves = [t.double().requires_grad_() for t in (q, k, v)]
-        ref = truth(*leaves, mask, scale, causal, drop)
-        dout = torch.randn_like(q)
-        found = attention_backward.backward(
-            dout, q, k, v, mask, out, lse, scale, causal, kernel.Launch(32, 16, 2, 4, "ieee"), drop
-        )
-        assert all(x.transpose(1, 2).is_contiguous() for x in (out, *found))  # as the operands are
-        pairs = zip(
-            ("out", "dq", "dk", "dv"),
-            (out, *found),
-            (ref, *torch.autograd.grad(ref, leaves, dout.double())),
-            strict=True,
-        )
-        errors = {name: relative(a, b) for name, a, b in pairs}
+        drop = kernel.Dropout(0.3, torch.tensor([0x123456789ABCDEF + i])) if i % 2 else kernel.NO_DROPOUT
+        out = attention_ops.empty_like_heads(q)
+        kernel.run_attention(q, k, v, mask, out, scale, causal, kernel.AttentionLaunch(16, 32, 2, 4, "ieee"), drop)
+        ref = truth(*(t.double() for t in (q, k, v)), mask, scale, causal, drop)
+        assert out.transpose(1, 2).is_contiguous()  # as the operands are
+        errors = {"out": relative(out, ref)}
         print(json.dumps({"case": str((sizes, causal, kind)), "dtype": str(dtype), "errors": errors}))
 
 
@@ -118,33 +107,13 @@ def test_forward_uses_the_tensor_cores_of_hopper_without_spills_in_the_bytes_of_
     from tessera.op.kernels import attention as kernel
 
     stages, warps = attention_ops.pipeline(128, 64, dim)
-    found = kernel.compile_forward((128, 64, dim), "bf16", stages, warps, GPUTarget("cuda", 90, 32))
+    found = kernel.compile_attention((128, 64, dim), "bf16", stages, warps, GPUTarget("cuda", 90, 32))
     assert "wgmma" in found.asm["ptx"] and "cp.async" in found.asm["ptx"]
     assert found.metadata.shared == attention_ops.forward_bytes(tile.Tile(128, 64, dim), "bf16", stages)
     assert spilled_bytes(found) == 0
     # With dropout: a hash is an exclusive or, two multiplications and a shift, and it stays in registers too.
-    dropping = kernel.compile_forward((128, 64, dim), "bf16", stages, warps, GPUTarget("cuda", 90, 32), drops=True)
+    dropping = kernel.compile_attention((128, 64, dim), "bf16", stages, warps, GPUTarget("cuda", 90, 32), drops=True)
     assert spilled_bytes(dropping) == 0 and dropping.metadata.shared == found.metadata.shared
-
-
-@pytest.mark.parametrize(
-    ("dim", "arch", "dtype"), [(64, 90, "bf16"), (128, 90, "fp16"), (256, 90, "bf16"), (64, 80, "tf32")]
-)
-def test_backward_fits_every_chip_since_ampere(dim, arch, dtype):
-    from triton.backends.compiler import GPUTarget
-
-    from tessera.op.kernels import attention as kernel
-    from tessera.op.kernels import attention_backward as backward
-
-    for drops, turn in itertools.product((False, True), (False, True)):
-        own, walked, stages, warps = attention_ops.backward_launch(dim, attention.DTYPE_OF[dtype], drops)
-        each, sides = (
-            (backward._queries_backward, (own, walked, dim)) if turn else (backward._keys_backward, (walked, own, dim))
-        )
-        found = kernel.compile_kernel(each, sides, dtype, stages, warps, GPUTarget("cuda", arch, 32), drops=drops)
-        assert found.metadata.shared <= tile.limit_bytes(86)
-        assert not re.search(r"\b(atom|red)\.", found.asm["ptx"])  # one order of every sum
-        assert spilled_bytes(found) <= (200 if dim == 256 or dtype == "tf32" else 64 if drops else 0)
 
 
 # -- what a caller sees ------------------------------------------------------------------------------------------
@@ -177,7 +146,7 @@ def test_gradients_of_the_registered_operator_are_exact():
     mask = torch.rand(1, 2, 3, 5) > 0.3
     for causal, given_ in ((True, None), (False, mask)):
         assert torch.autograd.gradcheck(
-            lambda *x: attention_ops.attention(*x, given_, None, 0.0, 0.7, causal, *TILE, 0, 0, "ieee")[0],  # noqa: B023
+            lambda *x: attention_ops.attention(*x, given_, 0.7, causal, *TILE, 0, 0, None, 0.0, "ieee")[0],  # noqa: B023
             (q, k, v),
         )
     single = [t.detach().float().requires_grad_() for t in (q, k, v)]
@@ -189,7 +158,7 @@ def test_dropout_is_exact_in_its_gradients_and_repeats_with_the_seed():
     k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     seed = torch.tensor([0x3C6EF372FE94F82B])
     assert torch.autograd.gradcheck(
-        lambda *x: attention_ops.attention(*x, None, seed, 0.4, 0.7, True, *TILE, 0, 0, "ieee")[0], (q, k, v)
+        lambda *x: attention_ops.attention(*x, None, 0.7, True, *TILE, 0, 0, seed, 0.4, "ieee")[0], (q, k, v)
     )
     single = [t.detach().float().requires_grad_() for t in (q, k, v)]
     torch.library.opcheck(attention_ops.attention_op, (*single, None, 0.7, True, *TILE, 0, 0, seed, 0.4, "ieee"))
@@ -205,8 +174,8 @@ def test_dropout_is_exact_in_its_gradients_and_repeats_with_the_seed():
 def test_what_is_dropped_is_independent(p, seed):
     """Shares of rows, columns and neighbours lie where independent draws put them, within five deviations."""
     rows, keys = 2048, 1024
-    dropped = attention_ops._kept(torch.tensor([seed]), p, torch.Size((1, 2, 1, rows // 2, keys)), torch.float64) == 0
-    dropped = dropped.reshape(rows, keys).double() - p
+    factors = attention_ops.dropout_factors(torch.tensor([seed]), p, torch.arange(rows), keys, torch.float64)
+    dropped = (factors == 0).double() - p
     one = math.sqrt(p * (1 - p))
     assert abs(float(dropped.mean())) < 5 * one / math.sqrt(rows * keys)
     for dim in (0, 1):  # every row's and column's share, and how far these spread
@@ -319,7 +288,7 @@ def test_a_tile_that_does_not_fit_says_what_does():
         op.flash_attention(q, q, q, tile_shape=(100, 64))
     with pytest.raises(TileError):  # also where the call is traced: when it runs
         torch.compile(lambda q: op.flash_attention(q, q, q, tile_shape=(128, 128)), backend="eager")(q)
-    with pytest.warns(UserWarning, match="BM=32 is no multiple of 64"):
+    with pytest.warns(UserWarning, match="BM=32 is not a multiple of 64"):
         op.flash_attention(q[..., :16], q[..., :16], q[..., :16], tile_shape=(32, 32))
 
 
@@ -334,14 +303,6 @@ def test_the_nearest_tile_is_taken_as_it_is_written(dims, cut):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a small tile is slow, and that is said
         assert op.flash_attention(q, q, q, tile_shape=nearest).shape == q.shape
-
-
-def test_a_rule_puts_another_backend_first():
-    rule = attention.Rule(backend="cudnn", least_queries=1024, dims=(64, 128), causal=True)
-    q = torch.empty(1, 1, 2048, 64, device="meta")
-    assert rule.covers(q, True) and not rule.covers(q, False) and not rule.covers(q[:, :, :512], True)
-    order = attention._order("cudnn")
-    assert order[0].name == "CUDNN_ATTENTION" and len(set(order)) == 4
 
 
 x, wanted = torch.ones(1, 2, 3, 4), torch.ones(3, 3, requires_grad=True)
@@ -366,7 +327,7 @@ x, wanted = torch.ones(1, 2, 3, 4), torch.ones(3, 3, requires_grad=True)
         (lambda: op.flash_attention(x[:, :1], x, x, tile_shape=TILE), "tiles do not broadcast"),
         (lambda: op.flash_attention(x[0], x[0], x[0], tile_shape=TILE), "q is 2x3x4"),
         (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=torch.ones(7, 3)), "attn_mask is 7x3"),
-        (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=wanted), "attn_mask wants a gradient"),
+        (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=wanted), "attn_mask requires a gradient"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call, named):
@@ -431,11 +392,11 @@ def test_a_mask_follows_the_precision(precision, dtype):
 
 def test_layers_share_one_levelled_mask():
     q, mask = torch.randn(1, 2, 5, 8, requires_grad=True), torch.zeros(1, 1, 5, 6)
-    seen = [masks.levelled(mask[..., :5], q, q, q, causal=False) for _ in range(2)]
+    seen = [attention.level_mask(mask[..., :5], q, q, q, causal=False) for _ in range(2)]
     assert seen[0] is seen[1] and torch.equal(seen[0], mask[..., :5])
     mask[..., 2, :] = -1e9  # counted by torch
-    assert not masks.levelled(mask[..., :5], q, q, q, causal=False).any()
-    assert masks.levelled(mask, q.detach(), q.detach(), q.detach(), causal=False) is mask
+    assert not attention.level_mask(mask[..., :5], q, q, q, causal=False).any()
+    assert attention.level_mask(mask, q.detach(), q.detach(), q.detach(), causal=False) is mask
 
 
 @pytest.mark.parametrize("options", [{}, {"tile_shape": (64, 32)}])
@@ -443,9 +404,9 @@ def test_a_levelled_mask_lives_as_long_as_layers_have_saved_it(options):
     q, values = torch.randn(1, 2, 5, 8, requires_grad=True), np.zeros((5, 5), dtype=np.float32)
     mask = torch.from_numpy(values)
     y = op.flash_attention(q, q, q, attn_mask=mask, **options)
-    assert masks.levelled(mask, q, q, q, causal=False) is masks._kept[mask].levelled()
+    assert attention.level_mask(mask, q, q, q, causal=False) is attention._level_masks[mask].mask()
     y.sum().backward()
-    assert masks._kept[mask].levelled() is None
+    assert attention._level_masks[mask].mask() is None
     values[:, 3:] = -math.inf  # of which torch knows nothing
     y = op.flash_attention(q, q, q, attn_mask=mask, **options)
     assert torch.allclose(y, F.scaled_dot_product_attention(q, q, q, mask), atol=1e-5)
@@ -456,9 +417,9 @@ def test_an_expanded_mask_is_levelled_as_small_as_it_is(causal):
     q, mask = torch.randn(2, 3, 5, 8, requires_grad=True), torch.zeros(1, 1, 5, 6)
     mask[..., 2, :] = -1e9
     whole = mask.expand(2, 3, 5, 6)
-    found = masks.levelled(whole, q, q.new_ones(2, 3, 6, 8), q, causal)
+    found = attention.level_mask(whole, q, q.new_ones(2, 3, 6, 8), q, causal)
     assert found.shape == whole.shape and found.untyped_storage().nbytes() == mask.nbytes
-    assert torch.equal(found, masks.levelled(whole.contiguous(), q, q.new_ones(2, 3, 6, 8), q, causal))
+    assert torch.equal(found, attention.level_mask(whole.contiguous(), q, q.new_ones(2, 3, 6, 8), q, causal))
 
 
 def test_a_mask_of_fixed_shape_beside_queries_of_any():
@@ -468,6 +429,19 @@ def test_a_mask_of_fixed_shape_beside_queries_of_any():
         lambda q: op.flash_attention(q, q, q, attn_mask=mask, tile_shape=TILE), fullgraph=True, backend="aot_eager"
     )
     assert torch.allclose(run(q), F.scaled_dot_product_attention(q, q, q), atol=1e-5)
+
+
+def test_gradients_are_the_same_in_blocks_of_queries(monkeypatch):
+    found = []
+    for size in (1 << 26, 1):
+        monkeypatch.setattr(attention_ops, "_GRADIENT_SCORES", size)
+        q, k, v, mask = operands(1, 4, 2, 5, 7, 8, "bool", torch.float64)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        torch.manual_seed(3)
+        y = op.flash_attention(q, k, v, attn_mask=mask, enable_gqa=True, causal=True, dropout_p=0.3, tile_shape=TILE)
+        found.append(torch.autograd.grad(y.square().sum(), leaves))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_gradients_of_gradients_where_a_query_sees_no_key():

@@ -52,14 +52,14 @@ def rand(*shape, dtype=torch.bfloat16):
 """
 
 PRODUCTS = """
-from tessera.op.kernels.matmul import launch
+from tessera.op.kernels.matmul import launch_matmul
 from tessera.op.tile import Tile
 
 def product(batch, m, n, k, dtype=torch.bfloat16, out=torch.bfloat16, **more):
     scales = (rand(1, dtype=torch.float32), rand(batch, dtype=torch.float32)) if dtype == torch.float8_e4m3fn else None
     b = rand(batch, n, k, dtype=dtype).mT if scales else rand(batch, k, n, dtype=dtype)
-    launch(rand(batch, m, k, dtype=dtype), b, rand(batch, m, n, dtype=out), tile=Tile(64, 64, 32), stages=3, warps=4,
-           scales=scales, **more)
+    a, c = rand(batch, m, k, dtype=dtype), rand(batch, m, n, dtype=out)
+    launch_matmul(a, b, c, tile=Tile(64, 64, 32), stages=3, warps=4, scales=scales, **more)
 
 product(70_000, 64, 64, 32)  # more batches than the second axis of a grid has
 product(1, 16384, 151936, 4096, bias=rand(151936))  # rows times their stride pass 2^31
@@ -91,26 +91,24 @@ quantize.unscale(c, rand(1024, dtype=torch.float32), rand(512, dtype=torch.float
 
 ATTENTION = """
 from tessera.op.kernels import attention
-from tessera.op.kernels.attention_backward import backward
 
-def both(b, h, kv, s, d, mask, launch=attention.Launch(64, 64, 2, 4), back=attention.Launch(128, 32, 2, 8)):
+def attend(b, h, kv, s, d, mask):
     q, k = rand(b, h, s, d), rand(b, kv, s, d)
-    out, lse = attention.forward(q, k, k, mask, 0.1, mask is None, launch)
-    backward(out, q, k, k, mask, out, lse, 0.1, mask is None, back)
+    attention.run_attention(q, k, k, mask, rand(b, h, s, d), 0.1, mask is None, attention.AttentionLaunch(64, 64, 2, 4))
 
-both(512, 128, 8, 4096, 128, None)  # 2^35 elements, half a million heads and rows of blocks
-both(1, 2, 2, 100, 80, rand(100, 100))
-both(1, 2, 2, 100, 80, rand(1, 1, 100, 100, dtype=torch.bool))
-both(1, 1, 1, 0, 64, None)
+attend(512, 128, 8, 4096, 128, None)  # 2^35 elements, half a million heads and rows of blocks
+attend(1, 2, 2, 100, 80, rand(100, 100))
+attend(1, 2, 2, 100, 80, rand(1, 1, 100, 100, dtype=torch.bool))
+attend(1, 1, 1, 0, 64, None)
 """
 
 CONVOLUTIONS = """
-from tessera.op.kernels.conv import launch
+from tessera.op.kernels.matmul import launch_conv
 from tessera.op.tile import Tile
 
 def convolution(n, size, channels, filters, groups, bias):
     x, w = rand(n, size, size, channels), rand(filters, 3, 3, channels // groups)
-    launch(x, w, bias, rand(n, size, size, filters), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=groups,
+    launch_conv(x, w, bias, rand(n, size, size, filters), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=groups,
            tile=Tile(64, 64, 32), stages=3, warps=4)
 
 convolution(2048, 224, 64, 64, 1, rand(64))  # 6.6e9 elements
@@ -126,7 +124,7 @@ WANTED = {
          "_norm_forward", "tensor_amax", "tensor_cast", "row_cast", "tensor_amax", "tensor_cast", "row_amax",
          "strip_cast", "row_unscale"],
     ),
-    "attention": (ATTENTION, ["_forward", "_row_products", "_keys_backward", "_queries_backward"] * 3),
+    "attention": (ATTENTION, ["attention_kernel"] * 3),
     "convolutions": (CONVOLUTIONS, ["conv_kernel"] * 2),
 }  # fmt: skip
 

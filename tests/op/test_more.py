@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import tessera
 from tessera import op, stream
 from tessera.errors import ArgumentError
-from tessera.op.spectral_cost import fast_size, spectral_wins
+from tessera.op.spectral import fast_size, spectral_wins
 
 moe_module = importlib.import_module("tessera.op.moe")  # `op.moe` is the operator
 CPU = stream.create(name="work", device="cpu")

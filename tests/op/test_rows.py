@@ -103,16 +103,16 @@ def test_the_kernels_are_right_in_the_interpreter():
 def build(kernel, cols: int, arch: int, dtype: str = "bf16", **flags):
     from triton.backends.compiler import GPUTarget
 
-    from tessera.op.kernels import compiled, rows
+    from tessera.op.kernels import compile_for, rows
 
-    cut = rows.shape_of(cols)
+    cut = rows.row_block(cols)
     constants = {"ROWS": cut.rows, "COLS": cut.cols, **flags}
     if "STAGES" in kernel.arg_names:
-        constants["STAGES"] = rows.stages_of(cut, 2)
+        constants["STAGES"] = rows.count_stages(cut, 2)
     known = dict.fromkeys(("mean", "rstd", "dweight", "dbias"), "*fp32") | {"eps": "fp32"}
     known |= dict.fromkeys(("rows", "cols", "blocks"), "i32")
     types = {n: known.get(n, f"*{dtype}") for n in kernel.arg_names if n not in constants}
-    return compiled(
+    return compile_for(
         kernel, types, constants, ("rows", "blocks"), stages=3, warps=cut.warps, target=GPUTarget("cuda", arch, 32)
     )
 
@@ -138,7 +138,6 @@ def test_the_kernels_compile_for_real_chips_without_spills(cols, arch):
         assert not re.search(r"\b(atom|red)\.", found.asm["ptx"])  # one order of every sum
         if arch < 100:  # cuobjdump of this Triton reads no newer code
             assert spilled_bytes(found) == 0
-    assert normalize.MAX_COLS == rows.MAX_COLS
 
 
 # -- what a caller sees ------------------------------------------------------------------------------------------
@@ -254,9 +253,9 @@ def test_no_rows_and_rows_of_minus_infinity_are_as_in_torch():
 
 def test_the_rule_chooses(monkeypatch):
     """A rule sends rows to our operator (here its CPU side), and only the rows that it covers."""
-    rule = normalize.Rule(least_cols=8, most_cols=16, least_rows=2, dtypes=(torch.float32,), training=False)
+    rule = normalize.RowRule(least_cols=8, most_cols=16, least_rows=2, dtypes=(torch.float32,), training=False)
     monkeypatch.setattr(normalize, "RULES", dict.fromkeys(normalize.RULES, (rule,)))
-    monkeypatch.setattr(normalize, "possible", lambda x, cols: True)
+    monkeypatch.setattr(normalize, "can_run_kernel", lambda x, cols: True)
     covered, short, few = torch.randn(4, 8), torch.randn(4, 7), torch.randn(1, 8)
 
     def ours(call) -> bool:

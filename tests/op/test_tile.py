@@ -15,8 +15,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from tessera import op  # noqa: E402
 from tessera.errors import ArgumentError, TileError  # noqa: E402
 from tessera.op import hints, tile  # noqa: E402
-from tessera.op.kernels.conv import compile_conv  # noqa: E402
-from tessera.op.kernels.matmul import compile_product, too_large  # noqa: E402
+from tessera.op.kernels.matmul import (  # noqa: E402
+    _too_large,
+    compile_conv,
+    compile_matmul,
+)
 from tessera.op.tile import Tile  # noqa: E402
 
 op.conv2d, op.matmul  # noqa: B018 - registers the kernels
@@ -29,8 +32,7 @@ op.conv2d, op.matmul  # noqa: B018 - registers the kernels
 )
 def test_shared_memory_is_what_the_compiler_says(dtype: str, sides: tuple[int, int, int], shared: int) -> None:
     fit = tile.check("matmul", Tile(*sides), dtype, 3, tile.default_warps(Tile(*sides)), 90)
-    assert fit.compiled and fit.shared_bytes == shared == tile.operand_bytes(Tile(*sides), dtype, 3)
-    assert fit.limit_bytes == 227 * 1024
+    assert not fit.note and fit.shared_bytes == shared == tile.operand_bytes(Tile(*sides), dtype, 3)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_the_formula_bounds_what_is_compiled(arch: int, sides: tuple[int, int, i
 
 
 def test_tiles_are_double_buffered_and_reach_the_tensor_cores() -> None:
-    ptx = compile_product(Tile(64, 64, 64), "bf16", 3, 4, GPUTarget("cuda", 90, 32), activation="gelu").asm["ptx"]
+    ptx = compile_matmul(Tile(64, 64, 64), "bf16", 3, 4, GPUTarget("cuda", 90, 32), activation="gelu").asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
     ptx = compile_conv(Tile(64, 64, 64), "fp16", 3, 4, GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
@@ -86,7 +88,7 @@ def test_accumulators_beyond_the_registers_are_refused_before_ptxas_does(capfd: 
 
 @pytest.mark.parametrize("sides", [(100, 64, 32), (8, 64, 32), (64, 512, 32), (0, 64, 32)])
 def test_a_side_that_is_no_power_of_two_in_range(sides: tuple[int, int, int]) -> None:
-    with pytest.raises(TileError, match="no power of two from 16 to 256") as refused:
+    with pytest.raises(TileError, match="not a power of two from 16 to 256") as refused:
         tile.check("matmul", Tile(*sides), "fp16", 3, 4, 90)
     assert "nearest" in str(refused.value.fix)
 
@@ -116,10 +118,10 @@ def test_limits_come_from_the_catalogue_else_from_the_table() -> None:
 
 
 def test_without_triton_the_formula_answers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile, "_uncompiled", lambda: "Triton is not installed")
+    monkeypatch.setattr(tile, "_why_not_compiled", lambda: "Triton is not installed")
     tile._fit.cache_clear()
     fit = tile.check("matmul", Tile(64, 64, 32), "bf16", 3, 4, 90)
-    assert not fit.compiled and "not installed" in fit.note and fit.shared_bytes == 24576
+    assert "not installed" in fit.note and fit.shared_bytes == 24576
     with pytest.raises(TileError, match="393,216"):
         tile.check("matmul", Tile(128, 128, 256), "bf16", 3, 4, 90)
     tile._fit.cache_clear()
@@ -134,7 +136,7 @@ def test_a_small_fragment_warns_once_per_line_that_calls() -> None:
         op.linear(a, a, tile_shape=(32, 64, 32))
     seen = [w for w in seen if "tile_shape" in str(w.message)]
     assert len(seen) == 2 and all(w.filename == __file__ for w in seen)
-    assert "BM=32 is no multiple of 64" in str(seen[0].message) and "wgmma" in str(seen[0].message)
+    assert "BM=32 is not a multiple of 64" in str(seen[0].message) and "wgmma" in str(seen[0].message)
 
 
 def test_a_whole_fragment_does_not_warn() -> None:
@@ -143,7 +145,7 @@ def test_a_whole_fragment_does_not_warn() -> None:
         tile.advise("matmul", Tile(64, 16, 16), torch.bfloat16, 90)
         tile.advise("matmul", Tile(16, 16, 16), torch.bfloat16, 80)  # mma.sync has 16 rows
     assert not seen
-    with pytest.warns(UserWarning, match="BM=16 is no multiple of 64"):  # the same tile where the fragment is larger
+    with pytest.warns(UserWarning, match="BM=16 is not a multiple of 64"):  # the same tile where the fragment is larger
         tile.advise("matmul", Tile(16, 16, 16), torch.bfloat16, 90)
 
 
@@ -151,7 +153,7 @@ def test_a_whole_fragment_does_not_warn() -> None:
 def test_a_tile_of_odd_sides_is_a_tile_error(sides: tuple[int, int, int]) -> None:
     warps = tile.default_warps(tile.Tile(*sides))
     assert warps & (warps - 1) == 0 and 4 <= warps <= 16
-    with pytest.raises(TileError, match="no power of two") as caught:
+    with pytest.raises(TileError, match="not a power of two") as caught:
         tile.check("matmul", tile.Tile(*sides), "bf16", 3, warps, 90)
     assert "is the nearest that fits" in str(caught.value.fix)
 
@@ -182,7 +184,7 @@ def test_a_refusal_at_the_launch_is_a_tile_error_too() -> None:
     class Refused(Exception):
         required, limit, name = 300000, 232448, "shared memory"
 
-    assert "300,000 of shared memory" in str(too_large("matmul", Tile(128, 128, 64), Refused()))
+    assert "300,000 of shared memory" in str(_too_large("matmul", Tile(128, 128, 64), Refused()))
 
 
 def test_a_kernel_may_keep_a_side_as_it_is() -> None:
@@ -199,5 +201,5 @@ def test_a_kernel_may_keep_a_side_as_it_is() -> None:
 
 def test_fp8_sums_are_brought_to_fp32_once_a_step() -> None:
     """Hopper's fp8 units keep about 14 bits of a sum: Triton leaves the whole depth to them unless told not to."""
-    found = compile_product(Tile(64, 64, 64), "fp8", 3, 4, GPUTarget("cuda", 90, 32)).asm["ttir"]
+    found = compile_matmul(Tile(64, 64, 64), "fp8", 3, 4, GPUTarget("cuda", 90, 32)).asm["ttir"]
     assert "maxNumImpreciseAcc = 64" in found

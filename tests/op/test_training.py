@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from tessera import op
 from tessera.errors import ArgumentError
 from tessera.op import hints, lowprec
-from tessera.op.dual import dual_precision
-from tessera.op.precision_schedule import PrecisionSchedule, Stage, parse, precision_schedule
 from tessera.op.rounding import StochasticRounding, stochastic_round
+from tessera.op.training import PrecisionSchedule, PrecisionStage, dual_precision, parse_stages, precision_schedule
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -304,9 +303,9 @@ def test_state_survives_saving_in_fp32():
 
 
 def test_words_and_pairs_say_the_same():
-    words = parse("fp32 until 100, then bf16 until 500, then fp8")
-    assert words == (Stage("fp32", 100), Stage("bf16", 500), Stage("fp8"))
-    assert PrecisionSchedule([("fp32", 100), ("bf16", 500), Stage("fp8")]).stages == words
+    words = parse_stages("fp32 until 100, then bf16 until 500, then fp8")
+    assert words == (PrecisionStage("fp32", 100), PrecisionStage("bf16", 500), PrecisionStage("fp8"))
+    assert PrecisionSchedule([("fp32", 100), ("bf16", 500), PrecisionStage("fp8")]).stages == words
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_a_schedule_prints_its_plan_and_where_it_stands():
     assert repr(schedule) == "PrecisionSchedule('fp32 until 1, fp8': step 0 in fp32)"
     schedule.observe(1.0)
     schedule.observe(float("nan"))
-    assert repr(schedule) == "PrecisionSchedule('fp32 until 1, fp8': step 2 in fp32, held up by the guard)"
+    assert repr(schedule) == "PrecisionSchedule('fp32 until 1, fp8': step 2 in fp32, kept higher by the guard)"
 
 
 @given(ends=st.lists(st.integers(1, 60), min_size=2, max_size=2, unique=True).map(sorted))
@@ -353,7 +352,7 @@ def test_the_plan_is_followed_when_all_is_well(ends):
         schedule.observe(1.0 / (1 + step))
     assert seen == ["fp32"] * ends[0] + ["bf16"] * (ends[1] - ends[0]) + ["fp8"] * (70 - ends[1])
     assert [(c.step, c.after) for c in schedule.changes] == [(ends[0], "bf16"), (ends[1], "fp8")]
-    assert not schedule.held
+    assert not schedule.is_guarded
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 50.0])
@@ -362,12 +361,12 @@ def test_an_alarm_steps_up_holds_and_comes_back(bad):
     for i in range(40):
         schedule.observe(1.0 + 0.01 * (i % 3))
     change = schedule.observe(bad)
-    assert (change.before, change.after) == ("fp8", "bf16") and schedule.held
+    assert (change.before, change.after) == ("fp8", "bf16") and schedule.is_guarded
     assert "one precision up for 20 steps" in change.why
     for i in range(19):
         schedule.observe(1.0 + 0.01 * (i % 3))
         assert schedule.precision == "bf16"
-    assert schedule.observe(1.0).after == "fp8" and not schedule.held
+    assert schedule.observe(1.0).after == "fp8" and not schedule.is_guarded
     for i in range(30):
         schedule.observe(1.0 + 0.01 * (i % 3))
     assert "for 40 steps" in schedule.observe(bad).why  # twice as long the second time
@@ -401,7 +400,7 @@ def test_it_applies_to_torch_and_to_our_operators():
     a, b = torch.randn(16, 16), torch.randn(16, 16)
     schedule = precision_schedule("fp32 until 1, bf16 until 2, then fp8")
     for wanted in ("fp32", "bf16", "fp8"):
-        with schedule.applied() as precision:
+        with schedule.apply() as precision:
             assert precision == wanted and hints.current().precisions["matmul"] == wanted
             assert torch.equal(a @ b, lowprec.mm(a, b, wanted))
             torch.testing.assert_close(op.matmul(a, b), lowprec.mm(a, b, wanted))
@@ -415,7 +414,7 @@ def test_it_drives_a_dual_scope_and_autocast():
     with dual_precision(model) as scope:
         schedule.attach(scope)
         assert scope.forward == "bf16"
-        with schedule.applied("cpu"):
+        with schedule.apply("cpu"):
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
         schedule.observe(1.0)
         assert scope.forward == "fp8"
@@ -429,7 +428,7 @@ def test_a_model_that_breaks_in_fp8_is_brought_back():
     x, y = data()
     losses = []
     for _ in range(200):
-        with schedule.applied():
+        with schedule.apply():
             out = model(x)
         loss = F.mse_loss(out * (25.0 if schedule.precision == "fp8" else 1.0), y)
         losses.append(float(loss.detach()))

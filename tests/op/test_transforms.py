@@ -156,7 +156,7 @@ def test_a_mixture_of_experts_is_one_graph(dynamic: bool) -> None:
 
 
 def test_the_operators_of_experts_are_well_formed() -> None:
-    from tessera.op.experts import expert_products, expert_weights
+    from tessera.op.moe import expert_products, expert_weights
 
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     rows, w, g = rand(5, 8).requires_grad_(), rand(3, 6, 8).requires_grad_(), rand(5, 6).requires_grad_()
@@ -178,7 +178,7 @@ def test_what_is_torchs_own_has_torchs_rules(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
 
     def look(x: Any) -> Any:
-        seen.append(normalize.possible(x, 8))
+        seen.append(normalize.can_run_kernel(x, 8))
         return x.sum()
 
     x = torch.ones(4, 8)

@@ -81,14 +81,13 @@ def test_what_a_launch_spends():
 
 def test_nobody_hears_of_launches_unless_a_schedule_counts_them():
     assert hints.listener is None
-    hints.launched(100, 4, stages=3, tile_bytes=1 << 14)  # and nothing happens
+    hints.announce_launch(100, 4, stages=3, tile_bytes=1 << 14)  # and nothing happens
 
 
 ANNOUNCED = """
 heard, launched = [], []
 from tessera.op import hints
-from tessera.op.kernels import attention, conv, matmul, quantize, rows
-from tessera.op.kernels.attention_backward import backward
+from tessera.op.kernels import attention, matmul, quantize, rows
 from tessera.op.tile import Tile
 
 hints.listener = lambda *launch: heard.append(launch)
@@ -96,22 +95,22 @@ Driver.launcher_cls = lambda self, source, made: (
     lambda *args: launched.append([made.name, args[0] * args[1] * args[2], made.num_warps]))
 
 tile = Tile(128, 64, 32)
-matmul.launch(rand(3, 300, 96), rand(3, 96, 200), rand(3, 300, 200), tile=tile, stages=3, warps=8)
-conv.launch(rand(2, 9, 9, 64), rand(64, 3, 3, 32), None, rand(2, 9, 9, 64), stride=(1, 1), padding=(1, 1),
+matmul.launch_matmul(rand(3, 300, 96), rand(3, 96, 200), rand(3, 300, 200), tile=tile, stages=3, warps=8)
+matmul.launch_conv(rand(2, 9, 9, 64), rand(64, 3, 3, 32), None, rand(2, 9, 9, 64), stride=(1, 1), padding=(1, 1),
             dilation=(1, 1), groups=2, tile=Tile(64, 32, 32), stages=4, warps=4)
 q, k = rand(2, 4, 130, 64), rand(2, 2, 130, 64)
-out, lse = attention.forward(q, k, k, None, 0.1, True, attention.Launch(64, 32, 2, 4))
-backward(out, q, k, k, None, out, lse, 0.1, True, attention.Launch(64, 32, 2, 8))
+attention.run_attention(q, k, k, None, rand(2, 4, 130, 64), 0.1, True, attention.AttentionLaunch(64, 32, 2, 4))
 x, w = rand(1000, 512), rand(512)
 rows.softmax_backward(x, rows.softmax_forward(x, torch.bfloat16), torch.bfloat16)
 y, summed, mean, rstd = rows.norm_forward(x, x, w, w, eps=1e-5, centered=True)
-cut = rows.shape_of(512)
+cut = rows.row_block(512)
 rows.norm_backward(y, x, x, w, mean=mean, rstd=rstd, weight_grad=True, bias_grad=True)
 for by_row in (True, False):
     quantize.quantize(x, "fp8", by_row=by_row)
 quantize.unscale(rand(64, 64, dtype=torch.float32), rand(64), rand(64), 64, 64, torch.bfloat16)
-matmul.launch(rand(1, 0, 96), rand(1, 96, 200), rand(1, 0, 200), tile=tile, stages=3, warps=8)  # nothing to launch
-print(json.dumps([heard, launched, [cut.rows, cut.cols, rows.stages_of(cut, 2)]]))
+# nothing to launch
+matmul.launch_matmul(rand(1, 0, 96), rand(1, 96, 200), rand(1, 0, 200), tile=tile, stages=3, warps=8)
+print(json.dumps([heard, launched, [cut.rows, cut.cols, rows.count_stages(cut, 2)]]))
 """
 
 
@@ -127,8 +126,7 @@ def test_every_launch_of_ours_is_announced_as_the_driver_gets_it():
     copies = {name: launch[2] for (name, *_), launch in zip(launched, heard, strict=True)}
     assert copies.pop("matmul_kernel") == 2 * (128 + 64) * 32 * 2 // 16
     assert copies.pop("conv_kernel") == 3 * (64 + 32) * 32 * 2 // 16
-    for name in ("_forward", "_keys_backward", "_queries_backward"):
-        assert copies.pop(name) == 2 * 32 * 64 * 2 // 16
+    assert copies.pop("attention_kernel") == 2 * 32 * 64 * 2 // 16
     assert copies.pop("_norm_backward") == (stages - 1) * 3 * rows * cols * 2 // 16
     assert set(copies.values()) == {0}  # they load nothing ahead
 
@@ -138,11 +136,11 @@ def test_the_copies_of_a_product_are_those_the_compiler_puts_in_flight():
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from tessera.op.kernels.matmul import compile_product
+    from tessera.op.kernels.matmul import compile_matmul
     from tessera.op.tile import Tile
 
     for stages in (2, 4):
-        made = compile_product(Tile(128, 64, 32), "bf16", stages, 4, GPUTarget("cuda", 90, 32))
+        made = compile_matmul(Tile(128, 64, 32), "bf16", stages, 4, GPUTarget("cuda", 90, 32))
         issued = made.asm["ptx"].count("cp.async.cg.shared.global")
         a_tile = (128 + 64) * 32 * 2 // 16
         assert issued * 32 * 4 == stages * a_tile
@@ -522,7 +520,7 @@ def test_our_launches_spend_and_wait_and_are_reported(device):
         assert torch._C._len_torch_function_stack() == 0  # nothing stands between other operators
         for _ in range(10):
             device.work(0.001)
-            hints.launched(32, 4)
+            hints.announce_launch(32, 4)
             launched += 1
 
     until(lambda: step.report().waits >= 5 and step.report().tokens.energy_per_token_j, step)
@@ -539,7 +537,7 @@ def test_our_launches_spend_and_wait_and_are_reported(device):
 
 def test_launches_of_other_threads_are_heard(device):
     with schedule(power_cap="300W", tokens="launches") as held:
-        worker = threading.Thread(target=lambda: [hints.launched(8, 4) for _ in range(3)])  # as autograd's would be
+        worker = threading.Thread(target=lambda: [hints.announce_launch(8, 4) for _ in range(3)])  # as autograd's
         worker.start()
         worker.join()
         assert control_loop.get_loop().find_cadence().pacer.counts().points >= 1
@@ -549,7 +547,7 @@ def test_launches_of_other_threads_are_heard(device):
 def test_a_schedule_that_saw_no_kernel_of_ours_says_so(device):
     with schedule(power_cap="300W", tokens="cp_async") as held:
         torch.add(1, torch.ones(2))
-        hints.launched(8, 4)  # loads nothing ahead: no copy is in flight
+        hints.announce_launch(8, 4)  # loads nothing ahead: no copy is in flight
     report = held.report()
     assert (report.tokens.spent, report.waits) == (0, 0)
     assert any("no cp_async of Tessera's own kernels were seen" in note for note in report.notes)
@@ -561,7 +559,7 @@ def test_beside_a_bucket_of_joules_all_are_of_joules(device):
         assert engine.own.tokens == "joules"
         points = engine.find_cadence().pacer.counts().points
         for _ in range(300):
-            hints.launched(8, 4)
+            hints.announce_launch(8, 4)
         assert engine.find_cadence().pacer.counts().points > points  # a launch like any other
     assert any("held by joules" in note for note in inner.report().notes)
     assert outer.report().tokens is None
@@ -588,7 +586,7 @@ def test_each_counts_its_own_kind_alone(device, monkeypatch):
     for held, launches in ((first, 3), (second, 2)):
         with held:
             for _ in range(launches):
-                hints.launched(8, 4)
+                hints.announce_launch(8, 4)
     assert first.report().tokens.spent == 3 * 32
     assert second.report().tokens.spent == 2
     assert first.report().tokens.spent == 3 * 32  # whoever asks, and how often

@@ -406,17 +406,17 @@ def test_fused_convolutions() -> None:
 def test_linear_layers_in_fp8(
     quick_compiler: None, compiled: dict[str, Any], by_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tessera.op import lowprec, prepared
+    from tessera.op import casting, lowprec
 
-    monkeypatch.setattr(lowprec, "rows_in_product", lambda *_: by_rows)
+    monkeypatch.setattr(lowprec, "has_row_scaling", lambda *_: by_rows)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 7))
     infer, untouched = inferring(model.bfloat16().eval(), 64, 32)
-    wanted, kept = untouched(), len(prepared._kept)
+    wanted, kept = untouched(), len(casting._weights)
     with apply_setting(infer, find_parts(infer), {"precision": "fp8", **compiled}, {}) as call:
         assert 1e-3 < apart(call(), wanted) < 5e-2
         assert [("forward" in vars(m)) for m in model] == [True, False, False]  # 7 columns are left as they are
-        mine = list(prepared._kept.values())[kept:]
+        mine = list(casting._weights.values())[kept:]
         assert len(mine) == 1 and mine[0].values.dtype == torch.float8_e4m3fn
         assert mine[0].scale.numel() == (48 if by_rows else 1)
         values = mine[0].values
@@ -424,7 +424,7 @@ def test_linear_layers_in_fp8(
         with torch.no_grad():
             model[0].weight.mul_(-1)
         assert apart(call(), wanted) > 0.5
-    assert len(prepared._kept) == kept and not any("forward" in vars(m) for m in model)
+    assert len(casting._weights) == kept and not any("forward" in vars(m) for m in model)
     wide = torch.nn.Linear(16, 16).eval()
     with (
         pytest.raises(NotApplicable, match="no linear layer"),
@@ -507,8 +507,8 @@ def test_padding_goes_through_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     """Compiled code made without padding is not taken for code with it, and both train alike."""
     from tessera.op import padding
 
-    seen, plain = [], padding.widened
-    monkeypatch.setattr(padding, "widened", lambda *a: (seen.append(1), plain(*a))[1])
+    seen, plain = [], padding.linear_for_compiler
+    monkeypatch.setattr(padding, "linear_for_compiler", lambda *a: (seen.append(1), plain(*a))[1])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 13), torch.nn.GELU(), torch.nn.Linear(13, 7, bias=False))
     x = torch.randn(5, 16)
@@ -527,9 +527,9 @@ def test_padding_goes_through_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_fp8_is_offered_where_it_may_differ_that_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tessera.op import lowprec
+    from tessera.op import casting
 
-    monkeypatch.setattr(lowprec, "fp8_units", lambda index: True)
+    monkeypatch.setattr(casting, "has_fp8_units", lambda index: True)
     known = on_cuda(Attention().bfloat16().eval())
     seen = CallTraits(infers=True)
     by_tolerance = {

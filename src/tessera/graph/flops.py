@@ -135,10 +135,6 @@ def params_of_ours(short: str, args: Sequence[Any]) -> dict[str, Any]:
         case "attention":
             q, k, v, mask, _, causal = args[:6]
             return attention_params(q, k, v, mask, causal, dropout=args[-2], tf32=args[-1] == "tf32")
-        case "attention_backward":
-            q, k, v, mask, _, _, _, causal = args[1:9]
-            params = attention_params(q, k, v, mask, causal, dropout=args[-2], tf32=args[-1] == "tf32")
-            return {**params, "backward": True}
         case "softmax" | "softmax_backward":
             return {"dim": 1}  # rows of a matrix
         case "norm":

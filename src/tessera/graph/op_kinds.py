@@ -95,7 +95,7 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 # Operators of `tessera.op` whose bare names mean something else to torch, or nothing.
 _TESSERA_FAMILIES: Mapping[str, str] = {
-    "attention": "attention attention_backward",
+    "attention": "attention",
     "softmax": "softmax softmax_backward",
     "norm": "norm norm_backward",
     "conv": "tiled_conv2d",

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .bounded import choices as choices
     from .collective import all_reduce as all_reduce
     from .conv import conv2d as conv2d
-    from .dual import dual_precision as dual_precision
     from .matmul import gemm as gemm
     from .matmul import linear as linear
     from .matmul import matmul as matmul
@@ -34,46 +33,37 @@ if TYPE_CHECKING:
     from .normalize import layer_norm as layer_norm
     from .normalize import rms_norm as rms_norm
     from .normalize import softmax as softmax
-    from .precision_schedule import PrecisionSchedule as PrecisionSchedule
-    from .precision_schedule import precision_schedule as precision_schedule
     from .rounding import StochasticRounding as StochasticRounding
     from .rounding import stochastic_round as stochastic_round
     from .spectral import fft as fft
     from .spectral import ifft as ifft
     from .spectral import spectral_conv2d as spectral_conv2d
     from .spectral import spectral_wins as spectral_wins
+    from .training import PrecisionSchedule as PrecisionSchedule
+    from .training import dual_precision as dual_precision
+    from .training import precision_schedule as precision_schedule
 
-_HOME = {
-    "Choice": "bounded",
-    "PrecisionSchedule": "precision_schedule",
-    "StochasticRounding": "rounding",
-    "all_reduce": "collective",
-    "choices": "bounded",
-    "conv2d": "conv",
-    "dual_precision": "dual",
-    "fft": "spectral",
-    "flash_attention": "attention",
-    "gemm": "matmul",
-    "ifft": "spectral",
-    "layer_norm": "normalize",
-    "linear": "matmul",
-    "matmul": "matmul",
+_NAMES = {
+    "attention": "flash_attention",
+    "bounded": "Choice choices",
+    "collective": "all_reduce",
+    "conv": "conv2d",
+    "matmul": "gemm linear matmul",
     "moe": "moe",
-    "precision_schedule": "precision_schedule",
-    "rms_norm": "normalize",
-    "softmax": "normalize",
-    "spectral_conv2d": "spectral",
-    "spectral_wins": "spectral",
-    "stochastic_round": "rounding",
+    "normalize": "layer_norm rms_norm softmax",
+    "rounding": "StochasticRounding stochastic_round",
+    "spectral": "fft ifft spectral_conv2d spectral_wins",
+    "training": "PrecisionSchedule dual_precision precision_schedule",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - a list of strings, which the linter cannot see
 
 
 class _Operators(ModuleType):
-    """The package's own type: a file named as its operator (`matmul.py`) never hides the operator.
+    """A module named as its operator (`matmul.py`) never hides the operator.
 
-    Importing a submodule sets it as an attribute of its package, whoever imports it. Here the operator wins.
+    Importing a submodule sets it as an attribute of its package. Here the operator wins.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

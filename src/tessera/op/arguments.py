@@ -29,12 +29,12 @@ HALVES = (torch.bfloat16, torch.float16)
 _HERE = contextlib.nullcontext()
 
 
-def on(stream: Stream | None, *named: Any) -> contextlib.AbstractContextManager[None]:
+def use_stream(stream: Stream | None, *named: Any) -> contextlib.AbstractContextManager[None]:
     """`stream.on`, at no cost where no stream was given."""
     return _HERE if stream is None else stream_on(stream, *named)
 
 
-def tensors(
+def check_tensors(
     op: str, *, one_dtype: bool = True, floating: bool = True, real: bool = False,
     optional: Collection[str] = ("bias",), **named: Any,
 ) -> None:  # fmt: skip
@@ -82,7 +82,7 @@ def explain_dtype(op: str, name: str, value: Any, refused: NotImplementedError) 
         raise _dtype(op, name, value, why, f"{name}.float()") from refused
 
 
-def product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
+def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
     """`a` and `b` can be multiplied as torch.matmul would: one device, one dtype, the inner dimensions agree."""
     # The way that is always taken, in as few calls as it can be: this stands before every product of a program.
     try:
@@ -91,9 +91,9 @@ def product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> No
         fits = False
     if fits:
         if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
-            batches(op, a, b, a_name, b_name)
+            broadcast_batches(op, a, b, a_name, b_name)
         return
-    tensors(op, one_dtype=not autocasts(a), **{a_name: a, b_name: b})
+    check_tensors(op, one_dtype=not is_autocast(a), **{a_name: a, b_name: b})
     for name, value in ((a_name, a), (b_name, b)):
         if value.ndim == 0:
             raise ArgumentError(
@@ -103,13 +103,13 @@ def product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> No
     if a.shape[-1] == inner:  # two dtypes that autocast will make one
         return
     raise ArgumentError(
-        f"op.{op}: {a_name} is {shape(a)}, {b_name} is {shape(b)}",
+        f"op.{op}: {a_name} is {format_shape(a)}, {b_name} is {format_shape(b)}",
         why=f"the last dimension of {a_name} ({a.shape[-1]}) meets {inner} of {b_name}",
-        fix=_turned(a, b, a_name, b_name),
+        fix=_suggest_transpose(a, b, a_name, b_name),
     )
 
 
-def _turned(a: Any, b: Any, a_name: str, b_name: str) -> str:
+def _suggest_transpose(a: Any, b: Any, a_name: str, b_name: str) -> str:
     if b.ndim > 1 and a.shape[-1] == b.shape[-1]:
         return f"{b_name}.mT would fit"
     if a.ndim > 1 and a.shape[-2] == b.shape[-2 if b.ndim > 1 else 0]:
@@ -117,15 +117,15 @@ def _turned(a: Any, b: Any, a_name: str, b_name: str) -> str:
     return "make the two inner dimensions equal"
 
 
-def autocasts(tensor: Any) -> bool:
+def is_autocast(tensor: Any) -> bool:
     """Whether torch's autocast will make dtypes one where this tensor is."""
     where = tensor.device.type if isinstance(tensor, torch.Tensor) else ""
     return where in ("cuda", "cpu") and bool(torch.is_autocast_enabled(where))
 
 
-def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
+def cast_like_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """Tensors as torch's autocast hands them to a product where `x` is: in its dtype, but for fp64; None stays."""
-    if not autocasts(x):
+    if not is_autocast(x):
         return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(
@@ -133,12 +133,12 @@ def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     )
 
 
-def uncast(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     """A block in which autocast does not change what is computed where this tensor is."""
-    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else _HERE
+    return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else _HERE
 
 
-def batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> tuple[int, ...]:
+def broadcast_batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> tuple[int, ...]:
     """What the leading dimensions of two stacks of matrices broadcast to."""
     if a.shape[:-2] == b.shape[:-2] or b.ndim < 3:
         return tuple(a.shape[:-2])
@@ -146,13 +146,13 @@ def batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> tu
         return tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     except RuntimeError as e:
         raise ArgumentError(
-            f"op.{op}: {a_name} is {shape(a)}, {b_name} is {shape(b)}",
+            f"op.{op}: {a_name} is {format_shape(a)}, {b_name} is {format_shape(b)}",
             why="their leading dimensions do not broadcast",
             fix="equal sizes, or 1 in one of them",
         ) from e
 
 
-def one_of(op: str, name: str, value: Any, known: Iterable[str]) -> None:
+def check_choice(op: str, name: str, value: Any, known: Iterable[str]) -> None:
     """`value` is one of the known words."""
     known = tuple(known)
     if value not in known:
@@ -160,14 +160,16 @@ def one_of(op: str, name: str, value: Any, known: Iterable[str]) -> None:
         raise ArgumentError(f"op.{op}: {name}={value!r}{near}", fix=f"{name} is one of {', '.join(known)}")
 
 
-def expandable(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
+def check_broadcast(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
     """`value` broadcasts to a shape."""
-    if not broadcasts(value, to):
+    if not can_broadcast(value, to):
         said = "x".join(map(str, to)) or "a scalar"
-        raise ArgumentError(f"op.{op}: {name} is {shape(value)}", why=f"the result is {said}", fix=f"reshape {name}")
+        raise ArgumentError(
+            f"op.{op}: {name} is {format_shape(value)}", why=f"the result is {said}", fix=f"reshape {name}"
+        )
 
 
-def broadcasts(value: Any, to: tuple[int, ...]) -> bool:
+def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:
     """Whether a tensor expands to a shape."""
     short = len(to) - value.ndim
     # Not `in (1, whole)`: torch.compile finds no number there that is equal to one of its symbols.
@@ -175,18 +177,18 @@ def broadcasts(value: Any, to: tuple[int, ...]) -> bool:
     return short >= 0 and all(size == 1 or size == whole for size, whole in sizes)  # noqa: PLR1714
 
 
-def addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
+def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
     """`c` can be added to a product of `a` that has the shape `to`."""
     try:  # as in `product`: the way that is mostly taken
         if c.dtype is a.dtype and c.device == a.device and (c.shape == to or c.shape == to[-1:]):
             return
     except AttributeError:
         pass
-    tensors(op, one_dtype=not autocasts(a), floating=False, a=a, c=c)
-    expandable(op, "c", c, to)
+    check_tensors(op, one_dtype=not is_autocast(a), floating=False, a=a, c=c)
+    check_broadcast(op, "c", c, to)
 
 
-def factors(op: str, a: Any, **named: Any) -> list[Any]:
+def check_factors(op: str, a: Any, **named: Any) -> list[Any]:
     """Numbers to multiply by; of integers they are whole: torch would cut them off without a word."""
     found = []
     integers = not (a.dtype.is_floating_point or a.dtype.is_complex)
@@ -207,26 +209,26 @@ def _has_no_fraction(value: Any) -> bool:
         return False
 
 
-def number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether it is a real number, but no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether it is a whole number: numpy's too, but no bool."""
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
-def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
+def to_pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
     """One int for both directions, or two."""
     if type(value) is int and value >= least:
         return value, value
     both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(both) != 2 or any(not whole(v) or v < least for v in both):
+    if len(both) != 2 or any(not is_integer(v) or v < least for v in both):
         raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is an int of at least {least}, or two of them")
     return int(both[0]), int(both[1])
 
 
-def shape(tensor: Any) -> str:
+def format_shape(tensor: Any) -> str:
     """A tensor's shape as a person writes it: 4x8."""
     return "x".join(map(str, tensor.shape)) or "a scalar"

@@ -1,62 +1,30 @@
-"""Attention: torch's best backend, or with a tile our double-buffered Triton kernel of that tile, forward and backward.
+"""`flash_attention`: torch's best backend, or with a tile our Triton kernel of that tile.
 
-Layouts and alignment are those of `torch.nn.functional.scaled_dot_product_attention`: (batch, heads, sequence, dim),
-and `causal` lets query i see the keys 0..i also where the lengths differ. With a tile, a query that may see no key gets
-zeros; a plain call gives what torch's backend gives (on an H200 with torch 2.11 and a boolean mask: not zeros). A mask
-that is added hides nothing from a query whose keys all have its -1e9: they are weighed as without it.
+Layouts and meaning are those of `torch.nn.functional.scaled_dot_product_attention`. With a tile, a query that sees no
+key gets zeros; a plain call gives what torch's backend gives (on an H200, torch 2.11, a boolean mask: not zeros).
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - as torch's own documents write it
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..errors import ArgumentError
 from ..stream import Stream
-from ..stream import on as stream_on
 from . import arguments, hints, tile
-from .attention_errors import check_mask_dtype, check_mask_shape, check_scale, explain
-from .layouts import block_dim
-from .masks import levelled
+from .dispatch import in_transform, is_unobserved, needs_gradient
+from .kernels import pad_head
 
 DTYPE_OF = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_TILE = (128, 64)  # used where a precision needs our kernel and no tile is given
 MOST_DIM = 256
-_SEEDS = 1 << 62  # of dropout; drawn from the device's generator, so that seeding torch repeats it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Calls for which another backend of torch goes first ("cudnn", "flash", "efficient"), without mask or dropout."""
-
-    backend: str
-    least_queries: int = 1
-    most_queries: int = 1 << 62
-    dims: tuple[int, ...] = (64, 96, 128)
-    causal: bool | None = None
-    training: bool | None = None
-
-    def covers(self, q: Any, causal: bool) -> bool:
-        """Whether such a call is meant."""
-        training = torch.is_grad_enabled() and q.requires_grad
-        return (
-            self.least_queries <= q.shape[-2] <= self.most_queries
-            and q.shape[-1] in self.dims
-            and self.causal in (None, causal)
-            and self.training in (None, training)
-        )
-
-
-# Where torch's own order is not the best: nowhere on the H200, where its first choice is cuDNN's kernel, and flash took
-# 1.39 to 1.95 times as long for 16 shapes (results/ops_rows.json; benchmarks/device/ops_rows.py prints these lines).
-# With dropout ours is quicker forward (76 us against 112 at 8x12x1024x64) and slower backward (231 against 180), so it
-# stays torch's too (results/dropout.json).
-RULES: tuple[Rule, ...] = ()
+SEEDS = 1 << 62  # of dropout; drawn from the device's generator, so that torch.manual_seed repeats it
 
 
 def flash_attention(
@@ -79,21 +47,29 @@ def flash_attention(
     "fp16", "fp32") casts q, k and v and gives the result in q's dtype; "tf32" multiplies fp32 tensors by our kernel's
     TF32. `enable_gqa`: k and v have fewer heads, each shared by a group of q's.
 
-    Raises TileError for a tile that does not fit the chip, ArgumentError for anything else that does not fit.
+    Raises TileError for a tile that does not fit the chip, ArgumentError for any other argument that does not fit.
     """
     _check(q, k, v, attn_mask, dropout_p, enable_gqa)
-    if not torch.compiler.is_compiling():  # torch.compile cannot trace a context variable: no schedule holds there
+    if not torch.compiler.is_compiling():  # torch.compile cannot trace a context variable: hints do not apply there
         asked = hints.current()
         tile_shape = tile_shape or asked.tiles.get("flash_attention")
         precision = precision or asked.precisions.get("flash_attention")
-    if stream is None:
-        return _run(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa, tile_shape, precision)
-    with stream_on(stream, q, k, v, attn_mask):
-        return _run(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa, tile_shape, precision)
+    with arguments.use_stream(stream, q, k, v, attn_mask):
+        if precision is None:
+            if tile_shape is not None:
+                q, k, v = arguments.cast_like_autocast(q, k, v)
+            return _attend(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa, tile_shape, "ieee")
+        dtype = q.dtype
+        q, k, v, attn_mask = _cast(q, k, v, attn_mask, precision)
+        if precision == "tf32" and tile_shape is None and q.is_cuda:  # torch multiplies fp32 heads as fp32
+            tile_shape = DEFAULT_TILE
+        fp32 = "tf32" if precision == "tf32" else "ieee"
+        with arguments.without_autocast(q):
+            return _attend(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa, tile_shape, fp32).to(dtype)
 
 
-def _alike(q: Any, k: Any, v: Any) -> bool:
-    """Self-attention of one dtype and device: the way that is always taken, in as few calls as it can be."""
+def _is_self_attention(q: Any, k: Any, v: Any) -> bool:
+    """Tensors of one shape, dtype and device: the usual case, in as few calls as possible."""
     try:
         return (
             q.shape == k.shape == v.shape
@@ -107,33 +83,44 @@ def _alike(q: Any, k: Any, v: Any) -> bool:
 
 
 def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: bool) -> None:
-    if attn_mask is None and not dropout_p and not enable_gqa and _alike(q, k, v):
+    if attn_mask is None and not dropout_p and not enable_gqa and _is_self_attention(q, k, v):
         return
-    arguments.tensors("flash_attention", one_dtype=not arguments.autocasts(q), real=True, q=q, k=k, v=v)
+    arguments.check_tensors("flash_attention", one_dtype=not arguments.is_autocast(q), real=True, q=q, k=k, v=v)
     if attn_mask is not None:
-        arguments.tensors("flash_attention", one_dtype=False, q=q, attn_mask=attn_mask)
+        arguments.check_tensors("flash_attention", one_dtype=False, q=q, attn_mask=attn_mask)
     for name, value in (("q", q), ("k", k), ("v", v)):
         if value.ndim < 2:
             raise _wrong(name, value, "attention is over (..., sequence, dim)", "add the missing dimensions")
     if q.shape[-1] != k.shape[-1]:
-        raise _wrong("k", k, f"q is {arguments.shape(q)}: their last dimensions are multiplied", "one head dimension")
+        raise _wrong("k", k, f"q is {arguments.format_shape(q)}: their last dimensions are multiplied", "one head size")
     if k.shape[-2] != v.shape[-2]:
-        raise _wrong("v", v, f"k is {arguments.shape(k)}: each key has a value", "one sequence length for k and v")
+        raise _wrong("v", v, f"k is {arguments.format_shape(k)}: each key has a value", "one sequence length for both")
     if q.ndim > 2 and not enable_gqa and k.ndim == q.ndim and k.shape[-3] not in (q.shape[-3], 1) and q.shape[-3] != 1:
-        raise _wrong("k", k, f"q is {arguments.shape(q)}", "enable_gqa=True shares a head of k among several of q")
+        why = f"q is {arguments.format_shape(q)}"
+        raise _wrong("k", k, why, "enable_gqa=True shares a head of k among several of q")
     if enable_gqa and (q.ndim < 3 or k.ndim < 3 or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] or v.ndim < 3):
-        raise _wrong(
-            "k", k, f"q is {arguments.shape(q)}: its heads must be a multiple of k's", "repeat heads, or drop some"
-        )
+        why = f"q is {arguments.format_shape(q)}: its heads must be a multiple of k's"
+        raise _wrong("k", k, why, "repeat heads, or drop some")
     if dropout_p is None or isinstance(dropout_p, str) or not 0.0 <= dropout_p < 1.0:
         raise ArgumentError(f"op.flash_attention: dropout_p={dropout_p!r}", fix="from 0 up to, not including, 1")
 
 
 def _wrong(name: str, value: Any, why: str, fix: str) -> ArgumentError:
-    return ArgumentError(f"op.flash_attention: {name} is {arguments.shape(value)}", why=why, fix=fix)
+    return ArgumentError(f"op.flash_attention: {name} is {arguments.format_shape(value)}", why=why, fix=fix)
 
 
-def _run(
+def _cast(q: Any, k: Any, v: Any, mask: Any, precision: str) -> tuple[Any, Any, Any, Any]:
+    if precision == "fp8":
+        why = "neither torch nor Tessera has an fp8 attention kernel"
+        raise ArgumentError("op.flash_attention: precision='fp8'", why=why, fix="precision='bf16'")
+    arguments.check_choice("flash_attention", "precision", precision, DTYPE_OF)
+    dtype = DTYPE_OF[precision]
+    if mask is not None and mask.is_floating_point() and mask.dtype is not dtype:
+        mask = mask.float()  # fp32 goes with every dtype of q, and holds what fp16 does not
+    return q.to(dtype), k.to(dtype), v.to(dtype), mask
+
+
+def _attend(
     q: Any,
     k: Any,
     v: Any,
@@ -142,158 +129,197 @@ def _run(
     mask: Any,
     dropout_p: float,
     gqa: bool,
-    cut: Any,
-    precision: Any,
+    tile_shape: Any,
+    fp32: str,
 ) -> Any:
-    if precision is not None:  # and autocast does not apply
-        dtype = q.dtype
-        q, k, v, mask, cut = _cast(q, k, v, mask, cut, precision)
-        with arguments.uncast(q):
-            out = _attend(q, k, v, causal, scale, mask, dropout_p, gqa, cut, precision)
-        return out if out.dtype is dtype else out.to(dtype)
-    if cut is not None:
-        q, k, v = arguments.autocast(q, k, v)
-    return _attend(q, k, v, causal, scale, mask, dropout_p, gqa, cut, None)
-
-
-def _attend(
-    q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any, dropout_p: float, gqa: bool, cut: Any,
-    precision: str | None,
-) -> Any:  # fmt: skip
-    if cut is not None:
-        return tiled(q, k, v, causal, scale, mask, dropout_p, cut, precision)
-    if k.shape[-2] == 0:  # no key at all: zeros, not left to what each of torch's backends makes of it
-        return (q @ (k.repeat_interleave(q.shape[-3] // k.shape[-3], -3) if gqa else k).mT) @ (
-            v.repeat_interleave(q.shape[-3] // v.shape[-3], -3) if gqa else v
-        )
-    extra = {"enable_gqa": True} if gqa else {}  # the keyword came with torch 2.5
-    rule = _rule(q, causal, mask, dropout_p)
+    if tile_shape is not None:
+        return attend_by_tile(q, k, v, causal, scale, mask, dropout_p, tile_shape, fp32)
+    if k.shape[-2] == 0:  # no key at all: zeros; torch's backends differ there
+        if gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        return (q @ k.mT) @ v
     try:
         if mask is not None:
-            mask = levelled(mask, q, k, v, causal)
-        if rule is None:
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
-        from torch.nn.attention import sdpa_kernel
-
-        with sdpa_kernel(_order(rule.backend), set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
+            mask = level_mask(mask, q, k, v, causal)
+        extra = {"enable_gqa": True} if gqa else {}  # the keyword came with torch 2.5
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
     except NotImplementedError as e:
         arguments.explain_dtype("flash_attention", "q", q, e)
         raise
     except (RuntimeError, TypeError, IndexError) as e:
-        explain(e, q, k, v, scale, mask, gqa)
+        _explain(e, q, k, v, scale, mask, gqa)
         raise
 
 
-def _rule(q: Any, causal: bool, mask: Any, dropout_p: float) -> Rule | None:
-    if not RULES or not q.is_cuda or mask is not None or dropout_p or torch.compiler.is_compiling():
-        return None
-    if not hasattr(torch._C, "_set_sdp_priority_order"):  # torch 2.6 on
-        return None
-    return next((rule for rule in RULES if rule.covers(q, causal)), None)
-
-
-def _order(first: str) -> list[Any]:
-    """The backends of torch, one of them first and the others behind it for calls it cannot take."""
-    from torch.nn.attention import SDPBackend
-
-    known = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    return [known[first], *(backend for name, backend in known.items() if name != first)]
-
-
-def _cast(q: Any, k: Any, v: Any, mask: Any, cut: Any, precision: str) -> tuple[Any, Any, Any, Any, Any]:
-    if precision == "fp8":
-        raise ArgumentError(
-            "op.flash_attention: precision='fp8'",
-            why="neither torch nor we have an fp8 attention kernel",
-            fix="precision='bf16'",
-        )
-    arguments.one_of("flash_attention", "precision", precision, DTYPE_OF)
-    dtype = DTYPE_OF[precision]
-    # torch multiplies fp32 heads as fp32; TF32 is our kernel's.
-    needs_ours = precision == "tf32" and cut is None and q.is_cuda
-    if mask is not None and mask.is_floating_point() and mask.dtype is not dtype:
-        mask = mask.float()  # was of q's own dtype, perhaps; fp32 goes with every one, and holds what fp16 does not
-    return q.to(dtype), k.to(dtype), v.to(dtype), mask, DEFAULT_TILE if needs_ours else cut
-
-
-def tiled(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    scale: float | None,
-    mask: Any,
-    dropout_p: float,
-    cut: Any,
-    precision: str | None = None,
+def attend_by_tile(
+    q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any, dropout_p: float, tile_shape: Any, fp32: str
 ) -> Any:
-    """By our kernel of the tile `cut`, or by torch with the same meaning where there is no CUDA device."""
+    """Attention by our kernel of a tile, or by torch with the same meaning where there is no CUDA device."""
     from . import attention_ops
 
-    bm, bn = _tile(cut, q)
+    bm, bn = _to_tile(tile_shape, q)
     _check_tiled(q, k, v, mask, scale)
     if mask is not None:
-        mask = levelled(mask, q, k, v, causal).expand(*(q.shape[:-1]), k.shape[-2])
+        mask = level_mask(mask, q, k, v, causal).expand(*(q.shape[:-1]), k.shape[-2])
     stages = warps = 0
     if not torch.compiler.is_compiling():
         stages, warps = attention_ops.pipeline(bm, bn, q.shape[-1])
-        attention_ops.checked(q, mask is not None, bm, bn, stages, warps)
-        tile.advise("flash_attention", tile.Tile(bm, bn, block_dim(q.shape[-1])), _named(q))
+        attention_ops.check_tile(q.dtype, q.device, q.shape[-1], mask is not None, bm, bn, stages, warps)
+        dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
+        tile.advise("flash_attention", tile.Tile(bm, bn, pad_head(q.shape[-1])), dtype)
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    fp32 = "tf32" if precision == "tf32" else "ieee"
-    seed = torch.randint(_SEEDS, (1,), device=q.device) if dropout_p else None
-    return attention_ops.attention(q, k, v, mask, seed, dropout_p, factor, causal, bm, bn, stages, warps, fp32)[0]
+    seed = torch.randint(SEEDS, (1,), device=q.device) if dropout_p else None
+    options = (factor, causal, bm, bn, stages, warps, seed, float(dropout_p), fp32)
+    return attention_ops.attention(q, k, v, mask, *options)[0]
 
 
-def _named(q: Any) -> Any:
-    return torch.float32 if q.dtype == torch.float64 else q.dtype
-
-
-def _tile(cut: Any, q: Any) -> tuple[int, int]:
-    sides = tuple(cut) if isinstance(cut, Sequence) else ()
+def _to_tile(tile_shape: Any, q: Any) -> tuple[int, int]:
+    sides = tuple(tile_shape) if isinstance(tile_shape, Sequence) else ()
     if len(sides) not in (2, 3) or any(not isinstance(side, int) or isinstance(side, bool) for side in sides):
-        raise ArgumentError(
-            f"op.flash_attention: tile_shape={cut!r}", fix="tile_shape is (BM, BN) or (BM, BN, D), such as (128, 64)"
-        )
+        fix = "tile_shape is (BM, BN) or (BM, BN, D), such as (128, 64)"
+        raise ArgumentError(f"op.flash_attention: tile_shape={tile_shape!r}", fix=fix)
     if len(sides) == 3 and sides[2] != q.shape[-1]:
-        raise ArgumentError(
-            f"op.flash_attention: tile_shape={sides}",
-            why=f"a tile holds whole heads, and theirs are {q.shape[-1]}",
-            fix="leave D out",
-        )
+        why = f"a tile holds whole heads, and theirs are {q.shape[-1]}"
+        raise ArgumentError(f"op.flash_attention: tile_shape={sides}", why=why, fix="leave D out")
     return sides[0], sides[1]
 
 
 def _check_tiled(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> None:
-    """What torch's backends can and our kernel cannot."""
+    """Refuse what torch's backends can do and our kernel cannot."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise _wrong("q", q, "a tile is of (batch, heads, sequence, dim) tensors", "unsqueeze the missing dimensions")
     if k.shape[0] != q.shape[0] or v.shape[:3] != k.shape[:3] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise _wrong(
-            "v", v, f"q is {arguments.shape(q)}, k {arguments.shape(k)}: tiles do not broadcast", "expand k and v"
-        )
+        shapes = f"q is {arguments.format_shape(q)}, k {arguments.format_shape(k)}"
+        raise _wrong("v", v, f"{shapes}: tiles do not broadcast", "expand k and v")
     if v.shape[-1] != q.shape[-1] or not 0 < q.shape[-1] <= MOST_DIM:
         raise _wrong("v", v, f"with a tile all heads have one dimension, at most {MOST_DIM}", "leave tile_shape out")
-    check_scale(scale)
+    _check_scale(scale)
     if mask is not None:
-        check_mask_dtype(q, mask, tiled=True)
-    if mask is not None and mask.requires_grad:
-        raise ArgumentError(
-            "op.flash_attention: attn_mask wants a gradient",
-            why="our kernel computes those of q, k and v",
-            fix="leave tile_shape out",
-        )
-    if mask is not None:
-        check_mask_shape(mask, (*q.shape[:-1], k.shape[-2]), least=0)
+        _check_mask_dtype(q, mask, tiled=True)
+        if mask.requires_grad:
+            raise ArgumentError(
+                "op.flash_attention: attn_mask requires a gradient",
+                why="our kernel computes the gradients of q, k and v only",
+                fix="leave tile_shape out",
+            )
+        _check_mask_shape(mask, (*q.shape[:-1], k.shape[-2]), least=0)
     if q.dtype == torch.float64 and q.is_cuda:
-        raise ArgumentError(
-            "op.flash_attention: q is torch.float64",
-            why="our kernel is for fp32, bf16, fp16",
-            fix="leave tile_shape out",
+        why = "our kernel is for fp32, bf16, fp16"
+        raise ArgumentError("op.flash_attention: q is torch.float64", why=why, fix="leave tile_shape out")
+
+
+# -- errors that torch raises without naming the argument -----------------------------------------------------------
+
+
+def _explain(refused: Exception, q: Any, k: Any, v: Any, scale: Any, mask: Any, gqa: bool) -> None:
+    """Raise the error that names the argument torch refused; return where none is found."""
+    try:
+        _check_scale(scale)
+        lead = _broadcast_heads("k", k, q, gqa)
+        _broadcast_heads("v", v, q, gqa)
+        if mask is not None:
+            _check_mask_dtype(q, mask)
+            _check_mask_shape(mask, (*lead, q.shape[-2], k.shape[-2]))
+    except ArgumentError as e:
+        raise e from refused
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is None or torch.compiler.is_compiling() or isinstance(scale, numbers.Real):
+        return
+    raise ArgumentError(f"op.flash_attention: scale={scale!r}", fix="a number, or None for 1/sqrt(dim)")
+
+
+def _check_mask_dtype(q: Any, mask: Any, *, tiled: bool = False) -> None:
+    """The mask is boolean or floating, and without a tile of a dtype that torch takes."""
+    if mask.dtype is torch.bool or mask.dtype in (q.dtype, torch.float32) or arguments.is_autocast(q):
+        return
+    if tiled and mask.is_floating_point():
+        return
+    raise ArgumentError(
+        f"op.flash_attention: attn_mask is {mask.dtype}",
+        why=f"q is {q.dtype}: a mask is bool (True: the key is visible), or added to the scores in q's dtype or fp32",
+        fix=f"attn_mask.bool() or attn_mask.to({q.dtype})",
+    )
+
+
+def _check_mask_shape(mask: Any, scores: tuple[int, ...], least: int = 2) -> None:
+    """The mask broadcasts to the scores, and has the dimensions that torch needs."""
+    if mask.ndim < least or not arguments.can_broadcast(mask, scores):
+        raise _wrong(
+            "attn_mask",
+            mask,
+            f"the scores are {'x'.join(map(str, scores))}",
+            "a mask of (queries, keys), or one that broadcasts to the scores",
         )
+
+
+def _broadcast_heads(name: str, x: Any, q: Any, gqa: bool) -> tuple[int, ...]:
+    """What the leading dimensions of q and another tensor broadcast to; with grouped heads those of q."""
+    lead = (*x.shape[:-3], q.shape[-3]) if gqa and x.ndim > 2 and x.shape[-3] else x.shape[:-2]
+    try:
+        return tuple(torch.broadcast_shapes(q.shape[:-2], lead))
+    except RuntimeError as e:
+        why = f"q is {arguments.format_shape(q)}: batches and heads are equal, or 1"
+        raise _wrong(name, x, why, f"expand {name}, or enable_gqa=True") from e
+
+
+# -- added masks far below zero -------------------------------------------------------------------------------------
+
+# Fused backward passes recompute probabilities from the logarithm of their sum. Beside a mask of -1e9 fp32 has no room
+# for it: in the row of a query that sees no key each probability comes out as 1 (torch 2.13 on a CPU; not yet measured
+# on a GPU). A softmax does not change when a row is shifted, so such rows are shifted to zero, whatever they hold.
+_FAR = 1024.0  # beyond it the logarithm of a sum, kept in fp32 beside such a number, is wrong by 6e-5 and more
+_MASK_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _LevelMask(NamedTuple):
+    key: tuple[Any, ...]
+    mask: TensorWeakRef
+
+
+# Layers share their mask, and each would save a copy for its backward pass. Kept only while a layer has saved it: a
+# mask may be written where no version tells (by numpy, `.data`, the replay of a graph).
+_level_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def level_mask(mask: Any, q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """The mask with rows that lie far from zero shifted to zero; the mask itself where no gradient is needed."""
+    if mask.dtype not in _MASK_DTYPES or not (mask.ndim and k.shape[-2] and q.shape[-2]):
+        return mask
+    if not (needs_gradient(q, k, v, mask) or in_transform()):
+        return mask
+    sizes = (q.shape[-2], k.shape[-2]) if causal else None
+    if mask.requires_grad:
+        return _level(mask, sizes)
+    own = mask  # without what `expand` repeats: that takes no memory, and a difference would
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            own = own.narrow(dim, 0, 1)
+    shared = is_unobserved(mask) and not mask.is_inference()
+    # A graph under capture makes its own: at a replay the mask may hold other values.
+    shared = shared and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    level = _level_shared(mask, own, sizes) if shared else _level(own, sizes)
+    full = mask.shape if sizes is None else torch.broadcast_shapes(mask.shape, sizes)
+    return level if level.shape == full else level.expand(full)
+
+
+def _level_shared(mask: Any, own: Any, sizes: tuple[int, int] | None) -> Any:
+    base = mask if mask._base is None else mask._base
+    stream = torch.cuda.current_stream(mask.device) if mask.is_cuda else None  # another stream may not be done yet
+    key = (mask._version, mask.data_ptr(), mask.dtype, mask.shape, mask.stride(), sizes, stream)
+    entry = _level_masks.get(base)
+    level = entry.mask() if entry is not None and entry.key == key else None
+    if level is None:
+        level = _level(own, sizes)
+        _level_masks[base] = _LevelMask(key, TensorWeakRef(level))
+    return level
+
+
+def _level(mask: Any, sizes: tuple[int, int] | None) -> Any:
+    visible = mask.detach()
+    if sizes is not None:  # causal: what lies behind a query does not count for its row
+        visible = visible.masked_fill(~torch.ones(sizes, dtype=torch.bool, device=mask.device).tril(), -math.inf)
+    most, limits = visible.amax(-1, keepdim=True), torch.finfo(mask.dtype)
+    # The difference of numbers that near each other is exact, and others do not count in the softmax.
+    return mask - torch.where(most.abs() < _FAR, 0.0, most.clamp(limits.min, limits.max))

@@ -11,15 +11,15 @@ import torch
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import one_of, tensors
+from .arguments import check_choice, check_tensors
 
 OPS = {"sum": "SUM", "mean": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
 _MEANS = ("mean", "avg")
 
 
 @dataclass(slots=True)
-class Pending:
-    """An all-reduce under way; `wait` gives the tensor."""
+class PendingReduce:
+    """A running all-reduce; `wait` returns the tensor."""
 
     tensor: torch.Tensor
     _work: Any = None
@@ -27,7 +27,7 @@ class Pending:
     _divide_by: int = 1
 
     def wait(self) -> torch.Tensor:
-        """The reduced tensor. On CUDA the current stream waits for it, the host does not; twice is no error."""
+        """The reduced tensor. On CUDA the current stream waits for it, the host does not. Safe to call twice."""
         if self._work is not None:
             self._work.wait()
         self._work = None
@@ -47,11 +47,11 @@ def all_reduce(
 
     In place, as torch.distributed has it: `x` is overwritten and returned. A tensor that autograd follows cannot be;
     for "sum" and "mean" its reduction is a new tensor, and gradients are reduced in the same way. With `stream` the
-    collective runs there, after what the current stream was given before; `async_op` returns a `Pending` at once, whose
-    `wait()` gives the tensor.
+    collective runs there, after the work already queued on the current stream; `async_op` returns a `PendingReduce` at
+    once, whose `wait()` returns the tensor.
     """
-    tensors("all_reduce", floating=False, x=x)
-    one_of("all_reduce", "op", op, OPS)
+    check_tensors("all_reduce", floating=False, x=x)
+    check_choice("all_reduce", "op", op, OPS)
     if op in _MEANS and not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"op.all_reduce: op={op!r} of {x.dtype}", why="integers have no mean", fix='op="sum"')
     follows = x.requires_grad and torch.is_grad_enabled()
@@ -63,9 +63,9 @@ def all_reduce(
         raise ArgumentError("op.all_reduce: async_op of a tensor that requires gradients", fix="x.detach()")
     with stream_on(stream, x):
         if _ranks(group) == 1:
-            return Pending(x) if async_op else x
+            return PendingReduce(x) if async_op else x
         if follows:
-            return _Reduced.apply(x, op, group)
+            return _AllReduce.apply(x, op, group)
         pending = _start(x, op, group, async_op=async_op)
         return pending if async_op else pending.wait()
 
@@ -86,7 +86,7 @@ def _ranks(group: Any) -> int:
     return ranks
 
 
-def _start(x: Any, op: str, group: Any, *, async_op: bool) -> Pending:
+def _start(x: Any, op: str, group: Any, *, async_op: bool) -> PendingReduce:
     dist = torch.distributed
     buffer = x.detach() if x.is_contiguous() else x.detach().contiguous()  # libraries reduce dense memory only
     kind, divide_by = getattr(dist.ReduceOp, OPS[op]), 1
@@ -96,10 +96,10 @@ def _start(x: Any, op: str, group: Any, *, async_op: bool) -> Pending:
         else:
             divide_by = _ranks(group)
     work = dist.all_reduce(buffer, op=kind, group=group, async_op=async_op)
-    return Pending(x, work, buffer, divide_by)
+    return PendingReduce(x, work, buffer, divide_by)
 
 
-class _Reduced(torch.autograd.Function):  # torch is Any here
+class _AllReduce(torch.autograd.Function):  # torch is Any here
     """The gradient of a sum over ranks is the sum of the ranks' gradients."""
 
     @staticmethod
@@ -109,5 +109,5 @@ class _Reduced(torch.autograd.Function):  # torch is Any here
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = gradients[0].clone(memory_format=torch.contiguous_format)
-        return _start(made, ctx.op, ctx.group, async_op=False).wait(), None, None
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        return _start(gradient, ctx.op, ctx.group, async_op=False).wait(), None, None

@@ -1,6 +1,6 @@
-"""What a schedule asks of our own kernels: pipeline depth, warps, tiles. Read at each launch; nothing by default.
+"""What a schedule asks of our own kernels: pipeline depth, warps, tiles, precisions. Nothing by default.
 
-And the other way round: what a schedule hears of their launches, where one counts them (`listener`).
+A schedule that counts launches sets `listener`, which hears of each one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """None: the operator's own choice stands.
+    """None leaves the choice to the operator.
 
     `cp_async_depth` is the number of tiles in flight to shared memory (Triton's num_stages); `warp_mma_concurrency` the
     number of warp groups of four that issue tensor-core instructions in one block (num_warps = 4 x this). `tiles` and
@@ -26,24 +26,24 @@ class Hints:
     precisions: Mapping[str, str] = field(default_factory=dict)
 
 
-# One cp.async copies at most 16 bytes (PTX ISA, cp-size of cp.async.cg).
 COPY_BYTES = 16
-# Called after each launch with its blocks, warps of a block and copies a block keeps in flight; set by a schedule whose
-# bucket is of those. It hears every thread: a backward pass runs on autograd's own.
+"""Bytes that one cp.async copies at most (PTX ISA, cp-size of cp.async.cg)."""
+
 listener: Callable[[int, int, int], None] | None = None
+"""Called after each launch, on any thread: blocks, warps of a block, copies that a block keeps in flight."""
 
 _NONE = Hints()
 _current: ContextVar[Hints] = ContextVar("tessera_op_hints", default=_NONE)
 
 
 def current() -> Hints:
-    """What holds here."""
+    """The hints in force."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def use(hints: Hints) -> Iterator[None]:
-    """Let `hints` hold in the body."""
+    """Put hints in force for the body."""
     token = _current.set(hints)
     try:
         yield
@@ -51,10 +51,10 @@ def use(hints: Hints) -> Iterator[None]:
         _current.reset(token)
 
 
-def launched(blocks: int, warps: int, *, stages: int = 1, tile_bytes: int = 0) -> None:
-    """Tell of a launch of ours; `tile_bytes` are loaded in each step of a loop of `stages` (0: it loads none ahead).
+def announce_launch(blocks: int, warps: int, *, stages: int = 1, tile_bytes: int = 0) -> None:
+    """Tell the listener of a launch; `tile_bytes` are loaded in each step of a loop of `stages`.
 
-    Launch functions look whether `listener` is None first, so that nothing is computed for nobody.
+    Launch functions check `listener` first, so that nothing is computed when nobody listens.
     """
     heard = listener
     if heard is not None:

@@ -1,31 +1,41 @@
-"""A mixture of experts, exactly: every token goes to its `top_k` experts, none is dropped, none is padded.
+"""A mixture of experts, exact: every token goes to its `top_k` experts, none is dropped, none is padded.
 
 ::
 
     logits ── softmax, top k ──► (token, expert, weight) ── sort by expert ──► rows of expert 0 | 1 | 2 ...
     rows ── w1, w3, activation, w2: one grouped product each ──► rows ── back to the tokens' order ── weighted sum
 
-Grouped products are torch's on Hopper in bf16, without asking the device how many rows an expert has; elsewhere one
-product for each expert, which waits for those numbers. Rows go back by a permutation, not by atomics: the same input
-gives the same bits.
+Grouped products are torch's on Hopper in bf16, without asking the device how many rows an expert has; elsewhere there
+is one product for each expert, which waits for those numbers. Rows go back by a permutation, not by atomics: the same
+input gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import autocast, autocasts, one_of, shape, tensors, whole
+from .arguments import (
+    cast_like_autocast,
+    check_choice,
+    check_tensors,
+    format_shape,
+    is_autocast,
+    is_integer,
+    without_autocast,
+)
+from .dispatch import with_transforms
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
-Product = Callable[[Any, Any], Any]
-"""Rows, sorted by expert, by the transposed weights of their experts."""
+RowProduct = Callable[[Any, Any], Any]
+"""Multiplies rows, sorted by expert, by the transposed weights of their experts."""
 _ALIGNED = 8  # elements of bf16 in the 16 bytes that rows of a grouped product must start at
 
 
@@ -48,17 +58,17 @@ def moe(
     token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32
     (fp64 for fp64).
     """
-    tensors("moe", one_dtype=not autocasts(x), real=True, optional=("w3",), x=x, w1=w1, w2=w2, w3=w3)
-    tensors("moe", one_dtype=False, x=x, router=router)
-    tensors("moe", real=True, floating=False, router=router)
+    check_tensors("moe", one_dtype=not is_autocast(x), real=True, optional=("w3",), x=x, w1=w1, w2=w2, w3=w3)
+    check_tensors("moe", one_dtype=False, x=x, router=router)
+    check_tensors("moe", real=True, floating=False, router=router)
     _check(x, router, w1, w2, w3, top_k, activation)
     with stream_on(stream, x, router, w1, w2, w3):
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-        given = router.shape == (*x.shape[:-1], w1.shape[0])
-        logits = router if given else F.linear(rows, router.to(rows.dtype))
+        is_logits = router.shape == (*x.shape[:-1], w1.shape[0])
+        logits = router if is_logits else F.linear(rows, router.to(rows.dtype))
         weights, experts = route(logits.reshape(-1, w1.shape[0]), top_k, normalize)
-        rows, w1, w2, w3 = autocast(rows, w1, w2, w3)  # here: a grouped product does not see to it
-        out = _mixed(rows, weights, experts, w1, w2, w3, ACTIVATIONS[activation])
+        rows, w1, w2, w3 = cast_like_autocast(rows, w1, w2, w3)  # torch's grouped product does not do it
+        out = _mix(rows, weights, experts, w1, w2, w3, ACTIVATIONS[activation])
         return out.reshape(x.shape).to(x.dtype)
 
 
@@ -69,114 +79,175 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch
 
 
 def _check(x: Any, router: Any, w1: Any, w2: Any, w3: Any, top_k: Any, activation: Any) -> None:
-    one_of("moe", "activation", activation, ACTIVATIONS)
+    check_choice("moe", "activation", activation, ACTIVATIONS)
     for name, value in (("x", x), ("router", router)):
         if value.dtype.itemsize == 1:
             raise ArgumentError(f"op.moe: {name} is {value.dtype}", why="fp8 needs scales", fix=f"{name}.bfloat16()")
     if x.ndim < 1:
-        raise ArgumentError(f"op.moe: x is {shape(x)}", fix="x is (..., D)")
+        raise ArgumentError(f"op.moe: x is {format_shape(x)}", fix="x is (..., D)")
     for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
         if w is not None and w.ndim != 3:
-            raise ArgumentError(f"op.moe: {name} is {shape(w)}", fix=f"{name} has three dimensions, experts first")
+            raise ArgumentError(
+                f"op.moe: {name} is {format_shape(w)}", fix=f"{name} has three dimensions, experts first"
+            )
     experts, hidden, width = w1.shape
     if not experts:
-        raise ArgumentError(f"op.moe: w1 is {shape(w1)}", why="there is no expert", fix="w1 is (E, H, D), E at least 1")
-    if width != x.shape[-1]:
         raise ArgumentError(
-            f"op.moe: w1 is {shape(w1)}, x {shape(x)}", why="w1 is (E, H, D), x (..., D)", fix=_turned("w1", w1, x)
+            f"op.moe: w1 is {format_shape(w1)}", why="there is no expert", fix="w1 is (E, H, D), E at least 1"
+        )
+    if width != x.shape[-1]:
+        fits = w1.shape[1] == x.shape[-1]
+        raise ArgumentError(
+            f"op.moe: w1 is {format_shape(w1)}, x {format_shape(x)}",
+            why="w1 is (E, H, D), x (..., D)",
+            fix="w1.mT would fit" if fits else f"make D of w1 {x.shape[-1]}",
         )
     if tuple(w2.shape) != (experts, width, hidden):
-        raise ArgumentError(f"op.moe: w2 is {shape(w2)}", fix=f"w2 is (E, D, H): {experts}x{width}x{hidden}")
+        raise ArgumentError(f"op.moe: w2 is {format_shape(w2)}", fix=f"w2 is (E, D, H): {experts}x{width}x{hidden}")
     if w3 is not None and w3.shape != w1.shape:
-        raise ArgumentError(f"op.moe: w3 is {shape(w3)}", fix=f"w3 is shaped as w1: {shape(w1)}")
+        raise ArgumentError(f"op.moe: w3 is {format_shape(w3)}", fix=f"w3 is shaped as w1: {format_shape(w1)}")
     logits, gate = (*x.shape[:-1], experts), (experts, width)
     if tuple(router.shape) not in (logits, gate):
         raise ArgumentError(
-            f"op.moe: router is {shape(router)}",
+            f"op.moe: router is {format_shape(router)}",
             fix=f"logits for each token, {'x'.join(map(str, logits))}, or the gate's weight, {experts}x{width}",
         )
-    if not whole(top_k) or not 1 <= top_k <= experts:
+    if not is_integer(top_k) or not 1 <= top_k <= experts:
         raise ArgumentError(f"op.moe: top_k={top_k!r}", fix=f"between 1 and the number of experts, {experts}")
 
 
-def _turned(name: str, w: Any, x: Any) -> str:
-    return f"{name}.mT would fit" if w.shape[1] == x.shape[-1] else f"make D of {name} {x.shape[-1]}"
-
-
-def _mixed(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act: Callable[[Any], Any]) -> torch.Tensor:
+def _mix(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act: Callable[[Any], Any]) -> torch.Tensor:
     top_k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)  # stable: a token's place in a product does not depend on luck
+    order = experts.flatten().argsort(stable=True)  # stable: a token's place in a product is always the same
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    mine = rows[order // top_k]
-    product = _product(mine, experts.flatten()[order], w1)
-    inner = act(product(mine, w1))
+    sorted_rows = rows[order // top_k]
+    product = _row_product(sorted_rows, experts.flatten()[order], w1)
+    inner = act(product(sorted_rows, w1))
     if w3 is not None:
-        inner = inner * product(mine, w3)
+        inner = inner * product(sorted_rows, w3)
     out = product(inner, w2)[back].view(rows.shape[0], top_k, rows.shape[1])
     # Weighted and summed in fp32 or wider: a token's experts would else be rounded twice.
     wide = torch.promote_types(weights.dtype, out.dtype)
     return (out.to(wide) * weights[..., None]).sum(1).to(rows.dtype)
 
 
-def _product(rows: Any, experts: Any, w1: Any) -> Product:
+def _row_product(rows: Any, experts: Any, w1: Any) -> RowProduct:
     # Where each expert's rows end, by search: torch's bincount would wait for the device to know its largest number.
     numbers = torch.arange(w1.shape[0], device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    if can_group(rows, w1):
-        return _grouped(ends)
+    grouped = _grouped_mm()
+    if grouped is not None and can_group(rows, w1):
+        return lambda rows, w: grouped(rows, w.transpose(-2, -1), offs=ends)
     if torch.compiler.is_compiling():
-        return _unseen(ends)
+        return lambda rows, w: multiply_experts(rows, w, ends)
     if rows.is_meta:  # no numbers to sort by: rows are taken to be spread evenly
-        return _one_by_one(_evenly(len(rows), len(w1)))
+        each, more = divmod(len(rows), len(w1))
+        return _one_by_one([each + (i < more) for i in range(len(w1))])
     try:
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    except RuntimeError:  # under vmap, and of tensors that are only shapes, nobody can ask
-        return _unseen(ends)
+    except RuntimeError:  # under vmap, and of tensors that are only shapes, the numbers cannot be read
+        return lambda rows, w: multiply_experts(rows, w, ends)
     return _one_by_one(sizes)
-
-
-def _evenly(rows: int, experts: int) -> list[int]:
-    return [rows // experts + (i < rows % experts) for i in range(experts)]
 
 
 def can_group(rows: Any, w1: Any) -> bool:
     """Whether torch's grouped product takes these operands; the meta device is taken to be a Hopper."""
     aligned = rows.shape[1] % _ALIGNED == 0 and w1.shape[1] % _ALIGNED == 0
     return bool(
-        (rows.is_cuda or rows.is_meta) and rows.dtype == torch.bfloat16 and aligned and len(rows)
-        and w1.is_contiguous() and _grouped_mm() is not None
+        (rows.is_cuda or rows.is_meta)
+        and rows.dtype == torch.bfloat16
+        and aligned
+        and len(rows)
+        and w1.is_contiguous()
+        and _grouped_mm() is not None
         # Hopper alone: on Blackwell experts without a token get gradients that are not zero (pytorch issue 172439).
         and (rows.is_meta or torch.cuda.get_device_capability(rows.device)[0] == 9)
-    )  # fmt: skip
+    )
 
 
 def _grouped_mm() -> Callable[..., Any] | None:
-    found: Callable[..., Any] | None = getattr(torch, "_grouped_mm", None) or getattr(F, "grouped_mm", None)
-    return found
+    return getattr(torch, "_grouped_mm", None) or getattr(F, "grouped_mm", None)
 
 
-def _grouped(ends: Any) -> Product:
-    """In one launch."""
-    grouped = _grouped_mm()
-    assert grouped is not None
-    return lambda rows, w: grouped(rows, w.transpose(-2, -1), offs=ends)
-
-
-def _unseen(ends: Any) -> Product:
-    """By operators that ask for the numbers when they run: a compiled graph stays one graph."""
-    from .experts import products
-
-    return lambda rows, w: products(rows, w, ends)
-
-
-def _one_by_one(sizes: list[int]) -> Product:
+def _one_by_one(sizes: list[int]) -> RowProduct:
     """A launch for each expert that has rows."""
 
     def product(rows: Any, w: Any) -> Any:
         parts = zip(rows.split(sizes), w.unbind(0), sizes, strict=True)
-        found = [F.linear(part, weight) for part, weight, size in parts if size]
-        # Of no rows at all the shape is still wanted, and a gradient of zeros.
-        return torch.cat(found) if found else F.linear(rows, w[0])
+        results = [F.linear(part, weight) for part, weight, size in parts if size]
+        # Without any row the shape is still wanted, and a gradient of zeros.
+        return torch.cat(results) if results else F.linear(rows, w[0])
 
     return product
+
+
+# -- products as operators that read the numbers of rows when they run: a compiled graph stays one graph -------------
+
+# They wait for the numbers, which is impossible while a CUDA graph is captured: Inductor leaves them out of its graphs.
+# Older torch has no such tag.
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
+
+def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and which ones."""
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            yield expert, slice(begin, end)
+        begin = end
+
+
+@torch.library.custom_op("tessera::expert_products", mutates_args=(), **_TAGS)
+def expert_products(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Rows (r, d), sorted by expert, by the transposed weights (e, h, d): (r, h). `ends` is where each expert's end."""
+    out = rows.new_empty((rows.shape[0], w.shape[1]))
+    with without_autocast(rows):
+        for expert, part in _parts(ends):
+            torch.mm(rows[part], w[expert].t(), out=out[part])
+    return out
+
+
+@expert_products.register_fake
+def _(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], w.shape[1]))
+
+
+@torch.library.custom_op("tessera::expert_weights", mutates_args=(), **_TAGS)
+def expert_weights(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of the weights, (e, h, d): each expert's g^T (r, h) by its rows (r, d), zeros where it has none."""
+    out = rows.new_zeros((ends.shape[0], g.shape[1], rows.shape[1]))
+    with without_autocast(rows):
+        for expert, part in _parts(ends):
+            torch.mm(g[part].t(), rows[part], out=out[expert])
+    return out
+
+
+@expert_weights.register_fake
+def _(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty((ends.shape[0], g.shape[1], rows.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _products_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    rows, w, ends = ctx.saved_tensors
+    to_rows, to_w, _ = ctx.needs_input_grad
+    by_rows = multiply_experts(g, w.mT, ends) if to_rows else None
+    return by_rows, multiply_weights(g, rows, ends) if to_w else None, None
+
+
+def _weights_backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
+    g, rows, ends = ctx.saved_tensors
+    to_g, to_rows, _ = ctx.needs_input_grad
+    by_g = multiply_experts(rows, v, ends) if to_g else None
+    return by_g, multiply_experts(g, v.mT, ends) if to_rows else None, None
+
+
+expert_products.register_autograd(_products_backward, setup_context=_save)
+expert_weights.register_autograd(_weights_backward, setup_context=_save)
+_OPTIONS = "routing that cannot be read (vmap)"
+multiply_experts = with_transforms(expert_products, _save, _products_backward, "moe", _OPTIONS)
+multiply_weights = with_transforms(expert_weights, _save, _weights_backward, "moe", _OPTIONS)

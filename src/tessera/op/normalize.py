@@ -18,23 +18,22 @@ from torch.nn import functional as F  # noqa: N812 - as torch's own documents wr
 
 from ..errors import ArgumentError
 from ..stream import Stream
-from ..stream import on as stream_on
 from . import arguments
-from .eager import transformed
+from .dispatch import in_transform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Rows for which our kernel is taken: between two lengths, of these dtypes, at least so many of them."""
+class RowRule:
+    """Rows for which our kernel runs: between two lengths, of these dtypes, at least so many of them."""
 
     least_cols: int
     most_cols: int
-    least_rows: int = 1
+    least_rows: int = 1024
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     training: bool | None = None  # only with, or only without, a backward pass to come
 
     def covers(self, rows: int, cols: int, dtype: torch.dtype, training: bool) -> bool:
-        """Whether such rows are meant."""
+        """Whether the rule is for such rows."""
         return (
             self.least_cols <= cols <= self.most_cols
             and rows >= self.least_rows
@@ -46,38 +45,40 @@ class Rule:
 _BF16, _FP16, _FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
 # Where our kernels took at most 0.98 of torch's time and joules, as `benchmarks/device/ops_rows.py` printed it: 59
 # cases in CUDA graphs on an H200, 2026-11-15, torch 2.11 (benchmarks/results/ops_rows.json: "kernels", "rules").
-# Intervals end at widths that were measured; one that did not win (softmax of 197 columns, RMS norm of 5,120) parts
-# them. The host is not in them: that day a launch of ours took it 123 µs more than torch's (RMS norm; "host" there).
-# Most of it was the dispatcher's and Triton's, which plain calls now leave out (eager.py, kernels/direct.py): by
-# benchmarks/measure/op_host_cost.py, not yet measured again beside a GPU.
-RULES: dict[str, tuple[Rule, ...]] = {
+# Intervals end at widths that were measured; one that did not win (softmax of 197 columns, RMS norm of 5,120) divides
+# them. They leave the host's time out ("host" there; benchmarks/measure/op_host_cost.py).
+RULES: dict[str, tuple[RowRule, ...]] = {
     "softmax": (
-        Rule(least_cols=128, most_cols=128, least_rows=1024, dtypes=_BF16, training=False),
-        Rule(least_cols=512, most_cols=32768, least_rows=1024, dtypes=_BF16, training=False),
-        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP16, training=False),
-        Rule(least_cols=8192, most_cols=8192, least_rows=1024, dtypes=_FP32, training=False),
-        Rule(least_cols=1024, most_cols=4096, least_rows=1024, dtypes=_BF16, training=True),
+        RowRule(least_cols=128, most_cols=128, dtypes=_BF16, training=False),
+        RowRule(least_cols=512, most_cols=32768, dtypes=_BF16, training=False),
+        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP16, training=False),
+        RowRule(least_cols=8192, most_cols=8192, dtypes=_FP32, training=False),
+        RowRule(least_cols=1024, most_cols=4096, dtypes=_BF16, training=True),
     ),
     "layer_norm": (
-        Rule(least_cols=384, most_cols=16384, least_rows=1024, dtypes=_BF16, training=False),
-        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP16, training=False),
-        Rule(least_cols=1024, most_cols=4096, least_rows=1024, dtypes=_FP32, training=False),
-        Rule(least_cols=768, most_cols=4096, least_rows=1024, dtypes=_BF16, training=True),
-        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP32, training=True),
+        RowRule(least_cols=384, most_cols=16384, dtypes=_BF16, training=False),
+        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP16, training=False),
+        RowRule(least_cols=1024, most_cols=4096, dtypes=_FP32, training=False),
+        RowRule(least_cols=768, most_cols=4096, dtypes=_BF16, training=True),
+        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP32, training=True),
     ),
     "rms_norm": (
-        Rule(least_cols=384, most_cols=4096, least_rows=1024, dtypes=_BF16, training=False),
-        Rule(least_cols=8192, most_cols=16384, least_rows=1024, dtypes=_BF16, training=False),
-        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP16, training=False),
-        Rule(least_cols=1024, most_cols=4096, least_rows=1024, dtypes=_FP32, training=False),
-        Rule(least_cols=768, most_cols=4096, least_rows=1024, dtypes=_BF16, training=True),
-        Rule(least_cols=4096, most_cols=4096, least_rows=1024, dtypes=_FP32, training=True),
+        RowRule(least_cols=384, most_cols=4096, dtypes=_BF16, training=False),
+        RowRule(least_cols=8192, most_cols=16384, dtypes=_BF16, training=False),
+        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP16, training=False),
+        RowRule(least_cols=1024, most_cols=4096, dtypes=_FP32, training=False),
+        RowRule(least_cols=768, most_cols=4096, dtypes=_BF16, training=True),
+        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP32, training=True),
     ),
 }
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_COLS = 32768  # kernels.rows.MAX_COLS, here so that Triton is not imported to ask
-FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # torch 2.8 on; before it F.rms_norm is seven kernels
+MAX_COLS = 32768
+"""The longest row our kernels hold in the registers of one block: 32 fp32 values in each of 1024 threads.
+
+The backward pass holds more rows than one and spills above 8192.
+"""
+FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # from torch 2.8 on; before it F.rms_norm is 7 kernels
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def possible(x: Any, cols: int) -> bool:
+def can_run_kernel(x: Any, cols: int) -> bool:
     """Whether our kernel can take such rows: not while compiling, where Inductor fuses more than one norm.
 
     Nor under torch.func's transforms and in forward mode: torch's own have the rules for those.
@@ -104,48 +105,44 @@ def possible(x: Any, cols: int) -> bool:
         and 0 < cols <= MAX_COLS
         and x.dtype in KERNEL_DTYPES
         and not torch.compiler.is_compiling()
-        and not transformed()
+        and not in_transform()
         and has_triton()
     )
 
 
-def _ours(op: str, x: Any, cols: int) -> bool:
+def _uses_kernel(op: str, x: Any, cols: int) -> bool:
     rules = RULES[op]
-    if not rules or not possible(x, cols):
+    if not rules or not can_run_kernel(x, cols):
         return False
     rows, dtype, training = x.numel() // cols, x.dtype, torch.is_grad_enabled() and x.requires_grad
     for rule in rules:
         if rule.covers(rows, cols, dtype, training):
-            return not arguments.autocasts(x)  # under autocast torch's results are fp32
+            return not arguments.is_autocast(x)  # under autocast torch's results are fp32
     return False
 
 
 def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None = None) -> Any:
     """Softmax along `dim`; `dtype` is what it is computed from and written as, as in torch.
 
-    Raises ArgumentError for an `x` that is no floating tensor (with `dtype` any real one), or a `dim` it does not have.
+    Raises ArgumentError for an `x` that is not a floating tensor (with `dtype`: a real one), or a `dim` it lacks.
     """
-    if not _together(x):
-        arguments.tensors("softmax", floating=dtype is None, real=True, x=x)
-    if not _has(x, dim):
+    if not _on_one_device(x):
+        arguments.check_tensors("softmax", floating=dtype is None, real=True, x=x)
+    if not (arguments.is_integer(dim) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)):
         raise ArgumentError(
-            f"op.softmax: dim={dim}", why=f"x is {arguments.shape(x)}", fix=f"dim is from {-x.ndim} to {x.ndim - 1}"
+            f"op.softmax: dim={dim}",
+            why=f"x is {arguments.format_shape(x)}",
+            fix=f"dim is from {-x.ndim} to {x.ndim - 1}",
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"op.softmax: dtype={dtype!r}", fix="a floating dtype, such as torch.float32")
-    if stream is None:
+    with arguments.use_stream(stream, x):
         return _softmax(x, dim, dtype)
-    with stream_on(stream, x):
-        return _softmax(x, dim, dtype)
-
-
-def _has(x: Any, dim: Any) -> bool:
-    return arguments.whole(dim) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)
 
 
 def _softmax(x: Any, dim: int, dtype: Any) -> Any:
     written = dtype is None or dtype in KERNEL_DTYPES
-    if written and x.ndim and dim in (-1, x.ndim - 1) and _ours("softmax", x, x.shape[-1]):
+    if written and x.ndim and dim in (-1, x.ndim - 1) and _uses_kernel("softmax", x, x.shape[-1]):
         return softmax_rows(x, dtype)
     try:
         return torch.softmax(x, dim, dtype=dtype)
@@ -174,10 +171,8 @@ def layer_norm(
     With `residual` (of the shape and dtype of `x`) the answer is (norm(x + residual), x + residual): the sum is rounded
     once to that dtype and is the next residual. Raises ArgumentError naming the argument that does not fit.
     """
-    shape = _checked("layer_norm", x, normalized_shape, weight, bias, residual)
-    if stream is None:
-        return _norm("layer_norm", x, shape, weight, bias, eps, residual)
-    with stream_on(stream, x, weight, bias, residual):
+    shape = _check_norm("layer_norm", x, normalized_shape, weight, bias, residual)
+    with arguments.use_stream(stream, x, weight, bias, residual):
         return _norm("layer_norm", x, shape, weight, bias, eps, residual)
 
 
@@ -193,20 +188,17 @@ def rms_norm(
     """RMS norm over the last dimensions (the last one, or the weight's shape, by default); `eps` None: fp32's.
 
     The product with the weight is fp32 and rounded once; Llama's own code rounds before it. `residual` as in
-    layer_norm.
-    Raises ArgumentError naming the argument that does not fit.
+    layer_norm. Raises ArgumentError naming the argument that does not fit.
     """
-    shape = _checked("rms_norm", x, normalized_shape, weight, None, residual)
+    shape = _check_norm("rms_norm", x, normalized_shape, weight, None, residual)
     if eps is None:
         eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    if stream is None:
-        return _norm("rms_norm", x, shape, weight, None, eps, residual)
-    with stream_on(stream, x, weight, residual):
+    with arguments.use_stream(stream, x, weight, residual):
         return _norm("rms_norm", x, shape, weight, None, eps, residual)
 
 
-def _together(x: Any, *others: Any) -> bool:
-    """Floating tensors on one device: the way that is always taken, in as few calls as it can be."""
+def _on_one_device(x: Any, *others: Any) -> bool:
+    """Floating tensors on one device: the usual case, in as few calls as possible."""
     try:
         where = x.device
         for t in others:
@@ -217,9 +209,9 @@ def _together(x: Any, *others: Any) -> bool:
         return False
 
 
-def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual: Any) -> tuple[int, ...]:
-    """The dimensions to norm over, everything fitting them."""
-    if not _together(x, weight, bias, residual):
+def _check_norm(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual: Any) -> tuple[int, ...]:
+    """The dimensions to norm over; raises ArgumentError for what does not fit them."""
+    if not _on_one_device(x, weight, bias, residual):
         if op == "rms_norm" and isinstance(weight, (int, tuple, list)):  # torch's second argument is the shape
             raise ArgumentError(
                 f"op.rms_norm: weight={weight!r} is a shape",
@@ -228,7 +220,7 @@ def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual:
             )
         named = {"x": x, "weight": weight, "bias": bias, "residual": residual}
         real = op == "layer_norm"  # torch has RMS norms of complex numbers
-        arguments.tensors(op, one_dtype=False, real=real, optional=("weight", "bias", "residual"), **named)
+        arguments.check_tensors(op, one_dtype=False, real=real, optional=("weight", "bias", "residual"), **named)
     if normalized is None:
         shape: tuple[int, ...] = x.shape[-1:] if weight is None else weight.shape
     else:
@@ -236,24 +228,24 @@ def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual:
         shape = (normalized,) if single else tuple(normalized)
     if not shape or x.shape[-len(shape) :] != shape:
         if isinstance(normalized, torch.Tensor):  # a weight by position: torch's second argument is the shape too
-            what = f"op.{op}: normalized_shape is a tensor of {arguments.shape(normalized)}"
+            what = f"op.{op}: normalized_shape is a tensor of {arguments.format_shape(normalized)}"
             raise ArgumentError(what, why="it is an int or several", fix=f"op.{op}(x, weight=w)")
         what = "normalized_shape" if normalized is not None or weight is None else "weight"
         size = "x".join(map(str, shape)) or "a scalar"
         raise ArgumentError(
-            f"op.{op}: {what} is {size}", why=f"x is {arguments.shape(x)}", fix="the last dimensions of x"
+            f"op.{op}: {what} is {size}", why=f"x is {arguments.format_shape(x)}", fix="the last dimensions of x"
         )
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.shape != shape:
             raise ArgumentError(
-                f"op.{op}: {name} is {arguments.shape(value)}",
+                f"op.{op}: {name} is {arguments.format_shape(value)}",
                 why=f"the norm is over {'x'.join(map(str, shape))}",
                 fix=f"reshape {name}",
             )
     if residual is not None and (residual.shape != x.shape or residual.dtype is not x.dtype):
         raise ArgumentError(
-            f"op.{op}: residual is {arguments.shape(residual)} {residual.dtype}",
-            why=f"x is {arguments.shape(x)} {x.dtype}, and their sum is the next residual",
+            f"op.{op}: residual is {arguments.format_shape(residual)} {residual.dtype}",
+            why=f"x is {arguments.format_shape(x)} {x.dtype}, and their sum is the next residual",
             fix="give both one shape and dtype",
         )
     return shape
@@ -262,43 +254,37 @@ def _checked(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual:
 def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float, residual: Any) -> Any:
     cols = shape[0] if len(shape) == 1 else math.prod(shape)
     # torch has no one kernel for these: a sum with its norm, weights of another dtype, RMS norm in an old version.
-    mixed = _mixed(x, weight, bias)
-    if mixed:
-        _check_real(op, x, weight=weight, bias=bias)
+    mixed = _has_other_dtype(x, weight, bias)
+    for name, value in (("weight", weight), ("bias", bias)) if mixed else ():
+        if value is not None and value.is_complex():  # no imaginary part is dropped silently
+            raise ArgumentError(f"op.{op}: {name} is {value.dtype}", why=f"x is {x.dtype}", fix=f"{name}.real")
     alone = residual is not None or mixed or (op == "rms_norm" and not FUSED_RMS_NORM)
     # Under autocast torch's norms give fp32; of mixed dtypes both ways give that of `x`.
-    alone = alone and possible(x, cols) and (mixed or not arguments.autocasts(x))
-    if alone or _ours(op, x, cols):
+    alone = alone and can_run_kernel(x, cols) and (mixed or not arguments.is_autocast(x))
+    if alone or _uses_kernel(op, x, cols):
         return norm_rows(op, x, weight, bias, eps, residual, cols)
-    way = _widest if mixed else _by_torch
+    run = _norm_in_widest if mixed else _norm_by_torch
     try:
         summed = x if residual is None else x + residual
-        y = way(op, summed, shape, weight, bias, eps)
+        y = run(op, summed, shape, weight, bias, eps)
     except NotImplementedError as e:
         arguments.explain_dtype(op, "x", x, e)
         raise
     return y if residual is None else (y, summed)
 
 
-def _mixed(x: Any, weight: Any, bias: Any) -> bool:
+def _has_other_dtype(x: Any, weight: Any, bias: Any) -> bool:
     return (weight is not None and weight.dtype is not x.dtype) or (bias is not None and bias.dtype is not x.dtype)
 
 
-def _check_real(op: str, x: Any, **named: Any) -> None:
-    """No imaginary part is dropped silently."""
-    for name, value in named.items():
-        if value is not None and value.is_complex():
-            raise ArgumentError(f"op.{op}: {name} is {value.dtype}", why=f"x is {x.dtype}", fix=f"{name}.real")
-
-
-def _widest(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
+def _norm_in_widest(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
     """Of several dtypes: everything is computed in the widest and rounded to that of `x`."""
     wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
     cast = (None if t is None else t.to(wide) for t in (x, weight, bias))
-    return _by_torch(op, next(cast), shape, next(cast), next(cast), eps).to(x.dtype)
+    return _norm_by_torch(op, next(cast), shape, next(cast), next(cast), eps).to(x.dtype)
 
 
-def _by_torch(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
+def _norm_by_torch(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
     if op == "layer_norm":
         return F.layer_norm(x, shape, weight, bias, eps)
     return F.rms_norm(x, shape, weight, eps)

@@ -1,8 +1,7 @@
-"""Stochastic rounding: a value between two representable ones goes up with the probability of how far up it lies.
+"""Stochastic rounding: a value between two representable ones is rounded up the more often the higher it lies.
 
-Its expectation is the value itself, so that many small steps are not lost: plain rounding drops every update under half
-a unit in the last place, which for bf16 weights is everything below 0.2-0.4% of the weight. `StochasticRounding` lets
-an optimizer keep its weights in bf16 alone, without a second copy in fp32.
+Its expectation is the value itself, so many small steps are not lost: plain rounding drops every update under half a
+unit in the last place, which for bf16 weights is everything below 0.2-0.4% of the weight.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def stochastic_round(
 def _to_bf16(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """bf16 is the upper half of an fp32: add 16 random bits below it and cut them off. Exact, subnormals too."""
     bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32, **_drawn_by(generator))
+    noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32, **_generator_option(generator))
     rounded = ((bits + noise) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
 
 
-def _drawn_by(generator: torch.Generator | None) -> dict[str, Any]:
+def _generator_option(generator: torch.Generator | None) -> dict[str, Any]:
     """Without a generator the keyword is left out: with it torch.compile takes no symbolic sizes (torch 2.13)."""
     return {} if generator is None else {"generator": generator}
 
@@ -58,7 +57,7 @@ def _to_grid(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | N
     mantissa, least = _FORMATS[dtype]
     exponent = torch.frexp(x)[1] - 1
     step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=least) - mantissa)
-    draw = torch.rand(x.shape, device=x.device, dtype=x.dtype, **_drawn_by(generator))
+    draw = torch.rand(x.shape, device=x.device, dtype=x.dtype, **_generator_option(generator))
     whole = torch.floor(x / step)
     rounded = (whole + (draw < x / step - whole)) * step
     largest = torch.finfo(dtype).max
@@ -74,10 +73,9 @@ class StochasticRounding:
         optimizer = StochasticRounding(torch.optim.AdamW(model.parameters(), lr=1e-4))
         loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    Parameters go through fp32 in slices of at most `slice_bytes`, so that much is the memory a step takes beside the
-    optimizer's state, which is fp32. A parameter keeps its address. Other types are updated as ever. Learning-rate
-    schedulers take the wrapped optimizer, `.inner`. An optimizer whose step looks at all parameters together (LBFGS)
-    does not survive slices and is refused where it says so by needing a closure.
+    Parameters go through fp32 in slices of at most `slice_bytes`: the memory a step takes beside the optimizer's state,
+    which is fp32. A parameter keeps its address. Other types are updated as usual. Learning-rate schedulers take the
+    wrapped optimizer, `.inner`. LBFGS, whose step needs all parameters together, is refused.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Softmax and the norms as torch custom operators (`tessera::softmax`, `tessera::norm`): our kernels on CUDA.
+"""Softmax and the norms as torch operators (`tessera::softmax`, `tessera::norm`): our kernels on CUDA.
 
-They take matrices, one row a line; off CUDA torch computes the same. What is registered here is what autograd,
-torch.compile, meta tensors and the profiler see; `softmax` and `norm` leave it out where none of them does (eager.py).
-Which rows come here at all is decided in `normalize.py`.
+They take matrices, one row per line; off CUDA torch computes the same. Autograd, torch.compile, meta tensors and
+profilers see the registered operators; where none of them is active `softmax` and `norm` call the kernels directly
+(dispatch.py). `normalize.py` decides which rows come here at all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .eager import at, differentiated, function, straight
+from .dispatch import autograd_function, device_of, may_skip_dispatcher, needs_gradient
 
 
 @functools.cache
@@ -34,6 +34,9 @@ def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
+# -- softmax --------------------------------------------------------------------------------------------------------
+
+
 @torch.library.custom_op("tessera::softmax", mutates_args=())
 def softmax_op(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Softmax of each row of a matrix, written as `dtype`."""
@@ -42,18 +45,18 @@ def softmax_op(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @softmax_op.register_kernel("cuda")
 def _softmax_cuda(x: Tensor, dtype: torch.dtype) -> Tensor:
-    with at(x):
+    with device_of(x):
         return _kernels().softmax_forward(x.contiguous(), dtype)
 
 
 @softmax_op.register_fake
-def _softmax_fake(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
 @torch.library.custom_op("tessera::softmax_backward", mutates_args=())
 def softmax_backward_op(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient by the input, from the output."""
+    """Gradient of the input, from the output."""
     return _softmax_backward(dy, y, dtype)
 
 
@@ -65,12 +68,12 @@ def _softmax_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 @softmax_backward_op.register_kernel("cuda")
 def _softmax_backward_cuda(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    with at(y):
+    with device_of(y):
         return _kernels().softmax_backward(dy.contiguous(), y, dtype)
 
 
 @softmax_backward_op.register_fake
-def _softmax_backward_fake(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+def _(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return y.new_empty(y.shape, dtype=dtype)
 
 
@@ -81,17 +84,15 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _softmax_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     y, dtype = ctx.saved_tensors[0], ctx.dtype
-    if differentiated(dy, y):
+    if needs_gradient(dy, y):
         return _softmax_backward(dy, y, dtype), None
-    way = _softmax_backward_cuda if straight(y, dy) else softmax_backward_op
-    return way(dy, y, dtype), None
+    backward = _softmax_backward_cuda if may_skip_dispatcher(y, dy) else softmax_backward_op
+    return backward(dy, y, dtype), None
 
 
 softmax_op.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
-
-
-_softmax_function = function(
-    lambda *given: _softmax_cuda(*given),  # noqa: PLW0108 - looked up at the call, where tests put another
+_softmax_function = autograd_function(
+    lambda *inputs: _softmax_cuda(*inputs),  # noqa: PLW0108 - looked up at the call, where tests replace it
     _softmax_setup,
     _softmax_gradient,
 )
@@ -99,11 +100,14 @@ _softmax_function = function(
 
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Softmax of the last dimension, written as `dtype`."""
-    here = straight(x)
-    if here and not differentiated(x):
+    direct = may_skip_dispatcher(x)
+    if direct and not needs_gradient(x):
         return _softmax_cuda(x, dtype)
-    way = _softmax_function if here else softmax_op
-    return way(x, dtype) if x.ndim == 2 else way(x.reshape(-1, x.shape[-1]), dtype).view(x.shape)
+    run = _softmax_function if direct else softmax_op
+    return run(x, dtype) if x.ndim == 2 else run(x.reshape(-1, x.shape[-1]), dtype).view(x.shape)
+
+
+# -- norms ----------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("tessera::norm", mutates_args=())
@@ -133,24 +137,21 @@ def _statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     return mean, (value.square().mean(1) + eps).rsqrt()
 
 
-def _normed(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
-) -> Any:
+def _run_norm(*inputs: Any) -> Any:
     """As `norm_op`, None for what is not there."""
-    with at(x):
-        return _kernels().norm_forward(*_dense(x, residual, weight, bias), eps=eps, centered=centered)
+    *tensors, eps, centered = inputs
+    with device_of(tensors[0]):
+        return _kernels().norm_forward(*_dense(*tensors), eps=eps, centered=centered)
 
 
 @norm_op.register_kernel("cuda")
-def _norm_cuda(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, summed, mean, rstd = _normed(x, residual, weight, bias, eps, centered)
+def _norm_cuda(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, summed, mean, rstd = _run_norm(x, *inputs)
     return y, x.new_empty(0) if summed is None else summed, rstd.new_empty(0) if mean is None else mean, rstd
 
 
 @norm_op.register_fake
-def _norm_fake(
+def _(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rstd = x.new_empty(x.shape[0], dtype=_wide(x.dtype))
@@ -160,18 +161,23 @@ def _norm_fake(
 
 @torch.library.custom_op("tessera::norm_backward", mutates_args=())
 def norm_backward_op(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    centered: bool, weight_grad: bool, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dsummed: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    centered: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) of a norm, the last two fp32 or wider, empty where not asked; `x` is what was normalized."""
     return _norm_backward(dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad)
 
 
-def _norm_backward(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    centered: bool, weight_grad: bool, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _norm_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """By operations that have gradients themselves."""
+    dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad = inputs
     gradient, value = dy.to(rstd.dtype), x.to(rstd.dtype)
     value = (value - mean[:, None] if centered else value) * rstd[:, None]
     dweight = (gradient * value).sum(0) if weight_grad else rstd.new_empty(0)
@@ -187,33 +193,26 @@ def _norm_backward(
     return dx.to(x.dtype), dweight, dbias
 
 
-def _normed_backward(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    centered: bool, weight_grad: bool, bias_grad: bool,
-) -> Any:  # fmt: skip
+def _run_norm_backward(*inputs: Any) -> Any:
     """As `norm_backward_op`, None for what was not asked."""
-    middle = mean if centered else None
-    with at(x):
+    dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad = inputs
+    own_mean = mean if centered else None
+    with device_of(x):
         return _kernels().norm_backward(
-            *_dense(dy, dsummed, x, weight), mean=middle, rstd=rstd, weight_grad=weight_grad, bias_grad=bias_grad
+            *_dense(dy, dsummed, x, weight), mean=own_mean, rstd=rstd, weight_grad=weight_grad, bias_grad=bias_grad
         )
 
 
 @norm_backward_op.register_kernel("cuda")
-def _norm_backward_cuda(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    centered: bool, weight_grad: bool, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dweight, dbias = _normed_backward(dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad)
-    nothing = rstd.new_empty(0)
+def _norm_backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _run_norm_backward(*inputs)
+    nothing = inputs[5].new_empty(0)
     return dx, nothing if dweight is None else dweight, nothing.clone() if dbias is None else dbias
 
 
 @norm_backward_op.register_fake
-def _norm_backward_fake(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    centered: bool, weight_grad: bool, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, rstd, (weight_grad, bias_grad) = inputs[2], inputs[5], inputs[7:]
     cols = x.shape[1]
     return x.new_empty(x.shape), rstd.new_empty(cols if weight_grad else 0), rstd.new_empty(cols if bias_grad else 0)
 
@@ -234,45 +233,39 @@ def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any)
         dsummed = None
     if dy is None:
         dy = torch.zeros_like(x)
-    dweight_asked, dbias_asked = ctx.needs_input_grad[2:4]
-    if differentiated(dy, dsummed, x, weight):  # a gradient of this one is wanted: by the statistics as well
+    to_weight, to_bias = ctx.needs_input_grad[2:4]
+    if needs_gradient(dy, dsummed, x, weight):  # a gradient of this one is wanted: by the statistics as well
         mean, rstd = _statistics(x, ctx.eps, ctx.centered)
-        way: Any = _norm_backward
+        run: Any = _norm_backward
     else:
-        way = _normed_backward if straight(x, dy, dsummed, weight) else norm_backward_op
-    dx, dweight, dbias = way(dy, dsummed, x, weight, mean, rstd, ctx.centered, dweight_asked, dbias_asked)
+        run = _run_norm_backward if may_skip_dispatcher(x, dy, dsummed, weight) else norm_backward_op
+    dx, dweight, dbias = run(dy, dsummed, x, weight, mean, rstd, ctx.centered, to_weight, to_bias)
     return (
         dx,
         None if residual_dtype is None else dx.to(residual_dtype),
-        dweight.to(weight_dtype) if dweight_asked else None,
-        dbias.to(bias_dtype) if dbias_asked else None,
+        dweight.to(weight_dtype) if to_weight else None,
+        dbias.to(bias_dtype) if to_bias else None,
         None,
         None,
     )
 
 
 norm_op.register_autograd(_norm_gradient, setup_context=_norm_setup)
-
-
-_norm_function = function(
-    lambda *given: _norm_cuda(*given),  # noqa: PLW0108
-    _norm_setup,
-    _norm_gradient,
-)
+_norm_function = autograd_function(lambda *inputs: _norm_cuda(*inputs), _norm_setup, _norm_gradient)  # noqa: PLW0108
 
 
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(y, x + residual or None) of the last dimension: layer norm if `centered`, else RMS norm."""
-    here = type(eps) is float and straight(x, residual, weight, bias)
-    if here and not differentiated(x, residual, weight, bias):
-        y, summed, _, _ = _normed(x, residual, weight, bias, eps, centered)
+    direct = type(eps) is float and may_skip_dispatcher(x, residual, weight, bias)
+    if direct and not needs_gradient(x, residual, weight, bias):
+        y, summed, _, _ = _run_norm(x, residual, weight, bias, eps, centered)
         return y, summed
-    way = _norm_function if here else norm_op
+    run = _norm_function if direct else norm_op
     if x.ndim == 2:
-        y, summed, _, _ = way(x, residual, weight, bias, eps, centered)
+        y, summed, _, _ = run(x, residual, weight, bias, eps, centered)
         return y, None if residual is None else summed
     flat = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))
-    y, summed, _, _ = way(*flat, weight, bias, eps, centered)
+    y, summed, _, _ = run(*flat, weight, bias, eps, centered)
     return y.view(x.shape), None if residual is None else summed.view(x.shape)

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -20,12 +21,12 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import autocasts, pair, shape, tensors, whole
-from .spectral_cost import Verdict as Verdict
-from .spectral_cost import fast_size
-from .spectral_cost import spectral_wins as spectral_wins
+from .arguments import HALVES, check_tensors, format_shape, is_autocast, is_integer, to_pair
 
-_HALF = (torch.float16, torch.bfloat16)
+if TYPE_CHECKING:
+    from ..device import Device
+    from ..estimate.kernel_time import Chip, KernelTime
+
 _NORMS = (None, "forward", "backward", "ortho")
 
 
@@ -44,27 +45,31 @@ def ifft(
 
 
 def _transform(op: str, run: Any, x: Any, dims: Any, norm: Any, stream: Stream | None) -> torch.Tensor:
-    tensors(op, x=x)
+    check_tensors(op, x=x)
     over = tuple(dims) if isinstance(dims, Sequence) else (dims,)
     if not x.ndim:
-        raise ArgumentError(f"op.{op}: x is {shape(x)}", why="there is no dimension to transform", fix="x.reshape(1)")
-    if not over or any(not whole(d) or not -x.ndim <= d < x.ndim for d in over):
-        raise ArgumentError(f"op.{op}: dims={dims!r}, x is {shape(x)}", fix=f"dims between {-x.ndim} and {x.ndim - 1}")
+        raise ArgumentError(
+            f"op.{op}: x is {format_shape(x)}", why="there is no dimension to transform", fix="x.reshape(1)"
+        )
+    if not over or any(not is_integer(d) or not -x.ndim <= d < x.ndim for d in over):
+        raise ArgumentError(
+            f"op.{op}: dims={dims!r}, x is {format_shape(x)}", fix=f"dims between {-x.ndim} and {x.ndim - 1}"
+        )
     if len({d % x.ndim for d in over}) < len(over):
         raise ArgumentError(f"op.{op}: dims={dims!r} names a dimension twice", fix="each once")
     if not all(x.shape[d] for d in over):
-        raise ArgumentError(f"op.{op}: x is {shape(x)}, dims={dims!r}", why="of no points", fix="at least one")
+        raise ArgumentError(f"op.{op}: x is {format_shape(x)}, dims={dims!r}", why="of no points", fix="at least one")
     if norm not in _NORMS:
         raise ArgumentError(f"op.{op}: norm={norm!r}", fix='norm is None, "forward", "backward" or "ortho"')
     with stream_on(stream, x):
         # cuFFT has halves for powers of two only, and nobody has them on a CPU.
-        x = x.float() if x.dtype in _HALF else x
+        x = x.float() if x.dtype in HALVES else x
         if x.dtype.itemsize == 1:
             raise ArgumentError(f"op.{op}: x is {x.dtype}", why="fp8 has no transforms", fix="x.float()")
         if not x.numel():  # of no rows at all; MKL refuses those
             return torch.complex(x, x) if x.is_floating_point() else x.clone()
-        found: torch.Tensor = run(x, dim=over, norm=norm)
-        return found
+        result: torch.Tensor = run(x, dim=over, norm=norm)
+        return result
 
 
 def spectral_conv2d(
@@ -82,15 +87,15 @@ def spectral_conv2d(
     Transforms and products are in fp32 for half inputs (the result is rounded once), in fp64 for fp64. The error is
     that of fp32, relative to the largest outputs rather than to each. Autograd is torch's.
     """
-    tensors("spectral_conv2d", one_dtype=not autocasts(x), x=x, w=w, bias=bias)
-    dilated = pair("spectral_conv2d", "dilation", dilation, 1)
+    check_tensors("spectral_conv2d", one_dtype=not is_autocast(x), x=x, w=w, bias=bias)
+    dilated = to_pair("spectral_conv2d", "dilation", dilation, 1)
     _check(x, w, bias, groups)
     before, after = _padding(w, padding, dilated)
     _check_reach(x, w, dilated, before, after)
     with stream_on(stream, x, w, bias):
         if not x.numel():  # MKL refuses transforms of nothing
             return F.conv2d(x, w, bias, padding=padding, dilation=dilated, groups=groups)
-        out = _convolved(x if x.ndim == 4 else x[None], w, dilated, before, after, groups)
+        out = _convolve(x if x.ndim == 4 else x[None], w, dilated, before, after, groups)
         if bias is not None:
             out = out + bias.to(out.dtype)[:, None, None]
         out = out.to(x.dtype)
@@ -105,7 +110,7 @@ def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int
         reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, w.shape[-2:], strict=True)]
         left = (reach[0] // 2, reach[1] // 2)
         return left, (reach[0] - left[0], reach[1] - left[1])
-    both = pair("spectral_conv2d", "padding", padding, 0)
+    both = to_pair("spectral_conv2d", "padding", padding, 0)
     return both, both
 
 
@@ -116,21 +121,23 @@ def _check(x: Any, w: Any, bias: Any, groups: Any) -> None:
         )
     if x.ndim not in (3, 4) or w.ndim != 4:
         name, value, wanted = ("w", w, "4") if x.ndim in (3, 4) else ("x", x, "3 or 4")
-        raise ArgumentError(f"op.spectral_conv2d: {name} is {shape(value)}", fix=f"{name} has {wanted} dimensions")
-    if not whole(groups) or groups < 1 or x.shape[-3] % groups or w.shape[0] % groups:
+        raise ArgumentError(
+            f"op.spectral_conv2d: {name} is {format_shape(value)}", fix=f"{name} has {wanted} dimensions"
+        )
+    if not is_integer(groups) or groups < 1 or x.shape[-3] % groups or w.shape[0] % groups:
         raise ArgumentError(
             f"op.spectral_conv2d: groups={groups!r}, x has {x.shape[-3]} channels, w makes {w.shape[0]}",
             fix="groups divides both",
         )
     if w.shape[1] != x.shape[-3] // groups:
         raise ArgumentError(
-            f"op.spectral_conv2d: w is {shape(w)}, x {shape(x)}, groups={groups}",
+            f"op.spectral_conv2d: w is {format_shape(w)}, x {format_shape(x)}, groups={groups}",
             why=f"each group has {x.shape[-3] // groups} channels of x, w takes {w.shape[1]}",
             fix="w is (out channels, in channels / groups, kh, kw)",
         )
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ArgumentError(
-            f"op.spectral_conv2d: bias is {shape(bias)}", fix=f"one number for each of {w.shape[0]} outputs"
+            f"op.spectral_conv2d: bias is {format_shape(bias)}", fix=f"one number for each of {w.shape[0]} outputs"
         )
 
 
@@ -143,7 +150,7 @@ def _check_reach(x: Any, w: Any, dilation: Any, before: Any, after: Any) -> None
             )
 
 
-def _convolved(x: Any, w: Any, dilation: Any, before: Any, after: Any, groups: int) -> torch.Tensor:
+def _convolve(x: Any, w: Any, dilation: Any, before: Any, after: Any, groups: int) -> torch.Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     padded = [x.shape[2 + i] + before[i] + after[i] for i in (0, 1)]
     # A circle of the padded length is enough: where the kernel would reach round it there is no output.
@@ -169,3 +176,153 @@ def _products(xs: Any, ws: Any, groups: int) -> torch.Tensor:
     if channels == groups:  # depthwise: nothing to sum, and products of matrices of 1 by 1 would be a waste
         return (xs * ws[None, :, :, 0]).reshape(batch, -1, *plane)
     return torch.einsum("bgihw,goihw->bgohw", xs, ws).reshape(batch, -1, *plane)
+
+
+# -- whether it is cheaper ------------------------------------------------------------------------------------------
+
+# Both ways on the kernel models of `predict`. The spectral way is counted kernel by kernel as torch runs it: pad, a
+# pass over each direction for every transform, two changes of layout around the products, the products, cut. Transforms
+# are taken as kernels that move their data twice; that was not fitted on a GPU (`benchmarks/device/ops_streams.py`).
+MARGIN = 0.75
+"""Of the direct way's joules and seconds the spectral one must take less than this: its own model is not fitted."""
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class SpectralVerdict(NamedTuple):
+    """Which way is cheaper, and what each takes; true where the spectral one wins."""
+
+    wins: bool
+    reason: str
+    direct_s: float
+    direct_j: float
+    spectral_s: float
+    spectral_j: float
+
+    def __bool__(self) -> bool:
+        return self.wins
+
+
+def spectral_wins(
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    *,
+    on: str | Device = "h200",
+    dtype: str = "bf16",
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+) -> SpectralVerdict:
+    """Whether `spectral_conv2d` is modelled to take at least a quarter less joules and seconds than conv2d, forward.
+
+    >>> op.spectral_wins((8, 256, 64, 64), (256, 1, 31, 31), padding=15, groups=256)
+    """
+    x, w = tuple(map(int, x_shape)), tuple(map(int, w_shape))
+    if len(x) != 4 or len(w) != 4 or min(*x, *w) < 1:
+        raise ArgumentError(f"op.spectral_wins: x_shape={x}, w_shape={w}", fix="four sizes each: (N, C, H, W)")
+    if dtype not in _BYTES:
+        raise ArgumentError(f"op.spectral_wins: dtype={dtype!r}", fix=f"one of {', '.join(_BYTES)}")
+    from ..hardware import lookup
+
+    device = lookup(on) if isinstance(on, str) else on
+    pads, holes = (v if isinstance(v, tuple) else (v, v) for v in (padding, dilation))
+    direct_s, direct_j = _direct(device, x, w, dtype, pads, holes, groups)
+    spectral_s, spectral_j = _spectral(device, x, w, dtype, pads, groups)
+    wins = spectral_j < MARGIN * direct_j and spectral_s < MARGIN * direct_s
+    reason = (
+        f"modelled on {device.id}: conv2d {direct_j * 1e3:.3g} mJ in {direct_s * 1e6:.3g} us, "
+        f"spectral {spectral_j * 1e3:.3g} mJ in {spectral_s * 1e6:.3g} us"
+        + ("" if wins else f"; a win is less than {MARGIN:.0%} of both")
+    )
+    return SpectralVerdict(wins, reason, direct_s, direct_j, spectral_s, spectral_j)
+
+
+def _direct(
+    device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: Any, holes: Any, groups: int
+) -> tuple[float, float]:
+    from ..estimate.predict import predict
+
+    kind = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    operands = (torch.empty(x, dtype=kind, device="meta"), torch.empty(w, dtype=kind, device="meta"))
+
+    def conv(a: Any, b: Any) -> Any:
+        return torch.nn.functional.conv2d(a, b, padding=pads, dilation=holes, groups=groups)
+
+    total = predict(conv, operands, on=device, launch="graph", check_memory=False).total
+    return total.seconds, total.joules
+
+
+def _spectral(
+    device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
+) -> tuple[float, float]:
+    from ..estimate.kernel_time import chip
+    from ..estimate.power import DeviceWork, PowerModel
+    from ..estimate.predict import GAP_S, replay_s
+
+    kernels = _kernels(device, chip(device), x, w, dtype, pads, groups)
+    gaps_s = len(kernels) * GAP_S["graph"]
+    work = DeviceWork(idle_s=gaps_s + replay_s(gaps_s + sum(kernel.seconds for kernel in kernels)))
+    for kernel in kernels:
+        work = work + DeviceWork.of(kernel)
+    estimate = PowerModel.from_device(device).estimate(work)
+    return estimate.seconds, estimate.energy_j
+
+
+def _kernels(
+    device: Device, of: Chip, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
+) -> list[KernelTime]:
+    from ..estimate.gemm import gemm_time
+
+    batch, channels, *plane = x
+    rows, columns = (fast_size(n + 2 * p) for n, p in zip(plane, pads, strict=True))
+    real, half = rows * columns, rows * (columns // 2 + 1)
+    wide = 8 if dtype == "fp64" else 4
+    each = channels // groups
+    maps = (batch * channels, w[0] * w[1], batch * w[0])  # planes of x, w and the result
+
+    def move(family: str, elements: float, read: float, written: float) -> KernelTime:
+        return _stream_time(of, family, elements, read, written)
+
+    kernels = [  # pads of x and w, from their own dtype
+        move("copy.constant_pad_nd", n * real, n * area * _BYTES[dtype], n * real * wide)
+        for n, area in ((maps[0], math.prod(plane)), (maps[1], w[2] * w[3]))
+    ]
+    for n in maps:  # a pass along the rows (real on one side), one along the columns
+        kernels.append(move("elementwise", n * real, n * real * wide, n * half * 2 * wide))
+        kernels.append(move("elementwise", n * half, n * half * 2 * wide, n * half * 2 * wide))
+    if each == 1:
+        kernels.append(
+            move("elementwise", maps[2] * half, (maps[0] + maps[1]) * half * 2 * wide, maps[2] * half * 2 * wide)
+        )
+    else:
+        for n in maps:  # frequencies outermost for the products, and back
+            kernels.append(move("copy.transpose", n * half, n * half * 2 * wide, n * half * 2 * wide))
+        # A complex product is four real ones of as many bytes: the same m and n, four times the k.
+        precision = "fp64" if dtype == "fp64" else "fp32"
+        kernels.append(gemm_time(device, batch, w[0] // groups, 4 * each, half * groups, precision, layout="nn"))
+    out = maps[2] * math.prod(plane)
+    kernels.append(move("copy", out, out * wide, out * _BYTES[dtype]))
+    return kernels
+
+
+def _stream_time(of: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
+    from ..estimate.cache import CACHE_SHARE
+    from ..estimate.data_movement import DataMovement, movement_time
+
+    total = read + written
+    crossing = total if total > CACHE_SHARE * of.cache_bytes else 0.0
+    # Blocks of 256 threads that take four elements each, as torch's own kernels.
+    return movement_time(of, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
+
+
+def fast_size(n: int) -> int:
+    """The least size of at least n with no prime factors but 2, 3, 5 and 7, for which cuFFT has kernels (its guide)."""
+    while not _smooth(n):  # plain loops, which torch.compile follows; among such sizes the next is never far
+        n += 1
+    return n
+
+
+def _smooth(n: int) -> bool:
+    for prime in (2, 3, 5, 7):
+        while n % prime == 0:
+            n //= prime
+    return n == 1

@@ -1,8 +1,7 @@
 """Tiles: what a kernel computes at a time, whether it fits the chip, and the nearest one that does.
 
-The shared memory a tile needs is not estimated: the kernel is compiled for the target (Triton makes a cubin without a
-GPU) and asked. A closed formula only orders the search for a neighbour, and stands in, with a note, where Triton is not
-installed or runs as an interpreter.
+The shared memory that a tile needs is not estimated: the kernel is compiled for the target (Triton makes a cubin
+without a GPU) and asked. A formula orders the search for a neighbour, and answers where Triton cannot compile.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ STAGES = 3
 """Tiles in flight: one multiplied while two load. `hints.cp_async_depth` overrides it."""
 
 SIDES = (16, 32, 64, 128, 256)
-"""Sides a tile may have: tl.dot needs 16, and above 256 the accumulators do not fit in registers (below)."""
+"""Sides a tile may have: tl.dot needs 16, and above 256 the accumulators do not fit in registers."""
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -40,17 +39,14 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _SM_REGISTERS, _THREAD_REGISTERS, _OTHER_REGISTERS = 65536, 255, 32
 _TENSOR_MEMORY = range(100, 120)  # capabilities whose accumulators lie in tensor memory (PTX ISA, tcgen05)
 
-# Shared memory one block may have, by compute capability: the same table. Used where the catalogue has no figure.
-_BLOCK_BYTES = {
-    70: 98304, 75: 65536, 80: 166912,
-    86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376,
-}  # fmt: skip
-_RESERVED_BYTES = 1024  # of an SM's shared memory the system keeps 1 KiB a block (same guide, 8.0 on)
+# KiB of shared memory that one block may have, by compute capability: the same table. For chips not in the catalogue.
+_BLOCK_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+_RESERVED_BYTES = 1024  # of an SM's shared memory the system keeps 1 KiB per block (same guide, 8.0 on)
 
-# Rows one tensor-core instruction of a warp (group) computes: wgmma m64 on Hopper, mma.sync m16 before it and on
-# consumer Blackwell, tcgen05 m64 on Blackwell (PTX ISA, the chapters on these instructions). Columns come in eights.
-_FRAGMENT_ROWS = {90: (64, "wgmma"), 100: (64, "tcgen05.mma")}
-_FRAGMENT_COLUMNS = 8
+# Rows that one tensor-core instruction computes: wgmma m64 on Hopper, tcgen05 m64 on Blackwell, else mma.sync m16 (PTX
+# ISA, the chapters on these instructions).
+_INSTRUCTION = {90: (64, "wgmma"), 100: (64, "tcgen05.mma")}
+_NEIGHBOURS = 8  # tiles compiled before we give up: each takes about half a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +59,13 @@ class Tile:
 
     @classmethod
     def of(cls, op: str, value: Any) -> Tile:
-        """From `tile_shape=(BM, BN, BK)`; a tile stays what it is."""
+        """From `tile_shape=(BM, BN, BK)`; a tile is returned as it is."""
         if isinstance(value, Tile):
             return value
         sides = tuple(value) if isinstance(value, (tuple, list)) else ()
         if len(sides) != 3 or any(not isinstance(side, int) or isinstance(side, bool) for side in sides):
-            raise ArgumentError(
-                f"op.{op}: tile_shape={value!r}", fix="tile_shape is (BM, BN, BK), such as (128, 128, 64)"
-            )
+            fix = "tile_shape is (BM, BN, BK), such as (128, 128, 64)"
+            raise ArgumentError(f"op.{op}: tile_shape={value!r}", fix=fix)
         return cls(*sides)
 
     @property
@@ -82,33 +77,38 @@ class Tile:
         return f"({self.bm}, {self.bn}, {self.bk})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """That a tile fits, and how: `compiled` is False where only the formula was asked, and `note` says why."""
+@dataclass(frozen=True, slots=True)
+class TileFit:
+    """The shared memory of a tile that fits. `note` says why nothing was compiled, where only the formula was asked."""
 
     shared_bytes: int
-    limit_bytes: int
-    stages: int
-    warps: int
-    arch: int
-    compiled: bool = True
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernel:
-    compiled: Callable[[Tile, str, int, int, Any], Any]
+class _TiledKernel:
+    compile_fn: Callable[[Tile, str, int, int, Any], Any]
     free: tuple[bool, bool, bool]
     formula: Callable[[Tile, str, int], int]
     sides: int
 
 
-_kernels: dict[str, _Kernel] = {}
-_ASKED = 8  # neighbours compiled before we give up: each takes about half a second
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """A kernel and how it would run; asked for one tile after the other."""
+
+    name: str
+    dtype: str
+    stages: int
+    warps: int
+    arch: int
+
+
+_kernels: dict[str, _TiledKernel] = {}
 
 
 def operand_bytes(tile: Tile, dtype: str, stages: int) -> int:
-    """What the operands of a matrix product take with `stages` tiles in flight: an upper bound of what is compiled."""
+    """Shared memory of the operands of a matrix product with `stages` tiles in flight: an upper bound."""
     return max(1, stages) * (tile.bm + tile.bn) * tile.bk * ITEM_BYTES[dtype]
 
 
@@ -120,12 +120,12 @@ def register(
     formula: Callable[[Tile, str, int], int] = operand_bytes,
     sides: int = 3,
 ) -> None:
-    """Tell how the kernel `name` is compiled: (tile, precision, stages, warps, GPUTarget) -> metadata with `.shared`.
+    """Register how a kernel is compiled: (tile, precision, stages, warps, GPUTarget) -> metadata with `.shared`.
 
-    `free` says which sides a nearest tile may change (attention's third is the head's size); `formula` gives bytes for
-    ordering the search, and `sides` is how many of a tile's sides a caller writes.
+    `free` says which sides a nearest tile may change (attention's third is the head's size); `formula` estimates the
+    bytes, and `sides` is how many sides a caller writes.
     """
-    _kernels[name] = _Kernel(compile_fn, free, formula, sides)
+    _kernels[name] = _TiledKernel(compile_fn, free, formula, sides)
     _fit.cache_clear()
 
 
@@ -133,13 +133,11 @@ def pipeline(tile: Tile) -> tuple[int, int]:
     """(stages, warps) of a launch: what a schedule hints, else our own choice."""
     asked = hints.current()
     stages = asked.cp_async_depth or STAGES
-    if asked.warp_mma_concurrency:
-        return stages, 4 * asked.warp_mma_concurrency
-    return stages, default_warps(tile)
+    return stages, 4 * asked.warp_mma_concurrency if asked.warp_mma_concurrency else default_warps(tile)
 
 
 def default_warps(tile: Tile) -> int:
-    """Enough warps that a thread holds at most 128 of its 255 registers' worth of accumulators; a power of two."""
+    """Enough warps that a thread holds at most 128 accumulators; a power of two."""
     wanted = tile.bm * tile.bn / (32 * 128)
     return 16 if wanted > 8 else 8 if wanted > 4 else 4
 
@@ -162,29 +160,26 @@ def limit_bytes(arch: int) -> int:
         shared = device.caches.shared_bytes
         if device.compute_capability == f"sm{arch}" and shared is not None and arch >= 80:
             return int(shared.value) - _RESERVED_BYTES
-    if arch in _BLOCK_BYTES:
-        return _BLOCK_BYTES[arch]
-    return _BLOCK_BYTES[max((known for known in _BLOCK_BYTES if known <= arch), default=70)]
+    return 1024 * _BLOCK_KIB[max((listed for listed in _BLOCK_KIB if listed <= arch), default=70)]
 
 
 def check(
     name: str, tile: Tile, dtype: Any, stages: int, warps: int, arch: int | None = None, *, op: str | None = None
-) -> Fit:
-    """How `tile` fits the kernel `name` on a chip; `TileError` with the bytes it needs and the nearest tile that does.
+) -> TileFit:
+    """How `tile` fits the kernel `name` on a chip; TileError with the bytes it needs and the nearest tile that fits.
 
-    `dtype` is torch's or a name ("bf16"), `op` the operator that was called where it is not `name`. Answers are kept:
-    the first costs a compilation of about 0.3 s.
+    `dtype` is torch's or a name ("bf16"), `op` the operator that was called where it is not `name`. The first answer
+    costs a compilation of about 0.3 s; later ones are remembered.
     """
-    try:
-        return _fit(name, tile, precision_name(dtype), stages, warps, arch or arch_of())
-    except TileError as e:
-        if op is not None and op != name:
-            raise TileError(e.what.replace(f"op.{name}:", f"op.{op}:", 1), why=e.why, fix=e.fix) from e
-        raise
+    fit = _fit(_Query(name, precision_name(dtype), stages, warps, arch or arch_of()), tile)
+    if isinstance(fit, TileFit):
+        return fit
+    why, fix = fit
+    raise TileError(f"op.{op or name}: tile_shape={format_tile(name, tile)} cannot work", why=why, fix=fix)
 
 
 def precision_name(dtype: Any) -> str:
-    """The name of a dtype; a name stays what it is."""
+    """The name of a dtype; a name is returned as it is."""
     if isinstance(dtype, str):
         return dtype
     from .arguments import PRECISION_OF
@@ -195,144 +190,110 @@ def precision_name(dtype: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fit(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: int) -> Fit:
-    kernel, limit = _kernels[name], limit_bytes(arch)
-    wrong = next((side for side, free in zip(tile.sides, kernel.free, strict=True) if free and side not in SIDES), None)
-    if wrong is not None:
-        why = f"{wrong} is no power of two from {SIDES[0]} to {SIDES[-1]}"
-        raise _error(name, tile, why, _nearest(name, tile, dtype, stages, warps, arch))
-    fit = _spilled(tile, warps, arch) or _asked(name, tile, dtype, stages, warps, arch)
-    if isinstance(fit, str):
-        raise _error(name, tile, fit, _nearest(name, tile, dtype, stages, warps, arch))
-    if fit.shared_bytes > limit:
-        why = (
-            f"it needs {fit.shared_bytes:,} bytes of shared memory with {stages} tiles in flight; "
-            f"a block of sm_{arch} has {limit:,}"
-        )
-        raise _error(name, tile, why, _nearest(name, tile, dtype, stages, warps, arch))
-    return fit
+def _fit(query: _Query, tile: Tile) -> TileFit | tuple[str, str]:
+    """The fit, or why there is none and what to do."""
+    free = _kernels[query.name].free
+    wrong = [side for side, may in zip(tile.sides, free, strict=True) if may and side not in SIDES]
+    fit: TileFit | str
+    if wrong:
+        fit = f"{wrong[0]} is not a power of two from {SIDES[0]} to {SIDES[-1]}"
+    else:
+        fit = _explain_spill(query, tile) or _measure(query, tile)
+    if isinstance(fit, TileFit) and fit.shared_bytes > limit_bytes(query.arch):
+        needs = f"it needs {fit.shared_bytes:,} bytes of shared memory with {query.stages} tiles in flight"
+        fit = f"{needs}; a block of sm_{query.arch} has {limit_bytes(query.arch):,}"
+    if isinstance(fit, TileFit):
+        return fit
+    nearest = _nearest(query, tile)
+    if nearest is None:
+        return fit, "no tile near it works either: another precision, or fewer tiles in flight (cp_async_depth)"
+    return fit, f"tile_shape={format_tile(query.name, nearest)} is the nearest that fits"
 
 
-def _error(name: str, tile: Tile, why: str, nearest: Tile | None) -> TileError:
-    other = "no tile near it works either: another precision, or fewer tiles in flight (cp_async_depth)"
-    fix = f"tile_shape={written(name, nearest)} is the nearest that fits" if nearest else other
-    return TileError(f"op.{name}: tile_shape={written(name, tile)} cannot work", why=why, fix=fix)
-
-
-def written(name: str, tile: Tile) -> tuple[int, ...]:
+def format_tile(name: str, tile: Tile) -> tuple[int, ...]:
     """A tile as a caller of the kernel `name` writes it."""
-    return tile.sides[: _kernels[name].sides]
+    return tile.sides[: _kernels[name].sides] if name in _kernels else tile.sides
 
 
-def _spilled(tile: Tile, warps: int, arch: int) -> str:
+def _explain_spill(query: _Query, tile: Tile) -> str:
     """Why the accumulators do not fit in registers; empty where they do."""
-    each, room = tile.bm * tile.bn // (32 * warps), min(_THREAD_REGISTERS, _SM_REGISTERS // (32 * warps))
-    if arch in _TENSOR_MEMORY or each + _OTHER_REGISTERS <= room:
+    threads = 32 * query.warps
+    each, room = tile.bm * tile.bn // threads, min(_THREAD_REGISTERS, _SM_REGISTERS // threads)
+    if query.arch in _TENSOR_MEMORY or each + _OTHER_REGISTERS <= room:
         return ""
-    return f"a thread of its {warps} warps would hold {each} accumulators and has {room} registers for everything"
+    return f"a thread of its {query.warps} warps would hold {each} accumulators and has {room} registers for everything"
 
 
-def _asked(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: int) -> Fit | str:
-    """What the compiler says: the fit, or why it refuses."""
-    kernel = _kernels[name]
-
-    def fit(shared: int, note: str = "") -> Fit:
-        return Fit(
-            shared_bytes=shared, limit_bytes=limit_bytes(arch), stages=stages, warps=warps, arch=arch,
-            compiled=not note, note=note,
-        )  # fmt: skip
-
-    missing = _uncompiled()
+def _measure(query: _Query, tile: Tile) -> TileFit | str:
+    """What the compiler answers: the bytes, or why it refuses."""
+    kernel = _kernels[query.name]
+    missing = _why_not_compiled()
     if missing:
-        return fit(kernel.formula(tile, dtype, stages), f"{missing}: an upper bound, nothing was compiled")
+        bound = kernel.formula(tile, query.dtype, query.stages)
+        return TileFit(bound, f"{missing}: an upper bound, nothing was compiled")
     from triton.backends.compiler import GPUTarget
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import PTXASError
 
+    target = GPUTarget("cuda", query.arch, 32)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # a failing ptxas has Triton print the whole program
-            found = kernel.compiled(tile, dtype, stages, warps, GPUTarget("cuda", arch, 32))
+        with contextlib.redirect_stdout(io.StringIO()):  # when ptxas fails, Triton prints the whole program
+            return TileFit(int(kernel.compile_fn(tile, query.dtype, query.stages, query.warps, target).shared))
     except (CompilationError, PTXASError) as e:
-        said = getattr(e, "error_message", None) or str(e).strip().splitlines()[-1]
-        return f"Triton does not compile it for sm_{arch}: {said}"
-    return fit(int(found.shared))
+        message = getattr(e, "error_message", None) or str(e).strip().splitlines()[-1]
+        return f"Triton does not compile it for sm_{query.arch}: {message}"
 
 
-def _uncompiled() -> str:
+def _why_not_compiled() -> str:
     """Why nothing can be compiled here; empty where it can."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return "TRITON_INTERPRET is set"
     return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
-def _nearest(name: str, tile: Tile, dtype: str, stages: int, warps: int, arch: int) -> Tile | None:
-    """The valid tile the fewest halvings and doublings away that the compiler accepts.
+def _nearest(query: _Query, tile: Tile) -> Tile | None:
+    """The tile the fewest halvings and doublings away that the compiler accepts.
 
-    Of whole fragments where the one asked for is: another would be followed by the warning of `advise`.
+    It has whole fragments where the one asked for has: another would be followed by the warning of `advise`.
     """
-    kernel, limit = _kernels[name], limit_bytes(arch)
-    # Small differences of the formula to what is compiled go both ways: half as much again is surely too much.
+    kernel, limit = _kernels[query.name], limit_bytes(query.arch)
+    rows, _ = _INSTRUCTION.get(query.arch, (16, ""))
+
+    def order(near: Tile) -> tuple[Any, ...]:
+        steps = sum(abs(math.log2(max(1, x)) - math.log2(y)) for x, y in zip(tile.sides, near.sides, strict=True))
+        # Among equally near ones, those that surely fit come first: each question is a compilation.
+        too_large = kernel.formula(near, query.dtype, query.stages) > limit
+        return tile.bm % rows == 0 and near.bm % rows != 0, steps, too_large, -near.bm * near.bn * near.bk
+
+    sides = [SIDES if may else (side,) for side, may in zip(tile.sides, kernel.free, strict=True)]
+    # The formula differs from what is compiled a little, both ways: half as much again is surely too much.
     candidates = [
         near
-        for near in _neighbours(tile, kernel.free)
-        if kernel.formula(near, dtype, stages) <= 1.5 * limit and not _spilled(near, warps, arch)
+        for near in itertools.starmap(Tile, itertools.product(*sides))
+        if kernel.formula(near, query.dtype, query.stages) <= 1.5 * limit and not _explain_spill(query, near)
     ]
-    # Among equally near ones, those that surely fit come first: each question is a compilation.
-    candidates.sort(
-        key=lambda near: (
-            _whole_fragments(tile, arch) and not _whole_fragments(near, arch),
-            _distance(tile, near),
-            kernel.formula(near, dtype, stages) > limit,
-            -near.bm * near.bn * near.bk,
-        )
-    )
-    for near in candidates[:_ASKED]:
-        fit = _asked(name, near, dtype, stages, warps, arch)
-        if isinstance(fit, Fit) and fit.shared_bytes <= limit:
+    for near in sorted(candidates, key=order)[:_NEIGHBOURS]:
+        fit = _measure(query, near)
+        if isinstance(fit, TileFit) and fit.shared_bytes <= limit:
             return near
     return None
 
 
-def _whole_fragments(tile: Tile, arch: int) -> bool:
-    rows, _ = _fragment(arch)
-    return tile.bm % rows == 0
-
-
-def _fragment(arch: int) -> tuple[int, str]:
-    """Rows of a fragment, and the instruction that computes it."""
-    return _FRAGMENT_ROWS.get(arch, (16, "mma.sync"))
-
-
-def _neighbours(tile: Tile, free: Sequence[bool]) -> Iterator[Tile]:
-    ways = [SIDES if may else (side,) for side, may in zip(tile.sides, free, strict=True)]
-    yield from itertools.starmap(Tile, itertools.product(*ways))
-
-
-def _distance(a: Tile, b: Tile) -> float:
-    return sum(abs(math.log2(max(1, x)) - math.log2(y)) for x, y in zip(a.sides, b.sides, strict=True))
+_warned: set[tuple[str, int, str]] = set()
 
 
 def advise(op: str, tile: Tile, dtype: Any, arch: int | None = None) -> None:
-    """Warn, once per line that calls, where a tile works but is no multiple of the tensor core's fragment."""
+    """Warn, once per calling line, where a tile works but is not a multiple of the tensor core's fragment."""
     arch = arch or arch_of()
-    rows, instruction = _fragment(arch)
-    text = ""
-    if not _whole_fragments(tile, arch):
-        text = (
-            f"BM={tile.bm} is no multiple of {rows}, the rows of one {instruction} fragment of {precision_name(dtype)} "
-            f"on sm_{arch}: slower instructions are used"
-        )
-    elif tile.bn % _FRAGMENT_COLUMNS:
-        text = f"BN={tile.bn} is no multiple of {_FRAGMENT_COLUMNS}, the columns of one {instruction} fragment"
-    if text:
-        _warn_once(f"op.{op}: tile_shape={written(op, tile) if op in _kernels else tile}: {text}")
-
-
-def _warn_once(text: str) -> None:
-    """Warn at the first frame outside tessera.op, once for each line there.
-
-    Python's own memory of what it warned of is emptied whenever a module changes the filters, as torch's do.
-    """
+    rows, instruction = _INSTRUCTION.get(arch, (16, "mma.sync"))
+    if tile.bm % rows == 0:
+        return
+    text = (
+        f"op.{op}: tile_shape={format_tile(op, tile)}: BM={tile.bm} is not a multiple of {rows}, the rows of one "
+        f"{instruction} fragment of {precision_name(dtype)} on sm_{arch}: slower instructions are used"
+    )
+    # At the first frame outside this package. Python's own record of warnings is emptied whenever a module changes the
+    # filters, as torch's do.
     here, level, frame = str(Path(__file__).parent), 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame, level = frame.f_back, level + 1
@@ -340,6 +301,3 @@ def _warn_once(text: str) -> None:
     if place not in _warned:
         _warned.add(place)
         warnings.warn(text, UserWarning, stacklevel=level)
-
-
-_warned: set[tuple[str, int, str]] = set()

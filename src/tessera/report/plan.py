@@ -44,9 +44,7 @@ def _trial(trial: TuningTrial) -> str:
     if trial.time_s is None:
         return f"{what}: {trial.refused}"
     joules = (
-        ""
-        if trial.energy_j is None
-        else f"   {format_energy(trial.energy_j)} ± {format_energy(trial.error_j or 0.0)}"
+        "" if trial.energy_j is None else f"   {format_energy(trial.energy_j)} ± {format_energy(trial.error_j or 0.0)}"
     )
     return f"{what}: {format_duration(trial.time_s)}{joules}{f'   not used: {trial.refused}' if trial.refused else ''}"
 

@@ -1,8 +1,7 @@
-"""Triton kernels and the functions that launch them, nothing else; importing one needs Triton."""
+"""Triton kernels and the functions that launch them; importing one needs Triton."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,19 +11,19 @@ TRITON_TYPE = {"fp64": "fp64", "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "
 """What Triton calls our number formats."""
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+def pad_head(dims: int) -> int:
+    """The width the attention kernel works with: a power of two that holds the head."""
+    return max(16, 1 << (dims - 1).bit_length())
 
 
-def compiled(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], plain: Collection[str], *,
+def compile_for(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], unaligned: Collection[str] = (), *,
     stages: int, warps: int, target: Any,
-) -> Any:  # fmt: skip
-    """Compile a kernel for a target without a GPU; what the compiler knows of it (`.metadata.shared`, `.asm`).
+) -> Any:
+    """Compile a kernel for a target without a GPU; the result has `.metadata.shared` and `.asm`.
 
-    `types` are the runtime arguments' ("*bf16", "i32"), `constants` the constexpr ones. Pointers and integers count as
-    divisible by 16, as they are for aligned tensors, but for those in `plain`.
+    `types` are those of the runtime arguments ("*bf16", "i32"), `constants` are the constexpr ones. Pointers and
+    integers count as divisible by 16, as they are for aligned tensors, except those in `unaligned`.
     """
     try:
         import triton
@@ -33,6 +32,6 @@ def compiled(
         raise MissingExtra("triton", "triton", "compiling a kernel") from e
     names = list(kernel.arg_names)
     signature = {name: types.get(name, "constexpr") for name in names}
-    even = [i for i, name in enumerate(names) if name in types and types[name] != "fp32" and name not in plain]
+    even = [i for i, name in enumerate(names) if name in types and types[name] != "fp32" and name not in unaligned]
     source = ASTSource(kernel, signature, dict(constants), {(i,): [["tt.divisibility", 16]] for i in even})
     return triton.compile(source, target=target, options={"num_stages": stages, "num_warps": warps})

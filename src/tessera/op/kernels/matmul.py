@@ -1,8 +1,11 @@
-"""The matrix product of a tile: C = act(alpha (A B) scale_a scale_b + beta R + bias), accumulated in fp32.
+"""The kernels of a given tile: a matrix product, and a 2-d convolution as an implicit matrix product. Sums are fp32.
 
-A block computes BM x BN of C. Tiles of A and B arrive in shared memory while earlier ones are multiplied (num_stages
-in flight). Blocks are numbered in groups of GROUP rows, so that those at work at one time share columns of B in the L2.
-Any strides; what lies outside is loaded as zero and not stored.
+A block computes BM x BN of the result. Tiles of the operands arrive in shared memory while earlier ones are multiplied
+(num_stages in flight). Blocks are numbered in groups of GROUP rows, so that those at work at one time share columns of
+the right operand in the L2. What lies outside is loaded as zero and not stored.
+
+The convolution's rows are output pixels, its columns output channels; the depth runs over taps of the filter and input
+channels. The image has its channels innermost (NHWC), the filter is (out, height, width, in): no patch is written out.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 from ...errors import MissingExtra, TileError
 from .. import hints
 from ..tile import Tile
-from . import TRITON_TYPE, compiled
+from . import TRITON_TYPE, compile_for
 
 try:
     import triton
@@ -53,7 +56,7 @@ def matmul_kernel(
     scale_a_batch, scale_b_batch, alpha, beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of the product; EVEN says that BK divides the depth, DOT how fp32 is multiplied (tf32 or ieee)."""
     # Batches are numbered along the first axis of the grid too: the others end at 65535.
     tiles = tl.cdiv(rows, BM) * tl.cdiv(cols, BN)
@@ -94,11 +97,52 @@ def matmul_kernel(
     tl.store(at_c, acc.to(c.dtype.element_ty), mask=inside)
 
 
-def launch(
+@triton.jit
+def conv_kernel(
+    x, w, out, bias, pixels, filters, depth, height, width, out_height, out_width,
+    x_image, x_row, x_col, x_channel, w_filter, out_pixel, out_filter,
+    stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
+    CHANNELS: tl.constexpr, TAPS_W: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, DOT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):
+    """One tile of one group, whose `filters` and CHANNELS are meant. WHOLE: BK divides CHANNELS, a step is one tap."""
+    down, across = _place(tl.program_id(0), pixels, filters, BM, BN, GROUP)
+    group = tl.program_id(1).to(tl.int64)
+    pixel, column, k = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN), tl.arange(0, BK)
+    pixel_in, column_in = (pixel < pixels)[:, None], (column < filters)[None, :]
+    image, place = pixel // (out_height * out_width), pixel % (out_height * out_width)
+    top = place // out_width * stride_h - pad_h
+    left = place % out_width * stride_w - pad_w
+    at_image = x + (group * CHANNELS * x_channel + image.to(tl.int64) * x_image)[:, None]
+    at_filter = w + ((group * filters + column.to(tl.int64)) * w_filter)[None, :]
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(tl.cdiv(depth, BK)):
+        at = step * BK + k
+        if WHOLE:  # one tap for the whole step: scalars
+            tap = step * BK // CHANNELS
+            channel = (at - tap * CHANNELS)[None, :]
+            row = (top + tap // TAPS_W * dilation_h)[:, None]
+            col = (left + tap % TAPS_W * dilation_w)[:, None]
+        else:
+            tap = at // CHANNELS
+            channel = (at - tap * CHANNELS)[None, :]
+            row = top[:, None] + (tap // TAPS_W * dilation_h)[None, :]
+            col = left[:, None] + (tap % TAPS_W * dilation_w)[None, :]
+        seen = pixel_in & (row >= 0) & (row < height) & (col >= 0) & (col < width) & (at < depth)[None, :]
+        patch = tl.load(at_image + row * x_row + col * x_col + channel * x_channel, mask=seen, other=0.0)
+        taps = tl.load(at_filter + at[:, None], mask=(at < depth)[:, None] & column_in, other=0.0)
+        acc = tl.dot(patch, taps, acc, input_precision=DOT)
+    if BIAS:
+        acc += tl.load(bias + group * filters + column, mask=column < filters, other=0.0).to(tl.float32)[None, :]
+    at_out = out + pixel.to(tl.int64)[:, None] * out_pixel + (group * filters + column)[None, :] * out_filter
+    tl.store(at_out, acc.to(out.dtype.element_ty), mask=pixel_in & column_in)
+
+
+def launch_matmul(
     a: Any, b: Any, out: Any, *, tile: Tile, stages: int, warps: int, bias: Any = None, residual: Any = None,
     scales: tuple[Any, Any] | None = None, alpha: float = 1.0, beta: float = 0.0, activation: str = "none",
     dot: str = "tf32",
-) -> None:  # fmt: skip
+) -> None:
     """Fill `out` (batch, rows, cols) from `a` (batch or 1, rows, depth) and `b` (batch or 1, depth, cols).
 
     `residual` has the shape of `out` (strides of 0 broadcast), `bias` one value a column, `scales` one for each
@@ -120,16 +164,44 @@ def launch(
             *steps, float(alpha), float(beta), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP,
             EVEN=depth % tile.bk == 0, BIAS=bias is not None, RESIDUAL=residual is not None, SCALED=scales is not None,
             ACTIVATION=activation, DOT=dot, num_stages=stages, num_warps=warps,
-        )  # fmt: skip
+        )
     except triton.runtime.errors.OutOfResources as e:
-        raise too_large("matmul", tile, e) from e
+        raise _too_large("matmul", tile, e) from e
     if hints.listener is not None:
         step = tile.bk * (tile.bm * a.element_size() + tile.bn * b.element_size())
-        hints.launched(grid[0], warps, stages=stages, tile_bytes=step)
+        hints.announce_launch(grid[0], warps, stages=stages, tile_bytes=step)
 
 
-def too_large(op: str, tile: Tile, refused: Any) -> TileError:
-    """What the driver refused at the launch: operands whose layout needs more than the aligned ones checked before."""
+def launch_conv(
+    x: Any, w: Any, bias: Any, out: Any, *, stride: tuple[int, int], padding: tuple[int, int],
+    dilation: tuple[int, int], groups: int, tile: Tile, stages: int, warps: int, dot: str = "tf32",
+) -> None:
+    """Fill `out` (n, out_height, out_width, filters, contiguous) from `x` (n, height, width, channels, any strides).
+
+    `w` is (filters, taps_h, taps_w, channels of a group), contiguous.
+    """
+    if out.numel() == 0:
+        return
+    pixels, filters = out.shape[0] * out.shape[1] * out.shape[2], out.shape[3] // groups
+    channels = w.shape[3]
+    grid = (triton.cdiv(pixels, tile.bm) * triton.cdiv(filters, tile.bn), groups)
+    try:
+        conv_kernel[grid](
+            x, w, out, bias if bias is not None else out, pixels, filters, w.shape[1] * w.shape[2] * channels,
+            x.shape[1], x.shape[2], out.shape[1], out.shape[2], *x.stride(), w.stride(0), out.shape[3], 1,
+            *stride, *padding, *dilation, CHANNELS=channels, TAPS_W=w.shape[2], WHOLE=channels % tile.bk == 0,
+            BIAS=bias is not None, DOT=dot, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP,
+            num_stages=stages, num_warps=warps,
+        )
+    except triton.runtime.errors.OutOfResources as e:
+        raise _too_large("conv2d", tile, e) from e
+    if hints.listener is not None:
+        step = tile.bk * (tile.bm + tile.bn) * x.element_size()
+        hints.announce_launch(grid[0] * groups, warps, stages=stages, tile_bytes=step)
+
+
+def _too_large(op: str, tile: Tile, refused: Any) -> TileError:
+    """The error for a launch that the driver refused: these strides need more than the aligned ones checked before."""
     return TileError(
         f"op.{op}: tile_shape={tile} does not fit this call",
         why=f"these strides need {refused.required:,} of {refused.name}; the chip has {refused.limit:,}",
@@ -137,7 +209,7 @@ def too_large(op: str, tile: Tile, refused: Any) -> TileError:
     )
 
 
-def compile_product(tile: Tile, dtype: str, stages: int, warps: int, target: Any, activation: str = "none") -> Any:
+def compile_matmul(tile: Tile, dtype: str, stages: int, warps: int, target: Any, activation: str = "none") -> Any:
     """The kernel of a tile for a target, for aligned operands as they come: row by row, fp8's right one by columns."""
     kind, inner, outer = TRITON_TYPE[dtype], *(("b_row", "b_col") if dtype == "fp8" else ("b_col", "b_row"))
     result = "bf16" if dtype == "fp8" else kind
@@ -148,6 +220,22 @@ def compile_product(tile: Tile, dtype: str, stages: int, warps: int, target: Any
         "a_col": 1, inner: 1, "c_col": 1, "r_col": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP,
         "scale_a_batch": 0, "scale_b_batch": 0, "EVEN": False, "BIAS": True, "RESIDUAL": False,
         "SCALED": dtype == "fp8", "ACTIVATION": activation, "DOT": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
+    }
     types = pointers | dict.fromkeys(numbers, "i32")
-    return compiled(matmul_kernel, types, constants, (), stages=stages, warps=warps, target=target)
+    return compile_for(matmul_kernel, types, constants, stages=stages, warps=warps, target=target)
+
+
+def compile_conv(tile: Tile, dtype: str, stages: int, warps: int, target: Any) -> Any:
+    """The kernel of a tile for a target, for a 3x3 filter over aligned channels: its compiled form."""
+    kind = f"*{TRITON_TYPE[dtype]}"
+    numbers = (
+        "pixels", "filters", "depth", "height", "width", "out_height", "out_width", "x_image", "x_row", "x_col",
+        "w_filter", "out_pixel", "stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w",
+    )
+    types = dict.fromkeys(("x", "w", "out", "bias"), kind) | dict.fromkeys(numbers, "i32")
+    constants = {
+        "x_channel": 1, "out_filter": 1, "CHANNELS": max(64, tile.bk), "TAPS_W": 3, "WHOLE": True, "BIAS": True,
+        "DOT": "ieee" if dtype == "fp32" else "tf32", "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP,
+    }
+    small = ("height", "width", "out_height", "out_width", *numbers[-6:])
+    return compile_for(conv_kernel, types, constants, small, stages=stages, warps=warps, target=target)

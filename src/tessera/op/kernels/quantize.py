@@ -1,13 +1,13 @@
 """Kernels that cast a matrix to a narrow format with power-of-two scales: the largest finite value, then the cast.
 
-A power of two changes no mantissa, so the scale itself adds no error, and a floating format loses nothing by it but at
-most one step of range. Values that are not finite do not count for the scale and become NaN: never a finite number.
+A power of two changes no mantissa, so the scale adds no error. Values that are not finite do not count for the scale
+and become NaN, never a finite number.
 
 Bytes of an n x n bf16 matrix cast to fp8, and launches (n = 4096: 33.6 MB read, 16.8 MB written):
 
-    one scale, either layout           2n^2 read for the largest value, 2n^2 read again, n^2 written   2 launches
-    a scale a row, rows along memory   2n^2 read once (a row waits in registers), n^2 written          1 launch
-    a scale a row, columns along it    as one scale, and 4 bytes a strip and row between the two       2 launches
+    one scale, either layout             2n^2 read for the largest value, 2n^2 read again, n^2 written   2 launches
+    a scale per row, rows along memory   2n^2 read once (a row waits in registers), n^2 written          1 launch
+    a scale per row, columns along it    as one scale, and 4 bytes per strip and row between the two     2 launches
 
 The second read comes from the L2 as far as the matrix fits there. Largest values go from the first launch to the second
 as partial ones, one for each program or strip: nothing has to be zeroed before, and no two programs write one address.
@@ -15,31 +15,120 @@ as partial ones, one for each program or strip: nothing has to be zeroed before,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import MissingExtra
-from .narrow import (
-    FORMATS,
-    WARPS,
-    bits_of,
-    constants,
-    exponent_of,
-    load_tile,
-    magnitude,
-    narrowed,
-    power_of_two,
-    spot,
-    store_tile,
-    told,
-)
+from .. import hints
 
 try:
     import triton
     import triton.language as tl
 except ImportError as e:
     raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
+
+
+class NarrowFormat(NamedTuple):
+    """A target: values are scaled under (1 + threshold / 2^23) x 2^top, the largest that stays finite in it."""
+
+    dtype: Any
+    top: int
+    threshold: int
+
+
+FORMATS = {
+    "fp8": NarrowFormat(torch.float8_e4m3fn, 8, 0x600000),  # 448 = 1.75 x 2^8, e4m3's largest (OCP 8-bit formats, 2023)
+    "fp16": NarrowFormat(torch.float16, 14, 0x7FFFFF),  # under 2^15: a step below 65504, so that no rounding overflows
+}
+WARPS = 8
+
+
+@triton.jit
+def is_finite(x):
+    """Whether values are numbers."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def magnitude(x):
+    """Magnitudes, 0 for what is not finite."""
+    return tl.where(is_finite(x), tl.abs(x), 0.0)
+
+
+@triton.jit
+def exponent_of(amax, TOP: tl.constexpr, THRESHOLD: tl.constexpr):
+    """The power of two that brings `amax` just under the format's largest; 0 for nothing but zeros."""
+    bits = amax.to(tl.int32, bitcast=True)
+    power = TOP - ((bits >> 23) - 127)
+    power -= ((bits & 0x7FFFFF) > THRESHOLD).to(tl.int32)
+    power = tl.minimum(tl.maximum(power, -126), 126)  # both 2^power and 2^-power are normal numbers
+    return tl.where(amax > 0, power, 0)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2 to the exponent, from -126 to 127, in fp32."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def locate_tile(at, y_rows, y_cols, ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The rows and columns of a tile: neighbours in number are neighbours along the memory that is read."""
+    down, across = tl.cdiv(y_rows, ROWS), tl.cdiv(y_cols, COLS)
+    if ACROSS:
+        at_row, at_col = at % down, at // down
+    else:
+        at_row, at_col = at // across, at % across
+    return at_row * ROWS + tl.arange(0, ROWS), at_col * COLS + tl.arange(0, COLS)
+
+
+@triton.jit
+def load_tile(x, row, col, rows, cols, stride_row, stride_col):
+    """Values of some rows and columns in fp32, 0 outside the matrix."""
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    at = row.to(tl.int64)[:, None] * stride_row + col.to(tl.int64)[None, :] * stride_col
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def to_bits(scaled, EIGHT: tl.constexpr):
+    """The bits of values that fit the format, rounded; NaN stays NaN."""
+    if EIGHT:
+        bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = scaled.to(tl.float16).to(tl.int16, bitcast=True)
+    return bits
+
+
+@triton.jit
+def round_to_format(value, scale, LARGEST: tl.constexpr, EIGHT: tl.constexpr):
+    """The bits of the scaled, clamped and rounded values; NaN where a value was not finite.
+
+    Bits, because not every way to run a kernel (Triton's interpreter) casts NaN to e4m3's NaN.
+    """
+    bits = to_bits(tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST), EIGHT)
+    return tl.where(is_finite(value), bits, 0x7F if EIGHT else 0x7E00).to(bits.dtype)
+
+
+@triton.jit
+def store_tile(y, bits, row, col, y_rows, y_cols):
+    """Into a contiguous matrix, its padding included."""
+    inside = (row < y_rows)[:, None] & (col < y_cols)[None, :]
+    tl.store(y + row.to(tl.int64)[:, None] * y_cols + col[None, :], bits.to(y.dtype.element_ty), mask=inside)
+
+
+def format_constants(name: str) -> dict[str, Any]:
+    """The compile-time values of a format's kernels."""
+    form = FORMATS[name]
+    largest = (1.0 + form.threshold / 2**23) * 2.0**form.top
+    return {"TOP": form.top, "THRESHOLD": form.threshold, "LARGEST": largest, "EIGHT": name == "fp8"}
+
+
+def announce(programs: int) -> None:
+    """Tell whoever counts launches."""
+    if hints.listener is not None:
+        hints.announce_launch(programs, WARPS)
 
 
 # Elements of a program's tile: 64 a thread are eight loads of 16 bytes in bf16, and leave registers for two programs on
@@ -75,7 +164,7 @@ def tensor_amax(x, parts, rows, cols, stride_row, stride_col, tiles, ROWS: tl.co
 @triton.jit
 def row_amax(
     x, parts, rows, cols, stride_row, stride_col, STRIPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
+):
     """The largest finite magnitude of each row in every `STRIPS`-th tile of it: (strips, rows) of them."""
     down = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % down) * ROWS + tl.arange(0, ROWS)
@@ -92,13 +181,13 @@ def tensor_cast(
     x, parts, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols, count,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     PARTS: tl.constexpr, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Cast by one scale, into a contiguous matrix that may be padded: the padding is zero."""
     row, col, first = _place(y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     part = tl.arange(0, PARTS)
     exponent = exponent_of(tl.max(tl.load(parts + part, mask=part < count, other=0.0), 0), TOP, THRESHOLD)
-    store_tile(y, narrowed(value, power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
+    store_tile(y, round_to_format(value, power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
     if first:
         tl.store(descale, power_of_two(-exponent))
 
@@ -108,13 +197,13 @@ def strip_cast(
     x, parts, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     STRIPS: tl.constexpr, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Cast by a scale for each row, whose strips' largest values are known."""
     row, col, _ = _place(y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     at = tl.arange(0, STRIPS).to(tl.int64)[:, None] * rows + row[None, :]
     exponent = exponent_of(tl.max(tl.load(parts + at, mask=(row < rows)[None, :], other=0.0), 0), TOP, THRESHOLD)
-    store_tile(y, narrowed(value, power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
+    store_tile(y, round_to_format(value, power_of_two(exponent)[:, None], LARGEST, EIGHT), row, col, y_rows, y_cols)
     tl.store(descale + row, power_of_two(-exponent), mask=(row < y_rows) & (tl.min(col, 0) == 0))
 
 
@@ -125,7 +214,7 @@ def _place(y_rows, y_cols, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: t
     From the end to the beginning: what the launch before touched last is in the cache yet, however large the matrix.
     """
     at = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, col = spot(at, y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
+    row, col = locate_tile(at, y_rows, y_cols, DOWN_FIRST, ROWS, COLS)
     return row, col, at == 0
 
 
@@ -134,17 +223,17 @@ def row_cast(
     x, y, descale, rows, cols, stride_row, stride_col, y_rows, y_cols,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Whole rows at once, a scale for each: they are read a single time."""
     row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     largest = tl.max(tl.abs(value), 1)
     exponent = exponent_of(largest, TOP, THRESHOLD)
     if tl.max(largest, 0) < float("inf"):  # nearly always, and then no value is asked whether it is finite
-        bits = bits_of(value * power_of_two(exponent)[:, None], EIGHT)
+        bits = to_bits(value * power_of_two(exponent)[:, None], EIGHT)
     else:
         exponent = exponent_of(tl.max(magnitude(value), 1), TOP, THRESHOLD)
-        bits = narrowed(value, power_of_two(exponent)[:, None], LARGEST, EIGHT)
+        bits = round_to_format(value, power_of_two(exponent)[:, None], LARGEST, EIGHT)
     store_tile(y, bits, row, col, y_rows, y_cols)
     tl.store(descale + row, power_of_two(-exponent), mask=row < y_rows)
 
@@ -152,7 +241,7 @@ def row_cast(
 @triton.jit
 def row_unscale(
     c, row_scale, col_scale, y, rows, cols, stride_row, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
+):
     """A product brought back by the scales of its rows and columns, in one pass, without its padding."""
     row, col, _ = _place(rows, cols, False, ROWS, COLS)
     value = load_tile(c, row, col, rows, cols, stride_row, 1)
@@ -174,11 +263,11 @@ def quantize(x: torch.Tensor, name: str, *, by_row: bool, pad: tuple[int, int] =
     bits = y.view(torch.uint8 if name == "fp8" else torch.int16)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         if not by_row:
-            _by_tensor(x, bits, descale, constants(name))
+            _by_tensor(x, bits, descale, format_constants(name))
         elif x.stride(1) <= x.stride(0) and triton.next_power_of_2(y_cols) <= HELD:
-            _by_whole_rows(x, bits, descale, constants(name))
+            _by_whole_rows(x, bits, descale, format_constants(name))
         else:
-            _by_strips(x, bits, descale, constants(name))
+            _by_strips(x, bits, descale, format_constants(name))
     return y, descale
 
 
@@ -190,12 +279,12 @@ def _by_tensor(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: d
     parts = torch.empty((count,), device=x.device, dtype=torch.float32)
     sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
     tensor_amax[(count,)](along, parts, *along.shape, *along.stride(), tiles, **sizes)
-    told(count)
-    programs, sizes = _cut(x, y)
+    announce(count)
+    programs, sizes = _grid_of_cast(x, y)
     tensor_cast[(programs,)](
         x, parts, y, descale, *x.shape, *x.stride(), *y.shape, count, **known, PARTS=PARTS, **sizes
-    )  # fmt: skip
-    told(programs)
+    )
+    announce(programs)
 
 
 def _by_whole_rows(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
@@ -206,8 +295,8 @@ def _by_whole_rows(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, know
     programs = triton.cdiv(rows, held)
     row_cast[(programs,)](
         x, y, descale, *x.shape, *x.stride(), rows, cols, **known, ROWS=held, COLS=wide, num_warps=WARPS
-    )  # fmt: skip
-    told(programs)
+    )
+    announce(programs)
 
 
 def _by_strips(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: dict[str, Any]) -> None:
@@ -219,13 +308,13 @@ def _by_strips(x: torch.Tensor, y: torch.Tensor, descale: torch.Tensor, known: d
     parts = torch.empty((strips, rows), device=x.device, dtype=torch.float32)
     sizes = {"ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
     row_amax[(down * strips,)](x, parts, rows, cols, *x.stride(), STRIPS=strips, **sizes)
-    told(down * strips)
-    programs, sizes = _cut(x, y)
+    announce(down * strips)
+    programs, sizes = _grid_of_cast(x, y)
     strip_cast[(programs,)](x, parts, y, descale, rows, cols, *x.stride(), *y.shape, **known, STRIPS=strips, **sizes)
-    told(programs)
+    announce(programs)
 
 
-def _cut(x: torch.Tensor, y: torch.Tensor) -> tuple[int, dict[str, Any]]:
+def _grid_of_cast(x: torch.Tensor, y: torch.Tensor) -> tuple[int, dict[str, Any]]:
     """The programs of a cast and their tile."""
     transposing = x.stride(1) > x.stride(0)
     tile = TILES["columns" if transposing else "rows"]
@@ -241,6 +330,6 @@ def unscale(c: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, rows: i
     with torch.cuda.device_of(c):
         row_unscale[(programs,)](
             c, by_row, by_col, y, rows, cols, c.stride(0), ROWS=tile[0], COLS=tile[1], num_warps=WARPS
-        )  # fmt: skip
-        told(programs)
+        )
+        announce(programs)
     return y

@@ -14,7 +14,6 @@ import torch
 
 from ...errors import MissingExtra
 from .. import hints
-from .direct import Kernel
 
 try:
     import triton
@@ -22,13 +21,10 @@ try:
 except ImportError as e:
     raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
 
-# A row lives in the registers of one block: 32768 fp32 values over 1024 threads are 32 of the 64 registers a thread has
-# at that size. The backward pass holds more rows than one and spills above 8192.
-MAX_COLS = 32768
 TILE = 2048  # elements a program of four warps takes; short rows are taken several at a time
 
 
-class Shape(NamedTuple):
+class RowBlock(NamedTuple):
     """How a program is cut: rows it takes at a time, columns (a power of two), warps."""
 
     rows: int
@@ -37,10 +33,10 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def shape_of(cols: int) -> Shape:
+def row_block(cols: int) -> RowBlock:
     """The program for rows of `cols` elements: 16 elements a thread or more, and never more than 32 warps."""
     block = max(triton.next_power_of_2(cols), 16)
-    return Shape(max(TILE // block, 1), block, min(max(block // 512, 4), 32))
+    return RowBlock(max(TILE // block, 1), block, min(max(block // 512, 4), 32))
 
 
 @triton.jit
@@ -71,7 +67,7 @@ def _norm_forward(
     x, residual, weight, bias, y, summed, mean, rstd, rows, cols, eps,
     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     in_row = col < cols
@@ -103,7 +99,7 @@ def _norm_backward(
     dy, dsummed, x, weight, mean, rstd, dx, dweight, dbias, rows, cols, blocks,
     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     col = tl.arange(0, COLS)
     in_row = col < cols
     if WEIGHT:
@@ -141,34 +137,30 @@ def _norm_backward(
         tl.store(dbias + part, tl.sum(bias_sum, 0), mask=in_row)
 
 
-_SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = Kernel(_softmax_forward), Kernel(_softmax_backward)
-_NORM_FORWARD, _NORM_BACKWARD = Kernel(_norm_forward), Kernel(_norm_backward)
-
-
 def softmax_forward(x: Any, dtype: Any) -> Any:
     """Softmax of the rows (the last dimension) of a contiguous tensor, written as `dtype`."""
     cols = x.shape[-1]
-    y, cut = torch.empty_like(x, dtype=dtype), shape_of(cols)
-    _softmax(_SOFTMAX_FORWARD, (x, y), x.numel(), cols, cut)
+    y, block = torch.empty_like(x, dtype=dtype), row_block(cols)
+    _softmax(_softmax_forward, (x, y), x.numel(), cols, block)
     return y
 
 
 def softmax_backward(dy: Any, y: Any, dtype: Any) -> Any:
     """Gradient by the input of softmax, from its output; both contiguous matrices."""
     cols = y.shape[-1]
-    dx, cut = torch.empty_like(y, dtype=dtype), shape_of(cols)
-    _softmax(_SOFTMAX_BACKWARD, (dy, y, dx), y.numel(), cols, cut)
+    dx, block = torch.empty_like(y, dtype=dtype), row_block(cols)
+    _softmax(_softmax_backward, (dy, y, dx), y.numel(), cols, block)
     return dx
 
 
-def _softmax(kernel: Kernel, tensors: tuple[Any, ...], elements: int, cols: int, cut: Shape) -> None:
+def _softmax(kernel: Any, tensors: tuple[Any, ...], elements: int, cols: int, block: RowBlock) -> None:
     if not elements:
         return
     rows = elements // cols
-    blocks = -(-rows // cut.rows)
-    kernel.launch(blocks, tensors, (rows, cols), (), (cut.rows, cut.cols), warps=cut.warps)
+    blocks = -(-rows // block.rows)
+    kernel[(blocks,)](*tensors, rows, cols, block.rows, block.cols, num_warps=block.warps)
     if hints.listener is not None:
-        hints.launched(blocks, cut.warps)
+        hints.announce_launch(blocks, block.warps)
 
 
 def norm_forward(
@@ -177,17 +169,17 @@ def norm_forward(
     """(y, x + residual or None, mean or None, 1/deviation) of the rows (the last dimension) of a contiguous tensor."""
     cols, elements = x.shape[-1], x.numel()
     rows = elements // cols if cols else x.shape[:-1].numel()
-    y, cut = torch.empty_like(x), shape_of(cols)
+    y, block = torch.empty_like(x), row_block(cols)
     summed = torch.empty_like(x) if residual is not None else None
     mean = torch.empty(rows, device=x.device, dtype=torch.float32) if centered else None
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if elements:
-        blocks = -(-rows // cut.rows)
-        flags = centered, residual is not None, weight is not None, bias is not None, cut.rows, cut.cols
+        blocks = -(-rows // block.rows)
+        flags = centered, residual is not None, weight is not None, bias is not None, block.rows, block.cols
         tensors = x, residual, weight, bias, y, summed, mean, rstd
-        _NORM_FORWARD.launch(blocks, tensors, (rows, cols), (eps,), flags, warps=cut.warps)
+        _norm_forward[(blocks,)](*tensors, rows, cols, eps, *flags, num_warps=block.warps)
         if hints.listener is not None:
-            hints.launched(blocks, cut.warps)
+            hints.announce_launch(blocks, block.warps)
     return y, summed, mean, rstd
 
 
@@ -196,35 +188,35 @@ def norm_backward(
 ) -> tuple[Any, Any | None, Any | None]:
     """(dx, dweight, dbias), the last two in fp32; `mean` is None for RMS norm, `x` what was normalized."""
     rows, cols = x.shape
-    dx, cut = torch.empty_like(x), shape_of(cols)
-    blocks = -(-rows // cut.rows)
-    programs = max(min(blocks, programs_of(x.device, cut.warps)), 1)
+    dx, block = torch.empty_like(x), row_block(cols)
+    blocks = -(-rows // block.rows)
+    programs = max(min(blocks, count_programs(x.device, block.warps)), 1)
     parts = [
         torch.empty(programs, cols, device=x.device, dtype=torch.float32) if g else None
         for g in (weight_grad, bias_grad)
     ]
     if not x.numel():
         return dx, *(None if p is None else p.new_zeros(cols) for p in parts)
-    stages = stages_of(cut, x.element_size())
-    flags = (
-        mean is not None, dsummed is not None, weight is not None, weight_grad, bias_grad, cut.rows, cut.cols, stages
-    )  # fmt: skip
+    stages = count_stages(block, x.element_size())
+    flags = mean is not None, dsummed is not None, weight is not None, weight_grad, bias_grad
     tensors = dy, dsummed, x, weight, mean, rstd, dx, *parts
-    _NORM_BACKWARD.launch(programs, tensors, (rows, cols, blocks), (), flags, warps=cut.warps)
+    _norm_backward[(programs,)](
+        *tensors, rows, cols, blocks, *flags, block.rows, block.cols, stages, num_warps=block.warps
+    )
     if hints.listener is not None:
-        step = (2 if dsummed is None else 3) * cut.rows * cut.cols * x.element_size()
-        hints.launched(programs, cut.warps, stages=stages, tile_bytes=step)
+        step = (2 if dsummed is None else 3) * block.rows * block.cols * x.element_size()
+        hints.announce_launch(programs, block.warps, stages=stages, tile_bytes=step)
     dweight, dbias = (None if p is None else p.sum(0) for p in parts)
     return dx, dweight, dbias
 
 
-def stages_of(cut: Shape, item_bytes: int) -> int:
+def count_stages(block: RowBlock, item_bytes: int) -> int:
     """2 where the next rows of three tensors fit the shared memory of every chip since Ampere (99 KiB), else 1."""
-    return 2 if 3 * cut.rows * cut.cols * item_bytes <= 96 << 10 else 1
+    return 2 if 3 * block.rows * block.cols * item_bytes <= 96 << 10 else 1
 
 
 @functools.lru_cache(maxsize=64)
-def programs_of(device: Any, warps: int) -> int:
+def count_programs(device: Any, warps: int) -> int:
     """Programs that fill the device once: 16 warps on a multiprocessor, of 128 registers a thread."""
     if device.type != "cuda":
         return 4  # the interpreter: enough to exercise the sum of parts

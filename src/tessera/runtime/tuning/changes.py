@@ -94,10 +94,10 @@ def _make_padded_forward(module: Any) -> Call:
     import torch
 
     from ...op import linear
-    from ...op.padding import widened
+    from ...op.padding import linear_for_compiler
 
     def forward(x: Any) -> Any:
-        return (widened if torch.compiler.is_compiling() else linear)(x, module.weight, module.bias)
+        return (linear_for_compiler if torch.compiler.is_compiling() else linear)(x, module.weight, module.bias)
 
     return forward
 
@@ -223,8 +223,8 @@ def find_fp8_layers(parts: FunctionParts) -> list[Any]:
 def _use_fp8(parts: FunctionParts) -> Iterator[None]:
     """Linear layers multiply in fp8; their weights are kept in it, so each call casts only activations."""
     from ...op import linear
-    from ...op.lowprec import rows_in_product
-    from ...op.prepared import forget, prepare
+    from ...op.casting import forget, prepare
+    from ...op.lowprec import has_row_scaling
 
     parts.require_inference("precision")
     layers = find_fp8_layers(parts)
@@ -235,7 +235,7 @@ def _use_fp8(parts: FunctionParts) -> Iterator[None]:
 
     def make_forward(module: Any) -> Call:
         # A scale for each row, whose cast reads activations once, where the product multiplies by the scales itself.
-        name = "fp8_row" if rows_in_product(module.weight.device, module.weight.dtype) else FP8
+        name = "fp8_row" if has_row_scaling(module.weight.device, module.weight.dtype) else FP8
         prepare(module.weight.mT, name)
         return lambda x: linear(x, module.weight, module.bias, precision=name, accumulate="fast")
 

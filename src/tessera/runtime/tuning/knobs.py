@@ -159,13 +159,13 @@ def _convolution_knobs(infers: bool) -> list[Knob]:
 
 def _precision_knobs(parts: FunctionParts, tolerance: float, torch: Any, *, infers: bool) -> list[Knob]:
     """Lower precision, where the caller allows a deviation and something has a wider format."""
-    from ...op.lowprec import fp8_units
+    from ...op.casting import has_fp8_units
 
     tensors = [p for m in parts.modules for p in m.parameters()] or list(parts.tensors)
     why = "within error_tolerance"
     if any(p.dtype == torch.float32 for p in tensors):
         return [Knob(name="precision", values=(None, TF32, BF16), gain=_PRECISION, recompiles=True, why=why)]
-    if infers and tolerance >= FP8_TOLERANCE and find_fp8_layers(parts) and fp8_units(parts.device.index):
+    if infers and tolerance >= FP8_TOLERANCE and find_fp8_layers(parts) and has_fp8_units(parts.device.index):
         # Frozen weights would be other tensors than those that are kept in fp8.
         instead: Mapping[str, Mapping[Value, Value]] = {"freeze": {True: None}}
         knob = Knob(name="precision", values=(None, FP8), gain=_PRECISION, recompiles=True, instead=instead, why=why)

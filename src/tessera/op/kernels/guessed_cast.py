@@ -1,13 +1,12 @@
-"""One launch that casts both operands of an fp8 product, and one that mends what did not fit.
+"""One launch that casts both operands of an fp8 product by a guessed scale, and one that repairs what did not fit.
 
-A scale that brings the largest value just under e4m3's largest needs that value first: a whole read of the matrix. But
-e4m3 is floating: 448 is its largest, 2^-6 its smallest normal value, and between them nothing is lost by where a value
-lies. So the scale is guessed from a sample: the power of two that brings the mean magnitude of its values to 2 to 4, in
-the middle of the range. What is 112 times the mean still fits, what is a hundredth of it is still a normal number; rows
-far smaller than that which stand among others lose digits that scales of their own (`fp8_row`) would keep. The cast
-notes the largest magnitude of each tile on its way. The second launch reads these: where one is beyond 448, or an
-eighth of the tiles hold nothing above 1/4 (the sample was not like the rest), it casts the matrix again by the scale of
-its largest finite value, values that are not finite becoming NaN, as `quantize` does; else it does nothing.
+A scale from the largest value needs a whole read of the matrix before the cast. But e4m3 is a floating format: between
+2^-6, its smallest normal value, and 448, its largest, it does not matter where a value lies. So the scale is guessed
+from a sample: the power of two that brings the mean magnitude to 2 to 4, in the middle of the range. What is 112 times
+the mean still fits; what is a hundredth of it is still a normal number. Much smaller rows lose digits that scales of
+their own (`fp8_row`) would keep. The cast notes the largest magnitude of each tile. The second launch reads these:
+where one is beyond 448, or an eighth of the tiles hold nothing above 1/4 (the sample was not like the rest), it casts
+the matrix again by its largest finite value, as `quantize` does; else it does nothing.
 
 Bytes of an n x n bf16 matrix: 2n^2 read, n^2 written, either layout; two launches for one matrix or two.
 """
@@ -20,19 +19,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import MissingExtra
-from .narrow import (
+from .quantize import (
     FORMATS,
     WARPS,
-    bits_of,
-    constants,
+    announce,
     exponent_of,
+    format_constants,
     load_tile,
+    locate_tile,
     magnitude,
-    narrowed,
     power_of_two,
-    spot,
+    round_to_format,
     store_tile,
-    told,
+    to_bits,
 )
 
 try:
@@ -81,12 +80,12 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
 def _first_cast(
     x, y, note, guess, tile, rows, cols, stride_row, stride_col, y_rows, y_cols,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    row, col = spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
+):
+    row, col = locate_tile(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     exponent = _centre(x, rows, cols, stride_row, stride_col, ACROSS, CHUNK, CHUNKS)
     scaled = value * power_of_two(exponent)
-    store_tile(y, bits_of(scaled, True), row, col, y_rows, y_cols)
+    store_tile(y, to_bits(scaled, True), row, col, y_rows, y_cols)
     tl.store(note, tl.max(tl.abs(value)))
     if tile == 0:
         tl.store(guess, exponent)
@@ -98,19 +97,19 @@ def guessed_cast(
     notes, guesses, count_a,
     A_ACROSS: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr,
     B_ACROSS: tl.constexpr, B_ROWS: tl.constexpr, B_COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of one matrix or the other, by the guessed scale; its largest magnitude is noted."""
     at = tl.program_id(0)
     if at < count_a:
         _first_cast(
             a, ya, notes + at, guesses, at, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
             A_ACROSS, A_ROWS, A_COLS, CHUNK, CHUNKS,
-        )  # fmt: skip
+        )
     else:
         _first_cast(
             b, yb, notes + at, guesses + 1, at - count_a, rows_b, cols_b, b_row, b_col, yb_rows, yb_cols,
             B_ACROSS, B_ROWS, B_COLS, CHUNK, CHUNKS,
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -118,7 +117,7 @@ def _mend(
     x, y, descale, notes, guess, count, rows, cols, stride_row, stride_col, y_rows, y_cols,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
+):
     exponent = tl.load(guess)
     scale = power_of_two(exponent)
     over, small, strange, largest = 0, 0, 0, 0.0
@@ -133,39 +132,39 @@ def _mend(
         if strange > 0:  # every program looks at those tiles again: slow, and seldom many
             for tile in range(count):
                 if tl.load(notes + tile) == float("inf"):
-                    row, col = spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
+                    row, col = locate_tile(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
                     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
                     largest = tl.maximum(largest, tl.max(magnitude(value)))
         exponent = exponent_of(largest, TOP, THRESHOLD)
         for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-            row, col = spot(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
+            row, col = locate_tile(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
             value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
-            store_tile(y, narrowed(value, power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
+            store_tile(y, round_to_format(value, power_of_two(exponent), LARGEST, EIGHT), row, col, y_rows, y_cols)
     if tl.program_id(0) == 0:
         tl.store(descale, power_of_two(-exponent))
 
 
 @triton.jit(do_not_specialize=["count_a", "count"])
-def mended(
+def mend_cast(
     a, ya, descale_a, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
     b, yb, descale_b, rows_b, cols_b, b_row, b_col, yb_rows, yb_cols, notes, guesses, count_a, count,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     A_ACROSS: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr,
     B_ACROSS: tl.constexpr, B_ROWS: tl.constexpr, B_COLS: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
+):
     """What the guessed scales did not fit, cast again; and the scales."""
     _mend(
         a, ya, descale_a, notes, guesses, count_a, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
         TOP, THRESHOLD, LARGEST, EIGHT, A_ACROSS, A_ROWS, A_COLS, READ,
-    )  # fmt: skip
+    )
     if count > count_a:
         _mend(
             b, yb, descale_b, notes + count_a, guesses + 1, count - count_a, rows_b, cols_b, b_row, b_col, yb_rows,
             yb_cols, TOP, THRESHOLD, LARGEST, EIGHT, B_ACROSS, B_ROWS, B_COLS, READ,
-        )  # fmt: skip
+        )
 
 
-class _Operand(NamedTuple):
+class _CastOperand(NamedTuple):
     """A matrix, where it goes, and how it is cut."""
 
     x: torch.Tensor
@@ -184,7 +183,9 @@ class _Operand(NamedTuple):
         return (*self.x.shape, *self.x.stride(), *self.y.shape)
 
 
-def cast(matrices: Sequence[torch.Tensor], pad: tuple[int, int] = (1, 1)) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def cast_by_guess(
+    matrices: Sequence[torch.Tensor], pad: tuple[int, int] = (1, 1)
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One or two matrices in fp8, each with `(y, descale)` as `quantize` gives them; no matrix may be empty."""
     operands = [_operand(x, pad) for x in matrices]
     first, second = operands[0], operands[-1]
@@ -200,18 +201,18 @@ def cast(matrices: Sequence[torch.Tensor], pad: tuple[int, int] = (1, 1)) -> lis
         guessed_cast[(count,)](
             first.x, first.y, *first.sizes, second.x, second.y, *second.sizes, notes, guesses, count_a,
             **cut, CHUNK=CHUNK, CHUNKS=CHUNKS, maxnreg=REGISTERS,
-        )  # fmt: skip
-        told(count)
+        )
+        announce(count)
         menders = min(MENDERS, count)
-        mended[(menders,)](
+        mend_cast[(menders,)](
             first.x, first.y, first.descale, *first.sizes, second.x, second.y, second.descale, *second.sizes,
-            notes, guesses, count_a, count, **constants("fp8"), **cut, READ=_READ,
-        )  # fmt: skip
-        told(menders)
+            notes, guesses, count_a, count, **format_constants("fp8"), **cut, READ=_READ,
+        )
+        announce(menders)
     return [(each.y.view(FORMATS["fp8"].dtype), each.descale) for each in operands]
 
 
-def _told_apart(x: torch.Tensor) -> torch.Tensor:
+def _separate_strides(x: torch.Tensor) -> torch.Tensor:
     """The same matrix with two strides: along a dimension of one nobody steps."""
     rows, cols = x.shape
     if cols == 1:
@@ -219,11 +220,11 @@ def _told_apart(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided(x.shape, (max(2, cols), 1)) if rows == 1 else x.contiguous()
 
 
-def _operand(x: torch.Tensor, pad: tuple[int, int]) -> _Operand:
+def _operand(x: torch.Tensor, pad: tuple[int, int]) -> _CastOperand:
     shape = tuple(-(-size // to) * to for size, to in zip(x.shape, pad, strict=True))
     if x.stride() == (1, 1):  # Triton 3.6 left the padding of such a matrix unwritten on an H200
-        x = _told_apart(x)
+        x = _separate_strides(x)
     y: Any = torch.empty(shape, device=x.device, dtype=torch.uint8)
     descale = torch.empty((1,), device=x.device, dtype=torch.float32)
     across = x.stride(1) > x.stride(0)
-    return _Operand(x, y, descale, across, ACROSS if across else ALONG)
+    return _CastOperand(x, y, descale, across, ACROSS if across else ALONG)
