@@ -255,6 +255,47 @@ def format_bytes(size_bytes: float, digits: int = 4) -> str:
     return _format(size_bytes, _BYTES, digits)
 
 
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SUBMULTIPLES = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
+
+
+def format_si(value: float | None, unit: str = "", digits: int = 4, *, submultiples: bool = False) -> str:
+    """A value of any unit for people: 4.8e12 -> "4.8 TB/s"; "-" where it is unknown. `submultiples`: "2.1 pJ/op"."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    prefixes = (*_PREFIXES, *_SUBMULTIPLES) if submultiples else _PREFIXES
+    fits = ((f, p) for f, p in prefixes if abs(float(f"{value / f:.{digits}g}")) >= 1)  # as it will be written
+    factor, prefix = next(fits, prefixes[-1] if value else (1.0, ""))
+    return f"{value / factor:.{digits}g} {prefix}{unit}".rstrip() if unit else f"{value / factor:.{digits}g}{prefix}"
+
+
+def format_error(value: float, error: float | None, unit: str = "") -> str:
+    """A value with as many digits as its error allows: "412.3 ± 1.8 W"."""
+    space = f" {unit}" if unit else ""
+    if error is None or not error > 0:
+        return f"{value:.4g}{space}"
+    digits = min(max(0, 1 - int(f"{error:e}".split("e")[1])), 9)
+    return f"{value:.{digits}f} ± {error:.{digits}f}{space}"
+
+
+def format_energy_error(energy_j: float, error_j: float | None) -> str:
+    """Joules with their error, in the unit of the larger: "1.20 ± 0.31 mJ"; "unknown J" where they are NaN."""
+    if math.isnan(energy_j):
+        return "unknown J"
+    error = 0.0 if error_j is None or math.isnan(error_j) else error_j
+    if not (math.isfinite(error) and math.isfinite(energy_j)):
+        return format_energy(energy_j)
+    unit = format_energy(max(abs(energy_j), error)).split()[1]
+    factor = _ENERGY.units[unit]
+    return format_error(energy_j / factor, error / factor, unit)
+
+
+def format_duration_error(duration_s: float, error_s: float | None = None) -> str:
+    """Seconds with their error: "1.92 ± 0.11 ms"."""
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e-3, "ms")) if duration_s >= f * 0.9995), (1e-6, "µs"))
+    return format_error(duration_s / factor, None if error_s is None else error_s / factor, unit)
+
+
 def format_temperature(temperature_c: float, digits: int = 4) -> str:
     """Degrees Celsius for people."""
     return f"{temperature_c:.{digits}g} °C"

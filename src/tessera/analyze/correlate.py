@@ -113,14 +113,14 @@ class Correlation:
         return make_frame(rows, None, "Correlation.to_frame")
 
     def __str__(self) -> str:
-        from ..report.correlate import text
+        from ..report.analysis import correlation_text
 
-        return text(self)
+        return correlation_text(self)
 
     def _repr_html_(self) -> str:
-        from ..report.correlate import html
+        from ..report.analysis import correlation_html
 
-        return html(self)
+        return correlation_html(self)
 
 
 def correlate(

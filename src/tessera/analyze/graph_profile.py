@@ -102,9 +102,9 @@ class GraphProfile:
         return encode_json(self.to_dict())
 
     def __str__(self) -> str:
-        from ..report.tiles import text
+        from ..report.rewrite import graph_profile_text
 
-        return text(self)
+        return graph_profile_text(self)
 
 
 def profile_operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> GraphProfile:

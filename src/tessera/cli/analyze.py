@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +13,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..analyze import KINDS
-from ..errors import ArgumentError, TesseraError, did_you_mean
-from . import completion
-from .usage import quantity
+from ..errors import ArgumentError, did_you_mean
+from .attribute import POWER_HELP
+from .options import ExistingPath, complete_device, json_option, parse_option
 
 if TYPE_CHECKING:
     from ..analyze.source import Source
@@ -32,18 +30,18 @@ class KindType(click.ParamType):  # type: ignore[type-arg]
     name = "kind"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        plain = str(value).replace("-", "_")
-        if plain not in KINDS:
+        kind = str(value).replace("-", "_")
+        if kind not in KINDS:
             raise ArgumentError(
-                f"there is no analysis {value!r}{did_you_mean(plain, KINDS)}", fix=f"one of: {', '.join(KINDS)}"
+                f"there is no analysis {value!r}{did_you_mean(kind, KINDS)}", fix=f"one of: {', '.join(KINDS)}"
             )
-        return plain
+        return kind
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete.replace("-", "_"))]
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     from ..units import parse_bytes
 
     return parse_bytes(int(text) if text.isdigit() else text)
@@ -51,21 +49,14 @@ def _bytes(text: str) -> int:
 
 @click.command("analyze")
 @click.argument("kind", type=KindType(), metavar="KIND")
-@click.argument("trace", type=click.Path(exists=True, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.argument("trace", type=ExistingPath(folder=True))
+@json_option
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="How many rows to show.")
-@click.option(
-    "--power", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Power log of the same time as a trace: epoch_us, domain, watts; or nvidia-smi's CSV.",
-)  # fmt: skip
+@click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
 @click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
 @click.option("--sort", help="kernels: time or energy.")
-@click.option(
-    "--min-bytes", callback=quantity(_bytes), metavar="SIZE", help="collectives: the smallest to list (64MiB)."
-)
-@click.option(
-    "--on", "--arch", "on", shell_complete=completion.device, help="roofline, advise: the chip, such as h200 or sm90."
-)
+@click.option("--min-bytes", callback=parse_option(_parse_bytes), metavar="SIZE", help="collectives: smallest (64MiB).")
+@click.option("--on", "--arch", "on", shell_complete=complete_device, help="roofline, advise: the chip, e.g. h200.")
 @click.option("--threshold", type=float, help="divergence: a fraction; power: watts.")
 @click.option("--group-by", help="stalls, divergence: kernel, op or region.")
 def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None, **options: Any) -> int:
@@ -74,9 +65,9 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
     \b
     KIND is one of:
       breakdown     compute, communication, copies, idle and why, by device or step
-      overlap       communication and copies that hide behind kernels
+      overlap       communication and copies that run at the same time as kernels
       kernels       every kernel: calls, times, joules
-      critical_path what the end waited for
+      critical_path the chain of work that decided when the run ended
       collectives   bandwidth, skew and stragglers
       memcpy        copies by direction, pinned or pageable
       memory        allocated bytes and their peak
@@ -90,68 +81,53 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
     from .. import analyze
 
     function = getattr(analyze, kind)
-    given = _taken(kind, function, {k: v for k, v in options.items() if v is not None})
-    try:
-        with _progress(trace, quiet=as_json) as progress:
-            source = read(kind, trace, power=power, progress=progress)
-        result = function(source, **given)
-    except TesseraError as exc:
-        exc.what, exc.fix = typed(exc.what), typed(exc.fix) if exc.fix else None
-        raise
-    result = dataclasses.replace(result, missing={what: typed(fix) for what, fix in result.missing.items()})
+    arguments = _select_arguments(kind, function, {k: v for k, v in options.items() if v is not None})
+    with _show_progress(trace, quiet=as_json) as progress:
+        source = read(kind, trace, power=power, progress=progress)
+    result = function(source, **arguments)
     if as_json:
         click.echo(result.to_json())
         return 0
     from ..report.analysis import renderable
-    from ..report.screen import Console
+    from ..report.console import Console
 
     console = Console(highlight=False)
     console.print(renderable(result, console.width, top=top), crop=False)
     return 0
 
 
-_SPELLED = re.compile(r"""\b(power|by|sort|min_bytes|on|threshold|threshold_w|group_by)=(['"]?)([\w./%-]+)\2""")
-
-
-def typed(text: str) -> str:
-    """Arguments of the library as they are typed here: sort='time' is --sort time."""
-
-    def option(found: re.Match[str]) -> str:
-        return f"--{found[1].removesuffix('_w').replace('_', '-')} {found[3]}"
-
-    return _SPELLED.sub(option, text)
-
-
-def _taken(kind: str, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, once it is sure that the analysis has them."""
-    known = inspect.signature(function).parameters
-    taken = {}
-    for name, value in options.items():
-        own = next((n for n in (name, f"{name}_w") if n in known), None)  # --threshold of power is in watts
-        if own is None:
-            flag = name.replace("_", "-")
-            raise ArgumentError(f"{kind} has no option --{flag}", fix="`tessera analyze --help` says which has it")
-        taken[own] = value
-    return taken
+def _select_arguments(kind: str, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options as arguments of the analysis; an error where it has no such argument."""
+    parameters = inspect.signature(function).parameters
+    arguments = {}
+    for option, value in options.items():
+        name = next((n for n in (option, f"{option}_w") if n in parameters), None)  # power: --threshold is in watts
+        if name is None:
+            flag = option.replace("_", "-")
+            raise ArgumentError(
+                f"{kind} has no option --{flag}", fix="run `tessera analyze --help` to see which has it"
+            )
+        arguments[name] = value
+    return arguments
 
 
 def read(
     kind: str, trace: Path, *, power: Path | None = None, progress: Callable[[float], None] | None = None
 ) -> Source:
-    """Whatever a path leads to; the ranks of a folder are read by several processes."""
+    """Read the recording at a path; several processes read the ranks of a folder."""
     from ..analyze.source import open_source
 
     if trace.is_dir():
         if power is not None:
             raise ArgumentError(
                 f"--power is for one trace, and {trace} is a folder",
-                why="runs of ranks (.tessera) have their power inside",
+                why="runs of ranks (.tessera) contain their power",
                 fix="leave --power out, or give one trace of the folder",
             )
         from ..analyze.folder import kinds_for, read_folder
 
         return read_folder(trace, progress=progress, kinds=kinds_for(kind))
-    if kind == "power" and trace.suffix == ".csv":  # a log alone has watts to look at, and nothing else
+    if kind == "power" and trace.suffix == ".csv":  # a power log without a trace
         from ..analyze.source import Source
         from ..profile.powerlog import read_power
         from ..timeline import Builder
@@ -161,15 +137,15 @@ def read(
 
 
 @contextlib.contextmanager
-def _progress(trace: Path, *, quiet: bool) -> Iterator[Callable[[float], None] | None]:
-    """A bar on stderr while a large recording is read, where somebody looks."""
+def _show_progress(trace: Path, *, quiet: bool) -> Iterator[Callable[[float], None] | None]:
+    """A bar on stderr while a large recording is read, if stderr is a terminal."""
     size = sum(f.stat().st_size for f in trace.iterdir() if f.is_file()) if trace.is_dir() else trace.stat().st_size
     if quiet or size < LARGE_BYTES or not sys.stderr.isatty():
         yield None
         return
     from rich.progress import Progress
 
-    from ..report.screen import Console
+    from ..report.console import Console
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"reading {trace.name}", total=1.0)

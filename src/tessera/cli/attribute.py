@@ -1,4 +1,4 @@
-"""`tessera attribute`: joules by kernel, operator and region of a trace and a power log recorded by anything."""
+"""`tessera attribute`: joules by kernel, operator and region from a trace and a power log of any tool."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import click
 
 from ..attribute.table import VIEWS
+from .options import Choice, ExistingPath
+
+POWER_HELP = "Power log of the same time: epoch_us, domain, watts (power_trace().to_csv), or nvidia-smi's CSV."
 
 
 @click.command("attribute")
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--power", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Power log of the same time: epoch_us, domain, watts (power_trace().to_csv), or nvidia-smi's CSV.",
-)  # fmt: skip
-@click.option("--by", type=click.Choice(VIEWS), default=None, help="What to list: kernels unless said.")
+@click.argument("trace", type=ExistingPath())
+@click.option("--power", required=True, metavar="FILE", type=ExistingPath(), help=POWER_HELP)
+@click.option("--by", type=Choice(VIEWS), default=None, help="What to list. [default: kernels]")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print all rows of all views as JSON.")
 def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -> None:
@@ -33,8 +33,8 @@ def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -
     if as_json:
         click.echo(json.dumps(table.to_json(), allow_nan=False, default=float))
         return
+    from ..report.console import Console
     from ..report.energy import renderable
-    from ..report.screen import Console
 
     console = Console(highlight=False)
     console.print(renderable(table, by=by, top=top, width=console.width))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import ArgumentError, TesseraError
-from .entry import save_page
-from .missing import missing
-from .plain import printable, say, show
+from .main import print_error
+from .options import FILE, Choice, json_option, missing_file, save_page
 
 if TYPE_CHECKING:
     from ..analyze.diff import Difference, Metric, Verdict
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 VIEWS = ("ops", "kernels", "regions", "modules")
 AFTER = "tessera.diff.after"
 # Not `exists`: click would answer with its usage, and not with the files that are there.
-_FILE = click.Path(path_type=Path)
+_PATH = click.Path(path_type=Path)
 _READABLE = (".tessera", ".json", ".gz")
 
 
-def _fraction(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+def _parse_share(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
     """A share such as 5% or 0.05."""
     if value is None:
         return None
@@ -33,17 +33,17 @@ def _fraction(_ctx: click.Context, _param: click.Parameter, value: str | None) -
     try:
         share = parse_fraction(value)
     except TesseraError as exc:
-        raise click.BadParameter(f"{value!r} is no share such as 5% or 0.05") from exc
+        raise ArgumentError(f"--fail-above {value!r} is not a share", fix="write 5% or 0.05") from exc
     if share > 1 and "%" not in value:
-        raise click.BadParameter(f"{value!r} is {share:.0%}; write {value}% if that was meant")
+        raise ArgumentError(f"--fail-above {value} means {share:.0%}", fix=f"write {value}% for {value} percent")
     return share
 
 
-class _Sides(click.Command):
-    """Takes `A... -- B...` beside `A B`: what follows the dashes is kept in `ctx.meta[AFTER]`."""
+class _SidesCommand(click.Command):
+    """Accepts `A... -- B...` as well as `A B`: the files after the dashes are kept in `ctx.meta[AFTER]`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Options may stand behind the files, as they may without the dashes."""
+        """Options may follow the files, with and without the dashes."""
         if "--" in args:
             at = args.index("--")
             rest = args[at + 1 :]
@@ -53,25 +53,36 @@ class _Sides(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command("diff", cls=_Sides)
-@click.argument("files", nargs=-1, metavar="A... [--] B...", type=_FILE)
-@click.option("--by", type=click.Choice(VIEWS), default="ops", show_default=True, help="What the rows are.")
-@click.option("--fail-above", "fail_above", callback=_fraction, metavar="SHARE",
-              help="Exit with 1 when B is worse by more than this share (5%), and by more than noise. Measured once "
-                   "each, nobody knows: that is 0.")  # fmt: skip
-@click.option("--metric", type=click.Choice(["energy", "time"]),
-              help="What worse means: energy, unless joules are not known of both.")  # fmt: skip
+@click.command("diff", cls=_SidesCommand)
+@click.argument("files", nargs=-1, metavar="A... [--] B...", type=_PATH)
+@click.option("--by", type=Choice(VIEWS), default="ops", show_default=True, help="What the rows are.")
+@click.option(
+    "--fail-above",
+    callback=_parse_share,
+    metavar="SHARE",
+    help="Exit with 1 if B is worse by more than this share (5%) and by more than noise. "
+    "With one run without steps on each side the noise is unknown, and the exit code is 0.",
+)
+@click.option("--metric", type=Choice(["energy", "time"]), help="What to compare. [default: energy if both have it]")
 @click.option("--top", type=click.IntRange(1), default=12, show_default=True, help="How many rows to print.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained page here.")
-@click.option("--power-a", type=_FILE, help="Power log of the same time, where A is a Kineto trace.")
-@click.option("--power-b", type=_FILE, help="The same for B.")
+@json_option
+@click.option("--html", type=FILE, help="Write a self-contained page here.")
+@click.option("--power-a", type=_PATH, help="Power log of the same time, if A is a Kineto trace.")
+@click.option("--power-b", type=_PATH, help="The same for B.")
 @click.pass_context
 def command(
-    ctx: click.Context, files: tuple[Path, ...], by: str, fail_above: float | None, metric: Metric | None, top: int,
-    as_json: bool, html: Path | None, power_a: Path | None, power_b: Path | None,
-) -> int:  # fmt: skip
-    """What changed from A to B in joules and seconds, and whether it is more than noise.
+    ctx: click.Context,
+    files: tuple[Path, ...],
+    by: str,
+    fail_above: float | None,
+    metric: Metric | None,
+    top: int,
+    as_json: bool,
+    html: Path | None,
+    power_a: Path | None,
+    power_b: Path | None,
+) -> int:
+    """Compare two runs in joules and seconds, and show whether the difference is more than noise.
 
     \b
     Examples:
@@ -81,88 +92,79 @@ def command(
       tessera diff base1.json base2.json base3.json -- now1.json now2.json now3.json
       tessera diff a.json.gz b.json.gz --power-a a.csv --power-b b.csv --by kernels
 
-    A and B are run files, Kineto traces, or what tessera predict, measure, run, report or attribute printed with
-    --json; with -- between them, several runs of each, whose scatter decides what is noise. Everything is per step
-    where both have steps. Exit codes: 0, or 1 when B is worse than --fail-above allows and the difference is
-    significant, or 2 when something could not be read.
+    A and B are run files, Kineto traces, or the --json output of tessera predict, measure, run, report or attribute.
+    With -- between them, give several runs of each: their scatter decides what is noise. Figures are per step if both
+    have steps. Exit codes: 0; 1 if B is worse than --fail-above allows and the difference is significant; 2 if a file
+    cannot be read.
     """
     from ..analyze.diff import diff
 
     try:
-        before, after = _sides(list(files), ctx.meta.get(AFTER))
+        before, after = _split_sides(list(files), ctx.meta.get(AFTER))
         for path in (*before, *after):
-            _check(path, _READABLE, "record a run: tessera run SCRIPT, or write one with --json")
+            _check_exists(path, _READABLE, "record a run: tessera run SCRIPT, or write one with --json")
         for log in (power_a, power_b):
             if log is not None:
-                _check(log, (".csv",), "give the power log of the same time as the trace")
-        found = diff(before, after, by=by, power_a=power_a, power_b=power_b)
-    except (TesseraError, OSError) as exc:  # not 1: a baseline that cannot be read is no regression
-        say(f"error: {printable(str(exc))}", err=True)
+                _check_exists(log, (".csv",), "give the power log of the same time as the trace")
+        difference = diff(before, after, by=by, power_a=power_a, power_b=power_b)
+    except (TesseraError, OSError) as exc:  # not 1: a baseline that cannot be read is not a regression
+        print_error(exc)
         return 2
-    verdict = found.verdict(metric, fail_above)
-    if html is not None and not _write(html, found, verdict):
-        return 2
+    verdict = difference.verdict(metric, fail_above)
+    if html is not None:
+        from ..report.diff_html import page
+
+        if not save_page(html, page(difference, verdict=verdict)):
+            return 2
+        print(f"wrote {html}", file=sys.stderr)
     if as_json:
-        _print_json(found, verdict)
+        _print_json(difference, verdict)
     else:
-        typed = _typed(before, after, power_a, power_b)
-        _print(found, verdict, top, _next(found, typed, html, after[-1]))
+        from ..report.console import Console
+        from ..report.diff import renderable
+
+        typed = _typed_command(before, after, power_a, power_b)
+        next_command = _next_command(difference, typed, html, after[-1])
+        console = Console(highlight=False)
+        console.show(renderable(difference, verdict=verdict, next_command=next_command, top=top, width=console.width))
     return 1 if verdict.failed else 0
 
 
-def _sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path], list[Path]]:
+def _split_sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path], list[Path]]:
     """The files before and after; `after` are those behind the dashes, None where there are no dashes."""
     if after is None and len(files) == 2:
         return files[:1], files[1:]
     if files and after:
         return files, after
-    if after is None:
-        count = {0: "no file was given", 1: "one file was given"}.get(len(files), f"{len(files)} files were given")
-        why = (
-            "it takes two: one before, one after" if len(files) < 2 else "which are before and which after is not said"
-        )
+    if after is not None:
+        what = f"there is no file {'before' if not files else 'after'} --"
+        why = "the first runs go before --, the second runs after it"
+    elif len(files) < 2:
+        what = "one file was given" if files else "no file was given"
+        why = "diff compares two runs"
     else:
-        count = f"there is no file {'before' if not files else 'after'} --"
-        why = "the runs before stand in front of --, the runs after behind it"
+        what, why = f"{len(files)} files were given", "it is not clear which are before and which are after"
     raise ArgumentError(
-        f"nothing can be compared: {count}", why=why,
-        fix="tessera diff BEFORE AFTER, or of several runs each: tessera diff A1 A2 A3 -- B1 B2 B3",
-    )  # fmt: skip
+        f"cannot compare: {what}",
+        why=why,
+        fix="tessera diff BEFORE AFTER, or with several runs of each: tessera diff A1 A2 A3 -- B1 B2 B3",
+    )
 
 
-def _check(path: Path, endings: tuple[str, ...], otherwise: str) -> None:
+def _check_exists(path: Path, suffixes: tuple[str, ...], otherwise: str) -> None:
     if not path.exists():
-        raise missing(path, (*endings, path.suffix), otherwise)
+        raise missing_file(path, (*suffixes, path.suffix), otherwise)
 
 
-def _write(path: Path, found: Difference, verdict: Verdict) -> bool:
-    from ..report.diff_html import page
-
-    if not save_page(path, page(found, verdict=verdict)):
-        return False
-    say(f"wrote {path}", err=True)
-    return True
-
-
-def _print_json(found: Difference, verdict: Verdict) -> None:
+def _print_json(difference: Difference, verdict: Verdict) -> None:
     import dataclasses
 
     import msgspec
 
-    data: dict[str, Any] = {**found.to_json(), "verdict": dataclasses.asdict(verdict)}
-    click.echo(msgspec.json.encode(data).decode())
+    click.echo(msgspec.json.encode({**difference.to_json(), "verdict": dataclasses.asdict(verdict)}).decode())
 
 
-def _print(found: Difference, verdict: Verdict, top: int, following: str) -> None:
-    from ..report.diff import renderable
-    from ..report.screen import Console
-
-    out = Console(highlight=False)
-    shown = renderable(found, verdict=verdict, next_command=following, top=top, width=out.width)
-    show(out, shown)
-
-
-def _typed(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:
+def _typed_command(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:
     between = ["--"] if len(before) + len(after) > 2 else []
     files = [*map(str, before), *between, *map(str, after)]
     options = ["--power-a", str(power_a)] if power_a else []
@@ -170,11 +172,12 @@ def _typed(before: list[Path], after: list[Path], power_a: Path | None, power_b:
     return shlex.join(["tessera", "diff", *options, *files])
 
 
-def _next(found: Difference, typed: str, html: Path | None, b: Path) -> str:
+def _next_command(difference: Difference, typed: str, html: Path | None, b: Path) -> str:
     """Closer to the reason: kernels where operators changed, then the page, then the second run on its own."""
-    if found.by == "ops" and found.significant and "kernels" in found.views and "predicted" not in found.basis:
+    predicted = "predicted" in difference.basis
+    if difference.by == "ops" and difference.significant and "kernels" in difference.views and not predicted:
         return f"{typed} --by kernels"
     if html is None:
-        rows = f" --by {found.by}" if found.rows else ""
+        rows = f" --by {difference.by}" if difference.rows else ""
         return f"{typed}{rows} --html diff.html"
     return shlex.join(["tessera", "report", str(b), "--open"]) if b.suffix == ".tessera" else f"{typed} --json"

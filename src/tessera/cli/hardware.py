@@ -7,27 +7,13 @@ from typing import get_args
 import click
 
 from ..device import Kind
-from ..errors import ArgumentError, did_you_mean
-from . import completion
-
-
-class NearestGroup(click.Group):
-    """A group that answers a wrong subcommand with the nearest one."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            near = did_you_mean(args[0], self.commands)
-            raise ArgumentError(
-                f"there is no command {args[0]!r}{near}", fix=f"one of: {', '.join(self.list_commands(ctx))}"
-            )
-        return super().resolve_command(ctx, args)
+from .main import NearestGroup
+from .options import Choice, complete_device, json_option
 
 
 @click.group("hardware", cls=NearestGroup)
 def command() -> None:
-    """Show the chips we know: peaks, memory, watts, and where each number comes from.
+    """Show the chips in the catalogue: peaks, memory, watts, and the source of each number.
 
     \b
     Example:
@@ -38,16 +24,16 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--kind", type=click.Choice(get_args(Kind)), help="Only this kind of device.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--kind", type=Choice(get_args(Kind)), help="Only this kind of device.")
+@json_option
 def list_devices(kind: str | None, as_json: bool) -> None:
-    """List every device, one a line.
+    """List every device, one per line.
 
     \b
     Example:
       tessera hardware list --kind gpu
 
-    Peaks are dense. "~" marks an assumed number, "-" an unknown one; `tessera hardware show` says why.
+    Peaks are dense. "~" marks an assumed number, "-" an unknown one; `tessera hardware show` explains each.
     """
     from ..hardware import catalogue
 
@@ -57,15 +43,15 @@ def list_devices(kind: str | None, as_json: bool) -> None:
 
         click.echo(msgspec.json.encode(devices).decode())
         return
+    from ..report.console import open_console
     from ..report.hardware import print_devices
-    from ..report.screen import readable
 
-    print_devices(devices, readable())
+    print_devices(devices, open_console())
 
 
 @command.command("show")
-@click.argument("name", shell_complete=completion.device)
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.argument("name", shell_complete=complete_device)
+@json_option
 def show(name: str, as_json: bool) -> None:
     """Show one device with every figure, its uncertainty and its source.
 
@@ -73,7 +59,7 @@ def show(name: str, as_json: bool) -> None:
     Example:
       tessera hardware show jetson-orin@15W
 
-    NAME is an id or an alias; "@15W" after it takes the device at that power mode. Assumed figures are marked.
+    NAME is an id or an alias; append "@15W" for the device in that power mode. Assumed figures are marked.
     """
     from ..hardware import lookup
 
@@ -83,7 +69,7 @@ def show(name: str, as_json: bool) -> None:
 
         click.echo(msgspec.json.encode(device).decode())
         return
+    from ..report.console import open_console
     from ..report.hardware import print_device
-    from ..report.screen import readable
 
-    print_device(device, readable())
+    print_device(device, open_console())

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import re
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,10 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from ..monitor.snapshot import PowerWatch
-from ..report import prometheus as report
+from ..report import metrics as report
 from ..sensors.discover import discover
-from . import completion
-from .plain import say
-from .watch import ONCE_S, SENSOR_HELP, Quit
+from .options import sensor_option
+from .watch import ONCE_S, Quit
 
 # "Power now" is the mean of the newest second: a scrape every 15 s would alias anything shorter.
 NEWEST_S = 1.0
@@ -27,12 +27,15 @@ _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>\
 
 @click.command()
 @click.option(
-    "--listen", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
-    help="Address to serve on; [::1]:9400 for IPv6, port 0 for any free one.",
-)  # fmt: skip
-@click.option("--sensor", "sensors", multiple=True, shell_complete=completion.sensors, metavar="NAME", help=SENSOR_HELP)
-@click.option("--once", is_flag=True, help="Print the metrics after a second of sampling, and exit.")
-@click.option("--dashboard", is_flag=True, help="Print a Grafana dashboard for these metrics (JSON), and exit.")
+    "--listen",
+    default="127.0.0.1:9400",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address to serve on; [::1]:9400 for IPv6, port 0 for any free port.",
+)
+@sensor_option
+@click.option("--once", is_flag=True, help="Sample for a second, print the metrics and exit.")
+@click.option("--dashboard", is_flag=True, help="Print a Grafana dashboard for these metrics (JSON) and exit.")
 def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) -> None:
     """Serve Prometheus metrics at /metrics: joules as counters, power, clocks, throttling.
 
@@ -47,26 +50,26 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
     if dashboard:
         click.echo(report.dashboard(), nl=False)
         return
-    report.client()  # says at once if the package is not there
+    report.import_client()  # fails at once if the package is not installed
     with contextlib.ExitStack() as stack:
-        server = None if once else stack.enter_context(_bound(Address.parse(listen)))
-        found = discover(sensors or None)
+        server = None if once else stack.enter_context(_bind_server(Address.parse(listen)))
+        available = discover(sensors or None)
         quit_ = stack.enter_context(Quit())
-        watch = stack.enter_context(PowerWatch(found, NEWEST_S))
-        collector = report.SnapshotCollector(watch.take_snapshot, asked=sensors)
+        watch = stack.enter_context(PowerWatch(available, NEWEST_S))
+        collector = report.SnapshotCollector(watch.take_snapshot, requested=sensors)
         if server is None:
             quit_.wait(ONCE_S)
-            click.echo(report.exposition(collector), nl=False)
+            click.echo(report.format_metrics(collector), nl=False)
             return
         host, port = server.server_name, server.server_port
-        with report.serving(server, collector):
-            say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics (Ctrl-C stops)")
+        with report.serve(server, collector):
+            print(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/metrics (Ctrl-C stops)", flush=True)
             quit_.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen, as it was written and as the system understands it."""
+    """Where to listen: as the user typed it, and as a socket address."""
 
     text: str
     family: socket.AddressFamily
@@ -75,19 +78,19 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """The address of "HOST:PORT" or "[IPV6]:PORT"."""
-        found = _ADDRESS.fullmatch(text.strip())
-        if not found or int(found["port"]) > 0xFFFF:
+        match = _ADDRESS.fullmatch(text.strip())
+        if not match or int(match["port"]) > 0xFFFF:
             raise ArgumentError(
                 f"--listen {text} is not an address",
-                why="it has the form HOST:PORT, with a port up to 65535; IPv6 stands in brackets",
+                why="an address is HOST:PORT, with a port up to 65535; an IPv6 address needs brackets",
                 fix="e.g. --listen 127.0.0.1:9400 or --listen '[::1]:9400'",
             )
-        host, port = found["six"] or found["host"], int(found["port"])
+        host, port = match["six"] or match["host"], int(match["port"])
         try:
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (socket.gaierror, UnicodeError) as exc:
             raise ArgumentError(
-                f"--listen {text}: no host {host!r}",
+                f"--listen {text}: unknown host {host!r}",
                 why=str(exc),
                 fix="give an address of this machine: 127.0.0.1:9400",
             ) from exc
@@ -100,22 +103,22 @@ class Address:
         return ipaddress.ip_address(self.sockaddr[0].partition("%")[0]).is_loopback
 
 
-def _bound(address: Address) -> contextlib.AbstractContextManager[Any]:
-    """A server that holds the address, closed on the way out."""
+def _bind_server(address: Address) -> contextlib.AbstractContextManager[Any]:
+    """A server on the address, closed when its context ends."""
     try:
         server = report.bind(address.family, address.sockaddr)
     except OSError as exc:
-        raise _refused(address, exc) from exc
+        raise _bind_error(address, exc) from exc
     if not address.loopback:
-        say(f"warning: {address.text} can be reached from other machines, without any authentication", err=True)
+        print(f"warning: other machines can reach {address.text}, without authentication", file=sys.stderr)
     return server
 
 
-def _refused(address: Address, exc: OSError) -> TesseraError:
+def _bind_error(address: Address, exc: OSError) -> TesseraError:
     host, port = address.text.rpartition(":")[0], address.sockaddr[1]
     fixes = {
-        errno.EADDRINUSE: f"stop what listens there (ss -ltnp shows it), or take another: --listen {host}:{port + 1}",
-        errno.EACCES: f"ports under 1024 are root's: --listen {host}:9400",
+        errno.EADDRINUSE: f"stop the program that uses it (ss -ltnp shows it), or use --listen {host}:{port + 1}",
+        errno.EACCES: f"ports below 1024 need root; use --listen {host}:9400",
         errno.EADDRNOTAVAIL: "give an address of this machine (ip addr shows them), e.g. --listen 127.0.0.1:9400",
     }
     fix = fixes.get(exc.errno or 0, "try --listen 127.0.0.1:9400")

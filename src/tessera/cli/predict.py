@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,30 +11,28 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from . import completion
-from .entry import check_writable
-from .plain import say
+from .options import FILE, Choice, check_writable, complete_devices, json_option
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
     from ..schema import EnergyReport
-    from .models import Loaded
+    from .model_loader import LoadedModel
 
-# Points from which a sweep is worth a progress bar: fewer are done before one could read it.
+# A sweep of fewer points is done before anybody could read a progress bar.
 PROGRESS_FROM = 6
 
 
-def _words(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+def _parse_words(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     """Words separated by commas."""
     if value is None:
         return None
     words = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
     if not words:
-        raise ArgumentError(f"{param.opts[0]} {value!r} names nothing", fix=f"give one or more: {param.metavar}")
+        raise ArgumentError(f"{param.opts[0]} {value!r} is empty", fix=f"give one or more: {param.metavar}")
     return words
 
 
-def _numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | None]:
+def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | None]:
     """Positive whole numbers with a separator between them."""
 
     def parse(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -42,8 +41,8 @@ def _numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | No
         words = value.lower().replace(" ", "").split(separator)
         if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
             raise ArgumentError(
-                f"{param.opts[0]} {value[:40]!r}: a positive whole number is expected",
-                fix=f"one, or several with {separator!r} between them: {param.opts[0]} {example}",
+                f"{param.opts[0]} {value[:40]!r} is not a positive whole number",
+                fix=f"give one, or several with {separator!r} between them: {param.opts[0]} {example}",
             )
         return tuple(int(word) for word in words)
 
@@ -52,34 +51,72 @@ def _numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | No
 
 @click.command("predict")
 @click.argument("model")
-@click.option("--on", "devices", callback=_words, default="h200", show_default=True, metavar="CHIP,...",
-              shell_complete=completion.devices,
-              help="Chips to predict for; see `tessera hardware list`.")  # fmt: skip
-@click.option("--precision", "precisions", callback=_words, metavar="P,...",
-              help="fp32, tf32, bf16, fp16, fp8 or int8; without it the model as it is.")  # fmt: skip
-@click.option("--batch", "batches", callback=_numbers(",", "1,8,64"), metavar="N,...", help="Samples in one iteration.")
-@click.option("--mode", type=click.Choice(["infer", "train"]), default="infer", show_default=True,
-              help="A forward pass, or a training step with loss, backward and optimizer.")  # fmt: skip
-@click.option("--launch", type=click.Choice(["eager", "graph"]), default="eager", show_default=True,
-              help="Operators launched one by one, or a CUDA graph replayed.")  # fmt: skip
-@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True,
-              help="The optimizer of --mode train.")  # fmt: skip
 @click.option(
-    "--input", "shape", callback=_numbers("x", "3x224x224"), metavar="SHAPE", help="Shape of one sample, 3x224x224."
+    "--on",
+    "devices",
+    callback=_parse_words,
+    default="h200",
+    show_default=True,
+    metavar="CHIP,...",
+    shell_complete=complete_devices,
+    help="Chips to predict for; see `tessera hardware list`.",
 )
-@click.option("--seq", type=click.IntRange(min=1), help="Tokens in one sequence (128 unless given).")
+@click.option(
+    "--precision",
+    "precisions",
+    callback=_parse_words,
+    metavar="P,...",
+    help="fp32, tf32, bf16, fp16, fp8 or int8. [default: the model's own]",
+)
+@click.option(
+    "--batch", "batches", callback=_parse_numbers(",", "1,8,64"), metavar="N,...", help="Samples in one iteration."
+)
+@click.option(
+    "--mode",
+    type=Choice(["infer", "train"]),
+    default="infer",
+    show_default=True,
+    help="A forward pass, or a training step with loss, backward and optimizer.",
+)
+@click.option(
+    "--launch",
+    type=Choice(["eager", "graph"]),
+    default="eager",
+    show_default=True,
+    help="Launch operators one by one, or replay a CUDA graph.",
+)
+@click.option(
+    "--optimizer",
+    type=Choice(["sgd", "adamw"]),
+    default="sgd",
+    show_default=True,
+    help="The optimizer of --mode train.",
+)
+@click.option(
+    "--input", "shape", callback=_parse_numbers("x", "3x224x224"), metavar="SHAPE", help="Shape of one sample."
+)
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens in one sequence. [default: 128]")
 @click.option("--burst", is_flag=True, help="The first moments at the boost clock, not the sustained state.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many consumers to list.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained page to this file."
-)
-@click.option("--no-opportunities", is_flag=True, help="Do not look for what would save joules.")
+@json_option
+@click.option("--html", type=FILE, help="Write a self-contained page to this file.")
+@click.option("--no-opportunities", is_flag=True, help="Do not look for changes that save energy.")
 def command(
-    model: str, devices: tuple[str, ...], precisions: tuple[str, ...] | None, batches: tuple[int, ...] | None,
-    mode: str, launch: str, optimizer: str, shape: tuple[int, ...] | None, seq: int | None, burst: bool, top: int,
-    as_json: bool, html: Path | None, no_opportunities: bool,
-) -> int:  # fmt: skip
+    model: str,
+    devices: tuple[str, ...],
+    precisions: tuple[str, ...] | None,
+    batches: tuple[int, ...] | None,
+    mode: str,
+    launch: str,
+    optimizer: str,
+    shape: tuple[int, ...] | None,
+    seq: int | None,
+    burst: bool,
+    top: int,
+    as_json: bool,
+    html: Path | None,
+    no_opportunities: bool,
+) -> int:
     """Predict latency, energy and memory of a model on a chip, before it runs there.
 
     \b
@@ -95,95 +132,87 @@ def command(
     best choices; rows marked * are on the Pareto frontier of joules per sample and latency.
     """
     from ..hardware import lookup
-    from .models import Shape, load
+    from .model_loader import InputShape, load_model
 
-    if mode != "train" and _given("optimizer"):
+    if mode != "train" and _is_typed("optimizer"):
         raise ArgumentError(
             f"--optimizer {optimizer} needs --mode train",
             why="a forward pass (--mode infer, the default) has no optimizer",
             fix="add --mode train, or leave --optimizer out",
         )
     for device in devices:
-        lookup(device)  # a wrong name is said before torch is imported
+        lookup(device)  # fail on a wrong name before torch is imported
     if html:
         check_writable(html, "--html")
-    loaded = load(model, Shape(input=shape, seq=seq), training=mode == "train")
+    loaded = load_model(model, InputShape(input=shape, seq=seq), training=mode == "train")
     if loaded.note:
-        say(f"note: {loaded.note}", err=True)
+        print(f"note: {loaded.note}", file=sys.stderr)
     options = {"mode": mode, "launch": launch, "optimizer": optimizer, "burst": burst}
     if len(devices) * len(precisions or (1,)) * len(batches or (1,)) == 1:
         one = {"on": devices[0], "precision": (precisions or (None,))[0], "batch": (batches or (None,))[0]}
-        return _one(loaded, {**options, **one}, top, as_json, html, opportunities=not no_opportunities)
-    return _several(loaded, options, devices, precisions or (None,), batches or (None,), as_json, html)
+        return _predict_one(loaded, {**options, **one}, top, as_json, html, opportunities=not no_opportunities)
+    points = {"on": devices, "precisions": precisions or (None,), "batches": batches or (None,)}
+    return _predict_several(loaded, {**options, **points}, as_json, html)
 
 
-def _given(option: str) -> bool:
-    """Whether it was typed: a default says nothing about what was meant."""
+def _is_typed(option: str) -> bool:
+    """Whether the user typed the option: its default does not count."""
     from click.core import ParameterSource
 
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
-def _one(
-    loaded: Loaded, options: dict[str, Any], top: int, as_json: bool, html: Path | None, *, opportunities: bool
+def _predict_one(
+    loaded: LoadedModel, options: dict[str, Any], top: int, as_json: bool, html: Path | None, *, opportunities: bool
 ) -> int:
     from ..estimate.predict import predict
 
     report = predict(loaded.model, loaded.inputs, name=loaded.name, **options)
-    found = report.opportunities() if opportunities else None
+    savings = report.opportunities() if opportunities else None
     if html:
         from ..report.predict_html import page
 
-        _write(html, page(report, opportunities=found))
+        _write_page(html, page(report, opportunities=savings))
     if as_json:
         from ..report.predict import report_json
 
-        click.echo(report_json(report, found))
+        click.echo(report_json(report, savings))
         return 0
+    from ..report.console import Console
     from ..report.predict import prediction
-    from ..report.screen import Console
 
-    following = _next_of_report(report)
-    answer = prediction(report, top=top, opportunities=found, next_command=following)
-    Console(highlight=False).print(answer, crop=False)  # the next command stays in one piece
+    screen = prediction(report, top=top, opportunities=savings, next_command=_next_after_report(report))
+    Console(highlight=False).print(screen, crop=False)  # the next command stays in one piece
     return 0
 
 
-def _several(
-    loaded: Loaded,
-    options: dict[str, Any],
-    devices: Any,
-    precisions: Any,
-    batches: Any,
-    as_json: bool,
-    html: Path | None,
-) -> int:
-    found = _swept(loaded, options, devices, precisions, batches)
+def _predict_several(loaded: LoadedModel, options: dict[str, Any], as_json: bool, html: Path | None) -> int:
+    sweep = _sweep(loaded, options)
     if html:
         from ..report.predict_html import page
 
-        _write(html, page(found))
+        _write_page(html, page(sweep))
     if as_json:
-        click.echo(found.to_json())
+        click.echo(sweep.to_json())
     else:
-        from ..report.predict import comparison
-        from ..report.screen import Console
+        from ..report.console import Console
+        from ..report.sweep import comparison
 
         console = Console(highlight=False)
-        console.print(comparison(found, next_command=_next_of_sweep(found), width=console.width), crop=False)
-    return 0 if found.feasible else 1
+        console.print(comparison(sweep, next_command=_next_after_sweep(sweep), width=console.width), crop=False)
+    return 0 if sweep.feasible else 1
 
 
-def _swept(loaded: Loaded, options: dict[str, Any], devices: Any, precisions: Any, batches: Any) -> Sweep:
+def _sweep(loaded: LoadedModel, options: dict[str, Any]) -> Sweep:
     from ..estimate.search import sweep
 
-    points = len(devices) * len(precisions) * len(batches)
-    asked = {"on": devices, "precisions": precisions, "batches": batches, "name": loaded.name, **options}
+    points = len(options["on"]) * len(options["precisions"]) * len(options["batches"])
+    arguments = {"name": loaded.name, **options}
     if points < PROGRESS_FROM or not sys.stderr.isatty():
-        return sweep(loaded.model, loaded.inputs, **asked)
+        return sweep(loaded.model, loaded.inputs, **arguments)
     from rich.progress import Progress
 
-    from ..report.screen import Console
+    from ..report.console import Console
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("predicting", total=points)
@@ -191,50 +220,46 @@ def _swept(loaded: Loaded, options: dict[str, Any], devices: Any, precisions: An
         def step(done: int, _total: int, label: str) -> None:
             progress.update(task, completed=done, description=label or "predicting")
 
-        return sweep(loaded.model, loaded.inputs, progress=step, **asked)
+        return sweep(loaded.model, loaded.inputs, progress=step, **arguments)
 
 
-def _next_of_report(report: EnergyReport) -> str:
-    """What one would ask next: without the host where it bounds, else with more samples at once, else other chips."""
+def _next_after_report(report: EnergyReport) -> str:
+    """Without the host where the host limits it, else with a larger batch, else on other chips."""
     of = report.prediction
     if of is not None and of.bound == "host":
-        return _again(launch="graph")
+        return _typed_command(launch="graph")
     if of is not None and of.batch and of.batch < 64:
-        return _again(batch=f"{of.batch},{of.batch * 4},{of.batch * 16}")
-    return _again(on="a100,h200,b200", html="report.html")
+        return _typed_command(batch=f"{of.batch},{of.batch * 4},{of.batch * 16}")
+    return _typed_command(on="a100,h200,b200", html="report.html")
 
 
-def _next_of_sweep(found: Sweep) -> str | None:
-    best = found.best_batch()
+def _next_after_sweep(sweep: Sweep) -> str | None:
+    best = sweep.best_batch()
     if best is None:
         return None
-    changes = {"on": best.on, "precision": best.precision, "batch": best.batch, "html": None}
-    return _again(**changes)
+    return _typed_command(on=best.on, precision=best.precision, batch=best.batch, html=None)
 
 
-def _again(**changes: Any) -> str:
+def _typed_command(**changes: Any) -> str:
     """What the user typed, with some options changed (None: left out)."""
-    from ..report.text import command_line
-
-    typed = sys.argv[sys.argv.index("predict") + 1 :] if "predict" in sys.argv else []
-    kept: list[str] = []
-    words = iter(typed)
-    for word in words:
+    words: list[str] = []
+    typed = iter(sys.argv[sys.argv.index("predict") + 1 :] if "predict" in sys.argv else [])
+    for word in typed:
         flag, equals, _ = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") in changes:
             if not equals:
-                next(words, None)
+                next(typed, None)
         else:
-            kept.append(word)
+            words.append(word)
     for name, value in changes.items():
         if value is not None:
-            kept += [f"--{name.replace('_', '-')}", str(value)]
-    return command_line(["tessera", "predict", *kept])
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(["tessera", "predict", *words])
 
 
-def _write(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix="give --html another path") from exc
-    say(f"wrote {path}", err=True)
+    print(f"wrote {path}", file=sys.stderr)

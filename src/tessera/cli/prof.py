@@ -1,4 +1,4 @@
-"""`tessera-prof --pid PID`: look at a running process. `profile.attach` computes, `report/prof.py` lays out."""
+"""`tessera-prof --pid PID`: look at a running process. `profile.attach` measures, `report/prof.py` renders."""
 
 from __future__ import annotations
 
@@ -13,46 +13,55 @@ import click
 from .. import __version__
 from ..errors import ArgumentError, TesseraError
 from ..units import parse_duration
-from . import completion
-from .entry import check_writable, enter
-from .plain import say
-from .usage import quantity
+from .main import print_error, run_command
+from .options import FILE, check_writable, parse_option, sensor_option
 
 if TYPE_CHECKING:
     from ..profile.attach import Attached
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 
 @click.command("tessera-prof", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="tessera-prof")
-@click.option("--pid", type=int, required=True, help="The process to look at; your own (root may take any).")
+@click.option("--pid", type=int, required=True, help="The process to look at: your own, or any as root.")
 @click.option("--sample-ms", type=float, default=10.0, show_default=True, help="Milliseconds between two samples.")
-@click.option("--gpu", is_flag=True, help="GPU use: clocks, utilisation, SM activity.")
-@click.option("--mem", is_flag=True, help="Memory: of the process, of the GPU, DRAM activity.")
-@click.option("--tc", is_flag=True, help="Tensor cores and the other arithmetic units.")
-@click.option("--collectives", is_flag=True, help="NVLink and PCIe traffic; collectives in the trace.")
-@click.option("--export", type=_FILE, help="Write a trace for Perfetto (.json, .json.gz): Kineto's, with power in it.")
-@click.option("--power", type=_FILE, help="Write the power samples here; by default beside --export (.power.csv).")
-@click.option("--summary", type=_FILE, help="Write mean, min and max of every figure to this CSV.")
-@click.option("--duration", "duration_s", metavar="TIME", callback=quantity(parse_duration),
-              help="How long to look, e.g. 5s; by default until the trace is there.")  # fmt: skip
+@click.option("--gpu", is_flag=True, help="Show GPU clocks, utilisation and SM activity.")
+@click.option("--mem", is_flag=True, help="Show memory of the process and the GPU, and DRAM activity.")
+@click.option("--tc", is_flag=True, help="Show activity of tensor cores and other arithmetic units.")
+@click.option("--collectives", is_flag=True, help="Show NVLink and PCIe traffic, and collectives in the trace.")
+@click.option("--export", type=FILE, help="Write a trace for Perfetto (.json, .json.gz): Kineto's, with power in it.")
+@click.option("--power", type=FILE, help="Write the power samples here; by default beside --export (.power.csv).")
+@click.option("--summary", type=FILE, help="Write mean, min and max of every figure to this CSV.")
 @click.option(
-    "--steps", type=click.IntRange(0), default=3, show_default=True, help="Optimizer steps to trace; 0: by time."
+    "--duration",
+    "duration_s",
+    metavar="TIME",
+    callback=parse_option(parse_duration),
+    help="How long to sample, e.g. 5s. [default: until the trace is complete]",
 )
-@click.option("--trace-ms", type=click.IntRange(1), default=250, show_default=True, help="Time to trace without steps.")
-@click.option("--warmup-s", type=click.IntRange(0, 60), default=0, show_default=True, help="GPU tracing on before it.")
-@click.option("--stacks", is_flag=True, help="Python stacks in the trace; slows the process while it is traced.")
-@click.option("--timeout", "timeout_s", default="30s", show_default=True, metavar="TIME",
-              callback=quantity(parse_duration), help="How long to wait for the trace.")  # fmt: skip
 @click.option(
-    "--sensor",
-    "sensors",
-    multiple=True,
-    shell_complete=completion.sensors,
-    metavar="NAME",
-    help="Use this power sensor; may be given again.",
+    "--steps", type=click.IntRange(0), default=3, show_default=True, help="Optimizer steps to trace; 0 traces by time."
 )
+@click.option(
+    "--trace-ms", type=click.IntRange(1), default=250, show_default=True, help="How long to trace without steps."
+)
+@click.option(
+    "--warmup-s",
+    type=click.IntRange(0, 60),
+    default=0,
+    show_default=True,
+    help="Seconds of GPU tracing to discard first.",
+)
+@click.option("--stacks", is_flag=True, help="Add Python stacks to the trace; slows the process while it is traced.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default="30s",
+    show_default=True,
+    metavar="TIME",
+    callback=parse_option(parse_duration),
+    help="How long to wait for the trace.",
+)
+@sensor_option
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
 def command(
@@ -75,18 +84,18 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> int:
-    """Power, clocks, activity and memory of a running process; a Kineto trace of a PyTorch one.
+    """Show power, clocks, activity and memory of a running process; record a Kineto trace of a PyTorch process.
 
     \b
     Example:
       tessera-prof --pid 12345 --export trace.json --summary perf.csv
       tessera-prof --pid 12345 --sample-ms 10 --gpu --mem --tc --collectives --duration 5s
 
-    A trace needs a process that was started with KINETO_USE_DAEMON=1 in its environment; no privilege. It comes
-    within 8 s, and within 5 s mostly where an optimizer steps: the process asks every 5 s. Power and activity are
-    those of the whole device. --gpu --mem --tc --collectives choose; without any of them all are shown.
+    To be traced, a process must have been started with KINETO_USE_DAEMON=1 in its environment; no privilege is
+    needed. The trace arrives within 8 s, because the process checks for requests every 5 s. Power and activity are
+    those of the whole device. --gpu --mem --tc --collectives choose what to show. [default: all]
 
-    Exit code 1: the process was to be traced, and was not; 2: a wrong option.
+    Exit code: 1 if the process could not be traced, 2 for a wrong option.
     """
     from ..profile.attach import SECTIONS, Options, What, attach
 
@@ -95,7 +104,7 @@ def command(
         power = export.with_name(export.name.removesuffix(".gz").removesuffix(".json") + ".power.csv")
     files = {what: path for what, path in (("trace", export), ("power", power), ("summary", summary)) if path}
     if len(set(files.values())) < len(files):
-        raise ArgumentError("two of --export, --power and --summary name one file", fix="give each a name of its own")
+        raise ArgumentError("two of --export, --power and --summary name the same file", fix="give each its own file")
     options = Options(
         sample_s=sample_ms * 1e-3,
         duration_s=duration_s,
@@ -109,52 +118,52 @@ def command(
         check_writable(path)
     from .watch import Quit
 
-    with Quit() as quit_, _progress(as_json) as tell:
+    with Quit() as quit_, _show_progress(as_json) as tell:
         attached = attach(pid, options, wait=quit_.wait, tell=tell)
-    _write(attached, files)
-    _show(attached, files, as_json)
+    _write_files(attached, files)
+    _print_answer(attached, files, as_json)
     wanted = options.trace and attached.kineto_state.state in ("ready", "starting", "unreachable")
     return int(wanted and attached.kineto is None and not attached.stopped)
 
 
 @contextlib.contextmanager
-def _progress(as_json: bool) -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is being waited for."""
+def _show_progress(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that shows the current step."""
     if as_json or not sys.stderr.isatty():
         yield lambda _text: None
         return
-    from ..report.screen import Console
+    from ..report.console import Console
 
     with Console(stderr=True).status("sampling") as status:
         yield status.update
 
 
-def _write(attached: Attached, files: dict[str, Path]) -> None:
-    """What cannot be written is said and left out; the answer stands."""
+def _write_files(attached: Attached, files: dict[str, Path]) -> None:
+    """Print an error for a file that cannot be written, and go on."""
     for what, write in (("trace", attached.export), ("power", attached.power.to_csv), ("summary", attached.summary)):
         if what in files:
             try:
                 write(files[what])
             except (OSError, TesseraError) as exc:
                 path = files.pop(what)
-                say(f"error: {path} could not be written: {exc}", err=True)
+                print_error(f"cannot write {path}: {exc}")
 
 
-def _show(attached: Attached, files: dict[str, Path], as_json: bool) -> None:
+def _print_answer(attached: Attached, files: dict[str, Path], as_json: bool) -> None:
     from ..report import prof as report
 
     if as_json:
         click.echo(report.to_json(attached, files))
         return
-    from ..report.screen import Console
+    from ..report.console import Console
 
-    following = report.next_command(attached, files)
-    Console(highlight=False).print(report.answer(attached, files=files, next_command=following))
+    next_command = report.next_command(attached, files)
+    Console(highlight=False).print(report.answer(attached, files=files, next_command=next_command))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `tessera-prof`."""
-    enter(command, "tessera-prof", argv)
+    run_command(command, "tessera-prof", argv)
 
 
 if __name__ == "__main__":

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import click
+import sys
 
-from .plain import say
+import click
 
 
 @click.command("selftest")
-@click.option(
-    "--seconds", type=click.FloatRange(min=5), default=45.0, show_default=True, help="About how long it takes."
-)
+@click.option("--seconds", type=click.FloatRange(min=5), default=45.0, show_default=True, help="About how long.")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def command(seconds: float, as_json: bool) -> int:
-    """Check Tessera's own figures on this machine: how far off, pass or fail, to paste into an issue.
+    """Check Tessera's accuracy on this machine: the error of each figure, pass or fail, to paste into an issue.
 
     \b
     Example:
       tessera selftest
 
-    Compares samples with the energy counter, joules given to kernels with each kernel alone, predictions with
-    measurements, and says what measuring costs. What a machine cannot check is named. Exits 1 where a check fails.
+    Compares samples with the energy counter, joules attributed to kernels with each kernel measured alone, and
+    predictions with measurements, and shows what measuring costs. Checks that this machine cannot do are listed. Exit
+    code 1 if a check fails.
     """
     from ..selftest import run_checks, to_dict
 
-    checks = run_checks(budget_s=seconds, progress=None if as_json else _progress)
+    checks = run_checks(budget_s=seconds, progress=None if as_json else _print_progress)
     if as_json:
         import msgspec
 
         click.echo(msgspec.json.encode(to_dict(checks)).decode())
     else:
-        from ..report.screen import readable
-        from ..report.selftest import print_checks
+        from ..report.console import open_console
+        from ..report.doctor import print_checks
 
-        print_checks(checks, _machine(), readable())
+        print_checks(checks, _describe_machine(), open_console())
     return int(any(c.verdict == "fail" for c in checks))
 
 
-def _progress(done: int, total: int, name: str) -> None:
-    import sys
-
+def _print_progress(done: int, total: int, name: str) -> None:
     if sys.stderr.isatty():
-        say(f"\r\033[K{done + 1}/{total} {name}", nl=False, err=True)
+        print(f"\r\033[K{done + 1}/{total} {name}", file=sys.stderr, end="", flush=True)
 
 
-def _machine() -> str:
+def _describe_machine() -> str:
     import platform
 
     from .. import __version__

@@ -319,7 +319,7 @@ class EnergyBenchmark:
 
     def print_results(self) -> None:
         """Print the results as a table."""
-        from ..report.text import print_benchmark
+        from ..report.measure import print_benchmark
 
         print_benchmark(self.results)
 

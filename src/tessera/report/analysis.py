@@ -1,4 +1,4 @@
-"""The result of any analysis as people see it: in the terminal, as plain text, in a notebook."""
+"""The result of any analysis, and of a correlation of spikes: in the terminal, as plain text, in a notebook."""
 
 from __future__ import annotations
 
@@ -11,200 +11,242 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.kernel_names import fit, short_name
+from ..analyze.correlate import Correlation, describe_alignment
+from ..analyze.kernel_names import fit, short, short_name
 from ..analyze.result import Result, ResultColumn
-from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power, format_temperature
-from .screen import colourless
+from ..analyze.spikes import Spike, format_level
+from ..units import (
+    format_bytes,
+    format_duration,
+    format_energy,
+    format_energy_error,
+    format_error,
+    format_frequency,
+    format_power,
+    format_si,
+    format_temperature,
+)
+from .console import open_table, plain_console
+from .html import prose
 
 WIDTH = 100
 TOP = 20
+MAX_NOTES = 6
+MIN_NAME = 24
+"""Characters that names keep on a narrow terminal."""
 _UNKNOWN = "-"
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_SUFFIXES = {"s": "s", "j": "J", "w": "W", "bytes": "B", "pct": "%", "hz": "Hz", "c": "°C"}
-_LEAST = 24  # characters that names keep on a narrow terminal
-_NOTES = 6
 _KERNEL_NAMES = ("name", "kernel", "kernel_name")
-# What people see above the rows, by kind: key, label, unit, and the key of the same as a share. The rest is in JSON.
-FACTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
-    "breakdown": (
-        ("devices", "devices", "", ""), ("span_s", "first to last kernel", "s", ""), ("compute_s", "compute", "s", ""),
-        ("communication_s", "communication", "s", ""), ("exposed_communication_s", "of it exposed", "s", ""),
-        ("copies_s", "copies", "s", ""), ("idle_s", "idle", "s", ""), ("total_j", "energy of the trace", "J", ""),
-        ("idle_j", "of it idle", "J", ""),
-    ),
-    "overlap": (
-        ("communication_s", "communication", "s", ""), ("communication_overlap_pct", "hidden behind kernels", "%", ""),
-        ("copies_s", "copies", "s", ""), ("copies_overlap_pct", "copies hidden", "%", ""),
-    ),
-    "kernels": (
-        ("calls", "calls", "", ""), ("names", "different kernels", "", ""), ("total_s", "kernel time", "s", ""),
-        ("total_j", "energy of the trace", "J", ""), ("idle_j", "of it idle", "J", ""),
-    ),
-    "critical_path": (
-        ("length_s", "length", "s", ""), ("span_s", "of a recording of", "s", ""),
-        ("host_s", "on the host", "s", "host_pct"), ("device_s", "on the device", "s", "device_pct"),
-        ("gap_s", "gaps", "s", "gap_pct"),
-    ),
-    "collectives": (("count", "collectives", "", ""),),
-    "memcpy": (
-        ("calls", "copies", "", ""), ("bytes", "bytes", "B", ""), ("time_s", "time", "s", ""),
-        ("overlapped_s", "beside kernels", "s", ""), ("pinned_pct", "from or to pinned memory", "%", ""),
-        ("memsets", "memsets", "", ""), ("memset_s", "time of memsets", "s", ""),
-    ),
-    "memory": (),
-    "power": (
-        ("window_s", "first to last kernel", "s", ""), ("recorded_s", "recorded", "s", ""),
-        ("recorded_mean_w", "mean of the recording", "W", ""), ("recorded_j", "energy of the recording", "J", ""),
-        ("spikes", "spikes", "", ""), ("spike_threshold_w", "each above", "W", ""), ("spikes_s", "in spikes", "s", ""),
-        ("dominant_hz", "strongest frequency", "Hz", ""), ("dominant_is", "which is", "", ""),
-        ("step_hz", "median step", "Hz", ""), ("throttled_s", "throttled", "s", ""), ("throttle_reasons", "by", "", ""),
-    ),
-    "roofline": (
-        ("device_name", "chip", "", ""), ("hbm_bytes_per_s", "memory bandwidth", "B/s", ""),
-        ("best_bytes_per_j", "best bytes per joule", "B/J", ""), ("time_s", "device time", "s", ""),
-        ("known_time_s", "with known work", "s", ""), ("mfu_pct", "of the peak FLOP/s", "%", ""),
-    ),
-    "stalls": (
-        ("time_s", "kernel time", "s", ""), ("counted_pct", "of it with counters", "%", ""),
-        ("memory_stall_pct", "memory stalls", "%", ""), ("dependency_stall_pct", "dependency stalls", "%", ""),
-        ("structural_stall_pct", "structural stalls", "%", ""),
-    ),
-    "divergence": (
-        ("time_s", "kernel time", "s", ""), ("counted_pct", "of it with counters", "%", ""),
-        ("threshold_pct", "listed above", "%", ""), ("warp_divergence_pct", "mean divergence", "%", ""),
-    ),
-    "advise": (
-        ("energy_j", "energy of the trace", "J", ""), ("time_s", "time", "s", ""), ("basis", "joules are", "", ""),
-    ),
-}  # fmt: skip
+_FORMATS = {
+    "s": format_duration,
+    "J": format_energy,
+    "W": format_power,
+    "B": format_bytes,
+    "Hz": format_frequency,
+    "°C": format_temperature,
+    "C": format_temperature,
+}
+FACTS = {
+    "breakdown": {
+        "devices": "devices",
+        "span_s": "first to last kernel",
+        "compute_s": "compute",
+        "communication_s": "communication",
+        "exposed_communication_s": "exposed communication",
+        "copies_s": "copies",
+        "idle_s": "idle",
+        "total_j": "energy of the trace",
+        "idle_j": "idle energy",
+    },
+    "overlap": {
+        "communication_s": "communication",
+        "communication_overlap_pct": "overlaps kernels",
+        "copies_s": "copies",
+        "copies_overlap_pct": "copies that overlap kernels",
+    },
+    "kernels": {
+        "calls": "calls",
+        "names": "different kernels",
+        "total_s": "kernel time",
+        "total_j": "energy of the trace",
+        "idle_j": "idle energy",
+    },
+    "critical_path": {
+        "length_s": "length",
+        "span_s": "recording",
+        "host_s": "on the host",
+        "device_s": "on the device",
+        "gap_s": "gaps",
+    },
+    "collectives": {"count": "collectives"},
+    "memcpy": {
+        "calls": "copies",
+        "bytes": "bytes",
+        "time_s": "time",
+        "overlapped_s": "overlaps kernels",
+        "pinned_pct": "from or to pinned memory",
+        "memsets": "memsets",
+        "memset_s": "time of memsets",
+    },
+    "memory": {},
+    "power": {
+        "window_s": "first to last kernel",
+        "recorded_s": "recorded",
+        "recorded_mean_w": "mean of the recording",
+        "recorded_j": "energy of the recording",
+        "spikes": "spikes",
+        "spike_threshold_w": "threshold",
+        "spikes_s": "time in spikes",
+        "dominant_hz": "strongest frequency",
+        "dominant_is": "which is",
+        "step_hz": "median step",
+        "throttled_s": "throttled",
+        "throttle_reasons": "because of",
+    },
+    "roofline": {
+        "device_name": "chip",
+        "hbm_bytes_per_s": "memory bandwidth",
+        "best_bytes_per_j": "best bytes per joule",
+        "time_s": "device time",
+        "known_time_s": "with known work",
+        "mfu_pct": "of the peak FLOP/s",
+    },
+    "stalls": {
+        "time_s": "kernel time",
+        "counted_pct": "of it with counters",
+        "memory_stall_pct": "memory stalls",
+        "dependency_stall_pct": "dependency stalls",
+        "structural_stall_pct": "structural stalls",
+    },
+    "divergence": {
+        "time_s": "kernel time",
+        "counted_pct": "of it with counters",
+        "threshold_pct": "threshold",
+        "warp_divergence_pct": "mean divergence",
+    },
+    "advise": {"energy_j": "energy of the trace", "time_s": "time", "basis": "joules are"},
+}
+"""The single figures shown above the rows, by the kind of the analysis: key and label. JSON has all of them."""
+_FACT_UNITS = {"_bytes_per_s": "B/s", "_bytes_per_j": "B/J", "_s": "s", "_j": "J", "_w": "W", "_pct": "%", "_hz": "Hz"}
+_SHARES = {"host_s": "host_pct", "device_s": "device_pct", "gap_s": "gap_pct"}
+_HOST_LABELS = {"device time": "time in operators"}  # if the rows are operators of the host
 
-_OF_A_CPU = {"device time": "time in operators"}  # where the rows are operators of the host
 
-
-def value(given: Any, unit: str = "") -> str:
+def format_value(value: Any, unit: str = "") -> str:
     """One value with its unit, short: 0.0123 s is "12.3 ms", 1.2e12 FLOP/s "1.2 TFLOP/s"; "-" where it is unknown."""
-    if given is None:
+    if value is None:
         return _UNKNOWN
-    if isinstance(given, bool):
-        return "yes" if given else "no"
-    if not isinstance(given, (int, float)):
-        return _plain(given)
-    if isinstance(given, float) and not math.isfinite(given):
-        return _UNKNOWN if math.isnan(given) else str(given)
-    formats = {
-        "s": format_duration, "J": format_energy, "W": format_power, "B": format_bytes, "Hz": format_frequency,
-        "°C": format_temperature, "C": format_temperature,
-    }  # fmt: skip
-    if unit in formats:
-        return formats[unit](given) if given >= 0 else f"-{formats[unit](-given)}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return _one_line(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _UNKNOWN if math.isnan(value) else str(value)
+    if unit in _FORMATS:
+        return _FORMATS[unit](value) if value >= 0 else f"-{_FORMATS[unit](-value)}"
     if unit == "%":
-        return "<0.1%" if 0 < given < 0.05 else f"{given:.1f}%"
+        return "<0.1%" if 0 < value < 0.05 else f"{value:.1f}%"
     if not unit:
-        return f"{given:,}" if isinstance(given, int) else f"{given:.4g}"
-    return _scaled(float(given), unit)
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return format_si(value, unit)
 
 
-def _scaled(number: float, unit: str) -> str:
-    """A number with a prefix of a thousand: for rates, and units we know nothing of."""
-    shown = ((s, p) for s, p in _PREFIXES if abs(float(f"{number / s:.4g}")) >= 1)  # as it will be written
-    size, prefix = next(shown, (1.0, ""))
-    return f"{number / size:.4g} {prefix}{unit}"
-
-
-def _plain(given: Any) -> str:
-    """Text on one line, without what would move a terminal's cursor."""
-    if isinstance(given, (list, tuple)):
-        given = ", ".join(map(str, given))
-    return "".join(c if c.isprintable() else " " for c in str(given))
+def _one_line(value: Any) -> str:
+    """Text on one line, without characters that would move a terminal's cursor."""
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value))
+    return "".join(c if c.isprintable() else " " for c in str(value))
 
 
 def text(result: Result, *, top: int = TOP, width: int = WIDTH) -> str:
     """The result as plain text: what `print(result)` shows."""
-    return colourless(width).text(renderable(result, width=width, top=top), crop=True).rstrip()
+    return plain_console(width).text(renderable(result, width=width, top=top), crop=True).rstrip()
 
 
 def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> RenderableType:
-    """The same for a terminal of some width: title, figures, the first rows, what to know, what is missing."""
-    parts: list[RenderableType] = [Text(_plain(result.title), style="bold")]
+    """The same for a terminal of some width: title, figures, the first rows, notes, what is missing."""
+    parts: list[RenderableType] = [Text(_one_line(result.title), style="bold")]
     facts = _facts(result)
     if facts:
-        parts.append(Text("   ".join(f"{name} {said}" for name, said in facts)))
+        parts.append(Text("   ".join(f"{label} {figure}" for label, figure in facts)))
     if result.rows:
         parts += _paragraphs(result, top) if result.kind == "advise" else [_table(result, result.rows[:top], width)]
         if len(result.rows) > top:
             parts.append(Text(f"{top} of {len(result.rows)} rows", style="dim"))
     elif reason := _reason(result):
         parts.append(Text(reason, style="yellow"))
-    parts += [Text(f"note  {_plain(note)}", style="yellow") for note in _notes(result)]
-    parts += [Text(f"missing  {_plain(what)}: {_plain(fix)}", style="yellow") for what, fix in _missing(result)]
+    parts += [Text(f"note  {_one_line(note)}", style="yellow") for note in _notes(result)]
+    parts += [Text(f"missing  {_one_line(what)}: {_one_line(fix)}", style="yellow") for what, fix in _missing(result)]
     return Group(*parts)
 
 
 def _reason(result: Result) -> str | None:
-    """Why there is no row, where one thing that is missing says it all: a sentence that stands for the rows."""
+    """Why there are no rows, if exactly one thing is missing: a sentence in place of the rows."""
     reasons = list(result.missing.values())
-    return _plain(reasons[0]) if not result.rows and len(reasons) == 1 else None
+    return _one_line(reasons[0]) if not result.rows and len(reasons) == 1 else None
 
 
 def _missing(result: Result) -> list[tuple[str, str]]:
-    """What could not be answered, but for what is said already."""
+    """What could not be answered, unless `_reason` has said so already."""
     return [] if _reason(result) else list(result.missing.items())
 
 
 def _paragraphs(result: Result, top: int) -> list[RenderableType]:
-    """Advice: evidence and fix are sentences, and no table has room for them."""
+    """Advice: its evidence and fix are sentences, too long for a table."""
     parts: list[RenderableType] = []
     for row in result.rows[:top]:
-        parts += [Text(""), Text(_plain(row["kind"]), style="bold").append(f"  {_saving(row)}", style="not bold green")]
+        parts += [
+            Text(""),
+            Text(_one_line(row["kind"]), style="bold").append(f"  {_saving(row)}", style="not bold green"),
+        ]
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        grid.add_row("  why", Text(_plain(row["evidence"])))
-        grid.add_row("  fix", Text(_plain(row["action"]), style="bold"))
+        grid.add_row("  why", Text(_one_line(row["evidence"])))
+        grid.add_row("  fix", Text(_one_line(row["action"]), style="bold"))
         parts.append(grid)
     together = result.facts.get("saves_j")
     if len(result.rows) > 1 and together:
-        each = "they overlap, so that is less than their sum"
-        parts += [Text(""), Text(f"all of them together: about {value(together, 'J')} less ({each})")]
+        total = f"all together save about {format_value(together, 'J')}: less than their sum, because they overlap"
+        parts += [Text(""), Text(total)]
     return [*parts, Text("")]
 
 
 def _saving(row: Mapping[str, Any]) -> str:
-    """What a change saves, and how sure that is: "saves 62.9 J and 151 ms (high confidence, by prediction)"."""
+    """What a change saves, and how sure that is: "saves about 62.9 J and 151 ms (high confidence, by prediction)"."""
     joules, seconds = row.get("saves_j"), row.get("saves_s")
-    saved = [format_energy(joules, 3)] if joules else []
-    saved += [format_duration(seconds, 3)] if seconds is not None and seconds > 0 else []
+    savings = [format_energy(joules, 3)] if joules else []
+    savings += [format_duration(seconds, 3)] if seconds is not None and seconds > 0 else []
     cost = f", costs {format_duration(-seconds, 3)}" if seconds is not None and seconds < 0 else ""
-    said = f"saves about {' and '.join(saved)}{cost}" if saved else "saving not known"
-    return f"{said} ({row.get('confidence')} confidence, by {row.get('by')})"
+    text = f"saves about {' and '.join(savings)}{cost}" if savings else "saving unknown"
+    return f"{text} ({row.get('confidence')} confidence, by {row.get('by')})"
 
 
 def _notes(result: Result) -> list[str]:
-    """The notes, each once; what a reader merely left out of a trace comes last, and of many only the first."""
+    """The notes, each once; those about events that were left out of a trace come last."""
     notes = sorted(dict.fromkeys(result.notes), key=lambda note: "left out" in note)
-    return notes if len(notes) <= _NOTES else [*notes[:_NOTES], f"and {len(notes) - _NOTES} more: see --json"]
+    return notes if len(notes) <= MAX_NOTES else [*notes[:MAX_NOTES], f"and {len(notes) - MAX_NOTES} more: see --json"]
 
 
 def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    columns = _shown(result)
+    columns = _visible_columns(result)
     cells = {c.key: [_cell(c, r) for r in rows] for c in columns}
     texts = {c.key: _is_text(c, rows) for c in columns}
     widths = {c.key: max(len(c.title), *map(len, cells[c.key])) + 2 for c in columns}
     widest = max((k for k, is_text in texts.items() if is_text), key=lambda k: widths[k], default=None)
 
-    def taken() -> int:
-        return sum(w if k != widest else min(w, _LEAST) for k, w in widths.items())
+    def needed() -> int:
+        return sum(w if k != widest else min(w, MIN_NAME) for k, w in widths.items())
 
-    # A number that is cut is wrong: the last columns go first. One column of names gives way before that, and is cut in
-    # the middle, since names differ at their ends.
-    while len(columns) > 2 and taken() > width + 2:
+    # A number that is cut is wrong: the widest column of names is cut first (in the middle, since names differ at their
+    # ends), then the last columns are dropped.
+    while len(columns) > 2 and needed() > width + 2:
         last = next(c for c in reversed(columns) if c.key != widest)
         columns.remove(last)
         del widths[last.key]
     if widest is not None:
-        room = max(_LEAST, width - sum(w for k, w in widths.items() if k != widest))
+        room = max(MIN_NAME, width - sum(w for k, w in widths.items() if k != widest))
         cells[widest] = [fit(cell, room) for cell in cells[widest]]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = open_table()
     for column in columns:
         table.add_column(column.title, justify="left" if texts[column.key] else "right", no_wrap=True)
     for line in zip(*(cells[c.key] for c in columns), strict=True):
@@ -212,8 +254,8 @@ def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Tab
     return table
 
 
-def _shown(result: Result) -> list[ResultColumn]:
-    """The columns that have a value in any row; an error stands in the column of what it is the error of."""
+def _visible_columns(result: Result) -> list[ResultColumn]:
+    """The columns that have a value in any row; an error is shown in the column of its value."""
     keys = {c.key for c in result.columns}
     errors = {k for c in result.columns if (k := error_of(c.key)) in keys}
     return [
@@ -228,15 +270,12 @@ def error_of(key: str) -> str:
 
 
 def _cell(column: ResultColumn, row: Mapping[str, Any]) -> str:
-    given, error = row.get(column.key), row.get(error_of(column.key))
-    if column.key in _KERNEL_NAMES and isinstance(given, str) and row.get("kind", "kernel") == "kernel":
-        return _plain(short_name(given))
-    said = value(given, column.unit)
-    if given is None or not isinstance(error, (int, float)) or not error > 0:
-        return said
-    from .text import energy_text, with_error
-
-    return energy_text(given, error) if column.unit == "J" else with_error(given, error, column.unit)
+    value, error = row.get(column.key), row.get(error_of(column.key))
+    if column.key in _KERNEL_NAMES and isinstance(value, str) and row.get("kind", "kernel") == "kernel":
+        return _one_line(short_name(value))
+    if value is None or not isinstance(error, (int, float)) or not error > 0:
+        return format_value(value, column.unit)
+    return format_energy_error(value, error) if column.unit == "J" else format_error(value, error, column.unit)
 
 
 def _is_text(column: ResultColumn, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -244,37 +283,23 @@ def _is_text(column: ResultColumn, rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _facts(result: Result) -> list[tuple[str, str]]:
-    """The single figures that fit a line: label and value, as `FACTS` has them; of other kinds by the key's ending."""
-    if result.kind not in FACTS:
-        return _unlabelled(result)
-    found = []
-    for key, label, unit, share in FACTS[result.kind]:
-        given, error, of = result.facts.get(key), result.facts.get(error_of(key)), result.facts.get(share)
-        if given is None or given == "" or _says_nothing(key, given) or (given == 0 and not result.rows):
+    """The single figures that fit a line: label and value."""
+    facts = []
+    for key, label in FACTS.get(result.kind, {}).items():
+        value, share = result.facts.get(key), result.facts.get(_SHARES.get(key, ""))
+        if value is None or value == "" or _is_uninteresting(key, value) or (value == 0 and not result.rows):
             continue
-        said = _cell(ResultColumn(key=key, title=label, unit=unit), {key: given, error_of(key): error})
-        shown = _OF_A_CPU.get(label, label) if result.facts.get("on_host") else label
-        found.append((shown, said if of is None else f"{said} ({value(of, '%')})"))
-    return found
+        unit = next((u for ending, u in _FACT_UNITS.items() if key.endswith(ending)), {"bytes": "B"}.get(key, ""))
+        column = ResultColumn(key=key, title=label, unit=unit)
+        figure = _cell(column, {key: value, error_of(key): result.facts.get(error_of(key))})
+        name = _HOST_LABELS.get(label, label) if result.facts.get("on_host") else label
+        facts.append((name, figure if share is None else f"{figure} ({format_value(share, '%')})"))
+    return facts
 
 
-def _says_nothing(key: str, given: Any) -> bool:
-    """Nought seconds, joules or counters are no news; no collective and no spike are."""
-    return given == 0 and not isinstance(given, bool) and key.endswith(("_s", "_j", "counted_pct", "memsets"))
-
-
-def _unlabelled(result: Result) -> list[tuple[str, str]]:
-    found = []
-    for key, given in result.facts.items():
-        if given is None or _says_nothing(key, given) or isinstance(given, (dict, list, tuple)) or "_error_" in key:
-            continue
-        stem, _, suffix = key.rpartition("_")
-        unit = _SUFFIXES.get(suffix, "") if stem else {"seconds": "s", "bytes": "B"}.get(key, "")
-        if key.endswith("_per_s"):
-            stem, unit = key.removesuffix("_per_s").removesuffix("_bytes"), "B/s" if "bytes" in key else "/s"
-        name = (stem if stem and unit else key).replace("_", " ")
-        found.append((name, value(given, unit)))
-    return found
+def _is_uninteresting(key: str, value: Any) -> bool:
+    """Zero seconds, joules or counters are not worth a word; zero collectives or spikes are."""
+    return value == 0 and not isinstance(value, bool) and key.endswith(("_s", "_j", "counted_pct", "memsets"))
 
 
 # -- a notebook -----------------------------------------------------------------------------------------------------
@@ -293,24 +318,24 @@ _BARS = ("share_pct", "pct")
 
 def html(result: Result, *, top: int = 50) -> str:
     """The result for a notebook: nothing is fetched, and colours are those of the page, light or dark."""
-    parts = [f"<style>{_STYLE}</style><p><b>{escape(_plain(result.title))}</b></p>"]
+    parts = [f"<style>{_STYLE}</style><p><b>{escape(_one_line(result.title))}</b></p>"]
     facts = _facts(result)
     if facts:
-        said = " &nbsp; ".join(f"{escape(name)} <b>{escape(figure)}</b>" for name, figure in facts)
-        parts.append(f"<p>{said}</p>")
+        figures = " &nbsp; ".join(f"{escape(name)} <b>{escape(figure)}</b>" for name, figure in facts)
+        parts.append(f"<p>{figures}</p>")
     if result.rows:
         parts.append(_html_table(result, result.rows[:top]))
         if len(result.rows) > top:
             parts.append(f"<p>{top} of {len(result.rows)} rows: to_frame() has all of them</p>")
     elif reason := _reason(result):
         parts.append(f"<p class='n'>{escape(reason)}</p>")
-    parts += [f"<p class='n'>{escape(_plain(note))}</p>" for note in _notes(result)]
-    parts += [f"<p class='n'><b>{escape(what)}</b> {escape(_plain(fix))}</p>" for what, fix in _missing(result)]
+    parts += [f"<p class='n'>{escape(_one_line(note))}</p>" for note in _notes(result)]
+    parts += [f"<p class='n'><b>{escape(what)}</b> {escape(_one_line(fix))}</p>" for what, fix in _missing(result)]
     return f"<div class='tessera-a'>{''.join(parts)}</div>"
 
 
 def _html_table(result: Result, rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = _shown(result)
+    columns = _visible_columns(result)
     texts = [_is_text(c, rows) for c in columns]
     head = "".join(
         f"<th{_css(is_text)}{_title(c.help)}>{escape(c.title)}</th>" for c, is_text in zip(columns, texts, strict=True)
@@ -335,4 +360,73 @@ def _css(is_text: bool) -> str:
 
 
 def _title(full: Any) -> str:
-    return f" title='{escape(_plain(full))}'" if full else ""
+    return f" title='{escape(_one_line(full))}'" if full else ""
+
+
+# -- spikes ---------------------------------------------------------------------------------------------------------
+
+SPIKES = 10
+"""How many spikes the text lists: the highest, in time order. `Correlation.spikes` has all."""
+_MARKS = {"yes": "yes", "no": "no ", "unknown": "?  "}
+
+
+def correlation_text(correlation: Correlation) -> str:
+    """The conclusion first, then the spikes, then the checklist."""
+    lines = [_spikes_headline(correlation)]
+    lines += [_describe_spike(s, correlation.start_ns) for s in _highest_spikes(correlation)]
+    if len(correlation.spikes) > SPIKES:
+        lines.append(f"... and {len(correlation.spikes) - SPIKES} lower ones")
+    lines += ["", *(f"  {describe_alignment(a)}" for a in correlation.aligned if a.verdict == "aligned")]
+    for answer in correlation.checklist:
+        lines.append(f"[{_MARKS[answer.verdict]}] {answer.question} {answer.evidence}")
+        lines += [f"      needs {answer.needs}"] if answer.needs else []
+    lines += [f"note: {n}" for n in correlation.notes]
+    return "\n".join(lines)
+
+
+def correlation_html(correlation: Correlation) -> str:
+    """A list of the spikes and the checklist, without scripts or outside resources."""
+    spikes = _highest_spikes(correlation)
+    items = "".join(f"<li>{escape(_describe_spike(s, correlation.start_ns))}</li>" for s in spikes)
+    rows = "".join(
+        f"<tr><td>{escape(a.question)}</td><td><b>{a.verdict}</b></td><td>{prose(a.evidence)}"
+        f"{f'<br><i>needs {prose(a.needs)}</i>' if a.needs else ''}</td></tr>"
+        for a in correlation.checklist
+    )
+    notes = "".join(f"<p>{prose(n)}</p>" for n in correlation.notes)
+    headline = escape(_spikes_headline(correlation))
+    return f"<div><p><b>{headline}</b></p><ul>{items}</ul><table>{rows}</table>{notes}</div>"
+
+
+def _spikes_headline(correlation: Correlation) -> str:
+    span_s = (correlation.end_ns - correlation.start_ns) * 1e-9
+    where = f"{correlation.domain}, {format_duration(span_s)}, mean {format_power(correlation.mean_w)}"
+    level = format_level(correlation.threshold_w)
+    count = len(correlation.spikes)
+    if count == 0:
+        return f"no spike above {level} ({where})"
+    above = format_duration(sum(s.time_s for s in correlation.spikes))
+    error = f"times are accurate to {format_duration(correlation.reach_s)}"
+    return f"{count} spike{'s' if count > 1 else ''} above {level}, {above} in total ({where}; {error})"
+
+
+def _highest_spikes(correlation: Correlation) -> list[Spike]:
+    top = sorted(correlation.spikes, key=lambda s: -s.peak_w)[:SPIKES]
+    return sorted(top, key=lambda s: s.start_ns)
+
+
+def _describe_spike(spike: Spike, start_ns: int) -> str:
+    at = f"+{(spike.peak_ns - start_ns) * 1e-9:.3f} s"
+    head = f"spike {spike.number}: {format_power(spike.peak_w)} at {at} for {format_duration(spike.time_s)}"
+    if spike.rise_w_per_s is not None:
+        head += f", rising {format_power(spike.rise_w_per_s)}/s"
+    parts = []
+    for kernel in spike.kernels[:2]:
+        often = "only in spikes" if kernel.lift is None else f"{kernel.lift:.1f} times as common in spikes as outside"
+        parts.append(f"{fit(short(kernel.name, kernel.kind), 60)} (overlap {kernel.share:.0%}), {often}")
+    parts += [f"{b.kind} {b.offset_s * 1e3:+.0f} ms" for b in spike.boundaries[:1]]
+    if spike.throttle:
+        parts.append(f"then throttled: {', '.join(spike.throttle)}")
+    if spike.clock_before_mhz and spike.clock_after_mhz:
+        parts.append(f"clock {spike.clock_before_mhz:.0f} -> {spike.clock_after_mhz:.0f} MHz")
+    return "; ".join([head, *(part if i else f"during {part}" for i, part in enumerate(parts))])

@@ -1,4 +1,4 @@
-"""Two runs side by side as a page that needs no network, and as a card for notebooks: totals, paired bars, a table."""
+"""Two runs compared, as a page that needs no network and as a card for notebooks: totals, paired bars, a table."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..analyze.kernel_names import fit
 from ..units import format_duration
 from .diff import (
     STATES,
-    Figure,
+    DiffFigure,
     about,
+    all_notes,
     calls_text,
+    display_names,
     headline,
-    modelled,
+    is_significant,
+    modelled_warning,
     outside_text,
     percent,
     quantity,
-    row_sure,
-    shown_names,
-    told_notes,
-)  # fmt: skip
+)
 from .energy import TITLES
-from .shell import SWITCH, document
+from .html import THEME_BUTTON, capitalize, definitions, document, number_cell, table, tile
 
 BARS = 14
 ROWS = 400
-# Beside what the page of a run has: paired bars, and what changed for the worse, the better or not at all.
+# In addition to the style of all pages: paired bars, and colours for worse, better and unchanged.
 _STYLE = """
 .pairs { display: grid; grid-template-columns: minmax(120px, 320px) 1fr max-content; gap: 7px 14px;
   align-items: center; }
@@ -44,7 +44,7 @@ _STYLE = """
 .more { color: var(--power); } .less { color: var(--good); } .noise, .unsure, .unknown { color: var(--dim); }
 .pair.noise { opacity: .5; } .pairs .name.noise, tr.noise td { color: var(--dim); }
 @media (max-width: 700px) { .pairs { grid-template-columns: 96px 1fr max-content; gap: 7px 8px; font-size: 12.5px; } }
-/* Ten columns in the width of a small screen: heads wrap, and so does the verdict, which stands last and was cut. */
+/* Ten columns on a small screen: headings wrap, and so does the verdict in the last column. */
 .sort th { white-space: normal; vertical-align: bottom; } .sort td.name { max-width: 300px; }
 .sort td:last-child { white-space: normal; min-width: 8em; padding-right: 0; }
 .tile.wide { min-width: 230px; } .tile .now { display: block; margin-top: 2px; font-size: 13.5px; color: var(--ink); }
@@ -62,41 +62,47 @@ _CARD_STYLE = (
 )
 
 
-def page(found: Difference, *, verdict: Verdict | None = None) -> str:
-    """One HTML file. It needs nothing but itself."""
-    said = verdict or found.verdict()
-    title = fit(f"{found.before} → {found.after}", 80)
-    parts = [_header(found), _warning(found), _said(found, said), _pairs(found), _table(found), _origin(found)]
-    # The script of a run's page sorts and filters; with no timeline on the page that is all it does.
+def page(difference: Difference, *, verdict: Verdict | None = None) -> str:
+    """One self-contained HTML file."""
+    conclusion = verdict or difference.verdict()
+    title = fit(f"{difference.before} → {difference.after}", 80)
+    parts = [
+        _header(difference),
+        _warning(difference),
+        _verdict(difference, conclusion),
+        _pairs(difference),
+        _table(difference),
+        _origin(difference),
+    ]
     return document(f"{title} - tessera diff", "".join(parts), style=_STYLE)
 
 
-def card(found: Difference, *, top: int = 10) -> str:
+def card(difference: Difference, *, top: int = 10) -> str:
     """For a notebook: the headline, and the rows that changed most."""
     figures = "".join(
         f"<p><b>{f.name}</b> {escape(quantity(f.before, f.before_error, f.unit))} → "
-        f"{escape(quantity(f.after, f.after_error, f.unit))}: <span class='{f.state}'>{escape(_moved(f))}</span> "
+        f"{escape(quantity(f.after, f.after_error, f.unit))}: <span class='{f.state}'>{escape(_change_text(f))}</span> "
         f"<span class='noise'>{STATES[f.state]}</span></p>"
-        for f in headline(found)
+        for f in headline(difference)
     )
-    head = "".join(f"<th>{h}</th>" for h in (TITLES.get(found.by, found.by), "before", "after", "change", ""))
-    names, timed = shown_names(found), math.isnan(found.total.change_j)
-    rows = "".join(_card_row(r, names[r.name], timed=timed) for r in list(found.rows)[:top])
+    head = "".join(f"<th>{h}</th>" for h in (TITLES.get(difference.by, difference.by), "before", "after", "change", ""))
+    names, timed = display_names(difference), math.isnan(difference.total.change_j)
+    rows = "".join(_card_row(r, names[r.name], timed=timed) for r in list(difference.rows)[:top])
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
-    notes = "".join(f"<p class='noise'>{escape(n)}</p>" for n in told_notes(found))
-    title = f"<p><b>{escape(found.before)} → {escape(found.after)}</b> {escape(about(found))}</p>"
-    warning = modelled(found)
+    notes = "".join(f"<p class='noise'>{escape(n)}</p>" for n in all_notes(difference))
+    title = f"<p><b>{escape(difference.before)} → {escape(difference.after)}</b> {escape(about(difference))}</p>"
+    warning = modelled_warning(difference)
     title += f"<p class='more'>{escape(warning)}</p>" if warning else ""
-    verdict = f"<p><b>{escape(found.verdict().text)}</b></p>"
+    verdict = f"<p><b>{escape(difference.verdict().text)}</b></p>"
     return f"<style>{_CARD_STYLE}</style><div class='tessera-d'>{title}{figures}{body}{notes}{verdict}</div>"
 
 
 def _card_row(row: Change, name: str, *, timed: bool) -> str:
     unit = "s" if timed else "J"
     before, after, change, error, share = _numbers(row, timed=timed)
-    cells = (quantity(before, math.nan, unit), quantity(after, math.nan, unit),
-             quantity(change, error, unit, signed=True), percent(share, state=row.state))  # fmt: skip
-    sort = "" if row_sure(row, timed=timed) else " class='noise'"
+    cells = [quantity(before, math.nan, unit), quantity(after, math.nan, unit)]
+    cells += [quantity(change, error, unit, signed=True), percent(share, state=row.state)]
+    sort = "" if is_significant(row, timed=timed) else " class='noise'"
     return f"<tr{sort}><td>{escape(fit(name, 70))}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
 
 
@@ -109,63 +115,60 @@ def _numbers(row: Change, *, timed: bool) -> tuple[float, float, float, float, f
 # -- the page -------------------------------------------------------------------------------------------------------
 
 
-def _header(found: Difference) -> str:
-    tiles = "".join(_tile(f) for f in headline(found))
+def _header(difference: Difference) -> str:
+    tiles = "".join(_tile(f) for f in headline(difference))
     return (
-        f"<header><div class='top'><div><h1>{escape(found.before)} → {escape(found.after)}</h1>"
-        f"<div class='dim'>{escape(about(found))}</div></div>{SWITCH}</div>"
+        f"<header><div class='top'><div><h1>{escape(difference.before)} → {escape(difference.after)}</h1>"
+        f"<div class='dim'>{escape(about(difference))}</div></div>{THEME_BUTTON}</div>"
         f"<div class='tiles'>{tiles}</div></header>"
     )
 
 
-def _warning(found: Difference) -> str:
-    said = modelled(found)
-    return f"<section class='do bad' role='note'><b>Modelled</b><p>{escape(said)}.</p></section>" if said else ""
+def _warning(difference: Difference) -> str:
+    warning = modelled_warning(difference)
+    return f"<section class='do bad' role='note'><b>Modelled</b><p>{escape(warning)}.</p></section>" if warning else ""
 
 
-def _moved(f: Figure) -> str:
+def _change_text(f: DiffFigure) -> str:
     share = f" ({percent(f.share)})" if f.share is not None else ""
     return f"{quantity(f.change, f.change_error, f.unit, signed=True)}{share}"
 
 
-def _tile(f: Figure) -> str:
+def _tile(f: DiffFigure) -> str:
     before, after = quantity(f.before, f.before_error, f.unit), quantity(f.after, f.after_error, f.unit)
-    number, plus, rest = after.partition(" ± ")
-    shown = f"{escape(number)} <small>± {escape(rest)}</small>" if plus else escape(after)
-    return (
-        f"<div class='tile wide'><b>{shown}</b><span>{f.name}, before {escape(before)}</span>"
-        f"<span class='now {f.state}'>{escape(_moved(f))}</span><span>{STATES[f.state]}</span></div>"
-    )
+    change = f"<span class='now {f.state}'>{escape(_change_text(f))}</span><span>{STATES[f.state]}</span>"
+    return tile(after, f"{f.name}, before {before}", change, kind="wide")
 
 
-def _said(found: Difference, verdict: Verdict) -> str:
+def _verdict(difference: Difference, verdict: Verdict) -> str:
     kind = " bad" if verdict.failed or (verdict.significant and (verdict.share or 0.0) > 0) else ""
     kind = kind or ("" if verdict.significant else " calm")
     head = "Failed" if verdict.failed else "Verdict"
-    text = verdict.text[:1].upper() + verdict.text[1:]
-    note = f"<p>Note: {escape(found.notes[0])}.</p>" if found.commands_differ else ""  # the others are further down
-    return f"<section class='do{kind}'><b>{head}</b><p>{escape(text)}.</p>{note}</section>"
+    note = (
+        f"<p>Note: {escape(difference.notes[0])}.</p>" if difference.commands_differ else ""
+    )  # the others are further down
+    return f"<section class='do{kind}'><b>{head}</b><p>{escape(capitalize(verdict.text))}.</p>{note}</section>"
 
 
-def _pairs(found: Difference) -> str:
-    timed = math.isnan(found.total.change_j)
-    known = [r for r in found.rows if r.state != "unstated"]  # of half a pair no bar says anything
+def _pairs(difference: Difference) -> str:
+    timed = math.isnan(difference.total.change_j)
+    known = [r for r in difference.rows if r.state != "unstated"]  # both sides are needed for a bar
     rows = sorted(known, key=lambda r: -max(_numbers(r, timed=timed)[:2]))[:BARS]
     if not rows:
         return ""
     errors = [_errors(r, timed=timed) for r in rows]
-    most = max(max(b + e[0], a + e[1]) for (b, a, *_), e in zip((_numbers(r, timed=timed) for r in rows), errors,
-                                                               strict=True)) or 1.0  # fmt: skip
-    names = shown_names(found)
+    values = [_numbers(r, timed=timed) for r in rows]
+    most = max(max(b + e[0], a + e[1]) for (b, a, *_), e in zip(values, errors, strict=True)) or 1.0
+    names = display_names(difference)
     bars = "".join(_pair(r, names[r.name], e, most, timed=timed) for r, e in zip(rows, errors, strict=True))
     what = "Time" if timed else "Energy"
-    per = "" if found.per == "run" else f" per {found.per}"
+    per = "" if difference.per == "run" else f" per {difference.per}"
     keys = (
-        f"<li><i class='a'></i>before: {escape(fit(found.before, 60))}</li>"
-        f"<li><i class='b'></i>after: {escape(fit(found.after, 60))}</li><li>faint: noise, or not known</li>"
+        f"<li><i class='a'></i>before: {escape(fit(difference.before, 60))}</li>"
+        f"<li><i class='b'></i>after: {escape(fit(difference.after, 60))}</li><li>faint: noise, or unknown</li>"
     )
     return (
-        f"<section><h2>{what}{escape(per)} by {TITLES.get(found.by, found.by)}, largest first</h2>"
+        f"<section><h2>{what}{escape(per)} by {TITLES.get(difference.by, difference.by)}, largest first</h2>"
         f"<div class='pairs' role='img' aria-label='{what} before and after; the table below has the same numbers'>"
         f"{bars}</div><ul class='legend'>{keys}</ul></section>"
     )
@@ -179,7 +182,7 @@ def _errors(row: Change, *, timed: bool) -> tuple[float, float]:
 
 def _pair(row: Change, name: str, errors: tuple[float, float], most: float, *, timed: bool) -> str:
     before, after, change, error, share = _numbers(row, timed=timed)
-    sure = row_sure(row, timed=timed)
+    sure = is_significant(row, timed=timed)
     marks = []
     for kind, value, wide in (("a", before, errors[0]), ("b", after, errors[1])):
         marks.append(f"<i class='{kind}' style='width:{100 * max(value, 0.0) / most:.2f}%'></i>")
@@ -197,82 +200,76 @@ def _pair(row: Change, name: str, errors: tuple[float, float], most: float, *, t
     )
 
 
-def _table(found: Difference) -> str:
-    if not found.rows:
+def _table(difference: Difference) -> str:
+    if not difference.rows:
         return ""
-    timed, names = math.isnan(found.total.change_j), shown_names(found)
-    body = "".join(_row(r, names[r.name], timed=timed) for r in list(found.rows)[:ROWS])
+    timed, names = math.isnan(difference.total.change_j), display_names(difference)
+    body = "".join(_row(r, names[r.name], timed=timed) for r in list(difference.rows)[:ROWS])
     unit = "time" if timed else "energy"
-    calls = "calls" if found.per == "run" else f"calls per {found.per}"
+    calls = "calls" if difference.per == "run" else f"calls per {difference.per}"
+    numbers = ("before", "after", f"change of {unit}", "%", calls, "time before", "time after", "time %")
     columns = [
-        (TITLES.get(found.by, found.by), False), ("before", True), ("after", True), (f"change of {unit}", True),
-        ("%", True), (calls, True), ("time before", True), ("time after", True), ("time %", True),
+        (TITLES.get(difference.by, difference.by), False),
+        *((name, True) for name in numbers),
         ("verdict", False),
-    ]  # fmt: skip
-    head = "".join(
-        f"<th scope='col'{' class=n' if number else ''}><button type='button'>{escape(name)}</button></th>"
-        for name, number in columns
-    )
-    count = len(found.rows)
+    ]
+    count = len(difference.rows)
     more = f"<p class='dim'>and {count - ROWS:,} more that changed less</p>" if count > ROWS else ""
+    lines = table(columns, body, sorted_by="")
     return (
-        f"<section role='tabpanel'><h2>All {count:,} rows, those that changed most first</h2><div class='tools'>"
+        f"<section role='tabpanel'><h2>All {count:,} rows, largest change first</h2><div class='tools'>"
         "<input type='search' placeholder='filter by name' aria-label='Filter rows'><span class='dim' role='status'>"
-        f"</span></div><div class='scroll'><table class='sort'><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-        f"</table></div>{more}</section>"
+        f"</span></div>{lines}{more}</section>"
     )
 
 
 def _row(row: Change, name: str, *, timed: bool) -> str:
     before, after, change, error, share = _numbers(row, timed=timed)
-    unit, sure = "s" if timed else "J", row_sure(row, timed=timed)
+    unit, sure = "s" if timed else "J", is_significant(row, timed=timed)
     state = "noise" if not sure else "more" if change > 0 else "less"
     calls = calls_text(row)
     sort = math.inf if row.state == "new" else share
-    only = {"new": "only after", "vanished": "only before", "unstated": "not stated by both"}.get(row.state, "")
-    noise = "more than noise" if sure else "not known" if math.isnan(error) else "noise"
+    only = {"new": "only after", "vanished": "only before", "unstated": "not stated on both sides"}.get(row.state, "")
+    noise = "more than noise" if sure else "unknown" if math.isnan(error) else "noise"
     noise = "" if row.state == "unstated" else noise
     cells = (
         f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 90))}</td>",
-        _number(quantity(before, math.nan, unit), before), _number(quantity(after, math.nan, unit), after),
-        _number(quantity(change, error, unit, signed=True), change, state),
-        _number(percent(share, state=row.state), sort, state), _number(calls, row.after_calls),
-        _number(quantity(row.before_s, math.nan, "s"), row.before_s),
-        _number(quantity(row.after_s, math.nan, "s"), row.after_s),
-        _number(percent(row.share_s, state=row.state), row.share_s),
+        number_cell(quantity(before, math.nan, unit), before),
+        number_cell(quantity(after, math.nan, unit), after),
+        number_cell(quantity(change, error, unit, signed=True), change, state),
+        number_cell(percent(share, state=row.state), sort, state),
+        number_cell(calls, row.after_calls),
+        number_cell(quantity(row.before_s, math.nan, "s"), row.before_s),
+        number_cell(quantity(row.after_s, math.nan, "s"), row.after_s),
+        number_cell(percent(row.share_s, state=row.state), row.share_s),
         f"<td>{only if only and sure else ', '.join(part for part in (only, noise) if part)}</td>",
-    )  # fmt: skip
+    )
     return f"<tr{'' if sure else ' class=noise'}>{''.join(cells)}</tr>"
 
 
-def _number(text: str, value: float | None, kind: str = "") -> str:
-    data = "" if value is None or math.isnan(value) else f" data-v='{value:.6g}'".replace("inf", "Infinity")
-    return f"<td class='n {kind}'{data}>{escape(text)}</td>"
-
-
-def _origin(found: Difference) -> str:
-    w = found.whole
+def _origin(difference: Difference) -> str:
+    w = difference.whole
     rows = [
-        ("before", f"{found.before} ({found.basis[0]})"), ("after", f"{found.after} ({found.basis[1]})"),
+        ("before", f"{difference.before} ({difference.basis[0]})"),
+        ("after", f"{difference.after} ({difference.basis[1]})"),
         ("whole, before", f"{quantity(w.before_j, w.before_error_j, 'J')} in {format_duration(w.before_s)}"),
         ("whole, after", f"{quantity(w.after_j, w.after_error_j, 'J')} in {format_duration(w.after_s)}"),
-    ]  # fmt: skip
-    if outside := outside_text(found):
+    ]
+    if outside := outside_text(difference):
         rows.append(("of that", outside))
     rows += [
         (c.name, f"{quantity(c.before_j, math.nan, 'J')} → {quantity(c.after_j, math.nan, 'J')}")
-        for c in found.components
+        for c in difference.components
     ]
-    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in told_notes(found))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in all_notes(difference))
     how = (
-        "A change is noise where it is smaller than the half-width of its 90% interval: that of both sides in "
-        "quadrature, without what the same sensors or the same model make wrong in both. Per step it contains how the "
-        "steps of a run scatter, and of each row how that row does from step to step; what differs between runs of one "
-        "program is in it only where several runs of each were given. What was measured once has no scatter, and is "
-        "called unknown."
+        "A change is noise if it is smaller than the half-width of its 90% interval: that of both sides in quadrature, "
+        "without errors that the same sensor or the same model makes in both. Per step, the interval includes the "
+        "scatter of the steps, and for each row its scatter from step to step. Differences between runs of one program "
+        "are included only if several runs of each were given. A figure that was measured once has no scatter: its "
+        "change is called unknown."
     )
     return (
         f"<section><h2>How it was compared</h2><p>{how}</p>{f'<ul>{notes}</ul>' if notes else ''}"
-        f"<details open><summary>Whole runs</summary><dl>{cells}</dl></details></section>"
+        f"<details open><summary>Whole runs</summary><dl>{definitions(rows)}</dl></details></section>"
     )

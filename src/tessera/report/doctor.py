@@ -1,4 +1,4 @@
-"""`tessera doctor` in the terminal."""
+"""`tessera doctor` and `tessera selftest` in the terminal."""
 
 from __future__ import annotations
 
@@ -9,55 +9,58 @@ from rich.text import Text
 
 from ..actuators import OutstandingChange
 from ..schema import Capability, Domain
+from ..selftest import SelfCheck
 from ..sensors.health import Health, MachineCheck, SensorHealth
 from ..units import format_duration
-from .narrow import Hanging
+from .console import HangingText
 
 _MARKS = {"ok": ("✓", "green"), "no permission": ("!", "yellow"), "missing": ("·", "dim")}
+_VERDICTS = {"pass": "pass", "fail": "FAIL", "skipped": "skip"}
 _CHECKS = {True: ("✓", "green"), False: ("!", "yellow"), None: ("·", "dim")}
 
 
 def print_health(
     health: Health, console: Console, control: Sequence[OutstandingChange] = (), *, restored: bool = False
 ) -> None:
-    """Sensors first, what they lack beneath them, then the machine, then what is changed on its GPUs."""
+    """Sensors and what they lack, then checks of the machine, then limits and clocks that were changed on its GPUs."""
     for sensor in health.sensors:
-        _sensor(sensor, console)
+        _print_sensor(sensor, console)
     console.print()
     for check in health.checks:
-        _check(check, console)
-    for found in control:
-        _outstanding(found, console, restored)
+        _print_check(check, console)
+    for change in control:
+        _print_outstanding(change, console, restored)
     if restored and not control:
-        _check(MachineCheck(name="power limits and clocks", ok=True, detail="nothing was left to put back"), console)
+        _print_check(MachineCheck(name="power limits and clocks", ok=True, detail="nothing to put back"), console)
     console.print()
     if health.measures:
         conclusion = Text("Power is measured here.", style="bold")
     else:
-        said = "No power sensor is readable here: joules will be modelled, and say so."
-        conclusion = Text(said, style="bold yellow")
-    console.print(Hanging(conclusion, 2))
+        conclusion = Text("No power sensor is readable here: joules will be modelled.", style="bold yellow")
+    console.print(HangingText(conclusion, 2))
     console.print(Text("next: tessera measure -- python train.py", style="cyan"), soft_wrap=True)
 
 
-def _line(mark: str, style: str, name: str, text: str, console: Console) -> None:
+def _print_line(mark: str, style: str, name: str, text: str, console: Console) -> None:
     line = Text(f"{mark} ", style=style)
     line.append(f"{name:<10} ", style="bold")
     line.append(text, style="" if style == "green" else style)
-    console.print(Hanging(line, 13))
+    console.print(HangingText(line, 13))
 
 
-def _sensor(sensor: SensorHealth, console: Console) -> None:
+def _print_sensor(sensor: SensorHealth, console: Console) -> None:
     mark, style = _MARKS[sensor.state]
     if sensor.state != "ok":
-        _line(mark, style, sensor.name, f"{sensor.state}: {sensor.reason}", console)
-        _fix(sensor.fix, console)
+        _print_line(mark, style, sensor.name, f"{sensor.state}: {sensor.reason}", console)
+        _print_fix(sensor.fix, console)
         return
-    _line(mark, style, sensor.name, f"{len(sensor.domains)} domain{'s' if len(sensor.domains) != 1 else ''}", console)
+    _print_line(
+        mark, style, sensor.name, f"{len(sensor.domains)} domain{'s' if len(sensor.domains) != 1 else ''}", console
+    )
     for domain in sensor.domains:
-        console.print(Hanging(f"    {_domain(domain)}", 6))
+        console.print(HangingText(f"    {_domain(domain)}", 6))
     for lack in sensor.lacks:
-        console.print(Hanging(Text(f"    without {lack.name}: {_lack(lack)}", style="dim"), 6))
+        console.print(HangingText(Text(f"    without {lack.name}: {_lack(lack)}", style="dim"), 6))
 
 
 def _domain(domain: Domain) -> str:
@@ -78,27 +81,44 @@ def _lack(lack: Capability) -> str:
     return f"{lack.reason}; {lack.fix}" if lack.fix else str(lack.reason)
 
 
-def _check(check: MachineCheck, console: Console) -> None:
+def _print_check(check: MachineCheck, console: Console) -> None:
     mark, style = _CHECKS[check.ok]
     line = Text(f"{mark} ", style=style)
     line.append(f"{check.name}: ", style="bold")
     line.append(check.detail)
-    console.print(Hanging(line, 4))
-    _fix(check.fix, console)
+    console.print(HangingText(line, 4))
+    _print_fix(check.fix, console)
 
 
-def _outstanding(found: OutstandingChange, console: Console, restored: bool) -> None:
-    name = f"{found.gpu} limits and clocks"
-    held = "; ".join((*(f"held by {h}" for h in found.holders), *(f"left by {d} (dead)" for d in found.dead)))
-    if found.error:
-        _check(MachineCheck(name=name, ok=False, detail=f"{held}: {found.error}" if held else found.error), console)
-    elif restored or not found.needs_restore:
-        _check(MachineCheck(name=name, ok=True, detail=found.action if restored else held), console)
+def _print_outstanding(change: OutstandingChange, console: Console, restored: bool) -> None:
+    name = f"{change.gpu} limits and clocks"
+    owners = [*(f"held by {h}" for h in change.holders), *(f"left by {d} (dead)" for d in change.dead)]
+    held = "; ".join(owners)
+    if change.error:
+        _print_check(MachineCheck(name=name, ok=False, detail=f"{held}: {change.error}" if held else change.error), console)
+    elif restored or not change.needs_restore:
+        _print_check(MachineCheck(name=name, ok=True, detail=change.action if restored else held), console)
     else:
-        detail = f"{held or 'changed by a process that is gone'}; --restore would {found.action}"
-        _check(MachineCheck(name=name, ok=False, detail=detail, fix="sudo tessera doctor --restore"), console)
+        detail = f"{held or 'changed by a process that has ended'}; --restore would {change.action}"
+        _print_check(MachineCheck(name=name, ok=False, detail=detail, fix="sudo tessera doctor --restore"), console)
 
 
-def _fix(fix: str | None, console: Console) -> None:
+def _print_fix(fix: str | None, console: Console) -> None:
     if fix:
-        console.print(Hanging(Text(f"    fix: {fix}", style="cyan"), 9))
+        console.print(HangingText(Text(f"    fix: {fix}", style="cyan"), 9))
+
+
+# -- tessera selftest -----------------------------------------------------------------------------------------------
+
+
+def print_checks(checks: Sequence[SelfCheck], machine: str, console: Console) -> None:
+    """One line per check, and a summary; to paste into an issue."""
+    width = max(len(c.what) for c in checks)
+    console.print(HangingText(machine, 2))
+    for check in checks:
+        figure = "" if check.value is None else f"{check.value:.3g} {check.unit} (limit {check.limit:g})  "
+        line = f"{_VERDICTS[check.verdict]}  {check.what:<{width}}  {figure}{check.why}".rstrip()
+        console.print(HangingText(line, 6 + width + 2))
+    failed, skipped = (sum(c.verdict == v for c in checks) for v in ("fail", "skipped"))
+    rest = f", {skipped} skipped on this machine" if skipped else ""
+    console.print(HangingText(f"{len(checks) - failed - skipped} passed, {failed} failed{rest}", 2))

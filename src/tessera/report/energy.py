@@ -1,4 +1,4 @@
-"""An `EnergyTable` as people see it: in the terminal, in a notebook. `report.run` shows the same rows."""
+"""An `EnergyTable` in the terminal and in a notebook. `report.run` shows the same rows."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from ..analyze.energy_by_time import FUNCTION
 from ..analyze.kernel_names import distinct, fitted
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.rows import MODULE
-from ..units import format_duration, format_energy, format_power, format_share
-from .screen import colourless
-from .text import with_error
+from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
+from .console import open_table, plain_console
 
-SEEN = "Calls are those of the moments that were traced, joules those of the whole run."
-"""What stands beside a summary (`--mode summary`), which traces now and then."""
+SUMMARY_NOTE = "Calls are counted while tracing; joules are those of the whole run."
+"""The note of a summary (`--mode summary`), which traces only some of the time."""
 WIDTH = 100
-_UNITS = {"MWh": 3.6e9, "kWh": 3.6e6, "GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TITLES = {
-    "kernels": "kernel", "ops": "operator", "regions": "region", "modules": "module", "steps": "step",
+    "kernels": "kernel",
+    "ops": "operator",
+    "regions": "region",
+    "modules": "module",
+    "steps": "step",
     "groups": "group",
-}  # fmt: skip
+}
 """What a row of each view is."""
 
 
 def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> str:
-    """The table as plain text: the total, then the dearest rows of one view (the first that has any)."""
-    return colourless(width).text(renderable(table, by=by, top=top, width=width), crop=True).rstrip()
+    """The table as plain text: the total, then the most expensive rows of one view (the first that has any)."""
+    return plain_console(width).text(renderable(table, by=by, top=top, width=width), crop=True).rstrip()
 
 
 def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> RenderableType:
@@ -42,70 +44,65 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
     parts: list[RenderableType] = [headline(table)]
     rows = table.top(top, view)
     if rows:
-        parts += [spenders(rows, view, width=width, total=len(table.rows(view)), idle=idle_row(table, view))]
+        parts += [rows_table(rows, view, width=width, total=len(table.rows(view)), idle=idle_row(table, view))]
         parts += legend(rows)
     parts += [Text(f"note  {note}", style="yellow") for note in list(table.notes)[:3]]
     return Group(*parts)
 
 
 def headline(table: EnergyTable) -> Text:
-    """Joules, watts, seconds, and where they come from."""
+    """Joules, watts, seconds, and their source."""
     seen_s = table.seconds * table.coverage
-    watts = with_error(table.total_j / seen_s, table.total_error_j / seen_s, "W") if seen_s > 0 else "- W"
-    line = Text("   ".join((joules(table.total_j, table.total_error_j), watts, format_duration(table.seconds))))
-    line.stylize("bold")
-    source = f"   {table.source or 'power samples'}, 90% intervals"
-    return (
-        line.append(source, style="dim")
-        if table.basis == "measured"
-        else line.append(f"   {table.basis.upper()}, not measured", style="yellow")
-    )
-
-
-def joules(energy_j: float, error_j: float | None) -> str:
-    """Joules with their error, in the unit of the larger; "unknown" where nothing was seen."""
-    if math.isnan(energy_j):
-        return "unknown J"
-    error = 0.0 if error_j is None or math.isnan(error_j) else error_j
-    unit = format_energy(max(abs(energy_j), error)).split()[1]
-    factor = _UNITS.get(unit)
-    if factor is None or not math.isfinite(error):
-        return format_energy(energy_j)
-    return with_error(energy_j / factor, error / factor, unit)
+    watts = format_error(table.total_j / seen_s, table.total_error_j / seen_s, "W") if seen_s > 0 else "- W"
+    joules = format_energy_error(table.total_j, table.total_error_j)
+    line = Text("   ".join((joules, watts, format_duration(table.seconds))), style="bold")
+    if table.basis == "measured":
+        return line.append(f"   {table.source or 'power samples'}, 90% intervals", style="not bold dim")
+    return line.append(f"   {table.basis.upper()}, not measured", style="not bold yellow")
 
 
 def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
-    """Idle as a row of its own: kernels and idle sum to the total. Steps and regions hold theirs already."""
+    """Idle as a row: kernels and idle sum to the total. Steps and regions include their idle time already."""
     if view in ("steps", "regions") or not table.idle_j > 0:
         return None
     return EnergyRow(
-        name="idle", kind="idle", calls=0, time_s=max(table.seconds - table.busy_s, 0.0), energy_j=table.idle_j,
-        energy_error_j=table.idle_error_j, share=table.idle_j / table.total_j if table.total_j > 0 else 0.0,
-    )  # fmt: skip
+        name="idle",
+        kind="idle",
+        calls=0,
+        time_s=max(table.seconds - table.busy_s, 0.0),
+        energy_j=table.idle_j,
+        energy_error_j=table.idle_error_j,
+        share=table.idle_j / table.total_j if table.total_j > 0 else 0.0,
+    )
 
 
-def rest_row(said: Answer, view: str) -> EnergyRow | None:
-    """What rows that were shared out by time leave of the run: imports, what lies between operators."""
-    if view not in ("ops", "kernels") or not said.rest_j > 0:
+def rest_row(answer: Answer, view: str) -> EnergyRow | None:
+    """What the rows of a run without attribution leave: imports, and time between operators."""
+    if view not in ("ops", "kernels") or not answer.rest_j > 0:
         return None
     return EnergyRow(
-        name="the rest", kind="idle", calls=0, time_s=0.0, energy_j=said.rest_j, energy_error_j=math.nan,
-        share=said.rest_j / said.energy_j if said.energy_j > 0 else 0.0,
-    )  # fmt: skip
+        name="the rest",
+        kind="idle",
+        calls=0,
+        time_s=0.0,
+        energy_j=answer.rest_j,
+        energy_error_j=math.nan,
+        share=answer.rest_j / answer.energy_j if answer.energy_j > 0 else 0.0,
+    )
 
 
-def mark(group: int | None) -> str:
-    """The letter of a group of kernels that cannot be told apart."""
+def group_letter(group: int | None) -> str:
+    """The letter of a group of kernels that cannot be distinguished."""
     return "" if group is None else LETTERS[group % 26] + ("" if group < 26 else str(group // 26))
 
 
-def shown_names(rows: Sequence[EnergyRow], view: str) -> dict[str, str]:
-    """What the rows of a view are called: kernels and groups short, modules by their paths, none of them twice."""
+def display_names(rows: Sequence[EnergyRow], view: str) -> dict[str, str]:
+    """Names for people: kernels and groups short, modules by their paths, no two the same."""
     kind = {"kernels": "kernel", "groups": "group", "ops": "op", "regions": "region"}.get(view)
     return distinct((r.name for r in rows), kind) if kind else {r.name: r.name.removeprefix(MODULE) for r in rows}
 
 
-def spenders(
+def rows_table(
     rows: Sequence[EnergyRow],
     view: str,
     *,
@@ -113,11 +110,11 @@ def spenders(
     total: int | None = None,
     idle: EnergyRow | None = None,
 ) -> Table:
-    """The dearest rows: joules, share, watts, joules a call, calls. Narrow terminals have fewer columns.
+    """Rows with joules, share, watts, joules per call and calls; fewer columns on a narrow terminal.
 
-    Rows without an error were shared out by time: they are marked with a "~" and have neither watts nor joules a call.
+    Joules without an error were divided by time: they are marked "~", and have neither watts nor joules per call.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = open_table()
     more = f" ({len(rows)} of {total})" if total is not None and total > len(rows) else ""
     grouped = any(r.group is not None for r in rows)
     sampled = bool(rows) and rows[0].kind == FUNCTION
@@ -129,27 +126,25 @@ def spenders(
     headings = ["energy", "share", *(("power", "per call") if wide else ()), "samples" if sampled else "calls"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    names = shown_names(rows, view)
-    shown = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else [])]]
-    # What the numbers leave: a name cut by rich would lose its end, which is what differs.
-    taken = [max(len(c[i]) for _, c in shown) for i in range(len(headings))]
-    numbers = sum(max(t, len(h)) + 2 for t, h in zip(taken, headings, strict=True))
+    names = display_names(rows, view)
+    lines = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else [])]]
+    # Cut the names here, in the middle: rich would cut their ends, which is where they differ.
+    widths = [max(len(c[i]) for _, c in lines) for i in range(len(headings))]
+    numbers = sum(max(w, len(h)) + 2 for w, h in zip(widths, headings, strict=True))
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
     texts = fitted(names.values(), room)
-    for row, cells in shown:
+    for row, cells in lines:
         name = row.name if row.kind == "idle" else texts[names[row.name]]
-        table.add_row(
-            Text(name), *([Text(mark(row.group), style="magenta")] if grouped else []), *cells,
-            style="dim" if row.kind == "idle" else "",
-        )  # fmt: skip
+        letter = [Text(group_letter(row.group), style="magenta")] if grouped else []
+        table.add_row(Text(name), *letter, *cells, style="dim" if row.kind == "idle" else "")
     return table
 
 
 def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
     if math.isnan(row.energy_error_j) and not math.isnan(row.energy_j):
-        spent = f"~{format_energy(row.energy_j, 3)}"  # shared out by time, not measured
+        spent = f"~{format_energy(row.energy_j, 3)}"  # divided by time, not attributed
     else:
-        spent = joules(row.energy_j, row.energy_error_j)
+        spent = format_energy_error(row.energy_j, row.energy_error_j)
     share = format_share(row.share)
     calls = f"{row.calls:,}" if row.calls else ""
     if not wide:
@@ -160,13 +155,12 @@ def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
 
 
 def legend(rows: Sequence[EnergyRow]) -> list[RenderableType]:
-    """What the letters mean, where there are any."""
-    found = sorted({r.group for r in rows if r.group is not None})
-    if not found:
+    """What the letters mean, if there are any."""
+    groups = sorted({r.group for r in rows if r.group is not None})
+    if not groups:
         return []
-    letters = ", ".join(mark(g) for g in found[:6])
-    said = f"{letters}: kernels of one letter run together; only their sum is known well"
-    return [Text(said, style="dim")]
+    letters = ", ".join(group_letter(g) for g in groups[:6])
+    return [Text(f"{letters}: kernels with the same letter run together; only their sum is accurate", style="dim")]
 
 
 # -- a notebook -----------------------------------------------------------------------------------------------------
@@ -184,31 +178,31 @@ _STYLE = (
 
 def html(table: EnergyTable, *, top: int = 12) -> str:
     """The table for a notebook: the total, and each view folded."""
-    total = f"{joules(table.total_j, table.total_error_j)} in {format_duration(table.seconds)}"
+    total = f"{format_energy_error(table.total_j, table.total_error_j)} in {format_duration(table.seconds)}"
     basis = table.source if table.basis == "measured" else f"{table.basis.upper()}, not measured"
     parts = [f"<style>{_STYLE}</style><p><b>{escape(total)}</b> {escape(basis)}</p>"]
-    shown = [v for v in VIEWS if table.rows(v)]
-    for view in shown:
+    views = [v for v in VIEWS if table.rows(v)]
+    for view in views:
         rows = table.top(top, view)
         count = len(table.rows(view))
         more = f"{len(rows)} of {count}" if count > len(rows) else str(count)
-        opened = " open" if view == shown[0] else ""
+        state = " open" if view == views[0] else ""
         body = _html_rows(rows, view, table)
-        parts.append(f"<details{opened}><summary>{view}: {more}</summary>{body}</details>")
+        parts.append(f"<details{state}><summary>{view}: {more}</summary>{body}</details>")
     parts += [f"<p>{escape(note)}</p>" for note in table.notes]
     return f"<div class='tessera-e'>{''.join(parts)}</div>"
 
 
 def _html_rows(rows: Sequence[EnergyRow], view: str, table: EnergyTable) -> str:
     idle = idle_row(table, view)
-    names = shown_names(rows, view) | {"idle": "idle"}
+    names = display_names(rows, view) | {"idle": "idle"}
     longest = max((r.share for r in rows), default=0.0) or 1.0
     head = "".join(f"<th>{h}</th>" for h in (TITLES[view], "energy", "share", "", "power", "per call", "calls"))
     lines = []
     for row in [*rows, *([idle] if idle else [])]:
         spent, share, watts, each, calls = _cells(row, wide=True)
         bar = f"<i style='width:{min(1.0, row.share / longest) * 80:.0f}px'></i>"
-        name = f"{names[row.name]} {mark(row.group)}".rstrip()
+        name = f"{names[row.name]} {group_letter(row.group)}".rstrip()
         cells = "".join(f"<td>{c}</td>" for c in (escape(spent), share, bar, escape(watts), escape(each), calls))
         kind = " class='idle'" if row.kind == "idle" else ""
         lines.append(f"<tr{kind}><td title='{escape(row.name)}'>{escape(name)}</td>{cells}</tr>")

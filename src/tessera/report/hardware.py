@@ -1,4 +1,4 @@
-"""`tessera hardware` in the terminal: one line a device, or one device with every figure and its source."""
+"""`tessera hardware` in the terminal: one line per device, or one device with every figure and its source."""
 
 from __future__ import annotations
 
@@ -8,41 +8,32 @@ from rich.console import Console
 from rich.text import Text
 
 from ..device import Device, Figure
-from ..units import format_bytes
-from .narrow import Column, Hanging, fitting, table_of
-
-_DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-9, "n"), (1e-12, "p"))
+from ..units import format_bytes, format_si
+from .console import HangingText, TableColumn, build_table, dropped_note, fit_columns
 
 _ENDINGS = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_hz", "Hz"), ("_w", "W"))
 
 STAND_IN = "generic-cpu"
-"""The catalogue's entry for a CPU it does not know: no chip (`hardware/host.py`)."""
-
-
-def decimal(value: float, unit: str) -> str:
-    """A value with a decimal prefix, as datasheets write it: 4.8e12 -> "4.8 TB/s"."""
-    factor, prefix = next(((f, p) for f, p in _DECIMAL if value >= f * 0.9995), _DECIMAL[-1])
-    return f"{value / factor:.4g} {prefix}{unit}"
+"""The catalogue's entry for a CPU that it does not have (`hardware/host.py`)."""
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
-    """One line a device; "~" marks what is assumed, "-" what is not known."""
+    """One line per device; "~" marks assumed figures, "-" unknown ones."""
     listed = list(devices)
-    kept, gone = fitting(_columns(listed), console.width, gap=2)
-    console.print(table_of(kept, gap=2), crop=False)
-    if gone:
-        names = ", ".join(c.heading for c in gone)
-        console.print(Text(f"no room here for {names}: a wider terminal or --json has them", style="dim"))
+    columns, dropped = fit_columns(_columns(listed), console.width, gap=2)
+    console.print(build_table(columns, gap=2), crop=False)
+    if dropped:
+        console.print(dropped_note(dropped))
     chips = sum(device.id != STAND_IN for device in listed)
-    also = f" and {STAND_IN}, for a CPU that is none of them" if chips < len(listed) else ""
+    also = f" and {STAND_IN}, for any other CPU" if chips < len(listed) else ""
     console.print()
     console.print(Text(f"{chips} chips{also}", style="dim"), soft_wrap=True)
-    console.print(Text("dense peaks in FLOP/s; ~ assumed, - not known", style="dim"), soft_wrap=True)
+    console.print(Text("dense peaks in FLOP/s; ~ assumed, - unknown", style="dim"), soft_wrap=True)
     console.print(Text("next: tessera hardware show h200", style="cyan"), soft_wrap=True)
 
 
-def _columns(devices: Sequence[Device]) -> list[Column]:
-    """The columns of the list; those a narrow terminal can do without leave it one by one."""
+def _columns(devices: Sequence[Device]) -> list[TableColumn]:
+    """The columns of the list, and the order in which a narrow terminal drops them."""
     figures = {
         "fp32": [_short(d.peak("fp32")) for d in devices],
         "16 bit": [_short(d.peak("bf16") or d.peak("fp16")) for d in devices],
@@ -51,19 +42,19 @@ def _columns(devices: Sequence[Device]) -> list[Column]:
         "TDP": [_watts(d.tdp_w) for d in devices],
         "idle": [_watts(d.idle_w) for d in devices],
     }
-    leaves = {"fp32": 4, "idle": 2, "B/s": 1}
+    drops = {"fp32": 4, "idle": 2, "B/s": 1}
     return [
-        Column(heading="id", cells=[d.id for d in devices]),
-        Column(heading="kind", cells=[d.kind for d in devices], leaves=3),
-        *(Column(heading=h, cells=cells, right=True, leaves=leaves.get(h, 0)) for h, cells in figures.items()),
+        TableColumn(heading="id", cells=[d.id for d in devices]),
+        TableColumn(heading="kind", cells=[d.kind for d in devices], drop=3),
+        *(TableColumn(heading=h, cells=cells, right=True, drop=drops.get(h, 0)) for h, cells in figures.items()),
     ]
 
 
 def print_device(device: Device, console: Console) -> None:
-    """Every figure with its unit and source; what is assumed is marked, what is not known says why."""
+    """Every figure with its unit and source; assumed figures are marked, unknown ones explained."""
     console.print(Text(device.name, style="bold"), soft_wrap=True)
     for label, value in _identity(device):
-        console.print(Hanging(f"  {label:<12} {value}", 15))
+        console.print(HangingText(f"  {label:<12} {value}", 15))
     group = ""
     shown = set()
     for name, figure in device.figures():
@@ -71,16 +62,16 @@ def print_device(device: Device, console: Console) -> None:
         if head != group:
             console.print(Text(f"\n{head}" if head else "", style="bold"), soft_wrap=True)
             group = head
-        _figure(tail, figure, _unit(device, name), console)
+        _print_figure(tail, figure, _unit(device, name), console)
         shown.add(name)
-    _points(device, console)
+    _print_points(device, console)
     unknown = {key: text for key, text in device.notes.items() if key not in shown}
     remarks = {key: text for key, text in device.notes.items() if key in shown}
-    for title, notes in (("notes", remarks), ("not known, or to know", unknown)):
+    for title, notes in (("notes", remarks), ("unknown, and other notes", unknown)):
         if notes:
             console.print(Text(f"\n{title}", style="bold"))
             for key, text in notes.items():
-                console.print(Hanging(f"  {key}: {text}", 4))
+                console.print(HangingText(f"  {key}: {text}", 4))
 
 
 def _identity(device: Device) -> list[tuple[str, str]]:
@@ -91,18 +82,18 @@ def _identity(device: Device) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value]
 
 
-def _figure(name: str, figure: Figure, unit: str, console: Console) -> None:
+def _print_figure(name: str, figure: Figure, unit: str, console: Console) -> None:
     value = _value(figure, unit)
     if figure.error is not None:
         value += f" ± {_value(Figure(value=figure.error, source='-'), unit)}"
     line = Text(f"  {name:<25} {value}")
     if figure.assumed:
         line.append("  ASSUMED", style="bold yellow")
-    console.print(Hanging(line, 28))
-    console.print(Hanging(Text(f"      {figure.source}", style="dim"), 6))
+    console.print(HangingText(line, 28))
+    console.print(HangingText(Text(f"      {figure.source}", style="dim"), 6))
 
 
-def _points(device: Device, console: Console) -> None:
+def _print_points(device: Device, console: Console) -> None:
     if not device.operating_points:
         return
     console.print(Text("\noperating points", style="bold"))
@@ -116,8 +107,8 @@ def _points(device: Device, console: Console) -> None:
             parts.append(_value(point.bandwidth_bytes_per_s, "B/s"))
         mark = "  (this one)" if point.name == device.point else ""
         base = device.id.partition("@")[0]
-        console.print(Hanging(f"  {f'{base}@{point.name}':<25} {', '.join(parts)}{mark}", 28))
-        console.print(Hanging(Text(f"      {point.power_w.source}", style="dim"), 6))
+        console.print(HangingText(f"  {f'{base}@{point.name}':<25} {', '.join(parts)}{mark}", 28))
+        console.print(HangingText(Text(f"      {point.power_w.source}", style="dim"), 6))
 
 
 def _unit(device: Device, name: str) -> str:
@@ -137,15 +128,15 @@ def _value(figure: Figure, unit: str) -> str:
     if unit == "B":
         return format_bytes(figure.value)
     counted = unit.endswith("s") and "/" not in unit
-    # Boards are compared in watts, a kilowatt board as well.
-    return f"{figure.value:.4g} {unit}" if unit == "W" or counted else decimal(figure.value, unit)
+    if unit == "W" or counted:
+        return f"{figure.value:.4g} {unit}"
+    return format_si(figure.value, unit, submultiples=unit.startswith("J"))
 
 
 def _short(figure: Figure | None) -> str:
     if figure is None:
         return "-"
-    number, _, prefix = decimal(figure.value, "").partition(" ")
-    return f"{_mark(figure)}{float(number):.3g} {prefix}"
+    return _mark(figure) + format_si(figure.value, "x", 3).removesuffix("x")
 
 
 def _gibibytes(figure: Figure | None) -> str:

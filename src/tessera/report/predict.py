@@ -1,9 +1,11 @@
-"""`tessera predict` in the terminal: one prediction on one screen, a sweep as a table, two reports side by side."""
+"""A prediction in the terminal, and the words and groups that its page shares."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,54 +13,74 @@ from rich.table import Table
 from rich.text import Text
 
 from ..advice import Advice
-from ..estimate.search import Sweep, SweepRow
-from ..schema import DiffRow, EnergyDiff, EnergyReport
-from ..units import format_bytes, format_duration, format_energy
-from .narrow import Column, Fitted, Pieces, fitting, table_of
-from .predict_parts import (
-    bound_text,
-    chip_name,
-    components,
-    consumers,
-    memory_text,
-    origin,
-    power_text,
-    row_name,
-    setting,
-    ties,
-    time_text,
+from ..errors import ArgumentError
+from ..estimate.iteration import WINDOW_S
+from ..estimate.search import SweepRow
+from ..hardware import lookup
+from ..schema import EnergyDescriptor, EnergyReport
+from ..units import (
+    format_bytes,
+    format_duration,
+    format_duration_error,
+    format_energy,
+    format_energy_error,
+    format_power,
+    format_share,
 )
-from .screen import colourless
-from .text import answer, energy_text, plain_table
+from .console import (
+    TableColumn,
+    TextFlow,
+    WidthDependent,
+    build_table,
+    fit_columns,
+    label_table,
+    next_line,
+    plain_console,
+)
+from .html import capitalize
+from .measure import answer
 
 BAR = 40
-_NAME, _HOW = 24, 45  # characters that a subgraph's name and an opportunity's action are given at least
+# At least this many alike subgraphs (the layers of a transformer) are one line; fewer have a line each.
+STACK = 4
+_NAME, _HOW = 24, 45  # the least width of a subgraph's name and of an opportunity's action
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_COLOURS = {"Compute": "green", "Memory": "cyan", "Static": "yellow"}
+_INDEX = re.compile(r"(?:(?<=[._])|^)\d+(?=\.)")
+_ENERGY = ("total_energy_j", "compute_energy_j", "memory_energy_j", "static_energy_j")
+_POWER = ("average_power_w", "peak_power_w", "total_latency_s")
+SUMMARY = (*_ENERGY, *_POWER, "average_efficiency", "average_utilization", "wasted_energy_j")
+"""The figures of a report that its JSON has as "summary"."""
+BOUNDS = {
+    "host": "the host: the device waits for launches",
+    "dispatch": "dispatch: PyTorch's own work before each operator",
+    "compute": "arithmetic",
+    "memory": "memory bandwidth",
+    "overhead": "overhead: kernels too small to fill the chip",
+    "power": "the power limit: the clock is held down",
+}
+"""What a prediction's `bound` means, in words."""
 
 
 def report_json(report: EnergyReport, opportunities: Sequence[Advice] | None = None) -> str:
-    """A prediction as JSON: the summary people read, the report it is made of, and what would save joules."""
+    """A prediction as JSON: the summary people read, the full report, and what would save energy."""
     import msgspec
 
-    names = (
-        "total_energy_j", "compute_energy_j", "memory_energy_j", "static_energy_j", "average_power_w", "peak_power_w",
-        "total_latency_s", "average_efficiency", "average_utilization", "wasted_energy_j",
-    )  # fmt: skip
     of = report.prediction
     plain = dataclasses.replace(report, prediction=dataclasses.replace(of, again=None) if of else None)
-    found: dict[str, Any] = {"summary": {name: getattr(report, name) for name in names}, "report": plain}
+    data: dict[str, Any] = {"summary": {name: getattr(report, name) for name in SUMMARY}, "report": plain}
     if opportunities is not None:
-        found["opportunities"] = list(opportunities)
-    return msgspec.json.encode(found).decode()
+        data["opportunities"] = list(opportunities)
+    return msgspec.json.encode(data).decode()
 
 
 def text(report: EnergyReport, *, width: int = 100) -> str:
     """The screen of a report as plain text."""
-    shown = answer(report, advice=None, next_command=None) if report.prediction is None else prediction(report)
-    return colourless(width).text(shown)
+    screen = answer(report, advice=None, next_command=None) if report.prediction is None else prediction(report)
+    return plain_console(width).text(screen)
 
 
-# -- one prediction -------------------------------------------------------------------------------------------------
+# -- the screen -----------------------------------------------------------------------------------------------------
 
 
 def prediction(
@@ -69,36 +91,39 @@ def prediction(
     next_command: str | None = None,
 ) -> RenderableType:
     """One screen: the answer first, then where the joules go, what would save some, and what to type next."""
-    parts: list[RenderableType] = [_title(report), _headline(report), _facts(report), Text("")]
+    of = report.prediction
+    where = f" on {chip_name(of.device)}" if of is not None else ""
+    title = TextFlow(Text(report.name + where, style="bold"), Text(describe_setting(report), style="dim"))
+    parts: list[RenderableType] = [title, _headline(report), _facts(report), Text("")]
     parts += [_bar(name, joules, share) for name, joules, share in components(report)]
     if top and report.descriptors:
         parts += [Text(""), _consumers(report, top)]
     if opportunities is not None:
         parts += [Text(""), *_opportunities(opportunities)]
-    parts.append(_ending(report))
-    return Group(*parts, *_following(next_command))
+    ending = label_table()
+    for note in report.notes[:3]:
+        ending.add_row("note", Text(note, style="yellow"))
+    sources = "; ".join(f"{name}: {source}" for name, source in provenance(report))
+    if sources:
+        ending.add_row("from", Text(sources, style="dim"))
+    return Group(*parts, ending, *([next_line(next_command)] if next_command else []))
 
 
-def _title(report: EnergyReport) -> Pieces:
+def _headline(report: EnergyReport) -> TextFlow:
     of = report.prediction
-    where = f" on {chip_name(of.device)}" if of is not None else ""
-    return Pieces(Text(report.name + where, style="bold"), Text(setting(report), style="dim"))
-
-
-def _headline(report: EnergyReport) -> Pieces:
-    of = report.prediction
-    latency = time_text(report.total_latency_s, of.latency_error_s if of else None)
-    figures = [latency, energy_text(report.total_energy_j, report.total.error_j), ", ".join(power_text(report))]
-    return Pieces(*(Text(figure, style="bold") for figure in figures if figure), Text("90% intervals", style="dim"))
+    latency = format_duration_error(report.total_latency_s, of.latency_error_s if of else None)
+    energy = format_energy_error(report.total_energy_j, report.total.error_j)
+    figures = [latency, energy, ", ".join(power_text(report))]
+    return TextFlow(*(Text(figure, style="bold") for figure in figures if figure), Text("90% intervals", style="dim"))
 
 
 def _facts(report: EnergyReport) -> Table:
     of = report.prediction
-    table = plain_table()
+    table = label_table()
     for unit, joules, error in report.per_work():
         amount = next(w.amount for w in report.work if w.unit == unit)
         rate = amount / report.total_latency_s if report.total_latency_s > 0 else 0.0
-        table.add_row(f"per {unit}", Pieces(energy_text(joules, error), f"{_count(rate)} {unit}s/s"))
+        table.add_row(f"per {unit}", TextFlow(format_energy_error(joules, error), f"{format_rate(rate)} {unit}s/s"))
     if of is None:
         return table
     if of.peak_memory_bytes is not None:
@@ -109,8 +134,7 @@ def _facts(report: EnergyReport) -> Table:
 
 def _bar(name: str, joules: float, share: float) -> Text:
     label = f"{name:<7} ({share:.1%}):"
-    line = Text(f"{label:<17}")
-    line.append(blocks(share, BAR), style={"Compute": "green", "Memory": "cyan", "Static": "yellow"}.get(name, ""))
+    line = Text(f"{label:<17}").append(blocks(share, BAR), style=_COLOURS.get(name, ""))
     return line.append(f" {format_energy(joules, 3)}", style="dim")
 
 
@@ -120,191 +144,173 @@ def blocks(share: float, width: int) -> str:
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
-def _consumers(report: EnergyReport, top: int) -> Fitted:
-    found = consumers(report, top)
-    names = [c.name if c.count == 1 else f"{c.name} ×{c.count}" for c in found]
-    number = Column(heading="", cells=[f"{i}." for i in range(1, len(found) + 1)], right=True)
-    numbers = [
-        Column(heading="kind", cells=[c.kind for c in found], leaves=1, style="dim"),
-        Column(heading="time", cells=[format_duration(c.latency_s, 3) for c in found], right=True),
-        Column(heading="energy", cells=[format_energy(c.energy_j, 3) for c in found], right=True),
-        Column(heading="share", cells=[f"{c.share:.1%}" for c in found], right=True),
+def _consumers(report: EnergyReport, top: int) -> WidthDependent:
+    rows = consumers(report, top)
+    number = TableColumn(heading="", cells=[f"{i}." for i in range(1, len(rows) + 1)], right=True)
+    figures = [
+        TableColumn(heading="kind", cells=[c.kind for c in rows], drop=1, style="dim"),
+        TableColumn(heading="time", cells=[format_duration(c.latency_s, 3) for c in rows], right=True),
+        TableColumn(heading="energy", cells=[format_energy(c.energy_j, 3) for c in rows], right=True),
+        TableColumn(heading="share", cells=[f"{c.share:.1%}" for c in rows], right=True),
     ]
 
     def draw(width: int) -> Table:
-        kept, _ = fitting([number, *numbers], width - _NAME, gap=2)
-        room = max(_NAME, width - sum(c.width + 2 for c in kept))
-        short = [name if len(name) <= room else f"{name[: room - 1]}…" for name in names]
-        return table_of([number, Column(heading="Top consumers", cells=short), *kept[1:]], gap=2)
+        columns, _ = fit_columns([number, *figures], width - _NAME, gap=2)
+        room = max(_NAME, width - sum(c.width + 2 for c in columns))
+        names = [c.label if len(c.label) <= room else f"{c.label[: room - 1]}…" for c in rows]
+        return build_table([number, TableColumn(heading="Top consumers", cells=names), *columns[1:]], gap=2)
 
-    return Fitted(draw)
+    return WidthDependent(draw)
 
 
 def _opportunities(found: Sequence[Advice]) -> list[RenderableType]:
     if not found:
         return [Text("Opportunities: none of those tried saves 2% or more", style="dim")]
-    return [Text("Opportunities", style="bold"), Fitted(lambda width: _saving(found, width))]
+    return [Text("Opportunities", style="bold"), WidthDependent(lambda width: _savings(found, width))]
 
 
-def _saving(found: Sequence[Advice], width: int) -> RenderableType:
-    """What, how much, and how: side by side where there is room for the how, else below each other."""
-    names = [Text(capital(o.kind), style="bold") for o in found]
-    saves = [f"saves {energy_text(o.saves_j, o.error_j or 0.0)}/{o.unit} ({o.saves_share:.0%})" for o in found]
-    hows = [Text(o.action).append(f"; takes {format_duration(o.time_s or 0.0, 3)}", style="dim") for o in found]
-    beside = width - max(name.cell_len for name in names) - max(map(len, saves)) >= _HOW
+def _savings(opportunities: Sequence[Advice], width: int) -> RenderableType:
+    """What, how much, and how: side by side if there is room, else below each other."""
+    names = [Text(capitalize(o.kind), style="bold") for o in opportunities]
+    amounts = [saving_text(o) for o in opportunities]
+    hows = [Text(o.action).append(f"; takes {format_duration(o.time_s or 0.0, 3)}", style="dim") for o in opportunities]
+    beside = width - max(name.cell_len for name in names) - max(map(len, amounts)) >= _HOW
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for _ in range(4 if beside else 2):
         table.add_column()
-    for name, much, how in zip(names, saves, hows, strict=True):
-        mark, amount = Text("✓", style="green"), Text(much, style="green")
-        table.add_row(mark, *((name, amount, how) if beside else (Group(Pieces(name, amount, between="  "), how),)))
+    for name, amount, how in zip(names, amounts, hows, strict=True):
+        mark, saved = Text("✓", style="green"), Text(amount, style="green")
+        below = Group(TextFlow(name, saved, between="  "), how)
+        table.add_row(mark, *((name, saved, how) if beside else (below,)))
     return table
 
 
-def capital(text: str) -> str:
-    """The text with its first letter large."""
-    return text[:1].upper() + text[1:]
+# -- shared with the page -------------------------------------------------------------------------------------------
 
 
-def _ending(report: EnergyReport) -> Table:
-    table = plain_table()
-    for note in report.notes[:3]:
-        table.add_row("note", Text(note, style="yellow"))
-    sources = "; ".join(f"{name}: {text}" for name, text in origin(report))
-    if sources:
-        table.add_row("from", Text(sources, style="dim"))
-    return table
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """Subgraphs of one name (or, in a deep stack, of one place in every layer), together."""
+
+    name: str
+    kind: str
+    count: int
+    latency_s: float
+    compute_energy_j: float
+    memory_energy_j: float
+    static_energy_j: float
+    share: float
+
+    @property
+    def energy_j(self) -> float:
+        """All joules of the group."""
+        return self.compute_energy_j + self.memory_energy_j + self.static_energy_j
+
+    @property
+    def label(self) -> str:
+        """The name, and how often it runs."""
+        return self.name if self.count == 1 else f"{self.name} ×{self.count}"
 
 
-def _following(command: str | None) -> list[RenderableType]:
-    """The next command in one piece, however narrow the terminal: it is there to be copied."""
-    if not command:
-        return []
-    line = Text("next  ", style="dim", no_wrap=True, overflow="ignore")
-    return [line.append(command, style="not dim cyan")]
+def consumers(report: EnergyReport, count: int) -> list[Consumer]:
+    """The subgraphs that use the most energy, grouped by name."""
+    stacks: dict[tuple[str, str, float], list[EnergyDescriptor]] = {}
+    for d in report.descriptors:
+        stacks.setdefault((_INDEX.sub("*", d.subgraph_name, count=1), d.kind, d.flops), []).append(d)
+    groups: dict[tuple[str, str], list[EnergyDescriptor]] = {}
+    for (pattern, kind, _), members in stacks.items():
+        deep = len({d.subgraph_name for d in members}) >= STACK
+        for d in members:
+            groups.setdefault((pattern if deep else d.subgraph_name, kind), []).append(d)
+    rows = [_sum_members(name, kind, members, report.total_energy_j) for (name, kind), members in groups.items()]
+    return sorted(rows, key=lambda c: c.energy_j, reverse=True)[:count]
 
 
-def _count(value: float) -> str:
+def _sum_members(name: str, kind: str, members: Sequence[EnergyDescriptor], total_j: float) -> Consumer:
+    return Consumer(
+        name=name,
+        kind=kind,
+        count=sum(d.calls for d in members),
+        latency_s=sum(d.latency_s for d in members),
+        compute_energy_j=sum(d.compute_energy_j for d in members),
+        memory_energy_j=sum(d.memory_energy_j for d in members),
+        static_energy_j=sum(d.static_energy_j for d in members),
+        share=sum(d.total_energy_j for d in members) / total_j if total_j > 0 else 0.0,
+    )
+
+
+def components(report: EnergyReport | SweepRow | Consumer) -> list[tuple[str, float, float]]:
+    """(name, joules, share of the total) of compute, memory and static energy; [] if they are unknown."""
+    names = {"Compute": report.compute_energy_j, "Memory": report.memory_energy_j, "Static": report.static_energy_j}
+    known = {name: joules for name, joules in names.items() if joules is not None}
+    total = sum(known.values())
+    return [(name, joules, joules / total if total > 0 else 0.0) for name, joules in known.items()]
+
+
+def format_rate(value: float) -> str:
+    """Samples per second."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# -- a sweep --------------------------------------------------------------------------------------------------------
+def saving_text(o: Advice) -> str:
+    """What an opportunity saves: "saves 1.2 ± 0.3 mJ/sample (12%)"."""
+    return f"saves {format_energy_error(o.saves_j, o.error_j)}/{o.unit} ({o.saves_share:.0%})"
 
 
-def comparison(found: Sweep, *, next_command: str | None = None, width: int = 100) -> RenderableType:
-    """A row a combination, those on the Pareto frontier marked; what cannot be and why; the best choices."""
-    front = set(map(id, found.pareto()))
-    feasible = len(found.feasible)
-    title = Text(found.name, style="bold")
-    title.append(
-        f"   {found.mode}, {found.launch}; {feasible} of {len(found.rows)} combinations are possible", style="dim"
-    )
-    parts: list[RenderableType] = [title]
-    if feasible:
-        parts.append(Fitted(lambda terminal: _rows(found, front, min(width, terminal))))
-        parts.append(
-            Text("* on the Pareto frontier of energy per sample and latency; ± is a 90% half-width", style="dim")
-        )
-    impossible = [row for row in found.rows if not row.feasible]
-    if impossible:
-        parts += [Text(""), Text("not possible", style="yellow")]
-        parts += [Text(f"  {name}: {reason}") for name, reason in reasons(impossible)]
-    ending = plain_table()
-    for label, row in choices(found):
-        ending.add_row(label, choice_text(row))
-    for sentence in ties(found):
-        ending.add_row("note", Text(sentence, style="yellow"))
-    return Group(*parts, Text(""), ending, *_following(next_command))
+def chip_name(device: str) -> str:
+    """A chip's full name by its id, with the power mode if one was chosen; the id if the catalogue lacks it."""
+    try:
+        return lookup(device).name
+    except ArgumentError:
+        return device
 
 
-def _rows(found: Sweep, front: set[int], width: int) -> RenderableType:
-    rows = found.feasible
-    kept, gone = fitting(_columns(rows, front, wide=width >= 100), width)
-    table = table_of(kept, styles=["bold" if id(row) in front else "" for row in rows])
-    names = ", ".join(c.heading.strip() for c in gone)
-    return (
-        Group(table, Text(f"no room here for {names}: a wider terminal or --json has them", "dim")) if gone else table
-    )
+def describe_setting(report: EnergyReport) -> str:
+    """How it runs, in words: "bf16, infer, eager, batch 8"."""
+    of = report.prediction
+    if of is None:
+        return report.total.source
+    parts = [of.precision or "the model's precision", of.mode, of.launch, f"batch {of.batch}" if of.batch else ""]
+    return ", ".join(part for part in parts if part)
 
 
-def _columns(rows: Sequence[SweepRow], front: set[int], *, wide: bool) -> list[Column]:
-    """The columns of a sweep; those a narrow terminal can do without leave it one by one."""
-    formats = [row.precision or "-" for row in rows]
-    rates = [_count(row.throughput_per_s or 0.0) for row in rows]
-    watts = ["-" if row.average_power_w is None else f"{row.average_power_w:.0f}" for row in rows]
-    joules = [energy_text(row.energy_per_sample_j or 0.0, row.error_per_sample_j) for row in rows]
-    columns = [
-        Column(heading="", cells=["*" if id(row) in front else "" for row in rows]),
-        Column(heading="chip", cells=[row.on for row in rows]),
-        Column(heading="dtype", cells=formats, leaves=1 if len(set(formats)) == 1 else 0),
-        Column(heading="batch", cells=[str(row.batch or "-") for row in rows], right=True),
-        Column(heading="latency", cells=[time_text(row.time_s or 0.0, row.error_s) for row in rows], right=True),
-        Column(heading="per sample", cells=joules, right=True),
-        Column(heading="samples/s", cells=rates, right=True, leaves=3),
-        Column(heading="W", cells=watts, right=True, leaves=4),
-        Column(heading=" bound by", cells=[f" {row.bound or '-'}" for row in rows], leaves=2),
-    ]
-    if wide:
-        memory = [format_bytes(row.peak_memory_bytes or 0, 3) for row in rows]
-        columns.insert(-1, Column(heading="memory", cells=memory, right=True, leaves=5))
-    return columns
+def bound_text(report: EnergyReport) -> str:
+    """What limits a prediction, and how much of the tighter roof is reached, on chips where that was verified."""
+    of = report.prediction
+    if of is None:
+        return ""
+    limit = BOUNDS.get(of.bound, of.bound)
+    if _is_cpu(of.device):  # its share would be a GPU's efficiency under another name
+        return limit
+    share = of.average_utilization
+    return f"{limit}; {f'{share:.0%}' if share >= 0.01 else 'under 1%'} of the tighter roof reached"
 
 
-def reasons(rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
-    """(combination, why it cannot be); batches that fail alike share a line."""
-    alike: dict[tuple[str, str | None, str], list[SweepRow]] = {}
-    for row in rows:
-        alike.setdefault((row.on, row.precision, row.reason or ""), []).append(row)
-    out = []
-    for (device, precision, reason), members in alike.items():
-        batches = ", ".join(str(row.batch) for row in members if row.batch)
-        parts = (device, precision or "", f"batch {batches}" if batches else "")
-        out.append((" ".join(part for part in parts if part), reason))
-    return out
+def _is_cpu(device: str) -> bool:
+    try:
+        return lookup(device).kind == "cpu"
+    except ArgumentError:
+        return False
 
 
-def choices(found: Sweep) -> list[tuple[str, SweepRow]]:
-    """The rows one would choose: the fewest joules, the shortest, the most samples a second."""
-    by = {"least energy": found.best_batch(), "fastest": found.fastest(), "most throughput": found.most_throughput()}
-    return [(label, row) for label, row in by.items() if row is not None]
+def provenance(report: EnergyReport) -> list[tuple[str, str]]:
+    """(what, where it comes from) for every part of a prediction."""
+    of = report.prediction
+    return [] if of is None else [(name.replace("_", " "), source) for name, source in of.provenance.items() if source]
 
 
-def choice_text(row: SweepRow) -> Pieces:
-    """A chosen row in one line, or broken between its figures."""
-    joules, latency = row.energy_per_sample_j or 0.0, row.time_s or 0.0
-    rate = _count(row.throughput_per_s or 0.0)
-    named = f"{row_name(row)}: {format_energy(joules, 3)} per sample"
-    return Pieces(named, format_duration(latency, 3), f"{rate} samples/s", between=", ")
+def power_text(report: EnergyReport) -> list[str]:
+    """Mean watts, and the peak with the window it is a mean over: "691 W average", "752 W peak of 20 ms"."""
+    figures = [] if report.average_power_w is None else [f"{format_power(report.average_power_w, 3)} average"]
+    if report.peak_w is not None:
+        window = f" of {format_duration(WINDOW_S, 3)}" if report.prediction is not None else ""
+        figures.append(f"{format_power(report.peak_w, 3)} peak{window}")
+    return figures
 
 
-# -- two reports ----------------------------------------------------------------------------------------------------
-
-
-def difference(diff: EnergyDiff, *, top: int = 10) -> RenderableType:
-    """What changes from one report to another: the total, the components, the subgraphs that changed most."""
-    title = Text(f"{diff.before}  →  {diff.after}", style="bold")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("", no_wrap=True, overflow="ellipsis")
-    for heading in ("before", "after", "change", "", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in (diff.total, *diff.components, *list(diff.subgraphs)[:top]):
-        table.add_row(*_diff_cells(row), style="bold" if row is diff.total else "")
-    note = Text("~ the change lies within its 90% interval", style="dim")
-    lines: list[RenderableType] = [title, table, note]
-    if diff.note:
-        lines.append(Text(diff.note, style="yellow"))
-    return Group(*lines)
-
-
-def _diff_cells(row: DiffRow) -> list[RenderableType]:
-    share = row.change_j / row.before_j if row.before_j > 0 else None
-    style = ("green" if row.change_j < 0 else "red") if row.significant else "dim"
-    sign = "+" if row.change_j > 0 else ""
-    change = Text(f"{sign}{energy_text(row.change_j, row.error_j)}", style=style)
-    percent = "new" if share is None else f"{share:+.0%}"
-    mark = "" if row.significant else " ~"
-    seconds = f"{format_duration(row.before_s, 3)} → {format_duration(row.after_s, 3)}"
-    return [
-        Text(row.name), format_energy(row.before_j, 3), format_energy(row.after_j, 3), change,
-        Text(percent + mark, style=style), seconds,
-    ]  # fmt: skip
+def memory_text(peak_bytes: int, capacity_bytes: int | None) -> str:
+    """The peak of memory, and the chip's capacity: "1.2 GiB of 80 GiB (2%)"."""
+    if not capacity_bytes:
+        return f"{format_bytes(peak_bytes, 3)} at the peak"
+    share = format_share(peak_bytes / capacity_bytes)
+    return f"{format_bytes(peak_bytes, 3)} of {format_bytes(capacity_bytes, 3)} ({share})"

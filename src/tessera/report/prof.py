@@ -15,27 +15,24 @@ from rich.text import Text
 
 from ..profile.attach import Attached, Metric, TraceFigures
 from ..units import format_bytes, format_duration, format_frequency, format_power
+from .console import label_table, open_table
 
 MAX_ROWS = 11
 _COMMAND_CELLS = 36
 _SHORT_TRACE_S = 0.1
-# The rows one looks for first; the others follow in the order they were measured, as far as the screen goes.
-_FIRST = (
-    "cpu", "rss", "memory", "sm_utilization", "power", "sm_clock", "utilization", "sm_activity", "tensor_activity",
-    "dram_activity", "memory_used", "temperature", "nvlink_rx", "nvlink_tx", "pcie_rx", "pcie_tx",
-)  # fmt: skip
+# These rows come first; the others follow in the order they were measured, as far as the screen goes.
+_PROCESS = ("cpu", "rss", "memory", "sm_utilization", "power")
+_DEVICE = ("sm_clock", "utilization", "sm_activity", "tensor_activity", "dram_activity", "memory_used", "temperature")
+_FIRST = (*_PROCESS, *_DEVICE, "nvlink_rx", "nvlink_tx", "pcie_rx", "pcie_tx")
 
 
 def answer(attached: Attached, *, files: Mapping[str, Path], next_command: str) -> RenderableType:
-    """Who it is, its figures and the devices', its trace or how to get one, what to type next."""
-    lines: list[RenderableType] = [_headline(attached), _figures(attached.metrics)]
-    notes = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    notes.add_column(style="dim", no_wrap=True)
-    notes.add_column(overflow="fold")
+    """The process, its figures and the devices', its trace or how to get one, what to type next."""
+    notes = label_table()
     for name, text in _notes(attached, files):
         notes.add_row(name, text)
     notes.add_row("next", Text(next_command, style="cyan"))
-    return Group(*lines, notes)
+    return Group(_headline(attached), _figures(attached.metrics), notes)
 
 
 def _headline(a: Attached) -> Text:
@@ -50,23 +47,20 @@ def _headline(a: Attached) -> Text:
 
 
 def _figures(metrics: Sequence[Metric]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("mean", "min", "max"):
-        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
-    table.add_column("whose", header_style="dim", style="dim", no_wrap=True)
-    shown = _chosen(metrics)
+    table = open_table("", "mean", "min", "max")
+    table.add_column("scope", style="dim", no_wrap=True)
+    shown = _most_telling(metrics)
     for m in shown:
-        whose = "process" if m.scope == "process" else "whole device"
+        scope = "process" if m.scope == "process" else "whole device"
         if m.basis != "measured":
-            whose += f", {m.basis}"
-        table.add_row(m.metric.removeprefix("process."), *(_value(v, m.unit) for v in (m.mean, m.min, m.max)), whose)
+            scope += f", {m.basis}"
+        table.add_row(m.metric.removeprefix("process."), *(_value(v, m.unit) for v in (m.mean, m.min, m.max)), scope)
     if len(shown) < len(metrics):
         table.add_row(Text(f"and {len(metrics) - len(shown)} more: --summary perf.csv", style="dim"))
     return table
 
 
-def _chosen(metrics: Sequence[Metric]) -> list[Metric]:
+def _most_telling(metrics: Sequence[Metric]) -> list[Metric]:
     """The process's rows, then the devices', the most telling first."""
 
     def rank(m: Metric) -> tuple[bool, int]:
@@ -77,19 +71,15 @@ def _chosen(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def _value(value: float, unit: str) -> str:
-    match unit:
-        case "B":
-            return format_bytes(value, 3)
-        case "B/s":
-            return f"{format_bytes(value, 3)}/s"
-        case "Hz":
-            return format_frequency(value, 4)
-        case "W":
-            return format_power(value, 3)
-        case "%":
-            return f"{value:.0f} %" if value >= 10 else f"{value:.1f} %"
-        case _:
-            return f"{value:.4g} {unit}"
+    if unit in ("B", "B/s"):
+        return format_bytes(value, 3) + unit.removeprefix("B")
+    if unit == "Hz":
+        return format_frequency(value, 4)
+    if unit == "W":
+        return format_power(value, 3)
+    if unit == "%":
+        return f"{value:.0f} %" if value >= 10 else f"{value:.1f} %"
+    return f"{value:.4g} {unit}"
 
 
 def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
@@ -99,21 +89,21 @@ def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
         heaviest = ", ".join(f"{_short(h.name)} {format_duration(h.seconds, 2)}" for h in a.figures.heaviest[:3])
         if heaviest:
             rows.append(("heaviest", Text(heaviest)))
-        rows += [("more", Text(hint)) for hint in _longer(a.figures)]
+        rows += [("more", Text(hint)) for hint in _suggest_steps(a.figures)]
     elif a.kineto is None and a.kineto_state.reason:
         rows.append(("no trace", Text(a.kineto_state.reason, style="yellow")))
         if a.kineto_state.fix:
             rows.append(("do", Text(a.kineto_state.fix, style="bold")))
     if a.traced_pid not in (None, a.target.pid):
-        rows.append(("traced", Text(f"its descendant {a.traced_pid}: the process itself runs no PyTorch")))
+        rows.append(("traced", Text(f"its child process {a.traced_pid}: the process itself does not run PyTorch")))
     if a.ended:
-        rows.append(("ended", Text("the process ended: these are the figures until then", style="yellow")))
+        rows.append(("ended", Text("the process ended; the figures are up to then", style="yellow")))
     if a.stopped:
-        rows.append(("stopped", Text("by Ctrl-C: these are the figures until then", style="yellow")))
+        rows.append(("stopped", Text("by Ctrl-C; the figures are up to then", style="yellow")))
     rows += [("note", Text(note, style="dim")) for note in a.notes[:3]]
     if files:
-        kept = {"trace": "trace" if a.kineto is not None else "counter tracks, no trace"}
-        rows.append(("written", Text(", ".join(f"{path} ({kept.get(what, what)})" for what, path in files.items()))))
+        names = {"trace": "trace" if a.kineto is not None else "counter tracks, no trace"}
+        rows.append(("written", Text(", ".join(f"{path} ({names.get(what, what)})" for what, path in files.items()))))
     return rows
 
 
@@ -132,12 +122,12 @@ def _trace_line(a: Attached, f: TraceFigures) -> Text:
     return Text(", ".join(parts))
 
 
-def _longer(f: TraceFigures) -> list[str]:
-    """Fast steps make a trace shorter than a power sensor can follow: how many would make half a second."""
+def _suggest_steps(f: TraceFigures) -> list[str]:
+    """How many steps cover half a second, if the trace is too short for a power sensor."""
     if not f.steps or not 0 < f.seconds < _SHORT_TRACE_S:
         return []
     steps = max(round(0.5 * f.steps / f.seconds), f.steps + 1)
-    return [f"--steps {steps} would cover half a second, which power samples can follow"]
+    return [f"--steps {steps} would cover half a second, long enough for power samples"]
 
 
 def _short(name: str, cells: int = 44) -> str:
@@ -145,7 +135,7 @@ def _short(name: str, cells: int = 44) -> str:
 
 
 def next_command(attached: Attached, files: Mapping[str, Path]) -> str:
-    """What to type after this: attribute the trace, get one, or keep the figures."""
+    """What to type next: attribute the trace, record one, or watch the machine."""
     pid, trace = str(attached.target.pid), files.get("trace")
     if attached.kineto is not None and trace is not None:
         power = files.get("power")

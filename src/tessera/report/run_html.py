@@ -18,27 +18,24 @@ from ..analyze.spikes import format_level
 from ..attribute.table import EnergyTable
 from ..profile.runfile import RunFile
 from ..timeline.columns import Timeline
-from ..units import format_duration, format_energy, format_power, format_share
-from . import run_sections as sections
-from .energy import SEEN, joules
-from .predict import capital
+from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
+from . import run_analyses as analyses
+from .energy import SUMMARY_NOTE
+from .html import THEME_BUTTON, capitalize, document, note, prose, tile
+from .measure import describe_exit
+from .predict import format_rate
 from .run import limit_cut, mode_text, outside_text, traced_text
-from .run_data import payload
-from .run_origin import origin
-from .run_parts import note, prose
-from .run_results import missing, results_of
-from .run_roofline import roofline
+from .run_provenance import find_missing, missing_section, provenance, run_analyses
 from .run_tables import gaps, steps, tables
-from .shell import SWITCH, document
-from .text import ended_text, with_error
+from .run_timeline import payload
 
 _LEVEL_PX = 26
-_ROW_TOOLS = (("zoom-in", "Zoom in"), ("zoom-out", "Zoom out"), ("zoom-all", "Whole run"), ("zoom-one", "One step"))
+_ZOOM_BUTTONS = (("zoom-in", "Zoom in"), ("zoom-out", "Zoom out"), ("zoom-all", "Whole run"), ("zoom-one", "One step"))
 _SECTIONS: dict[str, Callable[[Result], str]] = {
-    "roofline": roofline,
-    "stalls": sections.stalls,
-    "collectives": sections.collectives,
-    "memory": sections.memory,
+    "roofline": analyses.roofline,
+    "stalls": analyses.stalls,
+    "collectives": analyses.collectives,
+    "memory": analyses.memory,
 }
 
 
@@ -51,100 +48,95 @@ def page(
     found: Answer | None = None,
     results: Mapping[str, Result] | None = None,
 ) -> str:
-    """The page. `timeline`, `found` and `results` (analyses by kind) save reading and computing them again."""
+    """The page. `timeline`, `found` (the answer) and `results` (analyses by kind) are computed if not given."""
     lines = run.timeline() if timeline is None else timeline
-    said = found or answer(run, table, lines)
-    if said.shared_by:
-        table = dataclasses.replace(table, ops=said.ops, kernels=said.kernels)
-    stacks = stacks_of(run, run.power(), table.total_j) if said.shared_by and not table.kernels else []
-    results = results_of(run, table, lines) if results is None else results
+    result = found or answer(run, table, lines)
+    if result.shared_by:
+        table = dataclasses.replace(table, ops=result.ops, kernels=result.kernels)
+    stacks = stacks_of(run, run.power(), table.total_j) if result.shared_by and not table.kernels else []
+    results = run_analyses(run, table, lines) if results is None else results
     view = overview(lines, run.power(), group_telemetry(run.telemetry()), table)
-    curves = sections.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
-    # A host without operators is in Python: that is no level at which it waits.
+    curves = analyses.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
+    # A host without operators is busy in Python: its power is not idle power.
     view = dataclasses.replace(view, telemetry=[*view.telemetry, *curves], idle_w=view.idle_w if view.rows else None)
-    absent = missing(results, lines, telemetry=bool(view.telemetry))
+    absent = find_missing(results, lines, telemetry=bool(view.telemetry))
     parts = [
-        _header(said),
-        _findings(said),
-        _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, said),
+        _header(result),
+        _findings(result),
+        _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, result),
         _tree(stack_tree(stacks) if stacks else icicle(lines, table), bool(stacks), bool(view.rows)),
-        tables(table, said),
+        tables(table, result),
         steps(table),
         *(section(results[kind]) for kind, section in _SECTIONS.items() if kind in results),
-        gaps(said),
+        gaps(result),
         _checklist(correlation) if correlation else "",
-        sections.lacking(absent),
-        origin(run, table, said, results, len(absent)),
+        missing_section(absent),
+        provenance(run, table, result, results, len(absent)),
     ]
-    return document(f"{fit(said.name, 80)} - tessera", "".join(parts), data=payload(view, correlation))
+    return document(f"{fit(result.name, 80)} - tessera", "".join(parts), data=payload(view, correlation))
 
 
 # -- the answer -----------------------------------------------------------------------------------------------------
 
 
-def _header(said: Answer) -> str:
-    where = " · ".join(part for part in (said.device, mode_text(said), said.source) if part)
+def _header(result: Answer) -> str:
+    where = " · ".join(part for part in (result.device, mode_text(result), result.source) if part)
     return (
-        f"<header><div class='top'><div><h1>{escape(said.name)}</h1><div class='dim'>{escape(where)}</div></div>"
-        f"{SWITCH}</div>"
-        f"{_warnings(said)}{_tiles(said)}{_traced(said)}{_parts(said)}</header>"
+        f"<header><div class='top'><div><h1>{escape(result.name)}</h1><div class='dim'>{escape(where)}</div></div>"
+        f"{THEME_BUTTON}</div>"
+        f"{_warnings(result)}{_tiles(result)}{_traced_note(result)}{_parts(result)}</header>"
     )
 
 
-def _traced(said: Answer) -> str:
-    """What the pictures and tables are of, where that is not the whole run."""
-    if not said.partial:
+def _traced_note(result: Answer) -> str:
+    """What the plots and tables cover, if that is not the whole run."""
+    if not result.partial:
         return ""
-    more = " `tessera run --limit 0` traces all." if limit_cut(said) else ""
-    rest = f" {capital(outside_text(said))}." if said.outside else ""
-    return f"<p class='dim' role='note'>{prose(f'{capital(traced_text(said))}.{more}{rest}')}</p>"
+    more = " `tessera run --limit 0` traces everything." if limit_cut(result) else ""
+    rest = f" {capitalize(outside_text(result))}." if result.outside else ""
+    return f"<p class='dim' role='note'>{prose(f'{capitalize(traced_text(result))}.{more}{rest}')}</p>"
 
 
-def _warnings(said: Answer) -> str:
+def _warnings(result: Answer) -> str:
     lines = []
-    if said.basis != "measured":
-        lines.append(f"{said.basis.upper()}, not measured: `tessera doctor` says which sensor this machine could have.")
-    if said.cut:
-        lines.append(f"Cut: {said.cut}.")
-    if said.shared_by:
-        lines.append(f"Nothing was attributed: joules are shared out by {said.shared_by}, a model without an interval.")
-        lines.append(SEEN)
-    if said.tracing is not None and said.tracing.text:
-        lines.append(f"{capital(said.tracing.text)}.")
-    if said.returncode:
-        lines.append(f"The program {ended_text(said.returncode)}: these are the joules until then.")
+    if result.basis != "measured":
+        lines.append(f"{result.basis.upper()}, not measured: run `tessera doctor` to see which sensors are available.")
+    if result.cut:
+        lines.append(f"Incomplete: {result.cut}.")
+    if result.shared_by:
+        lines.append(f"Nothing was attributed: joules are divided by {result.shared_by}, a model without an interval.")
+        lines.append(SUMMARY_NOTE)
+    if result.tracing is not None and result.tracing.text:
+        lines.append(f"{capitalize(result.tracing.text)}.")
+    if result.returncode:
+        lines.append(f"The program {describe_exit(result.returncode)}; the energy is up to then.")
     return "".join(f"<p class='warn' role='note'>{prose(line)}</p>" for line in lines)
 
 
-def _tiles(said: Answer) -> str:
-    """The whole run first; a step, and what was idle, are of what was traced."""
-    whole = said.whole
-    tiles = [_tile(joules(whole.energy_j, whole.error_j), "in all, 90% interval")]
+def _tiles(result: Answer) -> str:
+    """The whole run first; then a step and idle time of the traced part."""
+    whole = result.whole
+    tiles = [tile(format_energy_error(whole.energy_j, whole.error_j), "in total, 90% interval")]
     if whole.power_w is not None:
-        peak = f", peak {format_power(said.peak_w, 3)}" if said.peak_w is not None else ""
-        tiles.append(_tile(with_error(whole.power_w, whole.power_error_w, "W"), f"on average{peak}"))
+        peak = f", peak {format_power(result.peak_w, 3)}" if result.peak_w is not None else ""
+        tiles.append(tile(format_error(whole.power_w, whole.power_error_w, "W"), f"on average{peak}"))
     count = f", {whole.steps:,} step{'' if whole.steps == 1 else 's'}" if whole.steps is not None else ""
-    tiles.append(_tile(format_duration(whole.seconds), f"wall time{count}"))
-    for per in said.per_work:
-        rate = f"{per.rate_per_s:,.0f}" if per.rate_per_s >= 100 else f"{per.rate_per_s:.3g}"
-        of = f" (of {per.amount:,.0f} traced)" if said.partial and per.unit == "step" else ""
+    tiles.append(tile(format_duration(whole.seconds), f"wall time{count}"))
+    for per in result.per_work:
+        rate = format_rate(per.rate_per_s)
+        of = f" (of {per.amount:,.0f} traced)" if result.partial and per.unit == "step" else ""
         if per.traced_j is not None:
             of = f" (of {per.amount:,.0f} untraced; {format_energy(per.traced_j, 3)} traced)"
         which = f"; {per.left_out}" if per.left_out is not None and per.unit == "step" else ""
         about = "~" if math.isnan(per.error_j) else ""
         label = f"per {per.unit}{of}, {rate} {per.unit}s/s{which}"
-        tiles.append(_tile(about + joules(per.energy_j, per.error_j), label))
-    if said.idle_share is not None:
-        idle = f"idle: {joules(said.idle_j or 0.0, said.idle_error_j)}, {format_duration(said.idle_s or 0.0, 3)}"
-        idle += " of what was traced" if said.partial else ""
-        tiles.append(_tile(format_share(said.idle_share), idle))
+        tiles.append(tile(about + format_energy_error(per.energy_j, per.error_j), label))
+    if result.idle_share is not None:
+        idle_j = format_energy_error(result.idle_j or 0.0, result.idle_error_j)
+        idle = f"idle: {idle_j}, {format_duration(result.idle_s or 0.0, 3)}"
+        idle += " of the traced part" if result.partial else ""
+        tiles.append(tile(format_share(result.idle_share), idle))
     return f"<div class='tiles'>{''.join(tiles)}</div>"
-
-
-def _tile(value: str, label: str) -> str:
-    number, plus, rest = value.partition(" ± ")
-    shown = f"{escape(number)} <small>± {escape(rest)}</small>" if plus else escape(value)
-    return f"<div class='tile'><b>{shown}</b><span>{escape(label)}</span></div>"
 
 
 def kind_class(name: str) -> str:
@@ -152,52 +144,51 @@ def kind_class(name: str) -> str:
     return "kidle" if name == "idle" else f"k{CATEGORIES.index(name)}"
 
 
-def _parts(said: Answer) -> str:
-    if not said.parts:
+def _parts(result: Answer) -> str:
+    if not result.parts:
         return ""
     pieces = "".join(
-        f"<i class='{kind_class(p.name)}' style='width:{100 * p.share:.2f}%'></i>" for p in said.parts if p.share > 0
+        f"<i class='{kind_class(p.name)}' style='width:{100 * p.share:.2f}%'></i>" for p in result.parts if p.share > 0
     )
-    shares = [format_share(p.share) for p in said.parts]
-    said_of = [
-        (kind_class(p.name), f"{p.name} {format_energy(p.energy_j, 3)} ({share})")
-        for p, share in zip(said.parts, shares, strict=True)
-    ]
-    keys = "".join(f"<li><i class='{kind}'></i>{escape(text)}</li>" for kind, text in said_of)
+    keys = "".join(
+        f"<li><i class='{kind_class(p.name)}'></i>"
+        f"{escape(f'{p.name} {format_energy(p.energy_j, 3)} ({format_share(p.share)})')}</li>"
+        for p in result.parts
+    )
     return f"<div class='bar' aria-hidden='true'>{pieces}</div><ul class='legend'>{keys}</ul>"
 
 
-def _findings(said: Answer) -> str:
-    if not said.findings:
+def _findings(result: Answer) -> str:
+    if not result.findings:
         return ""
-    first, *rest = said.findings
-    more = "".join(f"<li>{prose(capital(f.text))}</li>" for f in rest)
+    first, *rest = result.findings
+    more = "".join(f"<li>{prose(capitalize(f.text))}</li>" for f in rest)
     also = f"<ul class='also'>{more}</ul>" if more else ""
-    return f"<section class='do'><b>Do this first</b><p>{prose(capital(first.text))}.</p></section>{also}"
+    return f"<section class='do'><b>Do this first</b><p>{prose(capitalize(first.text))}.</p></section>{also}"
 
 
-# -- pictures -------------------------------------------------------------------------------------------------------
+# -- plots ----------------------------------------------------------------------------------------------------------
 
 
-def _timeline(rows: int, merged: int, any_lines: bool, one: bool, said: Answer) -> str:
+def _timeline(rows: int, merged: int, any_lines: bool, one: bool, result: Answer) -> str:
     if not any_lines:
         return ""
     buttons = "".join(
-        f"<button type='button' id='{name}'>{text}</button>" for name, text in _ROW_TOOLS if name != "zoom-one" or one
+        f"<button type='button' id='{name}'>{text}</button>"
+        for name, text in _ZOOM_BUTTONS
+        if name != "zoom-one" or one
     )
-    beneath = f" with {rows} kernels beneath" if rows else ""
-    label = (
-        f"Power over time{beneath}; {joules(said.whole.energy_j, said.whole.error_j)} in all. "
-        "The tables below have the same numbers."
-    )
+    below = f" with {rows} kernels below" if rows else ""
+    total = format_energy_error(result.whole.energy_j, result.whole.error_j)
+    label = f"Power over time{below}; {total} in total. The tables below have the same numbers."
     drawn = f"{rows:,} kernels"
     if merged:
-        drawn += f"; {merged:,} of them, too short to see, are drawn together, but for one step that is whole"
-    drawn = f"{drawn}. Colours are those of the bar above." if rows else ""
+        drawn += f"; {merged:,} of them are too short to see and are drawn together, except in one complete step"
+    drawn = f"{drawn}. The colours are those of the bar above." if rows else ""
     return (
         "<section><h2>Power and what ran</h2>"
         f"<div class='tools'>{buttons}<span class='dim'>drag to pan, Ctrl or Shift + wheel or double click to zoom; "
-        "keys ← → + − 0</span></div>"
+        "keys: ← → + − 0</span></div>"
         f"<figure><div class='plot'><canvas id='timeline' tabindex='0' role='img' aria-label='{escape(label)}'>"
         f"</canvas></div><figcaption>{escape(drawn)}</figcaption></figure>"
         "</section>"
@@ -215,21 +206,22 @@ def _tree(tree: Node, sampled: bool, kernels: bool) -> str:
     return (
         "<section><h2>Where the joules went</h2>"
         f"<div class='icicle' style='height:{height}px' role='group' aria-label='Joules: {what}'>"
-        f"{''.join(cells)}</div><p class='dim'>{what}; as wide as their joules. "
-        "Click to look closer, click the top to come back.</p></section>"
+        f"{''.join(cells)}</div><p class='dim'>{what}; the width is the energy. "
+        "Click to zoom in, click the top to zoom out.</p></section>"
     )
 
 
 def _cells(node: Node, depth: int, left_j: float, whole_j: float, out: list[str]) -> int:
-    """One button a branch, and its children below it from left to right. Returns the deepest level."""
+    """One button per node, with its children below it from left to right. Returns the deepest level."""
     left, wide = 100.0 * left_j / whole_j, 100.0 * node.energy_j / whole_j
     calls = f"{node.calls:,} times" if node.calls else ""
-    said = "\n".join(part for part in (f"{format_energy(node.energy_j, 3)}, {wide:.1f}%", node.kind, calls) if part)
+    lines = (f"{format_energy(node.energy_j, 3)}, {wide:.1f}%", node.kind, calls)
+    text = "\n".join(line for line in lines if line)
     kind = f"k{CATEGORIES.index(category(node.name))}" if node.kind == "kernel" else node.kind
     label = "all" if node.kind == "run" else node.name
     out.append(
         f"<button type='button' class='{kind}{' thin' if wide < 2.2 else ''}' data-l='{left:.4f}' data-w='{wide:.4f}' "
-        f"data-d='{depth}' data-n='{escape(fit(label, 200))}' data-t='{escape(said)}' "
+        f"data-d='{depth}' data-n='{escape(fit(label, 200))}' data-t='{escape(text)}' "
         f"style='left:{left:.3f}%;width:{wide:.3f}%;top:{depth * _LEVEL_PX}px'>{escape(fit(label, 60))}</button>"
     )
     deepest = depth
@@ -239,7 +231,7 @@ def _cells(node: Node, depth: int, left_j: float, whole_j: float, out: list[str]
     return deepest
 
 
-# -- what is said beside --------------------------------------------------------------------------------------------
+# -- spikes ---------------------------------------------------------------------------------------------------------
 
 
 def _checklist(found: Correlation) -> str:

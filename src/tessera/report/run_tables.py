@@ -1,4 +1,4 @@
-"""The tables of a run's page: energy by operator, kernel, region, module and step, with their intervals drawn."""
+"""The tables of a run's page: energy by operator, kernel, region, module and step; the steps; the gaps."""
 
 from __future__ import annotations
 
@@ -10,77 +10,76 @@ from ..analyze.answer import Answer, mean_w
 from ..analyze.energy_by_time import FUNCTION
 from ..analyze.kernel_names import CATEGORIES, category, fit, fitted, region_name
 from ..attribute.table import EnergyRow, EnergyTable
-from ..units import format_duration, format_energy, format_power, format_share
-from .energy import TITLES, idle_row, joules, mark, rest_row, shown_names
-from .run_parts import head, number
-from .text import with_error
+from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
+from .energy import TITLES, display_names, group_letter, idle_row, rest_row
+from .html import number_cell
+from .html import table as html_table
 
 ROWS = 250
 FOLDED = 15
-"""Rows that are shown before somebody asks for all; so many as in run.css."""
+"""Rows that are shown at first; the same number is in run.css."""
 _TABS = {"ops": "Operators", "kernels": "Kernels", "regions": "Regions", "modules": "Modules", "steps": "Steps"}
-_COLUMNS = (("energy", True), ("", False), ("share", True), ("power", True), ("per call", True), ("calls", True),
-            ("time", True))  # fmt: skip
+_COLUMNS = [("energy", True), ("", False), *((n, True) for n in ("share", "power", "per call", "calls", "time"))]
 _CHART = (1200, 130)
 _BARS = 120
 _NAME = 90
 
 
-def tables(table: EnergyTable, said: Answer) -> str:
+def tables(table: EnergyTable, answer: Answer) -> str:
     """A tab for each view that has rows; idle is a row of its own in each."""
-    views = [(view, title) for view, title in _TABS.items() if _rows(table, said, view)]
+    views = [(view, title) for view, title in _TABS.items() if _rows(table, answer, view)]
     if not views:
         return ""
     heads, panels = [], []
     for i, (view, title) in enumerate(views):
-        found = _rows(table, said, view)
+        rows = _rows(table, answer, view)
         state = "aria-selected='true' tabindex='0'" if i == 0 else "aria-selected='false' tabindex='-1'"
-        name = "Functions" if found[0].kind == FUNCTION else title
+        name = "Functions" if rows[0].kind == FUNCTION else title
         heads.append(
             f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
-            f"{name} ({len(found):,})</button>"
+            f"{name} ({len(rows):,})</button>"
         )
-        panels.append(_panel(table, said, view, name, shown=i == 0))
+        panels.append(_panel(table, answer, view, name, shown=i == 0))
     return (
         f"<section><h2>Energy by row</h2><div role='tablist' aria-label='Energy by'>{''.join(heads)}</div>"
         f"{''.join(panels)}</section>"
     )
 
 
-def _rows(table: EnergyTable, said: Answer, view: str) -> Sequence[EnergyRow]:
-    return _known(table) if view == "steps" else said.rows(view)
+def _rows(table: EnergyTable, answer: Answer, view: str) -> Sequence[EnergyRow]:
+    return _known_steps(table) if view == "steps" else answer.rows(view)
 
 
-def _known(table: EnergyTable) -> list[EnergyRow]:
-    """The steps with joules: those after the last power sample of a killed run have none."""
+def _known_steps(table: EnergyTable) -> list[EnergyRow]:
+    """The steps with joules: in a killed run those after the last power sample have none."""
     return [row for row in table.steps if not math.isnan(row.energy_j)]
 
 
-def _panel(table: EnergyTable, said: Answer, view: str, title: str, *, shown: bool) -> str:
-    found = _rows(table, said, view)
-    rows = list(found[:ROWS])
-    idle = idle_row(table, view) or rest_row(said, view)
+def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: bool) -> str:
+    all_rows = _rows(table, answer, view)
+    rows = list(all_rows[:ROWS])
+    idle = idle_row(table, view) or rest_row(answer, view)
     lines = [*rows, *([idle] if idle else [])]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
-    named = shown_names(rows, view)
-    cut = fitted(named.values(), _NAME)
-    names = {name: cut[text] for name, text in named.items()} | ({idle.name: idle.name} if idle else {})
+    display = display_names(rows, view)
+    cut = fitted(display.values(), _NAME)
+    names = {name: cut[text] for name, text in display.items()} | ({idle.name: idle.name} if idle else {})
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = "".join(_row(r, names[r.name], most, view) for r in lines)
     sampled = bool(rows) and rows[0].kind == FUNCTION
     first = FUNCTION if sampled else TITLES[view]
     columns = [("samples" if sampled and name == "calls" else name, number) for name, number in _COLUMNS]
-    heading = head(((first, False), *columns))
-    rest = format_energy(sum(r.energy_j for r in found[ROWS:]), 3)
-    more = f"<p class='dim'>and {len(found) - ROWS:,} more, {escape(rest)} together</p>" if len(found) > ROWS else ""
+    rest = format_energy(sum(r.energy_j for r in all_rows[ROWS:]), 3)
+    hidden = len(all_rows) - ROWS
+    more = f"<p class='dim'>and {hidden:,} more, {escape(rest)} together</p>" if hidden > 0 else ""
     state = "" if shown else " hidden"
     fold = " fold" if len(lines) > FOLDED + 3 else ""
     unfold = f"<button type='button' class='unfold'>Show all {len(lines)}</button>" if fold else ""
     return (
         f"<div role='tabpanel' id='panel-{view}' aria-labelledby='tab-{view}' data-title='{title}'{state}>"
         f"<div class='tools'><input type='search' placeholder='filter by name' aria-label='Filter {title.lower()}'>"
-        f"<span class='dim' role='status'></span></div><div class='scroll'><table class='sort{fold}'>"
-        f"<caption class='sr'>Energy by {TITLES[view]}</caption>{heading}<tbody>{body}</tbody></table></div>"
+        f"<span class='dim' role='status'></span></div>"
+        f"{html_table([(first, False), *columns], body, caption=f'Energy by {TITLES[view]}', kind=f'sort{fold}')}"
         f"{unfold}{more}{_group_note(table, rows)}</div>"
     )
 
@@ -90,37 +89,39 @@ def _error(row: EnergyRow) -> float:
 
 
 def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
-    group = mark(row.group)
-    letter = f"<span class='group' title='cannot be told apart from the others of {group}'>{group}</span>"
+    group = group_letter(row.group)
+    letter = (
+        f"<span class='group' title='cannot be distinguished from the other kernels of group {group}'>{group}</span>"
+    )
     kind = "kidle" if row.kind == "idle" else f"k{CATEGORIES.index(category(row.name, row.kind))}"
     dot = f"<i class='{kind}'></i>" if view in ("kernels", "ops") else ""
-    known = not math.isnan(row.energy_error_j)  # else shared out by time
+    known = not math.isnan(row.energy_error_j)  # else divided by time
     watts = mean_w(row) if known else None
-    spent = joules(row.energy_j, row.energy_error_j) if known else f"~{format_energy(row.energy_j, 3)}"
+    spent = format_energy_error(row.energy_j, row.energy_error_j) if known else f"~{format_energy(row.energy_j, 3)}"
     each = row.j_per_call if row.calls and known else None
     cells = [
         f"<td class='name' title='{escape(fit(row.name, 300))}'>{dot}{escape(name)}"
         f"{letter if row.group is not None else ''}</td>",
-        number(spent, row.energy_j),
+        number_cell(spent, row.energy_j),
         f"<td>{_meter(row, most_j, kind)}</td>",
-        number(format_share(row.share), row.share),
-        number(_power(row, watts) if watts is not None else "-", watts),
-        number(format_energy(each, 3) if each is not None else "-", each),
-        number(f"{row.calls:,}" if row.calls else "-", row.calls or None),
-        number(format_duration(row.time_s, 3) if row.time_s > 0 else "-", row.time_s),
+        number_cell(format_share(row.share), row.share),
+        number_cell(_power(row, watts) if watts is not None else "-", watts),
+        number_cell(format_energy(each, 3) if each is not None else "-", each),
+        number_cell(f"{row.calls:,}" if row.calls else "-", row.calls or None),
+        number_cell(format_duration(row.time_s, 3) if row.time_s > 0 else "-", row.time_s),
     ]
     return f"<tr{' class=idle' if row.kind == 'idle' else ''}>{''.join(cells)}</tr>"
 
 
 def _power(row: EnergyRow, watts: float) -> str:
-    """Watts with their error: those of a short kernel may lie above the board's limit, and the error says why."""
+    """Watts with their error: those of a short kernel may exceed the board's limit, within their error."""
     if not (row.energy_j > 0 and _error(row) > 0):
         return format_power(watts, 3)
-    return with_error(watts, watts * _error(row) / row.energy_j, "W")
+    return format_error(watts, watts * _error(row) / row.energy_j, "W")
 
 
 def _meter(row: EnergyRow, most_j: float, kind: str) -> str:
-    """A bar as long as the joules, and the interval over its end."""
+    """A bar as long as the joules, with their interval at its end."""
     low, high = max(row.energy_j - _error(row), 0.0), row.energy_j + _error(row)
     whisker = (
         f"<u style='left:{100 * low / most_j:.1f}%;width:{100 * (high - low) / most_j:.1f}%'></u>" if high > low else ""
@@ -134,18 +135,18 @@ def _group_note(table: EnergyTable, rows: Sequence[EnergyRow]) -> str:
     if not shown:
         return ""
     sums = [g for g in table.groups if g.group in shown]
-    known = "; ".join(f"{mark(g.group)} {joules(g.energy_j, g.energy_error_j)}" for g in sums[:8])
-    tail = f" Their sums: {known}." if known else ""
-    said = "Kernels with the same letter always ran together: the samples know their sum, not each."
-    return f"<p class='dim'>{escape(said + tail)}</p>"
+    totals = "; ".join(f"{group_letter(g.group)} {format_energy_error(g.energy_j, g.energy_error_j)}" for g in sums[:8])
+    tail = f" Their sums: {totals}." if totals else ""
+    text = f"Kernels with the same letter always ran together: only their sum was measured.{tail}"
+    return f"<p class='dim'>{escape(text)}</p>"
 
 
 # -- steps and gaps -------------------------------------------------------------------------------------------------
 
 
 def steps(table: EnergyTable) -> str:
-    """Joules of every step in order, with their intervals; a line where there are many."""
-    found = _known(table)
+    """Joules of every step in order, with their intervals; a line if there are many."""
+    found = _known_steps(table)
     if len(found) < 3:
         return ""
     wide, high = _CHART
@@ -159,7 +160,7 @@ def steps(table: EnergyTable) -> str:
             x, y = 56 + i * step, base - r.energy_j * scale
             middle = x + step * 0.425
             low, up = base - max(r.energy_j - _error(r), 0.0) * scale, base - (r.energy_j + _error(r)) * scale
-            title = f"{r.name}: {joules(r.energy_j, r.energy_error_j)}"
+            title = f"{r.name}: {format_energy_error(r.energy_j, r.energy_error_j)}"
             marks.append(
                 f"<g><title>{escape(title)}</title><rect x='{x:.1f}' y='{y:.1f}' width='{step * 0.85:.1f}' "
                 f"height='{base - y:.1f}'/><path d='M{middle:.1f} {low:.1f}V{up:.1f}'/></g>"
@@ -178,30 +179,30 @@ def steps(table: EnergyTable) -> str:
     )
 
 
-def gaps(said: Answer) -> str:
+def gaps(answer: Answer) -> str:
     """What the device waited for."""
-    if not said.gaps:
+    if not answer.gaps:
         return ""
     rows = "".join(
         f"<tr><td class='name' title='{escape(fit(g.during, 300))}'>{escape(fit(g.during, 90))}</td>"
-        f"{number(format_energy(g.energy_j, 3), g.energy_j)}{number(format_duration(g.time_s, 3), g.time_s)}"
-        f"{number(f'{g.count:,}', g.count)}{number(format_duration(g.each_s, 3), g.each_s)}</tr>"
-        for g in said.gaps[:20]
+        f"{number_cell(format_energy(g.energy_j, 3), g.energy_j)}"
+        f"{number_cell(format_duration(g.time_s, 3), g.time_s)}"
+        f"{number_cell(f'{g.count:,}', g.count)}{number_cell(format_duration(g.each_s, 3), g.each_s)}</tr>"
+        for g in answer.gaps[:20]
     )
     columns = (("what the host did", False), ("energy", True), ("time", True), ("gaps", True), ("each", True))
     return (
-        "<section><h2>What the device waited for</h2><div class='scroll'><table class='sort'>"
-        "<caption class='sr'>Idle joules by what the host did</caption>"
-        f"{head(columns)}<tbody>{rows}</tbody></table></div>"
-        "<p class='dim'>The idle joules, shared out by time among the gaps; a gap up to 0.1 ms is a late launch."
-        f"{_slowed(said)}</p></section>"
+        "<section><h2>What the device waited for</h2>"
+        f"{html_table(columns, rows, caption='Idle joules by what the host did')}"
+        "<p class='dim'>The idle joules are divided among the gaps by time; a gap up to 0.1 ms is a late launch."
+        f"{_tracing_note(answer)}</p></section>"
     )
 
 
-def _slowed(said: Answer) -> str:
-    """What of the gaps is the tracer's, where that matters: in which of them it waited nobody knows."""
-    if said.tracing is None or not said.tracing.matters or not said.tracing.idle_s > 0:
+def _tracing_note(answer: Answer) -> str:
+    """How much of the gaps tracing caused, if that matters."""
+    if answer.tracing is None or not answer.tracing.matters or not answer.tracing.idle_s > 0:
         return ""
-    most = "up to" if said.tracing.basis == "events" else "about"
-    waited = f"{most} {format_duration(said.tracing.idle_s, 3)} and {format_energy(said.tracing.idle_j, 3)}"
-    return f" Of all of it, {escape(waited)} are the tracer's, in which gaps is not known."
+    most = "Up to" if answer.tracing.basis == "events" else "About"
+    waited = f"{most} {format_duration(answer.tracing.idle_s, 3)} and {format_energy(answer.tracing.idle_j, 3)}"
+    return f" {escape(waited)} of it are caused by tracing; which gaps is unknown."

@@ -1,15 +1,16 @@
-"""What a schedule held, as text."""
+"""A schedule's report, and a plan of the tuner, as text."""
 
 from __future__ import annotations
 
 from ..runtime.cap_report import ScheduleReport, TokenReport, ZoneReport
+from ..runtime.tuning.plan import OpPlan, Plan, TuningTrial, format_value
 from ..units import format_duration, format_energy, format_power
 
 
 def schedule_text(report: ScheduleReport) -> str:
-    """A few lines: what was asked, what was held, what it cost."""
-    lines = [_asked(report)]
-    lines += [_held(report, zone) for zone in report.zones]
+    """A few lines: the cap, the power that was reached, what waiting cost."""
+    lines = [_cap_line(report)]
+    lines += [_zone_line(report, zone) for zone in report.zones]
     if report.how == "token_bucket" and not report.waits:
         lines.append("nothing had to wait")
     elif report.how == "token_bucket":
@@ -17,47 +18,47 @@ def schedule_text(report: ScheduleReport) -> str:
             f"waited {format_duration(report.waited_s)} in {report.waits} waits {report.where or ''}: {_cost(report)}"
         )
     if report.tokens is not None:
-        lines.append(_tokens(report.tokens))
+        lines.append(_tokens_line(report.tokens))
     each = report.energy_per_call_j
     lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
     return "\n".join([*lines, *report.notes])
 
 
-def _asked(report: ScheduleReport) -> str:
+def _cap_line(report: ScheduleReport) -> str:
     if report.cap is None:
         return "no cap"
-    scope = _capped(report)
+    scope = _cap_scope(report)
     if report.how == "driver":
         return f"cap {format_power(report.cap.power_w)} for {scope}, held by the driver"
     if report.window_s is None:
-        return f"cap {format_power(report.cap.power_w)} for {scope}, nothing was run yet"
-    why = "the sensor tells no shorter one" if report.window_from == "sensor" else "cap_window_ms"
+        return f"cap {format_power(report.cap.power_w)} for {scope}, nothing has run yet"
+    why = "the shortest the sensor resolves" if report.window_from == "sensor" else "cap_window_ms"
     return (
         f"cap {format_power(report.cap.power_w)} for {scope}, held for the mean over "
         f"{format_duration(report.window_s)} ({why})"
     )
 
 
-def _capped(report: ScheduleReport) -> str:
-    """Whose watts are capped."""
+def _cap_scope(report: ScheduleReport) -> str:
+    """What the cap applies to."""
     if report.cap is not None and report.cap.scope == "node":
-        return "all of this node's processes"
+        return "all processes of this node"
     if any(zone.zone == "cpu" for zone in report.zones):
         return "this machine's CPUs together"
     return "each GPU" if report.zones or report.how == "driver" else "each GPU, or the CPUs of a machine without one"
 
 
 def _cost(report: ScheduleReport) -> str:
-    """What waiting adds; as a factor where percents are hard to read."""
+    """What waiting adds; a factor where a percentage would be hard to read."""
     if report.slowdown < 1.0:
         return f"adds at most {report.slowdown:.1%} to the time"
     return f"the time is at most {1.0 + report.slowdown:.3g} times as long"
 
 
-def _held(report: ScheduleReport, zone: ZoneReport) -> str:
+def _zone_line(report: ScheduleReport, zone: ZoneReport) -> str:
     name = zone.zone if zone.zone not in ("cpu", "node") else f"{zone.zone} ({', '.join(zone.domains) or 'no sensor'})"
     if zone.mean_w is None:
-        return f"{name}: too short to tell"
+        return f"{name}: too short to measure"
     parts = [f"{name}: mean {_against(report, zone.mean_w)}"]
     if zone.peak_w is not None:
         parts.append(f"highest window {_against(report, zone.peak_w)}")
@@ -67,14 +68,14 @@ def _held(report: ScheduleReport, zone: ZoneReport) -> str:
     return ", ".join(parts)
 
 
-def _tokens(tokens: TokenReport) -> str:
-    """What was spent, how fast, and what it cost; and what is not in it."""
+def _tokens_line(tokens: TokenReport) -> str:
+    """How many tokens were spent, how fast, and their energy."""
     parts = [f"{tokens.spent:,} {tokens.kind} spent by Tessera's own kernels"]
     if tokens.per_s is not None:
-        parts.append(f"{tokens.per_s:,.4g} a second")
+        parts.append(f"{tokens.per_s:,.4g} per second")
     if tokens.energy_per_token_j is not None:
         parts.append(f"{format_energy(tokens.energy_per_token_j)} each above idle")
-    return ", ".join(parts) + "; other work spends none and is not waited for"
+    return ", ".join(parts) + "; other work spends no tokens and does not wait"
 
 
 def _against(report: ScheduleReport, power_w: float) -> str:
@@ -82,3 +83,50 @@ def _against(report: ScheduleReport, power_w: float) -> str:
     off = power_w / cap_w - 1
     where = "at the cap" if abs(off) < 0.0005 else f"{abs(off):.1%} {'above' if off > 0 else 'below'} the cap"
     return f"{format_power(power_w)} ({where})"
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+def plan_text(plan: Plan) -> str:
+    """What was chosen and what it saves, what was tried, the operators."""
+    lines = [f"plan of {plan.function} on {plan.device}   policy {plan.policy}", _outcome(plan)]
+    for knob, value in plan.setting.items():
+        why = f"   ({plan.why[knob]})" if plan.why.get(knob) else ""
+        lines.append(f"  {knob}: {format_value(value)}{why}")
+    lines += ["", f"tried {len(plan.trials)} settings in {format_duration(plan.spent_s)}"]
+    lines += [f"  {_trial_line(trial)}" for trial in plan.trials]
+    if plan.ops:
+        width = max(len(o.op) for o in plan.ops)
+        lines += ["", "operators (predicted)", *(f"  {_operator_line(o, width)}" for o in plan.ops)]
+    lines += [f"note  {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _outcome(plan: Plan) -> str:
+    if not plan.setting:
+        return "no setting was better than the unchanged function"
+    before, after, parts = plan.baseline, plan.best, []
+    if before.energy_j and after.energy_j:
+        change = f"{100 * (after.energy_j / before.energy_j - 1):+.1f}%"
+        parts.append(f"{format_energy(before.energy_j)} -> {format_energy(after.energy_j)} per call ({change})")
+    if before.time_s and after.time_s:
+        change = f"{100 * (after.time_s / before.time_s - 1):+.1f}%"
+        parts.append(f"{format_duration(before.time_s)} -> {format_duration(after.time_s)} ({change})")
+    return "   ".join(parts)
+
+
+def _trial_line(trial: TuningTrial) -> str:
+    setting = ", ".join(f"{k}={format_value(v)}" for k, v in trial.setting.items()) or "unchanged"
+    if trial.time_s is None:
+        return f"{setting}: {trial.refused}"
+    line = f"{setting}: {format_duration(trial.time_s)}"
+    if trial.energy_j is not None:
+        line += f"   {format_energy(trial.energy_j)} ± {format_energy(trial.error_j or 0.0)}"
+    return f"{line}   not used: {trial.refused}" if trial.refused else line
+
+
+def _operator_line(row: OpPlan, width: int) -> str:
+    parts = [f"{row.op:<{width}}", f"{row.share_pct:4.0f}%", f"x{row.calls}", f"clock {row.clock}" if row.clock else ""]
+    parts += [f"precision {row.precision}"] if row.precision else []
+    return "  ".join(p for p in parts if p) + (f"  ({row.why})" if row.why else "")

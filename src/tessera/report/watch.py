@@ -1,8 +1,4 @@
-"""What `tessera watch` shows: a `Snapshot` of every domain, as a screen, as plain lines or as JSON.
-
-A snapshot is computed elsewhere (`monitor/now.py`) and only laid out here; the Prometheus exposition is a fourth
-view of the same one. Run this module to see the screen with made-up figures: `python -m tessera.report.watch`.
-"""
+"""What `tessera watch` shows: a `Snapshot` of every domain (`monitor/now.py`), as a screen, plain lines or JSON."""
 
 from __future__ import annotations
 
@@ -22,22 +18,22 @@ _INDENT = "  "
 
 
 def sparkline(values: Sequence[float | None], top: float) -> str:
-    """One block a value, scaled from 0 to `top`; what is not known is a dot, what is above `top` a full block."""
-    cells = []
-    for v in values:
-        if v is None:
-            cells.append(NO_DATA)
-            continue
-        share = v / top if top > 0 else 0.0
-        cells.append(BLOCKS[min(max(round(share * len(BLOCKS)) - 1, 0), len(BLOCKS) - 1)])
-    return "".join(cells)
+    """One block per value, scaled from 0 to `top`; unknown is a dot, above `top` is a full block."""
+
+    def block(value: float | None) -> str:
+        if value is None:
+            return NO_DATA
+        share = value / top if top > 0 else 0.0
+        return BLOCKS[min(max(round(share * len(BLOCKS)) - 1, 0), len(BLOCKS) - 1)]
+
+    return "".join(map(block, values))
 
 
 # -- JSON and plain lines ----------------------------------------------------------------------------------------
 
 
 def json_line(snapshot: Snapshot) -> bytes:
-    """One line of JSON; the history of the sparkline is left out."""
+    """One line of JSON, without the history of the sparkline."""
     import msgspec
 
     tree = msgspec.to_builtins(snapshot)
@@ -48,32 +44,39 @@ def json_line(snapshot: Snapshot) -> bytes:
 
 
 def plain_lines(snapshot: Snapshot) -> Iterator[str]:
-    """One line a counted domain, and a total if there are several: name=value pairs with the unit in the name."""
+    """One line per counted domain, and a total if there are several: name=value pairs with the unit in the name."""
     from datetime import UTC, datetime
 
     stamp = datetime.fromtimestamp(snapshot.epoch_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     for r in snapshot.counted:
         yield f"{stamp} {r.domain} " + " ".join(f"{k}={v}" for k, v in _pairs(r).items() if v is not None)
     if len(snapshot.counted) > 1:
-        total = {"power_w": _number(snapshot.power_w), "mean_w": _number(snapshot.mean_w),
-                 "energy_j": _number(snapshot.energy_j), "error_j": _number(snapshot.error_j),
-                 "basis": snapshot.basis}  # fmt: skip
+        figures = ("power_w", "mean_w", "energy_j", "error_j")
+        total = {name: _number(getattr(snapshot, name)) for name in figures} | {"basis": snapshot.basis}
         yield f"{stamp} total " + " ".join(f"{k}={v}" for k, v in total.items() if v is not None)
 
 
 def _pairs(r: DomainReading) -> dict[str, str | None]:
     t = r.telemetry or Telemetry(time_ns=0, domain=r.domain)
     throttle = None if t.throttle is None else ",".join(t.throttle) or "none"
-    return {
-        "power_w": _number(r.power_w), "mean_w": _number(r.mean_w), "energy_j": _number(r.energy_j),
-        "error_j": _number(r.error_j), "limit_w": _number(t.power_limit_w), "hbm_w": _number(r.memory_w),
-        **{f"{name}_mhz": _number(mhz) for name, mhz in t.clocks_mhz.items() if name in ("sm", "memory")},
-        "temperature_c": _number(t.temperature_c), "hbm_temperature_c": _number(t.memory_temperature_c),
-        "utilization_pct": _number(t.utilization_pct), "sm_activity_pct": _number(t.sm_activity_pct),
-        "memory_used_bytes": _number(t.memory_used_bytes), "memory_total_bytes": _number(t.memory_total_bytes),
-        "throttle": throttle and _quoted(throttle), "lost": r.lost and _quoted(r.lost),
-        "gaps": str(r.gaps) if r.gaps else None, "basis": r.basis, "source": r.source,
-    }  # fmt: skip
+    numbers = {
+        "power_w": r.power_w,
+        "mean_w": r.mean_w,
+        "energy_j": r.energy_j,
+        "error_j": r.error_j,
+        "limit_w": t.power_limit_w,
+        "hbm_w": r.memory_w,
+        **{f"{name}_mhz": mhz for name, mhz in t.clocks_mhz.items() if name in ("sm", "memory")},
+        "temperature_c": t.temperature_c,
+        "hbm_temperature_c": t.memory_temperature_c,
+        "utilization_pct": t.utilization_pct,
+        "sm_activity_pct": t.sm_activity_pct,
+        "memory_used_bytes": t.memory_used_bytes,
+        "memory_total_bytes": t.memory_total_bytes,
+    }
+    words = {"throttle": throttle and _quote(throttle), "lost": r.lost and _quote(r.lost)}
+    about = {"gaps": str(r.gaps) if r.gaps else None, "basis": r.basis, "source": r.source}
+    return {name: _number(value) for name, value in numbers.items()} | words | about
 
 
 def _number(value: float | None) -> str | None:
@@ -82,7 +85,7 @@ def _number(value: float | None) -> str | None:
     return str(value) if isinstance(value, int) else f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     plain = " ".join(text.split()).replace('"', "'")
     return f'"{plain}"' if " " in plain else plain
 
@@ -91,7 +94,7 @@ def _quoted(text: str) -> str:
 
 
 def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True) -> Text:
-    """The whole screen, at most `width` columns; where `height` is short the details give way, not the total."""
+    """The whole screen, at most `width` columns wide; a low `height` drops details, not the total."""
     rows = snapshot.counted
     name_w = max([len("total"), *(len(r.domain) for r in rows)])
     cells = _cells(width, name_w)
@@ -106,7 +109,7 @@ def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, ke
 
 
 def _fit(blocks: Sequence[Sequence[Text]], room: int | None) -> list[Text]:
-    """The rows in the room there is: with a blank line between them, without, in two lines each, in one."""
+    """As many lines per row as fit: all with a blank line between rows, all, two, or one."""
     spaced = [line for b in blocks for line in (*b, Text())]
     if room is None or len(spaced) <= room:
         return spaced
@@ -121,7 +124,7 @@ def _fit(blocks: Sequence[Sequence[Text]], room: int | None) -> list[Text]:
 
 
 def _after_first(lines: Sequence[Text]) -> Iterator[Text]:
-    """The lines to be joined to one: all but the first lose their indent."""
+    """Lines to be joined: all but the first lose their indent."""
     yield lines[0]
     for line in lines[1:]:
         yield line[len(line.plain) - len(line.plain.lstrip()) - len(_INDENT) :]
@@ -156,13 +159,13 @@ def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
 
 
 def _sources(snapshot: Snapshot) -> list[Text]:
-    """Which devices, read how, and how old the figures are: a line for each kind."""
+    """Which devices, the source, and how old the figures are: a line for each kind."""
     kinds = Counter((r.label or r.domain, r.source, r.resolution_s, r.note) for r in snapshot.counted)
     lines = []
     for (label, source, resolution_s, note), count in kinds.items():
         ages = [r.age_s for r in snapshot.counted if r.source == source and r.age_s is not None and r.lost is None]
         parts = [f"{count} × {label}" if count > 1 else label]
-        parts.append(f"{source}, a value every {format_duration(resolution_s, 2)}")
+        parts.append(f"{source}, new value every {format_duration(resolution_s, 2)}")
         if ages:
             parts.append(_ago(max(ages)))
         if note:
@@ -172,16 +175,15 @@ def _sources(snapshot: Snapshot) -> list[Text]:
 
 
 def _ago(age_s: float) -> str:
-    """In steps of 10 ms, so that it stands still."""
+    """Rounded to 10 ms, so that the text does not flicker."""
     return f"{format_duration(max(math.ceil(age_s * 100), 1) / 100, 3 if age_s > 1 else 2)} ago"
 
 
 def _header(snapshot: Snapshot, name_w: int, cells: int) -> Text:
     spans = {round(r.cell_s * cells, 1) for r in snapshot.counted if r.cell_s}
     what = f"last {max(spans):g} s" if len(spans) == 1 else "history"
-    line = _columns(
-        "", name_w, now="now", limit="limit", spark=Text(f"{what:<{cells}}"), mean="mean", energy="since start"
-    )
+    spark = Text(f"{what:<{cells}}")
+    line = _columns("", name_w, now="now", limit="limit", spark=spark, mean="mean", energy="since start")
     return Text(line.plain, style="dim")
 
 
@@ -193,14 +195,12 @@ def _power_line(r: DomainReading, name_w: int, cells: int) -> Text:
         spark.append(block, style="red" if over else "dim" if value is None else "cyan")
     limit_w = r.telemetry.power_limit_w if r.telemetry else None
     limit = "" if limit_w is None else format_power(limit_w)
-    return _columns(
-        r.domain, name_w, now=_watts(r.power_w), limit=limit, spark=spark, mean=_watts(r.mean_w),
-        energy=_joules(r.energy_j, r.error_j),
-    )  # fmt: skip
+    now, mean, energy = _watts(r.power_w), _watts(r.mean_w), _joules(r.energy_j, r.error_j)
+    return _columns(r.domain, name_w, now=now, limit=limit, spark=spark, mean=mean, energy=energy)
 
 
 def _watts(power_w: float | None) -> str:
-    """Fixed decimals, so that the figures do not dance."""
+    """Fixed decimals, so that the figures do not move."""
     if power_w is None:
         return "—"
     if power_w >= 9_999.5:
@@ -216,7 +216,7 @@ def _joules(energy_j: float, error_j: float) -> str:
 
 
 def _states(r: DomainReading, name_w: int) -> list[Text]:
-    """Throttling, loss and gaps: lines that are there only when there is something to say."""
+    """Throttling, loss and gaps, if there are any."""
     indent = " " * name_w + _INDENT
     lines = []
     if r.lost is not None:
@@ -232,23 +232,25 @@ def _states(r: DomainReading, name_w: int) -> list[Text]:
 
 
 def _details(r: DomainReading, name_w: int) -> list[Text]:
-    """Clock, temperature, activity; then the memory's. No line where nothing is known, or what is known is old."""
+    """Clock, temperature, activity; then the memory's. No line if they are unknown or old."""
     t = r.telemetry
     if t is None or r.lost is not None:
         return []
     core = [
         _part(t.clocks_mhz.get("sm", t.clocks_mhz.get("graphics")), "{:>4.0f} MHz"),
-        _part(t.temperature_c, "{:>2.0f} °C"), _part(t.utilization_pct, "busy {:>3.0f}%"),
+        _part(t.temperature_c, "{:>2.0f} °C"),
+        _part(t.utilization_pct, "busy {:>3.0f}%"),
         _part(t.sm_activity_pct, "SM {:>3.0f}%"),
-    ]  # fmt: skip
+    ]
     gib = 2.0**30
     used = None if t.memory_used_bytes is None else t.memory_used_bytes / gib
     total = None if t.memory_total_bytes is None else t.memory_total_bytes / gib
     memory = [
-        _part(t.clocks_mhz.get("memory"), "{:>4.0f} MHz"), _part(t.memory_temperature_c, "{:>2.0f} °C"),
+        _part(t.clocks_mhz.get("memory"), "{:>4.0f} MHz"),
+        _part(t.memory_temperature_c, "{:>2.0f} °C"),
         _part(r.memory_w, "{:>3.0f} W"),
         None if used is None else f"{used:.0f} GiB" if total is None else f"{used:.0f}/{total:.0f} GiB",
-    ]  # fmt: skip
+    ]
     groups = [[p for p in parts if p] for parts in (core, memory)]
     text = "   mem ".join(" ".join(parts) for parts in groups if parts)
     return [Text(" " * name_w + _INDENT + text, style="dim")] if text else []
@@ -263,27 +265,24 @@ def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
         return []
     unseen = [r.domain for r in snapshot.counted if r.power_w is None]
     note = f"without {', '.join(unseen)}" if unseen else ""
-    return [
-        _columns(
-            "total", name_w, now=_watts(snapshot.power_w), limit="",
-            spark=Text(f"{note:<{cells}}"[:cells], style="not bold yellow"), mean=_watts(snapshot.mean_w),
-            energy=_joules(snapshot.energy_j, snapshot.error_j),
-        )
-    ]  # fmt: skip
+    spark = Text(f"{note:<{cells}}"[:cells], style="not bold yellow")
+    now, mean = _watts(snapshot.power_w), _watts(snapshot.mean_w)
+    energy = _joules(snapshot.energy_j, snapshot.error_j)
+    return [_columns("total", name_w, now=now, limit="", spark=spark, mean=mean, energy=energy)]
 
 
 def _missing(snapshot: Snapshot) -> list[Text]:
     if not snapshot.missing:
         return []
     names = ", ".join(snapshot.missing)
-    return [Text(f"not available: {names} (why: tessera doctor)", style="dim")]
+    return [Text(f"not available: {names} (run `tessera doctor` to see why)", style="dim")]
 
 
 def summary(snapshot: Snapshot) -> str:
-    """The last line, after the screen is gone."""
+    """The last line, printed when the screen closes."""
     span = format_duration(snapshot.time_s, 3)
     if snapshot.mean_w is None:
-        return f"no data came in {span}"
+        return f"no data in {span}"
     total = f"{format_energy(snapshot.energy_j)} ± {format_energy(snapshot.error_j, 2)}"
     basis = "" if snapshot.basis == "measured" else f" ({snapshot.basis}, not measured)"
     return f"{total} in {span}, {format_power(snapshot.mean_w)} on average{basis}"

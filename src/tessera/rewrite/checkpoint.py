@@ -92,9 +92,9 @@ class CheckpointPlan:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        from ..report.checkpoint import text
+        from ..report.rewrite import checkpoint_text
 
-        return text(self)
+        return checkpoint_text(self)
 
 
 def _rewrite(kind: str, way: str, members: Sequence[BlockPlan], relative_error: float) -> Rewrite:

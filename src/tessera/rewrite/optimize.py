@@ -325,9 +325,9 @@ class Optimized:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        from ..report.optimize import text
+        from ..report.rewrite import optimized_text
 
-        return text(self)
+        return optimized_text(self)
 
     def __repr__(self) -> str:
         state = f"{self.chosen}, {len(self.rewrites)} rewrites" if self.chosen else "not yet run"

@@ -13,7 +13,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from ..errors import TesseraError
-from ..report.shell import policy
+from ..report.html import policy
 from .runs import Found, Runs, roots_of
 from .totals import compared
 

@@ -125,9 +125,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return list(_differences(self, other))
 
     def __str__(self) -> str:
-        from ...report.plan import text
+        from ...report.schedule import plan_text
 
-        return text(self)
+        return plan_text(self)
 
 
 def _rename(trial: Any) -> Any:

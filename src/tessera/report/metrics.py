@@ -1,6 +1,6 @@
 """A `Snapshot` as Prometheus metrics, and the small server that answers GET /metrics with it.
 
-Base units and names follow prometheus.io/docs/practices/naming. What is not known is absent, never 0. The domains
+Base units and names follow prometheus.io/docs/practices/naming. Unknown figures are absent, never 0. The domains
 of `tessera_energy_joules_total` may be summed: those that overlap others (HBM inside a board, a whole chassis) have
 metrics of their own, `tessera_overlapping_*`.
 """
@@ -22,22 +22,22 @@ from ..monitor.snapshot import DomainReading, Snapshot
 from ..schema import Telemetry
 
 METRICS: Mapping[str, tuple[str, str]] = {
-    "tessera_energy_joules_total": ("counter", "Energy since the start, of the domains that add up."),
+    "tessera_energy_joules_total": ("counter", "Energy since the start of the domains that may be summed."),
     "tessera_energy_error_joules": ("gauge", "Half-width of the 90% interval of the energy so far."),
     "tessera_power_watts": ("gauge", "Mean power over the newest second of data."),
     "tessera_overlapping_energy_joules_total": ("counter", "Energy of domains inside or around counted ones."),
     "tessera_overlapping_power_watts": ("gauge", "Power of domains inside or around counted ones."),
-    "tessera_power_limit_watts": ("gauge", "Power limit that is enforced now."),
+    "tessera_power_limit_watts": ("gauge", "Power limit in force."),
     "tessera_temperature_celsius": ("gauge", "Temperature of the chip (core) or its memory."),
     "tessera_clock_hertz": ("gauge", "Clock frequency."),
-    "tessera_throttle": ("gauge", "1 while the clocks are held down for this reason, else 0."),
+    "tessera_throttle": ("gauge", "1 while this reason lowers the clocks, else 0."),
     "tessera_throttled_seconds_total": ("counter", "Time throttled for this reason, since the driver was loaded."),
     "tessera_memory_used_bytes": ("gauge", "Device memory in use."),
-    "tessera_memory_size_bytes": ("gauge", "Device memory there is."),
+    "tessera_memory_size_bytes": ("gauge", "Size of the device memory."),
     "tessera_utilization_ratio": ("gauge", "Share of time with work on the device."),
     "tessera_sm_activity_ratio": ("gauge", "Share of the SMs' time with a warp resident."),
-    "tessera_sensor_up": ("gauge", "1 while a sensor answers, 0 when it was lost or was asked for and is not there."),
-    "tessera_gaps_total": ("counter", "Stretches of time without data."),
+    "tessera_sensor_up": ("gauge", "1 while a sensor answers, 0 if it was lost or was requested and is missing."),
+    "tessera_gaps_total": ("counter", "Periods without data."),
     "tessera_sampler_cpu_seconds_total": ("counter", "CPU time of the sampling thread."),
     "tessera_sampler_memory_bytes": ("gauge", "Memory that holds the samples."),
     "tessera_build_info": ("info", "Version of tessera."),
@@ -49,8 +49,8 @@ Sample = tuple[str, Labels, float | None]
 _INDEX = b'<!doctype html><title>tessera</title><p>tessera serves <a href="/metrics">/metrics</a></p>\n'
 
 
-def client() -> Any:
-    """The package prometheus_client, or an error that says how to get it."""
+def import_client() -> Any:
+    """The package prometheus_client, or an error that says how to install it."""
     try:
         import prometheus_client
         import prometheus_client.core
@@ -67,9 +67,9 @@ def dashboard() -> str:
 class SnapshotCollector:
     """Takes a snapshot at each scrape and turns it into metric families."""
 
-    def __init__(self, look: Callable[[], Snapshot], asked: Iterable[str] = ()) -> None:
+    def __init__(self, look: Callable[[], Snapshot], requested: Iterable[str] = ()) -> None:
         self._look = look
-        self._asked = tuple(asked)
+        self._requested = tuple(requested)
         self._lock = threading.Lock()  # two scrapes at once must not both move the ledger
         self._reasons: dict[str, set[str]] = {}
 
@@ -77,20 +77,18 @@ class SnapshotCollector:
         """The families that have samples now."""
         with self._lock:
             snapshot = self._look()
-            found: dict[str, list[tuple[Labels, float]]] = {}
+            samples: dict[str, list[tuple[Labels, float]]] = {}
             for name, labels, value in self._samples(snapshot):
                 if value is not None:
-                    found.setdefault(name, []).append((labels, value))
-        core = client().core
-        makers = {
-            "counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily, "info": core.InfoMetricFamily,
-        }  # fmt: skip
+                    samples.setdefault(name, []).append((labels, value))
+        core = import_client().core
+        families = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
         for name, (kind, text) in METRICS.items():
-            rows = found.get(name, [])
+            rows = samples.get(name, [])
             if kind == "info":
-                yield makers[kind](name.removesuffix("_info"), text, value={"version": __version__})
+                yield core.InfoMetricFamily(name.removesuffix("_info"), text, value={"version": __version__})
             elif rows:
-                family = makers[kind](name, text, labels=list(rows[0][0]))
+                family = families[kind](name, text, labels=list(rows[0][0]))
                 for labels, value in rows:
                     family.add_metric(list(labels.values()), value)
                 yield family
@@ -102,18 +100,18 @@ class SnapshotCollector:
             if r.telemetry is not None and r.lost is None:
                 yield from _state(r.telemetry)
                 yield from self._throttle(r.telemetry)
-        sensors = {name: False for name in self._asked if name in snapshot.missing} | dict(snapshot.sensors)
+        sensors = {name: False for name in self._requested if name in snapshot.missing} | dict(snapshot.sensors)
         for name, up in sensors.items():
             yield "tessera_sensor_up", {"sensor": name}, float(up)
         yield "tessera_sampler_cpu_seconds_total", {}, snapshot.sampler_cpu_s
         yield "tessera_sampler_memory_bytes", {}, float(snapshot.sampler_bytes)
 
     def _throttle(self, t: Telemetry) -> Iterator[Sample]:
-        """Reasons that hold are 1; those that have held before, or have a time of their own, are 0 and not absent."""
+        """Current reasons are 1; earlier ones, and those with a time of their own, are 0 and not absent."""
         if t.throttle is not None:
-            known = self._reasons.setdefault(t.domain, set())
-            known |= {*t.throttle, *(t.throttled_s or {})}
-            for reason in sorted(known):
+            reasons = self._reasons.setdefault(t.domain, set())
+            reasons |= {*t.throttle, *(t.throttled_s or {})}
+            for reason in sorted(reasons):
                 yield "tessera_throttle", {"domain": t.domain, "reason": reason}, float(reason in t.throttle)
         for reason, seconds in (t.throttled_s or {}).items():
             yield "tessera_throttled_seconds_total", {"domain": t.domain, "reason": reason}, seconds
@@ -151,14 +149,14 @@ def _ratio(percent: float | None) -> float | None:
 
 def registry(collector: SnapshotCollector) -> Any:
     """A registry of its own: the process's default one would add python_gc_* and the like."""
-    own = client().CollectorRegistry(auto_describe=False)
+    own = import_client().CollectorRegistry(auto_describe=False)
     own.register(collector)
     return own
 
 
-def exposition(collector: SnapshotCollector) -> str:
+def format_metrics(collector: SnapshotCollector) -> str:
     """The text a scrape gets."""
-    text: bytes = client().generate_latest(registry(collector))
+    text: bytes = import_client().generate_latest(registry(collector))
     return text.decode()
 
 
@@ -166,7 +164,7 @@ def exposition(collector: SnapshotCollector) -> str:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = 10.0  # a client that says nothing may not hold a thread for ever
+    timeout = 10.0  # a silent client must not hold a thread for ever
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not news."""
@@ -187,18 +185,18 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error of ours; anything else was told by the WSGI handler."""
+        """A client that hangs up is not our error; the WSGI handler reports everything else."""
 
 
 def bind(family: socket.AddressFamily, address: tuple[str, int]) -> _Server:
-    """Take the address; OSError if that does not work. Nothing is answered before `serving`."""
+    """Bind the address; OSError if that fails. Nothing is answered before `serve`."""
     return _Server(family, address)
 
 
 @contextlib.contextmanager
-def serving(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
+def serve(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
     """Answer in a thread of its own inside the `with`."""
-    server.set_app(_only_metrics(client().make_wsgi_app(registry(collector))))
+    server.set_app(_only_metrics(import_client().make_wsgi_app(registry(collector))))
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="tessera-metrics", daemon=True)
     thread.start()
     try:

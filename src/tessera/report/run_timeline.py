@@ -1,4 +1,4 @@
-"""What the page of a run draws, as JSON: columns of numbers as base64, so that 40 000 bars are a megabyte."""
+"""The data that the timeline of a run's page draws, as JSON: columns of numbers as base64, to keep the page small."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..units import format_duration, format_power
 
 LONGEST_NAME = 300
 SPIKES = 300
-_NOBODY = 0xFFFF  # an index that points nowhere
+_NO_INDEX = 0xFFFF
 _FAR, _HUGE = 2**31 - 1, 3e38  # the ends of int32 and of float32
 
 
 def payload(view: Overview, correlation: Correlation | None = None) -> str:
-    """The JSON of a page, safe inside a <script> element whatever the names are."""
+    """The JSON of a page, safe inside a <script> element for any names."""
     # Times as whole numbers of a unit that fits 31 bits: a nanosecond up to a second, and 4 ns in a run of 4 s.
     unit_ns = max(1.0, view.span_ns / 2**30)
-    names = list(view.names)[:_NOBODY]
+    names = list(view.names)[:_NO_INDEX]
     data: dict[str, Any] = {
         "unit_ns": unit_ns,
         "span_ns": view.span_ns,
@@ -46,7 +46,7 @@ def payload(view: Overview, correlation: Correlation | None = None) -> str:
 
 
 def _name(name: str) -> tuple[str, str, int]:
-    """Short, full (where it says more) and category."""
+    """Short name, full name (if it differs) and category."""
     kernel = region_name(short(name, "kernel")) if not name.startswith("aten::") else name
     full = "" if kernel == name else fit(name, LONGEST_NAME)
     return fit(kernel, 120), full, CATEGORIES.index(category(name))
@@ -54,10 +54,10 @@ def _name(name: str) -> tuple[str, str, int]:
 
 def _line(line: Line, unit_ns: float) -> dict[str, Any]:
     times = np.round(line.times_ns / unit_ns)
-    # A reading years away, or of 1e300, is a clock or a sensor gone wrong: the page's numbers have no room for it.
-    kept = (np.abs(times) < _FAR) & ~(np.abs(line.values) > _HUGE)
-    packed = {"t": _packed(times[kept], "i4"), "v": _packed(line.values[kept], "f4")}
-    return {"name": line.name, "unit": line.unit, "basis": line.basis, **packed}
+    # A reading years away, or of 1e300, comes from a faulty clock or sensor, and does not fit the page's number types.
+    valid = (np.abs(times) < _FAR) & ~(np.abs(line.values) > _HUGE)
+    columns = {"t": _pack(times[valid], "i4"), "v": _pack(line.values[valid], "f4")}
+    return {"name": line.name, "unit": line.unit, "basis": line.basis, **columns}
 
 
 def _lane(lane: Lane, unit_ns: float) -> dict[str, Any]:
@@ -66,16 +66,16 @@ def _lane(lane: Lane, unit_ns: float) -> dict[str, Any]:
         "label": lane.label,
         "kind": lane.kind,
         "longest": float((end - start).max(initial=0.0)),
-        "s": _packed(start, "i4"),
-        "d": _packed(end - start, "i4"),
-        "n": _packed(np.minimum(lane.name, _NOBODY - 1), "u2"),
-        "o": _packed(np.where((lane.op == NONE) | (lane.op >= _NOBODY), _NOBODY, lane.op), "u2"),
-        "c": _packed(lane.count, "i4"),
-        "e": _packed(lane.energy_j, "f4"),
+        "s": _pack(start, "i4"),
+        "d": _pack(end - start, "i4"),
+        "n": _pack(np.minimum(lane.name, _NO_INDEX - 1), "u2"),
+        "o": _pack(np.where((lane.op == NONE) | (lane.op >= _NO_INDEX), _NO_INDEX, lane.op), "u2"),
+        "c": _pack(lane.count, "i4"),
+        "e": _pack(lane.energy_j, "f4"),
     }
 
 
-def _packed(values: NDArray[Any], kind: str) -> tuple[str, str]:
+def _pack(values: NDArray[Any], kind: str) -> tuple[str, str]:
     return kind, base64.b64encode(np.ascontiguousarray(values).astype(f"<{kind}").tobytes()).decode()
 
 

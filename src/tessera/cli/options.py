@@ -1,0 +1,179 @@
+"""Options that several commands share: their types, their completion in a shell, and checks of paths."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..errors import ArgumentError, TesseraError, UnitError, did_you_mean
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+SUGGESTED = 5
+"""How many files are suggested in place of one that does not exist: the line stays readable."""
+RUNS = Path("runs")
+"""Where `tessera run` writes its files; searched when no run lies in the folder that was named."""
+
+_T = TypeVar("_T")
+_Callback = Callable[[click.Context, click.Parameter, "str | None"], "_T | None"]
+
+
+# -- types ----------------------------------------------------------------------------------------------------------
+
+
+class Choice(click.Choice):  # type: ignore[type-arg]
+    """One of several words; a wrong one is answered with the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.choices:
+            return value
+        words = list(map(str, self.choices))
+        option = f"{max(param.opts, key=len)} " if isinstance(param, click.Option) else ""
+        raise ArgumentError(
+            f"unknown value {option}{value!r}{did_you_mean(str(value), words)}", fix=f"one of: {', '.join(words)}"
+        )
+
+
+class ExistingPath(click.Path):
+    """A file or folder that exists; where it does not, the error suggests similar ones."""
+
+    def __init__(self, *, folder: bool = False) -> None:
+        super().__init__(dir_okay=folder, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).exists():
+            raise missing_file(Path(value))
+        return super().convert(value, param, ctx)
+
+
+def parse_option(parse: Callable[[str], _T]) -> _Callback[_T]:
+    """A callback that parses an option such as 20ms or 64MiB; its errors name the option."""
+
+    def callback(_ctx: click.Context, param: click.Parameter, value: str | None) -> _T | None:
+        try:
+            return None if value is None else parse(value)
+        except UnitError as exc:
+            exc.what = f"{max(param.opts, key=len)}: {exc.what}"
+            raise
+
+    return callback
+
+
+# -- completion in a shell ------------------------------------------------------------------------------------------
+
+
+def complete_devices(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Chips of the catalogue; after a comma the next one, for options that take several."""
+    from ..hardware import catalogue
+
+    before, comma, word = incomplete.rpartition(",")
+    try:
+        devices = catalogue()
+    except TesseraError:  # a device file of the user cannot be read: there is no place to say so
+        return []
+    return [
+        CompletionItem(f"{before}{comma}{name}", help=device.name)
+        for name, device in devices.items()
+        if name.startswith(word.lower()) and name not in before.split(",")
+    ]
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """One chip."""
+    return [] if "," in incomplete else complete_devices(ctx, param, incomplete)
+
+
+def complete_sensors(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The sensors that can be requested by name."""
+    from ..sensors.discover import KINDS
+
+    return [CompletionItem(name) for name in (*KINDS, "replay:") if name.startswith(incomplete)]
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+sensor_option = click.option(
+    "--sensor",
+    "sensors",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_sensors,
+    help="Use only this sensor (nvml, rapl, modelled, replay:FILE.csv, ...); may be repeated.",
+)
+
+
+# -- paths ----------------------------------------------------------------------------------------------------------
+
+
+def missing_file(path: Path, suffixes: tuple[str, ...] = (), otherwise: str = "check the path") -> ArgumentError:
+    """The error for a file that does not exist, with similar files as the fix, or else `otherwise`.
+
+    `suffixes` are those of the kind of file that is wanted; none means any kind.
+    """
+    why = None
+    if path.is_dir():
+        why = f"{path} is a folder"
+    elif not path.parent.is_dir():
+        why, otherwise = f"there is no folder {path.parent}", "check the path"
+    near = did_you_mean(path.name, [p.name for p in _similar_files(path, _neighbours(path, suffixes))])
+    return ArgumentError(f"there is no file {path}{near}", why=why, fix=suggest_files(path, suffixes) or otherwise)
+
+
+def suggest_files(path: Path, suffixes: tuple[str, ...]) -> str:
+    """Files of that kind in its folder: those with similar names, or else the newest; empty where there are none."""
+    files = _neighbours(path, suffixes)
+    if not files and ".tessera" in suffixes:
+        files = _neighbours(RUNS / path.name, (".tessera",))
+    suggested = _similar_files(path, files)
+    if not suggested and suffixes:  # the newest files of any kind would say nothing
+        suggested = sorted(files, key=lambda p: p.stat().st_mtime, reverse=True)
+    return f"one of: {', '.join(map(str, suggested[:SUGGESTED]))}" if suggested else ""
+
+
+def _similar_files(path: Path, files: list[Path]) -> list[Path]:
+    """Files with similar names, the nearest first; without their suffixes, which all of a kind have in common."""
+    import difflib
+
+    stems = [_stem(p) for p in files]
+    near = difflib.get_close_matches(_stem(path), set(stems), n=SUGGESTED, cutoff=0.7)  # at 0.6 "other" is like "notes"
+    return [p for one in near for p, stem in zip(files, stems, strict=True) if stem == one]
+
+
+def _stem(path: Path) -> str:
+    """The name up to its first dot, as `trace` of `trace.json.gz`; the dot of a hidden file begins its name."""
+    return path.name[:1] + path.name[1:].split(".", 1)[0]
+
+
+def _neighbours(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Files with these suffixes (or all) in the path's folder, or in the path where it is a folder."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if not suffixes or (p.is_file() and p.suffix in suffixes))
+
+
+def check_writable(path: Path, option: str = "", *, parents: bool = False) -> None:
+    """Fail before the work rather than after it. Leaves no empty file."""
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as exc:
+        target = f"give {option} a path" if option else "give a path"
+        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix=f"{target} you can write to") from exc
+
+
+def save_page(page: Path, text: str) -> bool:
+    """Write a page; print why and return False where that fails: the screen is still worth having."""
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        print(f"error: cannot write the page to {page}: {exc.strerror}", file=sys.stderr)
+        return False
+    return True

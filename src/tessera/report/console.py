@@ -1,0 +1,198 @@
+"""The console that everything is printed on, and layouts that fit a narrow terminal.
+
+Names from traces, processes and drivers cannot control the terminal. Lines never break between a number and its unit,
+and a table drops whole columns rather than cutting cells.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+PIPED_COLUMNS = 100
+"""The width of output that goes to a log or an issue: rich's own 80 would break most of our lines."""
+LEAST = 24
+"""Columns that a hanging text needs: with a deeper indent than that leaves, it begins further left."""
+# A number and the unit after it are one word.
+_WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:W|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*|\S+")
+
+
+class Console(RichConsole):
+    """rich's console; control characters inside a text (a kernel named so) are replaced by blanks."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments whose text is only text."""
+        return map(_remove_controls, super().render(renderable, options))
+
+    def text(self, content: RenderableType, *, crop: bool = False) -> str:
+        """What it would print, with no blanks at the ends of lines."""
+        with self.capture() as captured:
+            self.print(content, crop=crop)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def show(self, content: RenderableType) -> None:
+        """Print a screen without cropping long commands; in a pipe or a file no line ends in blanks."""
+        if self.is_terminal:
+            self.print(content, crop=False)
+        else:
+            print(self.text(content), file=self.file, flush=True)
+
+
+def plain_console(width: int) -> Console:
+    """A console for plain text of this width, as `print(result)` shows it."""
+    return Console(width=width, highlight=False, color_system=None)
+
+
+def open_console() -> Console:
+    """A console for sentences: as wide as the terminal or COLUMNS; 100 columns in a pipe or a file."""
+    console = Console(highlight=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = PIPED_COLUMNS
+    return console
+
+
+def _remove_controls(segment: Segment) -> Segment:
+    if segment.control or segment.text.isprintable() or segment.text == "\n":
+        return segment
+    return Segment("".join(c if c.isprintable() or c in "\n\t" else " " for c in segment.text), segment.style)
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------
+
+
+class TextFlow:
+    """Texts in one line, or in as many as they need: lines break only between two texts."""
+
+    def __init__(self, *texts: Text | str, between: str = "   ") -> None:
+        self._texts = [text if isinstance(text, Text) else Text(text) for text in texts]
+        self._between = between
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for text in self._texts:
+            if line and line.cell_len + cell_len(self._between) + text.cell_len > options.max_width:
+                yield line.append(self._between.rstrip())
+                line = Text()
+            elif line:
+                line.append(self._between)
+            line.append_text(text)
+        yield line
+
+
+class HangingText:
+    """One text whose second and later lines are indented by `indent` columns."""
+
+    def __init__(self, text: Text | str, indent: int) -> None:
+        self._text = text if isinstance(text, Text) else Text(text)
+        self._indent = indent
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        if self._text.cell_len <= width:
+            yield self._text
+            return
+        indent = self._indent if width - self._indent >= LEAST else width // 6
+        for i, line in enumerate(self._text.divide(_find_breaks(self._text.plain, width, indent))):
+            line.rstrip()
+            yield Text(" " * indent).append_text(line) if i else line
+
+
+def _find_breaks(text: str, width: int, indent: int) -> list[int]:
+    """Where the lines after the first begin: at words, and within one only if it is longer than a line."""
+    breaks: list[int] = []
+    begin, room = 0, width
+    for word in _WORD.finditer(text):
+        if cell_len(text[begin : word.end()]) > room and text[begin : word.start()].strip():
+            begin, room = word.start(), width - indent
+            breaks.append(begin)
+        while cell_len(text[begin : word.end()]) > room:
+            begin, room = begin + len(set_cell_size(text[begin:], max(room, 1))), width - indent
+            breaks.append(begin)
+    return breaks
+
+
+class WidthDependent:
+    """Something that is drawn once the width is known."""
+
+    def __init__(self, draw: Callable[[int], RenderableType]) -> None:
+        self._draw = draw
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        yield self._draw(options.max_width)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableColumn:
+    """A column of a table. A narrow terminal drops the highest `drop` first; 0 is never dropped."""
+
+    heading: str
+    cells: Sequence[str]
+    right: bool = False
+    drop: int = 0
+    style: str = ""
+
+    @property
+    def width(self) -> int:
+        """Of its widest cell."""
+        return max(map(cell_len, (self.heading, *self.cells)))
+
+
+def fit_columns(columns: Sequence[TableColumn], width: int, gap: int = 1) -> tuple[list[TableColumn], str]:
+    """The columns that fit side by side, and the headings of those that do not."""
+    fitting = list(columns)
+    while sum(c.width + gap for c in fitting) - gap > width:
+        first = max(fitting, key=lambda c: c.drop)
+        if not first.drop:
+            break
+        fitting.remove(first)
+    return fitting, ", ".join(c.heading.strip() for c in columns if c not in fitting)
+
+
+def dropped_note(headings: str) -> Text:
+    """What to say below a table about the columns that `fit_columns` dropped."""
+    return Text(f"not shown: {headings} (use a wider terminal, or --json)", style="dim")
+
+
+def build_table(columns: Sequence[TableColumn], gap: int = 1, styles: Sequence[str] = ()) -> Table:
+    """A table of these columns; `styles` are those of the rows."""
+    table = open_table(gap=gap)
+    for c in columns:
+        # If even these do not fit, a cell continues in the next line: it is never cut.
+        table.add_column(c.heading, justify="right" if c.right else "left", overflow="fold", style=c.style)
+    for i, cells in enumerate(zip(*(c.cells for c in columns), strict=True)):
+        table.add_row(*map(Text, cells), style=styles[i] if styles else "")
+    return table
+
+
+def open_table(*headings: str, gap: int = 2) -> Table:
+    """A table without lines; the first heading's column is on the left, the other columns on the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def label_table() -> Table:
+    """Two columns without lines: a label, and what it labels."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def next_line(command: str, width: int = 0) -> Text:
+    """The next command to type, in one piece however narrow the terminal is, so that it can be copied."""
+    line = Text(f"{'next':<{width}}  ", style="dim", no_wrap=True, overflow="ignore")
+    return line.append(command, style="not dim cyan")

@@ -1,0 +1,112 @@
+"""The parts that all our pages share: the document, cells and headings of tables, sentences.
+
+A page is one file with its style and its script; the browser fetches nothing. The plots are hand-written SVG and
+canvas: a page of 200 000 kernels is under a megabyte and drawn in a fraction of a second, where a plotting library
+alone would be four megabytes of script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from html import escape
+from importlib import resources
+
+THEME_BUTTON = "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button>"
+"""Switches the theme; every page has it once, page.js does the rest."""
+_SCRIPTS = ("page.js", "timeline.js")
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def document(title: str, body: str, *, data: str = "{}", style: str = "") -> str:
+    """A whole page. `data` is the JSON that the timeline draws, `style` is added to the common one."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{template('run.css')}{style}</style></head>"
+        f'<body><main>{body}</main><div id="tip" role="status" hidden></div>'
+        f'<script type="application/json" id="data">{data}</script><script>{_script()}</script></body></html>\n'
+    )
+
+
+def policy() -> str:
+    """What the browser lets a page do: run this one script, and fetch nothing."""
+    digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+@cache
+def _script() -> str:
+    """All scripts as one, in a scope of their own."""
+    parts = "\n".join(template(name) for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+
+
+@cache
+def template(name: str) -> str:
+    """A file of the folder templates."""
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+# -- sentences ------------------------------------------------------------------------------------------------------
+
+
+def capitalize(text: str) -> str:
+    """The text with its first letter in upper case, and the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def prose(text: str) -> str:
+    """A sentence, escaped; text between backticks is shown as code."""
+    return _CODE.sub(r"<code>\1</code>", escape(text))
+
+
+def note(text: str) -> str:
+    """A line in small print."""
+    return f"<p class='dim'>{prose(text)}</p>"
+
+
+def tile(value: str, label: str, more: str = "", kind: str = "") -> str:
+    """A headline figure: the value, its error in small print, and its label."""
+    number, plus, rest = value.partition(" ± ")
+    text = f"{escape(number)} <small>± {escape(rest)}</small>" if plus else escape(value)
+    return f"<div class='{f'tile {kind}'.rstrip()}'><b>{text}</b><span>{escape(label)}</span>{more}</div>"
+
+
+def definitions(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and what they mean, side by side."""
+    return "".join(f"<dt>{escape(name)}</dt><dd>{prose(text)}</dd>" for name, text in rows)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def number_cell(text: str, value: float | None, kind: str = "") -> str:
+    """A cell that sorts by its value."""
+    data = "" if value is None or math.isnan(value) else f" data-v='{value:.6g}'".replace("inf", "Infinity")
+    return f"<td class='{f'n {kind}'.rstrip()}'{data}>{escape(text)}</td>"
+
+
+def heading_row(columns: Sequence[tuple[str, bool]], sorted_by: str = "energy", *, sortable: bool = True) -> str:
+    """A heading row of (name, whether the column holds numbers); on a page a click sorts by the column."""
+    cells = []
+    for name, numeric in columns:
+        state = " aria-sort='descending'" if name == sorted_by and sortable else ""
+        content = f"<button type='button'>{escape(name)}</button>" if name and sortable else escape(name)
+        cells.append(f"<th scope='col'{' class=n' if numeric else ''}{state}>{content}</th>")
+    return f"<thead><tr>{''.join(cells)}</tr></thead>"
+
+
+def table(
+    columns: Sequence[tuple[str, bool]], rows: str, *, caption: str = "", sorted_by: str = "energy", kind: str = "sort"
+) -> str:
+    """A table under its headings, which scrolls where it is too wide; `kind` "" is one that does not sort."""
+    title = f"<caption class='sr'>{escape(caption)}</caption>" if caption else ""
+    head = heading_row(columns, sorted_by, sortable=bool(kind))
+    css = f" class='{kind}'" if kind else ""
+    return f"<div class='scroll'><table{css}>{title}{head}<tbody>{rows}</tbody></table></div>"

@@ -1,0 +1,143 @@
+"""What `tessera measure` prints, and the table of an `EnergyBenchmark`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..monitor.benchmark import BenchmarkResult
+from ..monitor.steady_state import Uncertain
+from ..schema import Domain, Energy, EnergyReport
+from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
+from .console import Console, label_table
+
+
+def sensors_line(domains: Sequence[Domain]) -> Text:
+    """One line on which sensors measure, or a warning that none does."""
+    counted = [d for d in domains if d.counted]
+    modelled = ", ".join(d.name for d in counted if d.basis != "measured")
+    if modelled:
+        warning = f"MODELLED, not measured: no power sensor is readable; {modelled} is utilisation times a power curve."
+        return Text(warning, style="yellow")
+    names = [f"{d.name} ({d.source}, {format_duration(d.resolution_s)})" for d in counted[:4]]
+    more = f" and {len(counted) - 4} more" if len(counted) > 4 else ""
+    return Text(f"measuring {', '.join(names)}{more}", style="dim")
+
+
+def answer(
+    report: EnergyReport, *, advice: str | None, next_command: str | None, returncode: int = 0
+) -> RenderableType:
+    """One screen: joules, watts, seconds, per unit of work, where they went, what to change, what to type next."""
+    table = label_table()
+    for unit, joules, error in report.per_work():
+        table.add_row(f"per {unit}", format_energy_error(joules, error))
+    for region in report.regions[:5]:
+        table.add_row("region", _region_text(region.name, region.calls, region.energy, report.total.joules))
+    for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].joules):
+        table.add_row(name, _domain_text(report, name, energy))
+    if report.idle_w is not None and report.total.seconds > 0:
+        above = report.total.joules - report.idle_w * report.total.seconds
+        table.add_row("above idle", f"{format_energy(above)} (idle before the run: {format_power(report.idle_w)})")
+    for gap in report.gaps[:3]:
+        table.add_row("gap", Text(f"{gap.domain}: {gap.reason}", style="yellow"))
+    for event in report.events[:3]:
+        table.add_row("event", Text(f"{event.domain}: {event.kind}: {event.message}", style="red"))
+    if returncode:
+        table.add_row("command", Text(f"{describe_exit(returncode)}; the energy is up to then", style="yellow"))
+    if advice:
+        table.add_row("do", Text(advice, style="bold"))
+    if next_command:
+        table.add_row("next", Text(next_command, style="cyan"))
+    return Group(_headline(report), table)
+
+
+def describe_exit(returncode: int) -> str:
+    """How a program that failed ended: 128 + 15, as a shell reports it, or -15, as Python does, is SIGTERM."""
+    number = -returncode if returncode < 0 else returncode - 128
+    if number == signal.SIGINT:
+        return "was interrupted (Ctrl-C)"
+    try:
+        return f"was ended by {signal.Signals(number).name}"
+    except ValueError:  # its own exit code, or one above 128 that is not a signal
+        return f"failed with exit code {returncode}"
+
+
+def _headline(report: EnergyReport) -> Text:
+    total = report.total
+    error_w = total.error_j / total.seconds if total.seconds > 0 else None
+    power = format_error(total.watts or 0.0, error_w, "W")
+    parts = [format_energy_error(total.joules, total.error_j), power, format_duration(total.seconds)]
+    if report.peak_w is not None:
+        parts.append(f"peak {format_power(report.peak_w)}")
+    return Text("   ".join(parts), style="bold").append(f"   {total.source}, 90% intervals", style="dim")
+
+
+def _region_text(name: str, calls: int, energy: Energy, total_j: float) -> str:
+    share = energy.joules / total_j if total_j > 0 else 0.0
+    each = format_energy_error(energy.joules / calls, energy.error_j / calls)
+    return f"{name}: {calls} x {each} = {format_energy(energy.joules)} ({format_share(share)})"
+
+
+def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
+    domain = next((d for d in report.domains if d.name == name), None)
+    share = energy.joules / report.total.joules if report.total.joules > 0 else 0.0
+    label = f"  {domain.label}" if domain and domain.label else ""
+    inside = "" if domain is None or domain.counted else ", inside another domain"
+    seen = "" if energy.coverage > 0.995 else f", measured {energy.coverage:.0%} of the time"
+    return f"{format_energy_error(energy.joules, energy.error_j)} ({format_share(share)}{inside}{seen}){label}"
+
+
+# -- a benchmark ----------------------------------------------------------------------------------------------------
+
+_LABELS = {
+    "power_w": "power, W",
+    "energy_per_call_j": "energy, J",
+    "time_per_call_s": "time, s",
+    "tflops": "TFLOPS",
+    "tflops_per_w": "TFLOPS/W",
+    "sample_per_j": "samples/J",
+    "token_per_j": "tokens/J",
+    "kwh_per_call": "kWh",
+    "node_hours_per_call": "node-hours",
+    "gco2e_per_call": "gCO2e",
+    "cost_per_call": "cost",
+}
+
+
+def print_benchmark(results: Sequence[BenchmarkResult], console: Console | None = None) -> None:
+    """One column per measured function, with 90% intervals."""
+    out = console or Console()
+    if not results:
+        out.print("nothing was measured yet: call a function decorated with @bench.measure")
+        return
+    table = Table("", box=None)
+    for result in results:
+        table.add_column(result.name, justify="right")
+    for name in dict.fromkeys(k for r in results for k in r.measures()):
+        label = _LABELS.get(name) or name.removesuffix("_per_j") + "/J"
+        table.add_row(label, *(_cell(r.measures().get(name)) for r in results))
+    percents = ("-" if r.utilization_pct is None else f"{r.utilization_pct:.0f}" for r in results)
+    table.add_row("utilisation, %", *percents)
+    table.add_row("calls", *(str(r.calls) for r in results))
+    table.add_row("source", *(r.source for r in results))
+    if any(r.basis != "measured" for r in results):
+        out.print(Text("MODELLED, not measured: no power sensor is readable here.", style="yellow"))
+    out.print(table)
+    out.print(Text("per call; ± is the half-width of a 90% interval", style="dim"))
+    for result in results:
+        for note in result.notes:
+            out.print(Text(f"{result.name}: {note}", style="yellow"))
+
+
+def _cell(value: Uncertain | None) -> str:
+    if value is None:
+        return "-"
+    if value.error is None:
+        return f"{value.value:.4g}"
+    if abs(value.value) < 1e-3:
+        return f"{value.value:.3g} ± {value.error:.1g}"
+    return format_error(value.value, value.error)
