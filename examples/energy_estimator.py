@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from tessera.cli.models import Shape, load
+from tessera.cli.model_loader import InputShape, load_model
 from tessera.errors import MissingExtra
 from tessera.estimate.predict import predict
 from tessera.estimate.search import Sweep, SweepRow, sweep
 from tessera.hardware import lookup
-from tessera.report.predict import comparison, prediction
+from tessera.report.predict import prediction
+from tessera.report.sweep import comparison
 from tessera.schema import EnergyReport
 
 BATCHES = (1, 64)
@@ -61,7 +62,7 @@ class Separable(nn.Module):
 def networks() -> dict[str, tuple[Any, Any]]:
     """ResNet-18 and MobileNet-V2 with an image each, or what stands in for them."""
     try:
-        found = {name: load(name, Shape()) for name in ("resnet18", "mobilenet_v2")}
+        found = {name: load_model(name, InputShape()) for name in ("resnet18", "mobilenet_v2")}
     except MissingExtra:
         print("torchvision is not installed: two small stand-ins of the same kind are used instead\n")
         image = torch.empty(1, 3, 224, 224, device="meta")

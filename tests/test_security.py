@@ -328,7 +328,7 @@ def test_only_the_exporter_listens_and_on_loopback() -> None:
         for path in SOURCE.rglob("*.py")
         if re.search(r"\.bind\(|HTTPServer|socketserver|create_server|\.listen\(", path.read_text(encoding="utf-8"))
     }
-    assert bound <= {"cli/metrics.py", "report/prometheus.py", "profile/attach/ipc.py"}, bound
+    assert bound <= {"cli/metrics.py", "report/metrics.py", "profile/attach/ipc.py"}, bound
     from tessera.cli import metrics
 
     listen = next(p for p in metrics.command.params if p.name == "listen")
@@ -337,9 +337,9 @@ def test_only_the_exporter_listens_and_on_loopback() -> None:
 
 def test_the_exporter_cannot_be_reached_from_elsewhere() -> None:
     pytest.importorskip("prometheus_client")
-    from tessera.report import prometheus
+    from tessera.report import metrics as report
 
-    with prometheus.bind(socket.AF_INET, ("127.0.0.1", 0)) as server:
+    with report.bind(socket.AF_INET, ("127.0.0.1", 0)) as server:
         assert server.socket.getsockname()[0] == "127.0.0.1"
         with socket.socket() as other:
             other.settimeout(1.0)

@@ -13,8 +13,8 @@ from tessera import selftest
 from tessera.cli.main import cli
 from tessera.errors import MeasurementError
 from tessera.monitor import Monitor
-from tessera.report.screen import Console
-from tessera.report.selftest import print_checks
+from tessera.report.console import Console
+from tessera.report.doctor import print_checks
 
 from fakes.driven import Driven
 from fakes.nvml import FakeNvml, Scenario
@@ -41,7 +41,7 @@ def test_a_check_that_breaks_is_a_failure_with_its_reason() -> None:
     out = Console(file=io.StringIO(), width=100)
     print_checks([found, selftest.skip("mixture", "joules", "no CUDA device")], "here", out)
     shown = out.file.getvalue()
-    assert "FAIL" in shown and "0 passed, 1 failed, 1 could not be made here" in shown
+    assert "FAIL" in shown and "0 passed, 1 failed, 1 skipped on this machine" in shown
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

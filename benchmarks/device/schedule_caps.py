@@ -46,7 +46,7 @@ os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never c
 import torch
 
 from tessera import monitor, schedule
-from tessera.cli.models import package
+from tessera.cli.model_loader import import_package
 from tessera.runtime import controller
 from tessera.runtime.cap_report import PowerMeter, PowerReading, ScheduleReport
 from tessera.runtime.control_loop import get_loop
@@ -291,7 +291,7 @@ def gemm_step(run: Run) -> Step:
 
 def gpt2_step(run: Run) -> Step:
     if run.quick:
-        package("torchvision", "transformers")  # a wheel beside another build of torch needs stubs
+        import_package("torchvision", "transformers")  # a wheel beside another build of torch needs stubs
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

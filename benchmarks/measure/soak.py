@@ -36,7 +36,7 @@ from tessera.clock import now_ns
 from tessera.monitor.series import FINE_SAMPLES
 from tessera.monitor.snapshot import PowerWatch
 from tessera.profile.runfile import RunFile
-from tessera.report import prometheus
+from tessera.report import metrics
 from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.discover import DiscoveredSensors
@@ -114,9 +114,9 @@ class Counted:
 def exporter(done: threading.Event, counted: Counted) -> Iterator[None]:
     """Serves on loopback, and asks itself."""
     with (
-        prometheus.bind(socket.AF_INET, ("127.0.0.1", 0)) as server,
+        metrics.bind(socket.AF_INET, ("127.0.0.1", 0)) as server,
         PowerWatch(DiscoveredSensors([started()], []), 1.0) as watch,
-        prometheus.serving(server, prometheus.SnapshotCollector(watch.take_snapshot)),
+        metrics.serve(server, metrics.SnapshotCollector(watch.take_snapshot)),
     ):
         url = f"http://127.0.0.1:{server.server_port}/metrics"
 

@@ -53,19 +53,18 @@ class CellEnergy:
 
     def lines(self) -> list[str]:
         """The headline, and what to know of it."""
-        from .report.energy import joules
-        from .report.text import with_error
-        from .units import format_duration
+        from .units import format_duration, format_energy_error, format_error
 
         e = self.energy
         seen_s = e.seconds * e.coverage
-        watts = with_error(e.joules / seen_s, e.error_j / seen_s, "W") if seen_s > 0 and e.joules >= 0 else "unknown W"
-        out = ["   ".join((joules(e.joules, e.error_j), watts, format_duration(e.seconds)))]
-        out += [f"{joules(e.joules / n, e.error_j / n)} per {unit}" for unit, n in self.work.items()]
+        known = seen_s > 0 and e.joules >= 0
+        watts = format_error(e.joules / seen_s, e.error_j / seen_s, "W") if known else "unknown W"
+        out = ["   ".join((format_energy_error(e.joules, e.error_j), watts, format_duration(e.seconds)))]
+        out += [f"{format_energy_error(e.joules / n, e.error_j / n)} per {unit}" for unit, n in self.work.items()]
         if e.basis != "measured":
-            out.append(f"{e.basis.upper()}, not measured: `tessera doctor` says which sensor could be had")
+            out.append(f"{e.basis.upper()}, not measured: run `tessera doctor` to see which sensors are available")
         if self.failed:
-            out.append("the cell failed: these are the joules until then")
+            out.append("the cell failed; the energy is up to then")
         out += self.notes
         if self.path is not None:
             out.append(f"tessera report {self.path} --open")

@@ -19,7 +19,7 @@ from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.joules import DomainSamples
 from tessera.profile.summary_mode import Summary
-from tessera.report.run_roofline import roofline as drawn
+from tessera.report.run_analyses import roofline as drawn
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder, Timeline
 from tessera.trace import PowerTrace

@@ -16,7 +16,7 @@ from tessera.attribute.work import work_of
 from tessera.errors import ArgumentError
 from tessera.hardware import lookup
 from tessera.profile.counters import merge, ncu
-from tessera.report import run_roofline
+from tessera.report import run_analyses
 from tessera.timeline import Builder, Launch, Timeline, kineto
 
 from places import REPOSITORY, TESTS
@@ -166,8 +166,8 @@ def test_the_words_of_a_roofline_fit_a_host(trained):
     assert "h200" not in said and "--counters" not in said
     titles = {c.title for c in roofline(made, arch="epyc-9654").columns}
     assert "Of memory bandwidth" in titles and "Of HBM" not in titles
-    shown = run_roofline.roofline(roofline(made, arch="epyc-9654"))
-    assert "The operators as a table" in shown and "What binds, by time in operators" in shown
+    shown = run_analyses.roofline(roofline(made, arch="epyc-9654"))
+    assert "The operators as a table" in shown and "What limits the run, by time in operators" in shown
     words = re.findall(r".{30}kernel.{20}", shown)
     assert words == [] and "device time" not in shown
 
@@ -175,7 +175,7 @@ def test_the_words_of_a_roofline_fit_a_host(trained):
 def test_the_words_of_a_roofline_fit_a_device():
     found = roofline(timeline(("aten::mm", "[8192,768]bf16 [768,3072]bf16", GEMM, 55.0), watts=600.0))
     assert not found.facts["on_host"] and "device time" in str(found)
-    assert "The kernels as a table" in run_roofline.roofline(found)
+    assert "The kernels as a table" in run_analyses.roofline(found)
 
 
 def test_a_convolution_without_a_backward_is_read_off_who_takes_its_output():

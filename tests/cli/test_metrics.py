@@ -25,7 +25,7 @@ from cli.test_watch import board, here, shot, tessera, throttled
 from tessera.cli.metrics import Address
 from tessera.errors import ArgumentError, MissingExtra, SensorLost
 from tessera.monitor.snapshot import PowerWatch, Snapshot
-from tessera.report import prometheus as report
+from tessera.report import metrics as report
 from tessera.schema import Domain
 from tessera.sensors.discover import DiscoveredSensors
 
@@ -53,7 +53,7 @@ def named(samples: Samples, name: str) -> dict[str, float]:
 
 
 def exposed(snapshot: Snapshot, asked: tuple[str, ...] = ()) -> Samples:
-    return parse(report.exposition(report.SnapshotCollector(lambda: snapshot, asked)))
+    return parse(report.format_metrics(report.SnapshotCollector(lambda: snapshot, asked)))
 
 
 # -- what a scrape gets ------------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ def test_labels_are_escaped():
 def test_a_reason_that_is_over_goes_to_zero_and_does_not_vanish():
     now = [throttled(board(), "sync boost")]
     collector = report.SnapshotCollector(lambda: shot(now))
-    report.exposition(collector)
+    report.format_metrics(collector)
     now[0] = throttled(board())
-    assert named(parse(report.exposition(collector)), "tessera_throttle") == {"gpu0 sync boost": 0.0}
+    assert named(parse(report.format_metrics(collector)), "tessera_throttle") == {"gpu0 sync boost": 0.0}
 
 
 def test_domains_that_overlap_are_not_in_the_sum():
@@ -121,7 +121,7 @@ def test_joules_are_monotone_through_a_loss():
             sensor.fail = failing
             for _ in range(2):
                 time.sleep(0.15 if failing or not seen else 0.35)
-                seen.append(parse(report.exposition(collector)))
+                seen.append(parse(report.format_metrics(collector)))
     joules = [named(s, "tessera_energy_joules_total")["gpu0"] for s in seen]
     assert joules == sorted(joules) and joules[0] > 0 and joules[-1] > joules[2]
     assert [named(s, "tessera_sensor_up")["script"] for s in seen] == [1, 1, 0, 0, 1, 1]
@@ -205,7 +205,7 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]):
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingExtra, match="prometheus_client") as caught:
-        report.client()
+        report.import_client()
     assert caught.value.fix is not None and caught.value.fix.startswith("pip install prometheus_client, ")
 
 
@@ -268,7 +268,7 @@ def test_another_address_is_allowed_with_a_warning():
         assert get(url.replace("0.0.0.0", "127.0.0.1"))[0] == 200
         process.terminate()
         _, errors = process.communicate(timeout=5)
-    assert errors.count("\n") == 1 and "without any authentication" in errors
+    assert errors.count("\n") == 1 and "without authentication" in errors
 
 
 def test_ipv6_and_no_thread_is_left():
@@ -276,7 +276,7 @@ def test_ipv6_and_no_thread_is_left():
         pytest.skip("no IPv6 here")
     address = Address.parse("[::1]:0")
     collector = report.SnapshotCollector(lambda: shot([board()]))
-    with report.bind(address.family, address.sockaddr) as server, report.serving(server, collector):
+    with report.bind(address.family, address.sockaddr) as server, report.serve(server, collector):
         results: list[int] = []
         url = f"http://[::1]:{server.server_port}/metrics"
         threads = [threading.Thread(target=lambda: results.append(get(url)[0])) for _ in range(4)]
@@ -297,5 +297,5 @@ def test_a_snapshot_is_taken_at_each_scrape_not_at_registration():
 
     own = report.registry(report.SnapshotCollector(look))
     assert count == [0]
-    report.client().generate_latest(own)
+    report.import_client().generate_latest(own)
     assert count == [1]

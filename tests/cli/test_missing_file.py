@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tessera.cli.main import main
-from tessera.cli.missing import SHOWN, missing
+from tessera.cli.options import SUGGESTED, missing_file
 
 
 @pytest.fixture
@@ -49,23 +49,23 @@ def test_where_nothing_is_alike_the_newest_are_named(here: Path) -> None:
     for age, name in enumerate("abcdef"):
         (here / f"{name}.tessera").touch()
         os.utime(here / f"{name}.tessera", ns=(10**18 - age, 10**18 - age))
-    said = missing(Path("1234567890123"), (".tessera",), "record one")
+    said = missing_file(Path("1234567890123"), (".tessera",), "record one")
     assert said.fix == "one of: a.tessera, b.tessera, c.tessera, d.tessera, e.tessera"
-    assert said.fix.count(",") == SHOWN - 1
+    assert said.fix.count(",") == SUGGESTED - 1
 
 
 def test_runs_are_looked_for_where_runs_are_written(here: Path) -> None:
     (here / "runs").mkdir()
     (here / "runs" / "train.tessera").touch()
-    assert missing(Path("x.tessera"), (".tessera",), "record one").fix == "one of: runs/train.tessera"
-    assert missing(Path("x.csv"), (".csv",), "give a log").fix == "give a log"
+    assert missing_file(Path("x.tessera"), (".tessera",), "record one").fix == "one of: runs/train.tessera"
+    assert missing_file(Path("x.csv"), (".csv",), "give a log").fix == "give a log"
 
 
 def test_a_folder_in_place_of_a_run_is_answered_with_its_runs(here: Path) -> None:
     (here / "days").mkdir()
     (here / "days" / "monday.tessera").touch()
     (here / "days" / "monday.html").touch()
-    said = missing(Path("days"), (".tessera",), "record one")
-    assert said.why == "that is a folder" and said.fix == "one of: days/monday.tessera"
+    said = missing_file(Path("days"), (".tessera",), "record one")
+    assert said.why == "days is a folder" and said.fix == "one of: days/monday.tessera"
     (here / "days" / "monday.tessera").unlink()
-    assert missing(Path("days"), (".tessera",), "record one").fix == "record one"
+    assert missing_file(Path("days"), (".tessera",), "record one").fix == "record one"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.cli import models
+from tessera.cli import model_loader
 from tessera.cli.main import main
 from tessera.errors import ArgumentError, MissingExtra
 
@@ -123,8 +123,8 @@ def test_inputs_that_are_replaced_are_named(own: str, capsys: pytest.CaptureFixt
     quick = ("--json", "--no-opportunities")
     assert predicted(f"{own}:make", "--input", "64", *quick) == 0
     said = capsys.readouterr()
-    lost = f"the inputs that {own}:make gives (4x64), their batch too"
-    assert said.err == f"note: --input replaces {lost}: it is 1 unless --batch says\n"
+    lost = f"the inputs that {own}:make returns (4x64)"
+    assert said.err == f"note: --input replaces {lost}; the batch is 1 unless --batch is given\n"
     assert json.loads(said.out)["report"]["prediction"]["batch"] == 1
     assert predicted(f"{own}:make", *quick) == predicted(f"{own}:just", "--input", "64", *quick) == 0
     assert capsys.readouterr().err == ""  # nothing was replaced
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_an_error_alone_and_a_row_among_others(
         (("{own}:make", "--batch", "none"), 2, "--batch"),
         (("{own}:make", "--batch", "0"), 2, "--batch"),
         (("{own}:make", "--input", "3by3"), 2, "--input"),
-        (("{own}:make", "--on", ","), 2, "names nothing"),
+        (("{own}:make", "--on", ","), 2, "is empty"),
         (("{own}:make", "--mode", "training"), 2, "--mode"),
         (("{own}:make", "--optimizer", "adamw"), 2, "--mode train"),
         (("{own}:make", "--optimizer", "sgd"), 2, "--mode train"),
@@ -213,7 +213,7 @@ def test_progress_shows_on_a_terminal_only(own: str, monkeypatch: pytest.MonkeyP
 def test_a_missing_package_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtra, match=name) as error:
-        models.package(name, "a model")
+        model_loader.import_package(name, "a model")
     assert "[models]" in (error.value.fix or "")
 
 
@@ -222,28 +222,30 @@ def test_a_missing_package_names_the_extra(name: str, monkeypatch: pytest.Monkey
 
 def has(name: str) -> None:
     try:
-        models.package(name, "a test")
+        model_loader.import_package(name, "a test")
     except MissingExtra:
         pytest.skip(f"{name} is not installed")
 
 
 def test_torchvision_by_name() -> None:
     has("torchvision")
-    loaded = models.load("resnet18", models.Shape())
+    loaded = model_loader.load_model("resnet18", model_loader.InputShape())
     assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
     assert tuple(loaded.inputs.shape) == (1, 3, 224, 224)
-    assert tuple(models.load("inception_v3", models.Shape()).inputs.shape) == (1, 3, 299, 299)
-    assert {p.device.type for p in models.load("regnet_x_400mf", models.Shape()).model.parameters()} == {"meta"}
+    assert tuple(model_loader.load_model("inception_v3", model_loader.InputShape()).inputs.shape) == (1, 3, 299, 299)
+    assert {
+        p.device.type for p in model_loader.load_model("regnet_x_400mf", model_loader.InputShape()).model.parameters()
+    } == {"meta"}
     with pytest.raises(ArgumentError, match="did you mean 'resnet18'"):
-        models.load("resnet81", models.Shape())
+        model_loader.load_model("resnet81", model_loader.InputShape())
 
 
 def test_timm_by_name() -> None:
     has("timm")
-    loaded = models.load("timm:vit_tiny_patch16_224", models.Shape())
+    loaded = model_loader.load_model("timm:vit_tiny_patch16_224", model_loader.InputShape())
     assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
     with pytest.raises(ArgumentError, match="no model"):
-        models.load("timm:vit_tinny_patch16_224", models.Shape())
+        model_loader.load_model("timm:vit_tinny_patch16_224", model_loader.InputShape())
 
 
 LLAMA = {
@@ -257,12 +259,12 @@ def test_transformers_by_configuration(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     for spec in (f"hf:{file}", f"hf:{json.dumps(LLAMA)}"):
-        loaded = models.load(spec, models.Shape(seq=16))
+        loaded = model_loader.load_model(spec, model_loader.InputShape(seq=16))
         assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
         assert {str(p.dtype) for p in loaded.model.parameters()} == {"torch.bfloat16"}
         assert tuple(loaded.inputs["input_ids"].shape) == (1, 16)
         assert loaded.name == "LlamaForCausalLM"
-    assert "labels" in models.load(f"hf:{file}", models.Shape(), training=True).inputs
+    assert "labels" in model_loader.load_model(f"hf:{file}", model_loader.InputShape(), training=True).inputs
     for wrong, near in (({"model_type": "lama"}, "llama"), ({**LLAMA, "architectures": ["LLamaForCausalLM"]}, "Llama")):
         with pytest.raises(ArgumentError, match=f"did you mean '{near}"):
-            models.load(f"hf:{json.dumps(wrong)}", models.Shape())
+            model_loader.load_model(f"hf:{json.dumps(wrong)}", model_loader.InputShape())

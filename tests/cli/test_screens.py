@@ -15,11 +15,9 @@ from rich.text import Text
 from tessera.actuators import OutstandingChange
 from tessera.cli.main import cli
 from tessera.hardware import catalogue
-from tessera.report.doctor import print_health
+from tessera.report.console import Console, HangingText
+from tessera.report.doctor import print_checks, print_health
 from tessera.report.hardware import print_device
-from tessera.report.narrow import Hanging
-from tessera.report.screen import Console
-from tessera.report.selftest import print_checks
 from tessera.schema import Capability, Domain
 from tessera.selftest import judge, skip
 from tessera.sensors.health import Health, MachineCheck, SensorHealth
@@ -93,7 +91,7 @@ def test_the_commands_fit_a_pipe_and_what_columns_says(args, columns, most, monk
 
 def test_a_number_stays_with_its_unit() -> None:
     out = console(30)
-    out.print(Hanging("measured with a context, 82-118 W (driver 580)", 2))
+    out.print(HangingText("measured with a context, 82-118 W (driver 580)", 2))
     assert shown(out) == "measured with a context,\n  82-118 W (driver 580)\n"
 
 
@@ -104,7 +102,7 @@ def test_a_number_stays_with_its_unit() -> None:
 )
 def test_any_text_fits_any_width_and_keeps_its_letters(text: str, width: int, hang: int) -> None:
     out = console(width)
-    out.print(Hanging(Text(text, style="dim"), hang))
+    out.print(HangingText(Text(text, style="dim"), hang))
     lines = shown(out).splitlines()
     assert all(cell_len(line) <= width for line in lines)
     assert "".join(itertools.chain.from_iterable(map(words, lines))) == "".join(words(text))

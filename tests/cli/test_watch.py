@@ -225,7 +225,7 @@ def test_eight_throttled_gpus_fit_into_80_by_24():
     assert len(lines) <= 24 and max(cell_len(x) for x in lines) <= 80
     assert all(f"gpu{i}" in text for i in range(8))
     assert text.count("throttled: power cap, thermal (software)") == 8
-    assert lines[-2].startswith("total") and lines[-1] == "not available: rapl (why: tessera doctor)"
+    assert lines[-2].startswith("total") and lines[-1] == "not available: rapl (run `tessera doctor` to see why)"
 
 
 def test_a_short_window_keeps_the_total():

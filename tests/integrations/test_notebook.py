@@ -79,7 +79,7 @@ def test_a_line_is_measured_too(shell: Shell) -> None:
 
 def test_a_cell_that_fails_keeps_its_joules(shell: Shell) -> None:
     found = shell.magics["energy"]("", "time.sleep(0.1)\n1 / 0")
-    assert found.failed and found.joules > 10 and "joules until then" in repr(found)
+    assert found.failed and found.joules > 10 and "the energy is up to then" in repr(found)
 
 
 def test_a_profiled_cell_has_a_table(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def test_rows_of_a_stored_report_sum_too_and_are_unknown(tmp_path: Path) -> None
     assert math.fsum(r.before_j for r in found.rows) == pytest.approx(found.total.before_j)
     assert math.fsum(r.before_s for r in found.rows) == pytest.approx(found.total.before_s)
     assert all(math.isnan(r.error_j) and r.change_j == 0.0 for r in found.rows) and found.verdict().known
-    assert any("not by step" in n for n in found.notes) and "~ unknown: how rows scatter" in text(found)
+    assert any("not by step" in n for n in found.notes) and "~ unknown: the scatter of the rows" in text(found)
 
 
 def test_regions_count_inside_steps() -> None:
@@ -319,7 +319,7 @@ def test_a_part_is_not_compared_with_a_whole(part: Path) -> None:
         analyze.diff(trace, measured(100.0))
     run = dataclasses.replace(side_of(part), steps=(), work={})
     found = analyze.diff(trace, run)
-    assert found.span == "trace" and span_of([run, run]) == "run" and "what was traced of each" in text(found)
+    assert found.span == "trace" and span_of([run, run]) == "run" and "the traced part of each" in text(found)
     assert run.traced is not None and found.total.after_s == run.traced.seconds < run.total.seconds
 
 

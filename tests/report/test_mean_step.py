@@ -17,10 +17,10 @@ from tessera.analyze.prediction_errors import watts_error
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.profile.runfile import RunFile
 from tessera.profile.untraced import table_of
+from tessera.report.console import Console
 from tessera.report.diff import headline, text
 from tessera.report.diff_html import card, page
 from tessera.report.run import text as run_text
-from tessera.report.screen import Console
 
 import synthetic_run
 
@@ -197,7 +197,7 @@ def test_the_idle_that_a_prediction_does_not_state_is_not_gone() -> None:
         assert sum("net on h200 states no idle" in n for n in found.notes) == 1
         line = next(line for line in text(found).splitlines() if line.startswith("idle"))
         assert "not stated" in line and "gone" not in line and "new" not in line and "~" not in line
-        assert "not stated by both" in page(found) and "nan" not in page(found) and "not stated" in card(found)
+        assert "not stated on both sides" in page(found) and "nan" not in page(found) and "not stated" in card(found)
         assert all(0.0 < part <= 1.0 for part in found.matched)
     both = analyze.diff(guess, guess)
     assert all(r.state == "both" for r in both.rows) and "idle" not in both.note

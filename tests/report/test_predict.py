@@ -15,11 +15,11 @@ from torch import nn
 from tessera.estimate.predict import predict
 from tessera.estimate.search import Sweep, SweepRow, sweep
 from tessera.report import predict as shown
-from tessera.report import predict_parts as parts
-from tessera.report.narrow import Column, Pieces, fitting
+from tessera.report import sweep as sweeps
+from tessera.report.console import TableColumn, TextFlow, fit_columns
+from tessera.report.plots import LogAxis, ParetoPoint, pareto_plot
 from tessera.report.predict_html import card, page
-from tessera.report.scatter import Axis, Dot, scatter
-from tessera.schema import Advice, DiffRow, Energy, EnergyDiff, EnergyReport
+from tessera.schema import Advice, Energy, EnergyReport
 
 from models import Block, Residual
 
@@ -128,7 +128,7 @@ def test_blocks_are_exact_to_an_eighth() -> None:
 
 
 def test_top_consumers_are_numbered_and_grouped(report: EnergyReport) -> None:
-    found = parts.consumers(report, 100)
+    found = shown.consumers(report, 100)
     assert sum(c.energy_j for c in found) == pytest.approx(report.total_energy_j)
     assert sum(c.share for c in found) == pytest.approx(1.0)
     assert [c.energy_j for c in found] == sorted((c.energy_j for c in found), reverse=True)
@@ -139,10 +139,10 @@ def test_top_consumers_are_numbered_and_grouped(report: EnergyReport) -> None:
 
 def test_layers_alike_are_one_line() -> None:
     deep = predict(nn.Sequential(*(Block() for _ in range(6))), torch.empty(1, 16, 64), on="h200")
-    found = parts.consumers(deep, 100)
+    found = shown.consumers(deep, 100)
     assert [c.count for c in found if "qkv" in c.name] == [6]
     assert sum(c.energy_j for c in found) == pytest.approx(deep.total_energy_j)
-    assert all(c.count >= parts.STACK for c in found if "*" in c.name)
+    assert all(c.count >= shown.STACK for c in found if "*" in c.name)
 
 
 def test_no_opportunity_is_said(report: EnergyReport) -> None:
@@ -157,13 +157,13 @@ def test_real_opportunities_are_shown(report: EnergyReport) -> None:
 
 
 def test_a_sweep_marks_the_frontier_and_says_what_cannot_be(found: Sweep) -> None:
-    out = text_of(shown.comparison(found, next_command="tessera predict y"), width=120)
+    out = text_of(sweeps.comparison(found, next_command="tessera predict y"), width=120)
     assert "6 of 8 combinations are possible" in out
     assert len(re.findall(r"^\* (?:a100|h200)", out, re.MULTILINE)) == len(found.pareto())
     assert "a100 fp8 batch 1, 8: a100 has no fp8 units" in out
     for words in ("least energy", "fastest", "most throughput", "next"):
         assert words in out
-    assert "memory" not in text_of(shown.comparison(found, width=80), width=80).splitlines()[1]
+    assert "memory" not in text_of(sweeps.comparison(found, width=80), width=80).splitlines()[1]
 
 
 UNITS = re.compile(r"±\s+[\d.]+\s(?:[mµ]?s|[mµ]?J)\b")
@@ -171,7 +171,7 @@ UNITS = re.compile(r"±\s+[\d.]+\s(?:[mµ]?s|[mµ]?J)\b")
 
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 100, 140])
 def test_a_narrow_terminal_loses_no_unit_no_chip_and_no_star(found: Sweep, width: int) -> None:
-    out = text_of(shown.comparison(found, width=width), width=width)
+    out = text_of(sweeps.comparison(found, width=width), width=width)
     assert "…" not in out
     assert all(len(line) <= width for line in out.splitlines())
     table = out[: out.index("* on the")]
@@ -181,7 +181,7 @@ def test_a_narrow_terminal_loses_no_unit_no_chip_and_no_star(found: Sweep, width
         assert len(UNITS.findall(table)) == 2 * len(found.feasible)
         figures = out.partition("\nnote")[0]  # a tie names batches, which have no unit
         assert not re.search(r"\d$", figures, re.MULTILINE), "a figure stands apart from its unit"
-    gone = re.search(r"no room here for (.*?):", out.replace("\n", " "))
+    gone = re.search(r"not shown: (.*?) \(", out.replace("\n", " "))
     for heading in ("samples/s", "W", "bound by"):
         shown_here = re.search(rf"(?m)^.*chip .*{heading}", out) is not None
         assert shown_here != (gone is not None and heading in gone[1].split(", "))
@@ -200,16 +200,16 @@ def test_a_narrow_screen_keeps_figures_whole(report: EnergyReport, width: int) -
 
 
 def test_pieces_break_only_between_each_other() -> None:
-    pieces = Pieces("5.86 mJ per sample", "5.28 ms", "12,129 samples/s", between=", ")
+    pieces = TextFlow("5.86 mJ per sample", "5.28 ms", "12,129 samples/s", between=", ")
     assert text_of(pieces, width=60) == "5.86 mJ per sample, 5.28 ms, 12,129 samples/s\n"
     assert text_of(pieces, width=30) == "5.86 mJ per sample, 5.28 ms,\n12,129 samples/s\n"
 
 
 def test_columns_leave_in_their_order_and_some_never() -> None:
-    columns = [Column(heading=name, cells=["12345"], leaves=n) for name, n in (("a", 0), ("b", 2), ("c", 1))]
-    assert [c.heading for c in fitting(columns, 17)[0]] == ["a", "b", "c"]
-    assert [c.heading for c in fitting(columns, 16)[0]] == ["a", "c"]
-    assert [c.heading for c in fitting(columns, 3)[0]] == ["a"]
+    columns = [TableColumn(heading=name, cells=["12345"], drop=n) for name, n in (("a", 0), ("b", 2), ("c", 1))]
+    assert [c.heading for c in fit_columns(columns, 17)[0]] == ["a", "b", "c"]
+    assert [c.heading for c in fit_columns(columns, 16)[0]] == ["a", "c"]
+    assert [c.heading for c in fit_columns(columns, 3)[0]] == ["a"]
 
 
 def _waiting(device: str, joules: float, *, late: float = 1.0) -> SweepRow:
@@ -223,7 +223,7 @@ def test_of_equals_the_cheaper_is_chosen_for_everything(order: tuple[str, str], 
     joules = {"h200": 0.9, "a100": 0.7}
     rows = [_waiting(order[0], joules[order[0]]), _waiting(order[1], joules[order[1]], late=late)]
     tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
-    assert {row.on for _, row in shown.choices(tied)} == {"a100"}
+    assert {row.on for _, row in sweeps.choices(tied)} == {"a100"}
     best = tied.best_device(energy_per_sample_j=1.0)
     assert best is not None and best.on == "a100"
 
@@ -238,15 +238,17 @@ def _row(device: str, time: tuple[float, float], joules: tuple[float, float]) ->
 def test_a_tie_is_said_and_what_is_apart_is_not() -> None:
     rows = [_row("h200", (6.4, 3.8), (30, 1)), _row("a100", (6.4, 3.8), (24, 1)), _row("t4", (60, 9), (90, 20))]
     tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
-    sentence = "tied for fastest within 90%: a100 batch 1 and h200 batch 1"
-    assert parts.ties(tied) == [sentence]
+    sentence = "tied for lowest latency within 90%: a100 batch 1 and h200 batch 1"
+    assert sweeps.ties(tied) == [sentence]
     assert f"<p role='note'>T{sentence[1:]}. They differ by less than their intervals.</p>" in page(tied)
-    assert sentence in " ".join(text_of(shown.comparison(tied)).split()), "the terminal says what the page says"
+    assert sentence in " ".join(text_of(sweeps.comparison(tied)).split()), "the terminal says what the page says"
     apart = dataclasses.replace(tied, rows=rows[1:])
-    assert parts.ties(apart) == [] and "Tied" not in page(apart)
+    assert sweeps.ties(apart) == [] and "Tied" not in page(apart)
     many = dataclasses.replace(tied, rows=[_row(f"chip{i}", (6.4, 3.8), (24, 9)) for i in range(6)])
-    assert all(said.endswith(" and 3 more") for said in parts.ties(many)) and len(parts.ties(many)) == 2
-    assert parts.ties(dataclasses.replace(tied, rows=rows[:1])) == parts.ties(dataclasses.replace(tied, rows=[])) == []
+    assert all(said.endswith(" and 3 more") for said in sweeps.ties(many)) and len(sweeps.ties(many)) == 2
+    assert (
+        sweeps.ties(dataclasses.replace(tied, rows=rows[:1])) == sweeps.ties(dataclasses.replace(tied, rows=[])) == []
+    )
 
 
 def test_the_page_of_chips_says_what_its_colours_are(found: Sweep) -> None:
@@ -256,8 +258,8 @@ def test_the_page_of_chips_says_what_its_colours_are(found: Sweep) -> None:
 
 
 def test_a_power_mode_is_named_once() -> None:
-    assert parts.chip_name("jetson-orin@30W").count("30W") == 1
-    assert parts.chip_name("no such chip") == "no such chip"
+    assert shown.chip_name("jetson-orin@30W").count("30W") == 1
+    assert shown.chip_name("no such chip") == "no such chip"
 
 
 def test_a_report_as_text() -> None:
@@ -269,37 +271,10 @@ def test_a_report_as_text() -> None:
 
 def test_a_sweep_of_nothing_possible_still_says_why() -> None:
     rows = (SweepRow(on="a100", precision="fp8", batch=1, reason="a100 has no fp8 units"),)
-    out = text_of(shown.comparison(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
+    out = text_of(sweeps.comparison(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
     assert "0 of 1" in out
     assert "a100 has no fp8 units" in out
     checked(page(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
-
-
-def diff() -> EnergyDiff:
-    def line(name: str, before: float, after: float, significant: bool) -> DiffRow:
-        return DiffRow(
-            name=name, before_j=before, after_j=after, before_s=0.1, after_s=0.05, error_j=0.1, significant=significant
-        )
-
-    return EnergyDiff(
-        before="fp32", after="bf16", total=line("total", 2.0, 1.0, True),
-        components=[line("compute", 1.0, 0.95, False)], subgraphs=[line("new.op", 0.0, 0.3, True)], note="other chips",
-    )  # fmt: skip
-
-
-def test_a_difference_tells_change_from_noise() -> None:
-    out = text_of(shown.difference(diff()))
-    assert "fp32  →  bf16" in out
-    assert re.search(r"total +2 J +1 J +-1\.00 ± 0\.10 J +-50%  ", out)
-    assert re.search(r"compute .* ~", out)
-    assert re.search(r"new\.op .* new", out)
-    assert "other chips" in out
-
-
-def test_a_real_difference_renders(report: EnergyReport) -> None:
-    pytest.importorskip("tessera.analyze.compare")
-    other = predict(Residual(), IMAGE, on="h200", precision="bf16", batch=8, name="residual")
-    assert "→" in text_of(shown.difference(report.diff(other)))
 
 
 def test_json_has_the_summary_and_the_report(report: EnergyReport) -> None:
@@ -367,20 +342,20 @@ def test_a_card_works_for_a_measurement_too(report: EnergyReport) -> None:
 
 
 def test_axes_hold_every_point_and_round_ticks() -> None:
-    axis = Axis.over([0.002, 0.08], 0, 100)
+    axis = LogAxis.over([0.002, 0.08], 0, 100)
     assert 0 < axis.at(0.002) < axis.at(0.08) < 100
     assert axis.at(0.0) == 0
     assert axis.at(1e9) == 100
     assert [f"{t:g}" for t in axis.ticks()] == ["0.002", "0.005", "0.01", "0.02", "0.05", "0.1"]
-    assert Axis.over([1.0], 0, 100).at(1.0) == pytest.approx(50)
-    assert scatter([]) == ""
+    assert LogAxis.over([1.0], 0, 100).at(1.0) == pytest.approx(50)
+    assert pareto_plot([]) == ""
 
 
 def test_labels_do_not_lie_on_each_other() -> None:
     dots = [
-        Dot(x=1.0, y=1.0, error_x=0, error_y=0, group="g", label="same place", title="t", frontier=i == 0)
+        ParetoPoint(x=1.0, y=1.0, error_x=0, error_y=0, group="g", label="same place", title="t", frontier=i == 0)
         for i in range(9)
     ]
-    svg = scatter(dots)
+    svg = pareto_plot(dots)
     assert svg.count("<circle") == 9
-    assert 1 <= svg.count('class="label') <= 4
+    assert 1 <= svg.count("class='label") <= 4

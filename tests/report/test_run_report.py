@@ -31,12 +31,12 @@ from tessera.errors import ArgumentError
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.untraced import table_of
 from tessera.report import energy as shown
+from tessera.report.html import prose
 from tessera.report.run import text
 from tessera.report.run_html import page
-from tessera.report.run_parts import prose
-from tessera.report.text import with_error
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Timeline
+from tessera.units import format_energy_error, format_error
 
 import synthetic_run
 from synthetic_run import EVIL, START_NS, Made, make
@@ -334,7 +334,7 @@ def test_one_view_and_its_groups(run: RunFile, made: Made) -> None:
     assert EVIL in out
     assert re.search(r"^idle +[\d.]+ ± ", out, re.MULTILINE)
     assert len(re.findall(r"> +a +[\d.]+ ± ", out)) == 2
-    assert "a: kernels of one letter" in out
+    assert "a: kernels with the same letter" in out
     steps = text_of(text(run, made.table, by="steps", timeline=made.timeline))
     assert "step_11" in steps
     assert not re.search(r"^idle ", steps, re.MULTILINE)  # theirs is in them
@@ -346,7 +346,7 @@ def test_modules_that_were_recorded_are_on_the_screen(run: RunFile, made: Made) 
     spent = dataclasses.replace(made.table, modules=[row("nn.Module: Net", 90.0, "module"), *modules])
     out = text_of(text(run, spent, timeline=made.timeline))
     assert re.search(r"^module \(10 of 13\) .*\nNet +90.0 ± .*\nh\.0 \(Block\) +20.0 ± ", out, re.MULTILINE)
-    assert "nn.Module" not in out and "a module has what the modules inside it spent" in out
+    assert "nn.Module" not in out and "a module includes the modules inside it" in out
     assert "module" not in text_of(text(run, made.table, timeline=made.timeline))
     assert "h.11 (Block)" in text_of(text(run, spent, by="modules", timeline=made.timeline))
     shown_text = "".join(checked(page(run, spent, timeline=made.timeline)).text)
@@ -471,7 +471,7 @@ def test_the_marks_of_the_profiler_are_in_plain_words(made: Made) -> None:
 def test_the_watts_of_a_row_have_an_error(html: str, made: Made) -> None:
     row = made.table.kernels[0]
     assert row.power_w is not None
-    shown = with_error(row.power_w, row.power_w * row.energy_error_j / row.energy_j, "W")
+    shown = format_error(row.power_w, row.power_w * row.energy_error_j / row.energy_j, "W")
     assert "±" in shown and f">{shown}</td>" in html
 
 
@@ -620,7 +620,7 @@ def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
     assert re.search(r"load.py:3 load +~10\d J", out)
     assert "wait" not in out
     assert "a model, without an interval" in out
-    assert "Calls are those of the moments that were traced" in " ".join(out.split())
+    assert "Calls are counted while tracing" in " ".join(out.split())
     assert "Nothing was attributed" in rendered
     assert "data-n='main'" in rendered  # a tree of stacks
     assert "Functions (2)" in rendered
@@ -697,10 +697,10 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     (after,) = said.outside
     assert (after.where, after.steps) == ("after", 15) and after.seconds == pytest.approx(1.45)
     assert said.energy_j + after.energy_j == pytest.approx(said.whole.energy_j)
-    assert re.match(r"in no table: 5\d\d J in 1\.45 s after it \(15 steps\)", third)
+    assert re.match(r"not in these tables: 5\d\d J in 1\.45 s after tracing ended \(15 steps\)", third)
     assert re.match(r"60\d[.\d]* ± [\d.]+ J   30\d[.\d]* ± [\d.]+ W   2 s   20 steps   peak 500 W", first)
     assert second.startswith("traced 550 ms, 5 of 20 steps, 5")
-    assert second.rstrip().endswith("J: the tables are of these (--limit 0 traces all)")
+    assert second.rstrip().endswith("J: the tables show this part (--limit 0 traces everything)")
     assert re.search(r"per step +9\.99\d ± .* J   10 steps/s \(of 5 traced\)", out)
     assert "step_5" not in out  # traced in part
     assert said.per_work[1].energy_j == pytest.approx(0.3, rel=0.02)  # a token: the user counted those of the whole run
@@ -754,7 +754,7 @@ def test_a_first_step_whose_begin_nobody_saw_is_counted(
     assert (said.whole.steps, said.whole.whole_steps, said.traced_steps) == (steps, 5, 5)
     assert f"   {steps} steps" in out.splitlines()[1]
     assert f"5 of {steps} steps{' (the first' * (steps == 6)}" in out
-    assert "before it (imports, preparation)" in out
+    assert "before tracing started (imports, setup)" in out
     assert said.energy_j + sum(o.energy_j for o in said.outside) == pytest.approx(said.whole.energy_j)
 
 
@@ -793,10 +793,10 @@ def test_a_model_has_no_peak_and_says_so_once(tmp_path: Path) -> None:
 
 
 def test_joules_are_in_the_unit_of_the_larger() -> None:
-    assert shown.joules(485e-6, 25.372e-3) == "0 ± 25 mJ"
-    assert shown.joules(12.3, 0.5) == "12.30 ± 0.50 J"
-    assert shown.joules(0.0, None) == "0 J"
-    assert shown.joules(math.nan, 1.0) == "unknown J"
+    assert format_energy_error(485e-6, 25.372e-3) == "0 ± 25 mJ"
+    assert format_energy_error(12.3, 0.5) == "12.30 ± 0.50 J"
+    assert format_energy_error(0.0, None) == "0 J"
+    assert format_energy_error(math.nan, 1.0) == "unknown J"
 
 
 def test_names_cut_to_the_same_are_told_apart() -> None:
@@ -871,8 +871,8 @@ def test_a_run_that_was_cut_opens(made: Made, tmp_path: Path) -> None:
     run.close()
     done = invoke(str(tmp_path / "cut.tessera"))
     assert done.return_value == 0
-    assert "CUT: the file was never closed" in done.stdout
-    assert "Cut:" in (tmp_path / "cut.html").read_text()
+    assert "INCOMPLETE: the file was never closed" in done.stdout
+    assert "Incomplete:" in (tmp_path / "cut.html").read_text()
 
 
 def test_a_page_that_cannot_be_written_leaves_the_answer(made: Made, tmp_path: Path) -> None:
@@ -880,7 +880,7 @@ def test_a_page_that_cannot_be_written_leaves_the_answer(made: Made, tmp_path: P
     done = invoke(str(tmp_path / "train.tessera"), "--html", str(tmp_path / "no" / "where.html"))
     assert done.return_value == 1
     assert "aten::mm" in done.output
-    assert "could not be written" in done.output
+    assert "cannot write the page" in done.output
 
 
 def test_what_is_no_run_is_named(made: Made, tmp_path: Path) -> None:

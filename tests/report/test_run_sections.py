@@ -15,13 +15,13 @@ import pytest
 from report.test_run_report import GPU, array, checked, data_of
 from tessera.analyze.result import Result
 from tessera.profile.runfile import RunFile
-from tessera.report import run_sections as sections
+from tessera.report import run_analyses as sections
+from tessera.report.html import policy
+from tessera.report.run_analyses import roofline
 from tessera.report.run_html import page
-from tessera.report.run_parts import si
-from tessera.report.run_results import KINDS, counters_missing, missing, results_of
-from tessera.report.run_roofline import roofline
-from tessera.report.shell import policy
+from tessera.report.run_provenance import ANALYSES, find_missing, missing_fields, missing_section, run_analyses
 from tessera.timeline.columns import Builder
+from tessera.units import format_si
 
 from places import REPOSITORY, TESTS
 from synthetic_run import EVIL, START_NS, Made, make, results
@@ -57,7 +57,7 @@ def test_sections_are_there_when_there_is_something(html: str, run: RunFile, mad
     parser = checked(html)
     for name in ("roofline", "stalls", "collectives", "memory", "missing", "origin"):
         assert name in parser.ids
-    bare = checked(page(run, made.table, timeline=made.timeline, results={k: empty(k) for k in KINDS}))
+    bare = checked(page(run, made.table, timeline=made.timeline, results={k: empty(k) for k in ANALYSES}))
     assert not {"roofline", "stalls", "collectives", "memory"} & set(bare.ids)
 
 
@@ -109,7 +109,7 @@ def test_collectives_are_binned_whole(html: str, made: Made) -> None:
     heat = html.partition("class='heat'")[2].partition("</svg>")[0]
     counts = [int(n.replace(",", "")) for n in re.findall(r"<text class='in[^>]*>([\d,]+)<", heat)]
     assert sum(counts) == len(results(made)["collectives"].rows)
-    assert "beside kernels: not known" in heat
+    assert "overlap with kernels: unknown" in heat
     assert "all reduce" in html
     same = [{"kind": "all_reduce", "bytes": 1024, "time_s": 1e-5, "overlap_pct": None}] * 3
     kind = {"count": 3, "bytes": None, "time_s": 3e-5}
@@ -129,9 +129,9 @@ def test_memory_is_a_line_of_the_timeline(html: str) -> None:
 
 
 def test_what_is_missing_is_one_line_a_remedy(run: RunFile, made: Made) -> None:
-    found = results_of(run, made.table, made.timeline)
-    assert set(found) == set(KINDS)
-    lines = missing(found, made.timeline, telemetry=True)
+    found = run_analyses(run, made.table, made.timeline)
+    assert set(found) == set(ANALYSES)
+    lines = find_missing(found, made.timeline, telemetry=True)
     by = {fix: what for what, fix in lines}
     assert len(by) == len(lines)
     counters = next(what for fix, what in by.items() if "tessera run --counters" in fix)
@@ -141,7 +141,7 @@ def test_what_is_missing_is_one_line_a_remedy(run: RunFile, made: Made) -> None:
     assert any("profile_memory" in fix for fix in by)
     assert not any("temperature" in what for what in by.values())
     assert not any("collective" in what for what in by.values())
-    assert any("temperature" in what for what, _ in missing(found, made.timeline))
+    assert any("temperature" in what for what, _ in find_missing(found, made.timeline))
     html = checked(page(run, made.table, timeline=made.timeline))
     assert "What is missing, and what would provide it" in "".join(html.text)
 
@@ -149,7 +149,7 @@ def test_what_is_missing_is_one_line_a_remedy(run: RunFile, made: Made) -> None:
 def test_a_timeline_without_a_device_misses_no_counters() -> None:
     b = Builder()
     b.add("op", "aten::add", START_NS, START_NS + 1000, thread=1)
-    assert counters_missing(b.build()) == {}
+    assert missing_fields(b.build()) == {}
 
 
 def test_an_analysis_that_fails_says_so(run: RunFile, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def test_an_analysis_that_fails_says_so(run: RunFile, made: Made, monkeypatch: p
         raise MeasurementError("no such luck", fix="try: again=True")
 
     monkeypatch.setattr(analyze, "roofline", fails, raising=False)
-    found = results_of(run, made.table, made.timeline)["roofline"]
+    found = run_analyses(run, made.table, made.timeline)["roofline"]
     assert found.missing == {"roofline": "no such luck: try: again=True"}
-    assert "<code>again=True</code>" in sections.lacking(missing({"roofline": found}, made.timeline))
+    assert "<code>again=True</code>" in missing_section(find_missing({"roofline": found}, made.timeline))
 
 
 def test_every_figure_says_how_it_is_known(html: str, run: RunFile, made: Made) -> None:
@@ -172,7 +172,7 @@ def test_every_figure_says_how_it_is_known(html: str, run: RunFile, made: Made) 
     assert known["energy of kernels"] == "attributed"
     assert known["FLOPs"] == known["bytes moved"] == "computed"
     assert known["roofs"] == "catalogue"
-    assert known["the rest"] == "missing"
+    assert known["other figures"] == "missing"
     counted = dict(results(made))
     counted["roofline"] = dataclasses.replace(
         counted["roofline"], rows=[{**r, "bytes_from": "ncu"} for r in counted["roofline"].rows]
@@ -221,11 +221,11 @@ def test_a_recorded_training_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "said"),
-    [(4.8e12, "B/s", "4.8 TB/s"), (989.4e12, "FLOP/s", "989 TFLOP/s"), (0.0, "J", "0 J"), (None, "J", "-"),
-     (math.nan, "J", "-"), (0.25, "", "250m"), (1e3, "", "1k"), (999.6, "W", "1000 W"), (1.0, "FLOP/B", "1 FLOP/B")],
+    [(4.8e12, "B/s", "4.8 TB/s"), (989.4e12, "FLOP/s", "989.4 TFLOP/s"), (0.0, "J", "0 J"), (None, "J", "-"),
+     (math.nan, "J", "-"), (0.25, "", "0.25"), (1e3, "", "1k"), (999.96, "W", "1 kW"), (1.0, "FLOP/B", "1 FLOP/B")],
 )  # fmt: skip
 def test_quantities_with_a_prefix(value: float | None, unit: str, said: str) -> None:
-    assert si(value, unit) == said
+    assert format_si(value, unit) == said
 
 
 # -- recordings of our own: an ncu replay on an H200, two ranks of gloo, allocations -----------------------------------

@@ -23,7 +23,7 @@ import tessera
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.graph.rewrites import Rewrite
 from tessera.hardware import lookup
-from tessera.report.optimize import line
+from tessera.report.rewrite import rewrite_line
 from tessera.rewrite import kernel_times, optimize, program_cost, variants
 from tessera.rewrite.compilation import Compilation
 from tessera.rewrite.eager_ops import EagerOp, make_spec
@@ -453,11 +453,11 @@ def test_the_trace_is_priced_by_what_was_seen_and_nothing_is_left_changed(at_han
     assert fast.trace.after_s == pytest.approx(1e-3)
     assert (fast.trace.before_j, fast.trace.after_j) == (pytest.approx(2.0), pytest.approx(0.5))
     assert sum(r.saved_j or 0.0 for r in fast.rewrites) == pytest.approx(1.5, rel=2e-3)
-    assert "timed, shared out by the model on h200" in str(fast)
+    assert "timed, divided by the model on h200" in str(fast)
     assert any("cost its host more" in note for note in fast.notes)
     assert "[inductor]" in str(fast), "said once, not on every line"
-    assert line(fast.rewrites[0]).endswith("[inductor, timed]")
-    assert "[inductor, modelled on h200]" in line(replace(fast.rewrites[0], basis="modelled"), usual="timed")
+    assert rewrite_line(fast.rewrites[0]).endswith("[inductor, timed]")
+    assert "[inductor, modelled on h200]" in rewrite_line(replace(fast.rewrites[0], basis="modelled"), usual="timed")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 

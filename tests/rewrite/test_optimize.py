@@ -18,7 +18,7 @@ import tessera
 from tessera import graph
 from tessera.errors import ArgumentError, RewriteError
 from tessera.hardware import lookup
-from tessera.report.optimize import text
+from tessera.report.rewrite import optimized_text
 from tessera.rewrite import inductor, variants
 from tessera.rewrite.compare import compare
 from tessera.rewrite.compilation import Compilation, Replacement
@@ -261,7 +261,7 @@ def test_without_a_chip_bytes_are_still_counted():
     shown = SimpleNamespace(
         chosen="default", variants=[], rewrites=[line, line], trace=found, undone=[], notes=found.notes
     )
-    assert text(shown).count(line.why) == 1  # as a note, not beside each line
+    assert optimized_text(shown).count(line.why) == 1  # as a note, not beside each line
     priced = trace_rewrites(watch, lookup("a100"), replayed=True)
     assert "cuda_graph" in {r.rule for r in priced.rewrites}
     assert priced.after_s < priced.before_s

@@ -73,7 +73,7 @@ def breakdown(
     >>> analyze.breakdown("trace.json.gz").facts["exposed_communication_s"]
     """
     if by not in (None, "device", "step"):
-        raise ArgumentError(f"a breakdown by {by!r} is unknown", fix="by='device' or by='step'")
+        raise ArgumentError(f"a breakdown by {by!r} is unknown", fix="use 'device' or 'step'")
     source = open_source(trace, power=power, progress=progress)
     timeline, table = source.timeline, source.energy()
     gap_ns = max(0, round(kernel_gap_s * 1e9))

@@ -51,7 +51,7 @@ def explain_no_power(source: Source) -> str:
     """What to do about a recording without power."""
     if source.run is not None:
         return "no power sensor could be read in this run: `tessera doctor` shows why"
-    return 'this trace has no power log: power="power.csv" with the watts of the same time'
+    return 'this trace has no power log: give one of the same time with power="power.csv", or --power power.csv'
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
     >>> analyze.kernels("run.tessera", sort="energy").top(5)
     """
     if sort not in SORTS:
-        raise ArgumentError(f"kernels cannot be sorted by {sort!r}", fix="sort='time' or sort='energy'")
+        raise ArgumentError(f"kernels cannot be sorted by {sort!r}", fix="sort by 'time' or 'energy'")
     source = open_source(trace, power=power, progress=progress)
     timeline, table = source.timeline, source.energy()
     if sort == "energy" and table is None:

@@ -196,7 +196,7 @@ def _open(
             why="there is nothing to look at",
             fix="`tessera doctor` shows which sensors are available"
             if source.run is not None
-            else "give the power log of the same time: power='power.csv'",
+            else "give the power log of the same time: power='power.csv', or --power power.csv",
         )
     readings = telemetry if telemetry is not None else (source.telemetry or None)
     return source.timeline, log, readings, list(source.notes), source.run is not None

@@ -182,6 +182,11 @@ def explain_usage_error(exc: click.UsageError) -> ArgumentError:
         return ArgumentError(f"{exc.option_name} needs a value", fix="run the command with --help to see which")
     message = exc.message.rstrip(".")
     where = f"{_parameter_name(exc)}: " if isinstance(exc, click.BadParameter) else ""
+    kind = getattr(getattr(exc, "param", None), "type", None)
+    if isinstance(kind, click.IntRange | click.FloatRange):
+        low = "from" if kind.max is not None else "above" if kind.min_open else "of at least"
+        fix = f"give a number {low} {kind.min:g}"
+        fix += f" to {kind.max:g}" if kind.max is not None else ""
     return ArgumentError(f"{where}{message[:1].lower()}{message[1:]}", fix=fix)
 
 

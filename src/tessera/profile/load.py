@@ -31,9 +31,10 @@ class Loaded:
         """Watts over time."""
         if self._power is None:
             raise MeasurementError(
-                "no power was recorded beside this trace", why="joules need watts",
-                fix="give a power log of the same time: profile.load(trace, power='power.csv')",
-            )  # fmt: skip
+                "this trace has no power log",
+                why="joules need watts",
+                fix="give a power log of the same time: power='power.csv', or --power power.csv",
+            )
         return self._power
 
     def energy(self) -> EnergyTable:

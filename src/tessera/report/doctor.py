@@ -95,7 +95,8 @@ def _print_outstanding(change: OutstandingChange, console: Console, restored: bo
     owners = [*(f"held by {h}" for h in change.holders), *(f"left by {d} (dead)" for d in change.dead)]
     held = "; ".join(owners)
     if change.error:
-        _print_check(MachineCheck(name=name, ok=False, detail=f"{held}: {change.error}" if held else change.error), console)
+        detail = f"{held}: {change.error}" if held else change.error
+        _print_check(MachineCheck(name=name, ok=False, detail=detail), console)
     elif restored or not change.needs_restore:
         _print_check(MachineCheck(name=name, ok=True, detail=change.action if restored else held), console)
     else:

@@ -67,9 +67,9 @@ class Frame:
         """Lines and labels of the ticks, and the titles of the axes."""
         bottom, right, out = self.height - self.bottom, self.width - self.right, []
         for value in x.ticks():
-            at = f"{x.at(value):.1f}"
-            out.append(f"<path class='rule' d='M{at} {self.top}V{bottom}'/>")
-            out.append(_label(at, bottom + 16, forms[0](value), "middle", "tick"))
+            across = f"{x.at(value):.1f}"
+            out.append(f"<path class='rule' d='M{across} {self.top}V{bottom}'/>")
+            out.append(_label(across, bottom + 16, forms[0](value), "middle", "tick"))
         for value in y.ticks():
             at = y.at(value)
             out.append(f"<path class='rule' d='M{self.left} {at:.1f}H{right}'/>")

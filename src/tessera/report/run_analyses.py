@@ -261,8 +261,8 @@ def _caption(result: Result, drawn: int, what: str) -> str:
     left = len(result.rows) - drawn
     rest = f" {left:,} without FLOPs or bytes are not drawn." if left else ""
     return (
-        f"A point is {'an' if what == 'operator' else 'a'} {what}; its area is its energy (or its time), its colour is as "
-        f"above. {lines} Hover for figures, click to see the row.{rest}"
+        f"A point is {'an' if what == 'operator' else 'a'} {what}; its area is its energy (or its time), its colour is "
+        f"as above. {lines} Hover for figures, click to see the row.{rest}"
     )
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from ..analyze.answer import Answer
 from ..analyze.kernel_names import CATEGORIES
-from ..report.energy import joules
-from ..report.text import with_error
-from ..units import format_duration, format_share
+from ..units import format_duration, format_energy_error, format_error, format_share
 
 Value = tuple[str, float, float]  # as shown, value, half-width of its 90% interval (0 where there is none)
 
@@ -38,21 +36,22 @@ def compared(runs: Sequence[tuple[str, Answer]]) -> dict[str, Any]:
 
 def _values(said: Answer) -> dict[str, Value]:
     whole = said.whole
-    out: dict[str, Value] = {"energy": (joules(whole.energy_j, whole.error_j), whole.energy_j, whole.error_j)}
+    energy = format_energy_error(whole.energy_j, whole.error_j)
+    out: dict[str, Value] = {"energy": (energy, whole.energy_j, whole.error_j)}
     if whole.power_w is not None:
         error = whole.power_error_w or 0.0
-        out["mean power"] = (with_error(whole.power_w, error, "W"), whole.power_w, error)
+        out["mean power"] = (format_error(whole.power_w, error, "W"), whole.power_w, error)
     if said.peak_w is not None:
         out["peak power"] = (f"{said.peak_w:.0f} W", said.peak_w, 0.0)
     out["time"] = (format_duration(whole.seconds), whole.seconds, 0.0)
     for per in said.per_work:
-        out[f"per {per.unit}"] = (joules(per.energy_j, per.error_j), per.energy_j, per.error_j)
+        out[f"per {per.unit}"] = (format_energy_error(per.energy_j, per.error_j), per.energy_j, per.error_j)
     for per in said.per_work:
         rate = per.rate_per_s
         out[f"{per.unit}s/s"] = (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", rate, 0.0)
     if said.idle_share is not None and said.idle_j is not None:
-        out["idle"] = (f"{joules(said.idle_j, said.idle_error_j)} ({format_share(said.idle_share)})", said.idle_j,
-                       said.idle_error_j or 0.0)  # fmt: skip
+        idle = f"{format_energy_error(said.idle_j, said.idle_error_j)} ({format_share(said.idle_share)})"
+        out["idle"] = (idle, said.idle_j, said.idle_error_j or 0.0)
     return out
 
 
