@@ -20,9 +20,8 @@ def print_calibration(result: CalibrationResult, path: Path | None, console: Con
     """The conclusion first, then the evidence, then what to type next."""
     calibration = result.calibration
     console.print(Text(_headline(result), style="bold"), soft_wrap=True)
-    console.print(
-        Text(f"{calibration.board}, driver {calibration.driver or 'unknown'}, torch {calibration.torch}, {calibration.host_cpu}")
-    )
+    software = f"driver {calibration.driver or 'unknown'}, torch {calibration.torch}"
+    console.print(Text(f"{calibration.board}, {software}, {calibration.host_cpu}"))
     console.print()
     console.print(_factors(calibration))
     console.print(Text("measured / predicted: the mean of the points, and the factor that is used", style="dim"))

@@ -83,9 +83,7 @@ def page(
     return document(f"{title} - tessera predict", frame, style=_STYLE + _PAGE_STYLE)
 
 
-def _report(
-    report: EnergyReport, *, top: int, kind: str = "", opportunities: Sequence[Advice] | None = None
-) -> str:
+def _report(report: EnergyReport, *, top: int, kind: str = "", opportunities: Sequence[Advice] | None = None) -> str:
     """`kind` is that of the tables: those of a card do not sort, as it has no script."""
     of = report.prediction
     where = f" on {chip_name(of.device)}" if of else ""

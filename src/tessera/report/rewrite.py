@@ -74,7 +74,9 @@ def _variant_line(variant: Variant, chosen: str) -> str:
     if variant.time_s is not None:
         parts.append(format_duration(variant.time_s))
     if variant.energy_j is not None:
-        parts.append(f"{format_energy(variant.energy_j)}" + (f" ± {format_energy(variant.error_j)}" if variant.error_j else ""))
+        parts.append(
+            f"{format_energy(variant.energy_j)}" + (f" ± {format_energy(variant.error_j)}" if variant.error_j else "")
+        )
     if variant.compile_s:
         parts.append(f"compiled in {format_duration(variant.compile_s)}")
     if variant.comparison is not None and variant.compile_s:
