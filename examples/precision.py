@@ -72,7 +72,7 @@ def measured(precision: str, n: int, dtype: torch.dtype, seconds: float = 1.0) -
     run(0.3)
     with monitor.energy_scope("product") as energy:
         count = run(seconds)
-    return 2.0 * n**3 * count / energy.joules
+    return 2.0 * n**3 * count / energy.energy_j
 
 
 def network(seed: int) -> nn.Sequential:

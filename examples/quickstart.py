@@ -19,7 +19,7 @@ def main() -> None:
     with monitor.energy_scope("work") as energy:
         for _ in range(10):
             work()
-    print(f"scope: {energy.joules:.3g} ± {energy.error_j:.2g} J, {energy.seconds:.3g} s, {energy.source}")
+    print(f"scope: {energy.energy_j:.3g} ± {energy.error_j:.2g} J, {energy.time_s:.3g} s, {energy.source}")
 
     with monitor.power_trace(interval_ms=5) as pwr:
         for _ in range(10):

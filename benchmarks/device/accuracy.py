@@ -274,11 +274,11 @@ def asynchronous(loads: Loads) -> None:
             for _ in range(batch):
                 fn()
         rows[f"{batch} GEMMs, no sync"] = {
-            "host_ms": scope.host_seconds * 1e3,
-            "device_ms": scope.seconds * 1e3,
-            "W": scope.watts or 0.0,
+            "host_ms": scope.host_time_s * 1e3,
+            "device_ms": scope.time_s * 1e3,
+            "W": scope.power_w or 0.0,
         }
-        watts = scope.watts
+        watts = scope.power_w
     a = torch.cuda.CUDAGraph()
     monitor.default().clocks._anchors.clear()  # renew during the capture
     with torch.cuda.graph(a):

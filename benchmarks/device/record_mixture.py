@@ -147,8 +147,8 @@ def steady(fn: Load, each_s: float, seconds: float) -> Callable[[], dict[str, fl
     with monitor.energy_scope("steady") as scope:
         paced.run(fn, calls)
         paced.wait()
-    return lambda: {"joules": scope.joules / calls, "error_j": scope.error_j / calls, "seconds": scope.seconds / calls,
-            "watts": scope.watts or 0.0, "calls": calls}  # fmt: skip
+    return lambda: {"joules": scope.energy_j / calls, "error_j": scope.error_j / calls, "seconds": scope.time_s / calls,
+            "watts": scope.power_w or 0.0, "calls": calls}  # fmt: skip
 
 
 def bursts(fn: Load, each_s: float, seconds: float, rng: random.Random) -> Callable[[], dict[str, float]]:
@@ -167,8 +167,8 @@ def bursts(fn: Load, each_s: float, seconds: float, rng: random.Random) -> Calla
             t0 = time.perf_counter()
             time.sleep(0.6 * length_s)
             calls, idle_s = calls + count, idle_s + time.perf_counter() - t0
-    return lambda: {"joules": (scope.joules - 140.0 * idle_s) / calls, "idle_s": idle_s, "calls": calls,
-                    "watts": scope.watts or 0.0}  # fmt: skip
+    return lambda: {"joules": (scope.energy_j - 140.0 * idle_s) / calls, "idle_s": idle_s, "calls": calls,
+                    "watts": scope.power_w or 0.0}  # fmt: skip
 
 
 def mixture(loads: dict[str, Load], each_s: dict[str, float], seconds: float, rng: random.Random) -> list[Any]:
@@ -262,10 +262,10 @@ def record(name: str, seconds: float, seed: int) -> dict[str, Any]:
     column = trace.columns["gpu0"]
     found["start_ns"], found["end_ns"] = trace.start_ns, trace.end_ns
     found["samples"] = [[int(t), float(w)] for t, w in zip(column.times_ns, column.watts, strict=True)]
-    found["total"] = {"joules": scope.joules, "error_j": scope.error_j, "source": "scope"}
+    found["total"] = {"joules": scope.energy_j, "error_j": scope.error_j, "source": "scope"}
     found["runs"] = runs
     found["kernels"] = kernels_of(profiler)
-    print(f"{name}: {len(found['kernels']['rows'])} kernels, {len(found['samples'])} samples, {scope.joules:.0f} J, "
+    print(f"{name}: {len(found['kernels']['rows'])} kernels, {len(found['samples'])} samples, {scope.energy_j:.0f} J, "
           + ", ".join(f"{n} {s['watts']:.0f} W {s['seconds'] * 1e6:.0f} us" for n, s in found["steady"].items()), flush=True)  # fmt: skip
     return found
 

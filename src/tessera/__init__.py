@@ -6,7 +6,7 @@
 
     with monitor.energy_scope("training_epoch") as energy:
         run_training()
-    print(energy.joules, "±", energy.error_j, "J at", energy.watts, "W")
+    print(energy.energy_j, "±", energy.error_j, "J at", energy.power_w, "W")
 
     report = tessera.predict(model, inputs, on="h200")      # before it runs: joules, seconds, bytes
 

@@ -80,11 +80,11 @@ def test_a_block_has_joules_with_error_seconds_source(started: Started) -> None:
     with energy_scope("step", monitor=m) as energy:
         time.sleep(0.1)
     after = time.monotonic_ns()
-    assert energy.joules == pytest.approx(250.0 * energy.seconds)
-    assert energy.error_j == pytest.approx(0.02 * energy.joules, rel=1e-3)
-    assert 0.1 <= energy.seconds <= (after - before) * 1e-9
-    assert energy.seconds == energy.host_seconds
-    assert energy.watts == pytest.approx(250.0)
+    assert energy.energy_j == pytest.approx(250.0 * energy.time_s)
+    assert energy.error_j == pytest.approx(0.02 * energy.energy_j, rel=1e-3)
+    assert 0.1 <= energy.time_s <= (after - before) * 1e-9
+    assert energy.time_s == energy.host_time_s
+    assert energy.power_w == pytest.approx(250.0)
     assert energy.coverage == pytest.approx(1.0)
     assert energy.source == "script"
     assert energy.basis == "measured"
@@ -99,7 +99,7 @@ def test_the_edges_are_exact_for_a_ramp(started: Started) -> None:
     with energy_scope(monitor=m) as energy:
         time.sleep(0.12)
     a, b = energy.start_ns * 1e-9 - begin, energy.end_ns * 1e-9 - begin
-    assert energy.joules == pytest.approx(50.0 * (b * b - a * a) + 50.0 * (b - a), rel=1e-6)
+    assert energy.energy_j == pytest.approx(50.0 * (b * b - a * a) + 50.0 * (b - a), rel=1e-6)
 
 
 def test_scopes_nest_and_overlap(started: Started) -> None:
@@ -114,15 +114,15 @@ def test_scopes_nest_and_overlap(started: Started) -> None:
         time.sleep(0.04)
         two.__exit__(None, None, None)
     assert one.start_ns < two.start_ns < one.end_ns < two.end_ns
-    gap_free = one.joules + two.joules
-    assert outer.joules < gap_free, "the overlap counts in both"
-    assert max(one.joules, two.joules) < outer.joules
+    gap_free = one.energy_j + two.energy_j
+    assert outer.energy_j < gap_free, "the overlap counts in both"
+    assert max(one.energy_j, two.energy_j) < outer.energy_j
     with energy_scope("again", monitor=m) as whole:
         with energy_scope("a", monitor=m) as a:
             time.sleep(0.03)
         with energy_scope("b", monitor=m) as b:
             time.sleep(0.03)
-    assert a.joules + b.joules == pytest.approx(whole.joules, rel=0.02)
+    assert a.energy_j + b.energy_j == pytest.approx(whole.energy_j, rel=0.02)
 
 
 def test_scopes_in_threads_are_their_own(started: Started) -> None:
@@ -132,7 +132,7 @@ def test_scopes_in_threads_are_their_own(started: Started) -> None:
     def work(i: int) -> None:
         with energy_scope(f"thread{i}", monitor=m) as energy:
             time.sleep(0.02 * (i + 1))
-        found[i] = (energy.joules, energy.seconds)
+        found[i] = (energy.energy_j, energy.time_s)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
     for t in threads:
@@ -151,28 +151,28 @@ def test_an_exception_passes_through_and_the_joules_are_there(started: Started) 
     with pytest.raises(RuntimeError, match="boom"), scope:
         time.sleep(0.03)
         raise RuntimeError("boom")
-    assert scope.joules == pytest.approx(100.0 * scope.seconds)
-    assert scope.seconds >= 0.03
+    assert scope.energy_j == pytest.approx(100.0 * scope.time_s)
+    assert scope.time_s >= 0.03
 
 
 def test_read_inside_the_block_gives_so_far_and_does_not_end_it(started: Started) -> None:
     m = started()
     with energy_scope(monitor=m) as energy:
         time.sleep(0.03)
-        first = energy.joules
+        first = energy.energy_j
         time.sleep(0.03)
-        second, seconds = energy.joules, energy.seconds
+        second, seconds = energy.energy_j, energy.time_s
         assert "open" in repr(energy)
-        assert energy.watts == pytest.approx(100.0)
-    assert 3.0 <= first < second < energy.joules
-    assert seconds < energy.seconds
-    assert energy.joules == pytest.approx(100.0 * energy.seconds)
+        assert energy.power_w == pytest.approx(100.0)
+    assert 3.0 <= first < second < energy.energy_j
+    assert seconds < energy.time_s
+    assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
     assert m.regions()[0].calls == 1
 
 
 def test_a_scope_that_was_never_entered_says_so() -> None:
     scope = energy_scope("idle")
-    for read in (lambda: scope.joules, lambda: scope.by_domain, scope.report, lambda: scope.start_ns):
+    for read in (lambda: scope.energy_j, lambda: scope.by_domain, scope.report, lambda: scope.start_ns):
         with pytest.raises(MeasurementError, match="never entered") as caught:
             read()
         assert caught.value.fix
@@ -184,17 +184,17 @@ def test_a_scope_may_be_entered_again_and_then_means_the_last_time(started: Star
     scope = energy_scope("twice", monitor=m)
     with scope:
         time.sleep(0.06)
-    first = scope.seconds
+    first = scope.time_s
     with scope:
         time.sleep(0.01)
-    assert scope.seconds < first
-    assert scope.joules == pytest.approx(100.0 * scope.seconds)
+    assert scope.time_s < first
+    assert scope.energy_j == pytest.approx(100.0 * scope.time_s)
 
 
 def test_an_empty_block_is_no_error(started: Started) -> None:
     with energy_scope(monitor=started()) as energy:
         pass
-    assert 0 <= energy.joules < 0.1
+    assert 0 <= energy.energy_j < 0.1
     assert 0 <= energy.error_j < 0.1
 
 
@@ -271,12 +271,12 @@ def test_several_gpus_are_summed_and_uncounted_domains_are_not(started: Started)
     )
     with energy_scope(monitor=m) as energy:
         time.sleep(0.05)
-    assert energy.joules == pytest.approx(380.0 * energy.seconds)
-    assert energy.watts == pytest.approx(380.0)
-    assert energy.error_j == pytest.approx(math.hypot(3.0, 10.0) * energy.seconds, rel=1e-3)
+    assert energy.energy_j == pytest.approx(380.0 * energy.time_s)
+    assert energy.power_w == pytest.approx(380.0)
+    assert energy.error_j == pytest.approx(math.hypot(3.0, 10.0) * energy.time_s, rel=1e-3)
     parts = energy.by_domain
     assert set(parts) == {"gpu0", "gpu1", "gpu0.memory", "cpu0"}
-    assert parts["gpu0.memory"].joules == pytest.approx(40.0 * energy.seconds)
+    assert parts["gpu0.memory"].joules == pytest.approx(40.0 * energy.time_s)
     report = energy.report()
     assert report.total == energy.energy
     assert {d.name for d in report.domains} == set(parts)
@@ -289,7 +289,7 @@ def test_the_total_waits_for_no_uncounted_domain(started: Started) -> None:
     with energy_scope(monitor=m) as energy:
         time.sleep(0.02)
     begin = time.monotonic()
-    assert energy.joules == pytest.approx(100.0 * energy.seconds)
+    assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
     assert time.monotonic() - begin < 1.0
 
 
@@ -310,9 +310,9 @@ def test_a_sensor_that_dies_leaves_the_joules_so_far(started: Started) -> None:
     parts = energy.by_domain
     assert time.monotonic() - begin < 2.0
     assert parts["cpu0"].coverage == pytest.approx(1.0)
-    assert parts["cpu0"].joules == pytest.approx(50.0 * energy.seconds)
+    assert parts["cpu0"].joules == pytest.approx(50.0 * energy.time_s)
     assert 0.3 < parts["gpu0"].coverage < 0.7
-    assert parts["gpu0"].joules == pytest.approx(100.0 * energy.seconds * parts["gpu0"].coverage)
+    assert parts["gpu0"].joules == pytest.approx(100.0 * energy.time_s * parts["gpu0"].coverage)
     assert energy.coverage == parts["gpu0"].coverage
     (gap,) = energy.report().gaps
     assert gap.domain == "gpu0" and "Xid 79" in gap.reason
@@ -324,14 +324,14 @@ def test_a_stopped_monitor_still_answers_for_what_it_measured(started: Started) 
         time.sleep(0.05)
     m.sampler.wait_for(time.monotonic_ns())
     m.stop()
-    assert energy.joules == pytest.approx(100.0 * energy.seconds)
+    assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
 
 
 def test_a_monitor_without_sensors_answers_with_nothing_seen(started: Started) -> None:
     m = Monitor([]).start()
     with energy_scope(monitor=m) as energy:
         time.sleep(0.01)
-    assert (energy.joules, energy.coverage, energy.source, energy.watts) == (0.0, 0.0, "none", None)
+    assert (energy.energy_j, energy.coverage, energy.source, energy.power_w) == (0.0, 0.0, "none", None)
     m.stop()
 
 
@@ -542,12 +542,12 @@ def test_use_replaces_the_monitor_and_stops_the_old_one(started: Started) -> Non
     tm.use(one)
     with scope:
         time.sleep(0.02)
-    assert scope.watts == pytest.approx(100.0)
+    assert scope.power_w == pytest.approx(100.0)
     tm.use(two)
     assert not one.sampler.wait_for(time.monotonic_ns() + S, 0.2), "the old one is stopped"
     with scope:
         time.sleep(0.02)
-    assert scope.watts == pytest.approx(300.0)
+    assert scope.power_w == pytest.approx(300.0)
     tm.use(None)
 
 
@@ -573,7 +573,7 @@ parent = default()
 pid = os.fork()
 with scope:
     time.sleep(0.1)
-good = scope.coverage > 0.5 and scope.joules > 0 and (default() is parent) == (pid != 0)
+good = scope.coverage > 0.5 and scope.energy_j > 0 and (default() is parent) == (pid != 0)
 if pid == 0:
     os._exit(0 if good else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or (0 if good else 4))
@@ -763,14 +763,14 @@ def test_the_window_is_when_the_device_worked(gpu: FakeGpu, started: Started) ->
         gpu.stream.launch(100)
     left = time.monotonic_ns()
     assert left < queued_until, "nothing was synchronised"
-    assert energy.seconds == pytest.approx(0.1, abs=0.003)
-    assert energy.host_seconds < 0.05
+    assert energy.time_s == pytest.approx(0.1, abs=0.003)
+    assert energy.host_time_s < 0.05
     assert energy.start_ns == pytest.approx(queued_until, abs=3 * MS)
     a, b = energy.start_ns * 1e-9 - begin, energy.end_ns * 1e-9 - begin
     parts = energy.by_domain
     assert parts["gpu0"].joules == pytest.approx(100.0 * (b - a) + 500.0 * (b * b - a * a), rel=1e-3)
-    assert parts["cpu0"].seconds == pytest.approx(energy.host_seconds), "the host's domains go by the host's clock"
-    assert parts["cpu0"].joules == pytest.approx(50.0 * energy.host_seconds, rel=0.01)
+    assert parts["cpu0"].seconds == pytest.approx(energy.host_time_s), "the host's domains go by the host's clock"
+    assert parts["cpu0"].joules == pytest.approx(50.0 * energy.host_time_s, rel=0.01)
 
 
 def test_so_far_while_the_device_is_still_behind(gpu: FakeGpu, started: Started) -> None:
@@ -778,12 +778,12 @@ def test_so_far_while_the_device_is_still_behind(gpu: FakeGpu, started: Started)
     gpu.stream.launch(40)
     with energy_scope(monitor=m) as energy:
         gpu.stream.launch(60)
-        early = energy.joules
+        early = energy.energy_j
         time.sleep(0.06)
-        later = energy.joules
+        later = energy.energy_j
         assert 0 <= early < later
-    assert energy.seconds == pytest.approx(0.06, abs=0.005)
-    assert energy.joules == pytest.approx(100.0 * energy.seconds, rel=0.01)
+    assert energy.time_s == pytest.approx(0.06, abs=0.005)
+    assert energy.energy_j == pytest.approx(100.0 * energy.time_s, rel=0.01)
 
 
 def test_sync_waits_for_the_device_at_both_ends_but_not_after_an_error(gpu: FakeGpu, started: Started) -> None:
@@ -792,7 +792,7 @@ def test_sync_waits_for_the_device_at_both_ends_but_not_after_an_error(gpu: Fake
     with energy_scope(sync=True, monitor=m) as energy:
         gpu.stream.launch(30)
     assert gpu.synchronized == 2
-    assert energy.host_seconds == pytest.approx(0.03, abs=0.02)
+    assert energy.host_time_s == pytest.approx(0.03, abs=0.02)
     with pytest.raises(RuntimeError), energy_scope(sync=True, monitor=m):
         raise RuntimeError("device-side assert")
     assert gpu.synchronized == 3
@@ -841,8 +841,8 @@ def test_an_edge_within_a_graph_capture_is_the_hosts(gpu: FakeGpu, started: Star
     with energy_scope(monitor=m) as energy:
         time.sleep(0.03)
     gpu.capturing = False
-    assert energy.seconds == energy.host_seconds >= 0.03
-    assert energy.joules == pytest.approx(100.0 * energy.seconds)
+    assert energy.time_s == energy.host_time_s >= 0.03
+    assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
 
 
 def test_anchors_are_renewed_so_that_a_drifting_device_clock_does_not_matter(
@@ -867,13 +867,13 @@ def test_a_failed_device_neither_hides_the_error_nor_ends_the_measuring(gpu: Fak
         time.sleep(0.03)
         gpu.failed = True
         raise IndexError("mine")
-    assert energy.joules == pytest.approx(100.0 * energy.seconds, rel=0.01)
-    assert energy.seconds == pytest.approx(0.03, abs=0.02)
+    assert energy.energy_j == pytest.approx(100.0 * energy.time_s, rel=0.01)
+    assert energy.time_s == pytest.approx(0.03, abs=0.02)
     time.sleep(0.1)
     begin = time.monotonic()
     with energy_scope("after", monitor=m) as after:
         time.sleep(0.02)
-    assert after.joules == pytest.approx(100.0 * after.seconds)
+    assert after.energy_j == pytest.approx(100.0 * after.time_s)
     assert time.monotonic() - begin < 2.0, "the sampler's thread still lives"
 
 
@@ -885,7 +885,7 @@ def test_without_cuda_in_the_process_nothing_of_it_is_touched(
     monkeypatch.setitem(sys.modules, "torch", torch)
     with energy_scope(sync=True, monitor=started()) as energy:
         time.sleep(0.01)
-    assert energy.seconds == energy.host_seconds
+    assert energy.time_s == energy.host_time_s
 
 
 def test_the_counter_alone_still_gives_joules_when_the_ring_is_silent(fake_nvml: FakeNvml) -> None:

@@ -54,10 +54,10 @@ def efficiency(reading: Reading) -> tuple[float, float] | None:
 
 
 def _reading(name: str, energy: monitor.EnergyScope, flops: float | None = None) -> Reading:
-    assert energy.watts is not None
+    assert energy.power_w is not None
     return Reading(
-        name=name, power_w=energy.watts, power_error_w=energy.error_j / energy.seconds, seconds=energy.seconds,
-        basis=energy.basis, tflops=None if flops is None else flops / energy.seconds * 1e-12,
+        name=name, power_w=energy.power_w, power_error_w=energy.error_j / energy.time_s, seconds=energy.time_s,
+        basis=energy.basis, tflops=None if flops is None else flops / energy.time_s * 1e-12,
     )  # fmt: skip
 
 

@@ -198,11 +198,11 @@ def _run_script(plan: Plan, quiet: bool, on_closed: Callable[[], None] | None) -
     """
     import msgspec
 
-    from ..monitor.command import signals_to
+    from ..monitor.command import forward_signals
 
     reader, writer = os.pipe()
     argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode(), str(writer)]
-    with signals_to() as started:
+    with forward_signals() as started:
         try:
             child = subprocess.Popen(argv, stdout=STDERR if quiet else None, pass_fds=(writer,))
         finally:
@@ -213,7 +213,7 @@ def _run_script(plan: Plan, quiet: bool, on_closed: Callable[[], None] | None) -
         if on_closed is not None and closed:
             on_closed()  # signals end our own reading here
     finally:
-        with signals_to(child):
+        with forward_signals(child):
             code = child.wait()
         os.close(reader)
     return EXIT_SIGNAL - code if code < 0 else code

@@ -76,7 +76,7 @@ class CostModel:
 
     def _launches(self, s: Subgraph) -> list[Op]:
         """The launches of a subgraph: each of its operators, or the one kernel they are fused into."""
-        if not s.fused:
+        if not s.is_fused:
             return [self._recast(op) for op in s.kernels]
         return [self._recast(replace(s.main, inputs=s.reads, outputs=s.writes, index=s.ops[-1].index))]
 
@@ -99,7 +99,7 @@ class CostModel:
         )
 
     def _time(self, s: Subgraph, op: Op, hbm_bytes: float | None) -> KernelTime:
-        if not s.fused or op.kind not in MATRIX_KINDS:
+        if not s.is_fused or op.kind not in MATRIX_KINDS:
             return self.model.time(op, hbm_bytes)
         # A product keeps its shapes and layouts; the bytes are those of everything fused with it.
         main, border = self._recast(s.main), float(op.bytes_in + op.bytes_out)

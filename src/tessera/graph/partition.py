@@ -77,7 +77,7 @@ class Subgraph:
         return tuple(op for op in self.ops if op.kernels)
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether several launches became one."""
         return "+" in self.pattern
 
@@ -140,7 +140,7 @@ class GraphPartitioner:
     def partition(self, graph: Any, inputs: Any = None) -> PartitionReport:
         """The program as pieces, in an order in which they can run."""
         captured, returned = _to_graph(graph, inputs)
-        pieces = _cut(captured)
+        pieces = _split(captured)
         if self.fusion:
             from .fusion import fuse
 
@@ -167,7 +167,7 @@ def _to_graph(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _cut(graph: Graph) -> list[Piece]:
+def _split(graph: Graph) -> list[Piece]:
     """Unfused pieces: by fx node (and phase) if operators have one, else by operator."""
     names = _UniqueNames()
     if not any(op.node for op in graph.ops):
@@ -246,7 +246,7 @@ def _in_order(pieces: Sequence[Sequence[Op]]) -> Iterable[tuple[int, Op]]:
 # -- bytes ------------------------------------------------------------------------------------------------------
 
 
-def _moved(op: Op) -> tuple[_Moved, _Moved]:
+def _moved_bytes(op: Op) -> tuple[_Moved, _Moved]:
     """Bytes an operator really reads and writes of each tensor: of a table only the rows it looks up."""
     if not op.kernels:
         return {}, {}
@@ -270,7 +270,7 @@ Border = tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]
 
 def _border_of_launches(ops: Sequence[Op]) -> Border:
     """What crosses the border of a piece in which every operator reads from memory and writes to it."""
-    moved = [_moved(op) for op in ops]
+    moved = [_moved_bytes(op) for op in ops]
     return [r for reads, _ in moved for r in reads.values()], [w for _, writes in moved for w in writes.values()]
 
 
@@ -283,7 +283,7 @@ def _border_of_kernel(graph: Graph, piece: int, ops: Sequence[Op], flow: Flow) -
     writes: _Moved = {}
     unread: dict[int, bool] = {}  # storages written inside: whether the value is still unread
     for op in ops:
-        own_reads, own_writes = _moved(op)
+        own_reads, own_writes = _moved_bytes(op)
         for view, (t, nbytes) in own_reads.items():
             if t.storage in unread:
                 unread[t.storage] = False

@@ -85,15 +85,15 @@ def _notes(trace: PowerTrace) -> list[str]:
 
 
 def _idle_w(monitor: Monitor, start_ns: int) -> float | None:
-    """Mean power just before the command, of all counted domains; None where that is not known or was not idle."""
+    """Mean power of all counted domains just before the command; None if that is not known or was not idle."""
     with monitor.sampler.lock:
         levels = [_level_before(monitor.sampler.series[n], start_ns) for n in monitor.sampler.counted_domains()]
-    known = [w for w in levels if w is not None]
-    return sum(known) if known and len(known) == len(levels) else None
+    watts = [w for w in levels if w is not None]
+    return sum(watts) if watts and len(watts) == len(levels) else None
 
 
 def _level_before(series: PowerSeries, start_ns: int) -> float | None:
-    """Power of a domain over the last moments, if they were seen and level: one still cooling down is not idle."""
+    """Power of a domain over the last moments, if they were seen and steady: a chip still cooling down is not idle."""
     marks = [series.mark(start_ns - IDLE_WINDOW_NS * k // 2) for k in (2, 1, 0)]
     halves = []
     for a, b in itertools.pairwise(marks):
@@ -105,9 +105,9 @@ def _level_before(series: PowerSeries, start_ns: int) -> float | None:
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
-    with signals_to() as started:
+    with forward_signals() as add_child:
         child = _start(argv, env, quiet)
-        started(child)
+        add_child(child)
         code = child.wait()
     return EXIT_SIGNAL - code if code < 0 else code
 
@@ -138,14 +138,16 @@ def _terminal_interrupts() -> bool:
 
 
 @contextmanager
-def signals_to(child: subprocess.Popen[bytes] | None = None) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Pass SIGTERM on, and SIGINT where no terminal sends it to both; restore handlers afterwards.
+def forward_signals(
+    child: subprocess.Popen[bytes] | None = None,
+) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Pass SIGTERM on, and SIGINT if no terminal sends it to both; restore the handlers afterwards.
 
-    A child that is yet to be started is handed to what this yields: a signal that comes while it starts would else end
-    us and leave it running. What came before goes to it then, or to us where none was started.
+    Pass a child that starts inside the block to the function that this yields. A signal that comes while it starts
+    would otherwise end us and leave the child running: it goes to the child as soon as it can, or to us if none starts.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda started: None
+        yield lambda child: None
         return
     children = [] if child is None else [child]
     early: list[int] = []
@@ -158,14 +160,14 @@ def signals_to(child: subprocess.Popen[bytes] | None = None) -> Iterator[Callabl
         if not children:
             early.append(signum)
 
-    def started(one: subprocess.Popen[bytes]) -> None:
+    def add_child(one: subprocess.Popen[bytes]) -> None:
         children.append(one)
         while early:
             one.send_signal(early.pop(0))
 
     old = {signum: signal.signal(signum, forward) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield started
+        yield add_child
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)

@@ -105,7 +105,7 @@ class EnergyScope:
         """Energy by domain (gpu0, gpu0.memory, cpu0, ...), each with error, coverage and source."""
         return dict(self._read(everything=True))
 
-    def _counted(self) -> list[Energy]:
+    def _counted_energies(self) -> list[Energy]:
         parts = self._read(everything=False)
         assert self._monitor is not None
         return [parts[n] for n in self._monitor.sampler.counted_domains() if n in parts]
@@ -113,16 +113,18 @@ class EnergyScope:
     @property
     def energy(self) -> Energy:
         """The counted domains together: joules, error_j, seconds, source, coverage, basis."""
-        counted = self._counted()
+        counted = self._counted_energies()
         assert self._window is not None and self._monitor is not None
         if self._window.end is not None:
             return self._monitor.total(self._window)
         return sum_domains(counted, max((e.seconds for e in counted), default=0.0))
 
     @property
-    def joules(self) -> float:
+    def energy_j(self) -> float:
         """Joules of all counted domains."""
         return self.energy.joules
+
+    joules = energy_j
 
     @property
     def error_j(self) -> float:
@@ -130,18 +132,18 @@ class EnergyScope:
         return self.energy.error_j
 
     @property
-    def watts(self) -> float | None:
-        """Mean power: the sum over the domains of joules by seconds; None for an empty window."""
-        known = [e.watts for e in self._counted() if e.watts is not None]
-        return sum(known) if known else None
+    def power_w(self) -> float | None:
+        """Mean power, summed over the domains; None for an empty window."""
+        watts = [e.watts for e in self._counted_energies() if e.watts is not None]
+        return sum(watts) if watts else None
 
     @property
-    def seconds(self) -> float:
-        """Length of the window: on the device's clock where the edges were marked in a CUDA stream."""
+    def time_s(self) -> float:
+        """Length of the window: on the device's clock if the edges were marked in a CUDA stream."""
         return self.energy.seconds
 
     @property
-    def host_seconds(self) -> float:
+    def host_time_s(self) -> float:
         """Length of the window on the host's clock (launching may be over long before the device is done)."""
         if self._window is None:
             return 0.0
@@ -213,7 +215,7 @@ def energy_scope(name: str = "scope", *, sync: bool = False, monitor: Monitor | 
 
     >>> with monitor.energy_scope("training_epoch") as energy:
     ...     run_training()
-    >>> energy.joules, energy.error_j, energy.watts, energy.seconds
+    >>> energy.energy_j, energy.error_j, energy.power_w, energy.time_s
     """
     return EnergyScope(name, sync=sync, monitor=monitor)
 

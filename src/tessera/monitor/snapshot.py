@@ -81,7 +81,7 @@ class Snapshot:
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def counted(self) -> list[DomainReading]:
+    def counted_readings(self) -> list[DomainReading]:
         """The domains that add up to the total."""
         return [r for r in self.readings if r.counted]
 

@@ -48,9 +48,9 @@ def plain_lines(snapshot: Snapshot) -> Iterator[str]:
     from datetime import UTC, datetime
 
     stamp = datetime.fromtimestamp(snapshot.epoch_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    for r in snapshot.counted:
+    for r in snapshot.counted_readings:
         yield f"{stamp} {r.domain} " + " ".join(f"{k}={v}" for k, v in _pairs(r).items() if v is not None)
-    if len(snapshot.counted) > 1:
+    if len(snapshot.counted_readings) > 1:
         figures = ("power_w", "mean_w", "energy_j", "error_j")
         total = {name: _number(getattr(snapshot, name)) for name in figures} | {"basis": snapshot.basis}
         yield f"{stamp} total " + " ".join(f"{k}={v}" for k, v in total.items() if v is not None)
@@ -95,7 +95,7 @@ def _quote(text: str) -> str:
 
 def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True) -> Text:
     """The whole screen, at most `width` columns wide; a low `height` drops details, not the total."""
-    rows = snapshot.counted
+    rows = snapshot.counted_readings
     name_w = max([len("total"), *(len(r.domain) for r in rows)])
     cells = _cells(width, name_w)
     head = [_title(snapshot, width, keys), *_sources(snapshot), Text(), _header(snapshot, name_w, cells)]
@@ -143,7 +143,9 @@ def _columns(name: str, name_w: int, *, now: str, limit: str, spark: Text, mean:
 
 
 def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
-    bases = {r.basis: [q.domain for q in snapshot.counted if q.basis == r.basis] for r in snapshot.counted}
+    bases = {
+        r.basis: [q.domain for q in snapshot.counted_readings if q.basis == r.basis] for r in snapshot.counted_readings
+    }
     line = Text("tessera watch", style="bold")
     if set(bases) <= {"measured"}:
         line.append("  measured", style="not bold green")
@@ -160,10 +162,12 @@ def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
 
 def _sources(snapshot: Snapshot) -> list[Text]:
     """Which devices, the source, and how old the figures are: a line for each kind."""
-    kinds = Counter((r.label or r.domain, r.source, r.resolution_s, r.note) for r in snapshot.counted)
+    kinds = Counter((r.label or r.domain, r.source, r.resolution_s, r.note) for r in snapshot.counted_readings)
     lines = []
     for (label, source, resolution_s, note), count in kinds.items():
-        ages = [r.age_s for r in snapshot.counted if r.source == source and r.age_s is not None and r.lost is None]
+        ages = [
+            r.age_s for r in snapshot.counted_readings if r.source == source and r.age_s is not None and r.lost is None
+        ]
         parts = [f"{count} × {label}" if count > 1 else label]
         parts.append(f"{source}, new value every {format_duration(resolution_s, 2)}")
         if ages:
@@ -180,7 +184,7 @@ def _ago(age_s: float) -> str:
 
 
 def _header(snapshot: Snapshot, name_w: int, cells: int) -> Text:
-    spans = {round(r.cell_s * cells, 1) for r in snapshot.counted if r.cell_s}
+    spans = {round(r.cell_s * cells, 1) for r in snapshot.counted_readings if r.cell_s}
     what = f"last {max(spans):g} s" if len(spans) == 1 else "history"
     spark = Text(f"{what:<{cells}}")
     line = _columns("", name_w, now="now", limit="limit", spark=spark, mean="mean", energy="since start")
@@ -261,9 +265,9 @@ def _part(value: float | None, form: str) -> str | None:
 
 
 def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
-    if len(snapshot.counted) < 2:
+    if len(snapshot.counted_readings) < 2:
         return []
-    unseen = [r.domain for r in snapshot.counted if r.power_w is None]
+    unseen = [r.domain for r in snapshot.counted_readings if r.power_w is None]
     note = f"without {', '.join(unseen)}" if unseen else ""
     spark = Text(f"{note:<{cells}}"[:cells], style="not bold yellow")
     now, mean = _watts(snapshot.power_w), _watts(snapshot.mean_w)
