@@ -48,7 +48,7 @@ import torch
 from tessera import monitor, schedule
 from tessera.cli.model_loader import import_package
 from tessera.runtime import controller
-from tessera.runtime.cap_report import PowerMeter, PowerReading, ScheduleReport
+from tessera.runtime.cap_report import MeanPower, PowerMeter, ScheduleReport
 from tessera.runtime.control_loop import get_loop
 from tessera.runtime.controller import PaceCommand
 from tessera.runtime.launches import Cadence, Countdown, PointPlacer
@@ -220,7 +220,7 @@ def measured(run: Run) -> Iterator[dict[str, float]]:
         zip(times, column.watts, strict=True), zip(times[1:], column.watts[1:], strict=True), strict=False
     ):
         if t0 >= begin and t1 <= end and w0 == w0 and w1 == w1:
-            meter.add(PowerReading(int(t1), float(t1 - t0) * 1e-9, float((w0 + w1) / 2)))
+            meter.add(MeanPower(int(t1), float(t1 - t0) * 1e-9, float((w0 + w1) / 2)))
     found["ring_mean_w"] = float(meter.mean_w or 0.0)
     found["worst_window_w"] = float(meter.peak_w or 0.0)
     found["first_second_worst_w"] = float(meter.first_peak_w or 0.0)

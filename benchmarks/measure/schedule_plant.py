@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from tessera.runtime.cap_report import PowerMeter, PowerReading
+from tessera.runtime.cap_report import MeanPower, PowerMeter
 from tessera.runtime.controller import Cap, PaceCommand
 
 from fakes.launching import Host, Shared, gemm_step, gpt2_step
@@ -148,7 +148,7 @@ def beating(duty: float, slice_s: float) -> dict[str, float]:
     plant.command = PaceCommand((1 - duty) / duty, slice_s)
     ring = PowerMeter(WINDOW_S)
     for (t0, w0), (t1, w1) in itertools.pairwise(plant.run_until(SECONDS)):
-        ring.add(PowerReading(round(t1 * 1e9), t1 - t0, (w0 + w1) / 2))
+        ring.add(MeanPower(round(t1 * 1e9), t1 - t0, (w0 + w1) / 2))
     drawn_w = mean_w(plant.power_w, 1.0)
     return {
         "window_above_mean_pct": 100 * (worst_window_w(plant.power_w, WINDOW_S, 1.0) / drawn_w - 1),

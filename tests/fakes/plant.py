@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from tessera.clock import Clock
 from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
-from tessera.runtime.cap_report import PowerMeter, PowerReading
+from tessera.runtime.cap_report import PowerMeter, MeanPower
 from tessera.runtime.controller import Cap, PaceCommand
 from tessera.runtime.launches import Cadence
 from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
@@ -287,7 +287,7 @@ class PlantPacer:
         plant = self._plant
         return PaceCounts(plant.points, plant.waits, plant.waited_s, plant.worked_s, plant.tokens, plant.ended_s)
 
-    def queued(self) -> int:
+    def count_queued(self) -> int:
         return 1
 
 
@@ -336,7 +336,7 @@ class Bench:
         for time_s, power_w in samples:
             if self._last is not None:
                 before_s, before_w = self._last
-                self.ring.add(PowerReading(round(time_s * 1e9), time_s - before_s, (before_w + power_w) / 2))
+                self.ring.add(MeanPower(round(time_s * 1e9), time_s - before_s, (before_w + power_w) / 2))
             self._last = (time_s, power_w)
 
     def mean_w(self, start_s: float = 1.0) -> float:

@@ -45,7 +45,7 @@ class CountingPacer:
     def counts(self):
         return PaceCounts(len(self.threads), 0, 0.0, self.worked_s)
 
-    def queued(self):
+    def count_queued(self):
         return 0
 
 
@@ -687,19 +687,19 @@ INTERPRETED = """
     pacer.point()
     Cuda.cuda_stream = 8  # another stream has its own time
     pacer.point()
-    first, queued = pacer.counts(), pacer.queued()
+    first, queued = pacer.counts(), pacer.count_queued()
     Cuda.capturing = True
     Cuda.cuda_stream = 9  # torch captures on a stream of its own
     pacer.point()  # runs once here as a replay would: counted as run, not as launched
-    after_capture = [pacer.queued(), len(pacer._slots)]
+    after_capture = [pacer.count_queued(), len(pacer._slots)]
     Cuda.capturing, Cuda.cuda_stream = False, 8
     pacer.point()
-    after_capture.append(pacer.queued())
+    after_capture.append(pacer.count_queued())
     launch, k.launch, Cuda.capturing = k.launch, lambda *a, **b: None, False
     pacer.ahead, pace.GIVE_UP_S = 4, 0.05
     for _ in range(7):  # a stream that stands still: the host waits, then gives up
         pacer.point()
-    stuck = pacer.queued()
+    stuck = pacer.count_queued()
     Cuda.capturing = True
     try:
         pace.StreamPacer(torch.device("cpu"))

@@ -359,7 +359,7 @@ def test_a_point_comes_after_every_few_launches_with_all_their_tokens():
         def point(self, *, restart=False, tokens=None):
             seen.append((restart, tokens))
 
-        def queued(self):
+        def count_queued(self):
             return 0
 
     cadence = Cadence(Points())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.tuning.changes import apply_setting, find_unaligned
 from tessera.runtime.tuning.knobs import find_knobs
 from tessera.runtime.tuning.parts import NotApplicable, find_parts
-from tessera.runtime.tuning.plan import OpPlan, Plan, TuningTrial, plan_key
+from tessera.runtime.tuning.plan import Plan, TuningTrial, plan_key
 from tessera.runtime.tuning.search import Knob, TuningGoal, count_settings, search
 from tessera.runtime.tuning.tuner import TrialBench, TunedFunction, make_goal
 
@@ -176,13 +177,13 @@ def test_the_best_of_a_functions_own_arguments(quick: None, tmp_path: Path) -> N
     assert torch.equal(fn(x), slow_and_fast(x))
     plan = fn.plan()
     assert plan.setting == {"way": "fast"} and len(seen) == 2
-    assert plan.best.time_s < plan.baseline.time_s / 10 and plan.saved_pct > 50
+    assert plan.best.time_s < plan.baseline.time_s / 10 and plan.best.energy_j < plan.baseline.energy_j / 2
     again = TunedFunction(
         slow_and_fast, wish, progress=lambda *a: pytest.fail("the plan was kept: nothing is to be measured")
     )
     again(x)
     assert again.plan() == plan
-    assert not plan.diff(plan) and "way" in str(plan)
+    assert "way" in str(plan)
     other = Plan.load(plan.save(tmp_path / "p.json"))
     assert other == plan
     fn.close()
@@ -249,28 +250,22 @@ def test_wishes_are_checked() -> None:
     assert make_goal(ScheduleOptions(policy="throughput_per_watt")).max_slowdown == 0.01
 
 
-def test_plans_differ_in_words(tmp_path: Path) -> None:
-    trials = [trial(2.0), trial(1.0, setting={"compile": "default"})]
-    a = Plan(
-        function="f",
-        policy="energy",
-        setting={},
-        why={},
-        trials=trials[:1],
-        ops=[OpPlan(op="gemm", calls=1, share_pct=90.0)],
-    )
-    b = Plan(
-        function="f", policy="energy", setting={"compile": "default"}, why={"compile": "fuses"}, trials=trials,
-        ops=[OpPlan(op="gemm", calls=1, share_pct=90.0, clock="low")],
-    )  # fmt: skip
-    said = a.diff(b)
-    assert "compile: as it is -> default" in said and "gemm.clock: as it is -> low" in said
-    assert any("-50.0%" in line for line in said)
+def test_files_that_are_not_plans_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(RecordingError, match="is not a plan"):
         Plan.load(tmp_path / "x.json")
     with pytest.raises(RecordingError, match="cannot read"):
         Plan.load(tmp_path / "none.json")
+
+
+def test_a_plan_of_version_1_still_opens(tmp_path: Path) -> None:
+    old = {"setting": {}, "seconds": 2.0, "seconds_error": 0.1, "energy_j": 3.0, "energy_error_j": 0.2}
+    op = {"op": "gemm", "calls": 1, "share_pct": 90.0, "tile": [128, 128, 64], "stages": 3}
+    plan = {"function": "f", "policy": "energy", "setting": {}, "why": {}, "trials": [old], "ops": [op]}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(plan))
+    trial = Plan.load(path).baseline
+    assert (trial.time_s, trial.error_s, trial.energy_j, trial.error_j) == (2.0, 0.1, 3.0, 0.2)
 
 
 def test_another_function_or_shape_is_another_plan() -> None:

@@ -22,7 +22,7 @@ _TAIL_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class PowerReading:
+class MeanPower:
     """Mean power over a span that ends at `time_ns`."""
 
     time_ns: int
@@ -48,7 +48,7 @@ class PowerMeter:
         self._settled = (0.0, 0.0)  # joules and seconds after FIRST_S
         self._sums: deque[tuple[int, float]] = deque()  # (time_ns, joules so far): one window, and one point before it
 
-    def add(self, reading: PowerReading) -> None:
+    def add(self, reading: MeanPower) -> None:
         """Take the next reading."""
         joules = reading.power_w * reading.seconds
         self.energy_j += joules
@@ -201,7 +201,7 @@ class CapTracker:
             if not domains:
                 self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
 
-    def add_readings(self, readings: Mapping[str, PowerReading | None]) -> None:
+    def add_readings(self, readings: Mapping[str, MeanPower | None]) -> None:
         """Take the readings that belong to our calls."""
         for zone in self._zones:
             self.notes.update(zone.notes)

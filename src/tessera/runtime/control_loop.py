@@ -25,7 +25,7 @@ from .. import monitor
 from ..monitor.sampler import Sampler
 from ..op import hints
 from ..units import ScopedPower
-from .cap_report import CapTracker, PowerReading
+from .cap_report import CapTracker, MeanPower
 from .controller import Cap, PaceCommand
 from .launches import Cadence, Countdown, OwnLaunches, PointPlacer
 from .node_bucket import NodeBucket, NodeMember, job_key
@@ -220,7 +220,7 @@ class ControlLoop:
         if self._node is not None:
             self._look_at_node(self._node, sampler, readings, now)
         self._command(now)
-        queued = any(c.pacer.queued() for c in self._cadences.values())
+        queued = any(c.pacer.count_queued() for c in self._cadences.values())
         for tracker in self._trackers:
             if tracker.running or queued:
                 tracker.until_ns = now
@@ -231,7 +231,7 @@ class ControlLoop:
         self._retire(now)
 
     def _look_at_node(
-        self, node: NodeBucket, sampler: Sampler, readings: dict[str, PowerReading | None], now: int
+        self, node: NodeBucket, sampler: Sampler, readings: dict[str, MeanPower | None], now: int
     ) -> None:
         zone = self._zones.get("node")
         cap = zone.tightest(sampler) if zone else None

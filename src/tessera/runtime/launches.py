@@ -100,7 +100,7 @@ class Cadence:
 
     def enter_call(self, *, spends: bool = False) -> None:
         """A call begins: time in which the device had nothing to do is not work."""
-        away = self.left_ns == 0 or (time.monotonic_ns() - self.left_ns > AWAY_NS and self.pacer.queued() == 0)
+        away = self.left_ns == 0 or (time.monotonic_ns() - self.left_ns > AWAY_NS and self.pacer.count_queued() == 0)
         if not away and (self._spends or not spends):
             return
         self._put.append(0)

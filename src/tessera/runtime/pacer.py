@@ -83,7 +83,7 @@ class Pacer(Protocol):
     def counts(self) -> PaceCounts:
         """What the points have done; never waits for the device."""
 
-    def queued(self) -> int:
+    def count_queued(self) -> int:
         """Points that are launched and have not run."""
 
 
@@ -108,7 +108,7 @@ class HostPacer:
     def obey(self, command: PaceCommand) -> None:
         self._command = command
 
-    def queued(self) -> int:
+    def count_queued(self) -> int:
         return 0
 
     def counts(self) -> PaceCounts:
@@ -275,7 +275,7 @@ class StreamPacer:
     def _wait_for_queue(self) -> None:
         """Wait until the queue is half as long. Only reads memory; gives up where replayed points confuse the count."""
         give_up = time.monotonic() + GIVE_UP_S
-        while self.queued() > self.ahead // 2 and time.monotonic() < give_up:
+        while self.count_queued() > self.ahead // 2 and time.monotonic() < give_up:
             time.sleep(0.0005)
         if time.monotonic() >= give_up:
             self._launched = self._count_ran()
@@ -283,7 +283,7 @@ class StreamPacer:
     def _count_ran(self) -> int:
         return int(sum(self._points.tolist()))
 
-    def queued(self) -> int:
+    def count_queued(self) -> int:
         return max(self._launched - self._count_ran(), 0)
 
     def counts(self) -> PaceCounts:

@@ -22,7 +22,7 @@ from ..errors import TesseraError
 from ..hardware import host_cpu, identify_board
 from ..monitor.sampler import Sampler
 from ..units import format_power
-from .cap_report import PowerReading
+from .cap_report import MeanPower
 from .controller import FIRST_BURST, MIN_DUTY, STUCK_DUTY, Cap, Controller, PaceCommand
 from .node_bucket import domain_key
 from .pacer import PaceCounts, Pacer
@@ -71,7 +71,7 @@ class PowerZone:
         """The coarsest resolution among the domains; a shorter window cannot be measured."""
         return max((sampler.series[n].domain.resolution_s for n in self.names if n in sampler.series), default=0.0)
 
-    def read(self, sampler: Sampler) -> PowerReading | None:
+    def read(self, sampler: Sampler) -> MeanPower | None:
         """The mean power since the last reading; None when there is nothing new."""
         with sampler.lock:
             series = [sampler.series[n] for n in self.names if n in sampler.series and not sampler.is_silent(n)]
@@ -90,11 +90,9 @@ class PowerZone:
             return None  # a gap: nothing is known of this span
         powers = [(b.joules - a.joules) / (b.covered_s - a.covered_s) for a, b in marks]
         self.latest = {domain_key(s.domain.name): (p, end_ns) for s, p in zip(series, powers, strict=True)}
-        return PowerReading(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
+        return MeanPower(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
 
-    def steer(
-        self, sampler: Sampler, reading: PowerReading | None, now_ns: int, *, cap: Cap | None = None
-    ) -> PaceCommand:
+    def steer(self, sampler: Sampler, reading: MeanPower | None, now_ns: int, *, cap: Cap | None = None) -> PaceCommand:
         """What the pacers should do for this zone's cap, or for the node's."""
         cap = cap or self.tightest(sampler)
         if cap is None:
@@ -102,7 +100,7 @@ class PowerZone:
             return self._set(PaceCommand(), now_ns)
         controller = self._get_controller(cap, sampler)
         ended = sum(p.counts().points for p in self.pacers)
-        active = ended != self._looked or self.running or any(p.queued() for p in self.pacers)
+        active = ended != self._looked or self.running or any(p.count_queued() for p in self.pacers)
         self._looked = ended
         if self.tally is not None:
             controller.rescale(self.tally.add_counts(self._sum_counts(), now_ns))
@@ -124,7 +122,7 @@ class PowerZone:
         return self.command
 
     def _observe(
-        self, controller: Controller, reading: PowerReading, sampler: Sampler, now_ns: int, *, active: bool, ended: int
+        self, controller: Controller, reading: MeanPower, sampler: Sampler, now_ns: int, *, active: bool, ended: int
     ) -> None:
         self.observed_ns, self.blind = now_ns, False
         if self.tally is None:
@@ -164,7 +162,7 @@ class PowerZone:
         counts = [p.counts() for p in self.pacers]
         return replace(sum(counts, PaceCounts()), ended_s=max((c.ended_s for c in counts), default=0.0))
 
-    def _rested_during(self, reading: PowerReading, sampler: Sampler) -> bool:
+    def _rested_during(self, reading: MeanPower, sampler: Sampler) -> bool:
         """Whether all work here waited during the whole reading, and during what is smeared into it."""
         since = [p.counts().resting_ns for p in self.pacers]
         until_ns = reading.start_ns - round(_SMEARED * self._blur_s(sampler) * 1e9)

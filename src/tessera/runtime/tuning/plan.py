@@ -1,4 +1,4 @@
-"""`Plan`: a schedule as data: what was chosen, what was tried, and why. It saves, loads and compares.
+"""`Plan`: a schedule as data: what was chosen, what was tried, and why. It saves and loads.
 
 Plans are kept on disk by what they hold for: $XDG_CACHE_HOME/tessera/plans/<digest>.json, readable by their owner only.
 """
@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +89,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The measurement of the chosen setting."""
         return next((t for t in reversed(self.trials) if t.setting == self.setting and not t.refused), self.trials[0])
 
-    @property
-    def saved_pct(self) -> float | None:
-        """Joules saved per call against the function as it was; None where no joules are known."""
-        a, b = self.baseline.energy_j, self.best.energy_j
-        return None if not a or b is None else 100.0 * (1.0 - b / a)
-
     def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
         target = Path(path)
@@ -120,10 +114,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise RecordingError(f"{path} is from a newer Tessera", why=why, fix="upgrade, or tune again")
         return plan
 
-    def diff(self, other: Plan) -> list[str]:
-        """What differs from another plan, in words; empty where nothing does."""
-        return list(_differences(self, other))
-
     def __str__(self) -> str:
         from ...report.schedule import plan_text
 
@@ -133,28 +123,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def _rename(trial: Any) -> Any:
     """A trial of version 1 with today's names."""
     return {_RENAMED.get(k, k): v for k, v in trial.items()} if isinstance(trial, dict) else trial
-
-
-def _differences(a: Plan, b: Plan) -> Iterator[str]:
-    for name in ("function", "policy", "device"):
-        if getattr(a, name) != getattr(b, name):
-            yield f"{name}: {getattr(a, name)} -> {getattr(b, name)}"
-    for knob in sorted(a.setting.keys() | b.setting.keys()):
-        if a.setting.get(knob) != b.setting.get(knob):
-            yield f"{knob}: {format_value(a.setting.get(knob))} -> {format_value(b.setting.get(knob))}"
-    a_ops, b_ops = ({o.op: o for o in plan.ops} for plan in (a, b))
-    for op in sorted(a_ops.keys() | b_ops.keys()):
-        before, after = a_ops.get(op), b_ops.get(op)
-        if before is None or after is None:
-            yield f"{op}: {'gone' if after is None else 'new'}"
-            continue
-        for name in ("precision", "clock"):
-            if getattr(before, name) != getattr(after, name):
-                yield f"{op}.{name}: {format_value(getattr(before, name))} -> {format_value(getattr(after, name))}"
-    for name, unit in (("time_s", "s"), ("energy_j", "J")):
-        x, y = getattr(a.best, name), getattr(b.best, name)
-        if x and y and abs(y / x - 1) > 0.005:
-            yield f"a call: {x:.4g} {unit} -> {y:.4g} {unit} ({100 * (y / x - 1):+.1f}%)"
 
 
 def format_value(value: Value) -> str:

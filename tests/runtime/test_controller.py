@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.runtime.cap_report import FIRST_S, PowerMeter, PowerReading
+from tessera.runtime.cap_report import FIRST_S, MeanPower, PowerMeter
 from tessera.runtime.controller import (
     AGAIN_S,
     MIN_DUTY,
@@ -513,7 +513,7 @@ def test_unknown_hardware_begins_careful():
 def test_the_meters_worst_window_is_that_of_the_samples(watts):
     meter = PowerMeter(0.2)
     for i, power_w in enumerate(watts):
-        meter.add(PowerReading((i + 1) * 20_000_000, 0.02, power_w))
+        meter.add(MeanPower((i + 1) * 20_000_000, 0.02, power_w))
     skipped = round(FIRST_S / 0.02)
     windows = [sum(watts[i : i + 10]) / 10 for i in range(len(watts) - 9)]
     assert meter.energy_j == pytest.approx(sum(watts) * 0.02)
@@ -525,9 +525,7 @@ def test_the_meters_worst_window_is_that_of_the_samples(watts):
 def test_a_gap_starts_the_window_anew():
     meter = PowerMeter(0.2)
     for i in range(100):
-        meter.add(
-            PowerReading((i + 1) * 20_000_000 + (5_000_000_000 if i >= 50 else 0), 0.02, 100.0 if i < 50 else 900.0)
-        )
+        meter.add(MeanPower((i + 1) * 20_000_000 + (5_000_000_000 if i >= 50 else 0), 0.02, 100.0 if i < 50 else 900.0))
     assert meter.peak_w == pytest.approx(900.0)
     assert meter.windows == 2 * 41  # none of them spans the gap
 
