@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from tessera.clock import Clock
 from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
-from tessera.runtime.cap_report import PowerMeter, MeanPower
+from tessera.runtime.cap_report import MeanPower, PowerMeter
 from tessera.runtime.controller import Cap, PaceCommand
 from tessera.runtime.launches import Cadence
 from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
