@@ -334,7 +334,7 @@ def _report(data: bytes, folder: Path) -> None:
     path.write_bytes(data)
     found = analyze.diff(path, path)
     str(found)
-    json.dumps(found.to_json())
+    found.to_json()
 
 
 def _regions(data: bytes, folder: Path) -> None:

@@ -117,7 +117,11 @@ KERNELS = st.dictionaries(
 
 @given(a=KERNELS, b=KERNELS, common=KERNELS)
 def test_a_difference_knows_no_order_and_nothing_of_what_both_have(a: Any, b: Any, common: Any) -> None:
-    one, two, both = prediction_errors.Errors(a), prediction_errors.Errors(b), prediction_errors.Errors(common)
+    one, two, both = (
+        prediction_errors.PredictionErrors(a),
+        prediction_errors.PredictionErrors(b),
+        prediction_errors.PredictionErrors(common),
+    )
     wide = prediction_errors.difference(one, two)
     assert prediction_errors.difference(two, one) == pytest.approx(wide)
     assert prediction_errors.difference(one + both, two + both) == pytest.approx(wide, abs=1e-12)

@@ -20,8 +20,7 @@ from report.test_run_report import checked
 from tessera import analyze
 from tessera.analyze.compare import side_of
 from tessera.analyze.diff import Difference
-from tessera.analyze.diff_rows import Change
-from tessera.analyze.matching import operator
+from tessera.analyze.diff_rows import RowChange, plain_operator
 from tessera.analyze.side import Side
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.diff import command
@@ -316,9 +315,9 @@ def test_reports_diff_as_before() -> None:
 )  # ± 10%, of which time moves 6%, in 20 ms: 708 W, 654 W
 def test_watts_past_what_the_board_draws_are_said(joules: float, device: str, limit: str | None) -> None:
     guess = predicted({"fc.addmm": ("gemm", joules)}, device=device)
-    said = [note for note in analyze.diff(guess, guess).notes if "limiter" in note]
+    said = [note for note in analyze.diff(guess, guess).notes if "power limit" in note]
     assert len(said) == (limit is not None)  # of one chip once
-    assert limit is None or f"past {limit}, where the limiter holds {device}" in said[0]
+    assert limit is None or f"past {limit}, the power limit of {device}" in said[0]
 
 
 def test_work_both_did_is_the_unit() -> None:
@@ -361,7 +360,7 @@ def test_a_prediction_is_matched_with_a_run_by_operator_then_kind() -> None:
     ],
 )  # fmt: skip
 def test_operators_have_one_name(name: str, plain: str) -> None:
-    assert operator(name) == plain
+    assert plain_operator(name) == plain
 
 
 # -- what can be given ----------------------------------------------------------------------------------------------
@@ -433,7 +432,7 @@ def test_a_trace_without_power_is_compared_by_time(files: tuple[Path, Path]) -> 
     mixed = analyze.diff(slow, synthetic_run.make(12).table)
     assert math.isnan(mixed.total.change_j) and {r.state for r in mixed.rows} == {"both"}
     assert "unknown" in text(mixed) and checked(page(mixed))
-    assert found.to_json()["total"]["change_j"] is None
+    assert found.to_dict()["total"]["change_j"] is None
 
 
 @pytest.mark.parametrize(
@@ -462,7 +461,7 @@ def test_anything_else_is_refused() -> None:
 
 def test_json_and_frame() -> None:
     found = analyze.diff(table({"mm": 5.0}), table({"mm": 9.0, "new": 1.0}))
-    data = json.loads(msgspec.json.encode(found.to_json()))
+    data = json.loads(found.to_json())
     assert data["total"]["change_j"] == 5.0 and data["rows"][0]["name"] == "mm" and data["rows"][1]["state"] == "new"
     assert data["total"]["error_s"] is None, "one run each has no interval in time"
     frame = found.to_frame()
@@ -571,4 +570,4 @@ def test_power_logs_beside_traces(run: Callable[..., Any], tmp_path: Path) -> No
 
 def test_a_change_is_a_line_of_the_old_kind() -> None:
     line = analyze.diff(measured(1.0), measured(2.0)).total
-    assert isinstance(line, Change) and line.change_j == 1.0 and line.share_j == 1.0
+    assert isinstance(line, RowChange) and line.change_j == 1.0 and line.share_j == 1.0

@@ -306,7 +306,7 @@ def test_whole_runs_are_whole(part: Path) -> None:
     assert found.per == "run" and found.span == "run" and found.whole.after_j == found.total.after_j
     assert found.total.after_j == pytest.approx(told["run"]["energy_j"])
     assert found.total.after_s == pytest.approx(told["run"]["seconds"]) and "whole runs" in text(found)
-    assert analyze.diff(part, part).to_json()["whole"]["before_j"] == pytest.approx(told["run"]["energy_j"])
+    assert analyze.diff(part, part).to_dict()["whole"]["before_j"] == pytest.approx(told["run"]["energy_j"])
     assert analyze.diff(measured(100.0), stored).total.after_j == pytest.approx(told["run"]["energy_j"])
     rows = analyze.diff(dataclasses.replace(side_of(part), steps=(), work={}), part).rows
     outside = next(r for r in rows if r.name == "outside the trace")

@@ -129,7 +129,7 @@ def test_watts_do_not_scatter_as_joules_and_seconds_do() -> None:
     assert (power.before, power.change) == (pytest.approx(400.0), pytest.approx(10.0))
     assert power.change_error < 1e-6 and power.before_error < 1e-6 and power.state == "more"
     assert not found.total.significant, "while the joules may be noise"
-    assert found.total.to_json()["error_w"] == found.total.error_w
+    assert found.total.to_dict()["error_w"] == found.total.error_w
 
 
 def test_intervals_of_watts_hold() -> None:
@@ -190,7 +190,7 @@ def test_the_idle_that_a_prediction_does_not_state_is_not_gone() -> None:
     for found in (analyze.diff(run, guess), analyze.diff(guess, run)):
         idle = found.rows[-1]
         assert idle.name == "idle" and idle.state == "unstated" and not idle.significant
-        data = idle.to_json()
+        data = idle.to_dict()
         assert data["change_j"] is None and data["error_j"] is None
         known = [j for j in (data["before_j"], data["after_j"]) if j is not None]
         assert known == [pytest.approx(0.1)]

@@ -29,7 +29,6 @@ from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from ..trace import PowerTrace
 from . import prediction_errors
-from .diff_notes import past_limit
 from .side import Cell, Side
 from .source import Source, open_source
 from .step_rows import stepped, wall
@@ -104,7 +103,7 @@ def _of_report(report: EnergyReport) -> Side:
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
         model=prediction_errors.model_of(report),
-        notes=past_limit(report),
+        notes=prediction_errors.note_power_limit(report),
         **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
     )  # fmt: skip
 

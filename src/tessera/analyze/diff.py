@@ -2,46 +2,53 @@
 
 ::
 
-    a, b ──► Sides (compare.py) ──► like with like (per_unit.py) ──► rows by name, or by kind of operator (matching.py)
-                                                               └──► total: |change| > its 90% half-width?
+    a, b ──► Sides (compare.py) ──► same amount of work (per_unit.py) ──► rows by name, or by kind of operator
+                                                                     └──► total: |change| > its 90% half-width?
 
 The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
 same sensors measured (or the same model gave) are off by one factor, and so is their difference. Two predictions for
-one chip err alike where their kernels are alike (`prediction_errors.py`). Of steps it contains how they scatter, of
-every row how that row does; of several runs, how those do (`repeats.py`). Two runs without steps, each
-measured once, have none, and nothing is said of noise then: the sensor's error is not how a program scatters.
+one chip have the same errors where their kernels are the same (`prediction_errors.py`). With steps it contains how they
+scatter, for every row how that row does; with several runs, how those do (`mean_step.py`). Two runs without steps, each
+measured once, have none, and then nothing is said about noise: the sensor's error is not how a program scatters.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ArgumentError, MissingExtra
+from ..errors import ArgumentError
 from ..schema import EnergyDiff
-from ..units import format_energy, format_share
+from ..units import format_duration, format_energy, format_share
 from . import repeats
 from .compare import side_of
-from .diff_notes import REPEAT, other_commands, other_machine, told
-from .diff_rows import Change, Lines, common
-from .matching import aligned
+from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error
+from .kernel_names import fit
 from .mean_step import counted
 from .per_unit import amount, outside_of, rows_of, span_of, total_of, unit_of
+from .result import encode_json, make_frame
 from .side import UNSTATED, Cell, Side, Span
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"
+REPEAT = "tessera diff A1 A2 A3 -- B1 B2 B3"
+"""How several runs of each are given."""
 Metric = Literal["energy", "time"]
 _NAN = float("nan")
+# A machine that changed moves this share of rows, and of their seconds, by at least this factor; few rows show nothing.
+_NEARLY, _MOVED, _ENOUGH = 0.8, 1.2, 8
+_LONGEST = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class DiffVerdict:
     """Whether the second is worse than the first by more than a threshold, and whether that is more than noise.
 
-    Not `known`: whether it is noise cannot be told, and `failed` is False.
+    Not `known`: nobody can say whether it is noise, and `failed` is False.
     """
 
     metric: Metric
@@ -59,17 +66,17 @@ class Difference(EnergyDiff):
 
     Rows are those that changed most first. Operators and kernels sum to the total; per step, `outside` is what the
     runs spent outside the steps compared, in all. `span` says what `per` "run" is: whole runs, or the "trace" of each.
-    `runs` counts the runs of either side. A row that one side does not tell apart ("unstated": the idle of a run beside
-    a prediction) has no change, and is no part of such a sum. `matched` is the share of each side's joules (seconds,
-    without power) in rows that both sides have, `views` what rows of both there are; `common` the share by which both
-    are off together.
+    `runs` counts the runs of either side. A row that one side does not state ("unstated": the idle of a run beside a
+    prediction) has no change, and is not part of such a sum. `matched` is the share of each side's joules (seconds,
+    without power) in rows that both sides have, `views` which rows both have; `common` the share by which both are off
+    together.
     """
 
     by: str
     per: str
-    whole: Change
-    total: Change
-    subgraphs: Sequence[Change]
+    whole: RowChange
+    total: RowChange
+    subgraphs: Sequence[RowChange]
     basis: tuple[str, str] = ("measured", "measured")
     work: tuple[float, float] = (1.0, 1.0)
     matched: tuple[float, float] = (1.0, 1.0)
@@ -78,11 +85,11 @@ class Difference(EnergyDiff):
     common: float = 0.0
     runs: tuple[int, int] = (1, 1)
     span: Span = "run"
-    outside: Change | None = None
+    outside: RowChange | None = None
     commands_differ: bool = False
 
     @property
-    def rows(self) -> Sequence[Change]:
+    def rows(self) -> Sequence[RowChange]:
         """The lines, those that changed most first."""
         return self.subgraphs
 
@@ -91,45 +98,43 @@ class Difference(EnergyDiff):
         """Whether the total joules changed by more than noise."""
         return self.total.significant
 
-    def verdict(self, metric: Metric | None = None, fail_above: float | None = None) -> Verdict:
+    def verdict(self, metric: Metric | None = None, fail_above: float | None = None) -> DiffVerdict:
         """Whether `after` is worse: by more than `fail_above` (a share) and more than noise.
 
-        Of energy unless "time" is asked for, or joules are not known of both.
+        By energy, unless "time" is asked for or the joules of one side are not known.
         """
         metric = metric or ("time" if math.isnan(self.total.change_j) else "energy")
-        share = self.total.share_j if metric == "energy" else self.total.share_s
-        sure = self.total.significant if metric == "energy" else self.total.significant_s
-        above = fail_above is not None and share is not None and share > fail_above
-        wide = self.total.error_j if metric == "energy" else self.total.error_s
-        return Verdict(
-            metric=metric, share=share, threshold=fail_above, significant=sure, failed=above and sure,
-            text=told(self, metric, share, sure, fail_above), known=not math.isnan(wide),
-        )  # fmt: skip
+        is_energy = metric == "energy"
+        share = self.total.share_j if is_energy else self.total.share_s
+        is_sure = self.total.significant if is_energy else self.total.significant_s
+        is_above = fail_above is not None and share is not None and share > fail_above
+        return DiffVerdict(
+            metric=metric,
+            share=share,
+            threshold=fail_above,
+            significant=is_sure,
+            failed=is_above and is_sure,
+            text=_describe_change(self, metric, share, is_sure, fail_above),
+            known=not math.isnan(self.total.error_j if is_energy else self.total.error_s),
+        )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        plain = {
-            n: getattr(self, n) for n in ("before", "after", "by", "per", "span", "significant", "commands_differ")
-        }
-        lists = {n: list(getattr(self, n)) for n in ("basis", "work", "runs", "matched", "notes")}
-        rows = {n: [r.to_json() for r in found] for n, found in (("components", self._parts), ("rows", self.rows))}
-        sums = {n: None if c is None else c.to_json() for n, c in self._sums().items()}
-        return {**plain, **lists, **sums, **rows}
+        plain = ("before", "after", "by", "per", "span", "significant", "commands_differ")
+        data: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        data |= {name: list(getattr(self, name)) for name in ("basis", "work", "runs", "matched", "notes")}
+        data |= {"total": self.total.to_dict(), "whole": self.whole.to_dict()}
+        data["outside"] = None if self.outside is None else self.outside.to_dict()
+        data["components"] = [c.to_dict() for c in self.components if isinstance(c, RowChange)]
+        return data | {"rows": [r.to_dict() for r in self.rows]}
 
-    def _sums(self) -> dict[str, Change | None]:
-        return {"total": self.total, "whole": self.whole, "outside": self.outside}
-
-    @property
-    def _parts(self) -> list[Change]:
-        return [c for c in self.components if isinstance(c, Change)]
+    def to_json(self) -> str:
+        """The same as JSON."""
+        return encode_json(self.to_dict())
 
     def to_frame(self) -> Any:
         """A pandas DataFrame of the rows."""
-        try:
-            import pandas as pd
-        except ImportError as exc:
-            raise MissingExtra("pandas", "frame", "analyze.diff(...).to_frame") from exc
-        return pd.DataFrame([r.to_json() for r in self.rows], columns=list(self.total.to_json()))
+        return make_frame([r.to_dict() for r in self.rows], list(self.total.to_dict()), "analyze.diff(...).to_frame")
 
     def __str__(self) -> str:
         from ..report.diff import text
@@ -156,52 +161,66 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     """
     if by not in VIEWS:
         raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
-    before, after = _sides(a, power_a, "before"), _sides(b, power_b, "after")
-    sides, one, two = [*before, *after], before[0], after[0]
+    before, after = _read_sides(a, power_a, "before"), _read_sides(b, power_b, "after")
+    groups, sides, one, two = (before, after), [*before, *after], before[0], after[0]
     notes = list(dict.fromkeys(n for side in sides for n in side.notes))
     unit = unit_of(sides, notes)
     span = "run" if unit else span_of(sides)
-    view = _view(sides, by, notes)
-    line = Lines.of_sides(sides)
-    total = line.of_runs("total", *([total_of(side, unit, span) for side in group] for group in (before, after)))
-    rows = line.rows(*_rows(before, after, unit, view, span, notes))
-    stepped = unit == "step" and one.steps and two.steps
-    changed = other_commands(one.command, two.command)
-    notes = _noted(sides, unit, line, rows, notes, alone=total.significant and len(sides) == 2)
-    moved = [] if changed or one.predicted or two.predicted else other_machine(rows, view)
-    notes = [*changed, *moved, *notes]
+    view = _choose_view(sides, by, notes)
+    maker = ChangeMaker.of_sides(sides)
+    total = maker.from_runs("total", *([total_of(side, unit, span) for side in group] for group in groups))
+    rows = maker.rows(*_match_rows(before, after, unit, view, span, notes))
+    outside = None
+    if unit == "step" and one.steps and two.steps:
+        outside = maker.from_runs(OUTSIDE, *([outside_of(side) for side in group] for group in groups))
+    commands = _compare_commands(one.command, two.command)
+    is_prediction = one.predicted or two.predicted
+    machine = [] if commands or is_prediction else _suspect_machine(rows, view)
+    alone = total.significant and len(sides) == 2 and not is_prediction
+    notes = [*commands, *machine, *_order_notes(sides, unit, maker, rows, notes, alone=alone)]
     amounts = (amount(one, unit), amount(two, unit))
     return Difference(
-        before=_named(before), after=_named(after), by=view, per=unit or "run", span=span, total=total,
-        whole=line.of_runs("whole run", *([side.total for side in group] for group in (before, after))),
-        outside=line.of_runs(OUTSIDE, *([outside_of(side) for side in group] for group in (before, after)))
-        if stepped else None,
-        components=_components(one, two, amounts, total), subgraphs=rows, basis=(one.basis, two.basis), work=amounts,
-        runs=(len(before), len(after)), matched=_matched(rows), notes=tuple(notes), note="; ".join(notes),
-        views=tuple(v for v in VIEWS if all(side.views.get(v) for side in sides)), common=line.gain,
-        commands_differ=bool(changed),
-    )  # fmt: skip
+        before=_name(before),
+        after=_name(after),
+        by=view,
+        per=unit or "run",
+        span=span,
+        total=total,
+        whole=maker.from_runs("whole run", *([side.total for side in group] for group in groups)),
+        outside=outside,
+        components=_compare_components(one, two, amounts, total),
+        subgraphs=rows,
+        basis=(one.basis, two.basis),
+        work=amounts,
+        runs=(len(before), len(after)),
+        matched=_matched_shares(rows),
+        notes=tuple(notes),
+        note="; ".join(notes),
+        views=tuple(v for v in VIEWS if all(side.views.get(v) for side in sides)),
+        common=maker.gain,
+        commands_differ=bool(commands),
+    )
 
 
 # -- what is compared -----------------------------------------------------------------------------------------------
 
 
-def _sides(given: Any, power: Any, name: str) -> list[Side]:
+def _read_sides(given: Any, power: Any, name: str) -> list[Side]:
     """One thing, or several runs of one program."""
     several = list(given) if isinstance(given, (list, tuple)) else [given]
     if not several:
         raise ArgumentError(f"there is nothing {name}", fix="give at least one run of each")
-    found = [side_of(one, power, name) for one in several]
-    if len({side.predicted for side in found}) > 1:
+    sides = [side_of(one, power, name) for one in several]
+    if len({side.predicted for side in sides}) > 1:
         raise ArgumentError(f"runs and predictions are mixed in what is {name}", fix="give runs, or one prediction")
-    return found
+    return sides
 
 
-def _named(sides: Sequence[Side]) -> str:
+def _name(sides: Sequence[Side]) -> str:
     return sides[0].name if len(sides) == 1 else f"{sides[0].name}, {len(sides)} runs"
 
 
-def _rows(
+def _match_rows(
     before: Sequence[Side], after: Sequence[Side], unit: str | None, view: str, span: Span, notes: list[str]
 ) -> tuple[Mapping[str, Cell], Mapping[str, Cell]]:
     """The rows of both, under one name where one of them is a prediction."""
@@ -211,103 +230,190 @@ def _rows(
     lacking = [side for side in sides if side.steps and side.stepped is None]
     if unit == "step" and lacking:
         notes.append(f"{lacking[0].name} has rows of all that was traced, not by step: rows are scaled to a step")
-    found = [[rows_of(side, unit, view, span, by_step=not lacking) for side in group] for group in (before, after)]
-    left, right = repeats.rows(*found)
+    rows = [[rows_of(side, unit, view, span, by_step=not lacking) for side in group] for group in (before, after)]
+    left, right = repeats.rows(*rows)
     if view != "ops" or before[0].predicted == after[0].predicted:
         return left, right
-    meant, ran = aligned(left, right) if before[0].predicted else aligned(right, left)
-    if "idle" in ran:  # a prediction's operators hold what the chip draws while it waits
-        meant = {"idle": UNSTATED, **meant}
-    return (meant, ran) if before[0].predicted else (ran, meant)
+    predicted, measured = align_rows(left, right) if before[0].predicted else align_rows(right, left)
+    if "idle" in measured:  # a prediction's operators contain what the chip draws while it waits
+        predicted = {"idle": UNSTATED, **predicted}
+    return (predicted, measured) if before[0].predicted else (measured, predicted)
 
 
-def _noted(
-    sides: Sequence[Side], unit: str | None, line: Lines, rows: Sequence[Change], notes: list[str], *, alone: bool
+def _choose_view(sides: Sequence[Side], by: str, notes: list[str]) -> str:
+    """The view asked for, where all have it; else one that all have."""
+    lacking = list(dict.fromkeys(side.name for side in sides if not side.views.get(by)))
+    if not lacking:
+        return by
+    who = f"{lacking[0]} has no" if any(side.views.get(by) for side in sides) else "neither side has"
+    other = next((v for v in VIEWS if all(side.views.get(v) for side in sides)), None)
+    notes.append(f"{who} {by}: {'only the total can be compared' if other is None else f'rows are {other}'}")
+    return other or by
+
+
+def _compare_components(one: Side, two: Side, amounts: tuple[float, float], total: RowChange) -> list[RowChange]:
+    """Compute, memory and static joules of two predictions; their half-widths are the total's, by share."""
+    whole = max(total.before_j + total.after_j, 1e-30)
+    changes = []
+    for name in ("compute", "memory", "static"):
+        if name not in one.components or name not in two.components:
+            continue
+        a, b = one.components[name] / amounts[0], two.components[name] / amounts[1]
+        error_j = math.sqrt(max((a + b) / whole, 0.0) / 2.0) * total.error_j  # of each side; in quadrature the share's
+        cells = (Cell(joules, error_j, 0.0, _NAN, 1.0) for joules in (a, b))
+        changes.append(ChangeMaker().make(name, *cells))
+    return changes
+
+
+def _matched_shares(rows: Iterable[RowChange]) -> tuple[float, float]:
+    shares = []
+    for side in ("before", "after"):
+        values = [(getattr(r, f"{side}_j"), getattr(r, f"{side}_s"), r.state) for r in rows]
+        weights = [
+            0.0 if state == "unstated" and math.isnan(s) else s if math.isnan(j) else j for j, s, state in values
+        ]
+        both = math.fsum(w for w, (_, _, state) in zip(weights, values, strict=True) if state == "both")
+        whole = math.fsum(weights)
+        shares.append(both / whole if whole > 0 else 0.0)
+    return shares[0], shares[1]
+
+
+# -- in words -------------------------------------------------------------------------------------------------------
+
+
+def _describe_change(
+    found: Difference, metric: Metric, share: float | None, is_sure: bool, fail_above: float | None
+) -> str:
+    """What changed by how much, and whether that is noise."""
+    t, energy = found.total, metric == "energy"
+    change, error = (t.change_j, t.error_j) if energy else (t.change_s, t.error_s)
+    before, after = (t.before_j, t.after_j) if energy else (t.before_s, t.after_s)
+    show = format_energy if energy else format_duration
+    limit = "" if fail_above is None else format_share(fail_above)
+    if math.isnan(change):
+        return f"{'joules' if energy else 'seconds'} are not known of both: nothing can be said about {metric}"
+    per = "" if found.per == "run" else f" per {found.per}"
+    blind = ""
+    if before > 0 and error >= 0.005 * before:  # NaN is not
+        blind = f" (it cannot see changes under {format_share(error / before)})"
+    if abs(change) <= ROUNDING * max(abs(before), abs(after)):
+        return f"no change: {show(after, 3)}{per} in both{blind}"
+    size = "from nothing" if share is None else format_share(abs(share))
+    text = f"{show(abs(change), 3)} ({size}) {'more' if change > 0 else 'less'} {metric}{per}"
+    if math.isnan(error):
+        ignored = f"; the limit of {limit} was not applied" if limit else ""
+        return f"unknown: measured once, and {text} may be noise{ignored}. Record steps, or repeat both: {REPEAT}"
+    by = ""
+    if "predicted" not in found.basis:
+        a, b = found.runs
+        by = " by the steps of one run each" if max(a, b) == 1 else f" by {a} and {b} runs"
+    interval = f"90% interval ± {show(error, 2)}{by}"
+    if not is_sure:
+        passed = f"; passed: beyond {limit} fails only what is more than noise" if limit else ""
+        return f"{text}: noise, it lies within its {interval}{blind}{passed}"
+    side = (
+        f"; {'above' if share > fail_above else 'within'} the limit of {limit}"
+        if fail_above is not None and share is not None
+        else ""
+    )
+    other = "; but the commands differ, see the note" if found.commands_differ else ""
+    return f"{text}, more than noise ({interval}){side}{other}"
+
+
+def _order_notes(
+    sides: Sequence[Side],
+    unit: str | None,
+    maker: ChangeMaker,
+    rows: Sequence[RowChange],
+    notes: list[str],
+    *,
+    alone: bool,
 ) -> list[str]:
     """All notes, those first that change how a number is read. `alone`: one run each is said to differ."""
     one, two = sides[0], sides[-1]
-    _, said = common(sides)
-    if line.same:
-        said = ["one model predicted both: what it errs alike for both is in each ± and cancels in the change"]
-    if alone and not (one.predicted or two.predicted):
-        said.insert(0, f"the ± is by steps within one run each; what differs from run to run, repeats show: {REPEAT}")
-    first = [
-        *_batches(one, two, unit),
-        *said,
-        *_first(sides, unit),
-        *_unstated(one, two, rows),
-        *([] if unit else _uneven(one, two)),
-    ]
+    first = _compare_batches(one, two, unit)
+    if alone:
+        first.append(f"the ± is by steps within one run each; what differs from run to run, repeats show: {REPEAT}")
+    if maker.same:
+        first.append("one model predicted both: the error that both share is in each ± and cancels in the change")
+    else:
+        first += find_common_error(sides)[1]
+    if unit == "step":
+        dropped = [(side.name, counted(side.steps).left_out) for side in sides if side.steps]
+        first += [f"{name}: {text}" for name, text in dropped if text]
+    if any(r.state == "unstated" for r in rows):
+        why = "its operators contain what the chip draws while it waits, so idle is neither new nor gone"
+        first.append(f"{one.name if one.predicted else two.name} states no idle: {why}")
+    if not unit and (one.predicted != two.predicted or one.work != two.work):
+        lacking = [s.name for s in (one, two) if not s.work] or ["either"]
+        first.append(f"not per step: {' and '.join(lacking)} has no steps or other work that both did")
     return list(dict.fromkeys([*first, *notes]))
 
 
-def _batches(one: Side, two: Side, unit: str | None) -> list[str]:
-    """Steps of different size are no change of the program."""
+def _compare_batches(one: Side, two: Side, unit: str | None) -> list[str]:
+    """Steps of different size are not a change of the program."""
     if unit != "step":
         return []
     for other in [u for u in one.work if u != "step" and one.work[u] > 0 and two.work.get(u, 0) > 0]:
         a, b = (side.work[other] / side.work["step"] for side in (one, two))
         if abs(a - b) > 0.01 * max(a, b):
-            each = [side.total.energy_j / side.work[other] for side in (one, two)]
-            said = [format_energy(joules, 3) for joules in each if joules > 0]  # NaN is not
-            per = f"; per {other} {said[0]} before and {said[1]} after" if len(said) == 2 else ""
-            per += f" ({format_share(each[1] / each[0] - 1.0, signed=True)})" if per else ""
+            before, after = (side.total.energy_j / side.work[other] for side in (one, two))
+            per = ""
+            if before > 0 and after > 0:  # NaN is not
+                change = format_share(after / before - 1.0, signed=True)
+                joules = [format_energy(j, 3) for j in (before, after)]
+                per = f"; per {other} {joules[0]} before and {joules[1]} after ({change})"
             return [f"a step has {a:,.6g} {other}s before and {b:,.6g} after: steps are not the same work{per}"]
     return []
 
 
-def _first(sides: Sequence[Side], unit: str | None) -> list[str]:
-    """Which steps are left out, and why."""
-    found = [(side.name, counted(side.steps).left_out) for side in sides if side.steps] if unit == "step" else []
-    return [f"{name}: {said}" for name, said in found if said]
-
-
-def _unstated(one: Side, two: Side, rows: Sequence[Change]) -> list[str]:
-    """Why a row has no change."""
-    name = one.name if one.predicted else two.name
-    why = "its operators hold what the chip draws while it waits, so idle is neither new nor gone"
-    return [f"{name} states no idle: {why}" for r in rows if r.state == "unstated"]
-
-
-def _uneven(one: Side, two: Side) -> list[str]:
-    if one.predicted == two.predicted and one.work == two.work:
+def _compare_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """That two commands differ, and in which arguments; nothing where one of them is not known."""
+    before, after = _split_words(before), _split_words(after)
+    one, two = _pair_options(before), _pair_options(after)
+    # Counted: an argument may be given twice, and in another order it is the same.
+    sides = (("before", (one - two).elements()), ("after", (two - one).elements()))
+    texts = [f"{words} {when}" for when, extra in sides if (words := fit(" ".join(extra), _LONGEST))]
+    if not one or not two or not texts or Counter(before) == Counter(after):
         return []
-    lacking = [s.name for s in (one, two) if not s.work] or ["either"]
-    return [f"not per step: {' and '.join(lacking)} has no steps or other work that both did"]
+    only = "only " if len(texts) == 1 else ""
+    return [f"the commands differ: {only}{', '.join(texts)}. So both, and a step of both, may not be the same work"]
 
 
-def _view(sides: Sequence[Side], by: str, notes: list[str]) -> str:
-    """The view asked for, where all have it; else one that all have."""
-    if all(side.views.get(by) for side in sides):
-        return by
-    other = next((v for v in VIEWS if all(side.views.get(v) for side in sides)), None)
-    lacking = list(dict.fromkeys(side.name for side in sides if not side.views.get(by)))
-    who = "neither side has" if all(not side.views.get(by) for side in sides) else f"{lacking[0]} has no"
-    what = f"{who} {by}"
-    if other is not None:
-        notes.append(f"{what}: rows are {other}")
-        return other
-    notes.append(f"{what}: only the total can be compared")
-    return by
+def _split_words(words: Sequence[str]) -> list[str]:
+    """The words of a script's command, `--batch=64` as two, without the interpreter: a session does not record it."""
+    words = words[1:] if words and re.fullmatch(r"(?:.*/)?python[\d.]*", words[0]) else words
+    return [part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])]
 
 
-def _components(one: Side, two: Side, amounts: tuple[float, float], total: Change) -> list[Change]:
-    """Compute, memory and static joules of two predictions; their half-widths are the total's, by share."""
-    whole = max(total.before_j + total.after_j, 1e-30)
-    out = []
-    for name in one.components.keys() & two.components.keys():
-        a, b = one.components[name] / amounts[0], two.components[name] / amounts[1]
-        wide = math.sqrt(max((a + b) / whole, 0.0) / 2.0) * total.error_j  # of each side; in quadrature the share's
-        out.append(Lines().of(name, Cell(a, wide, 0.0, _NAN, 1.0), Cell(b, wide, 0.0, _NAN, 1.0)))
-    return sorted(out, key=lambda c: ("compute", "memory", "static").index(c.name))
+def _pair_options(words: Sequence[str]) -> Counter[str]:
+    """Options with their values, and other words, each as often as it is there."""
+    arguments: list[str] = []
+    for word in words:
+        if arguments and arguments[-1].startswith("-") and " " not in arguments[-1] and not word.startswith("-"):
+            arguments[-1] += f" {word}"
+        else:
+            arguments.append(word)
+    return Counter(arguments)
 
 
-def _matched(rows: Iterable[Change]) -> tuple[float, float]:
-    shares = []
-    for side in ("before", "after"):
-        known = [(getattr(r, f"{side}_j"), getattr(r, f"{side}_s"), r.state) for r in rows]
-        weights = [0.0 if state == "unstated" and math.isnan(s) else s if math.isnan(j) else j for j, s, state in known]
-        both = math.fsum(w for w, (_, _, state) in zip(weights, known, strict=True) if state == "both")
-        whole = math.fsum(weights)
-        shares.append(both / whole if whole > 0 else 0.0)
-    return shares[0], shares[1]
+def _suspect_machine(rows: Sequence[RowChange], by: str) -> list[str]:
+    """Where nearly all rows moved the same way at the same count of calls, the machine may have changed."""
+    timed = [r for r in rows if r.state == "both" and r.kind != "idle" and r.before_s > 0 and r.after_s > 0]
+    same_calls = [r for r in timed if abs(r.before_calls - r.after_calls) <= 0.01 * r.before_calls]
+    whole_s = sum(r.before_s + r.after_s for r in timed)  # both: one row may have stalled in either
+    if len(timed) < _ENOUGH or len(same_calls) < _NEARLY * len(timed):
+        return []
+    slower = [r for r in same_calls if r.after_s > _MOVED * r.before_s]
+    faster = [r for r in same_calls if r.before_s > _MOVED * r.after_s]
+    for moved, way in ((slower, "slower"), (faster, "faster")):
+        if len(moved) < _NEARLY * len(timed) or sum(r.before_s + r.after_s for r in moved) < _NEARLY * whole_s:
+            continue
+        factors = sorted(max(r.after_s / r.before_s, r.before_s / r.after_s) for r in moved)
+        low, high = factors[len(factors) // 4], factors[-1 - len(factors) // 4]
+        return [
+            f"{len(moved)} of {len(timed)} {by} were {way}, half of them {low:.2g} to {high:.2g} times, with as many "
+            "calls: the machine (its clock, other programs on it) or the size of the inputs may have changed, rather "
+            f"than the code. Repeat both in turn: {REPEAT}"
+        ]
+    return []

@@ -1,13 +1,18 @@
-"""`Change`: one line of a difference, and `Lines`, which makes them: what two sides differ by, and how sure that is."""
+"""`RowChange`: one line of a difference; `ChangeMaker` computes what two sides differ by, and how sure that is.
+
+The subgraphs of a prediction and the operators of a run get one name: by operator, then by kind of operator.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..graph.op_kinds import KINDS, kind_of
 from ..schema import DiffRow
 from ..units import format_share
 from . import prediction_errors, repeats
@@ -16,10 +21,14 @@ from .side import UNSTATED, ZERO, Cell, Side
 ROUNDING = 1e-9
 """As a share: less is no change."""
 _NAN = float("nan")
+_ATTENTION = re.compile(
+    r"(?:_?(?:scaled_dot_product|flash|efficient|cudnn|mem_eff)\w*attention\w*?|attention)(_backward)?$"
+)
+_CONVOLUTION = re.compile(r"_?(?:cudnn_|miopen_|mkldnn_)?convolution(?:_transpose|_overrideable)?(_backward)?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change(DiffRow):
+class RowChange(DiffRow):
     """One line: joules and seconds before and after, in the difference's unit, and the half-widths of their changes.
 
     What is not known is NaN: joules of a trace without power, the scatter of a single measured run. `state` "unstated":
@@ -65,9 +74,9 @@ class Change(DiffRow):
     @property
     def significant_s(self) -> bool:
         """Whether the change in seconds is known to be more than noise."""
-        return _moved(self.before_s, self.after_s, self.error_s)
+        return _has_changed(self.before_s, self.after_s, self.error_s)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data; None for what is not known."""
         derived = ("change_j", "share_j", "change_s", "share_s", "significant_s")
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -76,8 +85,8 @@ class Change(DiffRow):
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """How lines are made: `gain` is the share both sides' joules are off by together, `same`: one model predicted both.
+class ChangeMaker:
+    """Computes lines: `gain` is the share both sides' joules are off by together, `same`: one model predicted both.
 
     `mixed`: one side is a prediction, whose error is known, so that a run measured once is good enough beside it.
     """
@@ -87,32 +96,44 @@ class Lines:
     mixed: bool = False
 
     @classmethod
-    def of_sides(cls, sides: Sequence[Side]) -> Lines:
+    def of_sides(cls, sides: Sequence[Side]) -> ChangeMaker:
         """What the sides have in common."""
         one, two = sides[0], sides[-1]
         same = bool(one.model) and all(side.model == one.model for side in sides)
-        return cls(common(sides)[0], same, one.predicted != two.predicted)
+        return cls(find_common_error(sides)[0], same, one.predicted != two.predicted)
 
-    def of_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> Change:
+    def from_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> RowChange:
         """One line, of one run each or of several."""
-        return self.of(name, repeats.mean(before, after), repeats.mean(after, before))
+        return self.make(name, repeats.mean(before, after), repeats.mean(after, before))
 
-    def of(self, name: str, before: Cell | None, after: Cell | None) -> Change:
+    def make(self, name: str, before: Cell | None, after: Cell | None) -> RowChange:
         """One line."""
         a, b = before or ZERO, after or ZERO
         error_j, error_s, error_w = self._errors(a, b)
-        return Change(
-            name=name, before_j=a.energy_j, after_j=b.energy_j, before_s=a.seconds, after_s=b.seconds, error_j=error_j,
-            significant=_moved(a.energy_j, b.energy_j, error_j), kind=(before or b).kind, before_error_j=a.error_j,
-            after_error_j=b.error_j, error_s=error_s, before_error_w=a.power_error_w, after_error_w=b.power_error_w,
-            error_w=error_w, before_calls=a.calls, after_calls=b.calls,
+        return RowChange(
+            name=name,
+            kind=(before or b).kind,
             state=_state(before, after),
-        )  # fmt: skip
+            before_j=a.energy_j,
+            after_j=b.energy_j,
+            before_error_j=a.error_j,
+            after_error_j=b.error_j,
+            error_j=error_j,
+            significant=_has_changed(a.energy_j, b.energy_j, error_j),
+            before_s=a.seconds,
+            after_s=b.seconds,
+            error_s=error_s,
+            before_error_w=a.power_error_w,
+            after_error_w=b.power_error_w,
+            error_w=error_w,
+            before_calls=a.calls,
+            after_calls=b.calls,
+        )
 
-    def rows(self, left: Mapping[str, Cell], right: Mapping[str, Cell]) -> list[Change]:
+    def rows(self, left: Mapping[str, Cell], right: Mapping[str, Cell]) -> list[RowChange]:
         """Lines of all names, those that changed most first."""
-        found = [self.of(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
-        return sorted(found, key=_weight, reverse=True)
+        changes = [self.make(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
+        return sorted(changes, key=_weight, reverse=True)
 
     def _errors(self, a: Cell, b: Cell) -> tuple[float, float, float]:
         """Half-widths of the change in joules, seconds and watts; NaN where nobody knows how a side scatters."""
@@ -147,18 +168,18 @@ def _state(before: Cell | None, after: Cell | None) -> Literal["both", "new", "v
     return "new" if before is None else "vanished" if after is None else "both"
 
 
-def common(sides: Sequence[Side]) -> tuple[float, list[str]]:
+def find_common_error(sides: Sequence[Side]) -> tuple[float, list[str]]:
     """The share by which all sides' levels are off together, in words too; 0 where other sensors measured them."""
     one = sides[0]
     if not one.sensors or any((side.sensors, side.basis) != (one.sensors, one.basis) for side in sides):
         return 0.0, []
     gain = min(side.gain for side in sides)
     what = "the same power model gave both" if one.basis == "modelled" else "the same sensors measured both"
-    said = f"{what}: their common error of {format_share(gain)} is in each ± and cancels in the change"
-    return gain, [said] if gain > 0.005 else []
+    text = f"{what}: their common error of {format_share(gain)} is in each ± and cancels in the change"
+    return gain, [text] if gain > 0.005 else []
 
 
-def _weight(row: Change) -> tuple[float, float]:
+def _weight(row: RowChange) -> tuple[float, float]:
     """How much a row changed, then how much it is; a rounding error is no change, and what is not stated none known."""
     if row.state == "unstated":
         return -1.0, 0.0
@@ -175,10 +196,57 @@ def own_error(value: float, error: float, gain: float) -> float:
     return math.sqrt(max(0.0, (error - shared) * (error + shared)))
 
 
-def _moved(before: float, after: float, error: float) -> bool:
+def _has_changed(before: float, after: float, error: float) -> bool:
     """Whether a change is more than its half-width, and more than rounding; not where either is unknown (NaN)."""
     return abs(after - before) > error and abs(after - before) > ROUNDING * max(abs(before), abs(after))
 
 
 def _share(before: float, after: float) -> float | None:
     return (after - before) / before if before > 0 and not math.isnan(after) else None
+
+
+# -- one name for what a prediction and a run both did ----------------------------------------------------------------
+
+
+def align_rows(predicted: Mapping[str, Cell], measured: Mapping[str, Cell]) -> tuple[dict[str, Cell], dict[str, Cell]]:
+    """Both by operator ("mm", "sdpa_backward"); what only one side has, by its kind where the other has that kind."""
+    ran: dict[str, Cell] = {}
+    for name, cell in measured.items():
+        plain = plain_operator(name)
+        kind = cell.kind if cell.kind in ("idle", "memcpy", "memset", "collective") else _kind(name, plain)
+        _add(ran, plain, dataclasses.replace(cell, kind=kind))
+    meant: dict[str, Cell] = {}
+    for name, cell in predicted.items():
+        plain = plain_operator(name.rpartition(".")[2])
+        base = plain.removesuffix("_backward")  # the gradient of a product is a product: "down.mm_backward" is mm
+        _add(meant, base if plain not in ran and plain not in KINDS else plain, cell)
+    kinds = {c.kind for n, c in meant.items() if n not in ran} & {c.kind for n, c in ran.items() if n not in meant}
+    shared = meant.keys() & ran.keys()
+    return _fold_kinds(meant, shared, kinds), _fold_kinds(ran, shared, kinds)
+
+
+def plain_operator(name: str) -> str:
+    """An operator without its namespace, and attention and convolutions by one name whatever library ran them."""
+    plain = name.removeprefix("aten::").removeprefix("tessera::")
+    if not plain.startswith("_foreach_"):
+        plain = plain.rstrip("_") or plain
+    if match := _ATTENTION.fullmatch(plain.removesuffix("_forward")):
+        return f"sdpa{match.group(1) or ''}"
+    match = _CONVOLUTION.fullmatch(plain)
+    return f"convolution{match.group(1) or ''}" if match else plain
+
+
+def _kind(name: str, plain: str) -> str:
+    """The family of a measured operator; one of ours by its full name, which torch may use for something else."""
+    return kind_of(name if name.startswith("tessera::") else plain)
+
+
+def _fold_kinds(rows: Mapping[str, Cell], shared: Iterable[str], kinds: Iterable[str]) -> dict[str, Cell]:
+    out: dict[str, Cell] = {}
+    for name, cell in rows.items():
+        _add(out, name if name in shared or cell.kind not in kinds else f"other {cell.kind}", cell)
+    return out
+
+
+def _add(rows: dict[str, Cell], name: str, cell: Cell) -> None:
+    rows[name] = rows[name] + cell if name in rows else cell

@@ -44,7 +44,7 @@ class Cell:
     error_s: float
     calls: float
     kind: str = ""
-    errors: prediction_errors.Errors | None = None  # of a prediction: what its half-widths consist of
+    errors: prediction_errors.PredictionErrors | None = None  # of a prediction: what its half-widths consist of
     once: bool = False
     runs: Runs | None = None
     error_w: float | None = None
@@ -70,7 +70,7 @@ class Cell:
         """The same, of a part of the work."""
         return Cell(
             self.energy_j * factor, self.error_j * factor, self.seconds * factor, self.error_s * factor,
-            self.calls * factor, self.kind, self.errors.scaled(factor) if self.errors else None, self.once,
+            self.calls * factor, self.kind, self.errors.scale(factor) if self.errors else None, self.once,
             error_w=self.error_w,
         )  # fmt: skip
 

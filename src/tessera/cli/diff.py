@@ -15,7 +15,7 @@ from .main import print_error
 from .options import FILE, Choice, json_option, missing_file, save_page
 
 if TYPE_CHECKING:
-    from ..analyze.diff import Difference, Metric, Verdict
+    from ..analyze.diff import Difference, DiffVerdict, Metric
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 AFTER = "tessera.diff.after"
@@ -156,12 +156,12 @@ def _check_exists(path: Path, suffixes: tuple[str, ...], otherwise: str) -> None
         raise missing_file(path, (*suffixes, path.suffix), otherwise)
 
 
-def _print_json(difference: Difference, verdict: Verdict) -> None:
+def _print_json(difference: Difference, verdict: DiffVerdict) -> None:
     import dataclasses
 
     import msgspec
 
-    click.echo(msgspec.json.encode({**difference.to_json(), "verdict": dataclasses.asdict(verdict)}).decode())
+    click.echo(msgspec.json.encode({**difference.to_dict(), "verdict": dataclasses.asdict(verdict)}).decode())
 
 
 def _typed_command(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:

@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.diff import Difference, Verdict
-from ..analyze.diff_rows import Change
+from ..analyze.diff import Difference, DiffVerdict
+from ..analyze.diff_rows import RowChange
 from ..analyze.kernel_names import distinct, fit
 from ..units import (
     format_duration,
@@ -146,7 +146,7 @@ def modelled_warning(difference: Difference) -> str | None:
     return f"MODELLED, not measured: the joules of {which} are utilisation times a power curve"
 
 
-def calls_text(row: Change) -> str:
+def calls_text(row: RowChange) -> str:
     """Calls before and after: whole numbers, or means over steps with one or two decimals."""
 
     def one(calls: float) -> str:
@@ -209,7 +209,7 @@ def text(difference: Difference, *, top: int = TOP, width: int = WIDTH) -> str:
 def renderable(
     difference: Difference,
     *,
-    verdict: Verdict | None = None,
+    verdict: DiffVerdict | None = None,
     next_command: str | None = None,
     top: int = TOP,
     width: int = WIDTH,
@@ -263,12 +263,12 @@ def _rows(difference: Difference, top: int, width: int) -> Table:
     return table
 
 
-def is_significant(row: Change, *, timed: bool) -> bool:
+def is_significant(row: RowChange, *, timed: bool) -> bool:
     """Whether a row changed by more than noise: in joules, or in seconds if there are none."""
     return row.significant_s if timed else row.significant
 
 
-def _cells(row: Change, *, timed: bool) -> list[Text]:
+def _cells(row: RowChange, *, timed: bool) -> list[Text]:
     if row.state == "unstated":
         sides = (row.before_s, row.after_s) if timed else (row.before_j, row.after_j)
         known = [Text("-" if math.isnan(v) else quantity(v, math.nan, "s" if timed else "J")) for v in sides]
@@ -287,7 +287,7 @@ def _cells(row: Change, *, timed: bool) -> list[Text]:
     return [*(Text(n) for n in numbers), moved, Text(share, style=style), took]
 
 
-def _verdict(verdict: Verdict) -> Table:
+def _verdict(verdict: DiffVerdict) -> Table:
     better = verdict.significant and (verdict.share or 0) < 0
     style = "bold red" if verdict.failed else "bold green" if better else "bold"
     label = Text("FAILED ", style="not dim bold red") if verdict.failed else Text("verdict")

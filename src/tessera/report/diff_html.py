@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from ..analyze.diff import Difference, Verdict
-from ..analyze.diff_rows import Change
+from ..analyze.diff import Difference, DiffVerdict
+from ..analyze.diff_rows import RowChange
 from ..analyze.kernel_names import fit
 from ..units import format_duration
 from .diff import (
@@ -62,7 +62,7 @@ _CARD_STYLE = (
 )
 
 
-def page(difference: Difference, *, verdict: Verdict | None = None) -> str:
+def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
     """One self-contained HTML file."""
     conclusion = verdict or difference.verdict()
     title = fit(f"{difference.before} → {difference.after}", 80)
@@ -97,7 +97,7 @@ def card(difference: Difference, *, top: int = 10) -> str:
     return f"<style>{_CARD_STYLE}</style><div class='tessera-d'>{title}{figures}{body}{notes}{verdict}</div>"
 
 
-def _card_row(row: Change, name: str, *, timed: bool) -> str:
+def _card_row(row: RowChange, name: str, *, timed: bool) -> str:
     unit = "s" if timed else "J"
     before, after, change, error, share = _numbers(row, timed=timed)
     cells = [quantity(before, math.nan, unit), quantity(after, math.nan, unit)]
@@ -106,7 +106,7 @@ def _card_row(row: Change, name: str, *, timed: bool) -> str:
     return f"<tr{sort}><td>{escape(fit(name, 70))}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
 
 
-def _numbers(row: Change, *, timed: bool) -> tuple[float, float, float, float, float | None]:
+def _numbers(row: RowChange, *, timed: bool) -> tuple[float, float, float, float, float | None]:
     if timed:
         return row.before_s, row.after_s, row.change_s, row.error_s, row.share_s
     return row.before_j, row.after_j, row.change_j, row.error_j, row.share_j
@@ -140,7 +140,7 @@ def _tile(f: DiffFigure) -> str:
     return tile(after, f"{f.name}, before {before}", change, kind="wide")
 
 
-def _verdict(difference: Difference, verdict: Verdict) -> str:
+def _verdict(difference: Difference, verdict: DiffVerdict) -> str:
     kind = " bad" if verdict.failed or (verdict.significant and (verdict.share or 0.0) > 0) else ""
     kind = kind or ("" if verdict.significant else " calm")
     head = "Failed" if verdict.failed else "Verdict"
@@ -174,13 +174,13 @@ def _pairs(difference: Difference) -> str:
     )
 
 
-def _errors(row: Change, *, timed: bool) -> tuple[float, float]:
+def _errors(row: RowChange, *, timed: bool) -> tuple[float, float]:
     if timed:
         return 0.0, 0.0
     return tuple(0.0 if math.isnan(e) else e for e in (row.before_error_j, row.after_error_j))  # type: ignore[return-value]
 
 
-def _pair(row: Change, name: str, errors: tuple[float, float], most: float, *, timed: bool) -> str:
+def _pair(row: RowChange, name: str, errors: tuple[float, float], most: float, *, timed: bool) -> str:
     before, after, change, error, share = _numbers(row, timed=timed)
     sure = is_significant(row, timed=timed)
     marks = []
@@ -223,7 +223,7 @@ def _table(difference: Difference) -> str:
     )
 
 
-def _row(row: Change, name: str, *, timed: bool) -> str:
+def _row(row: RowChange, name: str, *, timed: bool) -> str:
     before, after, change, error, share = _numbers(row, timed=timed)
     unit, sure = "s" if timed else "J", is_significant(row, timed=timed)
     state = "noise" if not sure else "more" if change > 0 else "less"
