@@ -33,8 +33,8 @@ REPLAYED_EAGER = "eager + cuda graph"
 AUTOTUNE = "max-autotune-no-cudagraphs"
 MODES = ("default", "reduce-overhead", AUTOTUNE, REPLAYED_EAGER)
 _REPLAYED = frozenset({"reduce-overhead", REPLAYED_EAGER})
-# Tuning every product took 333 s for a training step of GPT-2 small on an H200 (shared/design.md). It cannot be stopped
-# half-way, so it is only begun where that much is left.
+# Tuning every product took 333 s for a training step of GPT-2 small on an H200 (benchmarks/device/optimize.py). It
+# cannot be stopped half-way, so it is only begun where that much is left.
 _AUTOTUNE_S = 350.0
 # Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replay.
 _CALLS_TO_REPLAY = 3
