@@ -316,17 +316,6 @@ def test_training_holds_gradients_and_states() -> None:
         assert len(report.timeline) > 0 and report.fits is None
 
 
-def test_another_optimizer() -> None:
-    graph = capture(mlp(256, 512, 10), torch.empty(64, 256), mode="train", optimizer="sgd")
-    none, sgd, adamw = (MemoryEstimator().estimate(graph, optimizer=o) for o in ("none", "sgd", "adamw"))
-    assert none.peak_bytes < sgd.peak_bytes < adamw.peak_bytes
-    assert sgd.peak_bytes == pytest.approx(MemoryEstimator().estimate(graph).peak_bytes, rel=0.01)
-    with pytest.raises(ArgumentError, match="no optimizer 'adam'; did you mean 'adamw'"):
-        MemoryEstimator().estimate(graph, optimizer="adam")
-    with pytest.raises(ArgumentError, match="training step"):
-        MemoryEstimator().estimate(capture(mlp(4, 4), torch.empty(2, 4)), optimizer="sgd")
-
-
 def test_what_stays_in_a_kernel_takes_no_memory() -> None:
     graph = capture(Residual(64), torch.empty(16, 3, 32, 32))
     plain, fused = (GraphPartitioner(fusion=f).partition(graph) for f in (False, True))

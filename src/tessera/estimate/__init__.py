@@ -37,49 +37,23 @@ if TYPE_CHECKING:
     from .search import batch_for as batch_for
     from .search import sweep as sweep
 
-_LAZY = {
-    "ConcurrencyAnalyzer": ".concurrency",
-    "ConcurrencyReport": ".concurrency",
-    "EnergyAnalyzer": ".energy",
-    "EnergyDescriptor": "..schema",
-    "EnergyReport": "..schema",
-    "GraphPartitioner": "..graph.partition",
-    "HostModel": ".host",
-    "MemoryEstimator": ".memory",
-    "MemoryReport": ".memory",
-    "PartitionReport": "..graph.partition",
-    "Precision": ".ops",
-    "RooflineAnalyzer": ".roofline",
-    "RooflineReport": ".roofline",
-    "Subgraph": "..graph.partition",
-    "Sweep": ".search",
-    "batch_for": ".search",
-    "predict": ".predict",
-    "sweep": ".search",
+_NAMES = {
+    "..graph.partition": ("GraphPartitioner", "PartitionReport", "Subgraph"),
+    "..schema": ("EnergyDescriptor", "EnergyReport"),
+    ".concurrency": ("ConcurrencyAnalyzer", "ConcurrencyReport"),
+    ".energy": ("EnergyAnalyzer",),
+    ".host": ("HostModel",),
+    ".memory": ("MemoryEstimator", "MemoryReport"),
+    ".ops": ("Precision",),
+    ".predict": ("predict",),
+    ".roofline": ("RooflineAnalyzer", "RooflineReport"),
+    ".search": ("Sweep", "batch_for", "sweep"),
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "ConcurrencyAnalyzer",
-    "ConcurrencyReport",
-    "EnergyAnalyzer",
-    "EnergyDescriptor",
-    "EnergyReport",
-    "GraphPartitioner",
-    "HostModel",
-    "MemoryEstimator",
-    "MemoryReport",
-    "PartitionReport",
-    "Precision",
-    "RooflineAnalyzer",
-    "RooflineReport",
-    "Subgraph",
-    "Sweep",
-    "batch_for",
-    "predict",
-    "sweep",
-]
+__all__ = list(_LAZY)
 
-if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+if not TYPE_CHECKING:  # a type checker that saw it would accept every misspelt name as Any
 
     def __getattr__(name: str) -> Any:
         if name in _LAZY:

@@ -120,7 +120,8 @@ def measure(
         raise ArgumentError(f"{seconds:g} s are too few to calibrate", fix=f"give at least {LEAST_S:g}, better 60")
     machine = bench.machine()
     device = identify_board(machine.board)
-    _check_idle(bench, machine, force)
+    if not force:
+        _check_idle(bench, machine)
     kernels, hosts = kernel_points(device), host_points(device)
     session = _CalibrationSteps(bench, device, len(kernels) + LOOKS * len(hosts) + 3, progress)
     idle_s, limit_s = (min(max(share * seconds, 1.0), 10.0) for share in (0.05, 0.1))
@@ -205,9 +206,9 @@ def _row(m: MeasuredPoint, blank: Calibration, calibration: Calibration) -> Cali
     )
 
 
-def _check_idle(bench: KernelBench, machine: Machine, force: bool) -> None:
+def _check_idle(bench: KernelBench, machine: Machine) -> None:
     why = bench.busy()
-    if why is not None and not force:
+    if why is not None:
         raise MeasurementError(
             f"{machine.board} is busy",
             why=f"{why}: the measurements would include another program",

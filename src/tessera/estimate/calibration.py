@@ -53,10 +53,7 @@ _LIKE = {
     "gather": "copy",
     "scatter": "copy",
     "fill": "copy",
-    "resample": "elementwise",
-    "random": "elementwise",
-    "foreach": "elementwise",
-}
+} | {"resample": "elementwise", "random": "elementwise", "foreach": "elementwise"}
 
 # With this many groups, the intervals of their energies replace the power model's.
 _ENOUGH_GROUPS = 4

@@ -213,7 +213,7 @@ class CudaBench:
             torch.cuda.empty_cache()
 
     def _steady(self, call: Callable[[], Any], seconds: float, *, paced: bool) -> Sample:
-        each_s = _quick_s(self._torch, call)
+        each_s = _time_quickly(self._torch, call)
         self._repeat(call, each_s, seconds * _SETTLE, paced)
         with self._scope() as scope:
             measured_s, states = self._repeat(call, each_s, seconds * (1 - _SETTLE), paced)
@@ -290,7 +290,8 @@ class NvmlBoard:
     @classmethod
     def open(cls, index: int) -> NvmlBoard | None:
         """The board that is CUDA's device `index` for this process; None where NVML does not answer."""
-        from ..sensors._visible import GpuBoard, visible_boards
+        from ..sensors._visible import visible_boards
+        from ..sensors.nvml import read_boards
 
         try:
             import pynvml as nvml
@@ -301,9 +302,7 @@ class NvmlBoard:
         except nvml.NVMLError:
             return None
         try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            boards = [GpuBoard(i, nvml.nvmlDeviceGetUUID(h)) for i, h in enumerate(handles)]
-            visible = visible_boards(boards, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            visible = visible_boards(read_boards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))
             if index < len(visible):
                 return cls(nvml, visible[index].board.index, visible[index].board.uuid)
         except nvml.NVMLError:
@@ -388,7 +387,7 @@ def _capture_graph(torch: Any, fn: Callable[..., Any], inputs: tuple[Any, ...]) 
     return graph
 
 
-def _quick_s(torch: Any, call: Callable[[], Any], times: int = 5) -> float:
+def _time_quickly(torch: Any, call: Callable[[], Any], times: int = 5) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call()
     begin.record()

@@ -20,14 +20,14 @@ import msgspec
 import numpy as np
 
 from ..device import Device
-from ..graph.ir import Graph, Op
+from ..graph.ir import Graph
 from ..integral import Floats
 from ..monitor.steady_state import t90
 from .calibration import GROUPS, Calibration, Scale, Watts
 from .calibration_bench import Sample
 from .host import HostModel
 from .iteration import Iteration
-from .kernel_time import KernelTime, chip
+from .kernel_time import chip
 from .ops import OpModel
 from .power import PowerModel
 from .predict import Estimate, Launch, estimate
@@ -60,12 +60,6 @@ class CalibrationCase:
     graph: Graph
     found: Estimate
     gaps_s: Floats
-
-    @property
-    def joules(self) -> float:
-        """As predicted."""
-        solved = self.found.solved
-        return float((solved.static_j + solved.compute_j + solved.memory_j).sum())
 
     @property
     def work(self) -> list[tuple[str, str]]:
@@ -149,8 +143,7 @@ def calibrated_outcome(case: CalibrationCase, calibration: Calibration) -> CaseO
     iteration = Iteration(kernels, list(case.gaps_s), power)
     calibration.scale_energy(iteration, case.work)
     solved = iteration.solve(None)
-    joules = float((solved.static_j + solved.compute_j + solved.memory_j).sum())
-    return CaseOutcome(seconds=solved.seconds, joules=joules, clock=solved.clock)
+    return CaseOutcome(seconds=solved.seconds, joules=solved.energy_j, clock=solved.clock)
 
 
 def calibration_alone(calibration: Calibration) -> Calibration:
@@ -161,21 +154,11 @@ def calibration_alone(calibration: Calibration) -> Calibration:
     return msgspec.structs.replace(calibration, time_scale=faster)
 
 
-class _CalibratedOpModel(OpModel):
-    """Kernel times with a calibration applied."""
-
-    def __init__(self, device: Device, calibration: Calibration) -> None:
-        super().__init__(device)
-        self._calibration = calibration
-
-    def time(self, op: Op, hbm_bytes: float | None = None) -> KernelTime:
-        """The predicted time, times the factor of its group."""
-        return self._calibration.scale_kernel(super().time(op, hbm_bytes), op.kind, op.precision)
-
-
 def _estimate_eager(case: CalibrationCase, calibration: Calibration, host: HostModel) -> Estimate:
-    model = _CalibratedOpModel(case.device, calibration)
-    return estimate(case.graph, case.device, model, launch="eager", host=host)
+    """An eager iteration with calibrated kernel times; its power and host are not calibrated."""
+    unknown = Watts(value=None, how="")
+    times = msgspec.structs.replace(calibration, energy_scale={}, static_w=unknown, limit_w=unknown)
+    return estimate(case.graph, case.device, OpModel(case.device), host=host, calibration=times)
 
 
 def _dynamic_j(case: CalibrationCase, calibration: Calibration) -> float:
@@ -296,7 +279,7 @@ def _energy_ratio(case: CalibrationCase, sample: Sample, found: Calibration) -> 
     factor = _alone_factor(case, sample)
     kernels = [replace(k, seconds=k.seconds * factor, clock_s=k.clock_s * factor) for k in case.found.kernels]
     iteration = Iteration(kernels, list(case.gaps_s), power)
-    compute, memory = iteration.dynamic_j(_clock(case, sample) or case.found.solved.clock, 1.0)
+    compute, memory = iteration.dynamic_j(_clock(case, sample) or case.found.solved.clock)
     dynamic_j = float(compute.sum() + memory.sum())
     above_j = sample.joules - power.static_w * sample.seconds
     if min(above_j, dynamic_j) <= _DYNAMIC_SHARE * sample.joules:
@@ -335,10 +318,8 @@ def _limit(held: MeasuredPoint | None) -> Watts:
 
 def _static(nets: Sequence[MeasuredPoint], found: Calibration) -> Watts:
     """The power of the board while its SMs wait: the networks' power, less the little that their kernels draw."""
-    watts = []
-    for m in nets:
-        if m.sample.joules is not None:
-            watts.append((m.sample.joules - _dynamic_j(m.case, found)) / m.sample.seconds)
+    measured = [(m, m.sample.joules) for m in nets if m.sample.joules is not None]
+    watts = [(joules - _dynamic_j(m.case, found)) / m.sample.seconds for m, joules in measured]
     watts = [w for w in watts if w > 0]
     if not watts:
         return Watts(value=None, how="no power was measured while the device waited for the host")
@@ -351,13 +332,9 @@ def _static(nets: Sequence[MeasuredPoint], found: Calibration) -> Watts:
 
 def _host_scale(nets: Sequence[MeasuredPoint], found: Calibration, notes: list[str]) -> Scale | None:
     """The factor of the host; a few measurements may narrow the launch model's interval, but not widen it."""
-    ratios = []
-    for m in nets:
-        factor = host_factor(m.case, m.sample, found)
-        if factor is None:
-            notes.append(f"{m.point.name} was bound by the device: it does not measure the host")
-        else:
-            ratios.append(factor)
+    factors = [(m.point.name, host_factor(m.case, m.sample, found)) for m in nets]
+    notes += [f"{name} was bound by the device: it does not measure the host" for name, f in factors if f is None]
+    ratios = [factor for _, factor in factors if factor is not None]
     if not ratios:
         return None
     of_looks, before = scale(ratios, HOST), HostModel.of_device(nets[0].case.device).relative_error

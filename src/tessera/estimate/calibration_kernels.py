@@ -24,10 +24,7 @@ from .kernel_time import chip
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
 
-DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16} | {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }

@@ -47,6 +47,11 @@ class SolvedIteration:
         """Seconds of the whole iteration."""
         return float(self.device_s.sum() + self.wait_s.sum())
 
+    @property
+    def energy_j(self) -> float:
+        """Joules of the whole iteration."""
+        return float((self.static_j + self.compute_j + self.memory_j).sum())
+
 
 class Iteration:
     """The kernels of an iteration as arrays, ready to be evaluated at any clock."""
@@ -66,38 +71,31 @@ class Iteration:
         seconds: Floats = self.clock_s / clock + self.fixed_s
         return seconds
 
-    def dynamic_j(self, clock: float, switching: float) -> tuple[Floats, Floats]:
+    def dynamic_j(self, clock: float) -> tuple[Floats, Floats]:
         """(compute, memory) joules of each kernel."""
         square = self.power.voltage(clock) ** 2
         at_boost = self.clock_s + self.fixed_s
         stretch = np.divide(self.device_s(clock), at_boost, out=np.ones_like(at_boost), where=at_boost > 0)
-        compute = square * (self.power.active_w * self.busy_s * clock * stretch + switching * self.flops_j)
-        memory = switching * (self.hbm_j + square * self.l2_j)
-        return compute, memory
+        compute = square * (self.power.active_w * self.busy_s * clock * stretch + self.flops_j)
+        return compute, self.hbm_j + square * self.l2_j
 
-    def watts(self, clock: float, least_s: float, switching: float) -> float:
+    def watts(self, clock: float, least_s: float) -> float:
         """Average power when the iteration takes at least `least_s` (the host's time)."""
         seconds = max(float(self.device_s(clock).sum()), least_s)
-        compute, memory = self.dynamic_j(clock, switching)
+        compute, memory = self.dynamic_j(clock)
         return self.power.static_w + float(compute.sum() + memory.sum()) / seconds if seconds > 0 else 0.0
 
     def solve(
-        self,
-        host_s: Floats | None,
-        *,
-        synced: Sequence[bool] = (),
-        drained: bool = False,
-        burst: bool = False,
-        switching: float = 1.0,
+        self, host_s: Floats | None, *, synced: Sequence[bool] = (), drained: bool = False, burst: bool = False
     ) -> SolvedIteration:
         """The iteration under the power limit; `host_s` is the host's time up to each kernel's launch, or None.
 
         `synced` marks the kernels before which the host waits for the device; `drained`: it also waits at the end.
         """
         least = float(host_s.sum()) if host_s is not None else 0.0
-        clock = 1.0 if burst else highest_clock(lambda f: self.watts(f, least, switching), self.power.limit_w)
+        clock = 1.0 if burst else highest_clock(lambda f: self.watts(f, least), self.power.limit_w)
         device = self.device_s(clock)
-        compute, memory = self.dynamic_j(clock, switching)
+        compute, memory = self.dynamic_j(clock)
         wait = _waits(device, host_s, synced, drained)
         limit = self.power.limit_w
         total = float((compute + memory).sum())
@@ -140,9 +138,6 @@ def _waits(device: Floats, host_s: Floats | None, synced: Sequence[bool], draine
     if over > 0 and waits.sum() > 0:
         waits *= max(0.0, 1.0 - over / waits.sum())
     return waits
-
-
-# -- peak power -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

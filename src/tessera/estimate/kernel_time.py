@@ -23,12 +23,7 @@ from ..device import Device, Figure, Unit
 from ..errors import ArgumentError, PredictionError
 from ..integral import Floats, Ints
 
-ELEMENT_BYTES = {
-    "fp64": 8.0,
-    "fp32": 4.0,
-    "tf32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
+ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0} | {
     "fp8": 1.0,
     "fp8_block": 1.0,
     "int8": 1.0,
@@ -40,17 +35,16 @@ ELEMENT_BYTES = {
 
 # What a precision runs on where the chip has no unit for it, nearest first, with the factor on that unit's peak: wider
 # formats can hold the values; fp32 on bf16 matrix units takes three to nine products, six here.
+_SIXTEEN_BITS = (("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0))
 _FALLBACK: dict[str, tuple[tuple[str, float], ...]] = {
     "fp64": (("fp32", 1 / 32), ("bf16", 1 / 256)),
     "fp32": (("bf16", 1 / 6), ("fp16", 1 / 6)),
     "tf32": (("fp32", 1.0), ("bf16", 1 / 3)),
     "bf16": (("fp16", 1.0), ("fp32", 1.0)),
     "fp16": (("bf16", 1.0), ("fp32", 1.0)),
-    "fp8": (("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0)),
-    "int8": (("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0)),
-    "fp6": (("fp8", 1.0), ("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0)),
-    "fp4": (("fp8", 1.0), ("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0)),
-    "int4": (("int8", 1.0), ("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0)),
+    **dict.fromkeys(("fp8", "int8"), _SIXTEEN_BITS),
+    **dict.fromkeys(("fp6", "fp4"), (("fp8", 1.0), *_SIXTEEN_BITS)),
+    "int4": (("int8", 1.0), *_SIXTEEN_BITS),
 }
 
 # Cache of the H200 per byte/s of bandwidth, for chips that do not state theirs: 62.9 MB at 4.8 TB/s (h200.toml).

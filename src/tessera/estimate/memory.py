@@ -18,15 +18,11 @@ from typing import Any, get_args
 import msgspec
 
 from ..device import Device
-from ..errors import ArgumentError, did_you_mean
 from ..graph.ir import DTYPE_BYTES, Category, Graph, Op, Storage
 from ..graph.partition import PartitionReport
 from ..hardware import lookup
 
 CATEGORIES: tuple[str, ...] = get_args(Category)
-
-STATES: Mapping[str, int] = {"none": 0, "sgd": 1, "adamw": 2}
-"""Optimizers by the tensors they keep for each parameter (SGD with momentum)."""
 
 # Keys of blocks that are not tensors of the program.
 _SCRATCH, _WORKSPACE, _RESERVE = -1, -10, -100
@@ -80,15 +76,11 @@ class MemoryEstimator:
 
     on: Device | str | None = None
 
-    def estimate(self, graph: Graph | PartitionReport, optimizer: str | None = None) -> MemoryReport:
-        """Memory of one steady iteration.
-
-        `optimizer` ("none", "sgd", "adamw") replaces the captured optimizer. In a fused partition, values that never
-        leave a kernel take no memory.
-        """
+    def estimate(self, graph: Graph | PartitionReport) -> MemoryReport:
+        """Memory of one steady iteration; in a fused partition, values that never leave a kernel take none."""
         device = lookup(self.on) if isinstance(self.on, str) else self.on
         program, inside = (graph.graph, _inside(graph)) if isinstance(graph, PartitionReport) else (graph, set[int]())
-        storages = [s for s in _with_optimizer(program, optimizer) if s.id not in inside]
+        storages = [s for s in program.storages.values() if s.id not in inside]
         replay = _Replay(program, storages, workspaces(program, device))
         replay.run()
         capacity = device.memory.capacity_bytes if device else None
@@ -116,31 +108,11 @@ def _inside(report: PartitionReport) -> set[int]:
     return touched - {t.storage for s in report.subgraphs for t in (*s.reads, *s.writes)}
 
 
-def _with_optimizer(graph: Graph, optimizer: str | None) -> list[Storage]:
-    """The program's storages, with another optimizer's state in place of the captured one's."""
-    storages = list(graph.storages.values())
-    if optimizer is None:
-        return storages
-    if optimizer not in STATES:
-        raise ArgumentError(
-            f"no optimizer {optimizer!r}{did_you_mean(optimizer, STATES)}", fix=f"one of {', '.join(STATES)}"
-        )
-    gradients = [s for s in storages if s.category == "gradients"]
-    if not gradients:
-        raise ArgumentError(
-            "optimizer= needs a captured training step", why="this graph has no gradients", fix="capture(mode='train')"
-        )
-    others = [s for s in storages if s.category != "optimizer"]
-    free = max(graph.storages, default=0) + 1
-    sizes = [s.nbytes for s in gradients for _ in range(STATES[optimizer])]
-    return others + [Storage(free + i, n, "optimizer", -1, None, "state") for i, n in enumerate(sizes)]
-
-
 # -- scratch memory of kernels ----------------------------------------------------------------------------------
 
 # torch's default for cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp): 32 MiB on sm90 and sm100, else :4096:2:16:8.
 _HOPPER_WORKSPACE = 32 << 20
-_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+_OTHER_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 # cublasLt, which adds the bias, has another one (seen on the H200 with torch 2.11).
 _LT_WORKSPACE = 1 << 20
 
@@ -148,20 +120,12 @@ _LT_WORKSPACE = 1 << 20
 def workspaces(graph: Graph, device: Device | None) -> list[int]:
     """Bytes that cuBLAS never frees: one workspace per thread that multiplies, and backward has its own thread."""
     products = [op for op in graph.ops if op.kind == "gemm"]
-    size = _workspace(device)
-    if not products or not size:
+    if not products or (device is not None and (device.kind == "cpu" or device.vendor.lower() != "nvidia")):
         return []
+    digits = "".join(c for c in (device.compute_capability if device else None) or "" if c.isdigit())
+    size = _HOPPER_WORKSPACE if not digits or 90 <= int(digits) < 110 else _OTHER_WORKSPACE
     with_bias = any("addmm" in op.name for op in products)
     return [size] * len({op.phase == "backward" for op in products}) + [_LT_WORKSPACE] * with_bias
-
-
-def _workspace(device: Device | None) -> int:
-    if device is None:
-        return _HOPPER_WORKSPACE
-    if device.kind == "cpu" or device.vendor.lower() != "nvidia":
-        return 0
-    digits = "".join(c for c in device.compute_capability or "" if c.isdigit())
-    return _HOPPER_WORKSPACE if not digits or 90 <= int(digits) < 110 else _WORKSPACE_BYTES
 
 
 def scratch_bytes(op: Op) -> int:

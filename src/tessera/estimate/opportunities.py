@@ -14,15 +14,12 @@ Again = Callable[..., EnergyReport]
 """Predicts the same program again with some options changed."""
 
 # The next narrower formats, cheapest last: each is tried where the chip has it.
-_NARROWER = {
+_NARROWER: dict[str | None, tuple[str, ...]] = {
     None: ("bf16", "fp8"),
     "fp64": ("fp32", "bf16"),
     "fp32": ("tf32", "bf16"),
+    **dict.fromkeys(("bf16", "fp16"), ("fp8",)),
     "tf32": ("bf16",),
-    "bf16": ("fp8",),
-    "fp16": ("fp8",),
-    "fp8": (),
-    "int8": (),
 }
 _LEAST_SHARE = 0.02  # smaller savings are below any interval of a prediction
 

@@ -86,7 +86,7 @@ class DeviceWork:
         return self.clock_s + self.fixed_s + self.idle_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PowerEstimate:
     """Seconds and joules under the power limit; `clock` is relative to boost, the parts sum to `energy_j`."""
 
@@ -95,7 +95,6 @@ class PowerEstimate:
     static_j: float
     compute_j: float
     memory_j: float
-    limit_w: float
     relative_error: float
 
     @property
@@ -141,15 +140,7 @@ class PowerModel:
             # Memory traffic does not follow the clock and can still be over the limit: it waits.
             seconds = (compute_j + memory_j) / (self.limit_w - self.static_w)
             static_j = self.static_w * seconds
-        return PowerEstimate(
-            seconds=seconds,
-            clock=clock,
-            static_j=static_j,
-            compute_j=compute_j,
-            memory_j=memory_j,
-            limit_w=self.limit_w,
-            relative_error=self.relative_error,
-        )
+        return PowerEstimate(seconds, clock, static_j, compute_j, memory_j, self.relative_error)
 
     def _watts(self, work: DeviceWork, clock: float, switching: float) -> float:
         seconds, *parts = self._parts(work, clock, switching)
@@ -186,27 +177,14 @@ def _board_figures(device: Device) -> tuple[float, float | None, str]:
 
 # Energy of a transistor that switches, relative to the H200's 4N process at the same voltage. From what TSMC states at
 # equal speed (N16 to N7 -60%, of which 12 nm has a part; N7 to N5 -30%; 4N and 4NP a few percent each); not measured.
-_PROCESS = {
-    "hopper": 1.0,
-    "ada": 1.0,
-    "blackwell": 0.95,
-    "ampere": 1.4,
-    "turing": 2.2,
-    "volta": 2.2,
+_PROCESS = {"hopper": 1.0, "ada": 1.0, "blackwell": 0.95, "ampere": 1.4, "turing": 2.2, "volta": 2.2} | {
     "cdna2": 1.35,
     "cdna3": 1.05,
     "cdna4": 0.8,
 }
-# Joules per byte of device memory relative to HBM3E: vendors' tables in the project's device notes (HBM2E 6.0 pJ/bit,
-# GDDR6 7.5, GDDR6X 7.25); assumed: HBM3E about 4.5, LPDDR5 about 4, DDR5 about 11 with its module.
-_MEMORY = {
-    "HBM3E": 1.0,
-    "HBM3": 1.0,
-    "HBM2E": 1.3,
-    "HBM2": 1.3,
-    "HBM": 1.15,
-    "GDDR6": 1.7,
-    "GDDR6X": 1.65,
+# Joules per byte of device memory relative to HBM3E. A vendor's table gives HBM2E 6.0 pJ/bit, GDDR6 7.5, GDDR6X 7.25;
+# assumed: HBM3E about 4.5, LPDDR5 about 4, DDR5 about 11 with its module.
+_MEMORY = {"HBM3E": 1.0, "HBM3": 1.0, "HBM2E": 1.3, "HBM2": 1.3, "HBM": 1.15, "GDDR6": 1.7, "GDDR6X": 1.65} | {
     "GDDR7": 1.4,
     "LPDDR5": 0.9,
     "LPDDR5X": 0.8,
@@ -214,18 +192,11 @@ _MEMORY = {
 }
 _H200_TDP_W, _H200_IDLE_W, _H200_CLOCK_HZ, _H200_UNITS = 700.0, 77.0, 1.98e9, 132  # h200.toml
 # The H200's peaks (h200.toml), to turn its joules per FLOP into watts at full rate.
-_H200_PEAKS = {
-    "matrix.bf16": 9.89e14,
-    "matrix.fp16": 9.89e14,
-    "matrix.tf32": 4.947e14,
-    "matrix.fp8": 1.979e15,
-    "matrix.int8": 1.979e15,
-    "matrix.fp64": 6.7e13,
-    "vector.fp32": 6.7e13,
-    "vector.fp16": 1.338e14,
-    "vector.bf16": 1.338e14,
-    "vector.fp64": 3.4e13,
-}
+_H200_PEAKS = (
+    {"matrix.bf16": 9.89e14, "matrix.fp16": 9.89e14, "matrix.tf32": 4.947e14, "matrix.fp8": 1.979e15}
+    | {"matrix.int8": 1.979e15, "matrix.fp64": 6.7e13, "vector.fp64": 3.4e13, "vector.fp32": 6.7e13}
+    | {"vector.fp16": 1.338e14, "vector.bf16": 1.338e14}
+)
 
 
 @functools.lru_cache(maxsize=256)
