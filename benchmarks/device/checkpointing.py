@@ -168,8 +168,8 @@ def trained(args: argparse.Namespace, plan: plans.CheckpointPlan, results: Resul
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model, inputs = llama(args, device), inputs_of(args, device)
-    ways = {"none": {}, "chosen": plan.ways, "all": plans.every(model)}
-    differ = results.guarded("gradients", lambda: gradients_differ(model, inputs, plan.ways))
+    ways = {"none": {}, "chosen": plan.choices, "all": plans.every(model)}
+    differ = results.guarded("gradients", lambda: gradients_differ(model, inputs, plan.choices))
     results.data["gradients_differ"] = differ
     tidy()
     step = training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-5), inputs)
@@ -268,7 +268,7 @@ def table(results: Results) -> None:
         if p is None or not rows:
             continue
         seen = {k: st.mean(r[k] for r in rows) if rows[0][k] is not None else None for k in ("ms", "J", "peak_bytes")}
-        told = {"ms": p["latency_s"] * 1e3, "J": p["energy_j"], "peak_bytes": p["peak_bytes"]}
+        told = {"ms": p["time_s"] * 1e3, "J": p["energy_j"], "peak_bytes": p["peak_bytes"]}
         off = {k: told[k] / seen[k] - 1.0 if seen[k] else None for k in told}
         data.setdefault("off", {})[name] = off
         for label, values in (("predicted", told), ("measured", seen)):

@@ -244,7 +244,7 @@ def one_way(model: Any, x: torch.Tensor, expected: torch.Tensor, kept: dict[str,
         found["prepared_s"] = time.monotonic() - begin
         found["off"] = off(result, expected)
         if rewritten is not None:
-            found |= {"calls": rewritten.changed, "refused": list(rewritten.refused)}
+            found |= {"calls": rewritten.count, "refused": list(rewritten.fallbacks)}
         found |= measured(replay, seconds)
         if not compiled:
             found["kernels"] = kernels(lambda: called(x))

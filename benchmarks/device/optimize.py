@@ -25,7 +25,7 @@ import torch
 
 import tessera
 import vision
-from tessera.rewrite.measure import measure_iteration
+from tessera.monitor.iteration import measure_iteration
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result

@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody knows it
 import fused_conv
 import optimize
 import vision
-from tessera.rewrite.measure import IterationMeasurement, measure_iteration
+from tessera.monitor.iteration import IterationMeasurement, measure_iteration
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result

@@ -16,14 +16,21 @@ from tessera.errors import ArgumentError, DoesNotFit, RewriteError
 from tessera.estimate.predict import predict
 from tessera.graph.capture import capture
 from tessera.hardware import lookup
-from tessera.rewrite import blocks, checkpoint
-from tessera.rewrite.knapsack import Option, choose
-from tessera.rewrite.recompute import KEEP, RECOMPUTE, Way
-from tessera.rewrite.trial import Trial, options_of
+from tessera.rewrite import checkpoint
+from tessera.rewrite.checkpoint import find_blocks
+from tessera.rewrite.checkpoint_search import (
+    KEEP,
+    RECOMPUTE,
+    BlockChoice,
+    KnapsackOption,
+    StepPredictor,
+    list_choices,
+    solve_knapsack,
+)
 
 from models import Block, Residual, vision
 
-PRODUCTS = Way(name="selective", saves=frozenset({("addmm", 0), ("addmm", 1), ("addmm", 2), ("attention", 0)}))
+PRODUCTS = BlockChoice(name="selective", saves=frozenset({("addmm", 0), ("addmm", 1), ("addmm", 2), ("attention", 0)}))
 
 
 class Stack(nn.Module):
@@ -90,7 +97,7 @@ def test_same_results_and_gradients_to_the_last_bit(way, autocast):
     torch.manual_seed(0)
     model, x = Stack(dropout=0.2), torch.randn(2, 8, 32)
     before = gradients(model, x, autocast)
-    with checkpoint.apply(model, dict.fromkeys(blocks.find(model), way)):
+    with checkpoint.apply(model, dict.fromkeys(find_blocks(model), way)):
         assert exactly_equal(before, gradients(model, x, autocast))
     assert exactly_equal(before, gradients(model, x, autocast))
 
@@ -100,8 +107,8 @@ def test_random_numbers_and_keyword_arguments_are_the_same_again(saves):
     torch.manual_seed(0)
     model, x = NoisyStack(), torch.randn(4, 16)
     before = gradients(model, x)
-    way = Way(name="selective", saves=saves) if saves else RECOMPUTE
-    with checkpoint.apply(model, dict.fromkeys(blocks.find(model), way)):
+    way = BlockChoice(name="selective", saves=saves) if saves else RECOMPUTE
+    with checkpoint.apply(model, dict.fromkeys(find_blocks(model), way)):
         assert exactly_equal(before, gradients(model, x))
 
 
@@ -109,10 +116,10 @@ def test_every_selective_way_a_plan_may_choose_is_exact():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(), torch.randn(2, 8, 32)
-    names = tuple(blocks.find(model))
-    trial = Trial(model, x, names, lookup("h200"), "sgd", None, "eager")
-    kept, whole = (trial.run(dict.fromkeys(names, way), "") for way in (KEEP, RECOMPUTE))
-    ways = [way for way, _ in options_of(kept, whole, names, selective=True)[names[0]]]
+    names = tuple(find_blocks(model))
+    trial = StepPredictor(model, x, names, lookup("h200"), "sgd", None, "eager")
+    kept, whole = (trial.predict(dict.fromkeys(names, way), "") for way in (KEEP, RECOMPUTE))
+    ways = [way for way, _ in list_choices(kept, whole, names, selective=True)[names[0]]]
     assert len(ways) > 5
     saved = {name for way in ways for name, _ in way.saves}
     assert "addmm" in saved and not saved & {"native_dropout", "attention"}  # attention has dropout here
@@ -192,7 +199,7 @@ def test_applied_models_copy_pickle_and_come_back():
     for other in (twin, loaded):
         assert other.layers[0].forward.forward.__self__ is other.layers[0]
         assert exactly_equal(before, gradients(other, x))
-    with pytest.raises(RewriteError, match="replaced already"):
+    with pytest.raises(RewriteError, match="has already been replaced"):
         checkpoint.apply(model, checkpoint.every(model))
     applied.undo()
     applied.undo()
@@ -233,7 +240,7 @@ def test_torch_compile_sees_through_it(way, kind):
     x = torch.randn(2, 8, 32 if kind is Stack else 16)
     before = gradients(model, x)
     torch._dynamo.reset()
-    with checkpoint.apply(model, dict.fromkeys(blocks.find(model), way)):
+    with checkpoint.apply(model, dict.fromkeys(find_blocks(model), way)):
         after = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), x)
     for a, b in zip(before, after, strict=True):
         torch.testing.assert_close(a, b)
@@ -243,13 +250,13 @@ def test_torch_compile_sees_through_it(way, kind):
 
 
 def test_repeated_blocks_are_found():
-    assert list(blocks.find(Stack(3))) == ["layers.0", "layers.1", "layers.2"]
+    assert list(find_blocks(Stack(3))) == ["layers.0", "layers.1", "layers.2"]
     with torch.device("meta"):
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
-    assert list(blocks.find(encoder)) == [f"layers.{i}" for i in range(4)]
-    assert list(blocks.find(Stack(2), ["head"])) == ["head"]
-    assert list(blocks.find(Stack(2), Block)) == ["layers.0", "layers.1"]
-    assert list(blocks.find(Stack(2), lambda name, _: name.startswith("layers.1") and name.count(".") == 1)) == [
+    assert list(find_blocks(encoder)) == [f"layers.{i}" for i in range(4)]
+    assert list(find_blocks(Stack(2), ["head"])) == ["head"]
+    assert list(find_blocks(Stack(2), Block)) == ["layers.0", "layers.1"]
+    assert list(find_blocks(Stack(2), lambda name, _: name.startswith("layers.1") and name.count(".") == 1)) == [
         "layers.1"
     ]
 
@@ -257,16 +264,16 @@ def test_repeated_blocks_are_found():
 def test_stages_of_a_resnet_are_its_blocks():
     with torch.device("meta"):
         model = vision("resnet18")
-    assert list(blocks.find(model)) == [f"layer{i}.{j}" for i in range(1, 5) for j in range(2)]
+    assert list(find_blocks(model)) == [f"layer{i}.{j}" for i in range(1, 5) for j in range(2)]
 
 
 def test_wrong_blocks_are_refused():
     with pytest.raises(RewriteError, match="no blocks"):
-        blocks.find(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with pytest.raises(ArgumentError, match=r"did you mean 'layers\.0'"):
-        blocks.find(Stack(), ["layer.0"])
-    with pytest.raises(ArgumentError, match="within it"):
-        blocks.find(Stack(), ["layers.0", "layers.0.up"])
+        find_blocks(Stack(), ["layer.0"])
+    with pytest.raises(ArgumentError, match="inside it"):
+        find_blocks(Stack(), ["layers.0", "layers.0.up"])
     with pytest.raises(RewriteError, match="made for"):
         checkpoint.apply(Stack(1), {"layers.7": RECOMPUTE})
 
@@ -275,7 +282,7 @@ def test_wrong_blocks_are_refused():
 
 
 def test_the_knapsack_is_exact_against_brute_force():
-    option = st.builds(Option, st.integers(0, 20).map(float), st.integers(0, 30).map(float))
+    option = st.builds(KnapsackOption, st.integers(0, 20).map(float), st.integers(0, 30).map(float))
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(st.lists(option, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 90))
@@ -288,7 +295,7 @@ def test_the_knapsack_is_exact_against_brute_force():
             ),
             default=None,
         )
-        found = choose(items, budget)
+        found = solve_knapsack(items, budget)
         if best is None:
             assert found is None
             return
@@ -310,7 +317,7 @@ def llama_like():
 def test_with_memory_to_spare_everything_is_kept(llama_like):
     model, x = llama_like
     plan = checkpoint.plan(model, x, on="h200", precision="bf16")
-    assert {b.way.name for b in plan.blocks} == {"keep"}
+    assert {b.choice.name for b in plan.blocks} == {"keep"}
     assert plan.settings["chosen"].peak_bytes == plan.settings["none"].peak_bytes
     assert plan.rewrites == []
     # What keeping costs at most is far less than what recomputing would: the reason, in figures.
@@ -327,7 +334,7 @@ def test_a_plan_keeps_to_its_memory_and_beats_recomputing_all(llama_like, policy
     plan = checkpoint.plan(model, x, on="h200", precision="bf16", policy=policy, memory_bytes=budget)
     whole = checkpoint.plan(model, x, on="h200", precision="bf16", policy=policy, memory_bytes=budget, selective=False)
     chosen = plan.settings["chosen"]
-    goal = "energy_j" if policy == "energy" else "latency_s"
+    goal = "energy_j" if policy == "energy" else "time_s"
     assert every.peak_bytes < chosen.peak_bytes <= budget < none.peak_bytes
     assert getattr(none, goal) < getattr(chosen, goal) < getattr(every, goal)
     assert getattr(chosen, goal) <= getattr(whole.settings["chosen"], goal)
@@ -345,7 +352,7 @@ def test_what_blocks_are_said_to_cost_sums_to_what_the_step_does(llama_like):
     assert chosen.peak_bytes <= 1.002 * every.peak_bytes
     spent = sum(b.spent_j for b in plan.blocks)
     assert spent == pytest.approx(chosen.energy_j - none.energy_j, rel=0.1)
-    assert sum(b.spent_s for b in plan.blocks) == pytest.approx(chosen.latency_s - none.latency_s, rel=0.1)
+    assert sum(b.spent_s for b in plan.blocks) == pytest.approx(chosen.time_s - none.time_s, rel=0.1)
 
 
 def test_the_first_blocks_are_recomputed_first(llama_like):
@@ -353,18 +360,18 @@ def test_the_first_blocks_are_recomputed_first(llama_like):
     free = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False)
     peaks = free.settings["none"].peak_bytes, free.settings["all"].peak_bytes
     plan = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False, memory_bytes=sum(peaks) / 2)
-    ways = [b.way.name for b in plan.blocks]
+    ways = [b.choice.name for b in plan.blocks]
     assert "recompute" in ways and "keep" in ways
     assert ways == sorted(ways, reverse=True)
 
 
 def test_a_plan_that_is_a_byte_too_large_is_moved_past(llama_like):
     model, x = llama_like
-    names = list(blocks.find(model))
+    names = list(find_blocks(model))
     with checkpoint.apply(model, dict.fromkeys(names[:2], RECOMPUTE)):
         peak = predict(model, x, on="h200", precision="bf16", mode="train").prediction.peak_memory_bytes
     plan = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False, memory_bytes=peak - 1)
-    assert [b.way.name for b in plan.blocks] == ["recompute"] * 3 + ["keep"]
+    assert [b.choice.name for b in plan.blocks] == ["recompute"] * 3 + ["keep"]
     assert plan.settings["chosen"].peak_bytes < peak
 
 
@@ -419,13 +426,13 @@ def test_recomputed_operators_are_launched_by_python():
 def test_a_saved_attention_is_not_run_again(llama_like, dtype):
     model, x = llama_like
 
-    def attentions(way: Way) -> int:
-        with checkpoint.apply(model, dict.fromkeys(blocks.find(model), way)):
+    def attentions(way: BlockChoice) -> int:
+        with checkpoint.apply(model, dict.fromkeys(find_blocks(model), way)):
             graph = capture(model, x, mode="train", precision=dtype)
         return sum(op.name == "tessera.sdpa" for op in graph.ops)
 
     assert attentions(RECOMPUTE) == 8
-    assert attentions(Way(name="selective", saves=frozenset({("attention", 0)}))) == 4
+    assert attentions(BlockChoice(name="selective", saves=frozenset({("attention", 0)}))) == 4
 
 
 def test_what_a_captured_plan_saves_is_saved_for_real():
@@ -440,8 +447,8 @@ def test_what_a_captured_plan_saves_is_saved_for_real():
             return func(*args, **(kwargs or {}))
 
     model, x = Stack(2), torch.randn(2, 8, 32)
-    way = Way(name="selective", saves=frozenset({("addmm", 0), ("addmm", 2)}))
-    with checkpoint.apply(model, dict.fromkeys(blocks.find(model), way)):
+    way = BlockChoice(name="selective", saves=frozenset({("addmm", 0), ("addmm", 2)}))
+    with checkpoint.apply(model, dict.fromkeys(find_blocks(model), way)):
         graph = capture(model, x, mode="train")
         with Count() as seen:
             gradients(model, x)
@@ -452,9 +459,13 @@ def test_a_language_model_of_transformers_takes_a_plan():
     transformers = pytest.importorskip("transformers")
     vision("resnet18")  # lets transformers import torchvision
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=50,
         max_position_embeddings=32,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).train()
     ids = torch.randint(0, 50, (2, 8))

@@ -18,10 +18,10 @@ from torch import nn
 
 from tessera.errors import RewriteError
 from tessera.graph.rewrites import collect_rewrites
-from tessera.rewrite import folded
-from tessera.rewrite.convolutions import chains
-from tessera.rewrite.fused_conv import fuse
-from tessera.rewrite.traced import trace
+from tessera.rewrite import folded_conv
+from tessera.rewrite.folded_conv import FoldedConvolution
+from tessera.rewrite.fused_conv import find_chains, fuse
+from tessera.rewrite.fx_graph import trace_forward
 
 from models import Residual, declare_torchvision
 
@@ -123,20 +123,24 @@ def densenet() -> nn.Module:
         (Residual, {"cudnn_convolution_relu": 2, "cudnn_convolution_add_relu": 1}),
     ],
     ids=["resnet", "resnext", "mobilenet", "densenet", "residual"],
-)  # fmt: skip
+)
 def test_networks(make, counts):
     fused = same(lively(make()), image(3, 32))
     found = [rewrite.after for rewrite in fused.rewrites]
     assert {name: found.count(name) for name in set(found)} == counts
-    assert fused.changed == sum(counts.values()) == len(fused.calls)
+    assert fused.count == sum(counts.values()) == len(fused.calls)
 
 
 def test_names():
     fused = fuse(lively(resnet()))
     assert fused.calls[:6] == (
-        "conv1+bn1+relu", "layer1.0.conv1+bn1+relu", "layer1.0.conv2+bn2+relu", "layer1.0.conv3+bn3+add+relu",
-        "layer1.0.downsample.0+1", "layer1.1.conv1+bn1+relu",
-    )  # fmt: skip
+        "conv1+bn1+relu",
+        "layer1.0.conv1+bn1+relu",
+        "layer1.0.conv2+bn2+relu",
+        "layer1.0.conv3+bn3+add+relu",
+        "layer1.0.downsample.0+1",
+        "layer1.1.conv1+bn1+relu",
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -376,7 +380,7 @@ def test_the_module_is_as_it_was():
     attributes = {name: set(m.__dict__) for name, m in net.named_modules()}
     state = {k: (v, v.clone()) for k, v in net.state_dict(keep_vars=True).items()}
     with pytest.raises(ZeroDivisionError), fuse(net) as fused:
-        assert fused.changed == 1
+        assert fused.count == 1
         run(net, x)
         assert set(net.state_dict()) == set(state)
         _ = 1 / 0
@@ -486,7 +490,7 @@ def test_what_cannot_be_folded_in_fp16():
 
 def test_fused_twice_is_refused():
     net = Net(one)
-    with fuse(net), pytest.raises(RewriteError, match="replaced already"):
+    with fuse(net), pytest.raises(RewriteError, match="already been replaced"):
         fuse(net)
 
 
@@ -549,9 +553,14 @@ def sets(net, x):
 
 @pytest.mark.parametrize(
     ("forward", "match"),
-    [(by_value, "cannot be traced"), (draws, "draws random numbers"), (writes, "writes last"),
-     (appends, "writes seen"), (sets, "sets data of a tensor")],
-)  # fmt: skip
+    [
+        (by_value, "cannot be traced"),
+        (draws, "draws random numbers"),
+        (writes, "writes last"),
+        (appends, "writes seen"),
+        (sets, "sets data of a tensor"),
+    ],
+)
 def test_what_cannot_be_traced(forward, match):
     net = Net(forward)
     net.seen = []
@@ -593,7 +602,7 @@ def test_example_inputs_find_what_the_trace_got_wrong():
     x = image()
     kept = x.clone()
     with fuse(Net(into_the_other), (x,)) as fused:
-        assert fused.changed == 1
+        assert fused.count == 1
     assert torch.equal(x, kept)  # it ran on a copy
 
 
@@ -631,11 +640,11 @@ def test_one_image_without_a_batch():
 # -- cuDNN's operators ------------------------------------------------------------------------------------------------
 
 
-def _call(net: nn.Module, dtype: torch.dtype = torch.bfloat16) -> folded.Convolution:
+def _call(net: nn.Module, dtype: torch.dtype = torch.bfloat16) -> FoldedConvolution:
     fused = fuse(net.to(dtype))
     fused.undo()
     call = fused._convolutions[-1]
-    assert isinstance(call, folded.Convolution)
+    assert isinstance(call, FoldedConvolution)
     return call
 
 
@@ -685,7 +694,7 @@ def cudnn(monkeypatch):
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("cudnn_convolution_relu", relu)
     library.impl("cudnn_convolution_add_relu", add_relu)
-    monkeypatch.setattr(folded, "_cudnn_may", lambda x: True)
+    monkeypatch.setattr(folded_conv, "_is_cudnn_allowed", lambda x: True)
     yield asked, wrong
     library._destroy()
 
@@ -703,7 +712,7 @@ def test_the_way_through_cudnn(cudnn, layout):
             asked.clear()
             found = net(x)
             assert asked == ["relu", "relu", "add_relu"]
-            assert fused.refused == ()
+            assert fused.fallbacks == ()
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
@@ -715,7 +724,7 @@ def test_a_wrong_or_missing_engine_is_left_to_torch(cudnn, problem):
     with torch.no_grad(), fuse(net) as fused:
         first, second = net(x), net(x)
         assert asked == ["relu"]  # once for this shape
-        assert fused.refused == ("conv1+bn1+relu",)
+        assert fused.fallbacks == ("conv1+bn1+relu",)
     wrong |= {"by": 0.0, "error": ""}
     with torch.no_grad():
         folded_weights = fused._convolutions[0]._by_torch(x, None)
@@ -743,8 +752,8 @@ def test_what_cudnn_is_never_asked(cudnn):
 def test_a_chain_needs_no_weights_to_be_found():
     with torch.device("meta"):
         net = Net(one)
-    graph, needed = trace(net)
+    graph, needed = trace_forward(net)
     assert needed == ("x",)
-    assert [chain.name for chain in chains(graph)] == ["conv1+bn1+relu"]
+    assert [chain.name for chain in find_chains(graph)] == ["conv1+bn1+relu"]
     with torch.no_grad(), fuse(net):
         assert net(image().to("meta")).shape == (2, C, 6, 6)

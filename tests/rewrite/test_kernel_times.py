@@ -23,13 +23,13 @@ import tessera
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.graph.rewrites import Rewrite
 from tessera.hardware import lookup
+from tessera.monitor.iteration import IterationMeasurement
 from tessera.report.rewrite import rewrite_line
 from tessera.rewrite import kernel_times, optimize, program_cost, variants
 from tessera.rewrite.compilation import Compilation
 from tessera.rewrite.eager_ops import EagerOp, make_spec
 from tessera.rewrite.inductor import make_backend
 from tessera.rewrite.kernel_times import DeviceSpan, HostRange, KernelGroup, KernelProfile, KernelTotal
-from tessera.rewrite.measure import IterationMeasurement
 from tessera.rewrite.passes import fuse_attention
 from tessera.rewrite.program_cost import estimate_program, set_kernel_times
 from tessera.rewrite.savings import trace_rewrites

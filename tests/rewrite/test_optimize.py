@@ -18,13 +18,13 @@ import tessera
 from tessera import graph
 from tessera.errors import ArgumentError, RewriteError
 from tessera.hardware import lookup
+from tessera.monitor.iteration import IterationMeasurement
 from tessera.report.rewrite import optimized_text
 from tessera.rewrite import inductor, variants
 from tessera.rewrite.compare import compare
 from tessera.rewrite.compilation import Compilation, Replacement
 from tessera.rewrite.eager_ops import list_eager_ops
 from tessera.rewrite.inductor import make_backend
-from tessera.rewrite.measure import IterationMeasurement
 from tessera.rewrite.passes import fuse_attention, make_spectral_pass
 from tessera.rewrite.program import Program
 from tessera.rewrite.savings import trace_rewrites

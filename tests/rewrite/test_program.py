@@ -403,7 +403,7 @@ def test_a_copy_runs_its_own_weights(uncompiled: None) -> None:
 
 
 def test_inference_has_no_gradients_where_eager_is_chosen_too(uncompiled: None, monkeypatch: Any) -> None:
-    from tessera.rewrite.measure import IterationMeasurement
+    from tessera.monitor.iteration import IterationMeasurement
 
     seconds = iter([1.0, 2.0])
     monkeypatch.setattr(

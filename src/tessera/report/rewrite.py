@@ -13,8 +13,8 @@ from ..units import format_bytes, format_duration, format_energy
 if TYPE_CHECKING:
     from ..analyze.graph_profile import GraphProfile, OpProfile
     from ..rewrite.checkpoint import BlockPlan, CheckpointPlan
+    from ..rewrite.checkpoint_search import CheckpointSetting
     from ..rewrite.optimize import Optimized
-    from ..rewrite.trial import Setting
     from ..rewrite.variants import Variant
 
 
@@ -95,15 +95,15 @@ def checkpoint_text(plan: CheckpointPlan) -> str:
     lines = [f"{plan.name} on {plan.device}: {_conclusion(none, chosen)}", ""]
     lines.append(f"  {'':8} {'energy':>12} {'time':>10} {'peak':>10}  recomputed  in part")
     lines += [
-        f"  {s.name:8} {format_energy(s.energy_j):>12} {format_duration(s.latency_s):>10} "
+        f"  {s.name:8} {format_energy(s.energy_j):>12} {format_duration(s.time_s):>10} "
         f"{format_bytes(s.peak_bytes):>10}  {s.recomputed:>10}  {s.selective:>7}"
         for s in plan.settings.values()
     ]
     lines.append("")
-    for _, group in groupby(plan.blocks, key=lambda b: (b.way, round(b.saved_bytes))):
+    for _, group in groupby(plan.blocks, key=lambda b: (b.choice, round(b.saved_bytes))):
         same = list(group)
         name = same[0].name if len(same) == 1 else f"{same[0].name} .. {same[-1].name}"
-        lines.append(f"  {name:30} {same[0].way.name:10} {_effect(same)}")
+        lines.append(f"  {name:30} {same[0].choice.name:10} {_effect(same)}")
     if plan.blocks:
         lines.append(f"  {plan.blocks[0].name}: {plan.blocks[0].why}")
     lines += [f"  note: {note}" for note in plan.notes]
@@ -111,21 +111,21 @@ def checkpoint_text(plan: CheckpointPlan) -> str:
     return "\n".join(lines)
 
 
-def _conclusion(none: Setting, chosen: Setting) -> str:
+def _conclusion(none: CheckpointSetting, chosen: CheckpointSetting) -> str:
     if not chosen.recomputed and not chosen.selective:
         return "keep everything"
     saved = none.peak_bytes - chosen.peak_bytes
     more = chosen.energy_j / none.energy_j - 1.0
-    slower = chosen.latency_s / none.latency_s - 1.0
+    slower = chosen.time_s / none.time_s - 1.0
     return f"{format_bytes(saved)} less at the peak for {more:+.1%} joules and {slower:+.1%} time"
 
 
 def _effect(same: Sequence[BlockPlan]) -> str:
-    if same[0].way.name == "keep":
+    if same[0].choice.name == "keep":
         return f"x{len(same)}"
     freed = format_bytes(sum(b.saved_bytes for b in same))
     joules, seconds = sum(b.spent_j for b in same), sum(b.spent_s for b in same)
-    saves = f", saves {len(same[0].way.saves)} operators" if same[0].way.saves else ""
+    saves = f", saves {len(same[0].choice.saves)} operators" if same[0].choice.saves else ""
     return f"x{len(same)}  frees {freed} for {format_energy(joules)} and {format_duration(seconds)}{saves}"
 
 

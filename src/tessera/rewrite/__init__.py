@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("checkpoint", "fused_conv", "inplace", "reorder")
+_MODULES = ("checkpoint", "fused_conv", "reorder")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Energy-aware activation checkpointing: which blocks a training step keeps, and which it computes twice.
+"""Plan activation checkpointing by joules: which blocks a training step keeps, and which it computes twice.
 
     plan = checkpoint.plan(model, inputs, on="h200", memory_bytes=40e9)
     print(plan)                                   # joules, seconds and bytes of each block, and of three settings
-    with checkpoint.apply(model, plan):           # or applied = ...; applied.undo()
+    with checkpoint.apply(model, plan):           # or applied = checkpoint.apply(...); applied.undo()
         train(model)
 
 A block is kept, recomputed in backward, or recomputed but for a few operators. The cheapest mix within the memory is
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,31 +22,42 @@ from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, did_
 from ..graph.rewrites import Rewrite
 from ..hardware import identify_board, lookup
 from ..units import format_bytes
-from . import blocks as block_finder
-from .recompute import KEEP, RECOMPUTE, Cost, Way
-from .trial import Setting, Table, Trial, Tried, options_of, search
+from .checkpoint_forward import AppliedPlan, apply_choices
+from .checkpoint_search import (
+    KEEP,
+    RECOMPUTE,
+    BlockChoice,
+    BlockCost,
+    CheckpointSetting,
+    ChoiceTable,
+    PredictedPlan,
+    StepPredictor,
+    list_choices,
+    search,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .applied import Applied
-
-Policy = Literal["energy", "memory", "latency"]
+CheckpointPolicyName = Literal["energy", "memory", "latency"]
 POLICIES = ("energy", "memory", "latency")
 # What "as little memory as possible" may exceed the least by, so that a block is not recomputed for nothing.
 LEAST_SLACK = 1.002
 
+BlockFilter = Sequence[str] | type | Callable[[str, Any], bool] | None
+"""Names of modules, a class of them, a predicate of (name, module), or None for the repeated ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """One block: how it goes, and what that frees and costs a step against keeping it.
+    """One block: what is done with it, and what that frees and costs a step against keeping it.
 
     `bytes_j` is what writing the freed bytes once and reading them once would cost: the most that not keeping them can
-    spare. In eager mode forward writes them all the same, so it is the bound of a rule, not a saving.
+    save. In eager mode forward writes them all the same, so it is the bound of a rule, not a saving.
     """
 
     name: str
-    way: Way
+    choice: BlockChoice
     saved_bytes: float
     spent_j: float
     spent_s: float
@@ -56,40 +67,45 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
-    """What each block does, and the settings it was chosen among: "none", "chosen" and "all"."""
+    """What is done with each block, and the settings it was chosen among: "none", "chosen" and "all"."""
 
     name: str
     device: str
-    policy: Policy
+    policy: CheckpointPolicyName
     memory_bytes: float | None
     blocks: tuple[BlockPlan, ...]
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, CheckpointSetting]
     notes: tuple[str, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def ways(self) -> dict[str, Way]:
-        """How each block goes, by its path."""
-        return {b.name: b.way for b in self.blocks}
+    def choices(self) -> dict[str, BlockChoice]:
+        """What is done with each block, by its path."""
+        return {b.name: b.choice for b in self.blocks}
 
     @property
     def rewrites(self) -> list[Rewrite]:
-        """The plan as rewrites, one for each kind of block and way; savings are negative where they cost."""
+        """The plan as rewrites, one for each kind of block and choice; savings are negative where they cost."""
         groups: defaultdict[tuple[str, str], list[BlockPlan]] = defaultdict(list)
         for b in self.blocks:
-            if b.way.name != "keep":
-                groups[self.kinds.get(b.name, "block"), b.way.name].append(b)
+            if b.choice.name != "keep":
+                groups[self.kinds.get(b.name, "block"), b.choice.name].append(b)
         none = self.settings["none"]
-        error = none.energy_error_j / none.energy_j if none.energy_j > 0 else 0.0
-        return [_rewrite(kind, way, members, error) for (kind, way), members in groups.items()]
+        error = none.error_j / none.energy_j if none.energy_j > 0 else 0.0
+        return [_make_rewrite(kind, choice, members, error) for (kind, choice), members in groups.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        plain = [{**asdict(b), "way": b.way.name, "saves": sorted(b.way.saves)} for b in self.blocks]
+        """Return plain data, ready for JSON."""
+        blocks = [{**asdict(b), "choice": b.choice.name, "saves": sorted(b.choice.saves)} for b in self.blocks]
         return {
-            "name": self.name, "device": self.device, "policy": self.policy, "memory_bytes": self.memory_bytes,
-            "blocks": plain, "settings": {k: asdict(s) for k, s in self.settings.items()}, "notes": list(self.notes),
-        }  # fmt: skip
+            "name": self.name,
+            "device": self.device,
+            "policy": self.policy,
+            "memory_bytes": self.memory_bytes,
+            "blocks": blocks,
+            "settings": {name: asdict(setting) for name, setting in self.settings.items()},
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         from ..report.rewrite import checkpoint_text
@@ -97,13 +113,13 @@ class CheckpointPlan:
         return checkpoint_text(self)
 
 
-def _rewrite(kind: str, way: str, members: Sequence[BlockPlan], relative_error: float) -> Rewrite:
+def _make_rewrite(kind: str, choice: str, members: Sequence[BlockPlan], relative_error: float) -> Rewrite:
     names = [b.name for b in members]
-    saved = {"recompute": "recomputed in backward", "selective": "recomputed but for its dearest operators"}
+    after = {"recompute": "recomputed in backward", "selective": "recomputed but for its most expensive operators"}
     return Rewrite(
         rule="checkpoint",
         before=f"{kind}: activations kept",
-        after=f"{kind}: {saved[way]}",
+        after=f"{kind}: {after[choice]}",
         by="tessera",
         where=names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
         times=len(names),
@@ -124,8 +140,8 @@ def plan(
     *,
     on: str | Device | None = None,
     memory_bytes: float | None = None,
-    policy: Policy = "energy",
-    blocks: block_finder.Wanted = None,
+    policy: CheckpointPolicyName = "energy",
+    blocks: BlockFilter = None,
     selective: bool = True,
     optimizer: Any = "sgd",
     precision: str | None = None,
@@ -133,9 +149,9 @@ def plan(
 ) -> CheckpointPlan:
     """Choose, block by block, what to keep and what to recompute; nothing is run and the model is left as it is.
 
-    `policy` is what is made least within `memory_bytes` (default: the chip's memory): joules, seconds, or the peak
-    itself. `blocks` are names, a class or a question; None finds the repeated ones. `selective=False` considers whole
-    blocks only. `on=None` is the GPU at hand, else an H200. The other arguments are those of `predict`.
+    `policy` is what is minimised within `memory_bytes` (default: the chip's memory): joules, seconds, or the peak
+    itself. `blocks` are names, a class or a predicate; None finds the repeated ones. `selective=False` considers whole
+    blocks only. `on=None` is this machine's GPU, else an H200. The other arguments are those of `predict`.
     """
     if policy not in POLICIES:
         raise ArgumentError(f"policy={policy!r}{did_you_mean(policy, POLICIES)}", fix=f"one of {', '.join(POLICIES)}")
@@ -143,47 +159,46 @@ def plan(
         raise ArgumentError(f"memory_bytes={memory_bytes!r}", fix="a positive number of bytes, or None for the chip's")
     if not hasattr(model, "named_modules"):
         raise ArgumentError(f"checkpoint.plan: model is a {type(model).__name__}", fix="an nn.Module")
-    device = _device(on)
-    found = block_finder.find(model, blocks)
-    trial = Trial(model, inputs, tuple(found), device, optimizer, precision, launch)
-    kept, whole = trial.run(dict.fromkeys(found, KEEP), "none"), _recomputed(trial, found)
+    device = _find_device(on)
+    modules = find_blocks(model, blocks)
+    predictor = StepPredictor(model, inputs, tuple(modules), device, optimizer, precision, launch)
+    kept, whole = predictor.predict(dict.fromkeys(modules, KEEP), "none"), _predict_all_recomputed(predictor, modules)
     least = min(kept.setting.peak_bytes, whole.setting.peak_bytes)
-    budget = _budget(memory_bytes, policy, device, least)
+    budget = _choose_budget(memory_bytes, policy, device, least)
     _check_fits(least, budget)
-    table = options_of(kept, whole, trial.names, selective)
-    best = search(trial, table, kept, whole, budget, "latency" if policy == "latency" else "energy")
+    table = list_choices(kept, whole, predictor.names, selective)
+    best = search(predictor, table, kept, whole, budget, "latency" if policy == "latency" else "energy")
     return CheckpointPlan(
         name=type(model).__name__,
         device=device.id,
         policy=policy,
         memory_bytes=budget,
-        blocks=tuple(_block_plan(n, best, table, kept, device, budget) for n in trial.names),
+        blocks=tuple(_make_block_plan(n, best, table, kept, device, budget) for n in predictor.names),
         settings={"none": kept.setting, "chosen": best.setting, "all": whole.setting},
         notes=kept.notes,
-        kinds={name: type(m).__name__ for name, m in found.items()},
+        kinds={name: type(m).__name__ for name, m in modules.items()},
     )
 
 
-def _recomputed(trial: Trial, names: Iterable[str]) -> Tried:
-    """The step with every block recomputed."""
+def _predict_all_recomputed(predictor: StepPredictor, names: Iterable[str]) -> PredictedPlan:
     try:
-        return trial.run(dict.fromkeys(names, RECOMPUTE), "all")
+        return predictor.predict(dict.fromkeys(names, RECOMPUTE), "all")
     except CaptureError as e:
         if "modified by an inplace operation" not in str(e.__cause__):  # torch's words; it has no class for them
             raise
         raise RewriteError(
-            f"checkpoint.plan: a block of {type(trial.model).__name__} cannot be recomputed",
+            f"checkpoint.plan: a block of {type(predictor.model).__name__} cannot be recomputed",
             why="it writes into its input, so that what it would start from again is gone",
             fix="let it make a tensor of its own (x = x + y, not x += y), or name other blocks with blocks=",
         ) from e
 
 
-def every(model: nn.Module, blocks: block_finder.Wanted = None) -> dict[str, Way]:
-    """All blocks recomputed: what `apply` takes where nothing is to be chosen."""
-    return dict.fromkeys(block_finder.find(model, blocks), RECOMPUTE)
+def every(model: nn.Module, blocks: BlockFilter = None) -> dict[str, BlockChoice]:
+    """Return a plan for `apply` that recomputes all blocks."""
+    return dict.fromkeys(find_blocks(model, blocks), RECOMPUTE)
 
 
-def _device(on: str | Device | None) -> Device:
+def _find_device(on: str | Device | None) -> Device:
     if isinstance(on, Device):
         return on
     if on is not None:
@@ -193,8 +208,10 @@ def _device(on: str | Device | None) -> Device:
     return identify_board(torch.cuda.get_device_name()) if torch.cuda.is_available() else lookup("h200")
 
 
-def _budget(memory_bytes: float | None, policy: Policy, device: Device, least: int) -> float | None:
-    """Bytes the peak may reach: what was given, the least there is, or the chip's capacity."""
+def _choose_budget(
+    memory_bytes: float | None, policy: CheckpointPolicyName, device: Device, least: int
+) -> float | None:
+    """Return the bytes the peak may reach: what was asked for, the least possible, or the chip's capacity."""
     if policy == "memory":
         return min(least * LEAST_SLACK, memory_bytes or math.inf)
     if memory_bytes is not None:
@@ -213,36 +230,106 @@ def _check_fits(least: int, budget: float | None) -> None:
         )
 
 
-def _block_plan(name: str, best: Tried, table: Table, kept: Tried, device: Device, budget: float | None) -> BlockPlan:
+def _make_block_plan(
+    name: str,
+    best: PredictedPlan,
+    table: ChoiceTable,
+    kept: PredictedPlan,
+    device: Device,
+    budget: float | None,
+) -> BlockPlan:
     from ..estimate.power import PowerModel
 
-    way = best.ways[name]
-    cost = next(c for w, c in table[name] if w == way)
-    freed = next(c for w, c in table[name] if w == RECOMPUTE) if way == KEEP else cost
+    choice, costs = best.choices[name], dict(table[name])
+    cost = costs[choice]
+    freed = costs[RECOMPUTE] if choice == KEEP else cost
     bytes_j = 2.0 * max(0.0, -freed.kept_bytes) * PowerModel.from_device(device).hbm_j_per_byte
     return BlockPlan(
-        name=name, way=way, saved_bytes=-cost.kept_bytes, spent_j=cost.energy_j, spent_s=cost.seconds,
-        bytes_j=bytes_j, why=_why(way, freed, bytes_j, kept.setting, budget),
-    )  # fmt: skip
+        name=name,
+        choice=choice,
+        saved_bytes=-cost.kept_bytes,
+        spent_j=cost.energy_j,
+        spent_s=cost.time_s,
+        bytes_j=bytes_j,
+        why=_explain_choice(choice, freed, bytes_j, kept.setting, budget),
+    )
 
 
-def _why(way: Way, cost: Cost, bytes_j: float, kept: Setting, budget: float | None) -> str:
+def _explain_choice(
+    choice: BlockChoice, cost: BlockCost, bytes_j: float, kept: CheckpointSetting, budget: float | None
+) -> str:
     against = f"{cost.energy_j:.3g} J to recompute, at most {bytes_j:.3g} J for its bytes"
-    if way == KEEP:
+    if choice == KEEP:
         return f"keeping is cheaper: {against}"
     if budget is not None and kept.peak_bytes > budget:
         return f"to fit {format_bytes(budget)}: {against}"
     return f"recomputing is cheaper: {against}"
 
 
+# -- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def find_blocks(model: nn.Module, wanted: BlockFilter = None) -> dict[str, nn.Module]:
+    """Return the blocks by their path in the model, in its order; none lies within another."""
+    modules, fix = dict(model.named_modules()), "blocks=None looks for repeated ones"
+    if wanted is None:
+        blocks = _find_repeated(model)
+        why, fix = "no container of two or more equal modules was found", 'blocks=["layer1", "layer2"] names them'
+    elif isinstance(wanted, type):
+        blocks = {name: m for name, m in modules.items() if isinstance(m, wanted)}
+        why = f"the model has no {wanted.__name__}"
+    elif callable(wanted):
+        blocks = {name: m for name, m in modules.items() if wanted(name, m)}
+        why = "blocks= returned False for every module"
+    else:
+        unknown = next((name for name in wanted if name not in modules), None)
+        if unknown is not None:
+            raise ArgumentError(
+                f"blocks={unknown!r}: no such module{did_you_mean(unknown, modules)}",
+                fix="a path as model.named_modules() gives it",
+            )
+        blocks = {name: module for name, module in modules.items() if name in set(wanted)}
+        why = "blocks= is empty"
+    blocks.pop("", None)
+    if not blocks:
+        raise RewriteError(f"{type(model).__name__} has no blocks to checkpoint", why=why, fix=fix)
+    for inner in blocks:
+        outer = next((o for o in blocks if inner.startswith(f"{o}.")), None)
+        if outer is not None:
+            raise ArgumentError(
+                f"blocks= contains {outer!r} and {inner!r}, which is inside it",
+                why="a block is recomputed as a whole",
+                fix=f"leave one of them out, for example {inner!r}",
+            )
+    return blocks
+
+
+def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """Return children of one class, at least two, of the outermost containers: the layers of a transformer."""
+    from torch import nn
+
+    blocks: dict[str, nn.Module] = {}
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    for name, module in model.named_modules():
+        if any(name == inside or name.startswith(f"{inside}.") for inside in blocks):
+            continue
+        kinds: dict[type, list[str]] = {}
+        for child, m in module.named_children() if isinstance(module, containers) else ():
+            if any(True for _ in m.children()) and any(True for _ in m.parameters()) and not isinstance(m, containers):
+                kinds.setdefault(type(m), []).append(f"{name}.{child}" if name else child)
+        for names in kinds.values():
+            if len(names) > 1:
+                blocks.update((n, model.get_submodule(n)) for n in names)
+    order = [name for name, _ in model.named_modules()]
+    return dict(sorted(blocks.items(), key=lambda item: order.index(item[0])))
+
+
 # -- applying -------------------------------------------------------------------------------------------------------
 
 
-def apply(model: nn.Module, plan: CheckpointPlan | Mapping[str, Way]) -> Applied:
+def apply(model: nn.Module, plan: CheckpointPlan | Mapping[str, BlockChoice]) -> AppliedPlan:
     """Make the blocks of a model recompute as planned: same results and gradients, less memory, more work.
 
-    What comes back is a context and has `undo()`: both give the blocks their own forward again.
+    The result is a context manager with `undo()`: both give the blocks their own forward again.
     """
-    from .applied import apply_ways
-
-    return apply_ways(model, plan.ways if isinstance(plan, CheckpointPlan) else plan)
+    return apply_choices(model, plan.choices if isinstance(plan, CheckpointPlan) else plan)

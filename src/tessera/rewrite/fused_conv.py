@@ -1,7 +1,7 @@
-"""Convolution, batch norm, addition and ReLU as one cuDNN call, for inference.
+"""Fuse convolution, batch norm, addition and ReLU into one cuDNN call, for inference.
 
     with fused_conv.fuse(model) as fused:  # or: fused = fuse(model); ...; fused.undo()
-        print(fused.changed, fused.calls)  # 49, ("conv1+bn1+relu", ...)
+        print(fused.count, fused.calls)  # 49, ("conv1+bn1+relu", ...)
         y = model(x)  # under torch.inference_mode() or no_grad()
 
 torch.compile leaves cuDNN's convolution and one kernel that normalises, adds and clips: it reads and writes the whole
@@ -12,56 +12,63 @@ the convolution's own kernel. What does not match stays as it was.
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import RewriteError
 from ..graph.rewrites import Rewrite, announce_rewrites
 from .compare import compare
-from .convolutions import Chain, chains, drop_identities, summands
-from .folded import Convolution, Pair, wants_gradients
-from .traced import plain, trace
+from .folded_conv import ConvNormPair, FoldedConvolution, needs_gradients
+from .fx_graph import find_effect, is_plain, trace_forward
+
+_BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # in eval mode they are the same
+_RELU = frozenset({F.relu, F.relu_, torch.relu, torch.relu_})
+_ADD = frozenset({operator.add, torch.add})
 
 
-def fuse(module: nn.Module, example_inputs: Any = None) -> Fused:
-    """Give a module a forward in which convolutions take along what follows them; leaving it, or `undo()`, ends that.
+def fuse(module: nn.Module, inputs: Any = None) -> FusedModel:
+    """Give a module a forward with fused convolutions; leaving the context, or `undo()`, ends that.
 
-    With `example_inputs` (a tensor or a tuple of arguments) both forwards run once and must agree. Hooks of the module
-    run as before. Calls with optional arguments, on meta tensors or with hooks added since, and torch.compile, get the
+    With `inputs` (a tensor or a tuple of arguments) both forwards run once and must agree. Hooks of the module run as
+    before. Calls with optional arguments, on meta tensors or with hooks added since, and torch.compile, get the
     module's own forward.
     """
-    _refuse(module)
-    graph, needed = trace(module)
-    drop_identities(graph)
-    found = chains(graph)
-    if not found:
+    _check_module(module)
+    graph, needed = trace_forward(module)
+    _drop_identities(graph)
+    chains = find_chains(graph)
+    if not chains:
         raise RewriteError(
             f"{type(module).__name__} has no convolution to fuse",
             why="one is a plain nn.Conv2d whose result goes to a batch norm in eval mode, or to ReLU, and nowhere else",
             fix="leave it as it is; docs/rewrites.md says what matches",
         )
-    calls = _rewrite(graph, found)
+    calls = _replace_chains(graph, chains)
     for call in calls:
         call.refresh()
-    fused = Fused(module, graph, needed, calls)
-    if example_inputs is not None:
-        fused.verify(example_inputs)
+    fused = FusedModel(module, graph, needed, calls)
+    if inputs is not None:
+        fused.verify(inputs)
     return fused
 
 
-class Fused:
-    """A module whose convolutions are fused until `undo()`; `rewrites` says which."""
+class FusedModel:
+    """A module whose convolutions are fused until `undo()`; `rewrites` lists them."""
 
     def __init__(
-        self, module: nn.Module, graph: fx.GraphModule, needed: tuple[str, ...], calls: list[Convolution]
+        self, module: nn.Module, graph: fx.GraphModule, needed: tuple[str, ...], calls: list[FoldedConvolution]
     ) -> None:
-        self.rewrites = tuple(_described(call) for call in calls)
+        self.rewrites = tuple(_make_rewrite(call) for call in calls)
         self._module, self._graph, self._needed, self._convolutions = module, graph, needed, calls
         self._flags = [(m, m.training) for m in module.modules()]
-        self._plain = [m for m in module.modules() if m is not module and plain(m)]
+        self._plain = [m for m in module.modules() if m is not module and is_plain(m)]
         self._own = module.forward
         # Not a function: a copy of the module must run on the copy's weights. The signature is the module's own.
         self._installed = functools.update_wrapper(functools.partial(self._forward), self._own)
@@ -69,50 +76,51 @@ class Fused:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """What became one call each: "layer1.0.conv3+bn3+add+relu"."""
+        """The chains that became one call each: "layer1.0.conv3+bn3+add+relu"."""
         return tuple(rewrite.before for rewrite in self.rewrites)
 
     @property
-    def changed(self) -> int:
+    def count(self) -> int:
         """How many calls were fused or folded."""
         return len(self.rewrites)
 
     @property
-    def refused(self) -> tuple[str, ...]:
-        """Calls that cuDNN could not make in a shape it was asked for, or made with another result: torch made them."""
-        return tuple(call.name for call in self._convolutions if call.refused)
+    def fallbacks(self) -> tuple[str, ...]:
+        """Calls that torch makes in some shape, because cuDNN has no engine for it or gives another result."""
+        return tuple(call.name for call in self._convolutions if call.falls_back)
 
     def refresh(self) -> int:
-        """Fold the weights anew that have changed, into the same memory; how many. Every call does it first.
+        """Fold changed weights again, into the same memory, and return how many. Every call does it first.
 
-        For CUDA graphs, whose replay runs nothing of this: call it after changing weights.
+        A CUDA graph replays without it: call it after changing weights.
         """
         return sum(call.refresh() for call in self._convolutions)
 
-    def verify(self, example_inputs: Any) -> None:
-        """Run both forwards and compare; the module is given back its own, with an error, if they differ."""
-        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    def verify(self, inputs: Any) -> None:
+        """Run both forwards and compare them; if they differ, undo and raise."""
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
             with torch.no_grad():  # on copies: a forward may write into its input
-                before, after = _tensors(self._own(*_copied(args))), _tensors(self._forward(*_copied(args)))
-            verdict = compare(before, after)
+                before = _list_tensors(self._own(*_copy_tensors(args)))
+                after = _list_tensors(self._forward(*_copy_tensors(args)))
+            comparison = compare(before, after)
         except BaseException:
             self.undo()
             raise
-        if not verdict.ok:
+        if not comparison.ok:
             self.undo()
             raise RewriteError(
-                f"{type(self._module).__name__} with fused convolutions gives another result: {verdict.why}",
+                f"{type(self._module).__name__} with fused convolutions gives another result: {comparison.why}",
                 why="its forward asks something that the trace answered otherwise, such as isinstance(x, Tensor)",
                 fix="leave it as it is, or give the submodule that holds the convolutions",
             )
 
     def undo(self) -> None:
-        """The module as it was; once more does nothing."""
+        """Put the module back as it was; safe to call twice."""
         if self._module.__dict__.get("forward") is self._installed:
             del self._module.__dict__["forward"]
 
-    def __enter__(self) -> Fused:
+    def __enter__(self) -> FusedModel:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -122,21 +130,21 @@ class Fused:
         rest = self._needed[len(args) :]
         if len(args) + len(kwargs) != len(self._needed) or any(name not in kwargs for name in rest):
             return self._own(*args, **kwargs)
-        given = (*args, *(kwargs[name] for name in rest))
-        if torch.compiler.is_compiling() or self._seen_from_outside(given):
-            return self._own(*given)
-        self._refuse_training(given)
+        inputs = (*args, *(kwargs[name] for name in rest))
+        if torch.compiler.is_compiling() or self._is_observed(inputs):
+            return self._own(*inputs)
+        self._check_inference(inputs)
         self.refresh()
         announce_rewrites(self.rewrites)
-        return self._graph.forward(*given)
+        return self._graph.forward(*inputs)
 
-    def _seen_from_outside(self, given: tuple[Any, ...]) -> bool:
-        """Whether somebody watches what the module's parts do: by hooks added since, or a capture on meta tensors."""
-        if any(isinstance(value, torch.Tensor) and value.is_meta for value in given):
+    def _is_observed(self, inputs: tuple[Any, ...]) -> bool:
+        """Tell whether somebody observes the module's parts: by hooks added since, or a capture on meta tensors."""
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
             return True
         return any(m._forward_hooks or m._forward_pre_hooks for m in self._plain)
 
-    def _refuse_training(self, given: tuple[Any, ...]) -> None:
+    def _check_inference(self, inputs: tuple[Any, ...]) -> None:
         name = type(self._module).__name__
         if any(m.training is not was for m, was in self._flags):
             raise RewriteError(
@@ -144,7 +152,7 @@ class Fused:
                 why="the folded weights contain the statistics of eval mode",
                 fix="undo() it before training",
             )
-        if wants_gradients(self._convolutions, given):
+        if needs_gradients(self._convolutions, inputs):
             raise RewriteError(
                 f"{name} with fused convolutions is called where gradients are recorded",
                 why="the fused operators have no backward",
@@ -152,11 +160,11 @@ class Fused:
             )
 
 
-def _refuse(module: nn.Module) -> None:
+def _check_module(module: nn.Module) -> None:
     name = type(module).__name__
     if "forward" in module.__dict__:
         raise RewriteError(
-            f"the forward of {name} has been replaced already",
+            f"the forward of {name} has already been replaced",
             why="what replaced it would be left out",
             fix="undo() what was applied before",
         )
@@ -170,49 +178,231 @@ def _refuse(module: nn.Module) -> None:
         )
 
 
-def _rewrite(graph: fx.GraphModule, found: list[Chain]) -> list[Convolution]:
+def _replace_chains(graph: fx.GraphModule, chains: list[FusableChain]) -> list[FoldedConvolution]:
     """Put one call into the graph for each chain, and take its nodes out."""
-    given = summands(found, graph)
-    unbiased = {id(chain) for chain in given.values()}
-    calls: list[Convolution] = []
-    for i, chain in enumerate(found):
-        call = Convolution(_pair(graph, chain), name=chain.name, adds=chain.add is not None, in_place=chain.in_place,
-                           relu=chain.relu is not None, biased=id(chain) not in unbiased)  # fmt: skip
-        if chain.add in given:
-            call.others.append(_pair(graph, given[chain.add]))
-        _replace(graph, chain, f"_tessera_fused_{i}", call)
+    summands = _find_summands(chains, graph)
+    unbiased = {id(chain) for chain in summands.values()}
+    calls: list[FoldedConvolution] = []
+    for i, chain in enumerate(chains):
+        call = FoldedConvolution(
+            _make_pair(graph, chain),
+            name=chain.name,
+            adds=chain.add is not None,
+            in_place=chain.in_place,
+            relu=chain.relu is not None,
+            biased=id(chain) not in unbiased,
+        )
+        if chain.add in summands:
+            call.others.append(_make_pair(graph, summands[chain.add]))
+        _replace_chain(graph, chain, f"_tessera_fused_{i}", call)
         calls.append(call)
     graph.graph.lint()
     graph.recompile()
     return calls
 
 
-def _pair(graph: fx.GraphModule, chain: Chain) -> Pair:
+def _make_pair(graph: fx.GraphModule, chain: FusableChain) -> ConvNormPair:
     bn = graph.get_submodule(str(chain.bn.target)) if chain.bn is not None else None
-    return Pair(graph.get_submodule(str(chain.conv.target)), bn)
+    return ConvNormPair(graph.get_submodule(str(chain.conv.target)), bn)
 
 
-def _replace(graph: fx.GraphModule, chain: Chain, name: str, call: Convolution) -> None:
+def _replace_chain(graph: fx.GraphModule, chain: FusableChain, name: str, call: FoldedConvolution) -> None:
     graph.add_submodule(name, call)
     last = chain.nodes[-1]
     # Without a summand it stays where the convolution was: what follows may write into its input.
     with graph.graph.inserting_before(chain.conv if chain.z is None else last):
-        made = graph.graph.call_module(name, (chain.conv.args[0], *(() if chain.z is None else (chain.z,))))
-    last.replace_all_uses_with(made)
+        fused = graph.graph.call_module(name, (chain.conv.args[0], *(() if chain.z is None else (chain.z,))))
+    last.replace_all_uses_with(fused)
     for node in reversed(chain.nodes):
         graph.graph.erase_node(node)
 
 
-def _described(call: Convolution) -> Rewrite:
-    return Rewrite(
-        rule="fused_conv", before=call.name, after=call.operator, by="tessera", why="its saving is not modelled"
-    )  # fmt: skip
+def _make_rewrite(call: FoldedConvolution) -> Rewrite:
+    why = "its saving is not modelled"
+    return Rewrite(rule="fused_conv", before=call.name, after=call.operator, by="tessera", why=why)
 
 
-def _copied(args: tuple[Any, ...]) -> Any:
+def _copy_tensors(args: tuple[Any, ...]) -> Any:
     return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, args)
 
 
-def _tensors(result: Any) -> dict[str, torch.Tensor]:
+def _list_tensors(result: Any) -> dict[str, torch.Tensor]:
     leaves = pytree.tree_leaves(dict(result) if isinstance(result, dict) else result)
     return {f"result[{i}]": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+
+# -- which convolutions can be fused with what follows them ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FusableChain:
+    """A convolution node and the nodes fused into it; `in_place` where the sum is written into the first summand."""
+
+    conv: fx.Node
+    bn: fx.Node | None = None
+    add: fx.Node | None = None
+    relu: fx.Node | None = None
+    in_place: bool = False
+
+    @property
+    def z(self) -> fx.Node | None:
+        """The other summand, as the graph has it now."""
+        own = self.bn or self.conv
+        return next(n for n in self.add.all_input_nodes if n is not own) if self.add is not None else None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Its nodes in order."""
+        return tuple(node for node in (self.conv, self.bn, self.add, self.relu) if node is not None)
+
+    @property
+    def name(self) -> str:
+        """Its parts: "layer1.0.conv3+bn3+add+relu"."""
+        conv = str(self.conv.target)
+        parent = conv.rpartition(".")[0]
+        bn = [str(self.bn.target).removeprefix(f"{parent}.")] if self.bn else []
+        return "+".join([conv, *bn, *(["add"] if self.add else []), *(["relu"] if self.relu else [])])
+
+
+def _drop_identities(module: fx.GraphModule) -> None:
+    """Remove `nn.Identity`, which would stand between a batch norm and its ReLU."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
+            layer = module.get_submodule(str(node.target))
+            if type(layer) is nn.Identity and is_plain(layer):
+                node.replace_all_uses_with(node.args[0])
+                module.graph.erase_node(node)
+
+
+def find_chains(module: fx.GraphModule) -> list[FusableChain]:
+    """Return what may become one call, in the order of the graph; no node is in two of them.
+
+    A convolution may only be fused with what nobody else reads, and moves to where the ReLU is only if nothing between
+    the two writes into anything: its input or the other summand may be what is written.
+    """
+    nodes = list(module.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    read = {id(_get_attribute(module, node)) for node in nodes if node.op == "get_attr"}
+    chains: list[FusableChain] = []
+    taken: set[fx.Node] = set()
+    for node in reversed(nodes):  # of two convolutions that are added the later one needs to move less far
+        if not _is_convolution(node, module, read):
+            continue
+        chain = _find_longest_chain(node, module, read, taken)
+        if chain.add is not None and chain.relu is not None:
+            between = nodes[place[chain.conv] + 1 : place[chain.relu]]
+            if any(find_effect(n, module) is not None for n in between if n not in chain.nodes):
+                chain = FusableChain(chain.conv, chain.bn)
+        if len(chain.nodes) > 1:
+            chains.append(chain)
+            taken.update(chain.nodes)
+    return chains[::-1]
+
+
+def _find_summands(chains: list[FusableChain], module: fx.GraphModule) -> Mapping[fx.Node, FusableChain]:
+    """Return, by the node that adds, the folded convolution whose result is only the other summand."""
+    ends = {chain.nodes[-1]: chain for chain in chains if chain.relu is None}
+    summands = {}
+    for chain in chains:
+        other = ends.get(chain.z) if chain.z is not None else None
+        if chain.add is None or other is None or _get_only_user(other.nodes[-1]) is not chain.add:
+            continue
+        own, others = (module.get_submodule(str(c.conv.target)) for c in (chain, other))
+        if own.out_channels == others.out_channels:
+            summands[chain.add] = other
+    return summands
+
+
+def _find_longest_chain(conv: fx.Node, module: fx.GraphModule, read: set[int], taken: set[fx.Node]) -> FusableChain:
+    """Return the longest chain from a convolution on, whatever stands between its nodes in the program."""
+    channels = module.get_submodule(str(conv.target)).out_channels
+    bn = _get_only_user(conv)
+    if bn is None or not _is_batch_norm(bn, conv, channels, module, read):
+        bn = None
+    tail = bn or conv
+    after = _get_only_user(tail)
+    if after is None or after in taken:
+        return FusableChain(conv, bn)
+    if _is_relu(after, tail, module):
+        return FusableChain(conv, bn, relu=after)
+    added = _classify_addition(after, tail)
+    relu = _get_only_user(after)
+    if added is None or relu is None or relu in taken or not _is_relu(relu, after, module):
+        return FusableChain(conv, bn)
+    return FusableChain(conv, bn, after, relu, in_place=added == "in place")
+
+
+def _get_only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _get_attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _get_plain_layer(node: fx.Node, module: fx.GraphModule, read: set[int]) -> nn.Module | None:
+    """Return the layer a node calls with one argument, if nothing else is done in the call or with its weights."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    layer: nn.Module = module.get_submodule(str(node.target))
+    tensors = [t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
+    # A tensor made under inference_mode does not count its writes; a subclass may mean anything.
+    plain_tensors = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in tensors)
+    return layer if is_plain(layer) and plain_tensors and not any(id(t) in read for t in tensors) else None
+
+
+def _is_convolution(node: fx.Node, module: fx.GraphModule, read: set[int]) -> bool:
+    layer: Any = _get_plain_layer(node, module, read)
+    return (
+        type(layer) is nn.Conv2d
+        and isinstance(node.args[0], fx.Node)
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+        and layer.weight.is_floating_point()
+    )
+
+
+def _is_batch_norm(node: fx.Node, tail: fx.Node, channels: int, module: fx.GraphModule, read: set[int]) -> bool:
+    layer: Any = _get_plain_layer(node, module, read)
+    return (
+        type(layer) in _BATCH_NORMS
+        and node.args == (tail,)
+        and not layer.training
+        and layer.running_mean is not None
+        and layer.running_var is not None
+        and layer.num_features == channels
+    )
+
+
+def _is_relu(node: fx.Node, tail: fx.Node, module: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        layer = _get_plain_layer(node, module, set())
+        return type(layer) is nn.ReLU and node.args == (tail,)
+    if node.op == "call_method":
+        return node.target in ("relu", "relu_") and node.args == (tail,) and not node.kwargs
+    rest = node.args[1:] if node.args[:1] == (tail,) else None
+    inplace = [*(rest or ()), *node.kwargs.values()]
+    return (
+        node.op == "call_function"
+        and node.target in _RELU
+        and rest is not None
+        and set(node.kwargs) <= {"inplace"}
+        and all(isinstance(value, bool) for value in inplace)
+    )
+
+
+def _classify_addition(node: fx.Node, tail: fx.Node) -> str | None:
+    """Return how something is added to a node: "in place" or "anew"; None where the other summand is written."""
+    method = node.op == "call_method" and node.target in ("add", "add_")
+    function = node.op == "call_function" and (node.target in _ADD or node.target is operator.iadd)
+    if not (method or function) or len(node.args) != 2 or dict(node.kwargs) not in ({}, {"alpha": 1}):
+        return None
+    if len(node.all_input_nodes) != 2:  # a number, or twice the same
+        return None
+    in_place = node.target is operator.iadd or node.target == "add_"
+    if in_place and node.args[0] is not tail:
+        return None
+    return "in place" if in_place else "anew"

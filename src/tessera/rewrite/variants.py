@@ -20,11 +20,11 @@ import torch
 
 from ..errors import ArgumentError, RewriteError, did_you_mean
 from ..graph.nested import map_tensors
+from ..monitor.iteration import measure_iteration
 from .compare import OUTSIDE, Comparison, Reference
 from .compilation import Compilation, Replacement
 from .cudagraph import ReplayedProgram
 from .inductor import Pass, list_mode_options, make_backend
-from .measure import measure_iteration
 from .passes import fuse_attention
 from .program import Program, cannot_repeat, first_line
 

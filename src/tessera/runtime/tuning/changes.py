@@ -131,7 +131,7 @@ def _fuse_convolutions(call: Call, parts: FunctionParts, setting: Setting) -> It
         why, changed = "there are no convolutions", 0
         for module in parts.modules:
             try:
-                changed += stack.enter_context(fuse(module)).changed
+                changed += stack.enter_context(fuse(module)).count
             except RewriteError as exc:  # this one stays as it is
                 why = exc.what
         if not changed:

@@ -26,7 +26,7 @@ from ...estimate.predict import predict
 from ...hardware import identify_board, lookup
 from ...monitor import Monitor
 from ...monitor.core import default
-from ...rewrite.measure import measure_iteration
+from ...monitor.iteration import measure_iteration
 from ...rewrite.state import State
 from ..options import ScheduleOptions
 from .changes import apply_setting

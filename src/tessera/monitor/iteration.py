@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..monitor import EnergyBenchmark, Monitor
-from ..monitor.scope import synchronize
+from .benchmark import EnergyBenchmark
+from .core import Monitor
+from .scope import synchronize
 
 # How precise a figure should be (relative half-width of the 90% interval), and after how long that is given up.
 TARGET, MAX_S = 0.01, 6.0

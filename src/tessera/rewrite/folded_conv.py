@@ -12,7 +12,7 @@ What is relied on, read in PyTorch's aten/src/ATen/native/cudnn (ConvShared.cpp 
   strides of `z`: it must be of the result's shape.
 * ConvShared.cpp: `cudnn_convolution_relu` passes its uninitialised result as `z`, with alpha = 0. Zero times NaN is
   NaN, if an engine multiplies. Hence the comparison on the first call, after NaNs were left in that memory.
-* pytorch/pytorch issue 62926: wrong results where input and `z` share memory, mended in cuDNN 8.3.
+* pytorch/pytorch issue 62926: wrong results where input and `z` share memory, fixed in cuDNN 8.3.
 * Neither operator has a backward ("derivative ... is not implemented", torch 2.13), nor a Meta kernel for fake tensors.
 """
 
@@ -30,28 +30,28 @@ from ..errors import RewriteError
 from .compare import TOLERANCE
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-_LEAST_CUDNN = 8300
-_MOST_ELEMENTS = 2**31  # ConvShared.cpp, setConvolutionParams: sizes are ints
-_MOST_SHAPES = 64  # remembered for one call
+_MIN_CUDNN = 8300
+_MAX_ELEMENTS = 2**31  # ConvShared.cpp, setConvolutionParams: sizes are ints
+_MAX_SHAPES = 64  # remembered for one call
 
 
-class Pair:
-    """A convolution and the batch norm after it, if any; the parameters and buffers they are made of."""
+class ConvNormPair:
+    """A convolution and the batch norm after it, if any."""
 
     def __init__(self, conv: nn.Conv2d, bn: Any = None) -> None:
         self.conv, self.bn = conv, bn
 
     def places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the modules hold what the folded weights are computed from: a dictionary and a key each."""
+        """Return where the modules hold the sources of the folded weights: a dictionary and a key each."""
         own = self.conv._parameters
-        found = [(own, "weight"), (own, "bias")]
+        places = [(own, "weight"), (own, "bias")]
         if self.bn is not None:
             norm, kept = self.bn._parameters, self.bn._buffers
-            found += [(norm, "weight"), (norm, "bias"), (kept, "running_mean"), (kept, "running_var")]
-        return found
+            places += [(norm, "weight"), (norm, "bias"), (kept, "running_mean"), (kept, "running_var")]
+        return places
 
     def fold(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias in fp64 (fp32 where the device has none), in which the batch norm is contained."""
+        """Return weight and bias with the batch norm folded in, in fp64 (fp32 where the device has none)."""
         wide = torch.float32 if self.conv.weight.device.type == "mps" else torch.float64
         held = [owner[key] for owner, key in self.places()]
         given: list[Any] = [None if t is None else t.detach().to(wide) for t in held]
@@ -66,46 +66,48 @@ class Pair:
         return weight * scale[:, None, None, None], shift if beta is None else shift + beta
 
 
-class Convolution(nn.Module):
-    """relu(conv(x) + z), or less of it, with folded weights. They are made anew when the originals changed.
+class FoldedConvolution(nn.Module):
+    """relu(conv(x) + z), or a part of it, with folded weights, which are folded again when the originals change.
 
     `others` are convolutions whose results come in as `z` and whose biases are added here, so that they need none.
     """
 
-    def __init__(self, pair: Pair, *, name: str, adds: bool, in_place: bool, relu: bool, biased: bool = True) -> None:
+    def __init__(
+        self, pair: ConvNormPair, *, name: str, adds: bool, in_place: bool, relu: bool, biased: bool = True
+    ) -> None:
         super().__init__()
         conv = pair.conv
         self.name, self.adds, self.in_place, self.relu, self.biased = name, adds, in_place, relu, biased
-        self.others: list[Pair] = []
+        self.others: list[ConvNormPair] = []
         self._pair = pair
         self._how = (conv.stride, conv.padding, conv.dilation, conv.groups)
         # Between its own kernel for depthwise convolutions and cuDNN's torch chooses (Convolution.cpp,
         # use_cudnn_depthwise); the fused operators would take that choice away.
         self._depthwise = conv.groups > 1 and conv.groups == conv.in_channels
-        self._seen: list[tuple[dict[str, Any], str, torch.Tensor | None, int, int]] = []
+        self._stamps: list[tuple[dict[str, Any], str, torch.Tensor | None, int, int]] = []
         self._weight: torch.Tensor
         self._bias: torch.Tensor | None = None
         self._fits: dict[Any, bool] = {}
 
     def sources(self) -> list[torch.Tensor | None]:
-        """Every tensor the folded weights come from, as the modules hold it now."""
+        """Return every tensor the folded weights come from, as the modules hold it now."""
         return [owner[key] for pair in (self._pair, *self.others) for owner, key in pair.places()]
 
     def refresh(self) -> bool:
-        """Fold anew if a source is another tensor, lies elsewhere or was written to; into the same memory if it fits.
+        """Fold again if a source is another tensor, lies elsewhere or was written to; into the same memory if it fits.
 
         A write through `parameter.data` leaves no trace and is not seen.
         """
-        if self._seen and not self._stale():
+        if self._stamps and not self._is_stale():
             return False
         with torch.inference_mode(False), torch.no_grad():  # folded under inference_mode they could never be refolded
             self._fold()
         places = [place for pair in (self._pair, *self.others) for place in pair.places()]
-        self._seen = [(owner, key, t := owner[key], *_stamp(t)) for owner, key in places]
+        self._stamps = [(owner, key, t := owner[key], *_read_stamp(t)) for owner, key in places]
         return True
 
-    def _stale(self) -> bool:
-        for owner, key, t, version, address in self._seen:  # before every call: plain and short
+    def _is_stale(self) -> bool:
+        for owner, key, t, version, address in self._stamps:  # before every call: plain and short
             if owner[key] is not t or (t is not None and (t._version != version or t.data_ptr() != address)):
                 return True
         return False
@@ -116,56 +118,56 @@ class Convolution(nn.Module):
             more = other.fold()[1]
             bias = more if bias is None else bias if more is None else bias + more
         old = self._pair.conv.weight
-        made = torch.empty_like(old, requires_grad=False).copy_(weight)
+        folded = torch.empty_like(old, requires_grad=False).copy_(weight)
         offset = None if bias is None or not self.biased else bias.to(old.dtype)
-        if not all(t is None or t.is_meta or bool(torch.isfinite(t).all()) for t in (made, offset)):
+        if not all(t is None or t.is_meta or bool(torch.isfinite(t).all()) for t in (folded, offset)):
             raise RewriteError(
                 f"the folded weights of {self.name} are not finite in {str(old.dtype).removeprefix('torch.')}",
                 why="scaling by the batch norm leaves the range of that format, or a weight was not finite before",
                 fix="keep this model as it is, or convert it to bfloat16 or float32",
             )
         kept = getattr(self, "_weight", None)
-        if kept is not None and _alike(kept, made):
-            kept.copy_(made)  # a captured CUDA graph reads this memory
+        if kept is not None and _has_same_layout(kept, folded):
+            kept.copy_(folded)  # a captured CUDA graph reads this memory
             if offset is not None and self._bias is not None:
                 self._bias.copy_(offset)
                 return
         else:
-            self._weight = made
+            self._weight = folded
             self._fits.clear()
         self._bias = offset
 
     def forward(self, x: Any, z: Any = None) -> Any:
-        if self.relu and not self._depthwise and type(x) is torch.Tensor and _cudnn_may(x):
+        if self.relu and not self._depthwise and type(x) is torch.Tensor and _is_cudnn_allowed(x):
             key = (x.shape, x.stride(), x.dtype, *((z.shape, z.stride(), z.dtype) if type(z) is torch.Tensor else ()))
             fits = self._fits.get(key)
             if fits is None:
-                fits = self._compared(x, z)
-                if not _capturing(x):
+                fits = self._compare(x, z)
+                if not _is_capturing(x):
                     self._remember(key, fits)
             if fits:
                 return self._by_cudnn(x, z)
         return self._by_torch(x, z)
 
     def _remember(self, key: Any, fits: bool) -> None:
-        if len(self._fits) >= _MOST_SHAPES:
+        if len(self._fits) >= _MAX_SHAPES:
             self._fits.clear()
         self._fits[key] = fits
 
     @property
-    def refused(self) -> bool:
-        """Whether a call was asked of cuDNN that it cannot make, or makes with another result."""
+    def falls_back(self) -> bool:
+        """Whether there was a shape for which cuDNN has no engine, or another result."""
         return not all(self._fits.values())
 
     @property
     def operator(self) -> str:
-        """What it becomes on CUDA."""
+        """The operator it becomes on CUDA."""
         if not self.relu or self._depthwise:
             return "conv2d + relu_" if self.relu else "conv2d"
         return "cudnn_convolution_add_relu" if self.adds else "cudnn_convolution_relu"
 
     def cudnn_call(self, x: torch.Tensor, z: torch.Tensor | None) -> tuple[Any, tuple[Any, ...]]:
-        """The operator of cuDNN's and its arguments."""
+        """Return cuDNN's operator and its arguments."""
         aten = torch.ops.aten
         if z is None:
             return aten.cudnn_convolution_relu.default, (x, self._weight, self._bias, *self._how)
@@ -182,58 +184,60 @@ class Convolution(nn.Module):
             out = out.add_(z) if self.in_place or same else out + z
         return out.relu_() if self.relu else out
 
-    def _compared(self, x: torch.Tensor, z: Any) -> bool:
-        """Whether cuDNN takes this call and its result is torch's; asked once for every shape, outside of capture."""
+    def _compare(self, x: torch.Tensor, z: Any) -> bool:
+        """Tell whether cuDNN takes this call and gives torch's result; asked once a shape, outside of capture."""
         weight = self._weight
-        if _capturing(x) or x.dim() != 4 or x.dtype not in _DTYPES:
+        if _is_capturing(x) or x.dim() != 4 or x.dtype not in _DTYPES:
             return False
-        if (x.dtype, x.device) != (weight.dtype, weight.device) or not 0 < x.numel() < _MOST_ELEMENTS:
+        if (x.dtype, x.device) != (weight.dtype, weight.device) or not 0 < x.numel() < _MAX_ELEMENTS:
             return False
         expected = F.conv2d(x, weight, self._bias, *self._how)
         if self.adds:
             if type(z) is not torch.Tensor or (z.shape, z.dtype, z.device) != (
-                expected.shape, expected.dtype, expected.device,
-            ):  # fmt: skip
+                expected.shape,
+                expected.dtype,
+                expected.device,
+            ):
                 return False
             expected.add_(z)
-        if not 0 < expected.numel() < _MOST_ELEMENTS:
+        if not 0 < expected.numel() < _MAX_ELEMENTS:
             return False
         expected.relu_()
         try:
-            left = [torch.full_like(expected, float("nan")) for _ in range(2)]
-            del left  # the result of the next call most likely lies there
-            return agree(self._by_cudnn(x, z), expected)
+            nans = [torch.full_like(expected, float("nan")) for _ in range(2)]
+            del nans  # the result of the next call most likely lies there
+            return is_close(self._by_cudnn(x, z), expected)
         except RuntimeError:  # "unable to find an engine to execute this computation", or no memory to compare in
             return False
 
 
-def _stamp(t: torch.Tensor | None) -> tuple[int, int]:
-    """How often a tensor was written to, and where it lies."""
+def _read_stamp(t: torch.Tensor | None) -> tuple[int, int]:
+    """Return how often a tensor was written to, and where it lies."""
     return (0, 0) if t is None else (t._version, t.data_ptr())
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _has_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
-def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results are the same within the rounding of their format; a NaN is never the same."""
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+def is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether two results are the same within the rounding of their format; a NaN is never the same."""
+    if (result.shape, result.dtype) != (expected.shape, expected.dtype):
         return False
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
-    return bool(norm(found - expected) <= TOLERANCE[expected.dtype] * norm(expected))
+    return bool(norm(result - expected) <= TOLERANCE[expected.dtype] * norm(expected))
 
 
-def _capturing(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be looked at."""
+def _is_capturing(x: torch.Tensor) -> bool:
+    """Tell whether a CUDA graph is being captured, in which nothing can be compared."""
     return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _cudnn_may(x: torch.Tensor) -> bool:
-    """Whether the device has the fused operators and the caller's settings allow them here and now."""
+def _is_cudnn_allowed(x: torch.Tensor) -> bool:
+    """Tell whether the device has the fused operators and the caller's settings allow them."""
     return bool(
         x.is_cuda
-        and _cudnn_has()
+        and _has_fused_operators()
         and torch.backends.cudnn.enabled
         and not torch.backends.cudnn.deterministic
         and not torch.are_deterministic_algorithms_enabled()
@@ -242,13 +246,13 @@ def _cudnn_may(x: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _cudnn_has() -> bool:
+def _has_fused_operators() -> bool:
     version = torch.backends.cudnn.version() if torch.version.cuda is not None else None
-    return version is not None and int(version) >= _LEAST_CUDNN
+    return version is not None and int(version) >= _MIN_CUDNN
 
 
-def wants_gradients(calls: Sequence[Convolution], args: Sequence[Any]) -> bool:
-    """Whether anything that goes into these calls is to get a gradient, which the fused operators have not."""
+def needs_gradients(calls: Sequence[FoldedConvolution], args: Sequence[Any]) -> bool:
+    """Tell whether anything that goes into these calls needs a gradient: the fused operators have no backward."""
     if not torch.is_grad_enabled():
         return False
     sources = (t for call in calls for t in call.sources())
