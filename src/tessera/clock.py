@@ -1,8 +1,8 @@
-"""One clock: integer nanoseconds of CLOCK_MONOTONIC, and the only place that maps another clock to it.
+"""The clock of all measurements: integer nanoseconds of CLOCK_MONOTONIC. Other clocks are mapped to it only here.
 
-Drivers stamp their samples with the wall clock (epoch). The wall clock may be stepped by NTP or by hand while
-we measure; the monotonic clock may not. `EpochMap` keeps the offset between the two, notices a step, and places
-samples stamped before and after it on the one monotonic line.
+Drivers stamp their samples with the wall clock (epoch). NTP or a person may step the wall clock while we measure; the
+monotonic clock is never stepped. `EpochMap` keeps the offset between the two, detects a step, and places samples
+stamped before and after it on the one monotonic line.
 
     epoch      ───────────┐  step (+1 h)
                           └───────────────►
@@ -27,7 +27,7 @@ STEP_NS = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The two clocks of a machine; a test gives simulated ones."""
+    """The two clocks of a machine; tests use simulated ones."""
 
     monotonic_ns: Callable[[], int] = time.monotonic_ns
     epoch_ns: Callable[[], int] = time.time_ns
@@ -44,8 +44,8 @@ def now_ns() -> int:
 class EpochMap:
     """Maps wall-clock (epoch) nanoseconds to monotonic nanoseconds, across steps of the wall clock.
 
-    Call `observe` before mapping stamps that were taken since the last call; `observe` returns True when the
-    wall clock was stepped since then (a caller that asks a driver for "samples since T" must start again from 0).
+    Call `observe` before mapping stamps that were taken since the last call. It returns True when the wall clock was
+    stepped since then: a caller that asks a driver for "samples since T" must start again from 0.
     """
 
     def __init__(self, clock: Clock = REAL) -> None:

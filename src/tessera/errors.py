@@ -6,14 +6,14 @@
     ├── ArgumentError            a wrong argument (also a ValueError)
     │   ├── UnitError            a quantity that cannot be parsed; shows the position
     │   ├── BadDevice            a device file that cannot be used; names the file and the key
-    │   ├── TileError            a tile that cannot work; says what it needs and the nearest one that does
+    │   ├── TileError            a tile that cannot work; names the nearest one that does
     │   └── ToleranceError       an error bound that no precision meets
     ├── SensorError              something about a sensor
-    │   ├── SensorUnavailable    the library, device or file is not there
-    │   ├── SensorPermission     it is there, but this user may not read it
+    │   ├── SensorUnavailable    the library, device or file does not exist
+    │   ├── SensorPermission     it exists, but this user may not read it
     │   └── SensorLost           it answered before and no longer does
-    ├── MeasurementError         a measurement that cannot give what was asked
-    ├── CaptureError             a model that cannot be captured; names the line that stands in the way
+    ├── MeasurementError         a measurement that is not possible
+    ├── CaptureError             a model that cannot be captured; names the line
     │   └── DataDependent        its control flow depends on values that nothing computed
     ├── PredictionError          a prediction that cannot be made: a chip that lacks a figure, a precision
     │   └── DoesNotFit           a model larger than the chip's memory
@@ -24,13 +24,14 @@
     ├── ScheduleError            a schedule that cannot be held
     └── MissingExtra             an optional dependency is needed (also an ImportError)
 
-Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay
-them out and a test can hold us to having all three.
+Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay them out and
+a test can check that all three are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 
@@ -46,7 +47,7 @@ class TesseraError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Some subclasses build `what` from arguments of their own: unpickling (an error that comes back from a
         # worker process) must not call their __init__ with `what`.
-        return _restored, (type(self), self.args, self.__dict__)
+        return _restore_error, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -57,7 +58,7 @@ class TesseraError(Exception):
         return "\n".join(lines)
 
 
-def _restored(kind: type[TesseraError], args: tuple[Any, ...], state: dict[str, Any]) -> TesseraError:
+def _restore_error(kind: type[TesseraError], args: tuple[Any, ...], state: dict[str, Any]) -> TesseraError:
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -96,11 +97,11 @@ class SensorError(TesseraError):
 
 
 class SensorUnavailable(SensorError):
-    """The sensor's library, device or file is not there."""
+    """The sensor's library, device or file does not exist."""
 
 
 class SensorPermission(SensorError):
-    """The sensor is there, but this user may not read it."""
+    """The sensor exists, but this user may not read it."""
 
 
 class SensorLost(SensorError):
@@ -108,11 +109,11 @@ class SensorLost(SensorError):
 
 
 class MeasurementError(TesseraError):
-    """A measurement that cannot give what was asked."""
+    """A measurement that is not possible."""
 
 
 class CaptureError(TesseraError):
-    """A model that cannot be captured; `what` names the line that stands in the way."""
+    """A model that cannot be captured; `what` names the line."""
 
 
 class DataDependent(CaptureError):
@@ -140,7 +141,7 @@ class ActuatorError(TesseraError):
 
 
 class ActuatorPermission(ActuatorError):
-    """The control is there, but this user may not use it."""
+    """The control exists, but this user may not use it."""
 
 
 class ScheduleError(TesseraError):
@@ -166,20 +167,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(typed, lowered, n=9, cutoff=0.6)
     if not near:
         return ""
-    # difflib counts letters in common, of which "h20" has more with "h201" than "h200" has. Of words as many slips
-    # away, the one that begins like it: mistakes are made late in a word.
-    nearest = min(near, key=lambda k: (_edits(typed, k), -_alike(typed, k), abs(len(k) - len(typed))))
+    # difflib counts common letters, which is not the distance between words. Of words with the same distance, the one
+    # with the same beginning: mistakes are made late in a word.
+    nearest = min(near, key=lambda k: (_count_edits(typed, k), -_common_prefix(typed, k), abs(len(k) - len(typed))))
     return f"; did you mean {lowered[nearest]!r}?"
 
 
-def _alike(one: str, two: str) -> int:
-    """How many letters they begin with are the same."""
-    differ = (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    return next(differ, min(len(one), len(two)))
+def _common_prefix(one: str, two: str) -> int:
+    """How many letters at the beginning are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
-def _edits(one: str, two: str) -> int:
-    """How many letters to add, drop, replace or swap with the next make one word the other."""
+def _count_edits(one: str, two: str) -> int:
+    """How many letters must be added, dropped, replaced or swapped with the next to turn one word into the other."""
     older: list[int] = []
     last = list(range(len(two) + 1))
     for i, a in enumerate(one, 1):

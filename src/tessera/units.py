@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import UnitError, did_you_mean
 
@@ -17,51 +17,74 @@ _SPACE = re.compile(r"\s*")
 _SCOPE = re.compile(r"\s*([A-Za-z][A-Za-z0-9_]*)\s*:")
 
 
-@dataclass(frozen=True, slots=True)
+# In the order in which "did you mean" lists them.
+_PREFIXES = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9, "p": 1e-12, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def _with_prefixes(unit: str, *prefixes: str) -> dict[str, float]:
+    return {f"{prefix}{unit}": factor for prefix, factor in _PREFIXES.items() if prefix in ("", *prefixes)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Dimension:
-    """One kind of quantity: its units as (factor, offset) to SI, and how an example of it looks."""
+    """One kind of quantity: its units by their factor (and offset) to SI, and how an example of it looks."""
 
     name: str
     units: dict[str, float]
     example: str
     show: tuple[str, ...]  # units used when writing, largest first
     minimum: float = -math.inf
-    offsets: dict[str, float] | None = None
+    offsets: dict[str, float] = field(default_factory=dict)
 
 
 _POWER = _Dimension(
-    "power", {"W": 1.0, "mW": 1e-3, "uW": 1e-6, "µW": 1e-6, "kW": 1e3, "MW": 1e6},
-    "'275W', '1.2kW' or '20 kW'", ("MW", "kW", "W", "mW", "µW"), minimum=0.0,
-)  # fmt: skip
+    name="power",
+    units=_with_prefixes("W", "m", "u", "µ", "k", "M"),
+    example="'275W', '1.2kW' or '20 kW'",
+    show=("MW", "kW", "W", "mW", "µW"),
+    minimum=0.0,
+)
 _ENERGY = _Dimension(
-    "energy", {"J": 1.0, "mJ": 1e-3, "uJ": 1e-6, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12, "kJ": 1e3, "MJ": 1e6,
-               "Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9},
-    "'4.1J', '12 mJ' or '2kWh'", ("MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),
-)  # fmt: skip
+    name="energy",
+    units={**_with_prefixes("J", "m", "u", "µ", "n", "p", "k", "M"), "Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9},
+    example="'4.1J', '12 mJ' or '2kWh'",
+    show=("MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),
+)
 _DURATION = _Dimension(
-    "duration", {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0},
-    "'60s', '20ms', '5min' or '2h'", ("s", "ms", "µs", "ns"), minimum=0.0,
-)  # fmt: skip
+    name="duration",
+    units={**_with_prefixes("s", "m", "u", "µ", "n"), "min": 60.0, "h": 3600.0, "d": 86400.0},
+    example="'60s', '20ms', '5min' or '2h'",
+    show=("s", "ms", "µs", "ns"),
+    minimum=0.0,
+)
 _FREQUENCY = _Dimension(
-    "frequency", {"Hz": 1.0, "kHz": 1e3, "MHz": 1e6, "GHz": 1e9},
-    "'200MHz' or '1.98GHz'", ("GHz", "MHz", "kHz", "Hz"), minimum=0.0,
-)  # fmt: skip
+    name="frequency",
+    units=_with_prefixes("Hz", "k", "M", "G"),
+    example="'200MHz' or '1.98GHz'",
+    show=("GHz", "MHz", "kHz", "Hz"),
+    minimum=0.0,
+)
 _BYTES = _Dimension(
-    "size", {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
-             "TiB": 2.0**40},
-    "'64MiB', '2GB' or '512B'", ("TiB", "GiB", "MiB", "KiB", "B"), minimum=0.0,
-)  # fmt: skip
+    name="size",
+    units={**_with_prefixes("B", "k", "M", "G", "T"), "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
+    example="'64MiB', '2GB' or '512B'",
+    show=("TiB", "GiB", "MiB", "KiB", "B"),
+    minimum=0.0,
+)
 _TEMPERATURE = _Dimension(
-    "temperature", {"C": 1.0, "°C": 1.0, "K": 1.0, "F": 5 / 9, "°F": 5 / 9},
-    "'85C' or '358K' (in degrees Celsius)", ("°C",), minimum=-273.15,
+    name="temperature",
+    units={"C": 1.0, "°C": 1.0, "K": 1.0, "F": 5 / 9, "°F": 5 / 9},
     offsets={"K": -273.15, "F": -32.0 * 5 / 9, "°F": -32.0 * 5 / 9},
-)  # fmt: skip
-_FRACTION = _Dimension("fraction", {"%": 0.01, "": 1.0}, "'5%' or '0.05'", ("%",))
+    example="'85C' or '358K' (in degrees Celsius)",
+    show=("°C",),
+    minimum=-273.15,
+)
+_FRACTION = _Dimension(name="fraction", units={"%": 0.01, "": 1.0}, example="'5%' or '0.05'", show=("%",))
 
 
 @dataclass(frozen=True, slots=True)
 class ScopedPower:
-    """Watts with the scope they hold for: `gpu` (the default), `node`, `rack`, ..."""
+    """Watts, and what they apply to: `gpu` (the default), `node`, `rack` or `cluster`."""
 
     scope: str
     power_w: float
@@ -76,17 +99,13 @@ POWER_SCOPES = ("gpu", "node", "rack", "cluster")
 
 def _number_at(text: str, start: int, accepted: str) -> tuple[float, int]:
     at = _SPACE.match(text, start).end()  # type: ignore[union-attr]
-    found = _NUMBER.match(text, at)
-    if not found:
+    number = _NUMBER.match(text, at)
+    if not number:
         raise UnitError(text, at, "a number is expected here", accepted)
-    value = float(found.group())
+    value = float(number.group())
     if not math.isfinite(value):
         raise UnitError(text, at, "the number is too large", accepted)
-    return value, found.end()
-
-
-def _to_si(value: float, unit: str, dim: _Dimension) -> float:
-    return value * dim.units[unit] + (dim.offsets or {}).get(unit, 0.0)
+    return value, number.end()
 
 
 def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
@@ -107,7 +126,7 @@ def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
     if unit not in dim.units:
         wrong = f"unknown unit {unit!r}" + _near_unit(unit, dim) if unit else f"a unit of {dim.name} is missing"
         raise UnitError(text, at, wrong, dim.example)
-    value = _to_si(number, unit, dim)
+    value = number * dim.units[unit] + dim.offsets.get(unit, 0.0)
     if not math.isfinite(value):
         raise UnitError(text, start, "the number is too large", dim.example)
     if value < dim.minimum:
@@ -117,7 +136,7 @@ def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
 
 def _near_unit(unit: str, dim: _Dimension) -> str:
     same_letters = [u for u in dim.units if u and u.lower() == unit.lower()]
-    if same_letters:  # both of mW and MW: to guess one of them is to be wrong by nine orders of magnitude
+    if same_letters:  # both mW and MW: a wrong guess would be off by nine orders of magnitude
         return f"; did you mean {' or '.join(map(repr, same_letters))}?"
     return did_you_mean(unit, [u for u in dim.units if u])
 
@@ -129,16 +148,14 @@ def parse_power(text: str | float) -> float:
 
 def parse_scoped_power(text: str | float, default: str = "gpu") -> ScopedPower:
     """Scope and watts of "node:1.2kW"; a bare "275W" has the default scope."""
-    if not isinstance(text, str):
+    prefix = _SCOPE.match(text) if isinstance(text, str) else None
+    if not prefix:
         return ScopedPower(default, _parse(text, _POWER))
-    found = _SCOPE.match(text)
-    if not found:
-        return ScopedPower(default, _parse(text, _POWER))
-    scope = found.group(1)
+    scope = prefix.group(1)
     if scope not in POWER_SCOPES:
         problem = f"unknown scope {scope!r}{did_you_mean(scope, POWER_SCOPES)}"
-        raise UnitError(text, found.start(1), problem, f"{', '.join(POWER_SCOPES)}, then a colon and watts")
-    return ScopedPower(scope, _parse(text, _POWER, found.end()))
+        raise UnitError(prefix.string, prefix.start(1), problem, f"{', '.join(POWER_SCOPES)}, then a colon and watts")
+    return ScopedPower(scope, _parse(text, _POWER, prefix.end()))
 
 
 def parse_energy(text: str | float) -> float:
@@ -209,7 +226,7 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
         unit = dim.show[-1] if value else next(u for u in dim.show if dim.units[u] == 1.0)
     scaled = value / dim.units[unit]
     text = f"{scaled:.{digits}g}"
-    if "e" in text and digits < 15 and abs(scaled) >= 1:  # what is smaller must not read "0"
+    if "e" in text and digits < 15 and abs(scaled) >= 1:  # a smaller value must not read "0"
         text = f"{scaled:.0f}"
     return f"{text} {unit}"
 
@@ -234,7 +251,7 @@ def format_duration(duration_s: float, digits: int = 4) -> str:
 
 
 def format_share(share: float, *, signed: bool = False) -> str:
-    """A share for people: 0.284 -> "28.4%". What is there and would round to nothing is "<0.1%", nothing is "0%"."""
+    """A share for people: 0.284 -> "28.4%"; a small one that would round to zero is "<0.1%"."""
     if not math.isfinite(share):
         return str(share)
     if share == 0:
@@ -255,7 +272,7 @@ def format_bytes(size_bytes: float, digits: int = 4) -> str:
     return _format(size_bytes, _BYTES, digits)
 
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_MULTIPLES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SUBMULTIPLES = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
 
 
@@ -263,7 +280,7 @@ def format_si(value: float | None, unit: str = "", digits: int = 4, *, submultip
     """A value of any unit for people: 4.8e12 -> "4.8 TB/s"; "-" where it is unknown. `submultiples`: "2.1 pJ/op"."""
     if value is None or not math.isfinite(value):
         return "-"
-    prefixes = (*_PREFIXES, *_SUBMULTIPLES) if submultiples else _PREFIXES
+    prefixes = (*_MULTIPLES, *_SUBMULTIPLES) if submultiples else _MULTIPLES
     fits = ((f, p) for f, p in prefixes if abs(float(f"{value / f:.{digits}g}")) >= 1)  # as it will be written
     factor, prefix = next(fits, prefixes[-1] if value else (1.0, ""))
     return f"{value / factor:.{digits}g} {prefix}{unit}".rstrip() if unit else f"{value / factor:.{digits}g}{prefix}"
