@@ -72,6 +72,6 @@ def goals() -> list[Goal]:
 
 NOTES = [
     "- HTA ran in the same script on the same file. The recording has no NCCL kernels: some were inserted for the overlap.",
-    "- HTA 0.5's figures differ from ours by what it rounds away (whole microseconds): 1.8% of the compute time here.",
+    "- HTA 0.5 rounds to whole microseconds, so its figures differ from ours: by 1.8% of the compute time here.",
     "- The 64 ranks are one recording with shifted clocks; only rows that run on a device are kept.",
 ]

@@ -71,4 +71,4 @@ def screen() -> list[str]:
 
 
 def notes() -> list[str]:
-    return ["- The screen of `make run` as it was measured stands in the README."]
+    return ["- The README shows the screen of `make run` as it was measured."]

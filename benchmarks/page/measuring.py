@@ -110,7 +110,7 @@ def intervals() -> list[str]:
 
 
 def spread(a: dict[str, Any]) -> str:
-    """How far the figures moved from run to run: this one and the earlier ones that were kept."""
+    """How much the figures varied from run to run."""
     runs = [a, *(read_result(p) for p in sorted((RESULTS / "earlier").glob("h200_accuracy_*.json")))]
     medians = [r["steady load: fp32"][f"tessera {w} ms"]["median"] for r in runs for w in (50, 100, 200, 1000)]
     waves = [
@@ -121,14 +121,14 @@ def spread(a: dict[str, Any]) -> str:
         if name.startswith("wave ") and isinstance(row, dict)
     ]
     return (
-        f"Over {len(runs)} runs (the earlier ones with earlier code, in results/earlier/) the medians on the steady load "
-        f"moved between {min(medians):.2f}% and {max(medians):.2f}%, the 5 s integrals of square waves between "
+        f"Over {len(runs)} runs (the earlier ones, with earlier code, are in results/earlier/), the medians on the steady "
+        f"load were between {min(medians):.2f}% and {max(medians):.2f}%, and the errors of 5 s of square waves between "
         f"{min(waves):.2f}% and {max(waves):.2f}%."
     )
 
 
 def notes() -> list[str]:
-    """What a reader should not take from the table."""
+    """The limits of the table."""
     a = load("h200_accuracy")
     cost = a["scope cost on the user's thread"]["tessera, asleep between"]["median_us"]
     waves = a["the same on square waves in step with the 20 ms samples"]["worst, %"]
@@ -140,14 +140,14 @@ def notes() -> list[str]:
         if row["within_90pct_interval"] < 0.9
     ]
     return [
-        "- The response constants (lag, blur, noise) were fitted on another recording (`benchmarks/data/`), none of these.",
+        "- The response constants (lag, blur, noise) were fitted on another recording (`benchmarks/data/`).",
         f"- A scope entered after a sleep (cold caches) costs {cost:.0f} µs, not under 20.",
-        "- This run was on a slower host than the ones before: a scope between launches cost 15 µs there (results/earlier/),",
-        "  and Zeus was slower by the same share. One of the ten loads (`serving`) was off by more than 1% this time.",
-        f"- Square waves in step with the samples alias: up to {waves:.1f}% over 5 s unscaled. Scopes of 2 s and more use the",
-        "  counter and do not.",
-        "- The goal on square waves is the median; single 200 ms windows were off by the maxima in brackets.",
-        f"- 90% intervals that held less than 90%: {'; '.join(low) or 'none in this run'}.",
+        "- This run was on a slower host than the earlier ones, where a scope between launches cost 15 µs (results/earlier/).",
+        "  Zeus was slower by the same share. One of the ten loads (`serving`) was off by more than 1% this time.",
+        f"- Square waves in step with the samples alias: the error is up to {waves:.1f}% over 5 s unscaled. Scopes of 2 s and",
+        "  more use the counter and do not alias.",
+        "- The goal on square waves is for the median. The maxima in brackets are the errors of single windows.",
+        f"- 90% intervals that held the truth less often than 90%: {'; '.join(low) or 'none in this run'}.",
         f"- One board, one driver. {spread(a)}",
-        "- Zeus has its default settings: at 50 ms its window holds no tick of the counter, or one of 100 ms.",
+        "- Zeus has its default settings: at 50 ms its window contains no tick of the counter, or one of 100 ms.",
     ]

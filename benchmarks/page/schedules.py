@@ -272,34 +272,38 @@ def faults(f: dict[str, Any] | None) -> list[Goal]:
 
 
 def notes() -> list[str]:
-    """What stands under the table; what is said of the sensor comes from the same file as the caps."""
+    """The notes under the table."""
     c = load_device("schedule_caps") or {}
     fixed = [row for name in c if " fixed duty " in name and (row := measured(c, name))]
     above = max((100 * (row["worst_window_w"] / row["ring_mean_w"] - 1) for row in fixed), default=None)
     lines = [
-        "- The clocks and the power limit of the H200 are never changed: what needs permission runs against the fake NVML.",
-        "- Pacing holds a cap and costs joules per unit of work: both stand in the rows of the token bucket.",
+        "- The clocks and the power limit of the H200 are never changed: what needs permission is tested with the fake NVML.",
+        "- Pacing holds a cap, and costs joules per unit of work: the rows of the token bucket show both.",
     ]
     if above is not None:
         lines += [
-            f"- Windows are the ring's samples. Fixed duty cycles, which are perfectly periodic, show windows up to {above:.0f}% above their",
-            "  own mean there (`schedule_caps.json`): part of what exceeds a cap is the sensor's.",
+            f"- Windows are made of the ring's samples. Fixed duty cycles, which are perfectly periodic, have windows up to {above:.0f}% above",
+            "  their own mean there (`schedule_caps.json`): part of what exceeds a cap comes from the sensor.",
         ]
     return [
         *lines,
-        "- Caps of the controller as it is, six to eight seconds each; the fixed duty cycles beside them and the graphs are of the day before",
-        "  (`machine/of_an_earlier_run`): without a cap the board drew the same within 1%. In another run an hour before, the one window",
-        "  over 5% was at 400 W on the GEMM loop (+9.1 by the ring, +6.4 by the counter) and nowhere else; its first cap had",
-        "  compiled its wait kernel within the first second, which is why its mean was -4.0.",
-        "- GPT-2's training at 300 W: a step takes 120 ms there and is heavy and light in turn; windows of 200 ms hold one step and a half.",
-        "  The simulation says the same (+5.7 by the ring, +2.5 really drawn).",
-        "- By tokens: two rows of that run are spoilt by what compiled within them (`recorded`), so there is no bucket of joules beside them at",
-        "  500 W. Products and softmax in turn every 0.3 s at 400 W: windows +20.9 by joules and +9.6 by warps, means -23 and -31.",
-        "- The simulated sensor takes its moments 0.3 to 0.7 ms apart, which is inferred from earlier caps.",
-        "- Earlier controllers are in `results/earlier/schedule_caps_1.json` and `schedule_caps_2.json`, that run in `schedule_caps_3.json`.",
-        "- The tuner's first run, before masks were folded and compiled products padded, is in `results/earlier/tune_1.json` (31.2% on GPT-2),",
-        "  the second and third in `tune_2.json` and `tune_3.json`. BERT's runs were cut off before their turns: it is compared by the trials of its search (three searches",
-        "  on two days: 32, 35 and 37% below the best compile mode), and the regret is told by the trials of the first, which had",
-        "  measured all of compile x graph anyway. All searches ended with their time (`notes`).",
-        "- A CUDA graph of GPT-2's whole step can be captured since 2026-11-16 and gains nothing there: the device never waits for the host.",
+        "- Caps: the current controller, six to eight seconds each. The fixed duty cycles and the graphs are from the day",
+        "  before (`machine/of_an_earlier_run`); without a cap the board drew the same power within 1%. In another run an hour",
+        "  earlier, the only window over 5% was at 400 W on the GEMM loop (+9.1 by the ring, +6.4 by the counter). Its first",
+        "  cap compiled its wait kernel within the first second, so its mean was -4.0.",
+        "- GPT-2's training at 300 W: a step takes 120 ms and is heavy and light in turn; a window of 200 ms contains one and a",
+        "  half steps. The simulation gives the same (+5.7 by the ring, +2.5 really drawn).",
+        "- By tokens: a compilation spoilt two rows of that run (`recorded`), so there is no bucket of joules at 500 W to",
+        "  compare with. Products and softmax in turn every 0.3 s at 400 W: windows +20.9 by joules and +9.6 by warps, means",
+        "  -23 and -31.",
+        "- The simulated sensor samples every 0.3 to 0.7 ms, which is inferred from earlier caps.",
+        "- Earlier controllers are in `results/earlier/schedule_caps_1.json` and `schedule_caps_2.json`, the run mentioned",
+        "  above in `schedule_caps_3.json`.",
+        "- The tuner's first run, before masks were folded and compiled products padded, is in `results/earlier/tune_1.json`",
+        "  (31.2% on GPT-2), the second and third in `tune_2.json` and `tune_3.json`. BERT's runs ended before their turns, so",
+        "  it is compared by the trials of its search (three searches on two days: 32, 35 and 37% below the best compile mode).",
+        "  The regret comes from the trials of the first search, which had measured all combinations of compile and graph. All",
+        "  searches ended when their time was up (`notes`).",
+        "- A CUDA graph of GPT-2's whole step can be captured since 2026-11-16. It gains nothing there, because the device",
+        "  never waits for the host.",
     ]
