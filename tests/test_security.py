@@ -23,9 +23,9 @@ from tessera.analyze.answer import answer
 from tessera.analyze.correlate import correlate
 from tessera.cli.main import main
 from tessera.errors import ArgumentError, TesseraError
-from tessera.profile.recorded import timeline_of
+from tessera.profile.load import open_recording
 from tessera.profile.runfile import RunFile
-from tessera.profile.untraced import table_of
+from tessera.recording import Recording
 
 from synthetic_run import make
 
@@ -107,19 +107,17 @@ def harmless(text: str) -> None:
     assert "<xss>" in "".join(page.text) or "\\u003cxss>" in text, "the names are not in the page at all"
 
 
-def read(path: Path) -> tuple[RunFile, Any, Any, Any]:
-    run = RunFile(path)
-    timeline = timeline_of(run)
-    table = table_of(run, timeline)
-    return run, timeline, table, answer(run, table, timeline)
+def read(path: Path) -> tuple[Recording, Any, Any]:
+    recording = open_recording(path)
+    return recording, recording.energy(), answer(recording)
 
 
 def test_the_page_of_a_run(evil: Path) -> None:
     from tessera.report.run_html import page
 
-    run, timeline, table, said = read(evil)
-    found = correlate(timeline, run.power(), telemetry=run.telemetry())
-    text = page(run, table, found, timeline=timeline, found=said)
+    run, table, said = read(evil)
+    found = correlate(run.timeline, run.power, telemetry=run.telemetry)
+    text = page(run, found=said)
     harmless(text)
     harmless(found._repr_html_())
     harmless(table._repr_html_())

@@ -57,9 +57,10 @@ class Clock:
 
 def child(plan: str, out: Path) -> None:
     """`python -m tessera.profile.launch`, with clocks; writes them when all is done but the end of the process."""
+    from tessera.profile.recording import Session
+
     from tessera.profile import launch
     from tessera.profile.kineto_collector import KinetoCollector
-    from tessera.profile.recording import Session
     from tessera.profile.runfile import RunWriter
     from tessera.timeline import kineto
 
@@ -92,12 +93,12 @@ def answered(path: Path) -> tuple[dict[str, dict[str, float]], int]:
     clock = Clock()
     with clock.part("imports"):
         import msgspec
+        from tessera.profile.recorded import timeline_of
+        from tessera.profile.untraced import table_of
 
         from tessera.analyze.answer import answer
         from tessera.attribute import ledger, solve  # noqa: F401
-        from tessera.profile.recorded import timeline_of
         from tessera.profile.runfile import RunFile
-        from tessera.profile.untraced import table_of
     with RunFile(path) as run:
         with clock.part("read back"):
             timeline = timeline_of(run)

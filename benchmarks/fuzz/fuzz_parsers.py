@@ -183,11 +183,12 @@ def _units(data: bytes, _: Path) -> None:
 
 def _runfile(data: bytes, folder: Path) -> None:
     """All that `tessera report` and `tessera export` read."""
+    from tessera.profile.recorded import timeline_of
+    from tessera.profile.untraced import table_of
+
     from tessera.analyze.answer import answer
     from tessera.profile.export import Chrome, Summary
-    from tessera.profile.recorded import timeline_of
     from tessera.profile.runfile import RunFile
-    from tessera.profile.untraced import table_of
     from tessera.report.run_html import page
 
     path = folder / "run.tessera"

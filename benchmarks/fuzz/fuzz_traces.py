@@ -24,8 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tessera import analyze
 from tessera.analyze.source import Source
+
+from tessera import analyze
 from tessera.errors import TesseraError
 from tessera.timeline import kineto
 

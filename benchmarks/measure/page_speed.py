@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tessera.profile.untraced import table_of
 
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.untraced import table_of
 from tessera.report.run_html import page
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder

@@ -11,9 +11,11 @@ stamped before and after it on the one monotonic line.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NewType
 
 EpochNs = NewType("EpochNs", int)
@@ -34,6 +36,14 @@ class Clock:
 
 
 REAL = Clock()
+
+
+def boot_id() -> str:
+    """What all processes that read one clock share, containers included: the boot of the kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def now_ns() -> int:

@@ -56,6 +56,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     stream_id: int | None = None
     thread_id: int | None = None
     rank: int | None = None
+    host: str | None = None
     op: str | None = None
     region: str | None = None
     module: str | None = None

@@ -10,9 +10,9 @@ import pytest
 
 from tessera.analyze.advise import NOTHING, RULES, advise
 from tessera.analyze.slowdown import EVENT_S
-from tessera.analyze.source import Source
 from tessera.estimate.predict import GAP_S
 from tessera.joules import DomainSamples
+from tessera.recording import Recording
 from tessera.report.analysis import text
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline, kineto
@@ -65,7 +65,7 @@ class Script:
         return self.b.build()
 
 
-def found(what: Script | Timeline | Source, **options: Any) -> dict[str, Any]:
+def found(what: Script | Timeline | Recording, **options: Any) -> dict[str, Any]:
     result = advise(what.build() if isinstance(what, Script) else what, **options)
     saved = [row["saves_j"] for row in result if row["saves_j"] is not None]
     assert saved == sorted(saved, reverse=True)
@@ -198,18 +198,18 @@ def readings(*throttle: str, limit_w: float | None = None) -> list[Telemetry]:
 
 
 def test_a_power_limit_is_weighed_against_a_lower_cap():
-    row = found(Source("run", Script().healthy().build(), telemetry=readings("power cap", limit_w=700.0)))["power cap"]
+    row = found(Recording(Script().healthy().build(), telemetry=readings("power cap", limit_w=700.0)))["power cap"]
     assert "560 W" in row["action"] and row["by"] == "prediction"
     assert row["saves_j"] > 0 > row["saves_s"]
-    hot = found(Source("run", Script().healthy().build(), telemetry=readings("thermal (hardware)")))["thermal"]
+    hot = found(Recording(Script().healthy().build(), telemetry=readings("thermal (hardware)")))["thermal"]
     assert "cooling" in hot["action"]
-    assert found(Source("run", Script().healthy().build(), telemetry=readings())) == {}
+    assert found(Recording(Script().healthy().build(), telemetry=readings())) == {}
 
 
-def powered(watts: np.ndarray, script: Script) -> Source:
+def powered(watts: np.ndarray, script: Script) -> Recording:
     times = T0 + np.arange(len(watts)) * 20_000_000
     trace = PowerTrace({"gpu0": DomainSamples.of(RING, times, watts)}, start_ns=T0, end_ns=int(times[-1]))
-    return Source("run", script.build(), trace)
+    return Recording(script.build(), trace)
 
 
 def test_spikes_over_the_limit_are_staggered():
@@ -283,7 +283,7 @@ def test_a_recorded_training_is_told_to_pad_its_vocabulary():
         {"gpu0": DomainSamples.of(RING, times * 1000, milliwatts / 1e3)}, start_ns=int(times[0]) * 1000,
         end_ns=int(times[-1]) * 1000,
     )  # fmt: skip
-    rows = found(Source("gpt2", kineto.read(SHARED / "gpt2_train.kineto.json.gz"), trace))
+    rows = found(Recording(kineto.read(SHARED / "gpt2_train.kineto.json.gz"), trace))
     row = rows["unaligned"]
     assert next(iter(rows)) == "unaligned" and "50257" in row["evidence"]
     assert 75 < row["energy_j"] < 105 and row["by"] == "prediction" and row["confidence"] == "high"
@@ -298,7 +298,7 @@ def test_advice_reads_as_paragraphs_with_evidence_and_fix():
     script = Script()
     script.run(*PRODUCT, times=20)
     script.run("aten::add", "[8192,4096]bf16 [8192,4096]bf16", ADD, 60.0, times=300, gap_us=40.0)
-    result = advise(Source("t", script.b.build()))
+    result = advise(Recording(script.b.build()))
     assert result.rows
     for width in (60, 80, 120):
         said = " ".join(text(result, width=width).split())

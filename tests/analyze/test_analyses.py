@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from tessera import analyze
 from tessera.analyze.collectives import bus_factor
 from tessera.analyze.critical_path import BETWEEN, PathWalk
-from tessera.analyze.folder import read_folder
 from tessera.analyze.result import Result, ResultColumn
-from tessera.analyze.source import Source
 from tessera.attribute.table import EnergyTable
 from tessera.cli.analyze import command
 from tessera.errors import ArgumentError, RecordingError
 from tessera.joules import DomainSamples as Samples
-from tessera.profile.runfile import RunFile
+from tessera.notes import Note
+from tessera.profile.ranks.merge import merge
+from tessera.recording import Facts, Recording
 from tessera.report import analysis
 from tessera.schema import Domain
 from tessera.timeline import Builder, Launch, Timeline, kineto
@@ -388,7 +388,7 @@ def kineto_of(rank: int, clock_us: float, late_us: float) -> dict[str, Any]:
 def test_ranks_of_a_folder_have_skew_stragglers_and_bandwidth(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto_of(rank, rank * 12_345.678, 300.0)))
-    source = read_folder(tmp_path)
+    source = merge(tmp_path)
     assert source.timeline.meta["ranks"][1]["offset_ns"] == pytest.approx(-12_345_678, abs=10)
     found = analyze.collectives(source)
     assert len(found) == 40 and {r["straggler"] for r in found.rows} == {1}
@@ -412,7 +412,7 @@ def test_ranks_of_a_folder_have_skew_stragglers_and_bandwidth(tmp_path: Path) ->
 def test_a_critical_path_goes_on_at_the_rank_that_came_last(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto_of(rank, 0.0, 2000.0)))
-    found = analyze.critical_path(read_folder(tmp_path))
+    found = analyze.critical_path(merge(tmp_path))
     moving = next(r["ns"] for r in found.rows if r["name"].startswith("nccl"))
     assert moving == pytest.approx(40 * 1e6, rel=0.06)  # what the others waited is not on the path
 
@@ -459,7 +459,7 @@ def test_the_joules_of_gpt2_are_conserved() -> None:
         {"gpu0": Samples.of(domain, times * 1000, milliwatts / 1e3)},
         start_ns=int(times[0]) * 1000, end_ns=int(times[-1]) * 1000,
     )  # fmt: skip
-    source = Source("gpt2", kineto.read(GPT2), log)
+    source = Recording(kineto.read(GPT2), log)
     parts = analyze.breakdown(source)
     busy_j = sum(r["energy_j"] for r in parts.rows if not r["part"].startswith(("idle", "outside")))
     assert busy_j == pytest.approx(parts.facts["total_j"] - parts.facts["idle_j"], rel=1e-9)
@@ -595,7 +595,7 @@ def test_other_json_in_a_folder_of_ranks_is_skipped_and_named(tmp_path: Path) ->
     assert len(found.rows) == 2 and any("skipped: config.json" in n for n in found.notes)
     (tmp_path / "rank1.json.gz").unlink()
     with pytest.raises(ArgumentError) as caught:
-        read_folder(tmp_path)
+        merge(tmp_path)
     assert str(tmp_path) in caught.value.what and "config.json" in (caught.value.why or "")
     assert "rank0.json.gz" in (caught.value.fix or "")
 
@@ -611,7 +611,7 @@ def test_every_fact_shown_has_a_label() -> None:
 def test_a_run_on_a_cpu_is_told_where_its_operators_are(kind: str) -> None:
     b = Builder()
     b.add("op", "aten::mm", 0, 1000, thread=1)
-    source = Source("cpu.tessera", b.build(), run=cast(RunFile, object()))
+    source = Recording(b.build(), facts=Facts(name="cpu.tessera", kind="run", path=Path("cpu.tessera")))
     source._energy = EnergyTable(
         total_j=47.0, total_error_j=1.0, idle_j=7.0, idle_error_j=1.0, seconds=1.0, busy_s=0.5, kernels=[]
     )  # fmt: skip
@@ -626,7 +626,9 @@ def test_a_run_on_a_cpu_is_told_where_its_operators_are(kind: str) -> None:
 def test_a_breakdown_of_a_cpu_is_one_sentence() -> None:
     b = Builder()
     b.add("op", "aten::mm", 0, 1000, thread=1)
-    source = Source("cpu.tessera", b.build(), run=cast(RunFile, object()), notes=["the file was cut"])
+    notes = [Note("torch sees no accelerator", "no_accelerator"), "the file was cut"]
+    facts = Facts(name="cpu.tessera", kind="run", path=Path("cpu.tessera"), notes=notes)
+    source = Recording(b.build(), facts=facts)
     title, *said = str(analyze.breakdown(source)).splitlines()
     assert title == "Where the time of cpu.tessera went"
     assert " ".join(said) == f"{analyze.breakdown(source).missing['device']} note  the file was cut"
@@ -660,7 +662,7 @@ def test_wrong_values_say_what_is_right(tmp_path: Path) -> None:
             call()
         assert caught.value.fix
     with pytest.raises(RecordingError):
-        read_folder(tmp_path)
+        merge(tmp_path)
     b = Builder()
     b.add("kernel", "k", -(2**62), -(2**62) + 1, device=0)
     b.add("kernel", "k", 2**62, 2**62 + 1, device=0)

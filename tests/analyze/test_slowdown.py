@@ -22,7 +22,7 @@ from tessera.analyze.rules_host import BESIDE
 from tessera.analyze.slowdown import EVENT_S, FIRST, TRACED, UNTRACED, Slowdown, slowdown_of
 from tessera.cli.report import command
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.untraced import table_of
+from tessera.recording import Recording
 from tessera.report.run import text
 from tessera.report.run_html import page
 from tessera.schema import Domain
@@ -101,8 +101,7 @@ class Program:
 
 
 def said_of(run: RunFile) -> Answer:
-    timeline = run.timeline()
-    return answer(run, table_of(run, timeline), timeline)
+    return answer(run.recording())
 
 
 def tracing_of(run: RunFile) -> Slowdown:
@@ -114,7 +113,7 @@ def tracing_of(run: RunFile) -> Slowdown:
 def screen(run: RunFile) -> str:
     console = Console(width=100, highlight=False, color_system=None)
     with console.capture() as captured:
-        console.print(text(run, table_of(run, run.timeline())), crop=False)
+        console.print(text(run.recording()), crop=False)
     return " ".join(captured.get().split())
 
 
@@ -174,8 +173,7 @@ def test_what_waits_for_the_tracer_is_no_advice(slowed: RunFile) -> None:
 
 
 def test_the_page_says_it(slowed: RunFile) -> None:
-    timeline = slowed.timeline()
-    html = page(slowed, table_of(slowed, timeline), timeline=timeline)
+    html = page(slowed.recording())
     assert "Tracing made steps 1.44x as long (65 ms, 45 ms untraced)" in html
     assert "per step (of 26 untraced; 24.1 J traced)" in html
     assert "are the tracer's, in which gaps is not known" in html
@@ -204,7 +202,7 @@ def test_without_untraced_steps_the_events_bound_it(tmp_path: Path) -> None:
 def test_the_bound_holds_on_an_h200() -> None:
     """GPT-2's training, whose steps were timed without the profiler and with it."""
     timed = json.loads((SHARED / "gpt2_train.power.json").read_text())
-    found = slowdown_of(None, None, kineto.read(SHARED / "gpt2_train.kineto.json.gz"), None)
+    found = slowdown_of(Recording(kineto.read(SHARED / "gpt2_train.kineto.json.gz")), None)
     assert found is not None and found.slowdown is not None and found.basis == "events"
     assert timed["step_profiled_s"] / timed["step_s"] <= found.slowdown <= 1.3
 
@@ -309,9 +307,9 @@ def test_what_is_said_can_be(
     )
     program.trace(len(traced) + 1, [*traced, 60.0])
     with program.write(tmp_path_factory.mktemp("p") / "p.tessera", tracing_s=tracing_s) as run:
-        timeline = run.timeline()
-        table = table_of(run, timeline)
-        found = slowdown_of(run, table, timeline, run.power())
+        recording = run.recording()
+        table = recording.energy()
+        found = slowdown_of(recording, table)
     assert found is not None
     waited_s = table.seconds - table.busy_s
     assert 0.0 <= found.idle_s <= waited_s * (1 + 1e-9) + 1e-6

@@ -12,6 +12,7 @@ import pytest
 from tessera import monitor, profile
 from tessera.analyze import whole
 from tessera.analyze.whole import whole_of
+from tessera.attribute.account import account_samples
 from tessera.joules import DomainSamples
 from tessera.monitor import Monitor
 from tessera.monitor.sampler import Sampler
@@ -20,7 +21,6 @@ from tessera.profile.kineto_collector import Finished, KinetoCollector
 from tessera.profile.power_feed import PowerFeed
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.tracing import Tracing
-from tessera.profile.untraced import untraced
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Timeline
 
@@ -113,19 +113,19 @@ def test_the_counter_knows_the_joules_of_the_holes(recorded, fake_nvml: FakeNvml
 def test_the_sum_of_a_run_has_the_joules_of_the_holes_too(recorded, fake_nvml: FakeNvml) -> None:
     run, start_ns, end_ns, _, _ = recorded
     truth = fake_nvml.true_joules(start_ns // 1000, end_ns // 1000)
-    timeline = run.timeline()
-    found = whole_of(run, untraced(run, timeline), timeline, run.power(), True, None)
+    recording = run.recording()
+    found = whole_of(recording, recording.energy(), True, None)
     assert abs(found.energy_j - truth) < found.error_j < 0.01 * truth
 
 
 def test_what_no_row_has_is_told_with_the_holes(recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     run, start_ns, _, closed_ns, _ = recorded
-    power, timeline = run.power(), run.timeline()
-    window = (start_ns, closed_ns)
-    monkeypatch.setattr(whole, "windows_of", lambda run: [window])
+    recording = run.recording()
+    power = recording.power
+    recording.facts = dataclasses.replace(recording.facts, windows=[(start_ns, closed_ns)])
     traced = power.energy("gpu0", start_ns, closed_ns)
-    all_of_it = whole_of(run, untraced(run, timeline), timeline, power, True, None)
-    parts = {p.where: p for p in whole.outside(run, timeline, power, traced.joules, all_of_it)}
+    all_of_it = whole_of(recording, account_samples(recording.timeline, power), True, None)
+    parts = {p.where: p for p in whole.outside(recording, traced.joules, all_of_it)}
     assert parts.keys() == {"after", "unsampled"}
     holes_s = sum(g.end_ns - g.start_ns for g in power.gaps if g.domain == "gpu0") / S
     assert parts["unsampled"].seconds == pytest.approx(holes_s) and holes_s > 5.0

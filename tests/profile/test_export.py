@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from recordings import with_table
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.export import command
 from tessera.errors import ArgumentError, MissingExtra, TesseraError
-from tessera.profile.export import Chrome, Exporter, Otlp, Parquet, Summary, TensorBoard
+from tessera.profile.export import Chrome, Exporter, Otlp, Parquet, SummaryCsv, TensorBoard
 from tessera.profile.export.overlap import Overlap
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.record import CODE
@@ -168,7 +169,7 @@ def spans(trace: dict, category: str) -> list[dict]:
 
 
 def test_the_chrome_trace_is_valid_and_says_everything(run, tmp_path):
-    path = Chrome(tmp_path / "out" / "trace.json").write(run, make_table())
+    path = Chrome(tmp_path / "out" / "trace.json").write(with_table(run, make_table()))
     trace = checked(path)
     kinds = Counter(e["cat"] for e in trace["traceEvents"] if e["ph"] == "X")
     assert kinds == {
@@ -220,29 +221,17 @@ def test_the_chrome_trace_is_valid_and_says_everything(run, tmp_path):
     assert not list(path.parent.glob(".*"))  # nothing half-written is left
 
 
-def test_joules_of_rows_go_before_those_of_classes(run, tmp_path):
-    energy = np.full(run.rows, np.nan)
-    timeline = run.timeline()
-    energy[timeline.rows("kernel")] = [3.0, 4.0]
-    run.use_energy(energy, energy * 0.5)
-    trace = checked(Chrome(tmp_path / "t.json").write(run, make_table()))
-    assert [k["args"]["energy_j"] for k in spans(trace, "kernel")] == [3.0, 4.0]
-    assert "energy_j" not in spans(trace, "gpu_memcpy")[0]["args"]
-    with pytest.raises(ArgumentError, match="3 joules"):
-        run.use_energy(np.zeros(3))
-
-
 def test_compressed_and_plain_are_the_same(run, tmp_path):
-    plain = Chrome(tmp_path / "t.json").write(run, None)
-    packed = Chrome(str(tmp_path / "t.json.gz")).write(run, None)
+    plain = Chrome(tmp_path / "t.json").write(with_table(run, None))
+    packed = Chrome(str(tmp_path / "t.json.gz")).write(with_table(run, None))
     assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
     assert packed.stat().st_size < plain.stat().st_size / 3
-    again = Chrome(tmp_path / "again.json.gz").write(run, None)
+    again = Chrome(tmp_path / "again.json.gz").write(with_table(run, None))
     assert again.read_bytes() == packed.read_bytes()
 
 
 def test_our_own_reader_reads_it_back(run, tmp_path):
-    path = Chrome(tmp_path / "t.json").write(run, make_table())
+    path = Chrome(tmp_path / "t.json").write(with_table(run, make_table()))
     before, after = run.timeline(), kineto.read(path)
     assert after.notes == []
     for kind in ("kernel", "memcpy", "memset", "collective", "runtime", "graph_launch", "op", "region", "mark"):
@@ -293,7 +282,7 @@ def test_a_trace_of_torch_comes_through(tmp_path):
             assert meta["modules"]
         assert [kept.names[n] for n in kept.meta["modules"]] == [before.names[n] for n in before.meta["modules"]]
         assert kept.meta["threads"] == before.meta["threads"]
-        after = kineto.read(Chrome(tmp_path / "ours.json").write(made, None))
+        after = kineto.read(Chrome(tmp_path / "ours.json").write(with_table(made, None)))
     checked(tmp_path / "ours.json")
     for kind in ("op", "region"):
         old, new = kept.rows(kind), after.rows(kind)
@@ -313,7 +302,7 @@ def test_odd_names_and_numbers_stay_valid_json(tmp_path):
         for value in (math.inf, -math.inf, 1e300, 5e-324):
             writer.add_row("counter", "odd", T0, T0, value=value, unit='"')
         writer.add_row("kernel", "nowhere", T0, T0)
-    trace = checked(Chrome(tmp_path / "t.json").write(RunFile(path), None))
+    trace = checked(Chrome(tmp_path / "t.json").write(with_table(RunFile(path), None)))
     assert [e["name"] for e in spans(trace, "kernel")][:3] == ['"', "\\", "\n\x00\x1f"]
     assert {e["tid"] for e in spans(trace, "user_annotation")} == {(1 << 31) + 7}
 
@@ -327,7 +316,7 @@ def test_ranks_of_a_merged_run_stay_apart(tmp_path):
     b.add("collective", "c", T0 + 10, T0 + 20, device=0, stream=9, rank=1)
     with RunWriter(tmp_path / "m.tessera") as writer:
         writer.add_timeline(b.build())
-    trace = checked(Chrome(tmp_path / "t.json").write(RunFile(tmp_path / "m.tessera"), None))
+    trace = checked(Chrome(tmp_path / "t.json").write(with_table(RunFile(tmp_path / "m.tessera"), None)))
     kernels = spans(trace, "kernel")
     assert len({k["pid"] for k in kernels} | {e["pid"] for e in spans(trace, "user_annotation")}) == 4
     assert {e["tid"] for e in spans(trace, "user_annotation")} == {77}
@@ -340,16 +329,16 @@ def test_ranks_of_a_merged_run_stay_apart(tmp_path):
 def test_an_empty_run_makes_an_empty_trace(tmp_path):
     RunWriter(tmp_path / "e.tessera").close()
     empty = RunFile(tmp_path / "e.tessera")
-    trace = checked(Chrome(tmp_path / "t.json").write(empty, None))
+    trace = checked(Chrome(tmp_path / "t.json").write(with_table(empty, None)))
     assert {e["ph"] for e in trace["traceEvents"]} == {"M"}
-    assert read_csv(Summary(tmp_path / "s.csv").write(empty, None)) == []
+    assert read_csv(SummaryCsv(tmp_path / "s.csv").write(with_table(empty, None))) == []
 
 
 def test_where_nothing_can_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
-    for exporter in (Chrome(tmp_path / "file" / "t.json"), Summary(tmp_path / "file" / "s.csv"), Chrome(tmp_path)):
+    for exporter in (Chrome(tmp_path / "file" / "t.json"), SummaryCsv(tmp_path / "file" / "s.csv"), Chrome(tmp_path)):
         with pytest.raises(ArgumentError, match="cannot write") as caught:
-            exporter.write(run, None)
+            exporter.write(with_table(run, None))
         assert caught.value.fix
 
 
@@ -381,7 +370,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_summary_adds_up(run, tmp_path):
-    rows = read_csv(Summary(tmp_path / "s.csv").write(run, make_table()))
+    rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(with_table(run, make_table())))
     assert list(rows[0]) == [
         "name", "kind", "calls", "total_s", "active_s", "mean_us", "min_us", "max_us", "share_time_pct", "energy_j",
         "energy_error_j", "power_w", "j_per_call",
@@ -407,12 +396,14 @@ def test_the_summary_adds_up(run, tmp_path):
 
 
 def test_the_summary_without_attribution_sums_rows(run, tmp_path):
-    rows = read_csv(Summary(tmp_path / "s.csv").write(run, None))
+    rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(with_table(run, None)))
     assert all(r["energy_j"] == "" for r in rows)
-    energy = np.full(run.rows, np.nan)
-    energy[run.timeline().rows("kernel")] = [3.0, 4.0]
-    run.use_energy(energy, energy * 0.1)
-    rows = read_csv(Summary(tmp_path / "s.csv").write(run, None))
+    recording = with_table(run, None)
+    timeline = recording.timeline
+    timeline.energy_j = np.full(len(timeline), np.nan)
+    timeline.energy_j[timeline.rows("kernel")] = [3.0, 4.0]
+    timeline.energy_error_j = timeline.energy_j * 0.1
+    rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(recording))
     gemm = next(r for r in rows if r["name"] == GEMM)
     assert (gemm["energy_j"], gemm["energy_error_j"]) == ("7", "0.7")
 
@@ -426,7 +417,7 @@ def test_a_summary_of_many_chunks(tmp_path):
     b.extend({"kind": np.zeros(n), "name": name, "start_ns": start, "end_ns": start + lasts, "device": np.zeros(n)}, n)
     with RunWriter(tmp_path / "a.tessera") as writer:
         writer.add_timeline(b.build())
-    rows = read_csv(Summary(tmp_path / "s.csv").write(RunFile(tmp_path / "a.tessera"), None))
+    rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(with_table(RunFile(tmp_path / "a.tessera"), None)))
     assert len(rows) == 20
     for r in rows:
         mine = lasts[name == int(r["name"][1:])]
@@ -499,7 +490,7 @@ def attributes(thing) -> dict[str, object]:
 def test_otlp_sends_metrics_and_spans_of_their_time(run):
     pytest.importorskip("opentelemetry.sdk")
     with Collector() as collector:
-        said = Otlp(collector.url, headers={"x-key": "secret"}, period_s=0.5).write(run, make_table())
+        said = Otlp(collector.url, headers={"x-key": "secret"}, period_s=0.5).write(with_table(run, make_table()))
         found, sent = collector.metrics(), collector.spans()
     assert collector.url in said
     assert "3 spans" in said
@@ -580,7 +571,7 @@ def test_otlp_without_power_or_table(tmp_path):
         for i in range(30):
             writer.add_row("region", "short", T0 + 2, T0 + 3, thread=100 + i)
     with Collector() as collector:
-        said = Otlp(collector.url + "/v1/metrics", max_spans=4).write(RunFile(path), None)
+        said = Otlp(collector.url + "/v1/metrics", max_spans=4).write(with_table(RunFile(path), None))
         sent = {s.name: s for s in collector.spans()}
     assert "30 shorter regions were left out" in said
     assert set(sent) == {"a", "outer", "inner", "elsewhere", "after"}
@@ -596,7 +587,7 @@ def test_otlp_cuts_what_is_too_much_for_one_request(tmp_path):
         for i in range(4_500):
             writer.add_row("counter", "loss", T0 + i, T0 + i, value=float(i))
     with Collector() as collector:
-        Otlp(collector.url).write(RunFile(path), None)
+        Otlp(collector.url).write(with_table(RunFile(path), None))
         parts = collector.metrics()["tessera.counter.loss"]
     assert [len(m.gauge.data_points) for m in parts] == [2_000, 2_000, 500]
     assert [p.as_double for m in parts for p in m.gauge.data_points] == list(range(4_500))
@@ -608,20 +599,20 @@ def test_otlp_says_why_it_failed_and_does_not_hang(run, capfd):
         held.bind(("127.0.0.1", 0))  # bound, nobody listens
         start = time.monotonic()
         with pytest.raises(TesseraError, match="nobody answers") as caught:
-            Otlp(f"http://127.0.0.1:{held.getsockname()[1]}").write(run, None)
+            Otlp(f"http://127.0.0.1:{held.getsockname()[1]}").write(with_table(run, None))
         assert time.monotonic() - start < 5
         assert "refused" in str(caught.value.why)
         assert caught.value.fix
     with Collector(status=400) as collector, pytest.raises(TesseraError, match="did not take") as caught:
-        Otlp(collector.url).write(run, None)
+        Otlp(collector.url).write(with_table(run, None))
     assert "400" in str(caught.value.why)
     start = time.monotonic()
     with Collector(delay_s=1.5) as collector, pytest.raises(TesseraError, match="did not take"):
-        Otlp(collector.url, timeout_s=0.4).write(run, None)
+        Otlp(collector.url, timeout_s=0.4).write(with_table(run, None))
     assert time.monotonic() - start < 10
     for bad in ("localhost:4318", "ftp://x", "", "http://"):
         with pytest.raises(ArgumentError, match="no OTLP endpoint"):
-            Otlp(bad).write(run, None)
+            Otlp(bad).write(with_table(run, None))
     assert capfd.readouterr().err == ""
 
 
@@ -634,7 +625,7 @@ def test_parquet_has_nulls_for_what_nobody_knows(tmp_path):
     timeline = make_timeline()
     timeline.extra = {4: {"sm_occupancy": 61.5, "throttle_reason": "power"}}
     with make_run(tmp_path / "a.tessera", timeline) as made:
-        table = pq.read_table(Parquet(tmp_path / "a.parquet").write(made, make_table()))
+        table = pq.read_table(Parquet(tmp_path / "a.parquet").write(with_table(made, make_table())))
         rows = made.rows
     assert table.num_rows == rows
     assert table.schema.field("start_ns").type == pa.int64()
@@ -660,7 +651,10 @@ def test_parquet_has_nulls_for_what_nobody_knows(tmp_path):
 def test_parquet_of_an_empty_run(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     RunWriter(tmp_path / "e.tessera").close()
-    assert pq.read_table(Parquet(tmp_path / "e.parquet").write(RunFile(tmp_path / "e.tessera"), None)).num_rows == 0
+    assert (
+        pq.read_table(Parquet(tmp_path / "e.parquet").write(with_table(RunFile(tmp_path / "e.tessera"), None))).num_rows
+        == 0
+    )
 
 
 def test_tensorboard_has_scalars_and_the_trace(run, tmp_path):
@@ -673,7 +667,7 @@ read = EventAccumulator({str(tmp_path / "tb")!r}, size_guidance={{"scalars": 0}}
 read.Reload()
 print(json.dumps({{t: [(s.step, s.wall_time, s.value) for s in read.Scalars(t)] for t in read.Tags()["scalars"]}}))
 """
-    said = TensorBoard(tmp_path / "tb").write(run, make_table())
+    said = TensorBoard(tmp_path / "tb").write(with_table(run, make_table()))
     assert "scalars" in said
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     scalars = json.loads(done.stdout)
@@ -693,23 +687,23 @@ def test_what_is_not_installed_is_said(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     with pytest.raises(MissingExtra, match="pyarrow") as caught:
-        Parquet(tmp_path / "a.parquet").write(run, None)
+        Parquet(tmp_path / "a.parquet").write(with_table(run, None))
     assert "[parquet]" in str(caught.value.fix)
     with pytest.raises(MissingExtra, match="opentelemetry") as caught:
-        Otlp("http://127.0.0.1:1").write(run, None)
+        Otlp("http://127.0.0.1:1").write(with_table(run, None))
     assert "[otel]" in str(caught.value.fix)
     import importlib.util
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else real(name, *a))
-    said = TensorBoard(tmp_path / "tb").write(run, None)
+    said = TensorBoard(tmp_path / "tb").write(with_table(run, None))
     assert "no scalars" in said
     assert len(list((tmp_path / "tb").glob("*.pt.trace.json.gz"))) == 1
     assert not list((tmp_path / "tb").glob("events.*"))
 
 
 def test_exporters_are_values_and_load_nothing():
-    exporters: list[Exporter] = [Chrome("a"), Summary("a"), Parquet("a"), Otlp("http://a"), TensorBoard("a")]
+    exporters: list[Exporter] = [Chrome("a"), SummaryCsv("a"), Parquet("a"), Otlp("http://a"), TensorBoard("a")]
     assert exporters[0] == Chrome("a")
     code = "import sys; import tessera.profile.export as e; assert not {'numpy', 'torch', 'pyarrow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code.replace("tessera.profile.export as e", "tessera")], check=True)

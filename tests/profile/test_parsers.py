@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, RecordingError, TesseraError
 from tessera.profile.attach import ipc
-from tessera.profile.recorded import timeline_of
 from tessera.profile.runfile import RunFile, RunWriter
 
 from places import REPOSITORY
@@ -91,7 +90,7 @@ def test_a_run_cut_anywhere_is_refused_or_read_in_part(whole, tmp_path):
     for size in [*range(0, 400, 40), *range(512, len(whole), 2048), len(whole)]:
         try:
             with opened(whole[:size], tmp_path) as run:
-                timeline_of(run)
+                run.timeline()
             ends.add("read")
         except RecordingError as error:
             assert error.why, size

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from tessera.cli.merge import command
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
-from tessera.profile.ranks import Offset, Reading, align, exchange, merge, settle
+from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
 from tessera.profile.ranks.clocks import read
 from tessera.profile.ranks.match import END_BIAS_NS, fit, line_up, lines
-from tessera.profile.ranks.merge import STRIDE, only
+from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline
@@ -59,8 +59,8 @@ def test_a_step_of_the_clock_during_the_exchange_widens_the_error() -> None:
     assert found.error_ns >= 1 * MS
 
 
-def reading(offset_ns: float, at_ns: int, error_ns: float = 2000.0) -> Reading:
-    return Reading(rank=3, offset_ns=offset_ns, error_ns=error_ns, at_ns=at_ns)
+def reading(offset_ns: float, at_ns: int, error_ns: float = 2000.0) -> ClockReading:
+    return ClockReading(rank=3, offset_ns=offset_ns, error_ns=error_ns, at_ns=at_ns)
 
 
 def test_two_exchanges_give_offset_and_drift() -> None:
@@ -73,7 +73,7 @@ def test_two_exchanges_give_offset_and_drift() -> None:
     assert steady.drift_ppm == 0.0 and steady.error_ns == pytest.approx(2750.0) and not steady.notes
     alone = settle(reading(2.5e6, T0))
     assert "2.5 ms behind" in alone.notes[0]
-    assert Offset.from_json(json.loads(json.dumps(offset.to_json())) | {"later": 1}) == offset
+    assert Offset.from_dict(json.loads(json.dumps(offset.to_dict())) | {"later": 1}) == offset
 
 
 def test_without_other_ranks_an_exchange_says_what_to_do() -> None:
@@ -109,7 +109,7 @@ def _worker(rank: int, size: int, port: int, folder: str) -> None:
     with RunWriter(Path(folder) / f"run-rank{rank}.tessera") as run:
         run.add_timeline(builder.build())
         run.set("rank", rank)
-        run.set("clock", settle(start, end).to_json())
+        run.set("clock", settle(start, end).to_dict())
         run.set("shared", [shared.offset_ns, shared.error_ns])
     dist.destroy_process_group()
 
@@ -121,14 +121,14 @@ def test_two_processes_find_each_others_clocks(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(_worker, args=(2, port, str(tmp_path)), nprocs=2, join=True)
-    clock = Offset.from_json(RunFile(tmp_path / "run-rank1.tessera").get("clock"))
+    clock = Offset.from_dict(RunFile(tmp_path / "run-rank1.tessera").get("clock"))
     # The error is a bound, however busy this machine is.
     assert clock.source == "exchange" and clock.error_ns is not None
     assert abs(clock.offset_ns + 70 * MS) <= clock.error_ns < 20 * MS
     assert any("ahead of" in n for n in clock.notes)
     assert RunFile(tmp_path / "run-rank1.tessera").get("shared") == [0.0, 0.0]  # one host has one clock
     merged = merge(tmp_path)
-    assert [s.rank for s in merged.sources] == [0, 1]
+    assert [s.rank for s in merged.files] == [0, 1]
     assert merged.offsets[1].offset_ns == pytest.approx(-70 * MS, abs=20 * MS)
     assert merged.collectives["count"] == 20
     ends = [merged.timeline["end_ns"][list(m.rows)] for m in merged.meetings]
@@ -295,11 +295,11 @@ def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
     assert merged.collectives["stragglers"] == {2: {"times": 180, "wait_s": pytest.approx(0.18, rel=0.1)}}
     # A collective runs from -2 to 0 ms, its rank's gemm from -3 to -1, and bytes move from -1.5 on: 0.5 of 1.5 ms.
     assert t.extra[meeting.rows[0]]["collective_overlap_pct"] == pytest.approx(100 / 3, abs=3)
-    one = only(t, 1)
+    one = select_rank(t, 1)
     assert len(one) == n and one.rank == 1 and one["parent"][1] == 0
-    assert merged.rank(1).extra[1]["tc_util_pct"] == 40.0
+    assert select_rank(merged.timeline, 1).extra[1]["tc_util_pct"] == 40.0
     with pytest.raises(ArgumentError, match="no rank 7"):
-        only(t, 7)
+        select_rank(t, 7)
 
 
 def test_a_merged_run_is_a_run(tmp_path: Path) -> None:
@@ -382,15 +382,15 @@ def test_runs_one_after_the_other_are_no_ranks(tmp_path: Path) -> None:
         merge([later, first])
     assert f"tessera diff {first} {later}" in str(caught.value.fix) and "2 ms" in str(caught.value.why)
     beside = _span(tmp_path / "cnn-3.tessera", T0 + 4 * MS, T0 + 9 * MS)
-    assert len(merge([first, beside]).sources) == 2, "side by side they may be"
+    assert len(merge([first, beside]).files) == 2, "side by side they may be"
     named = _span(tmp_path / "cnn.rank1.tessera", T0 + 7 * MS, T0 + 9 * MS)
-    assert len(merge([first, named]).sources) == 2, "a clock may be off by more than the run"
+    assert len(merge([first, named]).files) == 2, "a clock may be off by more than the run"
 
 
 def test_the_surer_clock_is_taken_and_a_contradiction_said(tmp_path: Path) -> None:
     def run(name: str, rank: int, offset_ns: float, error_ns: float, group: str) -> Path:
         t = rank_timeline(rank, offset_ns=rank * 3 * MS, group=group)
-        clock = Offset(rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=T0, source="exchange").to_json()
+        clock = Offset(rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=T0, source="exchange").to_dict()
         return write_run(tmp_path / name, t, rank=rank, clock=clock)
 
     zero = run("0.tessera", 0, 0.0, 0.0, "g")

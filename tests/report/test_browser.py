@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recordings import with_table
 from tessera.report.run_html import page
 
 from browser import SHOTS, Browser, chromium
@@ -38,7 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     made = make(steps=12, data_ms=16.0, evil=True)
     with made.write(folder / "train.tessera", work={"token": 12 * 8192}) as run:
-        (folder / "train.html").write_text(page(run, made.table, timeline=made.timeline, results=results(made)))
+        (folder / "train.html").write_text(page(with_table(run, made.table), results=results(made)))
     return folder / "train.html"
 
 
@@ -108,7 +109,7 @@ def test_where_nobody_sampled_there_is_no_curve(browser: Browser, tmp_path: Path
     watts[len(watts) // 2 : len(watts) * 3 // 4] = np.nan
     late = dataclasses.replace(made, watts=watts)
     with late.write(tmp_path / "late.tessera") as run:
-        (tmp_path / "late.html").write_text(page(run, made.table, timeline=made.timeline))
+        (tmp_path / "late.html").write_text(page(with_table(run, made.table)))
     browser.open(tmp_path / "late.html", PLOTTED)
     browser.js("document.querySelector('#zoom-all').click()")
     pixels(browser)
@@ -143,7 +144,7 @@ document.querySelector('#zoom-all').click();
 def test_labels_of_steps_do_not_touch(browser: Browser, tmp_path: Path, steps: int) -> None:
     made = make(steps=steps, layers=2)
     with made.write(tmp_path / "many.tessera") as run:
-        (tmp_path / "many.html").write_text(page(run, made.table, timeline=made.timeline))
+        (tmp_path / "many.html").write_text(page(with_table(run, made.table)))
     browser.open(tmp_path / "many.html", PLOTTED)
     browser.js(LABELS)
     pixels(browser)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recordings import with_table
 from report.test_run_report import checked
 from tessera import analyze
 from tessera.analyze.compare import side_of
@@ -388,13 +389,13 @@ def test_run_files_are_read(files: tuple[Path, Path]) -> None:
 
 
 def test_what_our_commands_print_is_read(files: tuple[Path, Path], tmp_path: Path) -> None:
+
     from tessera.analyze.answer import answer
     from tessera.profile.runfile import RunFile
-    from tessera.profile.untraced import table_of
 
     with RunFile(files[0]) as run:
-        spent = table_of(run, run.timeline())
-        told = {"run": "a", "crashed": False, **spent.to_json(), "answer": answer(run, spent).to_json()}
+        spent = run.recording().energy()
+        told = {"run": "a", "crashed": False, **spent.to_json(), "answer": answer(with_table(run, spent)).to_json()}
     found = analyze.diff(saved(tmp_path / "report.json", told), files[0])
     assert found.total.change_j == pytest.approx(0.0, abs=1e-6) and "python train.py" in found.before
     assert not any(r.significant for r in found.rows) and len(found.rows) > 5

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tessera.profile.untraced import table_of
 
 from report.test_diff import measured, predicted, table
 from tessera import analyze
@@ -16,7 +17,6 @@ from tessera.analyze.mean_step import counted, dear, mean_of, mean_step
 from tessera.analyze.prediction_errors import watts_error
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.profile.runfile import RunFile
-from tessera.profile.untraced import table_of
 from tessera.report.console import Console
 from tessera.report.diff import headline, text
 from tessera.report.diff_html import card, page

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console, RenderableType
+from tessera.profile.untraced import table_of
 
 from tessera.analyze import kernel_names
 from tessera.analyze.advise import find_advice
@@ -29,7 +30,6 @@ from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.untraced import table_of
 from tessera.report import energy as shown
 from tessera.report.html import prose
 from tessera.report.run import text

@@ -232,10 +232,11 @@ def test_quantities_with_a_prefix(value: float | None, unit: str, said: str) -> 
 
 
 def test_stalls_of_a_recorded_replay(tmp_path: Path) -> None:
+    from tessera.profile.untraced import table_of
+
     from tessera.profile.counters import ncu
     from tessera.profile.counters.merge import merge
     from tessera.profile.runfile import RunWriter
-    from tessera.profile.untraced import table_of
     from tessera.timeline import Launch
 
     data = TESTS / "data" / "counters"
@@ -255,8 +256,9 @@ def test_stalls_of_a_recorded_replay(tmp_path: Path) -> None:
 
 
 def test_collectives_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
-    from tessera.profile.ranks import merge
     from tessera.profile.untraced import table_of
+
+    from tessera.profile.ranks import merge
 
     with merge([TESTS / "data" / "ranks"]).write(tmp_path / "m.tessera") as run:
         timeline = run.timeline()

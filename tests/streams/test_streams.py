@@ -32,7 +32,6 @@ from tessera.profile import stream_ids
 from tessera.profile.export import Chrome
 from tessera.profile.ranks.merge import merge
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.untraced import table_of
 from tessera.schema import Domain
 from tessera.timeline import Builder, kineto, stream_names
 
@@ -585,7 +584,7 @@ def test_names_reach_chrome_and_come_back_from_it(tmp_path):
 def test_names_reach_the_lanes_of_the_page(tmp_path):
     with named_run(tmp_path / "r.tessera", {"0/13": "h2d", "0/17": "compute"}) as run:
         timeline = run.timeline()
-        view = overview(timeline, None, {}, table_of(run, timeline))
+        view = overview(timeline, None, {}, run.recording().energy())
     assert [lane.label for lane in view.lanes if lane.kind == "device"] == [
         "stream 7", "h2d (stream 13)", "compute (stream 17)"
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from recordings import with_table
 from tessera.profile.export import TensorBoard
 from tessera.profile.runfile import RunFile
 from tessera.tensorboard.runs import LOOK_S, Runs, roots_of
@@ -41,7 +42,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i, data_ms in enumerate((16.0, 2.0, 9.0)):
         made = make(steps=6, data_ms=data_ms, evil=i == 1, seed=i + 1)
         with made.write(top / f"run{i}.tessera", work={"token": 6 * 8192}) as run:
-            TensorBoard(root / f"exp{i}").write(run, made.table)
+            TensorBoard(root / f"exp{i}").write(with_table(run, made.table))
             os.utime(next((root / f"exp{i}" / "plugins" / "tessera").iterdir()), (1000 + i, 1000 + i))
     (root / "broken.tessera").write_bytes(b"SQLite format 3\0 but no more")
     os.utime(root / "broken.tessera", (1, 1))
@@ -244,9 +245,9 @@ def test_where_runs_are_looked_for(tmp_path: Path) -> None:
 def test_a_run_below_the_logdir_is_not_copied(tmp_path: Path) -> None:
     made = make(steps=1)
     with made.write(tmp_path / "a.tessera") as run:
-        TensorBoard(tmp_path).write(run, made.table)
+        TensorBoard(tmp_path).write(with_table(run, made.table))
         assert list(Runs({"": tmp_path}).found()) == ["a"]
-        TensorBoard(tmp_path / "other").write(run, made.table)
+        TensorBoard(tmp_path / "other").write(with_table(run, made.table))
     (copy,) = (tmp_path / "other").rglob("*.tessera")
     with RunFile(copy) as copied:
         assert not copied.crashed

@@ -17,7 +17,9 @@ from ..advice import Advice
 from ..attribute.prior import Board, board_of, prior
 from ..attribute.table import EnergyRow, EnergyTable
 from ..device import Device
+from ..profile.load import Progress, open_recording
 from ..record import NEEDS_SHAPES
+from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_host, rules_kernels
 from .devices import busy_spans, explain_no_device, explain_no_power
@@ -25,9 +27,8 @@ from .evidence import RunEvidence, group_telemetry
 from .host_gaps import host_gaps
 from .result import Result, columns
 from .roofline import find_device
-from .source import Progress, Source, open_source
+from .slowdown import slowdown_of
 from .stalls import COMMAND
-from .whole import window_of
 
 NOTHING = "nothing stands out: no change known to us would save a share worth the work"
 COVERED = 0.5
@@ -92,23 +93,23 @@ def advise(
     `on` (or `arch`) is the chip, where the recording does not name it. Without power the joules are those of the chip's
     power model (`facts["basis"]` is "modelled"); without a known chip too, only seconds are given.
     """
-    source = open_source(trace, power=power, progress=progress)
-    timeline, table = source.timeline, source.energy()
-    notes, missing = list(source.notes), _missing(source)
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline, table = recording.timeline, recording.find_energy()
+    notes, missing = list(recording.notes), _missing(recording)
     has_joules = table is not None and table.total_j > 0
     if table is None or not has_joules:
         table, has_joules = _model_table(timeline, on or arch)
-        missing["energy"] = explain_no_power(source)
+        missing["energy"] = explain_no_power(recording)
         basis = "joules are modelled: no power was recorded" if has_joules else "no joules: no power, and no known chip"
         notes.append(basis)
-    tracing = source.tracing()
+    tracing = slowdown_of(recording, table if has_joules else None)
     advice = find_advice(
         RunEvidence(
             table=table,
-            telemetry=group_telemetry(source.telemetry),
-            gaps=host_gaps(timeline, table, *_window(source)) if table.kernels else [],
+            telemetry=group_telemetry(recording.telemetry),
+            gaps=host_gaps(timeline, table, *_window(recording)) if table.kernels else [],
             timeline=timeline,
-            power=source.power,
+            power=recording.power,
             on=on or arch,
             tracing=tracing,
         )
@@ -152,28 +153,26 @@ def _sum_savings(advice: Sequence[Advice], table: EnergyTable) -> float:
     return table.total_j * (1.0 - math.prod(1.0 - min(1.0, a.saves_j / table.total_j) for a in advice))
 
 
-def _missing(source: Source) -> dict[str, str]:
-    timeline, missing = source.timeline, {}
+def _missing(recording: Recording) -> dict[str, str]:
+    timeline, missing = recording.timeline, {}
     if not len(timeline.device_rows):
-        return {"kernels": explain_no_device(source)}  # nor have counters, shapes and throttling anything to say
+        return {"kernels": explain_no_device(recording)}  # nor have counters, shapes and throttling anything to say
     if not timeline.extra:
         missing["counters"] = f"occupancy, divergence and memory stalls are hardware counters: {COMMAND}"
     if not np.any(timeline["shapes"] != NONE):
         missing["shapes"] = f"savings of products and fusions are rough without shapes: {NEEDS_SHAPES}"
-    if not any(t.throttle is not None for t in source.telemetry):
+    if not any(t.throttle is not None for t in recording.telemetry):
         here = "the GPU did not report in this run whether it throttled: `tessera doctor` shows what it can report"
-        missing["throttling"] = here if source.run is not None else "not in a trace: record with `tessera run`"
+        missing["throttling"] = here if recording.facts.kind == "run" else "not in a trace: record with `tessera run`"
     return missing
 
 
-def _window(source: Source) -> tuple[int, int]:
+def _window(recording: Recording) -> tuple[int, int]:
     """What was accounted for, as attribution has it: the idle joules of the table lie in it."""
-    if source.run is not None:
-        return window_of(source.run)
-    if source.power is None:
-        return _span(source.timeline)
-    start_ns = max(source.timeline.start_ns, source.power.start_ns)
-    return start_ns, min(source.timeline.end_ns, source.power.end_ns)
+    if recording.power is None and recording.facts.kind == "trace":
+        return _span(recording.timeline)
+    windows = recording.accounted_windows
+    return windows[0][0], windows[-1][1]
 
 
 def _span(timeline: Timeline) -> tuple[int, int]:

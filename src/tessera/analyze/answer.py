@@ -16,9 +16,9 @@ import numpy as np
 
 from ..advice import Advice
 from ..attribute.table import EnergyRow, EnergyTable
-from ..profile.runfile import RunFile
+from ..notes import order_notes
+from ..recording import Facts, Recording
 from ..schema import Basis
-from ..timeline.columns import Timeline
 from ..trace import PowerTrace
 from .advise import find_advice
 from .energy_by_time import Shared, Spent, from_stacks, from_summary, weighed
@@ -27,10 +27,7 @@ from .host_gaps import HostGap, host_gaps
 from .kernel_names import CATEGORIES, category
 from .mean_step import counted, mean_step
 from .slowdown import FIRST, Slowdown, slowdown_of
-from .whole import Outside, Whole, is_partial, outside, whole_of, windows_of
-from .whole import window_of as window_of
-
-TIME_LIMIT = "the time limit for tracing was reached"
+from .whole import Outside, Whole, is_partial, outside, whole_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +137,7 @@ class Answer:
         rows = ("ops", "kernels", "regions", "modules")
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
         spent = {"ops": self.ops, "kernels": self.kernels} if self.shared_by else {}
+        kept["notes"] = [str(note) for note in self.notes]
         return {**kept, "advice": self.advice, **spent}
 
 
@@ -159,27 +157,26 @@ def _busy_and_idle(table: EnergyTable, boards: int, known: bool) -> dict[str, An
     return dict(zip(_BUSY_AND_IDLE, figures, strict=True))
 
 
-def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -> Answer:
-    """Everything the screen and the page say. `timeline` saves reading it again where the caller has it."""
-    lines = run.timeline() if timeline is None else timeline
-    power = run.power()
-    telemetry = group_telemetry(run.telemetry())
+def answer(recording: Recording) -> Answer:
+    """Everything the screen and the page say."""
+    table, lines, power, facts = recording.energy(), recording.timeline, recording.power, recording.facts
+    telemetry = group_telemetry(recording.telemetry)
     known = bool(table.kernels or table.ops)
-    windows = windows_of(run)
-    gaps = host_gaps(lines, table, *window_of(run), windows=windows) if table.kernels else []
-    shared = None if known else _shared(run, table, power)
+    windows = recording.accounted_windows
+    gaps = host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
+    shared = None if known else _shared(recording, table)
     spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
     seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
     error_j = table.total_error_j
-    partial = is_partial(run, table)
-    tracing = slowdown_of(run, table, lines, power)
-    whole = whole_of(run, table, lines, power, partial, shared)
-    noted = [*([shared.note] if shared and shared.note else []), *_notes(run, table, lines)]
+    partial = is_partial(recording, table)
+    tracing = slowdown_of(recording, table)
+    whole = whole_of(recording, table, partial, shared)
+    noted = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
     return Answer(
-        name=name_of(run),
-        device=_device(run, power, lines),
-        mode=str(run.get("mode") or ("timeline" if known or len(lines.rows("op")) else "sampling")),
+        name=name_of(recording),
+        device=_device(recording),
+        mode=str(facts.mode or ("timeline" if known or len(lines.rows("op")) else "sampling")),
         basis=table.basis,
         source=table.source,
         coverage=table.coverage,
@@ -193,11 +190,11 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
         whole=whole,
         partial=partial,
         traced_steps=len(table.steps) if whole.steps is not None and not shared else None,
-        limited=any(TIME_LIMIT in note for note in noted),
-        outside=outside(run, lines, power, table.total_j, whole) if partial else (),
+        limited=facts.time_limit_reached,
+        outside=outside(recording, table.total_j, whole) if partial else (),
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
-        per_work=_per_work(run, table, whole, shared, tracing),
+        per_work=_per_work(facts.work, table, whole, shared, tracing),
         ops=_dearest(spent.ops),
         kernels=_dearest(spent.kernels),
         regions=_dearest([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
@@ -210,56 +207,58 @@ def answer(run: RunFile, table: EnergyTable, timeline: Timeline | None = None) -
                 telemetry=telemetry,
                 gaps=gaps,
                 timeline=lines,
-                power=power if power.columns else None,
+                power=power,
                 tracing=tracing,
             )
         ),
         gaps=gaps,
         tracing=tracing,
-        cut=_cut(run),
-        returncode=run.get("returncode"),
+        cut=_cut(facts),
+        returncode=facts.returncode,
         notes=noted,
     )
 
 
-def _peak_w(power: PowerTrace, table: EnergyTable, whole: Whole) -> float | None:
+def _peak_w(power: PowerTrace | None, table: EnergyTable, whole: Whole) -> float | None:
     """The highest sample. Of a model there is none: its curve knows means only."""
-    peak_w = power.peak_w
+    peak_w = power.peak_w if power is not None else None
     if table.basis != "measured" or peak_w is None:
         return None
     return max(peak_w, whole.power_w or 0.0)
 
 
-def name_of(run: RunFile) -> str:
+def name_of(recording: Recording) -> str:
     """The command as it was typed, else the file's name."""
-    command = run.get("command") or run.get("argv")
+    facts = recording.facts
+    command = facts.command
     if isinstance(command, str) and command:
         return command
     if isinstance(command, Sequence) and command:
         return shlex.join(str(part) for part in command)
-    return str(run.get("name") or run.path.stem)
+    return str(facts.meta.get("name") or (facts.path.stem if facts.path is not None else facts.name))
 
 
-def _device(run: RunFile, power: PowerTrace, timeline: Timeline) -> str:
-    said = run.get("device")
-    if isinstance(said, str) and said:
-        return said
-    labels = [d.label for d in power.domains if d.counted and d.label]
-    found = labels or [str(d.get("name", "")) for d in timeline.meta.get("deviceProperties", ()) if isinstance(d, dict)]
+def _device(recording: Recording) -> str:
+    if recording.facts.device:
+        return recording.facts.device
+    domains = recording.power.domains if recording.power is not None else ()
+    labels = [d.label for d in domains if d.counted and d.label]
+    properties = recording.timeline.meta.get("deviceProperties", ())
+    found = labels or [str(d.get("name", "")) for d in properties if isinstance(d, dict)]
     counts = {label: found.count(label) for label in dict.fromkeys(found) if label}
     return ", ".join(label if n == 1 else f"{n} x {label}" for label, n in counts.items())
 
 
-def _cut(run: RunFile) -> str | None:
-    return next(iter(run.notes), "the file was never closed") if run.crashed else None
+def _cut(facts: Facts) -> str | None:
+    return next(iter(facts.notes), "the file was never closed") if facts.crashed else None
 
 
-def _notes(run: RunFile, table: EnergyTable, timeline: Timeline) -> list[str]:
-    """What a reader should know, each once; what was merely left out of a trace comes last."""
-    notes = [*table.notes, *run.notes, *timeline.notes, *(run.get("notes") or ())]
+def _notes(recording: Recording, table: EnergyTable) -> list[str]:
+    """What a reader should know, each once; what is missing from a trace comes last."""
+    notes = [*table.notes, *recording.notes]
     if table.coverage < 0.98 and table.total_j >= 0:
         notes.insert(0, f"the sensors saw only {table.coverage:.0%} of the run: see `tessera doctor`")
-    return sorted(dict.fromkeys(notes), key=lambda note: "left out" in note)
+    return order_notes(notes)
 
 
 def _dearest(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
@@ -280,16 +279,16 @@ def _parts(table: EnergyTable) -> list[Part]:
 
 
 def _per_work(
-    run: RunFile, table: EnergyTable, all_of_it: Whole, shared: Shared | None, tracing: Slowdown | None
+    work: Any, table: EnergyTable, all_of_it: Whole, shared: Shared | None, tracing: Slowdown | None
 ) -> list[PerWork]:
     """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
-    if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in _amounts(run.get("work")):
+    if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in _amounts(work):
         of_steps = PerWork(
             unit="step", amount=float(shared.whole_steps), energy_j=shared.steps_j / shared.whole_steps,
             error_j=math.nan, rate_per_s=shared.whole_steps / shared.steps_s,
         )  # fmt: skip
-        return [of_steps, *_per_work(run, table, all_of_it, None, tracing)]
-    amounts = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
+        return [of_steps, *_per_work(work, table, all_of_it, None, tracing)]
+    amounts = {unit.removesuffix("s"): n for unit, n in _amounts(work).items()}
     known = any(not math.isnan(s.energy_j) for s in table.steps)
     counted = known and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
     whole = [
@@ -355,28 +354,24 @@ def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
     )  # fmt: skip
 
 
-def _shared(run: RunFile, table: EnergyTable, power: PowerTrace) -> Shared | None:
+def _shared(recording: Recording, table: EnergyTable) -> Shared | None:
     """Joules shared out by time, where no kernel was seen: the best there is, and said to be no more."""
-    spent_j = table.total_j
-    if not spent_j > 0:
+    spent_j, power = table.total_j, recording.power
+    if not spent_j > 0 or power is None:
         return None
-    start_ns, end_ns = _traced_ns(run)
+    windows = recording.facts.windows or [recording.span_ns]
+    start_ns, end_ns = windows[0][0], windows[-1][1]
     traced = power.energy(start_ns=start_ns, end_ns=end_ns)
     known = traced.coverage > 0 and traced.joules > 0
     spent = Spent(
         total_j=spent_j, seconds=table.seconds, traced_j=traced.joules / traced.coverage if known else 0.0,
         traced_s=traced.seconds if known else 0.0,
     )  # fmt: skip
-    return from_summary(run.get("summary"), spent) or from_stacks(stacks_of(run, power, spent_j), spent_j)
+    return from_summary(recording.facts.summary, spent) or from_stacks(stacks_of(recording, spent_j), spent_j)
 
 
-def _traced_ns(run: RunFile) -> tuple[int, int]:
-    """From the begin of the first traced window to the end of the last; the whole run where there is none."""
-    windows = run.get("windows") or [run.span_ns]
-    return int(windows[0][0]), int(windows[-1][1])
-
-
-def stacks_of(run: RunFile, power: PowerTrace, total_j: float) -> list[tuple[str, int, float]]:
+def stacks_of(recording: Recording, total_j: float) -> list[tuple[str, int, float]]:
     """The sampled stacks of the main thread with their joules; [] where none were recorded."""
-    pid = str(run.about.get("pid", ""))
-    return weighed(run.stacks(), power, total_j, int(pid) if pid.isdigit() else 0)
+    if recording.power is None:
+        return []
+    return weighed(recording.stacks, recording.power, total_j, recording.facts.pid)

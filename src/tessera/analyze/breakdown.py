@@ -27,6 +27,8 @@ import numpy as np
 
 from ..attribute.table import EnergyTable
 from ..errors import ArgumentError
+from ..notes import kind_of
+from ..profile.load import Progress, open_recording
 from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
@@ -43,7 +45,7 @@ from .devices import (
     list_devices,
 )
 from .result import Result, columns
-from .source import Progress, open_source
+from .slowdown import slowdown_of
 
 KERNEL_GAP_S = 10e-6
 """The longest gap between two kernels that were both queued: a launch takes 1-3 us, one with dependencies up to 10."""
@@ -74,8 +76,8 @@ def breakdown(
     """
     if by not in (None, "device", "step"):
         raise ArgumentError(f"a breakdown by {by!r} is unknown", fix="use 'device' or 'step'")
-    source = open_source(trace, power=power, progress=progress)
-    timeline, table = source.timeline, source.energy()
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline, table = recording.timeline, recording.find_energy()
     gap_ns = max(0, round(kernel_gap_s * 1e9))
     splits = [_split(timeline, device, gap_ns) for device in list_devices(timeline)]
     joules = _PartJoules(timeline, table, splits) if table is not None else None
@@ -88,11 +90,12 @@ def breakdown(
             rows.append({**split.device.ids, "step": None, **joules.outside(split)})
     if len(splits) > 1 and by != "step":
         rows += _sum_devices(rows)
-    notes, missing = list(source.notes), {}
+    notes = [note for note in recording.notes if splits or kind_of(note) != "no_accelerator"]
+    missing = {}
     if not splits:
-        missing["device"] = explain_no_device(source)
+        missing["device"] = explain_no_device(recording)
     else:
-        if (tracing := source.tracing()) is not None and tracing.text:
+        if (tracing := slowdown_of(recording, table)) is not None and tracing.text:
             notes.append(tracing.text)
         if unlaunched := sum(split.unlaunched for split in splits):
             notes.append(
@@ -101,7 +104,7 @@ def breakdown(
         if table is not None:
             notes.append("joules of idle parts are shared out by time; parts sum to the energy of the run")
         else:
-            missing["energy"] = explain_no_power(source)
+            missing["energy"] = explain_no_power(recording)
     if memsets := len(timeline.rows("memset")):
         notes.append(f"copies contain {memsets:,} memsets")
     shown = [("step", "step")] if by == "step" else []
@@ -109,7 +112,7 @@ def breakdown(
     shown += [("energy_j", "energy"), ("error_j", "±"), ("power_w", "power")] if table is not None else []
     return Result(
         kind="breakdown",
-        title=f"Where the time of {source.name} went",
+        title=f"Where the time of {recording.facts.name} went",
         columns=[*WHERE, *columns(*shown)],
         rows=rows,
         facts=_facts(splits, table if splits else None),
@@ -313,8 +316,8 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
 
     >>> analyze.overlap("ranks/").facts["communication_overlap_pct"]
     """
-    source = open_source(trace, power=power, progress=progress)
-    timeline, rows = source.timeline, []
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline, rows = recording.timeline, []
     totals = {"communication": [0, 0], "copies": [0, 0]}
     devices = list_devices(timeline)
     for device in devices:
@@ -334,7 +337,7 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
         facts |= {f"{group}_{key}": figures[key] for key in ("overlapped_s", "overlap_pct", "exposed_s")}
     missing = {}
     if not rows:
-        missing["overlap"] = "the trace has neither collectives nor copies" if devices else explain_no_device(source)
+        missing["overlap"] = "the trace has neither collectives nor copies" if devices else explain_no_device(recording)
     shown = columns(
         ("what", "what"),
         ("calls", "calls"),
@@ -345,11 +348,11 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
     )
     return Result(
         kind="overlap",
-        title=f"What hides behind kernels in {source.name}",
+        title=f"What hides behind kernels in {recording.facts.name}",
         columns=[*WHERE, *shown],
         rows=rows,
         facts=facts,
-        notes=source.notes,
+        notes=recording.notes,
         missing=missing,
     )
 

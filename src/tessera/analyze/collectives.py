@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
+from ..profile.load import Progress, open_recording
 from ..profile.ranks.clocks import Offset
-from ..profile.ranks.meet import Meeting, meetings, overlap_pct, summary
+from ..profile.ranks.meet import Meeting, meetings
+from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.shapes import parse
 from ..timeline.transfers import collective_type
 from .devices import explain_no_device, list_devices, split_ranks
 from .result import Result, columns
-from .source import Progress, Source, open_source
 
 MIN_BYTES = 64 << 20
 ON_HOST = ("gloo:", "mpi:", "ucc:")
@@ -74,14 +75,14 @@ def collectives(
     """
     if min_bytes < 0:
         raise ArgumentError(f"min_bytes={min_bytes} is negative", fix="min_bytes=0 for all of them")
-    source = open_source(trace, power=power, progress=progress)
-    timeline = source.timeline
-    met = find_meetings(source)
-    overlaps = overlap_pct(timeline, met)
-    rows = _device_rows(timeline, met, overlaps, _hosts(source)) or _host_rows(timeline)
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline = recording.timeline
+    met = find_meetings(recording)
+    overlaps = measure_overlap(timeline, met)
+    rows = _device_rows(timeline, met, overlaps, _hosts(recording)) or _host_rows(timeline)
     listed = [r for r in rows if not min_bytes or (r["bytes"] is not None and r["bytes"] >= min_bytes)]
     unsized = sum(r["bytes"] is None for r in rows)
-    notes, missing = list(source.notes), {}
+    notes, missing = list(recording.notes), {}
     if smaller := len(rows) - len(listed) - (unsized if min_bytes else 0):
         notes.append(f"{smaller} collectives of fewer than {min_bytes} bytes are not listed: the sums contain them")
     if unsized:
@@ -90,17 +91,17 @@ def collectives(
         notes.append("these ran on the host: a row is what one thread of the backend took, waiting included")
     if not rows:
         has_devices = bool(list_devices(timeline))
-        missing["collectives"] = "the trace has no collectives" if has_devices else explain_no_device(source)
+        missing["collectives"] = "the trace has no collectives" if has_devices else explain_no_device(recording)
     elif all(r["path"] is None for r in rows):
         missing["path"] = NEEDS_HOSTS
     if rows and not met:
         missing["skew_s"] = "skew and stragglers need the traces of two or more ranks: give their folder"
     facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows)}
     if met:
-        facts["across_ranks"] = summary(met, overlaps)
+        facts["across_ranks"] = summarize(met, overlaps)
     return Result(
         kind="collectives",
-        title=f"Collectives of {source.name}",
+        title=f"Collectives of {recording.facts.name}",
         columns=[c for c in _COLUMNS if met or c.key not in _OF_SEVERAL_RANKS],
         rows=listed,
         facts=facts,
@@ -109,12 +110,12 @@ def collectives(
     )
 
 
-def find_meetings(source: Source) -> list[Meeting]:
+def find_meetings(recording: Recording) -> list[Meeting]:
     """The collectives that two or more ranks recorded; `rows` are those of the source's timeline."""
-    timelines = split_ranks(source)
+    timelines = split_ranks(recording)
     if len(timelines) < 2:
         return []
-    ranks = {m.get("rank"): m for m in source.timeline.meta.get("ranks") or () if isinstance(m, Mapping)}
+    ranks = {m.get("rank"): m for m in recording.timeline.meta.get("ranks") or () if isinstance(m, Mapping)}
     # The times are on one clock already: of the offsets only how sure they are matters.
     offsets = [
         Offset(rank=int(t.rank or 0), error_ns=ranks.get(t.rank, {}).get("error_ns"), source="merged")
@@ -124,9 +125,9 @@ def find_meetings(source: Source) -> list[Meeting]:
     return meetings(timelines, offsets, [sum(counts[:i]) for i in range(len(counts))])
 
 
-def _hosts(source: Source) -> dict[int, str]:
+def _hosts(recording: Recording) -> dict[int, str]:
     """The host of each rank, where the recordings name it."""
-    ranks = source.timeline.meta.get("ranks") or ()
+    ranks = recording.timeline.meta.get("ranks") or ()
     return {int(m["rank"]): m["host"] for m in ranks if isinstance(m, Mapping) and m.get("host")}
 
 

@@ -17,24 +17,23 @@ import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..errors import ArgumentError, RecordingError
+from ..monitor.command import CommandRun
+from ..monitor.scope import EnergyScope
+from ..profile.load import open_recording
 from ..record import KINDS
+from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
-from ..trace import PowerTrace
 from . import prediction_errors
 from .side import Cell, Side
-from .source import Source, open_source
 from .step_rows import stepped, wall
-
-if TYPE_CHECKING:
-    from ..profile.runfile import RunFile
 
 _NAN = float("nan")
 _HEAD = 4096
@@ -42,8 +41,16 @@ _FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
 
 
 _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fields(kind)} | {
-    "answer", "crashed", "opportunities", "path", "report", "returncode", "rows", "run", "summary",
-}  # fmt: skip
+    "answer",
+    "crashed",
+    "opportunities",
+    "path",
+    "report",
+    "returncode",
+    "rows",
+    "run",
+    "summary",
+}
 
 
 def compare(before: EnergyReport, after: EnergyReport) -> EnergyDiff:
@@ -65,14 +72,15 @@ def side_of(given: Any, power: Any = None, name: str = "table") -> Side:
         return _of_json(given, name)
     if isinstance(given, (str, Path)) and _is_json(Path(given)):
         return _of_json(_read_json(Path(given)), Path(given).name)
-    report = getattr(given, "report", None)  # an EnergyScope, a measured command; a session says more by its trace
-    if report is not None and not hasattr(given, "records"):
-        return _of_report(report() if callable(report) else report)
+    if isinstance(given, EnergyScope):
+        return _of_report(given.report())
+    if isinstance(given, CommandRun):
+        return _of_report(given.report)
     if isinstance(power, (str, Path)):
         from ..profile.powerlog import read_power
 
         power = read_power(power)
-    return _of_source(open_source(given, power=power), power)
+    return _of_recording(open_recording(given, power=power))
 
 
 # -- reports --------------------------------------------------------------------------------------------------------
@@ -94,8 +102,13 @@ def _of_report(report: EnergyReport) -> Side:
         name=f"{report.name} on {of.device}" if of else report.name,
         basis="predicted" if of else report.basis,
         total=Cell(
-            total.joules, total.error_j, total.seconds, of.latency_error_s if of else _NAN, 1,
-            errors=prediction_errors.whole_errors(report) if of else None, once=of is None,
+            total.joules,
+            total.error_j,
+            total.seconds,
+            of.latency_error_s if of else _NAN,
+            1,
+            errors=prediction_errors.whole_errors(report) if of else None,
+            once=of is None,
             error_w=prediction_errors.watts_error(report),
         ),
         span="" if of else "run",
@@ -105,7 +118,7 @@ def _of_report(report: EnergyReport) -> Side:
         model=prediction_errors.model_of(report),
         notes=prediction_errors.note_power_limit(report),
         **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
-    )  # fmt: skip
+    )
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -118,25 +131,29 @@ def _level(source: str, basis: str, joules: float, error_j: float) -> dict[str, 
     return {"sensors": f"model {source}", "gain": error_j / joules if joules > 0 else 0.0}
 
 
-def _sensed(source: Source, table: EnergyTable) -> dict[str, Any]:
+def _sensed(recording: Recording, table: EnergyTable) -> dict[str, Any]:
     """The counted sensors of a recording, and their common error as a share of all joules."""
-    if source.power is None or table.basis == "modelled":
+    if recording.power is None or table.basis == "modelled":
         return _level(table.source, table.basis, table.total_j, table.total_error_j)
-    counted = [d for d in source.power.domains if d.counted]
-    spent = {d.name: source.power.energy(d.name).joules for d in counted}
+    counted = [d for d in recording.power.domains if d.counted]
+    spent = {d.name: recording.power.energy(d.name).joules for d in counted}
     known_j = math.fsum(j for j in spent.values() if not math.isnan(j))
     if not known_j > 0:
         return {}
     off = math.hypot(*(d.gain_error * spent[d.name] for d in counted if not math.isnan(spent[d.name])))
-    host = source.run.about.get("host", "") if source.run is not None else ""
+    host = recording.facts.host
     named = ", ".join(sorted(f"{d.name} {d.label} {d.source}" for d in counted))
     return {"sensors": f"{host}: {named}", "gain": off / known_j}
 
 
 def _of_table(
-    table: EnergyTable, name: str, work: Mapping[str, float], notes: Sequence[str] = (),
-    level: Mapping[str, Any] | None = None, **more: Any,
-) -> Side:  # fmt: skip
+    table: EnergyTable,
+    name: str,
+    work: Mapping[str, float],
+    notes: Sequence[str] = (),
+    level: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Side:
     """A table; `more` is what else its side knows: its span, the whole it is a part of, its rows by step."""
     steps = {s.name for s in table.steps}
     views: dict[str, dict[str, Cell]] = {}
@@ -155,51 +172,58 @@ def _of_table(
     whole = more.pop("whole", None)
     told = _level(table.source, table.basis, table.total_j, table.total_error_j) if level is None else level
     return Side(
-        name=name, basis=table.basis, total=whole or total, traced=total if whole else None,
+        name=name,
+        basis=table.basis,
+        total=whole or total,
+        traced=total if whole else None,
         work={**({"step": float(len(table.steps))} if table.steps else {}), **work},
-        steps=table.steps, views=views, notes=[*notes, *(n for n in table.notes if n not in notes)], **told, **more,
-    )  # fmt: skip
+        steps=table.steps,
+        views=views,
+        notes=[*notes, *(n for n in table.notes if n not in notes)],
+        **told,
+        **more,
+    )
 
 
-def _of_source(source: Source, power: Any) -> Side:
-    if isinstance(power, PowerTrace) and source.power is None:
-        source.power = power
-    table = source.energy()
-    if source.run is not None:
-        return _of_run(source, source.run, table)
+def _of_recording(recording: Recording) -> Side:
+    table = recording.find_energy()
+    if recording.facts.kind == "run":
+        return _of_run(recording, table)
     if table is None:
-        notes = [*source.notes, f"{source.name} has no power: only time is known"]
-        found = timed(source.timeline)
-        return _of_table(found, source.name, {}, notes, span="trace", stepped=stepped(source.timeline, found))
-    level = _sensed(source, table)
-    by_step = stepped(source.timeline, table)
-    return _of_table(table, source.name, {}, source.notes, level, span="trace", stepped=by_step)
+        notes = [*recording.notes, f"{recording.facts.name} has no power: only time is known"]
+        found = timed(recording.timeline)
+        return _of_table(
+            found, recording.facts.name, {}, notes, span="trace", stepped=stepped(recording.timeline, found)
+        )
+    level = _sensed(recording, table)
+    by_step = stepped(recording.timeline, table)
+    return _of_table(table, recording.facts.name, {}, recording.notes, level, span="trace", stepped=by_step)
 
 
-def _of_run(source: Source, run: RunFile, table: EnergyTable | None) -> Side:
+def _of_run(recording: Recording, table: EnergyTable | None) -> Side:
     """A run: from its start to its end, whatever part of it was traced."""
     from .answer import _amounts, name_of
-    from .whole import is_partial, whole_of, windows_of
+    from .whole import is_partial, whole_of
 
-    work = {unit.removesuffix("s"): n for unit, n in _amounts(run.get("work")).items()}
-    name = f"{name_of(run)} ({source.name})" if source.name.endswith(".tessera") else name_of(run)
-    words = _command_of(run)
+    work = {unit.removesuffix("s"): n for unit, n in _amounts(recording.facts.work).items()}
+    name = f"{name_of(recording)} ({recording.facts.name})"
+    words = _command_of(recording.facts)
     if table is None:
-        notes = [*source.notes, f"{name} has no power: only time is known"]
-        found = timed(source.timeline)
-        by_step = stepped(source.timeline, found)
+        notes = [*recording.notes, f"{name} has no power: only time is known"]
+        found = timed(recording.timeline)
+        by_step = stepped(recording.timeline, found)
         return _of_table(found, name, work, notes, span="trace", stepped=by_step, command=words)
-    more: dict[str, Any] = {"span": "run", "stepped": stepped(source.timeline, table, windows_of(run))}
+    more: dict[str, Any] = {"span": "run", "stepped": stepped(recording.timeline, table, recording.accounted_windows)}
     more["command"] = words
-    if is_partial(run, table):
-        all_of_it = whole_of(run, table, source.timeline, run.power(), True, None)
+    if is_partial(recording, table):
+        all_of_it = whole_of(recording, table, True, None)
         more["whole"] = Cell(all_of_it.energy_j, all_of_it.error_j, all_of_it.seconds, _NAN, 1, once=True)
-    return _of_table(table, name, work, source.notes, _sensed(source, table), **more)
+    return _of_table(table, name, work, recording.notes, _sensed(recording, table), **more)
 
 
-def _command_of(run: RunFile) -> list[str]:
+def _command_of(facts: Facts) -> list[str]:
     """What was run, word by word; empty where nobody says, or where a notebook's kernel ran it."""
-    said = run.get("command") or run.get("argv") or []
+    said = facts.command or []
     words = _words(said) if isinstance(said, str) else [str(word) for word in said]
     return [] if any("ipykernel" in word for word in words) else words
 
@@ -230,10 +254,17 @@ def timed(timeline: Timeline) -> EnergyTable:
         for s in links.steps
     ]
     return EnergyTable(
-        total_j=_NAN, total_error_j=_NAN, idle_j=_NAN, idle_error_j=_NAN, busy_s=float(seconds.sum()),
-        seconds=(timeline.end_ns - timeline.start_ns) * 1e-9, kernels=kernels, steps=steps, coverage=0.0,
+        total_j=_NAN,
+        total_error_j=_NAN,
+        idle_j=_NAN,
+        idle_error_j=_NAN,
+        busy_s=float(seconds.sum()),
+        seconds=(timeline.end_ns - timeline.start_ns) * 1e-9,
+        kernels=kernels,
+        steps=steps,
+        coverage=0.0,
         ops=_timed_rows(timeline, by_op[known], codes[known], seconds[known]),
-    )  # fmt: skip
+    )
 
 
 def _timed_rows(timeline: Timeline, names: Any, kinds: Any, seconds: Any) -> list[EnergyRow]:
@@ -247,9 +278,15 @@ def _timed_rows(timeline: Timeline, names: Any, kinds: Any, seconds: Any) -> lis
 
 def _timed_row(name: str, kind: str, calls: int, seconds: float, wall_s: float | None = None) -> EnergyRow:
     return EnergyRow(
-        name=name, kind=kind, calls=calls, time_s=seconds, energy_j=_NAN, energy_error_j=_NAN, share=_NAN,
+        name=name,
+        kind=kind,
+        calls=calls,
+        time_s=seconds,
+        energy_j=_NAN,
+        energy_error_j=_NAN,
+        share=_NAN,
         wall_s=wall_s,
-    )  # fmt: skip
+    )
 
 
 # -- JSON -----------------------------------------------------------------------------------------------------------
@@ -299,9 +336,10 @@ def _of_json(data: Mapping[str, Any], name: str) -> Side:
     else:
         why = f"it has {', '.join(list(data)[:5]) or 'nothing'}"
     raise RecordingError(
-        f"{name} is neither a report nor a table", why=why,
+        f"{name} is neither a report nor a table",
+        why=why,
         fix="give what tessera predict (of one chip), measure or report printed with --json",
-    )  # fmt: skip
+    )
 
 
 def _json_table(data: Mapping[str, Any], name: str) -> Side:

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import ArgumentError, MeasurementError
+from ..errors import ArgumentError, MeasurementError, TesseraError
 from ..record import ON_DEVICE
+from ..recording import Recording
 from ..schema import DeviceId, PowerEvent, Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
@@ -177,6 +178,16 @@ def correlate(
         lag_s=max(c.domain.lag_s for _, c in power._moved(domain)),
         notes=tuple(notes),
     )
+
+
+def correlate_recording(recording: Recording) -> Correlation | None:
+    """The spikes of a recording and their checklist; None where there are no kernels or no power to tie together."""
+    if recording.power is None or not len(recording.timeline.device_rows):
+        return None
+    try:
+        return correlate(recording.timeline, recording.power, telemetry=recording.telemetry)
+    except TesseraError:  # a page says nothing of spikes then; its answer does not depend on it
+        return None
 
 
 def find_only_gpu(power: PowerTrace) -> str | None:

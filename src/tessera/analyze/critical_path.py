@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ..profile.load import Progress, open_recording
 from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE
@@ -29,7 +30,7 @@ from ..timeline.nesting import Nesting
 from .collectives import find_meetings
 from .devices import explain_no_device, find_launches, is_blocking_call, list_devices
 from .result import Result, columns
-from .source import Progress, open_source
+from .slowdown import slowdown_of
 
 GAP_NS = 10_000
 """A row that starts this much later than its stream and launch explain waited for another stream."""
@@ -64,13 +65,13 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
 
     >>> analyze.critical_path("trace.json.gz").facts["host_pct"]
     """
-    source = open_source(trace, power=power, progress=progress)
-    timeline = source.timeline
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline = recording.timeline
     has_devices = bool(list_devices(timeline))
     has_rows = has_devices or bool(len(timeline.rows("op", "runtime")))
     segments: list[Segment] = []
     if has_rows:
-        segments = PathWalk(timeline, {row: m for m in find_meetings(source) for row in m.rows}).walk()
+        segments = PathWalk(timeline, {row: m for m in find_meetings(recording) for row in m.rows}).walk()
     sums: dict[tuple[str, str, str], list[int]] = {}
     for start, end, *key in segments:
         line = sums.setdefault((key[0], key[1], key[2]), [0, 0])
@@ -88,16 +89,16 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
         facts |= {f"{on}_s": ns / 1e9, f"{on}_pct": 100.0 * ns / length_ns if length_ns else None}
     base = timeline.start_ns
     facts["segments"] = [[(a - base) / 1e9, (b - base) / 1e9, on, name] for a, b, on, _, name in _longest(segments)]
-    tracing = source.tracing()
+    tracing = slowdown_of(recording, None)
     slowed = [tracing.text] if tracing is not None and tracing.text else []
     return Result(
         kind="critical_path",
-        title=f"Critical path of {source.name}",
+        title=f"Critical path of {recording.facts.name}",
         columns=_COLUMNS,
         rows=rows,
         facts=facts,
-        notes=[*source.notes, *slowed, *([ASSUMED] if has_devices else [])],
-        missing={} if has_rows else {"path": explain_no_device(source)},
+        notes=[*recording.notes, *slowed, *([ASSUMED] if has_devices else [])],
+        missing={} if has_rows else {"path": explain_no_device(recording)},
     )
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from ..attribute.activity import distinct
 from ..errors import RecordingError
 from ..record import CODE
+from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import Spans, union
 from .result import columns
-from .source import Source
 
 ACTIVITIES = {"compute": ("kernel",), "communication": ("collective",), "copies": ("memcpy", "memset")}
 """What runs on a device, by the kinds of its rows."""
@@ -26,18 +26,18 @@ WHERE = columns(("where", "device"))
 """The column that names the device and its rank."""
 
 
-def explain_no_device(source: Source) -> str:
+def explain_no_device(recording: Recording) -> str:
     """What to say about a recording in which nothing ran on a device, and what to run instead."""
-    has_operators = len(source.timeline.rows("op")) > 0
-    if source.run is None:
+    has_operators = len(recording.timeline.rows("op")) > 0
+    if recording.facts.kind == "trace":
         if has_operators:
             return (
                 "nothing ran on a GPU in this trace: `tessera analyze critical_path TRACE` shows where the time of "
                 "the CPU went; if a GPU was used: record with activities=[..., ProfilerActivity.CUDA]"
             )
-        content = "it has neither kernels nor operators" if len(source.timeline) else "it contains no event"
-        return f"{source.name} is empty: {content}; record again, and export the trace after the work is done"
-    name = str(getattr(source.run, "path", source.name))
+        content = "it has neither kernels nor operators" if len(recording.timeline) else "it contains no event"
+        return f"{recording.facts.name} is empty: {content}; record again, and export the trace after the work is done"
+    name = str(recording.facts.path or recording.facts.name)
     path = shlex.quote(name) if name.endswith(".tessera") else "RUN"
     if has_operators:
         return (
@@ -47,9 +47,9 @@ def explain_no_device(source: Source) -> str:
     return f"this run has neither kernels nor operators: `tessera report {path}` shows what was recorded"
 
 
-def explain_no_power(source: Source) -> str:
+def explain_no_power(recording: Recording) -> str:
     """What to do about a recording without power."""
-    if source.run is not None:
+    if recording.facts.kind == "run":
         return "no power sensor could be read in this run: `tessera doctor` shows why"
     return 'this trace has no power log: give one of the same time with power="power.csv", or --power power.csv'
 
@@ -123,13 +123,13 @@ def is_blocking_call(name: str) -> bool:
     return "ynchronize" in name or ("Memcpy" in name and "Async" not in name)
 
 
-def split_ranks(source: Source) -> list[Timeline]:
+def split_ranks(recording: Recording) -> list[Timeline]:
     """The timelines of the ranks of a merged one, in the order of their rows; itself where there is only one."""
-    ranks = np.unique(source.timeline["rank"])
+    ranks = np.unique(recording.timeline["rank"])
     if len(ranks) < 2:
-        return [source.timeline]
-    if source.ranks:
-        return [s.timeline for s in source.ranks]
-    from ..profile.ranks.merge import only
+        return [recording.timeline]
+    if recording.ranks:
+        return [s.timeline for s in recording.ranks]
+    from ..profile.ranks.merge import select_rank
 
-    return [only(source.timeline, int(r)) for r in ranks]
+    return [select_rank(recording.timeline, int(r)) for r in ranks]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..attribute.table import EnergyRow
-from ..profile.runfile import Stack
+from ..recording import Stack
 from ..trace import PowerTrace
 
 FUNCTION = "function"

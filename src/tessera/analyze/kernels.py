@@ -9,11 +9,11 @@ import numpy as np
 from ..attribute.activity import distinct, shares
 from ..errors import ArgumentError
 from ..integral import Floats
+from ..profile.load import Progress, open_recording
 from ..record import KINDS
 from ..timeline.columns import Ints
 from .devices import explain_no_device, explain_no_power, list_devices
 from .result import Result, columns
-from .source import Progress, open_source
 
 SORTS = ("time", "energy")
 _NEEDS_CALLS = 100
@@ -41,10 +41,12 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
     """
     if sort not in SORTS:
         raise ArgumentError(f"kernels cannot be sorted by {sort!r}", fix="sort by 'time' or 'energy'")
-    source = open_source(trace, power=power, progress=progress)
-    timeline, table = source.timeline, source.energy()
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline, table = recording.timeline, recording.find_energy()
     if sort == "energy" and table is None:
-        raise ArgumentError("there are no joules to sort by", why="no power was recorded", fix=explain_no_power(source))
+        raise ArgumentError(
+            "there are no joules to sort by", why="no power was recorded", fix=explain_no_power(recording)
+        )
     spent = {(r.kind, r.name): r for r in table.kernels} if table is not None else {}
     devices = list_devices(timeline)
     rows = np.concatenate([np.zeros(0, np.int64), *(d.rows for d in devices)])
@@ -62,21 +64,21 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
         lines.append(line)
     key = "energy_j" if sort == "energy" else "total_ns"
     lines.sort(key=lambda r: (-(r[key] or 0), r["name"]))
-    notes = [*source.notes, *(table.notes if table is not None else ())]
+    notes = [*recording.notes, *(table.notes if table is not None else ())]
     if any(r["calls"] < _NEEDS_CALLS for r in lines[:10]):
         notes.append(f"the p99 of fewer than {_NEEDS_CALLS} calls is the longest one")
     facts = {"calls": len(rows), "names": len(lines), "total_s": int(lengths.sum()) / 1e9}
     facts["busy_s"] = float(self_s.sum())
     missing = {}
     if not len(rows):
-        missing["kernels"] = explain_no_device(source)
+        missing["kernels"] = explain_no_device(recording)
     elif table is None:
-        missing["energy"] = explain_no_power(source)
+        missing["energy"] = explain_no_power(recording)
     else:
         facts |= {key: getattr(table, key) for key in ("total_j", "total_error_j", "idle_j", "idle_error_j")}
     return Result(
         kind="kernels",
-        title=f"Kernels of {source.name}",
+        title=f"Kernels of {recording.facts.name}",
         columns=(*_TIME_COLUMNS, *(_JOULES_COLUMNS if table is not None else ()), *_SPREAD_COLUMNS),
         rows=lines,
         facts=facts,

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..profile.load import Progress, open_recording
 from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import covered_ns
 from .devices import RankDevice, busy_spans, explain_no_device, group_by_launch, list_devices
 from .result import Result, columns
-from .source import Progress, open_source
 
 COUNTER = "memory allocated"
 """What the readers call the counter of PyTorch's allocator."""
@@ -48,8 +48,8 @@ def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Pro
 
     >>> analyze.memory("trace.json.gz").rows[0]["peak_bytes"]
     """
-    source = open_source(trace, power=power, progress=progress)
-    timeline = source.timeline
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline = recording.timeline
     rows = timeline.rows("counter")
     number = timeline.names.index(COUNTER) if COUNTER in timeline.names else NONE
     rows = rows[(timeline["name"][rows] == number) & np.isfinite(timeline["value"][rows])]
@@ -65,11 +65,11 @@ def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Pro
     fix = "the trace has no allocations: tessera run --memory, or torch.profiler.profile(profile_memory=True)"
     return Result(
         kind="memory",
-        title=f"Allocated memory of {source.name}",
+        title=f"Allocated memory of {recording.facts.name}",
         columns=_MEMORY_COLUMNS,
         rows=lines,
         facts={"timeline": curves},
-        notes=source.notes,
+        notes=recording.notes,
         missing={} if lines else {"memory": fix},
     )
 
@@ -117,8 +117,8 @@ def memcpy(trace: Any, *, power: Any = None, progress: Progress | None = None) -
 
     >>> analyze.memcpy("trace.json.gz").facts["pinned_pct"]
     """
-    source = open_source(trace, power=power, progress=progress)
-    timeline = source.timeline
+    recording = open_recording(trace, power=power, progress=progress)
+    timeline = recording.timeline
     devices = list_devices(timeline)
     sums: dict[tuple[str, bool | None], dict[str, int]] = {}
     for device in devices:
@@ -136,16 +136,16 @@ def memcpy(trace: Any, *, power: Any = None, progress: Progress | None = None) -
     lines = [_copy_row(direction, pinned, line) for (direction, pinned), line in sums.items()]
     lines.sort(key=lambda r: (r["kind"] == _MEMSET, -r["time_s"], r["direction"], r["memory"]))
     copies = [line for (direction, _), line in sums.items() if direction != _MEMSET]
-    missing = {} if copies else {"copies": "the trace has no copies" if devices else explain_no_device(source)}
+    missing = {} if copies else {"copies": "the trace has no copies" if devices else explain_no_device(recording)}
     if any(direction in _TO_HOST and pinned is None for direction, pinned in sums):
         missing["pinned"] = "some copies do not say whether the host's memory is pinned"
     return Result(
         kind="memcpy",
-        title=f"Copies of {source.name}",
+        title=f"Copies of {recording.facts.name}",
         columns=_COPY_COLUMNS,
         rows=lines,
         facts=_copy_facts(sums),
-        notes=source.notes,
+        notes=recording.notes,
         missing=missing,
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..attribute.response import response_of
 from ..errors import ArgumentError, MeasurementError
+from ..profile.load import open_recording
 from ..schema import Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
@@ -36,7 +37,6 @@ from .correlate import (
 )
 from .kernel_names import short
 from .result import Result, columns
-from .source import open_source
 from .spectrum import BAND_HZ, Ramp, Spectrum, alias_hz, compute_spectrum, even_parts, find_ramps, sensor_gain
 from .spikes import NOISE_SIGMAS, Curve, Spike, choose_threshold, find_spikes, make_curve
 
@@ -188,18 +188,18 @@ def _open(
         from ..profile.powerlog import read_power
 
         power = read_power(power)
-    source = open_source(trace, power=power)
-    log = source.power if power is None else power
+    recording = open_recording(trace, power=power)
+    log = recording.power if power is None else power
     if log is None or not log.columns:
         raise MeasurementError(
-            f"no power was recorded beside {source.name}",
+            f"no power was recorded beside {recording.facts.name}",
             why="there is nothing to look at",
             fix="`tessera doctor` shows which sensors are available"
-            if source.run is not None
+            if recording.facts.kind == "run"
             else "give the power log of the same time: power='power.csv', or --power power.csv",
         )
-    readings = telemetry if telemetry is not None else (source.telemetry or None)
-    return source.timeline, log, readings, list(source.notes), source.run is not None
+    readings = telemetry if telemetry is not None else (recording.telemetry or None)
+    return recording.timeline, log, readings, list(recording.notes), recording.facts.kind == "run"
 
 
 def _has_two(log: PowerTrace, domain: str) -> bool:

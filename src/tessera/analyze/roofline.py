@@ -12,12 +12,12 @@ from ..device import Device
 from ..errors import ArgumentError, TesseraError, did_you_mean
 from ..hardware import catalogue, identify_board, lookup
 from ..integral import Floats
+from ..profile.load import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import explain_no_device, explain_no_power
 from .kernel_work import Calls, list_calls
 from .result import Result, ResultColumn, columns
-from .source import Progress, open_source
 
 BY = ("kernel", "op")
 _BOUND = "the roof at this intensity: compute or memory; cache where more bytes a second moved than {} has"
@@ -71,17 +71,17 @@ def roofline(
     """
     if by not in BY:
         raise ArgumentError(f"by={by!r}{did_you_mean(by, BY)}", fix=f"one of: {', '.join(BY)}")
-    source = open_source(trace, power=power, progress=progress)
-    source.energy()
-    timeline = source.timeline
+    recording = open_recording(trace, power=power, progress=progress)
+    recording.find_energy()
+    timeline = recording.timeline
     calls = list_calls(timeline)
-    notes, missing = list(source.notes), {}
+    notes, missing = list(recording.notes), {}
     if not len(calls.rows):
-        missing["kernels"] = explain_no_device(source)
+        missing["kernels"] = explain_no_device(recording)
         return Result(
             kind="roofline", title="Roofline", columns=_COLUMNS, rows=[], facts={"by": by}, notes=notes, missing=missing
         )
-    labels = [d.label for d in source.power.domains if d.label] if source.power else []
+    labels = [d.label for d in recording.power.domains if d.label] if recording.power else []
     device = find_device(timeline, on or arch, labels[0] if labels else None)
     roofs = Ceilings.of(device) if device is not None else None
     on_host = not len(timeline.device_rows)
@@ -94,7 +94,7 @@ def roofline(
     if not calls.shapes_recorded:
         missing["flops"] = f"the trace has no shapes: {NEEDS_SHAPES}"
     if timeline.energy_j is None:
-        missing["energy"] = explain_no_power(source)
+        missing["energy"] = explain_no_power(recording)
     if not np.any(calls.counted):
         how = "a CPU's bytes are not counted" if on_host else "to measure them: tessera run --counters script.py"
         missing["dram_bytes"] = f"bytes are the least that the shapes require; {how}"

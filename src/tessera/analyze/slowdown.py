@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
 from ..joules import sum_windows
-from ..profile.runfile import RunFile
 from ..record import Kind
+from ..recording import Recording
 from ..schema import Energy
 from ..timeline.columns import Ints, Timeline
 from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
@@ -112,21 +112,17 @@ class Slowdown:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def slowdown_of(
-    run: RunFile | None, table: EnergyTable | None, timeline: Timeline, power: PowerTrace | None
-) -> Slowdown | None:
-    """What tracing cost a run; None where nothing was traced (or, in a summary, hardly anything).
+def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | None:
+    """What tracing cost a run; None where nothing was traced (or, in a summary, hardly anything), and of several ranks.
 
-    Of a trace alone (`run` is None) only the events tell. Without a table or power, the joules are not known.
+    Of a trace alone only the events tell. Without a table or power, the joules are not known.
     """
-    if not len(timeline.rows(*HOST)):
+    timeline, power, facts = recording.timeline, recording.power, recording.facts
+    if recording.ranks or facts.mode == "summary" or not len(timeline.rows(*HOST)):
         return None
-    if run is None:
-        windows, tracing_s = _spans([(timeline.start_ns, timeline.end_ns)]), None
-    else:
-        windows, tracing_s = _spans(run.get("windows") or ()), run.get("tracing_s")
-        if run.get("mode") == "summary":
-            return None
+    of_run = facts.kind == "run"
+    windows = _spans(facts.windows if of_run else [(timeline.start_ns, timeline.end_ns)])
+    tracing_s = facts.tracing_s if of_run else None
     if not windows.total_ns > 0:
         return None
     seen = _Seen(timeline, windows, tracing_s)

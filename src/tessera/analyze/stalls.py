@@ -13,11 +13,12 @@ import numpy as np
 
 from ..errors import ArgumentError, did_you_mean
 from ..profile.counters.nvidia import STALLS
+from ..profile.load import Progress, open_recording
+from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import explain_no_device
 from .host_gaps import region_paths
 from .result import Result, columns
-from .source import Progress, Source, open_source
 
 GROUPS = ("kernel", "op", "region")
 COMMAND = "tessera run --counters script.py"
@@ -61,10 +62,10 @@ def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress:
 
     `stalled_s` is the time of the row times the share of warp cycles that were stalled.
     """
-    source, groups = _open(trace, power, group_by, progress)
+    recording, groups = _open(trace, power, group_by, progress)
     rows: list[dict[str, Any]] = []
     for name, members in groups.members.items():
-        mean = CounterMeans(source.timeline, members, (*_KINDS, *_BESIDE, "stall_reasons"))
+        mean = CounterMeans(recording.timeline, members, (*_KINDS, *_BESIDE, "stall_reasons"))
         if mean.counted_s == 0.0 or all(mean.value(k) is None for k in _KINDS):
             continue
         kinds = {k: mean.value(k) for k in _KINDS}
@@ -77,14 +78,14 @@ def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress:
         row |= {k: mean.value(k) for k in _BESIDE}
         rows.append(row | {"stall_reasons": dict(sorted(reasons.items(), key=lambda item: -item[1]))})
     rows.sort(key=lambda r: -r["stalled_s"])
-    missing = f"stall reasons are hardware counters: {COMMAND}" if groups.members else explain_no_device(source)
+    missing = f"stall reasons are hardware counters: {COMMAND}" if groups.members else explain_no_device(recording)
     return Result(
         kind="stalls",
         title="Why warps wait",
         columns=(*columns(("name", group_by.capitalize())), *_STALL_COLUMNS),
         rows=rows,
         facts={"group_by": group_by, **groups.overall(_KINDS)},
-        notes=source.notes,
+        notes=recording.notes,
         missing={} if rows else {"stall_reasons": missing},
     )
 
@@ -99,12 +100,12 @@ def divergence(
     if isinstance(threshold, bool) or not 0.0 <= threshold <= 100.0:
         raise ArgumentError(f"threshold={threshold!r}", fix="a fraction (0.2) or percent (20)")
     limit_pct = float(threshold) if threshold > 1.0 else 100.0 * threshold
-    source, groups = _open(trace, power, group_by, progress)
+    recording, groups = _open(trace, power, group_by, progress)
     rows: list[dict[str, Any]] = []
     counted = 0
     for name, members in groups.members.items():
         fields = ("warp_divergence_pct", "inst_issue_eff_pct", "stall_reasons")
-        mean = CounterMeans(source.timeline, members, fields)
+        mean = CounterMeans(recording.timeline, members, fields)
         pct, issue_pct = mean.value("warp_divergence_pct"), mean.value("inst_issue_eff_pct")
         counted += pct is not None
         if pct is None or pct <= limit_pct:
@@ -113,10 +114,10 @@ def divergence(
         row |= {"inst_issue_eff_pct": issue_pct, "branch_resolving_pct": mean.reasons().get("branch_resolving")}
         rows.append(row | {"wasted_s": None if issue_pct is None else mean.seconds * pct * issue_pct * 1e-4})
     rows.sort(key=lambda r: -(r["time_s"] * r["warp_divergence_pct"]))
-    notes = list(source.notes)
+    notes = list(recording.notes)
     if counted and not rows:
         notes.append(f"none of {counted} {group_by}s with counters diverges by more than {limit_pct:.0f}%")
-    missing = f"divergence is a hardware counter: {COMMAND}" if groups.members else explain_no_device(source)
+    missing = f"divergence is a hardware counter: {COMMAND}" if groups.members else explain_no_device(recording)
     return Result(
         kind="divergence",
         title="Warp divergence",
@@ -202,10 +203,10 @@ class _RowGroups:
         return {"time_s": self.total_s, "counted_pct": mean.counted_pct, **{f: mean.value(f) for f in fields}}
 
 
-def _open(trace: Any, power: Any, by: str, progress: Progress | None) -> tuple[Source, _RowGroups]:
+def _open(trace: Any, power: Any, by: str, progress: Progress | None) -> tuple[Recording, _RowGroups]:
     """The trace with its joules, and its rows by what was asked for."""
     if by not in GROUPS:
         raise ArgumentError(f"group_by={by!r}{did_you_mean(by, GROUPS)}", fix=f"one of: {', '.join(GROUPS)}")
-    source = open_source(trace, power=power, progress=progress)
-    source.energy()
-    return source, _RowGroups(source.timeline, by)
+    recording = open_recording(trace, power=power, progress=progress)
+    recording.find_energy()
+    return recording, _RowGroups(recording.timeline, by)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..attribute.table import EnergyTable
 from ..joules import sum_domains, sum_windows
-from ..profile.runfile import RunFile
+from ..recording import Recording
 from ..schema import Energy
 from ..timeline.columns import Timeline
 from ..timeline.link import Step
@@ -55,44 +55,25 @@ class Whole:
         }  # fmt: skip
 
 
-def windows_of(run: RunFile) -> list[tuple[int, int]]:
-    """What was accounted for, as in `profile.energy`.
-
-    The traced windows of a schedule each on their own; else from the first to the last; else the whole run.
-    """
-    windows = [(int(a), int(b)) for a, b in run.get("windows") or []]
-    if not windows or run.get("mode") == "summary":
-        return [run.span_ns]
-    return windows if run.get("scheduled") else [(windows[0][0], windows[-1][1])]
-
-
-def window_of(run: RunFile) -> tuple[int, int]:
-    """From the first of `windows_of` to the last."""
-    windows = windows_of(run)
-    return windows[0][0], windows[-1][1]
-
-
-def is_partial(run: RunFile, table: EnergyTable) -> bool:
+def is_partial(recording: Recording, table: EnergyTable) -> bool:
     """Whether the table is of less than the run: what was not traced is in no row of it."""
-    start_ns, end_ns = run.span_ns
-    traced_s = sum(b - a for a, b in windows_of(run)) * 1e-9
+    start_ns, end_ns = recording.span_ns
+    traced_s = sum(b - a for a, b in recording.accounted_windows) * 1e-9
     return bool(table.kernels or table.ops) and max(traced_s, table.seconds) < FULLY * (end_ns - start_ns) * 1e-9
 
 
-def whole_of(
-    run: RunFile, table: EnergyTable, timeline: Timeline, power: PowerTrace, partial: bool, shared: Shared | None
-) -> Whole:
+def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: Shared | None) -> Whole:
     """Of the table where that is all; else from the samples of the devices the table is about."""
-    found = timeline.linked.steps
-    steps, whole_steps = len(found) + _unbegun(run, found), len(found)
+    found = recording.timeline.linked.steps
+    steps, whole_steps = len(found) + _unbegun(recording, found), len(found)
     if shared is not None and shared.steps:
         steps, whole_steps = shared.steps, shared.whole_steps
     spent = Energy(
         joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, coverage=table.coverage,
         source=table.source, basis=table.basis,
     )  # fmt: skip
-    if partial:
-        spent = _filled(run, power, timeline)
+    if partial and recording.power is not None:
+        spent = _filled(recording.power, recording.timeline)
     seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
     return Whole(
         energy_j=spent.joules, error_j=spent.error_j, seconds=spent.seconds, steps=steps or None,
@@ -101,17 +82,17 @@ def whole_of(
     )  # fmt: skip
 
 
-def _unbegun(run: RunFile, steps: Sequence[Step]) -> int:
+def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
     """One where the script's first step has no row: its optimizer says when a step ends, and nobody when one begins.
 
     Steps counted so follow one another without a gap, which regions that a program names itself never do.
     """
-    if run.get("command") is None or not steps or steps[0].name != "step_1":
+    if recording.facts.meta.get("command") is None or not steps or steps[0].name != "step_1":
         return 0
     return int(all(a.end_ns == b.start_ns for a, b in pairwise(steps[:3])))
 
 
-def _filled(run: RunFile, power: PowerTrace, timeline: Timeline) -> Energy:
+def _filled(power: PowerTrace, timeline: Timeline) -> Energy:
     """The whole run's, holes in the samples filled by the counter: no row can be given those joules, the sum can."""
     names = _accounted(power, timeline)
     parts = [power.columns[n].energy(power.start_ns, power.end_ns, fill_gaps=True) for n in names]
@@ -124,10 +105,13 @@ def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tu
     return [sum_domains([c.energy(start, end) for c in columns], (end - start) * 1e-9) for start, end in spans]
 
 
-def outside(run: RunFile, timeline: Timeline, power: PowerTrace, table_j: float, whole: Whole) -> list[Outside]:
+def outside(recording: Recording, table_j: float, whole: Whole) -> list[Outside]:
     """Where the joules are that no row has: with the table's they are the whole run's."""
+    timeline, power = recording.timeline, recording.power
+    if power is None:
+        return []
     first, last = power.start_ns, power.end_ns
-    windows = [(min(max(a, first), last), min(max(b, first), last)) for a, b in windows_of(run)]
+    windows = [(min(max(a, first), last), min(max(b, first), last)) for a, b in recording.accounted_windows]
     spans: dict[str, list[tuple[int, int]]] = {
         "before": [(first, windows[0][0])],
         "between": [(one[1], two[0]) for one, two in pairwise(windows)],

@@ -87,7 +87,8 @@ class EnergyTable:
     def to_json(self) -> dict[str, Any]:
         """Plain data: `total_j`, `idle_j`, and the rows of every view."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
-        return {**head, "notes": list(self.notes), **{v: [_row(r) for r in self.rows(v)] for v in VIEWS}}
+        views = {v: [_row(r) for r in self.rows(v)] for v in VIEWS}
+        return {**head, "notes": [str(note) for note in self.notes], **views}
 
     def to_frame(self, by: str = "kernels") -> Any:
         """A pandas DataFrame of one view."""

@@ -18,8 +18,10 @@ from .attribute import POWER_HELP
 from .options import ExistingPath, complete_device, json_option, parse_option
 
 if TYPE_CHECKING:
-    from ..analyze.source import Source
+    from ..recording import Recording
 
+ON_DEVICE_ONLY = ("overlap", "kernels", "collectives", "memcpy")
+"""The analyses that look at nothing but device rows."""
 LARGE_BYTES = 20 << 20
 """A smaller file is read before anybody looks at a progress bar."""
 
@@ -113,9 +115,9 @@ def _select_arguments(kind: str, function: Callable[..., Any], options: dict[str
 
 def read(
     kind: str, trace: Path, *, power: Path | None = None, progress: Callable[[float], None] | None = None
-) -> Source:
+) -> Recording:
     """Read the recording at a path; several processes read the ranks of a folder."""
-    from ..analyze.source import open_source
+    from ..profile.load import open_recording
 
     if trace.is_dir():
         if power is not None:
@@ -124,16 +126,18 @@ def read(
                 why="runs of ranks (.tessera) contain their power",
                 fix="leave --power out, or give one trace of the folder",
             )
-        from ..analyze.folder import kinds_for, read_folder
+        from ..profile.ranks.merge import merge
+        from ..record import ON_DEVICE
 
-        return read_folder(trace, progress=progress, kinds=kinds_for(kind))
+        kinds = ON_DEVICE if kind in ON_DEVICE_ONLY else None
+        return merge(trace, progress=progress, kinds=kinds, workers=None, collectives=False)
     if kind == "power" and trace.suffix == ".csv":  # a power log without a trace
-        from ..analyze.source import Source
         from ..profile.powerlog import read_power
+        from ..recording import Facts, Recording
         from ..timeline import Builder
 
-        return Source(trace.name, Builder().build(), read_power(trace))
-    return open_source(trace, power=power, progress=progress)
+        return Recording(Builder().build(), read_power(trace), facts=Facts(name=trace.name))
+    return open_recording(trace, power=power, progress=progress)
 
 
 @contextlib.contextmanager

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import ArgumentError
 from .options import FILE
-
-if TYPE_CHECKING:
-    from ..attribute.table import EnergyTable
-    from ..profile.runfile import RunFile
 
 
 @click.command("export")
@@ -43,12 +38,12 @@ def command(
     A trace opens in https://ui.perfetto.dev and chrome://tracing.
     """
     from ..profile import export
-    from ..profile.runfile import RunFile
+    from ..profile.load import open_recording
     from .report import check_run
 
     formats = {
         "chrome": (chrome, export.Chrome),
-        "csv": (csv, export.Summary),
+        "csv": (csv, export.SummaryCsv),
         "parquet": (parquet, export.Parquet),
         "tensorboard": (tensorboard, export.TensorBoard),
         "otlp": (otlp, export.Otlp),
@@ -57,10 +52,10 @@ def command(
     if not exporters:
         raise ArgumentError("no output format was given", fix="e.g. tessera export RUN.tessera --chrome trace.json")
     check_run(run)
-    with RunFile(run) as source:
-        notes = source.notes
-        table = _attribute_energy(source, notes)
-        written = {name: str(exporter.write(source, table)) for name, exporter in exporters.items()}
+    with open_recording(run) as recording:
+        recording.find_energy()
+        notes = [str(note) for note in recording.notes]
+        written = {name: str(exporter.write(recording)) for name, exporter in exporters.items()}
     if as_json:
         import msgspec
 
@@ -70,21 +65,3 @@ def command(
         print(f"note: {note}", file=sys.stderr)
     for name, where in written.items():
         print(f"{name}: {where}")
-
-
-def _attribute_energy(run: RunFile, notes: list[str]) -> EnergyTable | None:
-    """The energy table; None, with a note, for a run whose joules are unknown: it is exported without them."""
-    from ..errors import TesseraError
-    from ..profile.untraced import table_of
-
-    if not run.domains:
-        return None
-    timeline = run.timeline()
-    try:
-        table = table_of(run, timeline)
-    except TesseraError as exc:
-        notes.append(f"exported without joules: {exc.what}")
-        return None
-    if timeline.energy_j is not None:
-        run.use_energy(timeline.energy_j, timeline.energy_error_j)
-    return table

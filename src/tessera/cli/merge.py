@@ -32,7 +32,7 @@ def command(paths: tuple[Path, ...], output: Path, force: bool, as_json: bool) -
     if as_json:
         import msgspec
 
-        click.echo(msgspec.json.encode({"output": str(output), **merged.to_json()}, enc_hook=str).decode())
+        click.echo(msgspec.json.encode({"output": str(output), **merged.to_dict()}, enc_hook=str).decode())
         return
     from ..report.console import Console
     from ..report.merge import print_merge

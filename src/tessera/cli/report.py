@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import ArgumentError, TesseraError
+from ..errors import ArgumentError
 from .options import FILE, Choice, missing_file, save_page, suggest_files
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
-    from ..analyze.correlate import Correlation
-    from ..attribute.table import EnergyTable
-    from ..profile.runfile import RunFile
-    from ..timeline.columns import Timeline
+    from ..recording import Recording
 
 SUFFIXES = (".tessera",)
 HOW_TO_RECORD = "record one: tessera run SCRIPT"
@@ -48,21 +45,17 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     readable up to half a second before its end.
     """
     from ..analyze.answer import answer
-    from ..profile.recorded import timeline_of
-    from ..profile.runfile import RunFile
-    from ..profile.untraced import table_of
+    from ..profile.load import open_recording
 
     check_run(run)
-    with RunFile(run) as file:
-        timeline = timeline_of(file)
-        table = table_of(file, timeline)
-        result = answer(file, table, timeline)
+    with open_recording(run) as recording:
+        result = answer(recording)
         page = html or (None if as_json else run.with_suffix(".html"))
-        written = write_page(page, file, table, timeline, result) if page else None
+        written = write_page(page, recording, result) if page else None
         if as_json:
-            _print_json(file, table, result)
+            _print_json(recording, result)
         else:
-            print_answer(file, table, result, written, by, top)
+            print_answer(recording, result, written, by, top)
     if open_page and written:
         import webbrowser
 
@@ -105,38 +98,26 @@ def _read_start(path: Path) -> bytes:
         return b""
 
 
-def write_page(page: Path, run: RunFile, table: EnergyTable, timeline: Timeline, result: Answer) -> Path | None:
+def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:
     """The path written; None, after an error message, if it could not be written."""
     from ..report.run_html import page as render
 
-    text = render(run, table, _find_spikes(run, timeline), timeline=timeline, found=result)
+    text = render(recording, found=result)
     return page if save_page(page, text) else None
 
 
-def _find_spikes(run: RunFile, timeline: Timeline) -> Correlation | None:
-    """Spikes and their checklist, if there are kernels and power to compare."""
-    from ..analyze.correlate import correlate
-
-    if not len(timeline.device_rows) or not run.domains:
-        return None
-    try:
-        return correlate(timeline, run.power(), telemetry=run.telemetry())
-    except TesseraError:  # the page has no section on spikes then
-        return None
-
-
-def _print_json(run: RunFile, table: EnergyTable, result: Answer) -> None:
+def _print_json(recording: Recording, result: Answer) -> None:
     import msgspec
 
-    about = {"path": str(run.path), "run": result.whole.to_json(), "crashed": run.crashed}
+    table, facts = recording.energy(), recording.facts
+    about = {"path": str(facts.path), "run": result.whole.to_json(), "crashed": facts.crashed}
     tracing = result.tracing.to_json() if result.tracing is not None else None
     data = {**about, **table.to_json(), "tracing": tracing, "answer": result.to_json()}
     click.echo(msgspec.json.encode(data).decode())
 
 
 def print_answer(
-    run: RunFile,
-    table: EnergyTable,
+    recording: Recording,
     result: Answer,
     page: Path | None,
     by: str | None = None,
@@ -149,4 +130,4 @@ def print_answer(
     from ..report.run import text
 
     console = Console(highlight=False, stderr=stderr)
-    console.show(text(run, table, html=page, width=console.width, by=by, top=top, found=result))
+    console.show(text(recording, html=page, width=console.width, by=by, top=top, found=result))

@@ -20,10 +20,8 @@ from .options import FILE, Choice, check_writable
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
-    from ..attribute.table import EnergyTable
     from ..profile.launch import Plan
-    from ..profile.runfile import RunFile
-    from ..timeline.columns import Timeline
+    from ..recording import Recording
 
 STDERR = 2
 EXIT_SIGNAL = 128
@@ -160,7 +158,7 @@ def command(
 
 def _run_and_report(plan: Plan, counters: bool, html: Path | None, as_json: bool, stack: contextlib.ExitStack) -> int:
     """Run the script and report its energy; `stack` closes the run file at the end."""
-    read: list[tuple[RunFile, Timeline, EnergyTable]] = []
+    read: list[Recording] = []
 
     def read_early() -> None:
         """Read the run while the script's process exits; an error here is raised again after it has exited."""
@@ -173,7 +171,7 @@ def _run_and_report(plan: Plan, counters: bool, html: Path | None, as_json: bool
     try:
         if counters:
             _add_counters(plan)
-        _report(*(read[0] if read else _read_run(plan, stack)), code, html, as_json)
+        _report(read[0] if read else _read_run(plan, stack), code, html, as_json)
     except TesseraError as exc:
         print_error(exc)
         return code or 1
@@ -241,37 +239,34 @@ def _wait_for_close(child: subprocess.Popen[bytes], reader: int) -> bool:
 def _import_early() -> None:
     """Import what the report needs while the child still writes its trace."""
     from ..analyze import answer
-    from ..attribute import ledger, solve
-    from ..profile import untraced
+    from ..attribute import account, ledger
     from . import report
 
-    del answer, ledger, solve, untraced, report
+    del account, answer, ledger, report
 
 
-def _read_run(plan: Plan, stack: contextlib.ExitStack) -> tuple[RunFile, Timeline, EnergyTable]:
-    from ..profile.recorded import timeline_of
-    from ..profile.runfile import RunFile
-    from ..profile.untraced import table_of
+def _read_run(plan: Plan, stack: contextlib.ExitStack) -> Recording:
+    from ..profile.load import open_recording
 
-    run = stack.enter_context(RunFile(plan.path))
-    _print_progress(f"reading {run.rows:,} events")
-    timeline = timeline_of(run)
-    _print_progress("attributing joules")
-    return run, timeline, table_of(run, timeline)
+    recording = stack.enter_context(open_recording(plan.path))
+    _print_progress("reading events")
+    _print_progress(f"attributing joules to {len(recording.timeline):,} events")
+    recording.energy()
+    return recording
 
 
-def _report(run: RunFile, timeline: Timeline, table: EnergyTable, code: int, html: Path | None, as_json: bool) -> None:
+def _report(recording: Recording, code: int, html: Path | None, as_json: bool) -> None:
     from ..analyze.answer import answer
     from .report import print_answer, write_page
 
-    result = answer(run, table, timeline)
-    page = html or (None if as_json else run.path.with_suffix(".html"))
-    written = write_page(page, run, table, timeline, result) if page else None
+    result, path = answer(recording), recording.facts.path
+    page = html or (None if as_json or path is None else path.with_suffix(".html"))
+    written = write_page(page, recording, result) if page else None
     _print_progress("")
     if as_json:
-        _print_json(run, table, result, code)
+        _print_json(recording, result, code)
     else:
-        print_answer(run, table, result, written, stderr=True)
+        print_answer(recording, result, written, stderr=True)
 
 
 def _add_counters(plan: Plan) -> None:
@@ -285,16 +280,16 @@ def _add_counters(plan: Plan) -> None:
         writer.set("counters", list(counters))
 
 
-def _print_json(run: RunFile, table: EnergyTable, result: Answer, code: int) -> None:
+def _print_json(recording: Recording, result: Answer, code: int) -> None:
     import msgspec
 
     sys.stdout.flush()
-    data = {"returncode": code, "path": str(run.path), "mode": run.get("mode"), "run": result.whole.to_json()}
-    data |= table.to_json()
+    facts = recording.facts
+    data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_json()}
+    data |= recording.energy().to_json()
     data["tracing"] = result.tracing.to_json() if result.tracing is not None else None
-    summary = run.get("summary")
-    if summary:
-        data["summary"] = summary
+    if facts.summary:
+        data["summary"] = facts.summary
     click.echo(msgspec.json.encode(data).decode())
 
 

@@ -13,7 +13,7 @@
     print(sess.energy())                     # joules by kernel, operator, region, module, step
     sess.path                                # runs/session.tessera: `tessera report` shows it again
 
-Modules: `session`, `recording`, `assemble` and `ending` hold it together; `tracing`, `kineto_collector` and
+Modules: `session`, `recorder`, `assemble` and `ending` hold it together; `tracing`, `kineto_collector` and
 `torch_hooks` trace; `power_feed` and `sampling` sample; `summary_mode` adds up; `runfile` keeps; `export` writes other
 tools' forms; `launch` runs a script unchanged (`tessera run`).
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .recording import Session as Session
+from .recorder import Session as Session
 from .region import counter as counter
 from .region import mark as mark
 from .region import region as region
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .export import Chrome as chrome  # noqa: N813  (used like functions: exporters=[profile.chrome(path)])
     from .export import Otlp as otlp  # noqa: N813
     from .export import Parquet as parquet  # noqa: N813
-    from .export import Summary as summary  # noqa: N813
+    from .export import SummaryCsv as summary  # noqa: N813
     from .export import TensorBoard as tensorboard  # noqa: N813
     from .runfile import RunFile as RunFile
 
@@ -42,7 +42,7 @@ _EXPORTERS = {
     "chrome": "Chrome",
     "otlp": "Otlp",
     "parquet": "Parquet",
-    "summary": "Summary",
+    "summary": "SummaryCsv",
     "tensorboard": "TensorBoard",
 }
 

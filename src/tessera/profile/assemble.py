@@ -10,11 +10,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from .options import ON_DEVICE
-from .recording import wait_for_device
+from .recorder import wait_for_device
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
-    from .recording import Session
+    from .recorder import Session
     from .runfile import RunWriter
 
 

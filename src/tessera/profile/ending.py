@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .recording import Session
+    from .recorder import Session
 
 STDERR = 2
 SAME_S = 0.5

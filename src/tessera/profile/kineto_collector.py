@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import MeasurementError
+from ..notes import Note
 from ..record import CODE
 from ..timeline.columns import NONE, Timeline
 from .options import ON_DEVICE, Options
@@ -124,7 +125,7 @@ class KinetoCollector:
         elif hasattr(torch, "xpu") and torch.xpu.is_available() and kinds.XPU in supported:
             wanted.append(kinds.XPU)
         elif not self.notes:
-            self.notes.append("torch sees no accelerator here: operators of the CPU are all there is to trace")
+            self.notes.append(Note("torch sees no accelerator: only operators of the CPU are traced", "no_accelerator"))
         return wanted
 
     def _touch_device(self) -> None:

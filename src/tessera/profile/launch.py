@@ -30,7 +30,7 @@ import msgspec
 from ..errors import ArgumentError, TesseraError
 from .ending import DROPPED, Patience
 from .options import DEFAULT, Mode, Options
-from .recording import Session
+from .recorder import Session
 from .schedule import between
 from .script_steps import ScriptSteps
 

@@ -1,65 +1,76 @@
-"""Traces and power logs of other tools, read as a session would have recorded them."""
+"""Opens whatever was recorded, by Tessera or by another tool, as a `Recording`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..errors import MeasurementError
-from ..record import Record
+from ..errors import ArgumentError, RecordingError
+from ..recording import Facts, Recording
 from ..timeline import Timeline, kineto
 from ..trace import PowerTrace
 
-if TYPE_CHECKING:
-    from ..attribute.table import EnergyTable
-
-
-class Loaded:
-    """A trace, with the power log of the same time where there is one: what a `Session` answers, of any recording."""
-
-    def __init__(self, timeline: Timeline, power: PowerTrace | None) -> None:
-        self._timeline = timeline
-        self._power = power
-        self._energy: EnergyTable | None = None
-
-    def timeline(self) -> Timeline:
-        """What ran when."""
-        return self._timeline
-
-    def power(self) -> PowerTrace:
-        """Watts over time."""
-        if self._power is None:
-            raise MeasurementError(
-                "this trace has no power log",
-                why="joules need watts",
-                fix="give a power log of the same time: power='power.csv', or --power power.csv",
-            )
-        return self._power
-
-    def energy(self) -> EnergyTable:
-        """Joules by kernel, operator, region, module and step."""
-        if self._energy is None:
-            from ..attribute.solve import attribute
-
-            self._energy = attribute(self._timeline, self.power())
-        return self._energy
-
-    def records(self) -> Iterator[Record]:
-        """Every record in time order, with its joules where there is power."""
-        if self._power is not None:
-            self.energy()
-        return self._timeline.records()
+Progress = Callable[[float], None]
 
 
 def load(
-    trace: str | Path, power: str | Path | PowerTrace | None = None, *, progress: Callable[[float], None] | None = None
-) -> Loaded:
+    trace: str | Path, power: str | Path | PowerTrace | None = None, *, progress: Progress | None = None
+) -> Recording:
     """Read a Kineto or Chrome trace, and a power log (epoch_us, domain, watts; nvidia-smi's CSV; or a `PowerTrace`).
 
     >>> profile.load("trace.json.gz", power="power.csv").energy().top(5)
     """
-    from .powerlog import read_power
+    path = Path(trace)
+    timeline = kineto.read(path, progress=progress)
+    return Recording(timeline, _read_power(power), facts=Facts(name=path.name, path=path))
 
-    log = power if isinstance(power, PowerTrace) or power is None else read_power(power)
-    return Loaded(kineto.read(trace, progress=progress), log)
+
+def open_recording(
+    recorded: object, *, power: str | Path | PowerTrace | None = None, progress: Progress | None = None
+) -> Recording:
+    """A run file, a Kineto trace, a folder of ranks, a session or a timeline as a `Recording`."""
+    recording = _open(recorded, power, progress)
+    if power is not None and recording.power is None:
+        recording.power = _read_power(power)
+    return recording
+
+
+def _open(recorded: object, power: str | Path | PowerTrace | None, progress: Progress | None) -> Recording:
+    if isinstance(recorded, Recording):
+        return recorded
+    if isinstance(recorded, Timeline):
+        return Recording(recorded)
+    if isinstance(recorded, (str, Path)):
+        return _open_path(Path(recorded), power, progress)
+    from .recorder import Session
+    from .runfile import RunFile
+
+    if isinstance(recorded, (RunFile, Session)):
+        return recorded.recording()
+    raise ArgumentError(
+        f"{type(recorded).__name__} is not a recording",
+        fix="give a .tessera file, a Kineto .json or .json.gz, a folder of ranks, a session or a timeline",
+    )
+
+
+def _open_path(path: Path, power: str | Path | PowerTrace | None, progress: Progress | None) -> Recording:
+    if path.is_dir():
+        from .ranks.merge import merge
+
+        # In this process: a library must not start others in a script without `if __name__ == "__main__"`.
+        return merge(path, progress=progress, workers=1)
+    if not path.exists():
+        raise RecordingError(f"{path} does not exist", fix="give a .tessera run or a Kineto trace")
+    if path.suffix == ".tessera":
+        from .runfile import RunFile
+
+        return RunFile(path).recording()
+    return load(path, power, progress=progress)
+
+
+def _read_power(power: str | Path | PowerTrace | None) -> PowerTrace | None:
+    if isinstance(power, (str, Path)):
+        from .powerlog import read_power
+
+        return read_power(power)
+    return power

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
-    from .recording import Session
+    from .recorder import Session
 
 P = ParamSpec("P")
 R = TypeVar("R")

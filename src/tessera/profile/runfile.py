@@ -14,9 +14,7 @@
 from __future__ import annotations
 
 from .runfile_format import RUN_VERSION as RUN_VERSION
-from .runfile_format import Chunk as Chunk
 from .runfile_read import RunFile as RunFile
-from .runfile_read import Stack as Stack
 from .runfile_write import RunWriter as RunWriter
 
-__all__ = ["RUN_VERSION", "Chunk", "RunFile", "RunWriter", "Stack"]
+__all__ = ["RUN_VERSION", "RunFile", "RunWriter"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..notes import NoteKind
 from ..record import KINDS
 from ..schema import Domain
 from ..timeline.columns import NONE
@@ -39,6 +40,7 @@ class Part(TypedDict):
     rank: int | None
     meta: dict[str, Any]
     notes: list[str]
+    kinds: NotRequired[dict[str, NoteKind]]
 
 
 FACTS: Mapping[str, Any] = {

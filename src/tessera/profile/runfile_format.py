@@ -14,7 +14,6 @@ import tempfile
 import urllib.parse
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from ..timeline.columns import INTEGERS, NONE
 RUN_VERSION = 1
 """Version of the tables; readers refuse a newer one and say so."""
 APPLICATION_ID = 0x54455353  # "TESS", SQLite's mark of whose file it is
-CHUNK_ROWS = 65_536
 OPEN_ROWS = 1_024
 """Live rows come a few at a time: a chunk of them is written again and again until it has so many."""
 TEXTS = ("name", "shapes", "unit")
@@ -84,6 +82,8 @@ def enc_hook(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, str):  # a Note
+        return str(value)
     if isinstance(value, (set, frozenset, Path)):
         return sorted(value) if not isinstance(value, Path) else str(value)
     raise NotImplementedError(f"JSON has no {type(value).__name__}")
@@ -174,21 +174,6 @@ def _unzipped(data: bytes, most: int) -> bytes:
     if len(found) > most or not stream.eof:
         raise ValueError("its compressed rows are cut or too many")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Some rows of the timeline as they lie in the file: what a streaming exporter works on."""
-
-    first_row: int
-    columns: Mapping[str, NDArray[Any]]
-    extra: Mapping[int, Mapping[str, Any]]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values()))) if self.columns else 0
-
-    def __getitem__(self, column: str) -> NDArray[Any]:
-        return self.columns[column]
 
 
 def bad_file(path: Path, why: str, fix: str = "give a .tessera file that Tessera wrote") -> RecordingError:

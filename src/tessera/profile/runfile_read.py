@@ -8,16 +8,18 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError
+from ..clock import EpochNs
 from ..joules import DomainSamples
+from ..notes import kind_of, restore_kinds
+from ..recording import Facts, Recording, Stack
 from ..schema import Domain, Gap, Telemetry
-from ..timeline.columns import FLOATS, INTEGERS, Launch, Timeline
+from ..timeline.columns import FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
 from .runfile_check import (
     DAMAGE,
@@ -31,18 +33,9 @@ from .runfile_check import (
     let_go,
     row_count,
 )
-from .runfile_format import Chunk, bad_file, merged_meta, open_read_only, renumbered, unpack
+from .runfile_format import bad_file, merged_meta, open_read_only, renumbered, unpack
 
 ENERGY = ("energy_j", "energy_error_j")
-
-
-class Stack(NamedTuple):
-    """A sampled Python stack: outermost;...;innermost, and how many samples had it."""
-
-    epoch_ns: int
-    thread: int | str
-    stack: str
-    samples: int
 
 
 class RunFile:
@@ -61,7 +54,6 @@ class RunFile:
             self.close()
             raise
         self.crashed = "closed_epoch_ns" not in self.about
-        self._given_j: dict[str, NDArray[np.float64]] | None = None
         self._lost: list[str] = []
 
     def close(self) -> None:
@@ -83,6 +75,39 @@ class RunFile:
 
     def __repr__(self) -> str:
         return f"<RunFile {self.path}: {self.rows} rows, {', '.join(self.domains) or 'no power'}>"
+
+    def recording(self) -> Recording:
+        """The run as everything else reads it; its parts are read when they are asked for."""
+        facts = self._facts()
+        return Recording(
+            self.timeline, self.power, self.telemetry, facts, stacks=self.stacks, rows=self, close=self.close
+        )
+
+    def _facts(self) -> Facts:
+        start_ns, end_ns = self.span_ns
+        notes = [*self.notes, *(self.get("notes") or ())]
+        return Facts(
+            name=self.path.name,
+            kind="run",
+            path=self.path,
+            host=self.about.get("host", ""),
+            pid=self.pid,
+            mode=self.get("mode"),
+            command=self.get("command") or self.get("argv"),
+            device=str(self.get("device") or ""),
+            span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
+            windows=sorted((int(a), int(b)) for a, b in self.get("windows") or ()),
+            scheduled=bool(self.get("scheduled")),
+            tracing_s=self.get("tracing_s"),
+            time_limit_reached=any(kind_of(note) == "time_limit" for note in notes),
+            crashed=self.crashed,
+            returncode=self.get("returncode"),
+            work=self.get("work"),
+            summary=self.get("summary"),
+            version=self.about.get("tessera", ""),
+            meta=self.meta,
+            notes=notes,
+        )
 
     # Facts ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +148,7 @@ class RunFile:
                 "the file was never closed: its program was killed, or is still running; what was committed up to"
                 " half a second before the end is here"
             )
-        return notes + [note for part in self.timelines for note in part["notes"]]
+        return notes + [n for part in self.timelines for n in restore_kinds(part["notes"], part.get("kinds") or {})]
 
     @property
     def timelines(self) -> list[dict[str, Any]]:
@@ -164,17 +189,13 @@ class RunFile:
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]
         # One query each: a cursor held open would keep a live writer from checkpointing.
-        at = 0
         for (first,) in self._all("SELECT first_row FROM chunks ORDER BY first_row"):
             ((rows, heads, data),) = self._all("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
             with self._reading(f"the rows from {first} on are"):
                 found = unpack(heads, data, row_count(rows), plain)
                 self._lost += check_columns(found, names=self._count("names"), launches=self._count("launches"))
-                if self._given_j is not None:
-                    found |= {c: self._given_j[c][at : at + rows] for c in joules}
-                elif joules:
+                if joules:
                     found |= self._energy(first, rows, joules)
-                at += rows
                 extra = self._all("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
                 fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in extra}
             yield Chunk(first, found, fields)
@@ -191,17 +212,15 @@ class RunFile:
                 out[name][low - first : high - first] = values[low - start : high - start]
         return out
 
-    def use_energy(self, energy_j: NDArray[np.float64], energy_error_j: NDArray[np.float64] | None = None) -> None:
-        """Joules of the rows of `timeline()`, from attribution: what is read from here on has them, the file not."""
-        if len(energy_j) != self.rows:
-            raise ArgumentError(f"{len(energy_j)} joules for {self.rows} rows", fix="give those of run.timeline()")
-        error = np.full(len(energy_j), np.nan) if energy_error_j is None else energy_error_j
-        self._given_j = {"energy_j": energy_j, "energy_error_j": error}
+    @property
+    def row_meta(self) -> dict[str, Any]:
+        """What the source of the rows said about threads, modules, streams and devices."""
+        return {**merged_meta([p["meta"] for p in self.timelines]), **self.meta}
 
     @property
     def has_energy(self) -> bool:
         """Whether joules of single rows are known."""
-        return self._given_j is not None or bool(self._all("SELECT 1 FROM energy LIMIT 1"))
+        return bool(self._all("SELECT 1 FROM energy LIMIT 1"))
 
     def timeline(self) -> Timeline:
         """All rows as one `Timeline`, in the order they were added."""
@@ -217,12 +236,12 @@ class RunFile:
         joules = [columns.pop(c, None) for c in ENERGY]
         parts, names, launches = self.timelines, self.names, self.launches
         lost = [*self._lost, *let_go(columns, "parent", len(columns["kind"]))]
-        return Timeline(
+        timeline = Timeline(
             columns=columns,
             names=names,
             launches=launches,
             rank=self.get("rank", next((p["rank"] for p in parts if p["rank"] is not None), None)),
-            meta={**merged_meta([p["meta"] for p in parts]), **self.meta},
+            meta=self.row_meta,
             notes=self.notes + lost,
             energy_j=joules[0],
             energy_error_j=joules[1],
@@ -230,6 +249,18 @@ class RunFile:
                 int(at) + row: fields for at, c in zip(starts, chunks, strict=True) for row, fields in c.extra.items()
             },
         )
+        self._merge_counters(timeline)
+        return timeline
+
+    def _merge_counters(self, timeline: Timeline) -> None:
+        """Add the hardware counters of a replay, where there was one."""
+        replayed = self.get("counters")
+        if replayed:
+            from .counters import KernelCounters, merge
+
+            counters = merge(timeline, self._converted(replayed, list[KernelCounters]))
+            timeline.extra = counters.extra
+            timeline.notes += counters.notes()
 
     # Power ------------------------------------------------------------------------------------------------------
 

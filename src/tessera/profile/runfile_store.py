@@ -14,12 +14,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..clock import boot_id
 from ..errors import ArgumentError, RecordingError
+from ..notes import kinds_by_text
 from ..record import CODE
-from ..timeline.columns import FLOATS, INTEGERS, NONE, Launch, Timeline
+from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, NONE, Launch, Timeline
 from .runfile_format import (
     APPLICATION_ID,
-    CHUNK_ROWS,
     DESCRIPTION,
     INDEXES,
     NAME_LISTS,
@@ -59,9 +60,7 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         exists = self.path.exists()
         if exists and mode == "new":
-            raise RecordingError(
-                f"{self.path} is there already", why="a run is never overwritten unasked", fix="give another name"
-            )
+            raise RecordingError(f"{self.path} already exists", fix="give another name")
         if mode == "replace":
             for side in ("", *SIDE_FILES):  # a stale -wal would be replayed into the new file
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
@@ -87,6 +86,7 @@ class Store:
             "schema_version": RUN_VERSION,
             "tessera": version(),
             "host": socket.gethostname(),
+            "boot": boot_id(),
             "pid": os.getpid(),
             "opened_epoch_ns": time.time_ns(),
         }
@@ -252,5 +252,6 @@ class Store:
         for key in NAME_LISTS:
             if key in meta:
                 meta[key] = ids[np.asarray(meta[key], np.int64)].tolist()
-        parts.append({"first_row": base, "rows": count, "rank": timeline.rank, "meta": meta, "notes": notes})
+        part = {"first_row": base, "rows": count, "rank": timeline.rank, "meta": meta}
+        parts.append({**part, "notes": notes, "kinds": kinds_by_text(notes)})
         self.execute("INSERT OR REPLACE INTO facts VALUES ('timelines', ?)", (to_json(parts),))

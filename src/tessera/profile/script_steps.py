@@ -16,7 +16,7 @@ from ..errors import TesseraError
 from .torch_hooks import ModuleCalls, OptimizerSteps
 
 if TYPE_CHECKING:
-    from .recording import Session
+    from .recorder import Session
 
 _log = logging.getLogger("tessera")
 

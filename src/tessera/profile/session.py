@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from .options import Activity, Mode, Options, check_keywords
-from .recording import Session
+from .recorder import Session
 from .schedule import Schedule
 
 if TYPE_CHECKING:

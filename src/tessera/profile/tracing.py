@@ -30,6 +30,7 @@ from typing import Any
 
 from ..errors import TesseraError
 from ..monitor.scope import synchronize
+from ..notes import Note
 from ..timeline.columns import Timeline
 from .kineto_collector import Finished, KinetoCollector
 from .schedule import Schedule
@@ -149,7 +150,8 @@ class Tracing:
         if now_ns >= self._until_ns:
             if self._stepped and not of_step and now_ns < self._until_ns + OVERDUE_NS[True]:
                 return  # the step that runs is traced to its end
-            self.finish("the time limit for tracing was reached: from there on there is power, but no events")
+            why = "tracing stopped at its time limit: after that there is power, but no events"
+            self.finish(Note(why, "time_limit"))
         elif not self.collector.recording:
             self._guarded(self._open)
         elif self._paced:

@@ -15,6 +15,7 @@ from ..analyze.correlate import Correlation, describe_alignment
 from ..analyze.kernel_names import fit, short, short_name
 from ..analyze.result import Result, ResultColumn
 from ..analyze.spikes import Spike, format_level
+from ..notes import order_notes
 from ..units import (
     format_bytes,
     format_duration,
@@ -223,7 +224,7 @@ def _saving(row: Mapping[str, Any]) -> str:
 
 def _notes(result: Result) -> list[str]:
     """The notes, each once; those about events that were left out of a trace come last."""
-    notes = sorted(dict.fromkeys(result.notes), key=lambda note: "left out" in note)
+    notes = order_notes(result.notes)
     return notes if len(notes) <= MAX_NOTES else [*notes[:MAX_NOTES], f"and {len(notes) - MAX_NOTES} more: see --json"]
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from ..analyze.diff import Difference, DiffVerdict
 from ..analyze.diff_rows import RowChange
 from ..analyze.kernel_names import distinct, fit
+from ..notes import order_notes
 from ..units import (
     format_duration,
     format_energy,
@@ -160,7 +161,7 @@ def calls_text(row: RowChange) -> str:
 
 def all_notes(difference: Difference) -> list[str]:
     """The notes, how much of the energy is in rows that both sides have, and how many rows differ by chance."""
-    notes = sorted(difference.notes, key=lambda note: "left out" in note)
+    notes = order_notes(difference.notes)
     low = min(difference.matched)
     if difference.rows and low < 0.995:
         a, b = difference.matched

@@ -7,14 +7,14 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ..profile.ranks.merge import Merged
+from ..profile.ranks.merge import MergedRecording
 from ..units import format_duration
 from .console import Console, open_table
 
 
-def print_merge(merged: Merged, output: Path, console: Console) -> None:
+def print_merge(merged: MergedRecording, output: Path, console: Console) -> None:
     """The result, the clocks, the collectives, the notes."""
-    headline = f"{len(merged.sources)} ranks, {len(merged.timeline)} rows -> {output}"
+    headline = f"{len(merged.files)} ranks, {len(merged.timeline)} rows -> {output}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     console.print(_clocks(merged))
     for line in _collectives(merged):
@@ -23,17 +23,17 @@ def print_merge(merged: Merged, output: Path, console: Console) -> None:
         console.print(Text(note, style="yellow"), soft_wrap=True)
 
 
-def _clocks(merged: Merged) -> Table:
+def _clocks(merged: MergedRecording) -> Table:
     table = open_table("rank", "host", "rows", "clock offset, us", "drift, ppm", "± us", "from")
-    for source, offset in zip(merged.sources, merged.offsets, strict=True):
+    for source, offset in zip(merged.files, merged.offsets, strict=True):
         error = "?" if offset.error_ns is None else f"{offset.error_ns * 1e-3:.1f}"
         aligned_by = f"{offset.matched} collectives" if offset.matched else offset.source
         cells = (f"{offset.offset_ns * 1e-3:+.1f}", f"{offset.drift_ppm:+.3g}", error, aligned_by)
-        table.add_row(str(source.rank), source.host or "-", str(source.rows), *cells)
+        table.add_row(str(source.rank), source.host or "-", str(len(source.timeline)), *cells)
     return table
 
 
-def _collectives(merged: Merged) -> list[str]:
+def _collectives(merged: MergedRecording) -> list[str]:
     totals = merged.collectives
     if not totals["count"]:
         return ["no collective was recorded by two ranks"]

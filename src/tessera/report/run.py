@@ -10,12 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.answer import TIME_LIMIT, Answer, answer
+from ..analyze.answer import Answer, answer
 from ..analyze.kernel_names import fit, region_name
 from ..analyze.whole import Outside
 from ..attribute.table import EnergyTable
-from ..profile.runfile import RunFile
-from ..timeline.columns import Timeline
+from ..notes import kind_of
+from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
 from .energy import SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
@@ -40,18 +40,16 @@ MODES = {
 
 
 def text(
-    run: RunFile,
-    table: EnergyTable,
+    recording: Recording,
     *,
     html: Path | None = None,
     width: int | None = None,
     by: str | None = None,
     top: int | None = None,
-    timeline: Timeline | None = None,
     found: Answer | None = None,
 ) -> RenderableType:
     """The screen. `by` shows only one view, `top` is the number of rows; `found` is the answer, if it was computed."""
-    result = found or answer(run, table, timeline)
+    result, table = found or answer(recording), recording.energy()
     wide = width or WIDTH
     parts: list[RenderableType] = [
         _title(result, wide),
@@ -64,7 +62,7 @@ def text(
         parts.append(_split(result, wide))
     parts += _tables(result, table, wide, by, top)
     parts.append(_ending(result, html, wide))
-    return Group(*parts, *_next_command(run, result, table, html, by))
+    return Group(*parts, *_next_command(recording.facts.path, result, table, html, by))
 
 
 def _title(result: Answer, width: int) -> Text:
@@ -231,8 +229,8 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
 def _ending(result: Answer, html: Path | None, width: int) -> Table:
     table = label_table()
     table.add_row("", "")
-    telling = [note for note in result.notes if note != result.cut and "left out" not in note]
-    telling = [note for note in telling if not (result.partial and TIME_LIMIT in note)]  # result above already
+    telling = [note for note in result.notes if note != result.cut and kind_of(note) != "omission"]
+    telling = [note for note in telling if not (result.partial and kind_of(note) == "time_limit")]  # in the headline
     slowed = result.tracing.text if result.tracing is not None else None
     for note in [*([f"{slowed}{_tracing_hint(result)}"] if slowed else []), *telling[:1]]:
         table.add_row("note", Text(note, style="yellow"))
@@ -250,10 +248,10 @@ def _tracing_hint(result: Answer) -> str:
 
 
 def _next_command(
-    run: RunFile, result: Answer, table: EnergyTable, html: Path | None, by: str | None
+    file: Path | None, result: Answer, table: EnergyTable, html: Path | None, by: str | None
 ) -> list[RenderableType]:
     """The next command: a view that was not shown yet."""
-    path = shlex.quote(str(run.path))
+    path = shlex.quote(str(file or "RUN"))
     views = [view for view in ("kernels", "ops", "regions", "modules") if result.rows(view)]
     views += ["steps"] if table.steps else []
     at = views.index(by) + 1 if by in views else 0

@@ -8,16 +8,14 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 from ..analyze.answer import Answer, answer, stacks_of
-from ..analyze.correlate import Correlation
+from ..analyze.correlate import Correlation, correlate_recording
 from ..analyze.evidence import group_telemetry
 from ..analyze.icicle import Node, icicle, stack_tree
 from ..analyze.kernel_names import CATEGORIES, category, fit
 from ..analyze.overview import overview
 from ..analyze.result import Result
 from ..analyze.spikes import format_level
-from ..attribute.table import EnergyTable
-from ..profile.runfile import RunFile
-from ..timeline.columns import Timeline
+from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from . import run_analyses as analyses
 from .energy import SUMMARY_NOTE
@@ -40,22 +38,20 @@ _SECTIONS: dict[str, Callable[[Result], str]] = {
 
 
 def page(
-    run: RunFile,
-    table: EnergyTable,
-    correlation: Correlation | None = None,
+    recording: Recording,
     *,
-    timeline: Timeline | None = None,
     found: Answer | None = None,
     results: Mapping[str, Result] | None = None,
 ) -> str:
-    """The page. `timeline`, `found` (the answer) and `results` (analyses by kind) are computed if not given."""
-    lines = run.timeline() if timeline is None else timeline
-    result = found or answer(run, table, lines)
+    """The page. `found` (the answer) and `results` (analyses by kind) are computed if not given."""
+    lines, table = recording.timeline, recording.energy()
+    result = found or answer(recording)
+    correlation = correlate_recording(recording)
     if result.shared_by:
         table = dataclasses.replace(table, ops=result.ops, kernels=result.kernels)
-    stacks = stacks_of(run, run.power(), table.total_j) if result.shared_by and not table.kernels else []
-    results = run_analyses(run, table, lines) if results is None else results
-    view = overview(lines, run.power(), group_telemetry(run.telemetry()), table)
+    stacks = stacks_of(recording, table.total_j) if result.shared_by and not table.kernels else []
+    results = run_analyses(recording) if results is None else results
+    view = overview(lines, recording.power, group_telemetry(recording.telemetry), table)
     curves = analyses.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
     # A host without operators is busy in Python: its power is not idle power.
     view = dataclasses.replace(view, telemetry=[*view.telemetry, *curves], idle_w=view.idle_w if view.rows else None)
@@ -71,7 +67,7 @@ def page(
         gaps(result),
         _checklist(correlation) if correlation else "",
         missing_section(absent),
-        provenance(run, table, result, results, len(absent)),
+        provenance(recording, table, result, results, len(absent)),
     ]
     return document(f"{fit(result.name, 80)} - tessera", "".join(parts), data=payload(view, correlation))
 

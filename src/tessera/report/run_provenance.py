@@ -13,11 +13,10 @@ from ..analyze.answer import Answer
 from ..analyze.kernel_names import fit
 from ..analyze.result import Result
 from ..analyze.slowdown import Slowdown
-from ..analyze.source import Source
 from ..attribute.table import EnergyTable
 from ..errors import TesseraError
-from ..profile.runfile import RunFile
 from ..record import CAPABILITY, NEEDS_NCU, NEEDS_SHAPES
+from ..recording import Recording
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_power
 from .html import capitalize, prose
@@ -45,9 +44,11 @@ _HOW_SHARED = (
 Provenance = tuple[str, str, str]  # what, how it is known, from where
 
 
-def provenance(run: RunFile, table: EnergyTable, answer: Answer, results: Mapping[str, Result], missing: int) -> str:
+def provenance(
+    recording: Recording, table: EnergyTable, answer: Answer, results: Mapping[str, Result], missing: int
+) -> str:
     """The section: how each figure is known, then the facts that the run recorded about itself."""
-    rows = [*_energy_sources(run, table, answer), *_result_sources(results)]
+    rows = [*_energy_sources(recording, table, answer), *_result_sources(results)]
     if missing:
         rows.append(("other figures", "missing", f"{missing}, each with what would provide it: see above"))
     body = "".join(
@@ -63,16 +64,16 @@ def provenance(run: RunFile, table: EnergyTable, answer: Answer, results: Mappin
         f"<section id='origin'><h2>How it was measured</h2><p>{escape(how)}</p>"
         f"{f'<ul>{notes}</ul>' if notes else ''}<div class='scroll'><table><caption class='sr'>How each figure is known"
         "</caption><thead><tr><th scope='col'>what</th><th scope='col'>known by</th><th scope='col'>from</th></tr>"
-        f"</thead><tbody>{body}</tbody></table></div>{_run_facts(run)}</section>"
+        f"</thead><tbody>{body}</tbody></table></div>{_run_facts(recording)}</section>"
     )
 
 
-def _energy_sources(run: RunFile, table: EnergyTable, answer: Answer) -> Iterator[Provenance]:
+def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) -> Iterator[Provenance]:
     if table.total_j >= 0:
         yield "energy of the run", answer.basis, f"{answer.source}, measured {answer.coverage:.1%} of the time"
     else:
         yield "energy of the run", "missing", "no power was recorded"
-    for domain in run.power().domains:
+    for domain in recording.power.domains if recording.power is not None else ():
         detail = f"{domain.source}, every {format_duration(domain.resolution_s, 3)}"
         detail += f", {domain.label}" if domain.label else ""
         detail += f"; {domain.note}" if domain.note else ""
@@ -90,7 +91,7 @@ def _energy_sources(run: RunFile, table: EnergyTable, answer: Answer) -> Iterato
         yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between {between}"
     if answer.tracing is not None:
         yield "slowdown by tracing", *_slowdown_source(answer.tracing)
-    if readings := _device_readings(run):
+    if readings := _device_readings(recording):
         yield readings, "measured", "read from the device"
 
 
@@ -102,10 +103,10 @@ def _slowdown_source(found: Slowdown) -> tuple[str, str]:
     return "modelled", f"at most {times}, by the number of events: {found.reason}"
 
 
-def _device_readings(run: RunFile) -> str:
+def _device_readings(recording: Recording) -> str:
     """What the devices reported besides power, in words."""
     read: set[str] = set()
-    for t in run.telemetry():
+    for t in recording.telemetry:
         read |= {"clocks"} if t.clocks_mhz else set()
         read |= {"temperature"} if t.temperature_c is not None else set()
         read |= {"throttling"} if t.throttle is not None else set()
@@ -137,11 +138,13 @@ def _result_sources(results: Mapping[str, Result]) -> Iterator[Provenance]:
             yield kind, "measured", source
 
 
-def _run_facts(run: RunFile) -> str:
-    rows = [("gap", f"{gap.domain}: {gap.reason}") for gap in list(run.power().gaps)[:5]]
-    rows += [(key.removesuffix("_ns"), _fact(key, value)) for key, value in sorted(run.meta.items())]
-    rows += [(key, run.about[key]) for key in ("tessera", "host") if key in run.about and key not in run.meta]
-    rows.append(("file", str(run.path)))
+def _run_facts(recording: Recording) -> str:
+    facts, gaps = recording.facts, recording.power.gaps if recording.power is not None else ()
+    rows = [("gap", f"{gap.domain}: {gap.reason}") for gap in list(gaps)[:5]]
+    rows += [(key.removesuffix("_ns"), _fact(key, value)) for key, value in sorted(facts.meta.items())]
+    about = {"tessera": facts.version, "host": facts.host}
+    rows += [(key, value) for key, value in about.items() if value and key not in facts.meta]
+    rows.append(("file", str(facts.path)))
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     return f"<details><summary>How the run was started</summary><dl>{cells}</dl></details>"
 
@@ -202,16 +205,14 @@ _WORDS = {
 }
 
 
-def run_analyses(run: RunFile, table: EnergyTable, timeline: Timeline) -> dict[str, Result]:
+def run_analyses(recording: Recording) -> dict[str, Result]:
     """Every analysis of the page by its kind. One that fails has no rows, and its reason in `missing`."""
-    power = run.power()
-    source = Source(run.path.name, timeline, power if power.columns else None, run.telemetry(), run, _energy=table)
-    return {kind: _run_analysis(kind, source) for kind in ANALYSES if len(timeline)}
+    return {kind: _run_analysis(kind, recording) for kind in ANALYSES if len(recording.timeline)}
 
 
-def _run_analysis(kind: str, source: Source) -> Result:
+def _run_analysis(kind: str, recording: Recording) -> Result:
     try:
-        result: Result = getattr(analyze, kind)(source, **_OPTIONS.get(kind, {}))
+        result: Result = getattr(analyze, kind)(recording, **_OPTIONS.get(kind, {}))
     except TesseraError as exc:  # the page is worth having without it
         reason = f"{exc.what}{f': {exc.fix}' if exc.fix else ''}"
         return Result(kind=kind, title=kind, columns=(), rows=(), missing={kind: reason})

@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..analyze.answer import Answer, answer
-from ..analyze.correlate import Correlation, correlate
-from ..errors import TesseraError
-from ..profile.runfile import RunFile
-from ..profile.untraced import table_of
+from ..profile.load import open_recording
 from ..report.run_html import page
-from ..timeline.columns import Timeline
 
 SUFFIX = ".tessera"
 DEPTH = 8
@@ -90,34 +86,21 @@ class Runs:
             return kept[run]
 
     def _render(self, run: Found) -> str:
-        with RunFile(run.path) as file:
-            timeline = file.timeline()
-            table = table_of(file, timeline)
-            said = answer(file, table, timeline)
+        with open_recording(run.path) as recording:
+            said = answer(recording)
             _keep(self._answers, run, said, ANSWERS)  # somebody who reads a page compares next
-            return page(file, table, _spikes(file, timeline), timeline=timeline, found=said)
+            return page(recording, found=said)
 
     @staticmethod
     def _answer(run: Found) -> Answer:
-        with RunFile(run.path) as file:
-            timeline = file.timeline()
-            return answer(file, table_of(file, timeline), timeline)
+        with open_recording(run.path) as recording:
+            return answer(recording)
 
 
 def _keep(kept: OrderedDict[Found, T], run: Found, value: T, most: int) -> None:
     kept[run] = value
     while len(kept) > most:
         kept.popitem(last=False)
-
-
-def _spikes(file: RunFile, timeline: Timeline) -> Correlation | None:
-    """As `tessera report` has them: where there are kernels and power to tie together."""
-    if not len(timeline.device_rows) or not file.domains:
-        return None
-    try:
-        return correlate(timeline, file.power(), telemetry=file.telemetry())
-    except TesseraError:  # the page says nothing of spikes then
-        return None
 
 
 def _below(label: str, root: Path) -> Iterator[Found]:

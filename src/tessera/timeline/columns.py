@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .link import Links
 
 Ints = NDArray[np.int64]
+CHUNK_ROWS = 65_536
+"""Rows of one chunk."""
 NONE = -1
 """What stands in an integer column where there is nothing."""
 
@@ -64,6 +66,21 @@ INTEGERS = (
     "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
 )  # fmt: skip
 FLOATS = ("value",)  # of counters; NaN elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows of a timeline: what an exporter works on."""
+
+    first_row: int
+    columns: Mapping[str, NDArray[Any]]
+    extra: Mapping[int, Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def __getitem__(self, column: str) -> NDArray[Any]:
+        return self.columns[column]
 
 
 @dataclass(slots=True)
@@ -162,6 +179,30 @@ class Timeline:
         """End of the last row; 0 when empty."""
         return int(self.columns["end_ns"].max()) if len(self) else 0
 
+    @property
+    def row_meta(self) -> Mapping[str, Any]:
+        """What the source of the rows said about threads, modules, streams and devices."""
+        return self.meta
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether joules of single rows are known."""
+        return self.energy_j is not None
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """The rows piece by piece; `columns` picks some. `energy_j` and `energy_error_j` may be asked for too."""
+        wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
+        spent = {"energy_j": self.energy_j, "energy_error_j": self.energy_error_j}
+        for first in range(0, len(self), CHUNK_ROWS):
+            count = min(CHUNK_ROWS, len(self) - first)
+            values: dict[str, NDArray[Any]] = {}
+            for column in wanted:
+                whole = spent[column] if column in spent else self.columns.get(column)
+                missing = np.full(count, np.nan if column in spent else _missing(column), _dtype(column))
+                values[column] = missing if whole is None else whole[first : first + count]
+            extra = {row - first: fields for row, fields in self.extra.items() if first <= row < first + count}
+            yield Chunk(first, values, extra)
+
     def correlate(self, power: PowerTrace, **options: Any) -> Any:
         """Spikes of a power trace tied to kernels and collectives: see `tessera.analyze.correlate`."""
         from ..analyze.correlate import correlate
@@ -174,7 +215,7 @@ def _missing(column: str) -> Any:
 
 
 def _dtype(column: str) -> Any:
-    return np.float64 if column in FLOATS else np.int64
+    return np.float64 if column in FLOATS or column not in INTEGERS else np.int64
 
 
 class Builder:

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Raw
 from numpy.typing import NDArray
 
+from ..notes import Note
 from ..record import CODE, KINDS
 from . import stream_names
 from .columns import NONE, Builder, Ints, Launch, Timeline
@@ -224,8 +225,10 @@ class Rows:
         if len(timeline) and timeline.start_ns < _WALL_CLOCK_NS:
             notes.append("times are not those of the wall clock: the trace does not say when it began")
         odd = {c: n for c, n in sorted(self._left_out.items()) if c not in _EXPECTED}
-        notes += [f"left out: {_events(n)} of category {c!r}" for c, n in odd.items()]
-        notes += [f"{what}: {_events(n)}" for what, n in sorted((self._odd + self._side.odd).items())]
+        notes += [Note(f"not read: {_events(n)} of category {c!r}", "omission") for c, n in odd.items()]
+        notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items())]
+        notes += [f"{what}: {_events(n)}" for what, n in sorted(self._side.odd.items())]
+        notes += [Note(f"not read, {why}: {_events(n)}", "omission") for why, n in sorted(self._side.not_read.items())]
         info = meta.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         timeline.rank = rank if isinstance(rank, int) else None

@@ -30,6 +30,7 @@ class Side:
         self.stream_names: dict[str, str] = {}
         self.devices: set[int] = set()
         self.odd: Counter[str] = Counter()
+        self.not_read: Counter[str] = Counter()
         self._threads: dict[str, int] = {}
         self._rows: list[tuple[int, ...]] = []
         self._values: list[float] = []
@@ -54,7 +55,7 @@ class Side:
         if phase == "M":
             self._metadata(event)
         elif start_ns == NO_TIME:
-            self.odd["left out, without a time"] += 1
+            self.not_read["without a time"] += 1
         elif phase == "C":
             self._counters(event, start_ns, index, text)
         elif phase in ("i", "I", "R"):
@@ -64,7 +65,7 @@ class Side:
         elif phase == "E":
             self._close(self.thread(event.tid), start_ns)
         elif phase not in ("s", "t", "f"):
-            self.odd[f"left out, of phase {phase!r}"] += 1
+            self.not_read[f"of phase {phase!r}"] += 1
 
     def _metadata(self, event: Event | LateEvent) -> None:
         if event.name == "thread_name" and event.args.name is not None and isinstance(event.tid, int):
@@ -88,7 +89,7 @@ class Side:
                 self._args = (text, msgspec.json.decode(text, type=list[RawArgs]))
             series = msgspec.json.decode(self._args[1][index].args, type=dict[str, float | None], strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.odd["left out, counters without a number"] += 1
+            self.not_read["counters without a number"] += 1
             return
         gpu = _GPU.search(event.name)
         device = int(gpu[1]) if gpu else event.pid if event.pid in self.devices else NONE
@@ -101,7 +102,7 @@ class Side:
     def _close(self, thread: int, end_ns: int) -> None:
         stack = self._open.get(thread)
         if not stack:
-            self.odd["left out, closing what was never opened"] += 1
+            self.not_read["closing what was never opened"] += 1
             return
         name, category, start_ns = stack.pop()
         self._row("op" if category in ("cpu_op", "op") else "region", name, start_ns, end_ns, tid=thread)

@@ -13,6 +13,8 @@ DTYPE_BYTES = {
     "int16": 2, "byte": 1, "char": 1, "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
+ON_HOST = ("gloo:", "mpi:", "ucc:")
+"""How the rows of collectives begin that run on the host."""
 _DIRECTION = re.compile(r"\b([HDPAM])(?:to|2)([HDPAM])\b", re.IGNORECASE)
 _DIRECTION_IN_WORDS = re.compile(r"Copy(Host|Device)To(Host|Device)")
 _COLLECTIVES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -29,6 +29,7 @@ def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Ite
     links = timeline.linked
     overlap = collective_overlap_pct(timeline, chosen)
     modules: dict[int, str] = {}
+    hosts = timeline.hosts
     for begin in range(0, len(chosen), _BLOCK):
         block = chosen[begin : begin + _BLOCK]
         columns = {name: values[block].tolist() for name, values in timeline.columns.items()}
@@ -37,7 +38,7 @@ def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Ite
         columns["energy_error_j"] = _joules(timeline.energy_error_j, block)
         for i, row in enumerate(block.tolist()):
             one = {name: values[i] for name, values in columns.items()}
-            fields = _fields(timeline, one, links, modules)
+            fields = _fields(timeline, one, links, modules, hosts)
             if row in overlap:
                 fields["collective_overlap_pct"] = overlap[row]
             yield Record(**(fields | dict(timeline.extra.get(row, {}))))
@@ -52,11 +53,11 @@ def collective_overlap_pct(timeline: Timeline, rows: Ints) -> dict[int, float]:
     """How much of each collective's time a compute kernel ran beside it on the same device, 0 to 100."""
     asked = rows[timeline["kind"][rows] == CODE["collective"]]
     asked = asked[timeline["end_ns"][asked] > timeline["start_ns"][asked]]
-    start, end, device = (timeline[c] for c in ("start_ns", "end_ns", "device"))
-    kernels = timeline.rows("kernel") if len(asked) else asked
+    start, end = timeline["start_ns"], timeline["end_ns"]
+    kernels = timeline.by_device(timeline.rows("kernel")) if len(asked) else {}
     found: dict[int, float] = {}
-    for number in np.unique(device[asked]).tolist():
-        mine, busy = asked[device[asked] == number], kernels[device[kernels] == number]
+    for device, mine in timeline.by_device(asked).items():
+        busy = kernels.get(device, asked[:0])
         beside = covered_ns(union(start[busy], end[busy]), start[mine], end[mine])
         found |= dict(zip(mine.tolist(), (100.0 * beside / (end[mine] - start[mine])).tolist(), strict=True))
     return found
@@ -68,7 +69,9 @@ def _joules(values: NDArray[np.float64] | None, rows: Ints) -> list[float | None
     return [None if isnan(joules) else joules for joules in values[rows].tolist()]
 
 
-def _fields(timeline: Timeline, one: dict[str, Any], links: Links, modules: dict[int, str]) -> dict[str, Any]:
+def _fields(
+    timeline: Timeline, one: dict[str, Any], links: Links, modules: dict[int, str], hosts: Mapping[int, str]
+) -> dict[str, Any]:
     """The fields of one record."""
     names, code = timeline.names, one["kind"]
     on_device = code in _DEVICE
@@ -83,10 +86,12 @@ def _fields(timeline: Timeline, one: dict[str, Any], links: Links, modules: dict
         modules[module] = module_name(timeline, module, links)
     shapes = one["shapes"] if not on_device or operator == NONE else int(timeline["shapes"][operator])
     value, joules = one["value"], one["energy_j"]
+    rank = timeline.rank if one["rank"] == NONE else one["rank"]
     fields: dict[str, Any] = {
         "kind": KINDS[code], "name": names[one["name"]], "start_ns": one["start_ns"], "end_ns": one["end_ns"],
         "kernel_name": names[one["name"]] if on_device else None, "device": _known(one["device"]),
-        "stream_id": _known(one["stream"]), "thread_id": _known(one["thread"]), "rank": timeline.rank,
+        "stream_id": _known(one["stream"]), "thread_id": _known(one["thread"]), "rank": rank,
+        "host": None if rank is None else hosts.get(rank),
         "op": named(operator), "region": named(one["region"]), "module": modules.get(module),
         "shapes": None if shapes == NONE else names[shapes], "bytes": _known(one["bytes"]),
         "value": None if isnan(value) else value, "unit": None if one["unit"] == NONE else names[one["unit"]],

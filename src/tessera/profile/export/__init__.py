@@ -1,8 +1,8 @@
-"""A run in other tools' forms. Every exporter is a frozen value with `write(run, table)`; nothing is loaded before use.
+"""A run in other tools' forms. Every exporter is a frozen value with `write(recording)`; nothing is loaded before use.
 
 ::
 
-    Chrome("trace.json").write(RunFile("runs/train.tessera"), table)
+    Chrome("trace.json").write(open_recording("runs/train.tessera"))
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .chrome import Chrome as Chrome
     from .otlp import Otlp as Otlp
     from .parquet import Parquet as Parquet
-    from .summary import Summary as Summary
+    from .summary import SummaryCsv as SummaryCsv
     from .tensorboard import TensorBoard as TensorBoard
 
 _LAZY = {
@@ -23,11 +23,11 @@ _LAZY = {
     "Exporter": ".base",
     "Otlp": ".otlp",
     "Parquet": ".parquet",
-    "Summary": ".summary",
+    "SummaryCsv": ".summary",
     "TensorBoard": ".tensorboard",
 }
 
-__all__ = ["Chrome", "Exporter", "Otlp", "Parquet", "Summary", "TensorBoard"]
+__all__ = ["Chrome", "Exporter", "Otlp", "Parquet", "SummaryCsv", "TensorBoard"]
 
 
 def __getattr__(name: str) -> Any:

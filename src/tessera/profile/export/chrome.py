@@ -26,15 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...record import CODE
+from ...schema import DeviceId
 from ...timeline.columns import NONE
 from ...timeline.stream_names import KEY, label
-from .base import device_of, written
+from .base import replace_when_written
 from .chrome_rows import DEVICE_CODES, LAUNCHERS, RowWriter, device_pid, host_pid, track
 from .overlap import Overlap
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Recording
 
 PERIOD_NS = 7_889_238 * 1_000_000_000
 """Kineto counts from the last whole multiple of this (a quarter of a year): a double then holds nanoseconds."""
@@ -48,23 +49,24 @@ class Chrome:
 
     path: str | Path
 
-    def write(self, run: RunFile, table: EnergyTable | None = None) -> Path:
+    def write(self, recording: Recording) -> Path:
         """Write the trace; compressed where the name ends in .gz."""
         target = Path(self.path)
-        survey = _Survey.of(run)
-        pid = run.pid
+        table = recording.find_energy()
+        survey = _Survey.of(recording)
+        pid = recording.facts.pid
         pid += _SMALL_PID if pid < _SMALL_PID else 0
-        rows = RowWriter(run, table, survey.base_ns, pid, Overlap(survey.intervals))
+        rows = RowWriter(recording.rows, table, survey.base_ns, pid, Overlap(survey.intervals))
         rows.link(survey.launched, survey.ran)
         survey.intervals.clear()
-        with written(target) as part, _opened(part, target.name.endswith(".gz")) as out:
-            out.write(json.dumps(_head(run, survey, table), default=str)[:-1])
+        with replace_when_written(target) as part, _opened(part, target.name.endswith(".gz")) as out:
+            out.write(json.dumps(_head(recording, survey, table), default=str)[:-1])
             out.write(',"traceEvents":[\n')
-            out.write(",\n".join(_names(run, survey, pid)))
-            for chunk in run.chunks(rows.columns):
+            out.write(",\n".join(_names(recording, survey, pid)))
+            for chunk in recording.rows.chunks(rows.columns):
                 _write(out, rows.events(chunk))
-            _write(out, _power(run, survey.base_ns, pid))
-            _write(out, _telemetry(run, survey.base_ns, pid))
+            _write(out, _power(recording, survey.base_ns, pid))
+            _write(out, _telemetry(recording, survey.base_ns, pid))
             out.write("\n]}\n")
         return target
 
@@ -81,12 +83,13 @@ class _Survey:
     ran: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
-    def of(cls, run: RunFile) -> _Survey:
+    def of(cls, recording: Recording) -> _Survey:
         """Read the columns that say where rows go."""
         self = cls(0)
-        starts, launched, ran = [t.time_ns for t in run.telemetry()[:1]], [], []
-        starts += [int(times[0]) for times, _ in map(run.samples, run.domains) if len(times)]
-        for chunk in run.chunks(_LANES):
+        starts, launched, ran = [t.time_ns for t in recording.telemetry[:1]], [], []
+        columns = recording.power.columns.values() if recording.power is not None else ()
+        starts += [int(c.times_ns[0]) for c in columns if len(c.times_ns)]
+        for chunk in recording.rows.chunks(_LANES):
             starts.append(int(chunk["start_ns"].min()))
             on_device = np.isin(chunk["kind"], DEVICE_CODES)
             known = chunk["correlation"] != NONE
@@ -131,13 +134,14 @@ def _write(out: IO[str], events: Iterable[str]) -> None:
         out.write(",\n".join(batch))
 
 
-def _head(run: RunFile, survey: _Survey, table: EnergyTable | None) -> dict[str, Any]:
+def _head(recording: Recording, survey: _Survey, table: EnergyTable | None) -> dict[str, Any]:
     head: dict[str, Any] = {
         "schemaVersion": 1, "deviceProperties": [], "displayTimeUnit": "ms", "baseTimeNanoseconds": survey.base_ns,
     }  # fmt: skip
-    for part in run.timelines:  # what Kineto said of the machine and of the ranks, other tools look for
-        head |= {k: part["meta"][k] for k in ("deviceProperties", "distributedInfo") if k in part["meta"]}
-    head["tessera"] = {"run": run.path.name, "meta": run.meta, "notes": run.notes}
+    meta, facts = recording.rows.row_meta, recording.facts
+    # What Kineto said of the machine and of the ranks, other tools look for.
+    head |= {k: meta[k] for k in ("deviceProperties", "distributedInfo") if k in meta}
+    head["tessera"] = {"run": facts.name, "meta": facts.meta, "notes": [str(n) for n in facts.notes]}
     if table is not None:
         head["tessera"]["energy"] = {
             "total_j": _number(table.total_j), "total_error_j": _number(table.total_error_j),
@@ -150,20 +154,22 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _names(run: RunFile, survey: _Survey, pid: int) -> Iterator[str]:
-    labels = {device_of(name): domain.label for name, domain in run.domains.items() if "." not in name}
-    known = {int(t): n for part in run.timelines for t, n in part["meta"].get("threads", {}).items()}
+def _names(recording: Recording, survey: _Survey, pid: int) -> Iterator[str]:
+    domains = recording.power.domains if recording.power is not None else ()
+    labels = {d.device.index: d.label for d in domains if d.device.is_gpu and d.name == str(d.device)}
+    meta = recording.rows.row_meta
+    known = {int(t): n for t, n in meta.get("threads", {}).items()}
     for rank in sorted({r for r, _ in survey.threads} | {NONE}):
         yield from _process(host_pid(pid, rank), f"{_of_rank(rank)}python", "CPU", max(rank, 0) * 1000)
     for rank, thread in sorted(survey.threads):
         shown = known.get(thread, "host" if thread == NONE else f"thread {track(thread)}")
         yield _meta("thread_name", host_pid(pid, rank), track(thread), {"name": shown})
     devices = {(r, max(d, 0)) for r, d, _ in survey.lanes}
-    devices |= {(NONE, d) for d in map(device_of, run.domains) if d is not None}
+    devices |= {(NONE, d.device.index) for d in domains if d.device.is_gpu}
     for rank, device in sorted(devices):
         at, name = _pid(rank, device), f"{_of_rank(rank)}GPU {device}"
         yield from _process(at, f"{name} {labels.get(device) or ''}".strip(), name, max(rank, 0) * 1000 + device + 1)
-    called = {KEY: {k: n for part in run.timelines for k, n in (part["meta"].get(KEY) or {}).items()}}
+    called = {KEY: meta.get(KEY) or {}}
     for rank, device, stream in sorted({(r, max(d, 0), max(s, 0)) for r, d, s in survey.lanes}):
         at = _pid(rank, device)
         yield _meta("thread_name", at, stream, {"name": label(called, device, stream, rank)})
@@ -193,21 +199,23 @@ def _counter(name: str, unit: str, pid: int, since_ns: int, value: float) -> str
     return f'{{"ph":"C","name":{json.dumps(name)},"pid":{pid},"tid":0,"ts":{ts},"args":{{"{unit}":{value:.7g}}}}}'
 
 
-def _power(run: RunFile, base_ns: int, host: int) -> Iterator[str]:
+def _power(recording: Recording, base_ns: int, host: int) -> Iterator[str]:
     """Watts, at the time the power was drawn: what a sensor shows late is moved back by its lag."""
-    for name, domain in run.domains.items():
-        pid = device_of(name)
-        times, watts = run.samples(name)
-        since = np.maximum(times - round(domain.lag_s * 1e9) - base_ns, 0)
-        known = ~np.isnan(watts)
-        for t, w in zip(since[known].tolist(), watts[known].tolist(), strict=True):
-            yield _counter(f"power {name}", "W", host if pid is None else pid, t, w)
+    for name, column in recording.power.columns.items() if recording.power is not None else ():
+        since = np.maximum(column.times_ns - column.lag_ns - base_ns, 0)
+        for t, w in zip(since[column.known].tolist(), column.watts[column.known].tolist(), strict=True):
+            yield _counter(f"power {name}", "W", _counter_pid(name, host), t, w)
 
 
-def _telemetry(run: RunFile, base_ns: int, host: int) -> Iterator[str]:
-    for row in run.telemetry():
-        pid = device_of(row.domain)
-        at = (host if pid is None else pid, row.time_ns - base_ns)
+def _counter_pid(domain: str, host: int) -> int:
+    """The process under which a domain's curves are shown: its GPU, or the host."""
+    device = DeviceId.of_domain(domain)
+    return device.index if device.is_gpu else host
+
+
+def _telemetry(recording: Recording, base_ns: int, host: int) -> Iterator[str]:
+    for row in recording.telemetry:
+        at = (_counter_pid(row.domain, host), row.time_ns - base_ns)
         for clock, mhz in row.clocks_mhz.items():
             yield _counter(f"clock {clock} {row.domain}", "MHz", *at, mhz)
         single = (

@@ -12,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...record import CODE, KINDS
-from ...timeline.columns import NONE, Launch
+from ...timeline.columns import NONE, Chunk, Launch
 from ...timeline.shapes import DTYPES
 from ...timeline.transfers import DTYPE_BYTES
-from ..runfile import Chunk
 from ..runfile_format import NAME_LISTS
-from .base import class_power
 from .overlap import Overlap
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Rows
 
 CATEGORY = {
     "kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "collective": "collective",
@@ -43,27 +41,24 @@ for _kineto, _short in DTYPES.items():
 class RowWriter:
     """Makes events of chunks. What many rows share (names, launches, shapes) is turned into JSON once."""
 
-    def __init__(self, run: RunFile, table: EnergyTable | None, base_ns: int, host_pid: int, overlap: Overlap) -> None:
+    def __init__(self, rows: Rows, table: EnergyTable | None, base_ns: int, host_pid: int, overlap: Overlap) -> None:
         self._base_ns = base_ns
         self._pid = host_pid
         self._overlap = overlap
-        self._own_joules = run.has_energy
+        self._own_joules = rows.has_energy
         self.columns = (
             "kind", "name", "start_ns", "end_ns", "device", "stream", "thread", "correlation", "external", "sequence",
             "forward_thread", "bytes", "shapes", "launch", "unit", "value", "rank", *(("energy_j", "energy_error_j") if
             self._own_joules else ()),
         )  # fmt: skip
-        self._texts = run.names
+        self._texts = rows.names
         self._names = [json.dumps(n) for n in self._texts]
-        self._run_launches = run.launches
+        self._run_launches = rows.launches
         self._launches = [_launch_args(launch) for launch in self._run_launches]
-        python = {name for part in run.timelines for key in NAME_LISTS for name in part["meta"].get(key, ())}
+        python = {name for key in NAME_LISTS for name in rows.row_meta.get(key, ())}
         self._categories = dict.fromkeys(python, "python_function")  # modules and frames of the Python tracer
         self._shapes: dict[int, str] = {}
         number = {n: i for i, n in enumerate(self._texts)}
-        self._watts = {
-            (CODE[kind], number[name]): watts for (kind, name), watts in class_power(table).items() if name in number
-        }
         regions = (*table.regions, *table.steps) if table is not None else ()
         self._regions = {number[r.name]: _region_args(r) for r in regions if r.name in number}
         self._linked = np.zeros(0, np.int64)
@@ -122,12 +117,7 @@ class RowWriter:
     def _joules(self, chunk: Chunk) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         if self._own_joules:
             return chunk["energy_j"], chunk["energy_error_j"]
-        joules, errors = np.full(len(chunk), np.nan), np.full(len(chunk), np.nan)
-        seconds = (chunk["end_ns"] - chunk["start_ns"]) * 1e-9
-        for (kind, name), (watts, error_w) in self._watts.items():
-            these = (chunk["kind"] == kind) & (chunk["name"] == name)
-            joules[these], errors[these] = watts * seconds[these], error_w * seconds[these]
-        return joules, errors
+        return np.full(len(chunk), np.nan), np.full(len(chunk), np.nan)
 
     def _instant(self, chunk: Chunk, i: int, name: str, ts: str, pid: int, tid: int) -> str:
         if chunk["kind"][i] == CODE["mark"]:

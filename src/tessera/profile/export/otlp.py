@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ArgumentError, MissingExtra, TesseraError
 from ..runfile_format import version
-from .otlp_points import Series, series
-from .otlp_spans import spans
+from .otlp_points import MetricPoints, series
+from .otlp_spans import service_name, spans
 
 if TYPE_CHECKING:
-    from ...attribute.table import EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Facts, Recording
 
 _BATCH = 2_000  # points or spans a request: some 300 kB, below what any collector refuses
 
@@ -50,19 +49,19 @@ class Otlp:
                 fix='headers={"Authorization": ...}, or OTEL_EXPORTER_OTLP_HEADERS in the environment',
             )
 
-    def write(self, run: RunFile, table: EnergyTable | None = None) -> str:
+    def write(self, recording: Recording) -> str:
         """Send the run, and say what was sent where."""
         base = _base(self.endpoint)
         sdk = _Sdk.load()
         _reach(base, self.timeout_s)
-        resource = sdk.resource(_resource(run))
-        made = list(series(run, table, self.period_s))
+        resource = sdk.resource(_resource(recording.facts))
+        made = list(series(recording, self.period_s))
         left_out = 0
         with _heard() as said:
             points = sdk.metrics(
                 f"{base}/v1/metrics", self.headers, self.timeout_s, resource, made, said
             )  # fmt: skip
-            chosen, left_out = spans(run, table, self.max_spans)
+            chosen, left_out = spans(recording, self.max_spans)
             sent = sdk.spans(f"{base}/v1/traces", self.headers, self.timeout_s, resource, chosen, said)
         short = f"; {left_out} shorter regions were left out" if left_out else ""
         return f"{base}: {points} points of {len({s.name for s in made})} metrics, {sent} spans{short}"
@@ -98,14 +97,14 @@ def _reach(base: str, timeout_s: float) -> None:
         ) from exc  # fmt: skip
 
 
-def _resource(run: RunFile) -> dict[str, Any]:
+def _resource(facts: Facts) -> dict[str, Any]:
     about = {
-        "service.name": str(run.get("name") or run.path.stem),
-        "host.name": str(run.get("host") or run.about.get("host", "")),
-        "process.pid": run.pid,
-        "tessera.run": run.path.name,
+        "service.name": service_name(facts),
+        "host.name": str(facts.meta.get("host") or facts.host),
+        "process.pid": facts.pid,
+        "tessera.run": facts.name,
     }
-    rank = run.get("rank")
+    rank = facts.meta.get("rank")
     return about | ({"tessera.rank": int(rank)} if rank is not None else {})
 
 
@@ -171,7 +170,7 @@ class _Sdk:
         return self.resources.Resource.create(attributes)
 
     def metrics(
-        self, url: str, headers: Mapping[str, str], timeout_s: float, resource: Any, made: Sequence[Series],
+        self, url: str, headers: Mapping[str, str], timeout_s: float, resource: Any, made: Sequence[MetricPoints],
         said: Sequence[str],
     ) -> int:  # fmt: skip
         """Send the points, and say how many there were."""
@@ -186,7 +185,7 @@ class _Sdk:
             exporter.shutdown()
         return sent
 
-    def _metrics_data(self, resource: Any, made: Sequence[Series]) -> Any:
+    def _metrics_data(self, resource: Any, made: Sequence[MetricPoints]) -> Any:
         m = self.metric
         metrics = []
         for s in made:
@@ -229,9 +228,9 @@ class _Sdk:
         return len(made)
 
 
-def _batches(made: Sequence[Series]) -> Iterator[list[Series]]:
-    """Series cut so that no request has more than a batch of points."""
-    part: list[Series] = []
+def _batches(made: Sequence[MetricPoints]) -> Iterator[list[MetricPoints]]:
+    """MetricPoints cut so that no request has more than a batch of points."""
+    part: list[MetricPoints] = []
     room = _BATCH
     for whole in made:
         rest = whole

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...integral import accumulate
+from ...joules import DomainSamples
 from ...record import CODE
-from ...schema import Domain, Hold, Telemetry
+from ...schema import Hold, Telemetry
 from ...timeline.columns import NONE
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Recording, Rows
 
 Point = tuple[int, float]
 _TOP_KERNELS = 200
@@ -30,7 +31,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.\-/]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class MetricPoints:
     """One metric of one thing: (epoch ns, value) points. `sums` makes it a counter that began at `start_ns`."""
 
     name: str
@@ -42,20 +43,21 @@ class Series:
     sums: bool = False
     monotonic: bool = False
 
-    def cut(self, count: int) -> tuple[Series, Series]:
+    def cut(self, count: int) -> tuple[MetricPoints, MetricPoints]:
         """The first points, and the others."""
         first, rest = self.points[:count], self.points[count:]
         return dataclasses.replace(self, points=first), dataclasses.replace(self, points=rest)
 
 
-def series(run: RunFile, table: EnergyTable | None, period_s: float) -> Iterator[Series]:
+def series(recording: Recording, period_s: float) -> Iterator[MetricPoints]:
     """Every metric of a run that has points."""
-    for name, domain in run.domains.items():
-        yield from _power(run, name, domain, period_s)
-    yield from _telemetry(run)
-    yield from _counters(run)
+    for column in recording.power.columns.values() if recording.power is not None else ():
+        yield from _power(column, period_s)
+    yield from _telemetry(recording)
+    yield from _counters(recording.rows)
+    table = recording.find_energy()
     if table is not None:
-        yield from _kernels(run, table)
+        yield from _kernels(recording, table)
 
 
 def component(domain: str) -> str:
@@ -74,11 +76,11 @@ def hardware(domain: str, label: str = "") -> dict[str, Any]:
     return {"hw.id": domain, **{k: v for k, v in given.items() if v}}
 
 
-def _power(run: RunFile, name: str, domain: Domain, period_s: float) -> Iterator[Series]:
-    times, watts = run.samples(name)
+def _power(column: DomainSamples, period_s: float) -> Iterator[MetricPoints]:
+    domain, times, watts, lag_ns = column.domain, column.times_ns, column.watts, column.lag_ns
+    name = domain.name
     if len(times) < 2:
         return
-    lag_ns = round(domain.lag_s * 1e9)
     sums = accumulate(times, watts, mean=domain.hold is Hold.MEAN)
     if period_s > 0:
         step = max(round(period_s * 1e9), 1)
@@ -96,26 +98,26 @@ def _power(run: RunFile, name: str, domain: Domain, period_s: float) -> Iterator
     }  # fmt: skip
     energy = list(zip(at, joules.tolist(), strict=True))
     text = "Energy consumed by the component."
-    yield Series(f"{prefix}energy", "J", text, attributes, energy, start_ns=at[0], sums=True, monotonic=True)
+    yield MetricPoints(f"{prefix}energy", "J", text, attributes, energy, start_ns=at[0], sums=True, monotonic=True)
     seconds = np.diff(seen_s)
     known = seconds > 0  # nothing is said of a stretch nobody saw
     mean_w = np.diff(joules)[known] / seconds[known]
     power = list(zip((grid[1:][known] - lag_ns).tolist(), mean_w.tolist(), strict=True))
     text = "Power consumed by the component, mean since the point before."
-    yield Series(f"{prefix}power", "W", text, attributes, power)
+    yield MetricPoints(f"{prefix}power", "W", text, attributes, power)
 
 
-def _telemetry(run: RunFile) -> Iterator[Series]:
+def _telemetry(recording: Recording) -> Iterator[MetricPoints]:
     rows: dict[str, list[Telemetry]] = {}
-    for row in run.telemetry():
+    for row in recording.telemetry:
         rows.setdefault(row.domain, []).append(row)
-    domains = run.domains
+    domains = {d.name: d for d in recording.power.domains} if recording.power is not None else {}
     for domain, found in rows.items():
         label = domains[domain].label if domain in domains else ""
         yield from _of_domain(hardware(domain, label), found)
 
 
-def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[Series]:
+def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[MetricPoints]:
     sensor = {"hw.id": f"{who['hw.id']}.temperature", "hw.type": "temperature", "hw.parent": who["hw.id"]}
     location = {"hw.sensor_location": "memory"}
     plain: list[tuple[str, str, str, Mapping[str, Any], list[tuple[int, float | None]]]] = [
@@ -139,14 +141,14 @@ def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[Se
         ):
             points = _known([(r.time_ns, getattr(r, field)) for r in rows])
             if points:  # UpDownCounters in the conventions: sums that may fall
-                yield Series(name, "By", text, who, points, start_ns=points[0][0], sums=True)
+                yield MetricPoints(name, "By", text, who, points, start_ns=points[0][0], sums=True)
     for clock in dict.fromkeys(c for r in rows for c in r.clocks_mhz):
         hz = [(r.time_ns, r.clocks_mhz[clock] * 1e6) for r in rows if clock in r.clocks_mhz]
         name = "hw.cpu.speed" if who["hw.type"] == "cpu" else "tessera.gpu.clock"
         plain.append((name, "Hz", "Clock frequency.", {**who, "tessera.clock": clock}, [*hz]))
     for name, unit, text, attributes, points_or_none in plain:
         if points := _known(points_or_none):
-            yield Series(name, unit, text, attributes, points)
+            yield MetricPoints(name, unit, text, attributes, points)
 
 
 def _part(percent: float | None) -> float | None:
@@ -163,11 +165,11 @@ def _known(points: Sequence[tuple[int, float | None]]) -> list[Point]:
     return [(t, v) for t, v in points if v is not None and math.isfinite(v)]
 
 
-def _counters(run: RunFile) -> Iterator[Series]:
+def _counters(rows: Rows) -> Iterator[MetricPoints]:
     """What the user counted, by its name."""
-    names = run.names
+    names = rows.names
     found: dict[tuple[int, int], list[Point]] = {}
-    for chunk in run.chunks(("kind", "name", "unit", "start_ns", "value")):
+    for chunk in rows.chunks(("kind", "name", "unit", "start_ns", "value")):
         these = np.flatnonzero((chunk["kind"] == CODE["counter"]) & np.isfinite(chunk["value"]))
         columns = (chunk[c][these].tolist() for c in ("name", "unit", "start_ns", "value"))
         for name, unit, start_ns, value in zip(*columns, strict=True):
@@ -177,15 +179,16 @@ def _counters(run: RunFile) -> Iterator[Series]:
         plain = _NO_NAME.sub("_", text).strip("_") or "counter"
         about = {"tessera.counter": text}
         shown = "" if unit == NONE else names[unit]
-        yield Series(f"tessera.counter.{plain}"[:255], shown, text, about, sorted(points))
+        yield MetricPoints(f"tessera.counter.{plain}"[:255], shown, text, about, sorted(points))
 
 
-def _kernels(run: RunFile, table: EnergyTable) -> Iterator[Series]:
-    start_ns, end_ns = run.span_ns
+def _kernels(recording: Recording, table: EnergyTable) -> Iterator[MetricPoints]:
+    start_ns, end_ns = recording.span_ns
     about = {"tessera.basis": table.basis}
     for row in table.top(_TOP_KERNELS):
         if math.isfinite(row.energy_j):
             who = {"tessera.kind": row.kind, "tessera.name": row.name, **about}
-            text = "Joules attributed to a kernel class, of the dearest."
-            one = [(end_ns, row.energy_j)]
-            yield Series("tessera.kernel.energy", "J", text, who, one, start_ns=start_ns, sums=True, monotonic=True)
+            text, one = "Joules of one of the most expensive kernels.", [(end_ns, row.energy_j)]
+            yield MetricPoints(
+                "tessera.kernel.energy", "J", text, who, one, start_ns=start_ns, sums=True, monotonic=True
+            )

@@ -15,8 +15,7 @@ from ...timeline.columns import NONE
 from ...trace import PowerTrace
 
 if TYPE_CHECKING:
-    from ...attribute.table import EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Facts, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +29,25 @@ class Span:
     attributes: Mapping[str, Any]
 
 
-def spans(run: RunFile, table: EnergyTable | None, limit: int) -> tuple[list[Span], int]:
+def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
     """The run itself and its regions, outer before inner; the longest where there are too many, and how many not."""
-    parts = [_regions(chunk) for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", "thread"))]
+    parts = [_regions(chunk) for chunk in recording.rows.chunks(("kind", "name", "start_ns", "end_ns", "thread"))]
     rows = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
     left_out = max(len(rows) - limit, 0)
     if left_out:
         keep = np.argsort(rows[:, 1] - rows[:, 2], kind="stable")[:limit]
         rows = rows[keep]
     rows = rows[np.lexsort((-rows[:, 2], rows[:, 1]))]
-    power, names = run.power(), run.names
+    power, names, table = recording.power, recording.rows.names, recording.find_energy()
     attributed = {r.name: r for r in (*table.regions, *table.steps)} if table is not None else {}
-    start_ns, end_ns = run.span_ns
+    start_ns, end_ns = map(int, recording.span_ns)
     if len(rows):
         start_ns, end_ns = min(start_ns, int(rows[0, 1])), max(end_ns, int(rows[:, 2].max()))
     about: dict[str, Any] = _joules(power, start_ns, end_ns)
     if table is not None:
         about |= _finite({"tessera.energy_j": table.total_j, "tessera.energy_error_j": table.total_error_j})
         about |= _finite({"tessera.idle_j": table.idle_j}) | {"tessera.basis": table.basis}
-    made = [Span(str(run.get("name") or run.path.stem), start_ns, end_ns, None, about)]
+    made = [Span(service_name(recording.facts), start_ns, end_ns, None, about)]
     open_spans: dict[int, list[tuple[int, int]]] = {}
     for name, start, end, thread in rows.tolist():
         stack = open_spans.setdefault(thread, [])
@@ -64,14 +63,19 @@ def spans(run: RunFile, table: EnergyTable | None, limit: int) -> tuple[list[Spa
     return made, left_out
 
 
+def service_name(facts: Facts) -> str:
+    """What the run is called in a collector."""
+    return str(facts.meta.get("name") or (facts.path.stem if facts.path is not None else facts.name))
+
+
 def _regions(chunk: Any) -> Any:
     these = np.flatnonzero((chunk["kind"] == CODE["region"]) & (chunk["end_ns"] >= chunk["start_ns"]))
     return np.stack([chunk[c][these] for c in ("name", "start_ns", "end_ns", "thread")], axis=1)
 
 
-def _joules(power: PowerTrace, start_ns: int, end_ns: int) -> dict[str, Any]:
+def _joules(power: PowerTrace | None, start_ns: int, end_ns: int) -> dict[str, Any]:
     """What the counted domains drew between two times; nothing where nobody measured."""
-    if not power.is_counted:
+    if power is None or not power.is_counted:
         return {}
     energy: Energy = power.energy(None, start_ns, end_ns)
     figures = {

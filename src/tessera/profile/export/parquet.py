@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import MissingExtra
-from ...record import CODE, KINDS
-from ...timeline.columns import FLOATS, INTEGERS, NONE, Launch
-from .base import class_power, written
+from ...record import KINDS
+from ...timeline.columns import FLOATS, INTEGERS, NONE, Chunk, Launch
+from .base import replace_when_written
 
 if TYPE_CHECKING:
-    from ...attribute.table import EnergyTable
-    from ..runfile import Chunk, RunFile
+    from ...recording import Recording, Rows
 
 _RENAMED = {"stream": "stream_id", "thread": "thread_id", "external": "external_id", "parent": "parent_row"}
 _ENERGY = ("energy_j", "energy_error_j")
@@ -34,7 +32,7 @@ class Parquet:
 
     path: str | Path
 
-    def write(self, run: RunFile, table: EnergyTable | None = None) -> Path:
+    def write(self, recording: Recording) -> Path:
         """Write the table chunk by chunk."""
         try:
             import pyarrow as pa
@@ -42,9 +40,10 @@ class Parquet:
         except ImportError as exc:
             raise MissingExtra("pyarrow", "parquet", "profile.parquet") from exc
         target = Path(self.path)
-        maker = _Maker(pa, run, table)
-        with written(target) as part, pq.ParquetWriter(part, maker.schema, compression="zstd") as out:
-            for chunk in run.chunks(maker.columns):
+        recording.find_energy()
+        maker = _Maker(pa, recording)
+        with replace_when_written(target) as part, pq.ParquetWriter(part, maker.schema, compression="zstd") as out:
+            for chunk in recording.rows.chunks(maker.columns):
                 out.write_table(pa.table(maker.arrays(chunk), schema=maker.schema))
         return target
 
@@ -52,15 +51,14 @@ class Parquet:
 class _Maker:
     """Chunks as Arrow arrays. Texts and launches are dictionaries: each is stored once."""
 
-    def __init__(self, pa: Any, run: RunFile, table: EnergyTable | None) -> None:
+    def __init__(self, pa: Any, recording: Recording) -> None:
+        rows, facts = recording.rows, recording.facts
         self._pa = pa
-        self._own_joules = run.has_energy
+        self._own_joules = rows.has_energy
         self.columns = (*INTEGERS, *FLOATS, *(_ENERGY if self._own_joules else ()))
-        self._names = pa.array(run.names, pa.string())
-        number = {n: i for i, n in enumerate(run.names)}
-        self._watts = {(kind, number[n]): w for (kind, n), w in class_power(table).items() if n in number}
-        self._launches = self._launch_columns(run.launches)
-        self._extra = self._extra_types(run)
+        self._names = pa.array(rows.names, pa.string())
+        self._launches = self._launch_columns(rows.launches)
+        self._extra = self._extra_types(rows)
         text = pa.dictionary(pa.int32(), pa.string())
         types = {"kind": text, "name": text, "shapes": text, "unit": text, "value": pa.float64()}
         integers = {_RENAMED.get(c, c): types.get(c, pa.int64()) for c in INTEGERS if c != "launch"}
@@ -68,7 +66,7 @@ class _Maker:
             "row": pa.int64(), **integers, "value": pa.float64(), **dict.fromkeys(_ENERGY, pa.float64()),
             **{name: column.type for name, column in self._launches.items()}, **self._extra,
         }  # fmt: skip
-        about = {"run": run.path.name, "meta": run.meta, "notes": run.notes}
+        about = {"run": facts.name, "meta": facts.meta, "notes": [str(n) for n in facts.notes]}
         self.schema = pa.schema(fields.items(), metadata={"tessera": json.dumps(about, default=str)})
 
     def arrays(self, chunk: Chunk) -> dict[str, Any]:
@@ -85,7 +83,7 @@ class _Maker:
                 out[column] = pa.DictionaryArray.from_arrays(indices, self._names)
             elif column != "launch":
                 out[_RENAMED.get(column, column)] = pa.array(values, mask=empty)
-        joules = {c: chunk[c] for c in _ENERGY} if self._own_joules else self._joules(chunk)
+        joules = {c: chunk[c] if self._own_joules else np.full(count, np.nan) for c in _ENERGY}
         for name, values in (("value", chunk["value"]), *joules.items()):
             out[name] = pa.array(values, mask=np.isnan(values))
         launch = chunk["launch"]
@@ -99,17 +97,7 @@ class _Maker:
             out[name] = pa.array(cells, kind)
         return out
 
-    def _joules(self, chunk: Chunk) -> dict[str, NDArray[np.float64]]:
-        """Joules from the power of each kernel class, where single rows have none of their own."""
-        out = {c: np.full(len(chunk), np.nan) for c in _ENERGY}
-        seconds = (chunk["end_ns"] - chunk["start_ns"]) * 1e-9
-        for (kind, name), watts in self._watts.items():
-            these = (chunk["kind"] == CODE[kind]) & (chunk["name"] == name)
-            for column, w in zip(_ENERGY, watts, strict=True):
-                out[column][these] = w * seconds[these]
-        return out
-
-    def _launch_columns(self, launches: list[Launch]) -> dict[str, Any]:
+    def _launch_columns(self, launches: Sequence[Launch]) -> dict[str, Any]:
         pa = self._pa
         kinds = {"grid": pa.list_(pa.int32()), "block": pa.list_(pa.int32()), "pinned": pa.bool_()}
         whole = ("registers", "shared_bytes", "collective_bytes", "group_size")
@@ -121,11 +109,11 @@ class _Maker:
             for f in Launch.__struct_fields__
         }
 
-    def _extra_types(self, run: RunFile) -> Mapping[str, Any]:
+    def _extra_types(self, rows: Rows) -> Mapping[str, Any]:
         """The fields that single rows have beside the columns, and whether they are numbers."""
         pa = self._pa
         found: dict[str, Any] = {}
-        for chunk in run.chunks(("kind",)):
+        for chunk in rows.chunks(("kind",)):
             for fields in chunk.extra.values():
                 for name, value in fields.items():
                     number = isinstance(value, (int, float)) and not isinstance(value, bool)

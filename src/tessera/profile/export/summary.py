@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...record import CODE, KINDS, ON_DEVICE
-from .base import written
+from .base import replace_when_written
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyRow, EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Recording, Rows
 
 COLUMNS = (
     "name", "kind", "calls", "total_s", "active_s", "mean_us", "min_us", "max_us", "share_time_pct", "energy_j",
@@ -28,7 +28,7 @@ _KEPT = [CODE[k] for k in KINDS if k not in ("mark", "counter")]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SummaryLine:
     """One line of the summary; None (an empty cell) where nobody knows."""
 
     name: str
@@ -47,7 +47,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SummaryCsv:
     """`profile.summary("summary.csv")`.
 
     `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, region,
@@ -59,22 +59,23 @@ class Summary:
 
     path: str | Path
 
-    def write(self, run: RunFile, table: EnergyTable | None = None) -> Path:
+    def write(self, recording: Recording) -> Path:
         """Write the CSV, longest first within each kind."""
         target = Path(self.path)
-        with written(target) as part, part.open("w", newline="", encoding="utf-8") as f:
+        with replace_when_written(target) as part, part.open("w", newline="", encoding="utf-8") as f:
             out = csv.writer(f)
             out.writerow(COLUMNS)
-            for line in lines(run, table):
+            for line in lines(recording):
                 out.writerow([_cell(getattr(line, c)) for c in COLUMNS])
         return target
 
 
-def lines(run: RunFile, table: EnergyTable | None = None) -> Iterator[Line]:
+def lines(recording: Recording) -> Iterator[SummaryLine]:
     """The lines of the summary."""
-    groups = _Groups.of(run)
-    names = run.names
-    seconds = (run.span_ns[1] - run.span_ns[0]) * 1e-9
+    table = recording.find_energy()
+    groups = _SummaryGroups.of(recording.rows)
+    names = recording.rows.names
+    seconds = (recording.span_ns[1] - recording.span_ns[0]) * 1e-9
     device_s = sum(total for (kind, _), (_, total, *_) in groups.items() if KINDS[kind] in ON_DEVICE) * 1e-9
     energies = _energies(table)
     steps = {r.name for r in table.steps} if table is not None else set()
@@ -87,7 +88,7 @@ def lines(run: RunFile, table: EnergyTable | None = None) -> Iterator[Line]:
         # Joules are spent on the device: an operator's watts are over its time there, not the host's.
         over_s = total_s if row is None else _span_s(row)
         whole_s = device_s if kind in ON_DEVICE else seconds
-        yield Line(
+        yield SummaryLine(
             name, kind, calls, total_s, total / calls / 1e3, low / 1e3, high / 1e3,
             100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
             joules / over_s if over_s > 0 else None, joules / calls, None if math.isnan(joules) else over_s,
@@ -96,19 +97,19 @@ def lines(run: RunFile, table: EnergyTable | None = None) -> Iterator[Line]:
         yield from _only_attributed(table, seconds)
 
 
-def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[Line]:
+def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine]:
     for kind, rows in (("module", table.modules), ("step", table.steps)):
         for r in rows:
             total_s = _span_s(r)
             mean_us = total_s / r.calls * 1e6 if r.calls else None
             share = 100.0 * total_s / seconds if seconds > 0 else None
             power_w = r.energy_j / total_s if total_s > 0 else None
-            yield Line(
+            yield SummaryLine(
                 r.name, kind, r.calls, total_s, mean_us, None, None, share, r.energy_j, r.energy_error_j, power_w,
                 r.j_per_call, total_s,
             )  # fmt: skip
     idle_s = table.seconds - table.busy_s
-    yield Line(
+    yield SummaryLine(
         "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / table.seconds if table.seconds > 0 else None,
         energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
         active_s=idle_s,
@@ -131,7 +132,7 @@ def _energies(table: EnergyTable | None) -> dict[tuple[str, str, str], EnergyRow
     return found
 
 
-class _Groups:
+class _SummaryGroups:
     """Sums over rows of one kind and name, chunk by chunk: calls, total, shortest, longest (ns), joules, their error.
 
     The errors of rows of one class have the same causes, so they are added as they are, not in quadrature.
@@ -146,11 +147,11 @@ class _Groups:
         self.known = np.zeros(size, np.int64)
 
     @classmethod
-    def of(cls, run: RunFile) -> dict[tuple[int, int], tuple[int, int, int, int, float, float]]:
+    def of(cls, rows: Rows) -> dict[tuple[int, int], tuple[int, int, int, int, float, float]]:
         """(kind code, name number) -> sums; longest first within each kind."""
-        energy = ("energy_j", "energy_error_j") if run.has_energy else ()
-        self = cls(len(run.names))
-        for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", *energy)):
+        energy = ("energy_j", "energy_error_j") if rows.has_energy else ()
+        self = cls(len(rows.names))
+        for chunk in rows.chunks(("kind", "name", "start_ns", "end_ns", *energy)):
             kept = np.isin(chunk["kind"], _KEPT)
             lasts = np.maximum(chunk["end_ns"] - chunk["start_ns"], 0)[kept]
             group = (chunk["kind"] * self._names + chunk["name"])[kept]
@@ -160,8 +161,8 @@ class _Groups:
         unknown = self.known == 0
         self.joules[unknown] = self.error[unknown] = np.nan
         columns = (self.calls, self.total, self.low, self.high, self.joules, self.error)
-        rows: list[Any] = list(zip(*(c[used].tolist() for c in columns), strict=True))
-        return {divmod(g, self._names): row for g, row in zip(used.tolist(), rows, strict=True)}
+        sums: list[Any] = list(zip(*(c[used].tolist() for c in columns), strict=True))
+        return {divmod(g, self._names): one for g, one in zip(used.tolist(), sums, strict=True)}
 
     def _add(
         self, group: NDArray[Any], lasts: NDArray[Any], joules: NDArray[Any] | None, error: NDArray[Any] | None

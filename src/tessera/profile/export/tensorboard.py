@@ -19,12 +19,11 @@ import numpy as np
 from ...errors import ArgumentError
 from ...record import CODE
 from ..runfile_format import open_read_only
-from .base import written
+from .base import replace_when_written
 from .chrome import Chrome
 
 if TYPE_CHECKING:
-    from ...attribute.table import EnergyTable
-    from ..runfile import RunFile
+    from ...recording import Recording
 
 Scalar = tuple[str, int, int, float]  # tag, step, epoch ns, value
 _STEP = re.compile(r"(?:ProfilerStep#|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*)(\d*)", re.IGNORECASE)
@@ -41,31 +40,33 @@ class TensorBoard:
 
     directory: str | Path
 
-    def write(self, run: RunFile, table: EnergyTable | None = None, directory: str | Path | None = None) -> str:
+    def write(self, recording: Recording) -> str:
         """Write them into the directory, and say what was written."""
-        target = Path(self.directory if directory is None else directory)
-        host = re.sub(r"[^\w\-]", "_", run.about.get("host", "host"))  # a dot would end the plugin's worker name
-        worker = f"{host}_{run.about.get('pid', 0)}"
-        _copy_run(run, target)
-        trace = Chrome(target / f"{worker}.{run.span_ns[0] // 1_000_000}.pt.trace.json.gz").write(run, table)
+        target, facts = Path(self.directory), recording.facts
+        host = re.sub(r"[^\w\-]", "_", facts.host or "host")  # a dot would end the plugin's worker name
+        began_ms = recording.span_ns[0] // 1_000_000
+        if facts.path is not None:
+            _copy_run(facts.path, began_ms, target)
+        trace = Chrome(target / f"{host}_{facts.pid}.{began_ms}.pt.trace.json.gz").write(recording)
         if importlib.util.find_spec("tensorboard") is None:
             return f"{trace} (no scalars: they need the package 'tensorboard': pip install tensorboard)"
-        count = _write_scalars(target, scalars(run, table))
+        count = _write_scalars(target, scalars(recording))
         return f"{trace} and {count} scalars in {target}"
 
 
-def _copy_run(run: RunFile, directory: Path) -> None:
+def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
     """The run file into plugins/tessera, as TensorBoard wants it of a plugin; not where it lies below already.
 
     A copy and not a link: log directories are moved and synchronised. SQLite makes it, since the run may still be
     written to.
     """
-    if run.path.resolve().is_relative_to(directory.resolve()):
+    if run.resolve().is_relative_to(directory.resolve()):
         return
-    name = f"{run.path.stem}.{run.span_ns[0] // 1_000_000}.tessera"
-    source, kept = open_read_only(run.path)
+    name = f"{run.stem}.{began_ms}.tessera"
+    source, kept = open_read_only(run)
     try:
-        with written(directory / "plugins" / "tessera" / name) as part, closing(sqlite3.connect(part)) as copy:
+        target = directory / "plugins" / "tessera" / name
+        with replace_when_written(target) as part, closing(sqlite3.connect(part)) as copy:
             source.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
     except sqlite3.Error as exc:
@@ -100,32 +101,32 @@ def _write_scalars(directory: Path, values: Iterator[Scalar]) -> int:
     return count
 
 
-def scalars(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
+def scalars(recording: Recording) -> Iterator[Scalar]:
     """Everything that TensorBoard draws as a line."""
-    start_ns = run.span_ns[0]
-    for name, domain in run.domains.items():
-        times, watts = run.samples(name)
-        known = np.flatnonzero(~np.isnan(watts))
+    start_ns = recording.span_ns[0]
+    for name, column in recording.power.columns.items() if recording.power is not None else ():
+        known = np.flatnonzero(column.known)
         known = known[:: len(known) // _MAX_POINTS + 1]
-        lag_ns = round(domain.lag_s * 1e9)
-        for t, w in zip((times[known] - lag_ns).tolist(), watts[known].tolist(), strict=True):
+        times = column.times_ns[known] - column.lag_ns
+        for t, w in zip(times.tolist(), column.watts[known].tolist(), strict=True):
             yield f"power_w/{name}", (t - start_ns) // 1_000_000, t, w
-    for row in run.telemetry():
+    for row in recording.telemetry:
         at = ((row.time_ns - start_ns) // 1_000_000, row.time_ns)
         if row.temperature_c is not None:
             yield f"temperature_c/{row.domain}", *at, row.temperature_c
         for clock, mhz in row.clocks_mhz.items():
             yield f"clock_mhz/{row.domain}.{clock}", *at, mhz
-    yield from _rows(run, table)
+    yield from _rows(recording)
 
 
-def _rows(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
+def _rows(recording: Recording) -> Iterator[Scalar]:
     """Counters in the order they came, and the joules of steps: attributed ones, else what was drawn meanwhile."""
-    names: list[str] = run.names
-    power = run.power()
+    table, power = recording.find_energy(), recording.power
+    rows = recording.rows
+    names = rows.names
     joules = {r.name: r.energy_j for r in table.steps} if table is not None else {}
     counts: dict[str, int] = {}
-    for chunk in run.chunks(("kind", "name", "start_ns", "end_ns", "value")):
+    for chunk in rows.chunks(("kind", "name", "start_ns", "end_ns", "value")):
         these = np.flatnonzero(np.isin(chunk["kind"], [CODE["region"], CODE["counter"]]))
         columns: Any = zip(*(chunk[c][these].tolist() for c in chunk.columns), strict=True)
         for kind, number, start_ns, end_ns, value in columns:
@@ -137,7 +138,7 @@ def _rows(run: RunFile, table: EnergyTable | None) -> Iterator[Scalar]:
             elif (match := _STEP.fullmatch(name)) is not None:
                 place = counts["step\0"] = counts.get("step\0", -1) + 1
                 drawn = joules.get(name)
-                if drawn is None and power.is_counted:
+                if drawn is None and power is not None and power.is_counted:
                     drawn = power.energy(None, start_ns, end_ns).joules
                 step = int(match[1]) if match[1] else place
                 if drawn is not None and np.isfinite(drawn):

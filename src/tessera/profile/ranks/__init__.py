@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
+from .clocks import ClockReading as ClockReading
 from .clocks import Offset as Offset
-from .clocks import Reading as Reading
 from .clocks import exchange as exchange
 from .clocks import settle as settle
 from .match import align as align
 from .merge import merge as merge
 
-__all__ = ["Offset", "Reading", "align", "exchange", "merge", "settle"]
+__all__ = ["ClockReading", "Offset", "align", "exchange", "merge", "settle"]

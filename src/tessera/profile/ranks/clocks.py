@@ -14,12 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...clock import boot_id
 from ...errors import MeasurementError
 
 ROUNDS = 48
@@ -30,7 +30,7 @@ GROWING_PPM = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ClockReading:
     """One exchange: rank 0's clock less ours at `at_ns` of ours, certain within `error_ns`."""
 
     rank: int
@@ -63,20 +63,20 @@ class Offset:
         moved: NDArray[np.int64] = times_ns + np.rint(self.offset_ns + grown).astype(np.int64)
         return moved
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data, as it is kept in a run file under "clock"."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Offset:
-        """What `to_json` gave; fields of a later version are left out."""
+    def from_dict(cls, data: Mapping[str, Any]) -> Offset:
+        """What `to_dict` gave; fields of a later version are ignored."""
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**{**known, "notes": tuple(known.get("notes", ()))})
 
 
 def exchange(
     group: Any = None, *, rounds: int = ROUNDS, clock_ns: Callable[[], int] = time.time_ns, by_host: bool = True
-) -> Reading:
+) -> ClockReading:
     """Compare clocks with rank 0. Every rank of the job calls this, at the start and at the end of a session.
 
     `group` is a gloo group of all ranks; without one, one is made where the job itself does not run on gloo (on the
@@ -97,9 +97,9 @@ def exchange(
     try:
         rank, size = dist.get_rank(), dist.get_world_size()
         hosts: list[str] = [""] * size
-        dist.all_gather_object(hosts, host_id(), group=group)
+        dist.all_gather_object(hosts, boot_id(), group=group)
         leaders = [r for r in range(size) if r == 0 or not by_host or hosts.index(hosts[r]) == r]
-        reading = Reading(rank=rank, offset_ns=0.0, error_ns=0.0, at_ns=clock_ns(), host=hosts[rank])
+        reading = ClockReading(rank=rank, offset_ns=0.0, error_ns=0.0, at_ns=clock_ns(), host=hosts[rank])
         tensor = torch.zeros(2, dtype=torch.int64)
         for other in leaders[1:]:
             if rank == 0:
@@ -114,7 +114,7 @@ def exchange(
     if rank in leaders:
         return reading
     shared = readings[hosts.index(hosts[rank])]
-    return Reading(
+    return ClockReading(
         rank=rank, offset_ns=shared.offset_ns, error_ns=shared.error_ns, at_ns=shared.at_ns, host=hosts[rank]
     )
 
@@ -127,7 +127,9 @@ def _answer(dist: Any, tensor: Any, other: int, group: Any, rounds: int, clock_n
         dist.send(tensor, dst=other, group=group)
 
 
-def _ask(dist: Any, tensor: Any, group: Any, rounds: int, clock_ns: Callable[[], int], rank: int, host: str) -> Reading:
+def _ask(
+    dist: Any, tensor: Any, group: Any, rounds: int, clock_ns: Callable[[], int], rank: int, host: str
+) -> ClockReading:
     stamps = []
     for i in range(rounds + 1):
         sent = clock_ns()
@@ -139,7 +141,7 @@ def _ask(dist: Any, tensor: Any, group: Any, rounds: int, clock_ns: Callable[[],
     return read(rank, stamps, host)
 
 
-def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "") -> Reading:
+def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "") -> ClockReading:
     """An offset from rounds of (sent, received, answered, back): the first and last by our clock, the others rank 0's.
 
     Rank 0's clock less ours is at most `received - sent`, and at least `answered - back`.
@@ -157,11 +159,13 @@ def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "")
     return _reading(rank, base + (least + most) / 2.0, (most - least) / 2.0, t, host)
 
 
-def _reading(rank: int, offset_ns: float, error_ns: float, t: NDArray[np.int64], host: str) -> Reading:
-    return Reading(rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=int((t[0, 0] + t[-1, 3]) // 2), host=host)
+def _reading(rank: int, offset_ns: float, error_ns: float, t: NDArray[np.int64], host: str) -> ClockReading:
+    return ClockReading(
+        rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=int((t[0, 0] + t[-1, 3]) // 2), host=host
+    )
 
 
-def settle(start: Reading, end: Reading | None = None) -> Offset:
+def settle(start: ClockReading, end: ClockReading | None = None) -> Offset:
     """Offset and drift from the exchanges at a session's start and end (the start alone gives no drift)."""
     if end is None or end.at_ns <= start.at_ns:
         return _noted(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
@@ -179,9 +183,14 @@ def _noted(
     rank: int, offset_ns: float, drift_ppm: float, error_ns: float, at_ns: int, drift_error_ppm: float
 ) -> Offset:
     return Offset(
-        rank=rank, offset_ns=offset_ns, drift_ppm=drift_ppm, error_ns=error_ns, at_ns=at_ns, source="exchange",
+        rank=rank,
+        offset_ns=offset_ns,
+        drift_ppm=drift_ppm,
+        error_ns=error_ns,
+        at_ns=at_ns,
+        source="exchange",
         notes=notes(rank, offset_ns, drift_ppm, drift_error_ppm),
-    )  # fmt: skip
+    )
 
 
 def notes(rank: int, offset_ns: float, drift_ppm: float, drift_error_ppm: float) -> tuple[str, ...]:
@@ -194,13 +203,3 @@ def notes(rank: int, offset_ns: float, drift_ppm: float, drift_error_ppm: float)
     if abs(drift_ppm) > max(GROWING_PPM, drift_error_ppm):
         found.append(f"rank {rank}'s host clock drifts by {drift_ppm:+.3g} ppm against rank 0's: {fix}")
     return tuple(found)
-
-
-def host_id() -> str:
-    """What ranks on one host share, containers included: the boot of the kernel whose clock they read."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        import socket
-
-        return socket.gethostname()

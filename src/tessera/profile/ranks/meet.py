@@ -111,7 +111,7 @@ def _ranks_in(group: Key) -> tuple[Any, ...]:
     return next((part for part in group if isinstance(part, tuple)), ())
 
 
-def overlap_pct(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, float]:
+def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, float]:
     """How much of each collective's bytes moved while a kernel of the same rank and device ran, 0 to 100.
 
     A rank that waits for the last one seems to overlap with its own compute: that time moves nothing and is left out.
@@ -133,7 +133,7 @@ def overlap_pct(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, float]:
     return found
 
 
-def summary(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, Any]:
+def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, Any]:
     """The collectives in a few numbers: skew, what ranks waited and for whom, and how much hid behind compute."""
     if not met:
         return {"count": 0}

@@ -1,214 +1,233 @@
-"""Files of several ranks as one timeline on one clock: each row says its rank, each collective who was late."""
+"""`merge`: the recordings of several ranks as one `Recording`, on one clock."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import math
-import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ArgumentError, RecordingError
-from ...timeline import kineto, stream_names
+from ...clock import EpochNs
+from ...errors import ArgumentError
+from ...joules import DomainSamples
+from ...record import Kind
+from ...recording import Facts, Recording, Stack
+from ...schema import Gap, Telemetry
+from ...timeline import stream_names
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Ints, Launch, Timeline
-from ...units import format_duration
+from ...trace import PowerTrace
 from ..runfile import RunFile, RunWriter
 from .clocks import Offset
 from .match import align
-from .meet import Meeting, meetings, overlap_pct, summary
+from .meet import Meeting, measure_overlap, meetings, summarize
+from .read import Progress, RankFile, list_names, read_ranks
 
-TRACES = (".json", ".json.gz", ".json.gzip")
-RUNS = (".tessera",)
 # Numbers that tie rows together count from 0 on every rank: each rank gets a range of its own.
 STRIDE = 1 << 48
 _NUMBERS = ("thread", "correlation", "external", "sequence")
-_RANK = re.compile(r"rank[-_. ]?(\d+)", re.IGNORECASE)
 # Ping-pong and collectives that differ by more than this many times what both allow: one of them is wrong.
 DISAGREE = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One file that was merged."""
+class MergedRecording(Recording):
+    """Several ranks as one recording: what was done to their clocks, and their collectives side by side."""
 
-    path: Path
-    rank: int
-    host: str
-    rows: int
+    def __init__(self, files: Sequence[RankFile], offsets: Sequence[Offset], timeline: Timeline, name: str) -> None:
+        self.files, self.offsets = files, offsets
+        self._power_parts: _PowerParts | None = None
+        self.meetings: Sequence[Meeting] = ()
+        self.collectives: dict[str, Any] = {}
+        moved = [_move(f.timeline, o) for f, o in zip(files, offsets, strict=True)]
+        super().__init__(
+            timeline,
+            lambda: self._parts().power,
+            lambda: self._parts().telemetry,
+            Facts(name=name, kind="run" if all(f.is_run for f in files) else "trace", span_ns=self._span(timeline)),
+            stacks=lambda: self._parts().stacks,
+            ranks=[Recording(t, facts=Facts(name=f"rank {t.rank}")) for t in moved],
+        )
 
+    def _parts(self) -> _PowerParts:
+        if self._power_parts is None:
+            self._power_parts = _read_power(self.files, self.offsets)
+        return self._power_parts
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """Several ranks as one: the timeline (column "rank"), what was done to the clocks, and the collectives."""
+    def _span(self, timeline: Timeline) -> tuple[EpochNs, EpochNs]:
+        """From the first start of a rank's run to the last end."""
+        spans = [(timeline.start_ns, timeline.end_ns)] if len(timeline) else []
+        for file, offset in zip(self.files, self.offsets, strict=True):
+            if file.is_run:
+                with RunFile(file.path) as run:
+                    start_ns, end_ns = offset.apply(np.array(run.span_ns, dtype=np.int64)).tolist()
+                spans.append((start_ns, end_ns))
+        return EpochNs(min((s[0] for s in spans), default=0)), EpochNs(max((s[1] for s in spans), default=0))
 
-    timeline: Timeline
-    offsets: Sequence[Offset]
-    meetings: Sequence[Meeting]
-    sources: Sequence[Source]
-    collectives: dict[str, Any]
+    def match_collectives(self, first_rows: Sequence[int]) -> None:
+        """Find the collectives that ranks had in common, and how much of each hid behind compute."""
+        self.meetings = meetings([f.timeline for f in self.files], self.offsets, first_rows)
+        overlap = measure_overlap(self.timeline, self.meetings)
+        extra = {row: dict(fields) for row, fields in self.timeline.extra.items()}
+        for row, share in overlap.items():
+            extra.setdefault(row, {})["collective_overlap_pct"] = share
+        self.timeline.extra = extra
+        self.collectives = summarize(self.meetings, overlap)
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader should know."""
-        return self.timeline.notes
-
-    def rank(self, rank: int) -> Timeline:
-        """The rows of one rank, on the common clock."""
-        return only(self.timeline, rank)
-
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data without the rows."""
         ranks = [
-            {**offset.to_json(), "path": str(s.path), "host": s.host, "rows": s.rows}
-            for s, offset in zip(self.sources, self.offsets, strict=True)
+            {**o.to_dict(), "path": str(f.path), "host": f.host, "rows": len(f.timeline)}
+            for f, o in zip(self.files, self.offsets, strict=True)
         ]
-        return {"ranks": ranks, "collectives": self.collectives, "notes": self.notes}
+        return {"ranks": ranks, "collectives": self.collectives, "notes": [str(n) for n in self.notes]}
 
     def write(self, path: str | Path, *, replace: bool = False) -> RunFile:
         """A run file with all of it; power and telemetry of the ranks' run files too, on the common clock."""
         target = Path(path)
-        if any(target.exists() and target.samefile(s.path) for s in self.sources):
+        if any(target.exists() and target.samefile(f.path) for f in self.files):
             raise ArgumentError(f"{target} is one of the files to merge", fix="give another name for the merged one")
-        with RunWriter(
-            target, meta={"ranks": self.timeline.meta["ranks"]}, mode="replace" if replace else "new"
-        ) as out:
+        meta = {"ranks": self.timeline.meta["ranks"]}
+        with RunWriter(target, meta=meta, mode="replace" if replace else "new") as out:
             out.add_timeline(self.timeline)
             out.set("collectives", self.collectives)
-            _write_power(out, self.sources, self.offsets)
+            for column in self.power.columns.values() if self.power is not None else ():
+                out.add_samples(column.domain, column.times_ns, column.watts)
+                out.add_anchors(column.domain.name, column.ticks_ns, column.ticks_j)
+            out.add_gaps(self.power.gaps if self.power is not None else (), 0)
+            out.add_telemetry(self.telemetry, 0)
+            out.add_stacks(self.stacks)
+            if any(f.is_run for f in self.files):
+                start_ns, end_ns = self.span_ns
+                out.set("start_ns", start_ns)
+                out.set("end_ns", end_ns)
         return RunFile(target)
 
 
-def merge(paths: Iterable[str | Path] | str | Path) -> Merged:
-    """Merge run files (.tessera) and Kineto traces (.json, .json.gz), one for each rank, or folders of them."""
-    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    files = [f for p in given for f in _files(Path(p))]
-    if len(files) < 2:
-        raise ArgumentError(
-            f"{len(files)} file{'s' if len(files) != 1 else ''} to merge",
-            why="merging takes the files of two or more ranks",
-            fix="tessera merge rank0.tessera rank1.tessera -o merged.tessera",
-        )
-    loaded = sorted((_load(f, i) for i, f in enumerate(files)), key=lambda x: x[0].rank)
-    for (a, *_), (b, *_) in itertools.pairwise(loaded):
-        if a.rank == b.rank:
-            raise ArgumentError(
-                f"{a.path} and {b.path} are both of rank {a.rank}",
-                fix=f"give one file for each rank (rank0, ...); tessera diff {a.path} {b.path} compares two runs",
-            )
-    sources, timelines, told = zip(*loaded, strict=True)
-    _check_together(sources, timelines)
-    for source, timeline in zip(sources, timelines, strict=True):
-        timeline.rank = source.rank
-    offsets = _settled(align(timelines), told)
-    return _merged(sources, timelines, offsets)
+def merge(
+    paths: Iterable[str | Path] | str | Path,
+    *,
+    kinds: Sequence[Kind] | None = None,
+    progress: Progress | None = None,
+    workers: int | None = 1,
+    collectives: bool = True,
+) -> MergedRecording:
+    """Merge run files (.tessera) and Kineto traces (.json, .json.gz), one for each rank, or folders of them.
 
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    found = sorted(f for f in path.iterdir() if f.name.endswith((*RUNS, *TRACES)))
-    if not found:
-        raise RecordingError(
-            f"there is nothing to merge in {path}", why="it has no .tessera, .json or .json.gz file",
-            fix="give the folder the ranks wrote to",
-        )  # fmt: skip
-    return found
-
-
-def _check_together(sources: Sequence[Source], timelines: Sequence[Timeline]) -> None:
-    """Refuse runs that say no rank and have no moment in common: ranks of one job run side by side."""
-    spans = [
-        (int(t["start_ns"].min()), int(t["end_ns"].max()), s.path)
-        for s, t in zip(sources, timelines, strict=True)
-        if len(t) and t.rank is None and not _RANK.search(s.path.name)
+    `kinds` are the rows to keep (all by default), `workers` the processes that read; `collectives=False` does not
+    look for the collectives that ranks have in common.
+    """
+    listed = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
+    files, others = read_ranks(listed, kinds=kinds, progress=progress, workers=workers)
+    _name_hosts(files)
+    timelines = [f.timeline for f in files]
+    offsets = settle_offsets(files, align(timelines))
+    counts = [len(t) for t in timelines]
+    first_rows = [sum(counts[:i]) for i in range(len(counts))]
+    timeline = _concatenate(timelines, offsets, first_rows)
+    timeline.notes += [f"rank {f.rank}: {n}" for f in files for n in f.timeline.notes]
+    timeline.notes += [n for o in offsets for n in o.notes]
+    if others:
+        timeline.notes.append(f"not traces, and skipped: {list_names(others)}")
+    timeline.meta["ranks"] = [
+        {**o.to_dict(), "path": str(f.path), "host": f.host} for f, o in zip(files, offsets, strict=True)
     ]
-    for (_, end_ns, before), (start_ns, _, after) in itertools.pairwise(sorted(spans)):
-        if start_ns >= end_ns:
-            raise ArgumentError(
-                f"{before} and {after} are two runs, one after the other",
-                why=f"neither says its rank, and {format_duration((start_ns - end_ns) * 1e-9)} lie between them",
-                fix=f"tessera diff {before} {after} compares them; ranks of one job are named rank0, rank1, ...",
-            )
+    name = listed[0].resolve().name if len(listed) == 1 else f"{len(files)} ranks"
+    merged = MergedRecording(files, offsets, timeline, name)
+    if collectives:
+        merged.match_collectives(first_rows)
+    return merged
 
 
-def _load(path: Path, place: int) -> tuple[Source, Timeline, Offset | None]:
-    """A file's timeline, and what an exchange of clocks said of its rank."""
-    host, clock = "", None
-    if path.name.endswith(TRACES):
-        timeline = kineto.read(path)
-        clock = timeline.meta.get("clock")
-    else:
-        with contextlib.closing(RunFile(path)) as run:
-            timeline, host, clock = run.timeline(), run.about.get("host", ""), run.get("clock")
-    named = _RANK.search(path.name)
-    rank = timeline.rank if timeline.rank is not None else int(named[1]) if named else place
-    told = Offset.from_json(clock) if isinstance(clock, dict) and "offset_ns" in clock else None
-    return Source(path=path, rank=rank, host=host, rows=len(timeline)), timeline, told
+def _name_hosts(files: Sequence[RankFile]) -> None:
+    """Give hosts that differ different names: two machines may both be called "localhost"."""
+    clocks: dict[str, list[str]] = {}
+    for file in files:
+        known = clocks.setdefault(file.host, [])
+        if file.clock_id not in known:
+            known.append(file.clock_id)
+    for file in files:
+        number = clocks[file.host].index(file.clock_id)
+        file.host = file.host if number == 0 or not file.host else f"{file.host}-{number + 1}"
 
 
-def _settled(matched: Sequence[Offset], told: Sequence[Offset | None]) -> list[Offset]:
+# -- Clocks -----------------------------------------------------------------------------------------------------------
+
+
+def settle_offsets(files: Sequence[RankFile], matched: Sequence[Offset]) -> list[Offset]:
+    """One offset for each host: ranks that read one clock are never moved against each other.
+
+    Of what the collectives and the exchange of clocks say about a host, the surest offset of any of its ranks counts.
+    """
+    offsets = _take_surest(matched, [f.exchanged for f in files])
+    by_clock: dict[str, Offset] = {files[0].clock_id: offsets[0]} if files[0].clock_id else {}
+    for file, offset in zip(files, offsets, strict=True):
+        best = by_clock.get(file.clock_id)
+        if file.clock_id and file.clock_id != files[0].clock_id and (best is None or _error(offset) < _error(best)):
+            by_clock[file.clock_id] = offset
+    settled = []
+    for file, offset in zip(files, offsets, strict=True):
+        shared = by_clock.get(file.clock_id)
+        if shared is None or shared is offset:
+            settled.append(offset)
+        else:
+            source = "same host"
+            settled.append(dataclasses.replace(shared, rank=offset.rank, source=source, matched=0, notes=()))
+    return settled
+
+
+def _error(offset: Offset) -> float:
+    return math.inf if offset.error_ns is None else offset.error_ns
+
+
+def _take_surest(matched: Sequence[Offset], exchanged: Sequence[Offset | None]) -> list[Offset]:
     """Of what collectives and exchanges say, the surer one; where they contradict each other, a note."""
-    first = told[0]
+    first = exchanged[0]
     out = [matched[0]]
-    for by_work, own in zip(matched[1:], told[1:], strict=True):
+    for by_work, own in zip(matched[1:], exchanged[1:], strict=True):
         if own is None or first is None or own.error_ns is None:
             out.append(by_work)
             continue
         # Exchanges are against rank 0, which may not be among the files.
         grown = (own.at_ns - first.at_ns) * first.drift_ppm * 1e-6
         by_clock = dataclasses.replace(
-            own, rank=by_work.rank, offset_ns=own.offset_ns - first.offset_ns - grown,
-            drift_ppm=own.drift_ppm - first.drift_ppm, error_ns=own.error_ns + (first.error_ns or 0.0),
-        )  # fmt: skip
-        out.append(_surer(by_work, by_clock))
+            own,
+            rank=by_work.rank,
+            offset_ns=own.offset_ns - first.offset_ns - grown,
+            drift_ppm=own.drift_ppm - first.drift_ppm,
+            error_ns=own.error_ns + (first.error_ns or 0.0),
+        )
+        out.append(_surer_of(by_work, by_clock))
     return out
 
 
-def _surer(by_work: Offset, by_clock: Offset) -> Offset:
+def _surer_of(by_work: Offset, by_clock: Offset) -> Offset:
     if by_work.error_ns is None or by_clock.error_ns is None:
         return by_clock if by_work.error_ns is None else by_work
-    best = min(by_work, by_clock, key=lambda o: o.error_ns or 0.0)
+    best = min(by_work, by_clock, key=_error)
     at = np.array([by_work.at_ns], dtype=np.int64)
     apart = abs(int(by_work.apply(at)[0] - by_clock.apply(at)[0]))
     if apart <= DISAGREE * math.hypot(by_work.error_ns, by_clock.error_ns):
         return best
     note = (
         f"rank {best.rank}: its collectives and the exchange of clocks differ by {apart * 1e-3:.0f} us, more than both"
-        f" allow; the {best.source} was taken"
+        f" allow; the {best.source} was used"
     )
     return dataclasses.replace(best, notes=(*best.notes, note))
 
 
-def _merged(sources: Sequence[Source], timelines: Sequence[Timeline], offsets: Sequence[Offset]) -> Merged:
-    counts = [len(t) for t in timelines]
-    first_rows = [sum(counts[:i]) for i in range(len(counts))]
-    timeline = _concatenated(timelines, offsets, first_rows)
-    met = meetings(timelines, offsets, first_rows)
-    overlap = overlap_pct(timeline, met)
-    extra = {row: dict(fields) for row, fields in timeline.extra.items()}
-    for row, share in overlap.items():
-        extra.setdefault(row, {})["collective_overlap_pct"] = share
-    timeline.extra = extra
-    timeline.notes += [f"rank {s.rank}: {n}" for s, t in zip(sources, timelines, strict=True) for n in t.notes]
-    timeline.notes += [n for o in offsets for n in o.notes]
-    timeline.meta["ranks"] = [
-        {**o.to_json(), "path": str(s.path), "host": s.host} for s, o in zip(sources, offsets, strict=True)
-    ]
-    return Merged(
-        timeline=timeline, offsets=tuple(offsets), meetings=tuple(met), sources=tuple(sources),
-        collectives=summary(met, overlap),
-    )  # fmt: skip
+# -- Rows -------------------------------------------------------------------------------------------------------------
 
 
-def _concatenated(timelines: Sequence[Timeline], offsets: Sequence[Offset], first_rows: Sequence[int]) -> Timeline:
+def _move(timeline: Timeline, offset: Offset) -> Timeline:
+    """A rank's timeline on the common clock."""
+    moved = {c: offset.apply(timeline.columns[c]) for c in ("start_ns", "end_ns")}
+    return dataclasses.replace(timeline, columns={**timeline.columns, **moved}, links=None)
+
+
+def _concatenate(timelines: Sequence[Timeline], offsets: Sequence[Offset], first_rows: Sequence[int]) -> Timeline:
     """All rows, rank after rank, with names, launches and numbers that mean the same everywhere."""
     names: dict[str, int] = {}
     launches: dict[Launch, int] = {}
@@ -239,13 +258,21 @@ def _concatenated(timelines: Sequence[Timeline], offsets: Sequence[Offset], firs
         _merge_meta(meta, t.meta, text, place)
         meta[stream_names.KEY] |= stream_names.of_rank(t.meta.get(stream_names.KEY), offset.rank)
     meta |= {key: sorted(meta[key]) for key in ("modules", "frames")}
-    energies = [_joined([getattr(t, which) for t in timelines], timelines) for which in ("energy_j", "energy_error_j")]
+    energy_j = _join_energy([t.energy_j for t in timelines], timelines)
+    energy_error_j = _join_energy([t.energy_error_j for t in timelines], timelines)
     return Timeline(
         columns={c: np.concatenate([p[c] for p in parts]) for c in (*INTEGERS, *FLOATS)},
-        names=list(names), launches=list(launches), meta=meta, energy_j=energies[0], energy_error_j=energies[1],
-        extra={row + first: fields for t, first in zip(timelines, first_rows, strict=True)
-               for row, fields in t.extra.items()},
-    )  # fmt: skip
+        names=list(names),
+        launches=list(launches),
+        meta=meta,
+        energy_j=energy_j,
+        energy_error_j=energy_error_j,
+        extra={
+            row + first: fields
+            for t, first in zip(timelines, first_rows, strict=True)
+            for row, fields in t.extra.items()
+        },
+    )
 
 
 def _merge_meta(meta: dict[str, Any], own: dict[str, Any], text: Ints, place: int) -> None:
@@ -257,13 +284,15 @@ def _merge_meta(meta: dict[str, Any], own: dict[str, Any], text: Ints, place: in
             meta[key][int(number) + place * STRIDE] = moved
 
 
-def _joined(parts: Sequence[NDArray[np.float64] | None], timelines: Sequence[Timeline]) -> NDArray[np.float64] | None:
+def _join_energy(
+    parts: Sequence[NDArray[np.float64] | None], timelines: Sequence[Timeline]
+) -> NDArray[np.float64] | None:
     if all(p is None for p in parts):
         return None
     return np.concatenate([np.full(len(t), np.nan) if p is None else p for p, t in zip(parts, timelines, strict=True)])
 
 
-def only(timeline: Timeline, rank: int) -> Timeline:
+def select_rank(timeline: Timeline, rank: int) -> Timeline:
     """The rows of one rank of a merged timeline, as a timeline of its own: what most analyses want."""
     keep = timeline["rank"] == rank
     if not np.any(keep):
@@ -274,47 +303,79 @@ def only(timeline: Timeline, rank: int) -> Timeline:
     columns["parent"] = number[columns["parent"]]
     joules = [None if e is None else e[keep] for e in (timeline.energy_j, timeline.energy_error_j)]
     return Timeline(
-        columns=columns, names=timeline.names, launches=timeline.launches, rank=rank, meta=timeline.meta,
-        notes=timeline.notes, energy_j=joules[0], energy_error_j=joules[1],
+        columns=columns,
+        names=timeline.names,
+        launches=timeline.launches,
+        rank=rank,
+        meta=timeline.meta,
+        notes=timeline.notes,
+        energy_j=joules[0],
+        energy_error_j=joules[1],
         extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
-    )  # fmt: skip
+    )
 
 
-def _write_power(out: RunWriter, sources: Sequence[Source], offsets: Sequence[Offset]) -> None:
-    """Power, telemetry and stacks. Ranks of one host see the same boards: each is kept once, the longest recording."""
-    hosts = {s.host for s in sources}
-    kept: dict[tuple[str, str], tuple[int, Source, Offset]] = {}
-    spans = []
-    for place, (source, offset) in enumerate(zip(sources, offsets, strict=True)):
-        if not source.path.name.endswith(RUNS):
+# -- Power ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _PowerParts:
+    power: PowerTrace
+    telemetry: list[Telemetry]
+    stacks: list[Stack]
+
+
+def _read_power(files: Sequence[RankFile], offsets: Sequence[Offset]) -> _PowerParts:
+    """Power, telemetry and stacks of the ranks' run files, on the common clock.
+
+    Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it.
+    """
+    several = len({f.host for f in files}) > 1
+    columns: dict[str, DomainSamples] = {}
+    readings: dict[str, list[Telemetry]] = {}
+    gaps: dict[str, list[Gap]] = {}
+    stacks: list[Stack] = []
+    spans: list[tuple[int, int]] = []
+    for place, (file, offset) in enumerate(zip(files, offsets, strict=True)):
+        if not file.is_run:
             continue
-        with contextlib.closing(RunFile(source.path)) as run:
-            spans.append(offset.apply(np.array(run.span_ns, dtype=np.int64)))
-            told = Counter(r.domain for r in run.telemetry())
-            for name in dict.fromkeys((*run.domains, *told)):
-                count, key = len(run.samples(name)[0]) + told[name], (source.host, name)
-                if key not in kept or count > kept[key][0]:
-                    kept[key] = (count, source, offset)
-            shift, threads = round(offset.offset_ns), place * STRIDE
-            out.add_stacks(
-                (t + shift, thread + threads if isinstance(thread, int) else thread, stack, samples)
-                for t, thread, stack, samples in run.stacks()
-            )
-    for (host, name), (_, source, offset) in kept.items():
-        with contextlib.closing(RunFile(source.path)) as run:
-            _write_domain(out, run, name, name if len(hosts) == 1 else f"{host}.{name}", offset)
-    if spans:
-        out.set("start_ns", int(min(s[0] for s in spans)))
-        out.set("end_ns", int(max(s[1] for s in spans)))
+        with RunFile(file.path) as run:
+            recording = run.recording()
+            power, shift_ns = run.power(), round(offset.offset_ns)
+            spans.append((power.start_ns + shift_ns, power.end_ns + shift_ns))
+            told: dict[str, list[Telemetry]] = {}
+            for reading in recording.telemetry:
+                told.setdefault(reading.domain, []).append(reading)
+            for name in dict.fromkeys((*power.columns, *told)):
+                full = f"{file.host}.{name}" if several else name
+                samples = power.columns.get(name)
+                if _count(samples, told.get(name)) <= _count(columns.get(full), readings.get(full)):
+                    continue
+                if samples is not None:
+                    columns[full] = _move_samples(samples, full, offset)
+                    gaps[full] = [
+                        dataclasses.replace(g.shift(shift_ns), domain=full) for g in power.gaps if g.domain == name
+                    ]
+                readings[full] = [
+                    dataclasses.replace(t, domain=full, time_ns=t.time_ns + shift_ns) for t in told.get(name, ())
+                ]
+            for t, thread, stack, count in recording.stacks:
+                number = thread + place * STRIDE if isinstance(thread, int) else thread
+                stacks.append(Stack(t + shift_ns, number, stack, count))
+    start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
+    trace = PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=[g for part in gaps.values() for g in part])
+    telemetry = sorted((t for part in readings.values() for t in part), key=lambda t: t.time_ns)
+    return _PowerParts(trace, telemetry, sorted(stacks, key=lambda s: s.epoch_ns))
 
 
-def _write_domain(out: RunWriter, run: RunFile, name: str, full: str, offset: Offset) -> None:
-    if name in run.domains:
-        times, watts = run.samples(name)
-        out.add_samples(dataclasses.replace(run.domains[name], name=full), offset.apply(times), watts)
-        ticks, joules = run.anchors(name)
-        out.add_anchors(full, offset.apply(ticks), joules)
-    shift = round(offset.offset_ns)
-    out.add_telemetry([dataclasses.replace(r, domain=full) for r in run.telemetry(name)], shift)
-    gaps = [g for g in run.power().gaps if g.domain == name]
-    out.add_gaps([dataclasses.replace(g, domain=full) for g in gaps], shift)
+def _count(samples: DomainSamples | None, readings: Sequence[Telemetry] | None) -> int:
+    return (0 if samples is None else len(samples.times_ns)) + len(readings or ())
+
+
+def _move_samples(samples: DomainSamples, name: str, offset: Offset) -> DomainSamples:
+    return dataclasses.replace(
+        samples,
+        domain=dataclasses.replace(samples.domain, name=name),
+        times_ns=offset.apply(samples.times_ns),
+        ticks_ns=offset.apply(samples.ticks_ns),
+    )

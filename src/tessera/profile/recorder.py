@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,17 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MeasurementError, TesseraError
 from . import ending
 from .options import Options
-from .recorded import Recorded, timeline_of
 from .region import current, install
 from .schedule import Schedule
 
 if TYPE_CHECKING:
     from ..attribute.table import EnergyTable
     from ..monitor import EnergyScope, Monitor
+    from ..record import Record
+    from ..recording import Recording
+    from ..schema import EnergyReport
     from ..timeline.columns import Timeline
+    from ..trace import PowerTrace
     from .export import Exporter
     from .nvtx import Pop, Push
     from .power_feed import PowerFeed
@@ -53,6 +56,12 @@ def _never() -> bool:
     return False
 
 
+def _no_power() -> MeasurementError:
+    return MeasurementError(
+        "this session measured no power", fix='name it: profile.session(activities=["gpu", "power"])'
+    )
+
+
 def wait_for_device() -> None:
     """What was launched inside belongs to the session; what fails there has failed in the program too."""
     from ..monitor.scope import synchronize
@@ -61,7 +70,7 @@ def wait_for_device() -> None:
         synchronize()
 
 
-class Session(Recorded):
+class Session:
     """Records between entering and leaving. Made by `profile.session`.
 
     Left by an exception it writes what it has and lets the exception go on; `stop` may be called twice. One that is
@@ -106,7 +115,7 @@ class Session(Recorded):
         self._stopped = False
         self._done = threading.Event()
         self._ticker: threading.Thread | None = None
-        self._table: EnergyTable | None = None
+        self._recording: Recording | None = None
 
     # -- begin and end ---------------------------------------------------------------------------------------------
 
@@ -168,7 +177,7 @@ class Session(Recorded):
     def sees_gpu(self) -> bool:
         """Whether any sensor shows a GPU; asks no driver's runtime."""
         domains = self._monitor.sampler.domains if self._monitor is not None else []
-        return any(d.name.startswith("gpu") for d in domains)
+        return any(d.device.is_gpu for d in domains)
 
     def set(self, key: str, value: Any) -> None:
         """Keep a fact in the run file."""
@@ -180,7 +189,7 @@ class Session(Recorded):
         self._stopped, self._tracing, self._summary = True, None, None
 
     def stop(self) -> None:
-        """Stop recording, write the rest and run the exporters. Twice is no error."""
+        """Stop recording, write the rest and run the exporters. Safe to call twice."""
         writer = self._writer
         if writer is None or self._stopped or os.getpid() != self._pid:
             return
@@ -256,20 +265,16 @@ class Session(Recorded):
         """Run every exporter; the first error is raised when all have run, since the run file is whole by then."""
         errors: list[TesseraError] = []
         if self._exporters:
-            with self.run() as run:
-                table: EnergyTable | None = None
+            recording = self.recording()
+            try:
+                recording.energy()
+            except TesseraError as exc:
+                self.notes.append(f"exported without joules: {exc.what}")
+            for exporter in self._exporters:
                 try:
-                    timeline = timeline_of(run)
-                    table = self._account(run, timeline)
-                    if timeline.energy_j is not None:
-                        run.use_energy(timeline.energy_j, timeline.energy_error_j)
+                    exporter.write(recording)
                 except TesseraError as exc:
-                    self.notes.append(f"exported without joules: {exc.what}")
-                for exporter in self._exporters:
-                    try:
-                        exporter.write(run, table)
-                    except TesseraError as exc:
-                        errors.append(exc)
+                    errors.append(exc)
         if errors:
             raise errors[0]
 
@@ -288,6 +293,49 @@ class Session(Recorded):
             if self._summary is not None and time.monotonic() - summary_s > SUMMARY_S:
                 summary_s = time.monotonic()
                 writer.set("summary", self._summary.to_json())
+
+    # -- what was recorded ---------------------------------------------------------------------------------------------
+
+    def recording(self) -> Recording:
+        """What was recorded; while the session runs, what has been written so far."""
+        if self._recording is not None:
+            return self._recording
+        if self._writer is None:
+            raise MeasurementError(
+                "this session was never started", fix="use it as: with profile.session(...) as sess:"
+            )
+        from .runfile import RunFile
+
+        if not self._stopped:
+            self._writer.flush()
+            return RunFile(self.path).recording()
+        self._recording = RunFile(self.path).recording()
+        return self._recording
+
+    def timeline(self) -> Timeline:
+        """What ran when. Kernels and operators of a window are in it once the window has ended."""
+        return self.recording().timeline
+
+    def records(self) -> Iterator[Record]:
+        """Everything on the timeline, one `Record` each, in time order, with its joules where power was recorded."""
+        return self.recording().records()
+
+    def power(self) -> PowerTrace:
+        """The power samples."""
+        power = self.recording().power
+        if power is None:
+            raise _no_power()
+        return power
+
+    def energy(self) -> EnergyTable:
+        """What the joules were spent on: kernels, operators, regions, modules, steps."""
+        return self.recording().energy()
+
+    def report(self) -> EnergyReport:
+        """The measured joules of the whole session as an `EnergyReport`, for diff, JSON and rendering."""
+        if self._scope is None:
+            raise _no_power()
+        return self._scope.report()
 
     # -- what the program says of itself -----------------------------------------------------------------------------
 

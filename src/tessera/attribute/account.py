@@ -1,0 +1,128 @@
+"""The joules of a whole run: attributed where something was traced, else what the power samples alone can say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from ..errors import MeasurementError
+from ..joules import sum_windows
+from ..notes import Note
+from ..schema import Energy
+from ..timeline.columns import Timeline
+from ..trace import PowerTrace
+from .solve import attribute
+from .table import EnergyRow, EnergyTable
+
+WHOLE = 0.98
+"""A step of which this much was traced is whole."""
+MOST_PASSES = 20_000
+"""Passes through regions that are integrated one by one; of a run with more, the first ones."""
+_NO_POWER = 'no power was recorded, so there are no joules: activities=["gpu", "power"]; see `tessera doctor`'
+
+
+def account_run(timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[int, int]]) -> EnergyTable:
+    """The table of a run over the windows that were traced; of its samples alone where nothing was."""
+    if not is_traced(timeline, power):
+        return account_samples(timeline, power)
+    try:
+        table = attribute(timeline, power, windows=windows)
+    except MeasurementError as exc:  # for example power of another time than the trace: the sum is still known
+        return account_samples(timeline, power, notes=[f"{exc.what}: {exc.why}" if exc.why else exc.what])
+    return _drop_partial_steps(table, timeline)
+
+
+def is_traced(timeline: Timeline, power: PowerTrace) -> bool:
+    """Whether anything ran that joules can be given to; otherwise a run would be idle from end to end.
+
+    Operators of the host get joules of the host, never those of a board on which nothing ran.
+    """
+    on_host = any(not d.device.is_gpu for d in power.domains)
+    return bool(len(timeline.device_rows) or (on_host and len(timeline.rows("op"))))
+
+
+def _drop_partial_steps(table: EnergyTable, timeline: Timeline) -> EnergyTable:
+    """Without the steps in which tracing began or ended: less of them was accounted for than they took."""
+    took_s: dict[str, float] = {}
+    for s in timeline.linked.steps:
+        took_s[s.name] = min(took_s.get(s.name, math.inf), (s.end_ns - s.start_ns) * 1e-9)
+    whole = [r.wall_s is None or r.wall_s >= WHOLE * took_s.get(r.name, 0.0) for r in table.steps]
+    if not any(whole) or all(whole):
+        return table
+    kept = [r for r, is_whole in zip(table.steps, whole, strict=True) if is_whole]
+    partial = [r.name for r, is_whole in zip(table.steps, whole, strict=True) if not is_whole]
+    names = f"{', '.join(partial[:3])}{' ...' if len(partial) > 3 else ''}"
+    note = Note(f"traced only in part, so not among the steps: {names}", "omission")
+    return dataclasses.replace(table, steps=kept, notes=[*table.notes, note])
+
+
+def account_samples(
+    timeline: Timeline, power: PowerTrace | None, *, notes: Sequence[str] = (), seconds: float = 0.0
+) -> EnergyTable:
+    """Without kernels and operators: the whole, its regions and its steps. Joules are NaN where there is no power."""
+    if power is None:
+        return EnergyTable(
+            total_j=math.nan,
+            total_error_j=math.nan,
+            idle_j=math.nan,
+            idle_error_j=math.nan,
+            kernels=(),
+            seconds=seconds,
+            busy_s=0.0,
+            coverage=0.0,
+            notes=[*notes, _NO_POWER],
+        )
+    total = power.energy()
+    steps = [(s.name, s.start_ns, s.end_ns) for s in timeline.linked.steps[:MOST_PASSES]]
+    step_rows = {s.row for s in timeline.linked.steps}
+    regions = [
+        (timeline.name(r), int(timeline["start_ns"][r]), int(timeline["end_ns"][r]))
+        for r in timeline.rows("region")[:MOST_PASSES].tolist()
+        if r not in step_rows
+    ]
+    all_steps = [row for step in steps for row in _sum_passes(power, [step], "step", total.joules)]
+    rows = [row for row in all_steps if not math.isnan(row.energy_j)]
+    if len(rows) < len(all_steps):
+        missing = len(all_steps) - len(rows)
+        notes = [*notes, f"{missing} of {len(all_steps)} steps have no power sample, and no joules here"]
+    return EnergyTable(
+        total_j=total.joules,
+        total_error_j=total.error_j,
+        idle_j=math.nan,
+        idle_error_j=math.nan,
+        seconds=total.seconds,
+        busy_s=0.0,
+        kernels=(),
+        source=total.source,
+        basis=total.basis,
+        coverage=total.coverage,
+        notes=list(notes),
+        steps=rows,
+        regions=[r for r in _sum_passes(power, regions, "region", total.joules) if not math.isnan(r.energy_j)],
+    )
+
+
+def _sum_passes(
+    power: PowerTrace, passes: Sequence[tuple[str, int, int]], kind: str, total_j: float
+) -> list[EnergyRow]:
+    """One row for all passes of one name."""
+    by_name: dict[str, list[Energy]] = {}
+    for name, start_ns, end_ns in passes:
+        by_name.setdefault(name, []).append(power.energy(None, start_ns, end_ns))
+    rows = []
+    for name, parts in by_name.items():
+        energy = sum_windows(parts)
+        rows.append(
+            EnergyRow(
+                name=name,
+                kind=kind,
+                calls=len(parts),
+                time_s=energy.seconds,
+                energy_j=energy.joules,
+                energy_error_j=energy.error_j,
+                share=energy.joules / total_j if total_j > 0 else 0.0,
+                wall_s=energy.seconds,
+            )
+        )
+    return rows

@@ -1,0 +1,46 @@
+"""`Note`: one sentence for a reader of a result, and its kind: what a program may do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+NoteKind = Literal["info", "omission", "time_limit", "no_accelerator"]
+"""`omission`: events or steps that are not in the result; `time_limit`: tracing stopped at its limit;
+`no_accelerator`: torch sees none. Everything else is `info`."""
+
+
+class Note(str):
+    """A text with a kind. It is a `str`, so that a plain text is a note of kind `info`."""
+
+    __slots__ = ("kind",)
+    kind: NoteKind
+
+    def __new__(cls, text: str, kind: NoteKind = "info") -> Note:
+        """Make a note of a kind."""
+        note = super().__new__(cls, text)
+        note.kind = kind
+        return note
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Note, (str(self), self.kind)
+
+
+def kind_of(note: str) -> NoteKind:
+    """The kind of a note."""
+    return note.kind if isinstance(note, Note) else "info"
+
+
+def order_notes(notes: Iterable[str]) -> list[str]:
+    """Each note once; what is missing from a result comes last."""
+    return sorted(dict.fromkeys(notes), key=lambda note: kind_of(note) == "omission")
+
+
+def kinds_by_text(notes: Iterable[str]) -> dict[str, str]:
+    """The kinds of the notes that are not `info`: what a run file keeps beside their texts."""
+    return {str(note): kind_of(note) for note in notes if kind_of(note) != "info"}
+
+
+def restore_kinds(texts: Iterable[str], kinds: Mapping[str, NoteKind]) -> list[str]:
+    """Notes as they were before a file kept their texts."""
+    return [Note(text, kinds[text]) if text in kinds else text for text in texts]

@@ -1,0 +1,234 @@
+"""`Recording`: one run of one or many ranks, on one clock: what ran, its power, its telemetry, its facts.
+
+A session, a run file, a trace of another tool and a merge of ranks produce a `Recording`; analyses, exporters, reports,
+`diff` and TensorBoard take only a `Recording`. So the terminal, the page and Python say the same about the same run.
+All times are epoch nanoseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from .attribute.account import account_run, account_samples
+from .attribute.solve import attribute
+from .attribute.table import EnergyTable
+from .clock import EpochNs
+from .errors import MeasurementError
+from .notes import order_notes
+from .record import Record
+from .schema import DeviceId, Telemetry
+from .timeline.columns import Chunk, Launch, Timeline
+from .trace import PowerTrace
+
+Span = tuple[EpochNs, EpochNs]
+
+
+class Stack(NamedTuple):
+    """A sampled Python stack: outermost;...;innermost, and how many samples had it."""
+
+    epoch_ns: int
+    thread: int | str
+    stack: str
+    samples: int
+
+
+class Rows(Protocol):
+    """Where the rows of a timeline can be read piece by piece: in memory, or in a run file."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def launches(self) -> Sequence[Launch]: ...
+    @property
+    def row_meta(self) -> Mapping[str, Any]: ...
+    @property
+    def has_energy(self) -> bool: ...
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known about a recording beside its rows and samples; None or empty where its source does not say.
+
+    `kind` is "run" for what Tessera recorded from start to end, and "trace" for a piece that another tool traced.
+    `windows` are the stretches that were traced; with `scheduled` they were chosen, and what lies between them was not
+    meant to be traced. `meta` is what the session stated when it began.
+    """
+
+    name: str = "trace"
+    kind: Literal["run", "trace"] = "trace"
+    path: Path | None = None
+    host: str = ""
+    pid: int = 0
+    mode: str | None = None
+    command: str | Sequence[str] | None = None
+    device: str = ""
+    span_ns: Span | None = None
+    windows: Sequence[tuple[int, int]] = ()
+    scheduled: bool = False
+    tracing_s: float | None = None
+    time_limit_reached: bool = False
+    crashed: bool = False
+    returncode: int | None = None
+    work: Any = None
+    summary: Mapping[str, Any] | None = None
+    version: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def accounted_windows(self) -> list[tuple[int, int]]:
+        """The stretches whose joules a table shares out; empty where the source does not say.
+
+        The windows of a schedule each on their own; otherwise from the first window to the last (what lies between
+        belongs to the run: Kineto was restarted there); the whole run where nothing was traced in windows.
+        """
+        if not self.windows or self.mode == "summary":
+            return [self.span_ns] if self.span_ns is not None else []
+        return list(self.windows) if self.scheduled else [(self.windows[0][0], self.windows[-1][1])]
+
+
+class Recording:
+    """A recorded run. `power` is None where none was recorded; `ranks` has one recording for each rank of a merge."""
+
+    def __init__(
+        self,
+        timeline: Timeline | Callable[[], Timeline],
+        power: PowerTrace | Callable[[], PowerTrace] | None = None,
+        telemetry: Sequence[Telemetry] | Callable[[], Sequence[Telemetry]] = (),
+        facts: Facts | None = None,
+        *,
+        stacks: Sequence[Stack] | Callable[[], Sequence[Stack]] = (),
+        ranks: Sequence[Recording] = (),
+        rows: Rows | None = None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Parts may be functions: a run file is read when somebody asks for that part."""
+        self._timeline, self._power, self._telemetry, self._stacks = timeline, power, telemetry, stacks
+        self._rows, self._close = rows, close
+        self._energy: EnergyTable | None = None
+        self.facts = facts or Facts()
+        self.ranks = ranks
+        self._notes: list[str] = []
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What ran when."""
+        return self._timeline() if callable(self._timeline) else self._timeline
+
+    @cached_property
+    def power(self) -> PowerTrace | None:
+        """Watts over time; None where no power was recorded."""
+        power = self._power() if callable(self._power) else self._power
+        return power if power is not None and power.columns else None
+
+    @cached_property
+    def telemetry(self) -> Sequence[Telemetry]:
+        """Clocks, temperatures and the like, in time order."""
+        return self._telemetry() if callable(self._telemetry) else self._telemetry
+
+    @cached_property
+    def stacks(self) -> Sequence[Stack]:
+        """Sampled Python stacks, in time order."""
+        return self._stacks() if callable(self._stacks) else self._stacks
+
+    @property
+    def rows(self) -> Rows:
+        """The rows, for an exporter that reads them piece by piece: from the file while the timeline is not loaded."""
+        return self.timeline if self._rows is None or "timeline" in self.__dict__ else self._rows
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know, each note once."""
+        return order_notes([*self.facts.notes, *self.timeline.notes, *self._notes])
+
+    def close(self) -> None:
+        """Release the file behind the recording, if there is one. Safe to call twice."""
+        self._close()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        domains = ", ".join(self.power.columns) if self.power is not None else "no power"
+        return f"<Recording {self.facts.name}: {len(self.timeline)} rows, {domains}>"
+
+    @property
+    def span_ns(self) -> Span:
+        """Start and end: of the run, else of its rows."""
+        return self.facts.span_ns or (EpochNs(self.timeline.start_ns), EpochNs(self.timeline.end_ns))
+
+    @property
+    def accounted_windows(self) -> list[tuple[int, int]]:
+        """The stretches of time whose joules `energy()` shares out."""
+        windows = self.facts.accounted_windows
+        if windows or self.power is None:
+            return windows or [self.span_ns]
+        start_ns, end_ns = self.span_ns
+        return [(max(start_ns, self.power.start_ns), min(end_ns, self.power.end_ns))]
+
+    def energy(self) -> EnergyTable:
+        """What the joules were spent on: kernels, operators, regions, modules, steps. Computed once.
+
+        A run without power has a table whose joules are NaN, with a note; a trace without power has no table.
+        """
+        if self._energy is None:
+            self._energy = self._account()
+        return self._energy
+
+    def _account(self) -> EnergyTable:
+        if self.facts.kind == "run":
+            if self.power is None:
+                start_ns, end_ns = self.span_ns
+                return account_samples(self.timeline, None, seconds=(end_ns - start_ns) * 1e-9)
+            return account_run(self.timeline, self.power, self.accounted_windows)
+        if self.power is None:
+            raise MeasurementError(
+                "no power was recorded beside this trace",
+                why="joules need watts",
+                fix="give a power log of the same time: profile.load(trace, power='power.csv')",
+            )
+        return attribute(self.timeline, self.power)
+
+    def find_energy(self) -> EnergyTable | None:
+        """`energy()`, or None where there is no power or no joules can be attributed; a note says why."""
+        if self.power is None:
+            return None
+        try:
+            return self.energy()
+        except MeasurementError as exc:
+            self._notes.append(f"no joules: {exc.what}")
+            self.power = None
+            return None
+
+    def records(self) -> Iterator[Record]:
+        """Every row as a `Record`, in time order, with its joules and the state of its device where they are known."""
+        with contextlib.suppress(MeasurementError):  # without power a record's joules are None, and it says why
+            self.energy()
+        return _add_device_state(self.timeline.records(), self.telemetry)
+
+
+def _add_device_state(records: Iterator[Record], telemetry: Sequence[Telemetry]) -> Iterator[Record]:
+    """Records of a device with its power, temperature and throttling at that time."""
+    by_device: dict[DeviceId, list[Telemetry]] = {}
+    for reading in telemetry:
+        by_device.setdefault(DeviceId.of_domain(reading.domain), []).append(reading)
+    times = {device: [t.time_ns for t in readings] for device, readings in by_device.items()}
+    for record in records:
+        if record.energy_j is not None and record.seconds > 0 and record.power_w is None:
+            record.power_w = record.energy_j / record.seconds
+        device = DeviceId(record.host or "", "gpu", record.device) if record.device is not None else None
+        if device in times:
+            state = by_device[device][max(bisect.bisect_right(times[device], record.start_ns) - 1, 0)]
+            record.temp_c = state.temperature_c
+            record.throttle_reason = ", ".join(state.throttle) if state.throttle else None
+        yield record
