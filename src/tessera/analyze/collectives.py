@@ -19,17 +19,16 @@ import numpy as np
 from ..errors import ArgumentError
 from ..profile.load import Progress, open_recording
 from ..profile.ranks.clocks import Offset
-from ..profile.ranks.meet import Meeting, meetings
+from ..profile.ranks.meet import Meeting, measure_overlap, meetings, summarize
 from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.shapes import parse
-from ..timeline.transfers import collective_type
+from ..timeline.transfers import ON_HOST, collective_type
 from .devices import explain_no_device, list_devices, split_ranks
 from .result import Result, columns
 
 MIN_BYTES = 64 << 20
-ON_HOST = ("gloo:", "mpi:", "ucc:")
 """How the annotations of backends begin that run on the host."""
 NEEDS_HOSTS = 'which hosts the ranks ran on is not in the trace: merge .tessera runs, or traces with "host_name"'
 _HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
