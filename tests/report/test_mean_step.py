@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tessera.profile.untraced import table_of
 
+from recordings import with_table
 from report.test_diff import measured, predicted, table
 from tessera import analyze
 from tessera.analyze.answer import answer
@@ -94,11 +94,11 @@ def test_steps_that_no_sensor_saw_leave_the_others_known() -> None:
 def test_the_screen_and_the_diff_state_one_interval(tmp_path: Path, seed: int) -> None:
     synthetic_run.make(20, seed=seed).write(tmp_path / "a.tessera").close()
     with RunFile(tmp_path / "a.tessera") as run:
-        spent = table_of(run, run.timeline())
-        said = answer(run, spent).per_work[0]
+        spent = run.recording().energy()
+        said = answer(with_table(run, spent)).per_work[0]
         console = Console(width=100, highlight=False, color_system=None)
         with console.capture() as captured:
-            console.print(run_text(run, spent))
+            console.print(run_text(with_table(run, spent)))
     found = analyze.diff(tmp_path / "a.tessera", tmp_path / "a.tessera")
     assert said.unit == "step" and (said.energy_j, said.error_j, said.amount) == (
         found.total.before_j, found.total.before_error_j, found.work[0]

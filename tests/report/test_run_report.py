@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console, RenderableType
-from tessera.profile.untraced import table_of
 
+from recordings import with_table
 from tessera.analyze import kernel_names
 from tessera.analyze.advise import find_advice
 from tessera.analyze.answer import answer
@@ -65,7 +65,7 @@ def run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> RunFile:
 
 @pytest.fixture(scope="module")
 def html(run: RunFile, made: Made) -> str:
-    return page(run, made.table, timeline=made.timeline)
+    return page(with_table(run, made.table))
 
 
 class Strict(HTMLParser):
@@ -194,7 +194,7 @@ def test_what_kernels_do(name: str, kind: str, category: str) -> None:
 
 
 def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
-    said = answer(run, made.table, made.timeline)
+    said = answer(with_table(run, made.table))
     assert said.energy_j == made.table.total_j
     assert said.power_w == pytest.approx(made.table.total_j / made.table.seconds)
     assert (said.busy_j or 0) + (said.idle_j or 0) == pytest.approx(said.energy_j)
@@ -222,10 +222,10 @@ def test_gaps_say_what_the_host_did(made: Made) -> None:
 
 def test_a_dear_first_step_is_left_out_of_the_mean(run: RunFile, made: Made) -> None:
     steps = [dataclasses.replace(made.table.steps[0], energy_j=50.0), *made.table.steps[1:]]
-    said = answer(run, dataclasses.replace(made.table, steps=steps), made.timeline)
+    said = answer(with_table(run, dataclasses.replace(made.table, steps=steps)))
     assert said.per_work[0].without == "step_0"
     assert said.per_work[0].energy_j < 12
-    assert "without step_0 (50 J;" in text_of(text(run, made.table, found=said))
+    assert "without step_0 (50 J;" in text_of(text(with_table(run, made.table), found=said))
 
 
 def row(name: str, joules: float, kind: str = "kernel", calls: int = 100) -> EnergyRow:
@@ -292,7 +292,7 @@ def test_a_power_cap_and_dear_steps_are_found(made: Made) -> None:
 
 
 def test_everything_on_one_screen(run: RunFile, made: Made) -> None:
-    out = text_of(text(run, made.table, html=Path("train.html"), timeline=made.timeline))
+    out = text_of(text(with_table(run, made.table), html=Path("train.html")))
     assert "python train.py --model gpt2 on NVIDIA H200" in out
     assert re.search(
         r"[\d.]+ ± [\d.]+ J   [\d.]+ ± [\d.]+ W   [\d.]+ ms   12 steps   peak \d+ W   nvml-samples\+counter", out
@@ -312,7 +312,7 @@ def test_everything_on_one_screen(run: RunFile, made: Made) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_other_widths(run: RunFile, made: Made, width: int) -> None:
-    out = text_of(text(run, made.table, html=Path("t.html"), width=width, timeline=made.timeline), width)
+    out = text_of(text(with_table(run, made.table), html=Path("t.html"), width=width), width)
     lines = out.splitlines()
     assert max(map(len, lines[:-1])) <= width
     assert str(run.path) in lines[-1]  # to be copied: in one piece
@@ -324,39 +324,39 @@ def test_no_color_is_respected(run: RunFile, made: Made, monkeypatch: pytest.Mon
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(force_terminal=True, width=100)
     with console.capture() as captured:
-        console.print(text(run, made.table, timeline=made.timeline))
+        console.print(text(with_table(run, made.table)))
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]", captured.get())
 
 
 def test_one_view_and_its_groups(run: RunFile, made: Made) -> None:
-    out = text_of(text(run, made.table, by="kernels", top=9, timeline=made.timeline))
+    out = text_of(text(with_table(run, made.table), by="kernels", top=9))
     assert "operator" not in out
     assert EVIL in out
     assert re.search(r"^idle +[\d.]+ ± ", out, re.MULTILINE)
     assert len(re.findall(r"> +a +[\d.]+ ± ", out)) == 2
     assert "a: kernels with the same letter" in out
-    steps = text_of(text(run, made.table, by="steps", timeline=made.timeline))
+    steps = text_of(text(with_table(run, made.table), by="steps"))
     assert "step_11" in steps
     assert not re.search(r"^idle ", steps, re.MULTILINE)  # theirs is in them
-    assert "no modules were recorded" in text_of(text(run, made.table, by="modules", timeline=made.timeline))
+    assert "no modules were recorded" in text_of(text(with_table(run, made.table), by="modules"))
 
 
 def test_modules_that_were_recorded_are_on_the_screen(run: RunFile, made: Made) -> None:
     modules = [row(f"nn.Module: h.{i} (Block)", 20.0 - i, "module") for i in range(12)]
     spent = dataclasses.replace(made.table, modules=[row("nn.Module: Net", 90.0, "module"), *modules])
-    out = text_of(text(run, spent, timeline=made.timeline))
+    out = text_of(text(with_table(run, spent)))
     assert re.search(r"^module \(10 of 13\) .*\nNet +90.0 ± .*\nh\.0 \(Block\) +20.0 ± ", out, re.MULTILINE)
     assert "nn.Module" not in out and "a module includes the modules inside it" in out
-    assert "module" not in text_of(text(run, made.table, timeline=made.timeline))
-    assert "h.11 (Block)" in text_of(text(run, spent, by="modules", timeline=made.timeline))
-    shown_text = "".join(checked(page(run, spent, timeline=made.timeline)).text)
+    assert "module" not in text_of(text(with_table(run, made.table)))
+    assert "h.11 (Block)" in text_of(text(with_table(run, spent), by="modules"))
+    shown_text = "".join(checked(page(with_table(run, spent))).text)
     assert "h.11 (Block)" in shown_text and "nn.Module: " not in shown_text
 
 
 def test_names_are_no_markup(made: Made, tmp_path: Path) -> None:
     spent = dataclasses.replace(made.table, ops=[row("[red]op[/red]", 5.0, "op")])
     with made.write(tmp_path / "x.tessera", work={"[bold]x": 3}) as run:
-        out = text_of(text(run, spent, timeline=made.timeline))
+        out = text_of(text(with_table(run, spent)))
     assert "[red]op[/red]" in out
     assert "per [bold]x" in out
 
@@ -372,8 +372,8 @@ def test_names_are_no_markup(made: Made, tmp_path: Path) -> None:
 )
 def test_how_a_program_ended_is_said(made: Made, tmp_path: Path, code: int, says: str) -> None:
     with made.write(tmp_path / "x.tessera", returncode=code) as run:
-        assert f"the program {says}" in text_of(text(run, made.table, timeline=made.timeline))
-        assert f"The program {says}" in page(run, made.table, timeline=made.timeline)
+        assert f"the program {says}" in text_of(text(with_table(run, made.table)))
+        assert f"The program {says}" in page(with_table(run, made.table))
 
 
 def test_a_limit_that_cut_nothing_is_not_named(tmp_path: Path) -> None:
@@ -387,11 +387,11 @@ def test_a_limit_that_cut_nothing_is_not_named(tmp_path: Path) -> None:
 def test_modelled_joules_and_failures_are_said(made: Made, tmp_path: Path) -> None:
     modelled = dataclasses.replace(made.table, basis="modelled", coverage=0.5)
     with made.write(tmp_path / "x.tessera", returncode=3) as run:
-        out = text_of(text(run, modelled, timeline=made.timeline))
+        out = text_of(text(with_table(run, modelled)))
         assert "MODELLED, not measured" in out
         assert "exit code 3" in out
         assert "saw only 50% of the run" in out
-        assert "MODELLED" in page(run, modelled, timeline=made.timeline)
+        assert "MODELLED" in page(with_table(run, modelled))
 
 
 # -- a table alone --------------------------------------------------------------------------------------------------
@@ -496,7 +496,7 @@ def test_spikes_and_their_checklist(run: RunFile, made: Made) -> None:
 
     power = run.power()
     found = correlate(made.timeline, power, threshold_w=float(np.percentile(made.watts, 80)), telemetry=run.telemetry())
-    rendered = page(run, made.table, found, timeline=made.timeline)
+    rendered = page(with_table(run, made.table))
     parser = checked(rendered)
     said = "".join(parser.text)
     assert len(data_of(rendered)["spikes"]) == len(found.spikes) > 0
@@ -546,7 +546,7 @@ def test_many_kernels_stay_a_small_page(count: int, tmp_path: Path) -> None:
     kernels = [row(n, 10.0, calls=count // 10) for n in timeline.names if n.startswith("void")]
     spent = table(*kernels, idle=5.0)
     with RunFile(tmp_path / "big.tessera") as run:
-        rendered = page(run, spent, timeline=timeline)
+        rendered = page(with_table(run, spent))
     checked(rendered)
     assert len(rendered) < 2_500_000
     data = data_of(rendered)
@@ -595,11 +595,10 @@ def record(path: Path, timeline: Timeline | None = None, **facts: Any) -> RunWri
 
 
 def both(run: RunFile) -> tuple[str, str, EnergyTable]:
-    timeline = run.timeline()
-    spent = table_of(run, timeline)
-    rendered = page(run, spent, timeline=timeline)
+    spent = run.recording().energy()
+    rendered = page(with_table(run, spent))
     checked(rendered)
-    return text_of(text(run, spent, timeline=timeline)), rendered, spent
+    return text_of(text(with_table(run, spent))), rendered, spent
 
 
 def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
@@ -638,7 +637,7 @@ def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
     record(tmp_path / "s.tessera", mode="summary", summary=summary, windows=windows).close()
     with RunFile(tmp_path / "s.tessera") as run:
         out, rendered, spent = both(run)
-        said = answer(run, spent)
+        said = answer(with_table(run, spent))
     assert re.search(r"nvjet_\S+ +~300 J +49\.7%", out)  # of the second that had steps, and not of the one before
     assert re.search(r"CUDAFunctor_add<bf16>> +~100 J +16\.6%", out)
     assert re.search(r"the rest +~204 J +33\.8%", out)
@@ -689,7 +688,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     record(tmp_path / "p.tessera", stepped(), windows=[window], notes=[LIMIT], work={"token": 2000}).close()
     with RunFile(tmp_path / "p.tessera") as run:
         out, rendered, spent = both(run)
-        said = answer(run, spent)
+        said = answer(with_table(run, spent))
     assert spent.total_j == pytest.approx(55, rel=0.02)
     assert said.whole.energy_j == pytest.approx(600, rel=0.02)
     assert (said.whole.seconds, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
@@ -725,7 +724,7 @@ def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
     record(tmp_path / "w.tessera", stepped(), windows=windows, scheduled=True).close()
     with RunFile(tmp_path / "w.tessera") as run:
         out, _, spent = both(run)
-        said = answer(run, spent)
+        said = answer(with_table(run, spent))
     assert said.seconds == pytest.approx(0.4)
     assert sum(g.time_s for g in said.gaps) == pytest.approx(0.4 - spent.busy_s)
     assert "traced 400 ms, 4 of 20 steps" in out
@@ -750,7 +749,7 @@ def test_a_first_step_whose_begin_nobody_saw_is_counted(
     record(tmp_path / "f.tessera", b.build(), domain=CPU, windows=windows, **facts).close()
     with RunFile(tmp_path / "f.tessera") as run:
         out, _, spent = both(run)
-        said = answer(run, spent)
+        said = answer(with_table(run, spent))
     assert (said.whole.steps, said.whole.whole_steps, said.traced_steps) == (steps, 5, 5)
     assert f"   {steps} steps" in out.splitlines()[1]
     assert f"5 of {steps} steps{' (the first' * (steps == 6)}" in out
@@ -895,10 +894,10 @@ def test_what_is_no_run_is_named(made: Made, tmp_path: Path) -> None:
 
 def test_the_next_command_is_another(run: RunFile, made: Made) -> None:
     for by in ("kernels", "ops", "regions", "steps"):
-        out = text_of(text(run, made.table, by=by, html=Path("t.html"), timeline=made.timeline))
+        out = text_of(text(with_table(run, made.table), by=by, html=Path("t.html")))
         assert f"--by {by}" not in out
     regions = dataclasses.replace(made.table, regions=[*made.table.regions, *made.table.steps])
-    assert "region (1 of 5)" in text_of(text(run, regions, by="regions", top=1, timeline=made.timeline))
+    assert "region (1 of 5)" in text_of(text(with_table(run, regions), by="regions", top=1))
 
 
 def test_piped_lines_end_where_the_text_does(made: Made, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recordings import with_table
 from report.test_run_report import GPU, array, checked, data_of
 from tessera.analyze.result import Result
 from tessera.profile.runfile import RunFile
@@ -39,7 +40,7 @@ def run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> RunFile:
 
 @pytest.fixture(scope="module")
 def html(run: RunFile, made: Made) -> str:
-    return page(run, made.table, timeline=made.timeline, results=results(made))
+    return page(with_table(run, made.table), results=results(made))
 
 
 def empty(kind: str, **more: Any) -> Result:
@@ -57,7 +58,7 @@ def test_sections_are_there_when_there_is_something(html: str, run: RunFile, mad
     parser = checked(html)
     for name in ("roofline", "stalls", "collectives", "memory", "missing", "origin"):
         assert name in parser.ids
-    bare = checked(page(run, made.table, timeline=made.timeline, results={k: empty(k) for k in ANALYSES}))
+    bare = checked(page(with_table(run, made.table), results={k: empty(k) for k in ANALYSES}))
     assert not {"roofline", "stalls", "collectives", "memory"} & set(bare.ids)
 
 
@@ -142,7 +143,7 @@ def test_what_is_missing_is_one_line_a_remedy(run: RunFile, made: Made) -> None:
     assert not any("temperature" in what for what in by.values())
     assert not any("collective" in what for what in by.values())
     assert any("temperature" in what for what, _ in find_missing(found, made.timeline))
-    html = checked(page(run, made.table, timeline=made.timeline))
+    html = checked(page(with_table(run, made.table)))
     assert "What is missing, and what would provide it" in "".join(html.text)
 
 
@@ -177,10 +178,10 @@ def test_every_figure_says_how_it_is_known(html: str, run: RunFile, made: Made) 
     counted["roofline"] = dataclasses.replace(
         counted["roofline"], rows=[{**r, "bytes_from": "ncu"} for r in counted["roofline"].rows]
     )
-    measured = page(run, made.table, timeline=made.timeline, results=counted)
+    measured = page(with_table(run, made.table), results=counted)
     assert dict(re.findall(r"<td>([^<]+)</td><td><span class='tag (\w+)'", measured))["bytes moved"] == "measured"
     unknown = dataclasses.replace(made.table, total_j=math.nan, kernels=(), ops=())
-    said = page(run, unknown, timeline=made.timeline, results={})
+    said = page(run, unknown, results={})
     assert dict(re.findall(r"<td>([^<]+)</td><td><span class='tag (\w+)'", said))["energy of the run"] == "missing"
 
 
@@ -204,11 +205,9 @@ def test_a_recorded_training_run(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "g.tessera", meta={"command": "train_gpt2.py"}) as writer:
         writer.add_timeline(kineto.read(shared / "gpt2_train.kineto.json.gz"))
         writer.add_samples(GPU, pairs[:, 0] * 1000, pairs[:, 1] / 1000)
-    from tessera.profile.untraced import table_of
 
     with RunFile(tmp_path / "g.tessera") as run:
-        timeline = run.timeline()
-        rendered = page(run, table_of(run, timeline), timeline=timeline)
+        rendered = page(run.recording())
     parser = checked(rendered)
     assert "roofline" in parser.ids
     assert rendered.count("<circle") > 60
@@ -232,7 +231,6 @@ def test_quantities_with_a_prefix(value: float | None, unit: str, said: str) -> 
 
 
 def test_stalls_of_a_recorded_replay(tmp_path: Path) -> None:
-    from tessera.profile.untraced import table_of
 
     from tessera.profile.counters import ncu
     from tessera.profile.counters.merge import merge
@@ -250,19 +248,17 @@ def test_stalls_of_a_recorded_replay(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "r.tessera", meta={"command": "replay.py"}) as writer:
         writer.add_timeline(timeline)
     with RunFile(tmp_path / "r.tessera") as run:
-        parser = checked(page(run, table_of(run, timeline), timeline=timeline))
+        parser = checked(page(run.recording()))
     assert "stalls" in parser.ids and "collectives" not in parser.ids
     assert any("long scoreboard" in text.lower() or "memory" in text.lower() for text in parser.text)
 
 
 def test_collectives_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
-    from tessera.profile.untraced import table_of
 
     from tessera.profile.ranks import merge
 
     with merge([TESTS / "data" / "ranks"]).write(tmp_path / "m.tessera") as run:
-        timeline = run.timeline()
-        rendered = page(run, table_of(run, timeline), timeline=timeline)
+        rendered = page(run.recording())
     parser = checked(rendered)
     assert {"collectives", "memory"} <= set(parser.ids)
     assert "every operator" in rendered and "all reduce" in rendered and "rank 1" in rendered
