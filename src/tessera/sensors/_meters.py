@@ -214,7 +214,7 @@ class CounterPower:
         placed_ns = max(placed_ns, last.placed_ns + 1)
         batch.add(self.domain, placed_ns, power_w)
         self._intervals_s.append(span_ns * 1e-9)
-        self._keep(_CounterReading(energy_j, stamp_ns, middle_ns, placed_ns))
+        self._last, self._last_ns = _CounterReading(energy_j, stamp_ns, middle_ns, placed_ns), placed_ns
 
     def fail(self, batch: Batch, time_ns: int, reason: str) -> None:
         """Note that nothing is known from the last sample on, once, until `observe` gives data again."""
@@ -232,10 +232,7 @@ class CounterPower:
             placed_ns = max(placed_ns, self._last_ns + 1)
         batch.add(self.domain, placed_ns, math.nan)
         self._gap_open = False
-        self._keep(_CounterReading(energy_j, stamp_ns, middle_ns, placed_ns))
-
-    def _keep(self, reading: _CounterReading) -> None:
-        self._last, self._last_ns = reading, reading.placed_ns
+        self._last, self._last_ns = _CounterReading(energy_j, stamp_ns, middle_ns, placed_ns), placed_ns
 
     @staticmethod
     def _span(last: _CounterReading, stamp_ns: int, middle_ns: int) -> tuple[int, bool]:

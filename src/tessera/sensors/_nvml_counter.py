@@ -95,7 +95,8 @@ class EnergyCounter:
 
     def _plan(self, now: int) -> None:
         if not self.ticks.is_known:
-            self._plan_learning(now)
+            self._tries = (self._tries + 1) % LEARN_READS
+            self.due_ns = now + (LEARN_NS if self._tries else RETRY_NS)
             return
         self._tries = 0
         if self._watching:  # this was the read before a tick: the next one goes just after it
@@ -108,14 +109,6 @@ class EnergyCounter:
             self.due_ns = before - round(self.ticks.uncertainty_ns) - 6_000_000
         else:
             self.due_ns = self.ticks.next_quiet_ns(now + READ_EVERY_NS)
-
-    def _plan_learning(self, now: int) -> None:
-        self._tries += 1
-        if self._tries < LEARN_READS:
-            self.due_ns = now + LEARN_NS
-        else:
-            self._tries = 0
-            self.due_ns = now + RETRY_NS
 
 
 class TickFinder:

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ..clock import REAL, Clock, EpochMap
 from ..schema import Domain, Gap
@@ -40,16 +40,6 @@ _STALE = 3.0
 HOLE_NS = 250_000_000
 # A GPU that runs draws power: 0 W is a sensor that failed.
 ZERO_READ = "the sensor read 0 W"
-
-
-class PowerReader(Protocol):
-    """Reads the power of one GPU; `read` adds its new samples and gaps."""
-
-    period_s: float
-
-    def domain(self, label: str, note: str) -> Domain: ...
-
-    def read(self, batch: Batch) -> None: ...
 
 
 class RingReader:
@@ -224,7 +214,7 @@ def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[],
 
 def choose_reader(
     nvml: Any, handle: Any, name: str, clock: Clock, refuse: Callable[[str, Exception], None]
-) -> PowerReader | None:
+) -> RingReader | FieldReader | None:
     """The finest source that this GPU and user have; `refuse` gets each one that does not work.
 
     Only a source that is absent or not permitted is skipped: an error that may pass is raised.

@@ -42,32 +42,25 @@ class Sensor(Protocol):
     @property
     def name(self) -> str:
         """Short name: "nvml", "rapl", "redfish"."""
-        ...
 
     @property
     def period_s(self) -> float:
         """How often `read` wants to be called so that nothing is lost."""
-        ...
 
     def start(self) -> None:
         """Start, or start again after a loss. Raises SensorUnavailable or SensorPermission."""
-        ...
 
     def domains(self) -> Sequence[Domain]:
         """The domains it has; known after `start`."""
-        ...
 
     def capabilities(self) -> Sequence[Capability]:
         """What it can measure, and what it cannot, with reason and fix; known after `start`."""
-        ...
 
     def read(self) -> Batch:
         """Everything new since the last read. Raises SensorLost when nothing answers any more."""
-        ...
 
     def stop(self) -> None:
         """Release what `start` acquired. Safe to call twice."""
-        ...
 
 
 def telemetry_capabilities(

@@ -19,7 +19,7 @@ from ..clock import REAL, Clock
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Gap
 from ._nvml_counter import EnergyCounter
-from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, PowerReader, absent_errors, choose_reader, field_mw
+from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, absent_errors, choose_reader, field_mw
 from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
 from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
@@ -134,7 +134,7 @@ class NvidiaGpu:
         nvml = self._nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(self._visible.board.index)
         self.label = _text(nvml, nvml.nvmlDeviceGetName, self._handle) or self.name
-        self.power: PowerReader | None = choose_reader(nvml, self._handle, self.name, self._clock, self._refuse)
+        self.power = choose_reader(nvml, self._handle, self.name, self._clock, self._refuse)
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
         self._telemetry = TelemetryReader(nvml, self._handle, self._clock)
