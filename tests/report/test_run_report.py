@@ -24,7 +24,7 @@ from tessera.analyze.advise import find_advice
 from tessera.analyze.answer import answer
 from tessera.analyze.evidence import RunEvidence
 from tessera.analyze.host_gaps import LAUNCHING, HostGap, host_gaps
-from tessera.analyze.icicle import Node, icicle
+from tessera.analyze.icicle import EnergyNode, build_energy_tree
 from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
@@ -503,12 +503,12 @@ def test_spikes_and_their_checklist(run: RunFile, made: Made) -> None:
     assert all(a.question in said for a in found.checklist)
 
 
-def joules_of(node: Node) -> float:
+def joules_of(node: EnergyNode) -> float:
     return node.energy_j if not node.children else sum(map(joules_of, node.children))
 
 
 def test_the_tree_conserves_joules(made: Made) -> None:
-    tree = icicle(made.timeline, made.table)
+    tree = build_energy_tree(made.timeline, made.table)
     assert tree.energy_j == pytest.approx(made.table.total_j)
     assert joules_of(tree) == pytest.approx(made.table.total_j)
     step = next(c for c in tree.children if c.name == "step")
@@ -800,7 +800,7 @@ def test_joules_are_in_the_unit_of_the_larger() -> None:
 
 def test_names_cut_to_the_same_are_told_apart() -> None:
     long = [f"some_kernel_{'x' * 30}_{n}_{'y' * 60}" for n in range(3)]
-    cut = list(kernel_names.fitted(long, 40).values())
+    cut = list(kernel_names.fit_all(long, 40).values())
     assert len(set(cut)) == 3
     assert max(map(len, cut)) <= 40
     assert (

@@ -21,7 +21,7 @@ from ..recording import Facts, Recording
 from ..schema import Basis
 from ..trace import PowerTrace
 from .advise import find_advice
-from .energy_by_time import Shared, Spent, from_stacks, from_summary, weighed
+from .energy_by_time import RunTotals, TimeShares, from_stacks, from_summary, weigh_stacks
 from .evidence import RunEvidence, group_telemetry
 from .host_gaps import HostGap, host_gaps
 from .kernel_names import CATEGORIES, category
@@ -279,7 +279,7 @@ def _parts(table: EnergyTable) -> list[Part]:
 
 
 def _per_work(
-    work: Any, table: EnergyTable, all_of_it: Whole, shared: Shared | None, tracing: Slowdown | None
+    work: Any, table: EnergyTable, all_of_it: Whole, shared: TimeShares | None, tracing: Slowdown | None
 ) -> list[PerWork]:
     """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
     if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in _amounts(work):
@@ -354,7 +354,7 @@ def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
     )  # fmt: skip
 
 
-def _shared(recording: Recording, table: EnergyTable) -> Shared | None:
+def _shared(recording: Recording, table: EnergyTable) -> TimeShares | None:
     """Joules shared out by time, where no kernel was seen: the best there is, and said to be no more."""
     spent_j, power = table.total_j, recording.power
     if not spent_j > 0 or power is None:
@@ -363,7 +363,7 @@ def _shared(recording: Recording, table: EnergyTable) -> Shared | None:
     start_ns, end_ns = windows[0][0], windows[-1][1]
     traced = power.energy(start_ns=start_ns, end_ns=end_ns)
     known = traced.coverage > 0 and traced.joules > 0
-    spent = Spent(
+    spent = RunTotals(
         total_j=spent_j, seconds=table.seconds, traced_j=traced.joules / traced.coverage if known else 0.0,
         traced_s=traced.seconds if known else 0.0,
     )  # fmt: skip
@@ -374,4 +374,4 @@ def stacks_of(recording: Recording, total_j: float) -> list[tuple[str, int, floa
     """The sampled stacks of the main thread with their joules; [] where none were recorded."""
     if recording.power is None:
         return []
-    return weighed(recording.stacks, recording.power, total_j, recording.facts.pid)
+    return weigh_stacks(recording.stacks, recording.power, total_j, recording.facts.pid)

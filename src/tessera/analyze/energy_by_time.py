@@ -1,6 +1,6 @@
 """Joules shared out by time, where nothing was attributed: a summarised run, a sampled one, a CPU.
 
-It is a model, and a poor one beside attribution: everything is taken to draw the same watts. The rows have no error.
+It is a rough model beside attribution: everything is taken to draw the same watts. The rows have no error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..trace import PowerTrace
 
 FUNCTION = "function"
 """The kind of a row that is a Python function of sampled stacks; its calls are samples."""
-OLDER = "this summary has operators only with what they call, so none has joules of its own: record it again"
+OLDER = "this summary has no time in each operator alone, so no operator has joules of its own: record it again"
 _STEPS = re.compile(r"ProfilerStep#N|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*N", re.IGNORECASE)
 _NAN = float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class TimeShares:
     """Rows whose joules are shares of a total, and by what. Operators, or kernels, and `rest_j` sum to the total.
 
     `steps` are those a summary counted, `whole_steps` those whose begin is known too: theirs are `steps_s`, `steps_j`.
@@ -45,7 +45,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class RunTotals:
     """A run that a summary is of: its joules and seconds, and those from its first traced window to its last."""
 
     total_j: float
@@ -61,7 +61,7 @@ class Spent:
         return self.total_j / self.seconds if self.seconds > 0 else 0.0
 
 
-def from_summary(summary: Any, run: Spent) -> Shared | None:
+def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
     """From the totals a summary-mode session keeps: its windows stand for all steps, and what came before for none.
 
     Kernels, or operators of a host alone, have the share of the steps' joules that their time was of the traced time:
@@ -72,11 +72,11 @@ def from_summary(summary: Any, run: Spent) -> Shared | None:
         return None
     seen_s = float(summary.get("traced_s") or 0.0)
     seen_s = seen_s if seen_s > 1e-9 else 0.0  # times are whole nanoseconds
-    stepped = next((r for r in _named(summary.get("regions")) if _STEPS.fullmatch(str(r["name"]))), {})
-    steps, steps_s = int(stepped.get("calls", 0)), float(stepped.get("time_s", 0.0))
+    step = next((r for r in _with_names(summary.get("regions")) if _STEPS.fullmatch(str(r["name"]))), {})
+    steps, steps_s = int(step.get("calls", 0)), float(step.get("time_s", 0.0))
     worked_s = min(max(steps_s or run.traced_s or run.seconds, seen_s), run.seconds)
-    work = _Work(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.total_j), seen_s=seen_s, run=run)
-    regions = [work.region(r) for r in _named(summary.get("regions")) if r is not stepped]
+    work = _TracedWork(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.total_j), seen_s=seen_s, run=run)
+    regions = [work.region(r) for r in _with_names(summary.get("regions")) if r is not step]
     kernels = work.rows(summary.get("kernels"), "kernel", "time_s")
     ops = [] if kernels else work.rows(summary.get("ops"), "op", "self_s")
     if not kernels and not ops and not regions and not steps:
@@ -84,15 +84,22 @@ def from_summary(summary: Any, run: Spent) -> Shared | None:
     older = None if kernels or ops or not summary.get("ops") else OLDER
     by = "the time of each kernel" if kernels else "the time in each operator itself"
     rest_j = run.total_j - math.fsum(r.energy_j for r in (*kernels, *ops))
-    return Shared(
-        by=by if kernels or ops else "time", ops=ops, kernels=kernels, regions=regions, rest_j=max(rest_j, 0.0),
-        steps=steps or None, whole_steps=steps - (stepped.get("min_ns") == 0), steps_s=steps_s,
-        steps_j=min(steps_s * run.working_w, run.total_j), note=older,
-    )  # fmt: skip
+    return TimeShares(
+        by=by if kernels or ops else "time",
+        ops=ops,
+        kernels=kernels,
+        regions=regions,
+        rest_j=max(rest_j, 0.0),
+        steps=steps or None,
+        whole_steps=steps - (step.get("min_ns") == 0),
+        steps_s=steps_s,
+        steps_j=min(steps_s * run.working_w, run.total_j),
+        note=older,
+    )
 
 
-def weighed(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int) -> list[tuple[str, int, float]]:
-    """(stack, samples, joules) of the main thread: each sample weighed with the watts at its time.
+def weigh_stacks(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int) -> list[tuple[str, int, float]]:
+    """(stack, samples, joules) of the main thread: each sample weighted with the watts at its time.
 
     Every thread is in every sample, and most of them wait: the main one (its number is the process's) is what counts.
     """
@@ -102,51 +109,56 @@ def weighed(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int
     for _, thread, _, count in stacks:
         threads[thread] += count
     main = pid if pid in threads else threads.most_common(1)[0][0]
-    mine = [(time_ns, stack, count) for time_ns, thread, stack, count in stacks if thread == main]
+    samples = [(time_ns, stack, count) for time_ns, thread, stack, count in stacks if thread == main]
     times, watts = power.total()
-    at = np.array([time_ns for time_ns, _, _ in mine], np.int64)
-    level = np.interp(at, times, watts) if len(times) else np.ones(len(mine))
-    weights = level * np.array([count for _, _, count in mine], np.float64)
+    at = np.array([time_ns for time_ns, _, _ in samples], np.int64)
+    level = np.interp(at, times, watts) if len(times) else np.ones(len(samples))
+    weights = level * np.array([count for _, _, count in samples], np.float64)
     joules = total_j * weights / (weights.sum() or 1.0)
-    return [(stack, count, j) for (_, stack, count), j in zip(mine, joules.tolist(), strict=True)]
+    return [(stack, count, j) for (_, stack, count), j in zip(samples, joules.tolist(), strict=True)]
 
 
-def from_stacks(found: Sequence[tuple[str, int, float]], total_j: float) -> Shared | None:
-    """Rows by the innermost function of weighed stacks."""
-    if not found:
+def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> TimeShares | None:
+    """Rows by the innermost function of weighted stacks."""
+    if not stacks:
         return None
     spent: dict[str, float] = {}
     samples: Counter[str] = Counter()
-    for stack, count, joules in found:
+    for stack, count, joules in stacks:
         leaf = stack.rsplit(";", 1)[-1]
         spent[leaf] = spent.get(leaf, 0.0) + joules
         samples[leaf] += count
     rows = [
         EnergyRow(
-            name=leaf, kind=FUNCTION, calls=samples[leaf], time_s=0.0, energy_j=joules, energy_error_j=_NAN,
+            name=leaf,
+            kind=FUNCTION,
+            calls=samples[leaf],
+            time_s=0.0,
+            energy_j=joules,
+            energy_error_j=_NAN,
             share=joules / total_j,
         )
         for leaf, joules in spent.items()
-    ]  # fmt: skip
-    return Shared(by="the watts at each sampled Python stack", ops=rows)
+    ]
+    return TimeShares(by="the watts at each sampled Python stack", ops=rows)
 
 
-def _named(found: Any) -> list[Mapping[str, Any]]:
-    return [r for r in found or () if isinstance(r, Mapping) and r.get("name")]
+def _with_names(rows: Any) -> list[Mapping[str, Any]]:
+    return [r for r in rows or () if isinstance(r, Mapping) and r.get("name")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _TracedWork:
     """The part of a run that its traced windows stand for, and how much of it they are."""
 
     seconds: float
     energy_j: float
     seen_s: float
-    run: Spent
+    run: RunTotals
 
-    def rows(self, found: Any, kind: str, key: str) -> list[EnergyRow]:
+    def rows(self, summary: Any, kind: str, key: str) -> list[EnergyRow]:
         """Rows that are parts of the traced time: together they never exceed it, however many ran at once."""
-        rows = [r for r in _named(found) if r.get(key) is not None]
+        rows = [r for r in _with_names(summary) if r.get(key) is not None]
         base_s = max(self.seen_s, math.fsum(float(r[key]) for r in rows))
         if not base_s > 0:
             return []
@@ -165,7 +177,11 @@ class _Work:
         watts = self.energy_j / self.seconds if self.seconds > 0 else 0.0
         joules = min(seconds * watts, self.run.total_j)
         return EnergyRow(
-            name=str(row["name"]), kind=str(row.get("kind", kind)), calls=round(int(row.get("calls", 0)) * factor),
-            time_s=seconds, energy_j=joules, energy_error_j=_NAN,
+            name=str(row["name"]),
+            kind=str(row.get("kind", kind)),
+            calls=round(int(row.get("calls", 0)) * factor),
+            time_s=seconds,
+            energy_j=joules,
+            energy_error_j=_NAN,
             share=joules / self.run.total_j if self.run.total_j > 0 else 0.0,
-        )  # fmt: skip
+        )

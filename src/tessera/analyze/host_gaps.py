@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
-from ..record import ON_DEVICE
+from ..integral import Floats
 from ..timeline.columns import NONE, Ints, Timeline
-from ..timeline.intervals import union
 from ..timeline.nesting import Nesting
+from .devices import busy_spans
 from .kernel_names import op_name, region_name
-
-Floats = NDArray[np.float64]
 
 LAUNCHING = "launching kernels"
 BEFORE, AFTER = "before the first kernel", "after the last kernel"
@@ -62,13 +59,13 @@ def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, 
     steps = {s.row for s in links.steps}
     innermost, inverse = np.unique(links.region[rows], return_inverse=True)
     numbers: dict[tuple[str, ...], int] = {}
-    found = []
+    which = []
     for region in innermost.tolist():
         around = links.path(region)
         names = [(family(timeline.name(r)) if r in steps else timeline.name(r), r in steps) for r in around]
         path = tuple(name for i, (name, _) in enumerate(names) if not i or names[i - 1] != (name, True))
-        found.append(numbers.setdefault(path, len(numbers)))
-    return np.array(found, np.int64)[np.asarray(inverse).reshape(-1)], list(numbers)
+        which.append(numbers.setdefault(path, len(numbers)))
+    return np.array(which, np.int64)[np.asarray(inverse).reshape(-1)], list(numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class HostGap:
 def host_gaps(
     timeline: Timeline, table: EnergyTable, start_ns: int, end_ns: int, *, windows: Sequence[tuple[int, int]] = ()
 ) -> list[HostGap]:
-    """The time no device row ran, by what the host did meanwhile, dearest first. Joules are shared out by time.
+    """The time no device row ran, by what the host did meanwhile, most first. Joules are shared out by time.
 
     `windows` are the stretches between the two times that count, where not all of it was traced.
     """
@@ -117,8 +114,8 @@ def host_gaps(
 def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
     """Idle stretches of all devices within a window."""
     parts = []
-    for mine in timeline.by_device().values():
-        busy = union(timeline["start_ns"][mine], timeline["end_ns"][mine])
+    for own in timeline.by_device().values():
+        busy = busy_spans(timeline, own)
         begins, ends = np.r_[start_ns, busy.end_ns], np.r_[busy.start_ns, end_ns]
         begins, ends = np.maximum(begins, start_ns), np.minimum(ends, end_ns)
         parts.append((begins[ends > begins], ends[ends > begins]))
@@ -128,7 +125,7 @@ def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
 
 def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
     """What the host did in the middle of each gap: the region it was in and the operator or call inside it."""
-    rows = timeline.rows(*ON_DEVICE)
+    rows = timeline.device_rows
     first, last = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
     links = timeline.linked
     steps = {s.row for s in links.steps}
@@ -139,7 +136,7 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
     ops = ops[links.op[ops] != NONE]  # without the Python tracer's frames
     inside = [_open_at(timeline, part, middle) for part in (regions, links.top_op[ops], timeline.rows("runtime"))]
     out = []
-    for i, (region, op, call) in enumerate(zip(*(found.tolist() for found in inside), strict=True)):
+    for i, (region, op, call) in enumerate(zip(*(rows.tolist() for rows in inside), strict=True)):
         if ends[i] <= first or starts[i] >= last:
             out.append(BEFORE if ends[i] <= first else AFTER)
             continue

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..attribute.table import EnergyTable
-from ..record import ON_DEVICE
+from ..integral import Floats
 from ..timeline.columns import NONE, Ints, Timeline
-from .host_gaps import Floats, region_paths, row_joules
+from .host_gaps import region_paths, row_joules
 from .kernel_names import op_name, short_name
 
 SMALLEST = 0.0015
@@ -19,14 +19,14 @@ SMALLEST = 0.0015
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class EnergyNode:
     """A branch: its joules are those of its children and of nothing else."""
 
     name: str
     kind: str
     energy_j: float
     calls: int
-    children: Sequence[Node] = ()
+    children: Sequence[EnergyNode] = ()
 
 
 @dataclass(slots=True)
@@ -37,10 +37,10 @@ class _Branch:
     children: dict[str, _Branch]
 
 
-def icicle(timeline: Timeline, table: EnergyTable) -> Node:
+def build_energy_tree(timeline: Timeline, table: EnergyTable) -> EnergyNode:
     """Everything the run spent; branches too small to see are summed as `N more`."""
     root = _Branch("run", 0.0, 0, {})
-    rows = timeline.rows(*ON_DEVICE)
+    rows = timeline.device_rows
     if len(rows):
         _grow(root, timeline, rows, row_joules(timeline, rows, table))
     elif timeline.energy_j is not None and len(ops := timeline.rows("op")):  # a program of the host
@@ -52,15 +52,15 @@ def icicle(timeline: Timeline, table: EnergyTable) -> Node:
     if table.idle_j > 0:
         root.children["idle"] = _Branch("idle", table.idle_j, 0, {})
         root.energy_j += table.idle_j
-    return _pruned("run", root, root.energy_j * SMALLEST)
+    return _prune("run", root, root.energy_j * SMALLEST)
 
 
-def stack_tree(stacks: Sequence[tuple[str, int, float]]) -> Node:
-    """Weighed Python stacks, outermost on top: what a sampled run has instead of kernels."""
+def build_stack_tree(stacks: Sequence[tuple[str, int, float]]) -> EnergyNode:
+    """Weighted Python stacks, outermost on top: what a sampled run has instead of kernels."""
     root = _Branch("run", 0.0, 0, {})
     for stack, count, energy_j in stacks:
         _add(root, [(frame, "op") for frame in stack.split(";")], energy_j, count)
-    return _pruned("run", root, root.energy_j * SMALLEST)
+    return _prune("run", root, root.energy_j * SMALLEST)
 
 
 def _grow(root: _Branch, timeline: Timeline, rows: Ints, energy_j_of: Floats) -> None:
@@ -94,13 +94,13 @@ def _add(root: _Branch, steps: Sequence[tuple[str, str]], energy_j: float, calls
         at.calls += calls
 
 
-def _pruned(name: str, branch: _Branch, least_j: float) -> Node:
-    found = sorted(branch.children.items(), key=lambda kv: (kv[1].kind == "idle", -kv[1].energy_j))
-    small = [b for _, b in found if b.energy_j < least_j]
+def _prune(name: str, branch: _Branch, least_j: float) -> EnergyNode:
+    branches = sorted(branch.children.items(), key=lambda kv: (kv[1].kind == "idle", -kv[1].energy_j))
+    small = [b for _, b in branches if b.energy_j < least_j]
     if len(small) == 1:
         small = []
-    children = [_pruned(n, b, least_j) for n, b in found if b.energy_j >= least_j or not small]
+    children = [_prune(n, b, least_j) for n, b in branches if b.energy_j >= least_j or not small]
     if small:
         joules, calls = sum(b.energy_j for b in small), sum(b.calls for b in small)
-        children.append(Node(name=f"{len(small)} more", kind=small[0].kind, energy_j=joules, calls=calls))
-    return Node(name=name, kind=branch.kind, energy_j=branch.energy_j, calls=branch.calls, children=children)
+        children.append(EnergyNode(name=f"{len(small)} more", kind=small[0].kind, energy_j=joules, calls=calls))
+    return EnergyNode(name=name, kind=branch.kind, energy_j=branch.energy_j, calls=branch.calls, children=children)

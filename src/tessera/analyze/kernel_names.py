@@ -8,6 +8,7 @@ becomes `vectorized_elementwise_kernel<8, CUDAFunctor_add<bf16>>`. Names that ar
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,12 +25,24 @@ _GENERATED = re.compile(r"(?<=^cudnn_)generated_fort_native_|_knob_\d+|_cga\d+x\
 _LOADER = re.compile(r"enumerate\(DataLoader\)#_\w+\.__next__")
 _OPTIMIZER = re.compile(r"Optimizer\.(\w+)#(\w+)\.\1")
 
-TYPES = {
-    "BFloat16": "bf16", "__nv_bfloat16": "bf16", "bfloat16_t": "bf16", "Half": "f16", "__half": "f16", "half": "f16",
-    "half_t": "f16", "float": "f32", "double": "f64", "long": "i64", "long long": "i64", "int": "i32", "short": "i16",
-    "signed char": "i8", "char": "i8", "unsigned char": "u8", "unsigned int": "u32", "unsigned long": "u64",
-    "unsigned long long": "u64", "bool": "bool", "Float8_e4m3fn": "f8e4m3", "Float8_e5m2": "f8e5m2", "void": "void",
-}  # fmt: skip
+_SPELLINGS = {
+    "bf16": ("BFloat16", "__nv_bfloat16", "bfloat16_t"),
+    "f16": ("Half", "__half", "half", "half_t"),
+    "f32": ("float",),
+    "f64": ("double",),
+    "i64": ("long", "long long"),
+    "i32": ("int",),
+    "i16": ("short",),
+    "i8": ("signed char", "char"),
+    "u8": ("unsigned char",),
+    "u32": ("unsigned int",),
+    "u64": ("unsigned long", "unsigned long long"),
+    "bool": ("bool",),
+    "f8e4m3": ("Float8_e4m3fn",),
+    "f8e5m2": ("Float8_e5m2",),
+    "void": ("void",),
+}
+TYPES = {spelling: short for short, spellings in _SPELLINGS.items() for spelling in spellings}
 """Number types as short as in PyTorch's own shorthand."""
 # Wrappers that every kernel of a kind has: what they wrap is the name.
 _WRAPPERS = frozenset(
@@ -43,17 +56,20 @@ _SILENT = re.compile(
 
 
 # In this order: a flash-attention kernel is made of matrix products, a fused one is named after both.
-_CATEGORIES = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in (
-    ("communication", r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|nvshmem"),
-    ("attention", r"flash|sdpa|attention|fmha|dot_do_o"),
-    ("convolution", r"conv(?!ert)|winograd|implicit_gemm|wgrad|dgrad|fprop"),
-    ("matrix product", r"gemm|nvjet|cutlass|gemv|matmul|splitK|::mm|::bmm|::addmm|linear"),
-    ("normalisation, reduction", r"norm(?!al(?!i))|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
-    ("elementwise", r"elementwise|_poi_|multi_tensor|dropout|cat|copy|fill|distribution_|"
-     r"normal_|uniform_|bernoulli|random_|exponential_|aten::rand|index|gather|scatter|adam|foreach|"
-     r"aten::_?(?:add|sub|mul|div|pow|neg|exp|sqrt|tanh|gelu|relu|silu|where|to|zero|clone|contiguous|lerp)"),
-))  # fmt: skip
-CATEGORIES = (*(name for name, _ in _CATEGORIES), "copies", "other")
+_PATTERNS = {
+    "communication": r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|nvshmem",
+    "attention": r"flash|sdpa|attention|fmha|dot_do_o",
+    "convolution": r"conv(?!ert)|winograd|implicit_gemm|wgrad|dgrad|fprop",
+    "matrix product": r"gemm|nvjet|cutlass|gemv|matmul|splitK|::mm|::bmm|::addmm|linear",
+    "normalisation, reduction": (r"norm(?!al(?!i))|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
+    "elementwise": (
+        r"elementwise|_poi_|multi_tensor|dropout|cat|copy|fill|distribution_|normal_|uniform_|bernoulli|random_|"
+        r"exponential_|aten::rand|index|gather|scatter|adam|foreach|"
+        r"aten::_?(?:add|sub|mul|div|pow|neg|exp|sqrt|tanh|gelu|relu|silu|where|to|zero|clone|contiguous|lerp)"
+    ),
+}
+_CATEGORIES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
+CATEGORIES = (*_CATEGORIES, "copies", "other")
 """What kernels do, roughly: for colours and for the first look at where the joules went."""
 
 
@@ -65,7 +81,7 @@ def category(name: str, kind: str = "kernel") -> str:
     if kind in ("memcpy", "memset") or name.startswith(("Memcpy", "Memset")):
         return "copies"
     shown = short_name(name) if kind == "kernel" and not name.startswith("aten::") else name
-    return next((found for found, pattern in _CATEGORIES if pattern.search(shown)), "other")
+    return next((name for name, pattern in _CATEGORIES.items() if pattern.search(shown)), "other")
 
 
 @dataclass(slots=True)
@@ -76,18 +92,18 @@ class _Node:
     args: list[_Node] = field(default_factory=list)
 
     @property
-    def number(self) -> bool:
+    def is_number(self) -> bool:
         return bool(_NUMBER.match(self.base))
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """A number type, a pointer to one, or nothing at all."""
         bare = self.base.rstrip("*& ").removesuffix(" const")
         return not bare or (bare in TYPES and not self.args) or self.base.endswith("*")
 
     @property
-    def telling(self) -> bool:
-        return not (self.number or self.plain or _SILENT.fullmatch(self.base))
+    def is_telling(self) -> bool:
+        return not (self.is_number or self.is_plain or _SILENT.fullmatch(self.base))
 
 
 @lru_cache(maxsize=16384)
@@ -144,25 +160,25 @@ def fit(name: str, width: int) -> str:
 
 def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
     """Short names of several kernels, none of them twice: those that would be the same are numbered."""
-    out: dict[str, str] = {}
-    taken: dict[str, int] = {}
+    shown: dict[str, str] = {}
+    times: Counter[str] = Counter()
     for name in dict.fromkeys(names):
         text = short(name, kind)
-        taken[text] = taken.get(text, 0) + 1
-        out[name] = text if taken[text] == 1 else f"{text} ({taken[text]})"
-    return out
+        times[text] += 1
+        shown[name] = text if times[text] == 1 else f"{text} ({times[text]})"
+    return shown
 
 
-def fitted(names: Iterable[str], width: int) -> dict[str, str]:
+def fit_all(names: Iterable[str], width: int) -> dict[str, str]:
     """Each of several names in so many characters, and none of them twice: what is cut to the same is numbered."""
-    out: dict[str, str] = {}
-    taken: dict[str, int] = {}
+    shown: dict[str, str] = {}
+    times: Counter[str] = Counter()
     for name in dict.fromkeys(names):
         cut = fit(name, width)
-        taken[cut] = taken.get(cut, 0) + 1
-        tail = f" ({taken[cut]})"
-        out[name] = cut if taken[cut] == 1 else fit(name, max(width - len(tail), 1)) + tail
-    return out
+        times[cut] += 1
+        tail = f" ({times[cut]})"
+        shown[name] = cut if times[cut] == 1 else fit(name, max(width - len(tail), 1)) + tail
+    return shown
 
 
 # -- the parser -----------------------------------------------------------------------------------------------------
@@ -175,9 +191,9 @@ def _tokens(text: str) -> list[str]:
     return [t.strip() for t in _TOKEN.findall(text) if t.strip()]
 
 
-def _last_lambda(found: re.Match[str]) -> str:
+def _last_lambda(match: re.Match[str]) -> str:
     """Of nested lambdas (one per dtype switch) the last is the kernel's: its number, unless it is the first."""
-    number = _LAMBDA.findall(found.group())[-1]
+    number = _LAMBDA.findall(match.group())[-1]
     return "" if number == "1" else f"#{number}"
 
 
@@ -214,30 +230,30 @@ def _parse(tokens: Sequence[str], at: int) -> tuple[_Node, int]:
 
 
 def _arguments(tokens: Sequence[str], at: int) -> tuple[list[_Node], int]:
-    found = []
+    nodes = []
     while tokens[at] != ">":
         if tokens[at] == ",":
             at += 1
             continue
         node, at = _parse(tokens, at)
-        found.append(node)
-    return found, at + 1
+        nodes.append(node)
+    return nodes, at + 1
 
 
 def _render(node: _Node, depth: int) -> str:
-    telling = [a for a in node.args if a.telling]
+    telling = [a for a in node.args if a.is_telling]
     if node.base in _WRAPPERS and telling:
         return _render(telling[0], depth)
-    base = TYPES.get(node.base, _SUFFIX.sub("", node.base) if node.number else node.base)
+    base = TYPES.get(node.base, _SUFFIX.sub("", node.base) if node.is_number else node.base)
     if depth > 1 or not node.args:
         return base
     if base.endswith("traits"):  # of a tile: its sizes are what differs
-        sizes = [_SUFFIX.sub("", a.base) for a in node.args if a.number]
+        sizes = [_SUFFIX.sub("", a.base) for a in node.args if a.is_number]
         return f"{base}<{', '.join(sizes[:3])}>" if sizes else base
     shown = [_render(a, depth + 1) for a in telling[: 2 if depth == 0 else 1]]
     if not shown:
         types = [TYPES[a.base] for a in node.args if a.base in TYPES]
         shown = types[:1]
-    if depth == 0 and node.args[0].number:
+    if depth == 0 and node.args[0].is_number:
         shown = [_SUFFIX.sub("", node.args[0].base), *shown]
     return f"{base}<{', '.join(shown)}>" if shown else base

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
+from ..integral import Floats
 from ..record import ON_DEVICE
 from ..schema import DeviceId, Telemetry
 from ..timeline import stream_names
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
-from .host_gaps import Floats, row_joules
+from .host_gaps import row_joules
 
 POINTS = 6000
 """Points of one line: each of 3000 stretches keeps its lowest and highest, more than a screen has pixels."""

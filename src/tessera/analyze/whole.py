@@ -14,7 +14,7 @@ from ..schema import Energy
 from ..timeline.columns import Timeline
 from ..timeline.link import Step
 from ..trace import PowerTrace
-from .energy_by_time import Shared
+from .energy_by_time import TimeShares
 
 FULLY = 0.98
 """A run of which this much was traced is called traced."""
@@ -62,7 +62,7 @@ def is_partial(recording: Recording, table: EnergyTable) -> bool:
     return bool(table.kernels or table.ops) and max(traced_s, table.seconds) < FULLY * (end_ns - start_ns) * 1e-9
 
 
-def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: Shared | None) -> Whole:
+def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: TimeShares | None) -> Whole:
     """Of the table where that is all; else from the samples of the devices the table is about."""
     found = recording.timeline.linked.steps
     steps, whole_steps = len(found) + _unbegun(recording, found), len(found)

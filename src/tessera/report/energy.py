@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..analyze.answer import Answer, mean_w
 from ..analyze.energy_by_time import FUNCTION
-from ..analyze.kernel_names import distinct, fitted
+from ..analyze.kernel_names import distinct, fit_all
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.rows import MODULE
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
@@ -132,7 +132,7 @@ def rows_table(
     widths = [max(len(c[i]) for _, c in lines) for i in range(len(headings))]
     numbers = sum(max(w, len(h)) + 2 for w, h in zip(widths, headings, strict=True))
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
-    texts = fitted(names.values(), room)
+    texts = fit_all(names.values(), room)
     for row, cells in lines:
         name = row.name if row.kind == "idle" else texts[names[row.name]]
         letter = [Text(group_letter(row.group), style="magenta")] if grouped else []

@@ -10,7 +10,7 @@ from html import escape
 from ..analyze.answer import Answer, answer, stacks_of
 from ..analyze.correlate import Correlation, correlate_recording
 from ..analyze.evidence import group_telemetry
-from ..analyze.icicle import Node, icicle, stack_tree
+from ..analyze.icicle import EnergyNode, build_energy_tree, build_stack_tree
 from ..analyze.kernel_names import CATEGORIES, category, fit
 from ..analyze.overview import overview
 from ..analyze.result import Result
@@ -60,7 +60,7 @@ def page(
         _header(result),
         _findings(result),
         _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, result),
-        _tree(stack_tree(stacks) if stacks else icicle(lines, table), bool(stacks), bool(view.rows)),
+        _tree(build_stack_tree(stacks) if stacks else build_energy_tree(lines, table), bool(stacks), bool(view.rows)),
         tables(table, result),
         steps(table),
         *(section(results[kind]) for kind, section in _SECTIONS.items() if kind in results),
@@ -191,7 +191,7 @@ def _timeline(rows: int, merged: int, any_lines: bool, one: bool, result: Answer
     )
 
 
-def _tree(tree: Node, sampled: bool, kernels: bool) -> str:
+def _tree(tree: EnergyNode, sampled: bool, kernels: bool) -> str:
     if not tree.children or not tree.energy_j > 0:
         return ""
     cells: list[str] = []
@@ -207,7 +207,7 @@ def _tree(tree: Node, sampled: bool, kernels: bool) -> str:
     )
 
 
-def _cells(node: Node, depth: int, left_j: float, whole_j: float, out: list[str]) -> int:
+def _cells(node: EnergyNode, depth: int, left_j: float, whole_j: float, out: list[str]) -> int:
     """One button per node, with its children below it from left to right. Returns the deepest level."""
     left, wide = 100.0 * left_j / whole_j, 100.0 * node.energy_j / whole_j
     calls = f"{node.calls:,} times" if node.calls else ""

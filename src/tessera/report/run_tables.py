@@ -8,7 +8,7 @@ from html import escape
 
 from ..analyze.answer import Answer, mean_w
 from ..analyze.energy_by_time import FUNCTION
-from ..analyze.kernel_names import CATEGORIES, category, fit, fitted, region_name
+from ..analyze.kernel_names import CATEGORIES, category, fit, fit_all, region_name
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .energy import TITLES, display_names, group_letter, idle_row, rest_row
@@ -62,7 +62,7 @@ def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: 
     lines = [*rows, *([idle] if idle else [])]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
     display = display_names(rows, view)
-    cut = fitted(display.values(), _NAME)
+    cut = fit_all(display.values(), _NAME)
     names = {name: cut[text] for name, text in display.items()} | ({idle.name: idle.name} if idle else {})
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = "".join(_row(r, names[r.name], most, view) for r in lines)
