@@ -52,7 +52,7 @@ class Trainer:
         torch.manual_seed(0)
         s, dtype = self.sizes, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         shape = (s.batch * s.length, s.width)
-        self.host = [memcpy.pinned(shape, dtype).copy_(torch.randn(shape)) for _ in range(BUFFERS)]
+        self.host = [memcpy.empty_pinned(shape, dtype).copy_(torch.randn(shape)) for _ in range(BUFFERS)]
         self.inputs = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(BUFFERS)]
         self.weights = [
             (torch.randn(rows, columns) / rows**0.5).to(self.device, dtype).requires_grad_()

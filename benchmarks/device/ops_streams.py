@@ -207,7 +207,7 @@ def overlap(report: Report) -> None:
     n, size = (64, 1 << 12) if report.quick else (8192, 256 << 20)
     a, b = rand(n, n), rand(n, n)
     dst = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    sources = {"pinned": memcpy.pinned(size, torch.uint8), "pageable": torch.empty(size, dtype=torch.uint8)}
+    sources = {"pinned": memcpy.empty_pinned(size, torch.uint8), "pageable": torch.empty(size, dtype=torch.uint8)}
     copying, working = stream.create(name="h2d", device=DEVICE), stream.create(name="compute", device=DEVICE)
 
     def compute() -> None:
@@ -243,7 +243,7 @@ def pool(report: Report) -> None:
     size = 1 << 12 if report.quick else 32 << 20
     s = stream.create(name="sleepy", device=DEVICE)
     dst = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    src = memcpy.pinned(size, torch.uint8).fill_(7)
+    src = memcpy.empty_pinned(size, torch.uint8).fill_(7)
     first = src.data_ptr()
     if CUDA:
         with torch.cuda.stream(s.raw):
@@ -251,15 +251,15 @@ def pool(report: Report) -> None:
     done = memcpy.async_(dst=dst, src=src, stream=s)
     pending = not done.query()
     del src
-    early = [memcpy.pinned(size, torch.uint8).fill_(9) for _ in range(3)]
+    early = [memcpy.empty_pinned(size, torch.uint8).fill_(9) for _ in range(3)]
     reused_early = first in [t.data_ptr() for t in early]
     done.synchronize()
     right = bool((dst == 7).all())
-    back = memcpy.pinned(size, torch.uint8)
+    back = memcpy.empty_pinned(size, torch.uint8)
     memcpy.async_(dst=back, src=dst, stream=s).synchronize()  # and lets go of what is done
     right &= bool((back == 7).all())
     del early
-    late = [memcpy.pinned(size, torch.uint8) for _ in range(6)]
+    late = [memcpy.empty_pinned(size, torch.uint8) for _ in range(6)]
     report.add("pool", {
         "was_pending": pending, "reused_while_pending": reused_early if CUDA else None, "copied_right": right,
         "reused_afterwards": first in [t.data_ptr() for t in late], **{k: getattr(memcpy.stats(), k) for k in

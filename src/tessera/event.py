@@ -1,6 +1,6 @@
-"""Events between streams: `ev = event.create(); ev.record(s1); ev.wait(s0)` makes s0 wait for what s1 had been given.
+"""Events between streams: `ev = event.create(); ev.record(s1); ev.wait(s0)` makes s0 wait for what was queued on s1.
 
-The host waits for `synchronize` alone. On a CPU everything has run when it is asked for, so an event is a time.
+The host waits only in `synchronize`. On a CPU everything runs at once, so an event is a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Event:
         self._at_ns: int | None = None
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Stand after what the stream (None: the current one) was given so far; returns itself. Again: moves there."""
+        """Mark the end of what is queued on the stream (None: the current one) so far; return self."""
         import torch
 
         if stream is not None:
@@ -41,11 +41,11 @@ class Event:
         return self
 
     def wait(self, stream: Stream | None = None, *tensors: Any) -> Event:
-        """Let what the stream (None: the current one) is given from now on wait for it; returns itself.
+        """Let later work on the stream (None: the current one) wait for this event; return self.
 
         `tensors` are those made before the event and used on that stream after it: their memory is kept until then.
         """
-        self._must_be_recorded("waited for")
+        self._check_recorded("waited for")
         if stream is not None:
             check(stream)
         if self._raw is not None and (stream is None or stream.raw is not None):
@@ -58,24 +58,24 @@ class Event:
         return self
 
     def query(self) -> bool:
-        """Whether what it stands after has run."""
-        self._must_be_recorded("asked")
+        """Tell whether the work before it has run."""
+        self._check_recorded("asked")
         return True if self._raw is None else bool(self._raw.query())
 
     def synchronize(self) -> None:
-        """Hold this thread until it has passed."""
-        self._must_be_recorded("waited for")
+        """Block this thread until the work before it has run."""
+        self._check_recorded("waited for")
         if self._raw is not None:
             self._raw.synchronize()
 
     def elapsed_s(self, later: Event) -> float:
-        """Seconds from this event to a later one; waits for that one. Both need `timing=True`."""
+        """Return the seconds from this event to a later one, and wait for that one. Both need `timing=True`."""
         if not isinstance(later, Event):
-            raise ArgumentError(f"later={later!r} is no event of ours", fix="event.create(timing=True) makes one")
+            raise ArgumentError(f"later={later!r} is not a tessera event", fix="event.create(timing=True) makes one")
         for which in (self, later):
-            which._must_be_recorded("timed")
+            which._check_recorded("timed")
             if not which.timing:
-                raise ArgumentError("an event was made without a clock", fix="event.create(timing=True)")
+                raise ArgumentError("an event was made without timing=True", fix="event.create(timing=True)")
         if self._where != later._where:
             raise ArgumentError(
                 f"the events are on {self._where} and {later._where}",
@@ -87,7 +87,7 @@ class Event:
         later._raw.synchronize()
         return float(self._raw.elapsed_time(later._raw)) * 1e-3
 
-    def _must_be_recorded(self, what: str) -> None:
+    def _check_recorded(self, what: str) -> None:
         # CUDA lets an event that nobody recorded pass, and a wait that does nothing is a race.
         if self._at_ns is None:
             raise ArgumentError(f"an event was {what} before it was recorded", fix="ev.record(stream) first")
@@ -98,5 +98,5 @@ class Event:
 
 
 def create(*, timing: bool = False) -> Event:
-    """Make an event; `timing=True` lets `elapsed_s` be asked, and costs the device a little more."""
+    """Make an event; `elapsed_s` needs `timing=True`, which costs the device a little more."""
     return Event(timing=bool(timing))

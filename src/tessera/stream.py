@@ -1,14 +1,14 @@
 """Named streams: `s = stream.create(name="h2d")`, then `op.matmul(a, b, stream=s)`.
 
-On a CUDA device a stream is torch's own, with a name that appears on the profiler's timeline. On a CPU it is a name
-alone: what is put on it runs at once, so order is kept.
+On a CUDA device a stream is torch's own, with a name that appears on the profiler's timeline. On a CPU it is only a
+name: what is put on it runs at once, in order.
 
 What waits for what:
 
-* a new stream waits for what the current stream was given before (the tensors made so far);
-* an operator or a copy on a stream waits for what the current stream was given before it, which may make its operands
+* a new stream waits for the work queued on the current stream (the tensors made so far);
+* an operator or a copy on a stream waits for the work queued on the current stream, which may make its operands
   (`memcpy.async_(..., wait=False)` does not);
-* nobody waits for a stream by himself: `other.wait(s)`, `event.create().record(s).wait(...)` or `s.synchronize()` do.
+* nothing waits for a stream unless asked: `other.wait(s)`, `event.create().record(s).wait(...)`, `s.synchronize()`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from .errors import ArgumentError, MissingExtra
 
 POOL = 32
-"""Streams of a device and priority that torch deals out, round and round (c10/cuda/CUDAStream.h: kStreamsPerPool)."""
+"""Streams of a device and priority that torch hands out, round and round (c10/cuda/CUDAStream.h: kStreamsPerPool)."""
 
 _names: dict[tuple[int, int], str] = {}  # (device, handle): torch's streams are never destroyed, so handles stay theirs
 _live: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
@@ -36,8 +36,8 @@ _here = threading.local()
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class _Recorded(Protocol):
-    """What `event.Event` is to us, who come before it."""
+class _Waitable(Protocol):
+    """`event.Event`, which imports this module."""
 
     def wait(self, stream: Stream | None = None) -> Any: ...
 
@@ -56,7 +56,7 @@ class Stream:
         return None if self.raw is None else int(self.raw.cuda_stream)
 
     def synchronize(self) -> None:
-        """Hold this thread until everything on it has run."""
+        """Block this thread until everything on it has run."""
         if self.raw is not None:
             self.raw.synchronize()
 
@@ -64,10 +64,10 @@ class Stream:
         """Whether everything on it has run."""
         return True if self.raw is None else bool(self.raw.query())
 
-    def wait(self, other: Stream | _Recorded | None = None) -> Stream:
-        """Let what is put on it from now on wait for another stream, for an event, or (None) for the current stream.
+    def wait(self, other: Stream | _Waitable | None = None) -> Stream:
+        """Let later work on this stream wait for another stream, an event, or (None) the current stream; return self.
 
-        The host does not wait. Returns itself.
+        The host does not wait.
         """
         if other is None:
             if self.raw is not None:
@@ -81,7 +81,7 @@ class Stream:
         elif hasattr(other, "record") and hasattr(other, "wait"):
             other.wait(self)
         else:
-            raise ArgumentError(f"{self.name!r} cannot wait for {other!r}", fix="give a stream or an event of ours")
+            raise ArgumentError(f"{self.name!r} cannot wait for {other!r}", fix="pass a tessera stream or event")
         return self
 
 
@@ -95,16 +95,16 @@ def create(name: str | None = None, *, device: Any = None, priority: int = 0) ->
     except ModuleNotFoundError as exc:
         raise MissingExtra("torch", "torch", "stream.create") from exc
 
-    where = _device(torch, device)
-    called = _called(name)
+    where = _find_device(torch, device)
+    checked_name = _check_name(name)
     if not isinstance(priority, int):
         raise ArgumentError(f"priority={priority!r}", fix="an int: 0, or -1 to go first")
     if where.type == "cpu":
-        return Stream(name=called, device=where)
+        return Stream(name=checked_name, device=where)
     if where.type != "cuda":
         raise ArgumentError(
-            f"device={device!r} has no streams of ours",
-            why="streams are CUDA's, or no-ops on a CPU",
+            f"device={device!r} has no streams",
+            why="streams exist on CUDA devices, and as names on a CPU",
             fix='device="cuda"',
         )
     if not torch.cuda.is_available():
@@ -112,34 +112,34 @@ def create(name: str | None = None, *, device: Any = None, priority: int = 0) ->
             f"device={device!r}: torch sees no CUDA device", fix='device="cpu", or a CUDA build of torch'
         )
     with _lock:
-        raw = _unshared(torch, where, priority)
-        made = Stream(name=called, device=raw.device, raw=raw)
-        _names[key_of(made)] = called
-        _live.setdefault(key_of(made), made)
-    return made.wait()
+        raw = _take_unused(torch, where, priority)
+        stream = Stream(name=checked_name, device=raw.device, raw=raw)
+        _names[key_of(stream)] = checked_name
+        _live.setdefault(key_of(stream), stream)
+    return stream.wait()
 
 
-def _device(torch: Any, device: Any) -> Any:
-    """What was asked for, else the current CUDA device or the CPU."""
+def _find_device(torch: Any, device: Any) -> Any:
+    """Return the device asked for, else the current CUDA device or the CPU."""
     try:
         return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except (RuntimeError, TypeError) as e:
-        raise ArgumentError(f"device={device!r} is no device of torch", fix='"cuda", "cuda:1" or "cpu"') from e
+        raise ArgumentError(f"device={device!r} is not a torch device", fix='"cuda", "cuda:1" or "cpu"') from e
 
 
-def _called(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if name is None:
         return f"stream{next(_numbers)}"
     if not isinstance(name, str) or not name.strip():
-        raise ArgumentError(f"name={name!r} is no name", fix='stream.create(name="h2d")')
+        raise ArgumentError(f"name={name!r} is not a name", fix='stream.create(name="h2d")')
     return name
 
 
 def current(device: Any = None) -> Stream:
-    """The stream work goes to now, as torch has it: a value to wait on, without a name of its own."""
+    """Return the stream work goes to now, to wait on; it has a name only if it is one of ours."""
     import torch
 
-    where = _device(torch, device)
+    where = _find_device(torch, device)
     if where.type != "cuda":
         return Stream(name="current", device=where)
     raw = torch.cuda.current_stream(where)
@@ -147,12 +147,12 @@ def current(device: Any = None) -> Stream:
 
 
 def key_of(stream: Stream) -> tuple[int, int]:
-    """Device number and handle of a CUDA stream."""
+    """Return device number and handle of a CUDA stream."""
     return int(stream.device.index), int(stream.raw.cuda_stream)
 
 
-def _unshared(torch: Any, where: Any, priority: int) -> Any:
-    """A stream of torch's pool that no living stream of ours is; with all taken, the one whose turn it is."""
+def _take_unused(torch: Any, where: Any, priority: int) -> Any:
+    """Return a stream of torch's pool that no living stream of ours uses; with all taken, the next one."""
     first = raw = torch.cuda.Stream(device=where, priority=priority)
     for _ in range(POOL - 1):
         if (int(raw.device.index), int(raw.cuda_stream)) not in _live:
@@ -162,7 +162,7 @@ def _unshared(torch: Any, where: Any, priority: int) -> Any:
 
 
 def names() -> dict[tuple[int, int], str]:
-    """What the CUDA streams made so far are called, by device and handle; a handle used again has its last name."""
+    """Return the names of the CUDA streams made so far, by device and handle; a reused handle has its last name."""
     with _lock:
         return dict(_names)
 
@@ -173,15 +173,15 @@ def on(stream: Stream | None, *tensors: Any) -> AbstractContextManager[None]:
     The stream first waits for the current one, where the tensors may have been made. A stream of another device than
     theirs is an error. On a CPU the body is a range "stream NAME" of a running profiler.
     """
-    return _NOTHING if stream is None else _running(stream, tensors)
+    return _NOTHING if stream is None else _enter_stream(stream, tensors)
 
 
 @contextlib.contextmanager
-def _running(stream: Stream, tensors: tuple[Any, ...]) -> Iterator[None]:
+def _enter_stream(stream: Stream, tensors: tuple[Any, ...]) -> Iterator[None]:
     check(stream, *tensors)
     torch: Any = sys.modules["torch"]
     if stream.raw is None:
-        with _range(torch, stream.name):
+        with _mark_range(torch, stream.name):
             yield
         return
     stream.wait()
@@ -193,8 +193,8 @@ def _running(stream: Stream, tensors: tuple[Any, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _range(torch: Any, name: str) -> Iterator[None]:
-    """A CPU's stream on a profiler's timeline; once where it is entered within itself."""
+def _mark_range(torch: Any, name: str) -> Iterator[None]:
+    """Mark a CPU stream on a profiler's timeline; once where it is entered within itself."""
     outer = getattr(_here, "name", None)
     if outer == name or not getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         yield
@@ -208,9 +208,9 @@ def _range(torch: Any, name: str) -> Iterator[None]:
 
 
 def check(stream: Any, *tensors: Any) -> None:
-    """An error for what is no stream, or one of another device than the tensors."""
+    """Raise for anything but a stream of the tensors' device."""
     if not isinstance(stream, Stream):
-        raise ArgumentError(f"stream={stream!r} is no stream of ours", fix='stream.create(name="compute") makes one')
+        raise ArgumentError(f"stream={stream!r} is not a tessera stream", fix='stream.create(name="compute") makes one')
     for tensor in tensors:
         if tensor is not None and tensor.device != stream.device and tensor.device.type != "meta":
             raise ArgumentError(
@@ -221,7 +221,7 @@ def check(stream: Any, *tensors: Any) -> None:
 
 
 def keep(stream: Stream | None, *tensors: Any) -> None:
-    """Keep the device memory of tensors from being given to others before the stream (None: the current) is done."""
+    """Keep the device memory of tensors from being reused before the stream (None: the current one) is done."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             torch: Any = sys.modules["torch"]

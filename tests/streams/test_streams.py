@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from tessera import event, memcpy, monitor, profile, stream
 from tessera.analyze.overview import overview
 from tessera.errors import ArgumentError
-from tessera.memcpy import ahead, copies
-from tessera.memcpy.pool import Pool
+from tessera.memcpy import async_copy
+from tessera.memcpy import loader as batches
+from tessera.memcpy.pinned_memory import PinnedPool
 from tessera.monitor import Monitor
 from tessera.profile import stream_ids
 from tessera.profile.export import Chrome
@@ -137,7 +138,7 @@ def test_on_a_cpu_a_stream_is_a_name(cpu):
         (lambda: event.create().query(), "before it was recorded"),
         (lambda: event.create().synchronize(), "before it was recorded"),
         (lambda: event.create().record("s"), "stream='s'"),
-        (lambda: event.create().record().elapsed_s(event.create().record()), "without a clock"),
+        (lambda: event.create().record().elapsed_s(event.create().record()), "without timing=True"),
         (lambda: event.create(timing=True).record().elapsed_s(3), "later=3"),
     ],
 )
@@ -240,8 +241,8 @@ def test_a_copy_on_a_cpu_is_made_at_once(cpu):
         (torch.zeros(3), torch.zeros(4), "dst has the shape .3,., src .4,."),
         (torch.zeros(3), torch.zeros(1), "dst has the shape"),
         (torch.zeros(3), torch.zeros(3, dtype=torch.half), "dst is torch.float32, src torch.float16"),
-        (torch.zeros(3, 2), torch.zeros(2, 3).t(), "src is not laid out"),
-        (torch.zeros(6)[::2], torch.zeros(3), "dst is not laid out"),
+        (torch.zeros(3, 2), torch.zeros(2, 3).t(), "src does not have"),
+        (torch.zeros(6)[::2], torch.zeros(3), "dst does not have"),
         (torch.zeros(3), [1, 2, 3], "src is a list"),
         (None, torch.zeros(3), "dst is a NoneType"),
     ],
@@ -287,15 +288,15 @@ class Pinned(torch.Tensor):
 
 def test_a_copy_to_a_gpu_step_by_step(fake_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(copies, "_warned", set())
-    copies._in_flight.clear()
+    monkeypatch.setattr(async_copy, "_warned", set())
+    async_copy._in_flight.clear()
     s, src, dst = stream.create(name="h2d"), torch.ones(4).as_subclass(Pinned), OnGpu(fake_cuda, 4)
     fake_cuda.clear()
     done = memcpy.async_(dst=dst, src=src, stream=s)
     there = ("enter", s.handle), ("copy", True), ("keep", s.handle)
     assert fake_cuda == [("wait", s.handle, 0), *there]
     assert done._raw.at == s.handle and not done.query()
-    assert [host is src for _, host in copies._in_flight] == [True]
+    assert [host is src for _, host in async_copy._in_flight] == [True]
     fake_cuda.clear()
     memcpy.async_(dst=dst, src=src, stream=s, wait=False)
     assert fake_cuda == [*there]
@@ -306,11 +307,11 @@ def test_a_copy_to_a_gpu_step_by_step(fake_cuda, monkeypatch):
         memcpy.async_(dst=dst, src=torch.ones(4), stream=s)
     with pytest.raises(ArgumentError, match="stream='far' is on cpu, the copy goes from cpu to cuda:0"):
         memcpy.async_(dst=dst, src=src, stream=stream.create(name="far", device="cpu"))
-    copies._in_flight.clear()
+    async_copy._in_flight.clear()
 
 
 def test_host_memory_is_held_until_its_copy_has_passed():
-    copies._in_flight.clear()
+    async_copy._in_flight.clear()
 
     class Slow(event.Event):
         __slots__ = ("passed",)
@@ -320,31 +321,31 @@ def test_host_memory_is_held_until_its_copy_has_passed():
 
     first, second, third = Slow(), Slow(), Slow()
     first.passed = second.passed = third.passed = False
-    copies._hold(first, "a")
-    copies._hold(second, "b")
-    assert [h for _, h in copies._in_flight] == ["a", "b"]
+    async_copy._keep_until(first, "a")
+    async_copy._keep_until(second, "b")
+    assert [h for _, h in async_copy._in_flight] == ["a", "b"]
     first.passed = True
-    copies._hold(third, "c")
-    assert [h for _, h in copies._in_flight] == ["b", "c"]
-    copies._in_flight.clear()
+    async_copy._keep_until(third, "c")
+    assert [h for _, h in async_copy._in_flight] == ["b", "c"]
+    async_copy._in_flight.clear()
 
 
 def test_pageable_memory_is_said_once(monkeypatch):
-    monkeypatch.setattr(copies, "_warned", set())
-    with pytest.warns(UserWarning, match="src is in pageable memory.*memcpy.pinned"):
-        copies._warn_pageable("src")
+    monkeypatch.setattr(async_copy, "_warned", set())
+    with pytest.warns(UserWarning, match="src is in pageable memory.*memcpy.empty_pinned"):
+        async_copy._warn_pageable("src")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        copies._warn_pageable("src")
+        async_copy._warn_pageable("src")
     with pytest.warns(UserWarning, match="dst is in pageable"):
-        copies._warn_pageable("dst")
+        async_copy._warn_pageable("dst")
 
 
 # -- pinned memory -----------------------------------------------------------------------------------------------------
 
 
 def test_the_pool_counts_until_the_last_view_is_gone():
-    pool = Pool(limit_bytes=1000)
+    pool = PinnedPool(limit_bytes=1000)
     first = pool.take((10, 10), torch.float32)
     view = first[2:3]
     second = pool.take((151,), torch.float32)  # over the limit: given, but counted apart
@@ -362,14 +363,14 @@ def test_the_pool_counts_until_the_last_view_is_gone():
 
 def test_the_pool_is_host_memory_whatever_the_default_device():
     with torch.device("meta"):
-        assert Pool().take((2,), torch.float32).device.type == "cpu"
-        assert Pool(limit_bytes=0).take((2,), torch.float32).device.type == "cpu"
+        assert PinnedPool().take((2,), torch.float32).device.type == "cpu"
+        assert PinnedPool(limit_bytes=0).take((2,), torch.float32).device.type == "cpu"
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=25))
 def test_the_pool_never_hands_out_more_than_its_limit(steps):
-    pool, held = Pool(limit_bytes=1024), []
+    pool, held = PinnedPool(limit_bytes=1024), []
     for size, drop in steps:
         held.append(pool.take((size,), torch.uint8))
         assert 0 <= pool.stats().live_bytes <= 1024
@@ -380,17 +381,21 @@ def test_the_pool_never_hands_out_more_than_its_limit(steps):
 
 
 def test_pinned_checks_its_arguments_and_falls_back_to_plain_memory():
-    made = memcpy.pinned((2, 3), torch.bfloat16)
+    made = memcpy.empty_pinned((2, 3), torch.bfloat16)
     assert made.shape == (2, 3) and made.dtype == torch.bfloat16
     assert made.is_pinned() == torch.cuda.is_available()
-    assert memcpy.pinned(5).dtype == torch.get_default_dtype()
+    assert memcpy.empty_pinned(5).dtype == torch.get_default_dtype()
     assert memcpy.stats().taken >= 2
-    for wrong in (lambda: memcpy.pinned((2, -1)), lambda: memcpy.pinned(2, "float32"), lambda: memcpy.limit(-1)):
+    for wrong in (
+        lambda: memcpy.empty_pinned((2, -1)),
+        lambda: memcpy.empty_pinned(2, "float32"),
+        lambda: memcpy.limit(-1),
+    ):
         with pytest.raises(ArgumentError):
             wrong()
     before = memcpy.stats().limit_bytes
     memcpy.limit(0)
-    assert memcpy.pinned(4).is_pinned() is False and memcpy.stats().over_limit >= 1
+    assert memcpy.empty_pinned(4).is_pinned() is False and memcpy.stats().over_limit >= 1
     memcpy.limit(before)
 
 
@@ -431,7 +436,7 @@ def loader(n, log, fail_at=None):
 @given(st.integers(0, 9), st.integers(1, 12))
 def test_prefetch_keeps_order_and_loads_depth_ahead_on_the_callers_thread(n, depth):
     loads, stager = [], FakeStager()
-    for i, batch in enumerate(ahead._ahead(loader(n, loads), depth, stager)):
+    for i, batch in enumerate(batches._stage_ahead(loader(n, loads), depth, stager)):
         assert batch == i
         assert len(loads) == min(n, i + depth + 1)
     assert {thread for *_, thread in loads} <= {threading.get_ident()}
@@ -442,19 +447,19 @@ def test_prefetch_keeps_order_and_loads_depth_ahead_on_the_callers_thread(n, dep
 def test_prefetch_raises_the_loaders_error_after_the_batches_before_it():
     got = []
     with pytest.raises(ValueError, match="batch 3 is broken"):
-        for batch in ahead._ahead(loader(9, [], fail_at=3), 2, FakeStager()):
+        for batch in batches._stage_ahead(loader(9, [], fail_at=3), 2, FakeStager()):
             got.append(batch)
     assert got == [0, 1, 2]
     got = []
     with pytest.raises(RuntimeError, match="cannot stage 2"):
-        for batch in ahead._ahead(loader(9, []), 2, FakeStager(fail_at=2)):
+        for batch in batches._stage_ahead(loader(9, []), 2, FakeStager(fail_at=2)):
             got.append(batch)
     assert got == [0, 1]
 
 
 def test_prefetch_stops_when_it_is_left():
     loads, before = [], threading.active_count()
-    for batch in ahead._ahead(loader(10_000, loads), 2, FakeStager()):
+    for batch in batches._stage_ahead(loader(10_000, loads), 2, FakeStager()):
         assert threading.active_count() == before
         if batch == 3:
             break
@@ -481,7 +486,7 @@ def test_prefetch_copies_with_all_cores_after_a_data_loaders_thread_asked_for_on
     try:
         on_a_thread(lambda: torch.set_num_threads(1))
         assert on_a_thread(torch.get_num_threads) == 1
-        assert list(ahead._ahead(range(3), 2, stager)) == [0, 1, 2]
+        assert list(batches._stage_ahead(range(3), 2, stager)) == [0, 1, 2]
     finally:
         torch.set_num_threads(cores)
     assert [n for what, n in stager.log if what == "cores"] == [2, 2, 2]
@@ -493,9 +498,9 @@ def test_a_loader_may_fill_the_same_buffer_again():
     class Copies(FakeStager):
         def stage(self, batch):
             time.sleep(0.001)
-            return ahead.filled(torch, torch.empty(batch.numel()), batch), "event"
+            return batches.copy_into(torch, torch.empty(batch.numel()), batch), "event"
 
-    got = list(ahead._ahead((buffer.fill_(i) for i in range(5)), 2, Copies()))
+    got = list(batches._stage_ahead((buffer.fill_(i) for i in range(5)), 2, Copies()))
     assert [t.unique().tolist() for t in got] == [[float(i)] for i in range(5)]
 
 
@@ -506,8 +511,8 @@ def test_prefetch_on_a_cpu_passes_batches_as_they_are(cpu):
         (lambda: memcpy.prefetch(batches, depth=0), "depth=0"),
         (lambda: memcpy.prefetch(3), "loader is a int"),
         (lambda: memcpy.prefetch(batches, device="meta"), "device='meta'"),
-        (lambda: memcpy.prefetch(batches, device="gpu"), "device='gpu' is no device"),
-        (lambda: memcpy.prefetch(batches, device=[1]), r"device=\[1\] is no device"),
+        (lambda: memcpy.prefetch(batches, device="gpu"), "device='gpu' is not a torch device"),
+        (lambda: memcpy.prefetch(batches, device=[1]), r"device=\[1\] is not a torch device"),
         (lambda: memcpy.prefetch(batches, device="cuda"), "no CUDA device"),
     ):
         with pytest.raises(ArgumentError, match=said):
@@ -517,7 +522,7 @@ def test_prefetch_on_a_cpu_passes_batches_as_they_are(cpu):
 def test_batches_of_any_make_are_walked():
     a, b = torch.ones(1), torch.ones(2)
     batch = {"p": Pair(a, [b, "text"]), "q": OrderedDict(z=(a, None)), "n": 3}
-    made = ahead.mapped(torch, batch, lambda t: t * 2)
+    made = batches.map_batch(torch, batch, lambda t: t * 2)
     assert isinstance(made["p"], Pair) and isinstance(made["q"], OrderedDict)
     assert made["p"].x.item() == 2 and made["p"].y[0].sum() == 4 and made["p"].y[1] == "text" and made["n"] == 3
     assert made["q"]["z"][1] is None and batch["p"].x.item() == 1
@@ -531,18 +536,18 @@ def test_staging_keeps_values_and_layout():
         torch.empty(0, 3),
         torch.tensor(3.0),
     ):
-        staged = ahead.filled(torch, torch.empty(made.numel(), dtype=made.dtype), made)
+        staged = batches.copy_into(torch, torch.empty(made.numel(), dtype=made.dtype), made)
         assert torch.equal(staged, made) and staged.dtype == made.dtype
         assert staged.stride() == torch.empty_like(made).stride()
     if not torch.cuda.is_available():
-        assert ahead.staged(torch, made) is made  # no pinned memory to be had: not copied for nothing
+        assert batches.copy_to_pinned(torch, made) is made  # no pinned memory to be had: not copied for nothing
 
 
 def test_the_stager_copies_on_its_stream_and_the_consumer_waits(fake_cuda, monkeypatch):
     """Against a fake of torch.cuda, with the meta device for the GPU's memory."""
-    monkeypatch.setattr(ahead, "pinned", lambda size, dtype: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(batches, "empty_pinned", lambda size, dtype: torch.empty(size, dtype=dtype))
     s = stream.create(name="prefetch")
-    stager = ahead.Stager(torch, torch.device("meta"), s)
+    stager = batches.BatchStager(torch, torch.device("meta"), s)
     fake_cuda.clear()
     batch = {"x": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), "n": [torch.arange(3), "text"]}
     moved, done = stager.stage(batch)

@@ -1,4 +1,4 @@
-"""One copy on a stream."""
+"""Copy a tensor on a stream."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _lock = threading.Lock()
 
 
 def async_(*, dst: Any, src: Any, stream: Stream | None = None, wait: bool = True) -> Event:
-    """Copy `src` to `dst` on a stream (None: the current one) and return at once, with the event that says it is done.
+    """Copy `src` to `dst` on a stream (None: the current one); return at once, with the event that marks its end.
 
     >>> done = memcpy.async_(dst=x_dev, src=x_host, stream=h2d)
     >>> done.wait(compute, x_dev)
 
     Shapes, dtypes and layouts must be the same: anything else would be converted on the host first. Like an operator,
-    the copy waits for what the current stream was given before it: that may still read `dst`, or what lay in its memory
-    before. `wait=False` leaves that out, for copies issued after the kernels they are to run beside, where you know
-    better. For other streams wait by events. Memory on both sides is kept until the copy is done, though its tensors
-    be gone. Gradients do not flow through it. From or to pageable memory the host waits: that is said once.
+    the copy waits for the work queued on the current stream, which may still read `dst`. `wait=False` does not wait:
+    for copies issued after the kernels they should run beside. For other streams wait by events. Memory on both sides
+    is kept until the copy is done, even if its tensors are gone. Gradients do not flow through it. From or to pageable
+    memory the host waits; a warning says so once.
     """
     import torch
 
-    place = _checked(torch, dst, src)
+    place = _check_tensors(torch, dst, src)
     with torch.no_grad():
         if place is None:
             with streams.on(stream, dst, src):
                 dst.copy_(src)
             return Event().record(stream or Stream(name="cpu", device=torch.device("cpu")))
-        where = _stream_of(stream, place, dst, src)
+        where = _choose_stream(stream, place, dst, src)
         host = src if not src.is_cuda else dst if not dst.is_cuda else None
         if host is not None and not host.is_pinned():
             _warn_pageable("src" if host is src else "dst")
@@ -48,38 +48,40 @@ def async_(*, dst: Any, src: Any, stream: Stream | None = None, wait: bool = Tru
     streams.keep(where, dst, src)
     done = Event().record(where)
     if host is not None and not torch.cuda.is_current_stream_capturing():
-        _hold(done, host)
+        _keep_until(done, host)
     return done
 
 
-def _checked(torch: Any, dst: Any, src: Any) -> Any:
-    """The CUDA device that copies, None for the CPU; errors name the argument."""
+def _check_tensors(torch: Any, dst: Any, src: Any) -> Any:
+    """Return the CUDA device that copies, None for the CPU; errors name the argument."""
     for name, tensor in (("dst", dst), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"{name} is a {type(tensor).__name__}, no tensor", fix="give torch tensors")
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}, not a tensor", fix="pass torch tensors")
         if tensor.device.type not in ("cpu", "cuda", "meta"):
-            raise ArgumentError(f"{name} is on {tensor.device}", fix="give tensors of the CPU or of a CUDA device")
+            raise ArgumentError(f"{name} is on {tensor.device}", fix="pass tensors of the CPU or of a CUDA device")
     if dst.shape != src.shape:
         raise ArgumentError(
             f"dst has the shape {tuple(dst.shape)}, src {tuple(src.shape)}",
-            why="a copy moves bytes and broadcasts nothing", fix="src.expand_as(dst).contiguous(), or another dst",
-        )  # fmt: skip
+            why="a copy moves bytes and broadcasts nothing",
+            fix="src.expand_as(dst).contiguous(), or another dst",
+        )
     if dst.dtype != src.dtype:
         raise ArgumentError(
-            f"dst is {dst.dtype}, src {src.dtype}", why="converting would first copy on the host",
+            f"dst is {dst.dtype}, src {src.dtype}",
+            why="converting would first copy on the host",
             fix="copy in src's dtype and convert on the device: dst.to(...)",
-        )  # fmt: skip
-    formats = [f for f, d in ((torch.contiguous_format, None), (torch.channels_last, 4), (torch.channels_last_3d, 5))
-               if d in (None, dst.dim())]  # fmt: skip
+        )
+    dimensions = {torch.contiguous_format: dst.dim(), torch.channels_last: 4, torch.channels_last_3d: 5}
+    formats = [memory_format for memory_format, dim in dimensions.items() if dim == dst.dim()]
     if not any(dst.is_contiguous(memory_format=f) and src.is_contiguous(memory_format=f) for f in formats):
         loose = "src" if dst.is_contiguous() else "dst"
         raise ArgumentError(
-            f"{loose} is not laid out as the other (strides: dst {dst.stride()}, src {src.stride()})",
+            f"{loose} does not have the other's layout (strides: dst {dst.stride()}, src {src.stride()})",
             why="bytes in another order are gathered by a kernel, or on the host, not copied",
             fix=f"{loose}.contiguous(), or the same memory_format for both",
         )
     if dst.device == src.device and dst.numel() and _overlap(dst, src):
-        raise ArgumentError("dst and src share memory", fix="copy to memory of its own")
+        raise ArgumentError("dst and src share memory", fix="copy to memory that does not overlap")
     return next((t.device for t in (dst, src) if t.is_cuda), None)
 
 
@@ -88,7 +90,7 @@ def _overlap(a: Any, b: Any) -> bool:
     return a.device.type != "meta" and bool(abs(a.data_ptr() - b.data_ptr()) < size)
 
 
-def _stream_of(stream: Stream | None, place: Any, dst: Any, src: Any) -> Stream:
+def _choose_stream(stream: Stream | None, place: Any, dst: Any, src: Any) -> Stream:
     if stream is None:
         return streams.current(place)
     streams.check(stream)
@@ -100,7 +102,7 @@ def _stream_of(stream: Stream | None, place: Any, dst: Any, src: Any) -> Stream:
     return stream
 
 
-def _hold(done: Event, host: Any) -> None:
+def _keep_until(done: Event, host: Any) -> None:
     """Keep host memory until its copy is done: torch does so for what it pinned itself, and for nothing else."""
     with _lock:
         _in_flight.append((done, host))
@@ -114,6 +116,6 @@ def _warn_pageable(which: str) -> None:
     _warned.add(which)
     warnings.warn(
         f"memcpy.async_: {which} is in pageable memory, so the driver copies it through a buffer of its own and the "
-        f"host waits: make it by memcpy.pinned(shape, dtype), or {which}.pin_memory() (said once)",
+        f"host waits: make it with memcpy.empty_pinned(shape, dtype), or {which}.pin_memory() (shown once)",
         stacklevel=3,
     )

@@ -1,8 +1,8 @@
-"""Pinned host memory, the only kind that is copied beside the kernels: bounded, and used again.
+"""Pinned host memory, the only kind that is copied while kernels run: bounded, and reused.
 
-Which block may be used again is left to torch's caching host allocator: it holds a block back until the events of all
-copies from and to it have passed, whoever made them, where a free list of our own would know of our copies only. What
-is added is a bound on what is handed out (pinned memory cannot be swapped), and figures.
+Which block may be reused is decided by torch's caching host allocator: it holds a block back until the events of all
+copies from and to it have passed, whoever made them; a free list of our own would know of our copies only. Added here
+are a bound on what is handed out (pinned memory cannot be swapped), and statistics.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from ..errors import ArgumentError
 
 LIMIT_BYTES = 8 << 30
-"""Handed out at once, by default: a few batches of anything, and a small part of a training machine's memory."""
-_ADDRESSES = 1 << 16  # of blocks remembered to count those that come again
+"""Default of `limit`: a few batches of anything, and a small part of a training machine's memory."""
+_MAX_ADDRESSES = 1 << 16  # of blocks remembered to count those that are reused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedStats:
-    """What `pinned` has handed out.
+    """What `empty_pinned` has handed out.
 
     `live_bytes` now and `peak_bytes` at most; `taken` calls, of which `reused` got a block seen before and `over_limit`
-    pageable memory, since the limit was reached.
+    got pageable memory because the limit was reached.
     """
 
     live_bytes: int = 0
@@ -38,7 +38,7 @@ class PinnedStats:
     limit_bytes: int = LIMIT_BYTES
 
 
-class Pool:
+class PinnedPool:
     """Hands out host memory and counts it until its last view is gone."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -48,7 +48,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def take(self, sizes: tuple[int, ...], dtype: Any) -> Any:
-        """An empty tensor, pinned where there is CUDA and room below the limit."""
+        """Return an empty tensor, pinned where there is CUDA and room below the limit."""
         import torch
 
         size = math.prod(sizes) * dtype.itemsize
@@ -64,67 +64,69 @@ class Pool:
         with self._lock:
             known = made.data_ptr() in self._addresses
             self._stats = replace(self._stats, reused=self._stats.reused + known)
-            if len(self._addresses) < _ADDRESSES:
+            if len(self._addresses) < _MAX_ADDRESSES:
                 self._addresses.add(made.data_ptr())
         return made
 
     def _reserve(self, size: int) -> bool:
         with self._lock:
-            now = self._settled()
+            now = self._subtract_returned()
             live = now.live_bytes + size
             fits = live <= now.limit_bytes
             now = replace(now, taken=now.taken + 1, over_limit=now.over_limit + (not fits))
             self._stats = replace(now, live_bytes=live, peak_bytes=max(now.peak_bytes, live)) if fits else now
         return fits
 
-    def _settled(self) -> PinnedStats:
+    def _subtract_returned(self) -> PinnedStats:
         back = 0
         while self._returned:
             back += self._returned.popleft()
         return replace(self._stats, live_bytes=self._stats.live_bytes - back)
 
     def stats(self) -> PinnedStats:
-        """The figures now."""
+        """Return the figures now."""
         with self._lock:
-            self._stats = self._settled()
+            self._stats = self._subtract_returned()
             return self._stats
 
     def limit(self, limit_bytes: int) -> None:
-        """Change the bound; what is out stays out."""
+        """Change the bound; what was handed out stays valid."""
         with self._lock:
-            self._stats = replace(self._settled(), limit_bytes=limit_bytes)
+            self._stats = replace(self._subtract_returned(), limit_bytes=limit_bytes)
 
 
-_pool = Pool()
+_pool = PinnedPool()
 
 
-def pinned(shape: int | Sequence[int], dtype: Any = None) -> Any:
-    """An empty host tensor in pinned memory; plain memory where there is no CUDA device, or over the limit.
+def empty_pinned(shape: int | Sequence[int], dtype: Any = None) -> Any:
+    """Return an empty host tensor in pinned memory; plain memory without a CUDA device, or over the limit.
 
-    It goes back by itself when its last view is gone, and is used again once the copies from and to it have passed.
+    It is freed when its last view is gone, and reused once the copies from and to it have passed.
     """
     import torch
 
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not all(map(_whole, sizes)):
-        raise ArgumentError(f"shape={shape!r}", fix="whole numbers: memcpy.pinned((256, 3, 224, 224), torch.uint8)")
+    if not all(map(_is_size, sizes)):
+        raise ArgumentError(
+            f"shape={shape!r}", fix="whole numbers: memcpy.empty_pinned((256, 3, 224, 224), torch.uint8)"
+        )
     kind = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(kind, torch.dtype):
-        raise ArgumentError(f"dtype={dtype!r} is no dtype of torch", fix="dtype=torch.float32")
+        raise ArgumentError(f"dtype={dtype!r} is not a torch dtype", fix="dtype=torch.float32")
     return _pool.take(sizes, kind)
 
 
-def _whole(number: Any) -> bool:
+def _is_size(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def stats() -> PinnedStats:
-    """What `pinned` has handed out so far."""
+    """Return what `empty_pinned` has handed out so far."""
     return _pool.stats()
 
 
 def limit(limit_bytes: int) -> None:
     """Hand out at most so many pinned bytes at once; further calls get pageable memory, and are counted."""
-    if not _whole(limit_bytes):
+    if not _is_size(limit_bytes):
         raise ArgumentError(f"limit_bytes={limit_bytes!r}", fix="a whole number of bytes, 0 to pin nothing")
     _pool.limit(limit_bytes)
