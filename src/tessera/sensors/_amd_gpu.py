@@ -51,7 +51,7 @@ def as_number(value: Any) -> float | None:
 
 
 def error_text(err: Exception) -> str:
-    """What the binding says of an error, on one line."""
+    """The binding's description of an error, on one line."""
     return " ".join(str(getattr(err, "err_info", None) or err).split())
 
 
@@ -134,7 +134,7 @@ class AmdGpu:
         return None
 
     def probe(self, read: Callable[[], T | None]) -> T | None:
-        """A reading, with an error taken for "no" and kept as the `failure`."""
+        """A reading, or None with the reason kept as the `failure`."""
         try:
             value = read()
         except self._smi.error as err:

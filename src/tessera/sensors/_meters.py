@@ -130,7 +130,7 @@ class PolledPower:
         return self._since_kept_s(time_ns) < hold_s - early_s
 
     def _note_hole(self, batch: Batch, time_ns: int) -> None:
-        """Mark the time in which nobody asked; an open gap tells of it already."""
+        """Add a gap for the time without reads, unless a gap is open already."""
         if self._power_w is None or self._kept_ns is None or self._reason is not None:
             return
         hole_s = self._since_kept_s(time_ns)
@@ -192,7 +192,7 @@ class CounterPower:
         return statistics.median(self._intervals_s) if len(self._intervals_s) >= 3 else None
 
     def observe(self, batch: Batch, *, energy_j: float, stamp_ns: int, before_ns: int, after_ns: int) -> None:
-        """Add what a reading tells; the call to the driver ran from `before_ns` to `after_ns`."""
+        """Add the sample of a reading; the call to the driver ran from `before_ns` to `after_ns`."""
         last = self._last
         middle_ns = (before_ns + after_ns) // 2
         if last is None:

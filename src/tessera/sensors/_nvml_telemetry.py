@@ -1,4 +1,4 @@
-"""NVML's telemetry of a GPU besides power: clocks, temperatures, throttling, utilisation, GPM activity."""
+"""Telemetry of an NVIDIA GPU: clocks, temperatures, throttling, utilisation, GPM activity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs a process may see: CUDA_VISIBLE_DEVICES by index, UUID (whole or a prefix) and MIG."""
+"""The GPUs that CUDA_VISIBLE_DEVICES leaves visible: by index, UUID (whole or a prefix) or MIG slice."""
 
 from __future__ import annotations
 

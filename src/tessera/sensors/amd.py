@@ -30,7 +30,7 @@ from .base import Batch
 # counter; a polled reading has no memory, and 20 ms is the finest ring of any vendor (docs/measuring.md).
 COUNTER_PERIOD_S = 0.1
 POLL_PERIOD_S = 0.02
-# Polled every 20 ms; not read for this long, the sampler was kept from running.
+# Polled every 20 ms; when it was not read for this long, the sampler could not run.
 POLL_HOLE_S = 3.0
 TELEMETRY_PERIOD_NS = NS_PER_S
 # How long `start` waits for every counter to move.
@@ -97,7 +97,7 @@ class AmdSensor:
         self._telemetry_due_ns, self._lost = 0, False
 
     def domains(self) -> Sequence[Domain]:
-        """One domain per GPU that tells its power; the resolution is refined while it is read."""
+        """One domain per GPU that reports its power; the resolution is refined while it is read."""
         return [_domain(gpu) for gpu in self._gpus if gpu.meter is not None]
 
     def capabilities(self) -> Sequence[Capability]:
@@ -161,7 +161,7 @@ def _no_meter(visible: Sequence[AmdGpu]) -> SensorError:
     reasons = "; ".join(f"{gpu.name}: {gpu.failure}" for gpu in visible)
     if any(gpu.denied for gpu in visible):
         return SensorPermission("AMD GPU power may not be read by this user", why=reasons, fix=_PERMISSION_FIX)
-    return SensorUnavailable("no visible AMD GPU tells its power", why=reasons, fix="compare `amd-smi metric -p -E`")
+    return SensorUnavailable("no visible AMD GPU reports its power", why=reasons, fix="compare `amd-smi metric -p -E`")
 
 
 def order_by_hip(gpus: list[AmdGpu]) -> list[AmdGpu]:

@@ -1,7 +1,7 @@
 """Power of the whole node by IPMI: `ipmitool dcmi power reading`, and power events from the system event log.
 
-This is the way for machines whose BMC speaks no Redfish, or is reachable only from inside (/dev/ipmi0).
-A call takes tens of milliseconds, sometimes seconds, so it belongs on a background thread.
+For machines whose BMC does not speak Redfish, or can be reached only from inside (/dev/ipmi0). A call takes tens
+of milliseconds, sometimes seconds, so it belongs on a background thread.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse_power_reading(text: str) -> PowerReading:
 
 
 def classify_event(text: str) -> str | None:
-    """Return the kind of power event a log line tells of; None for recoveries and for anything else."""
+    """The kind of power event that a log line reports; None for recoveries and for anything else."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)  # MessageIds are CamelCase: PowerSupplyFailed
     if _RECOVERED.search(words):
         return None

@@ -25,11 +25,11 @@ from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
 
 TELEMETRY_S = 1.0
-# Field 185 is a ~1 s average (H200): asking more often than that tells nothing new.
+# Field 185 is a ~1 s average (H200): asking more often than that gives nothing new.
 HBM_EVERY_S = 0.5
 _RETRY_NS = 1_000_000_000
 _RESUME_NS = 10_000_000_000
-# Nobody needs the ring more often than this, not even who waits for a sample (they come every 20 ms); and less
+# The ring is never read more often than this, even when somebody waits for a sample (they come every 20 ms); and less
 # often while a counter is read densely, every few milliseconds.
 _AGAIN_NS = 15_000_000
 _DENSE_NS = 50_000_000

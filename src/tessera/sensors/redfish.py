@@ -285,7 +285,7 @@ class RedfishSensor:
         return time_ns if since_ns <= time_ns <= now else now
 
     def _origin(self, uri: object) -> str:
-        """Return the domain a log entry is about: the one read under its origin, or the whole."""
+        """Return the domain of a log entry: the one read under its origin, or the first one."""
         for watch in self._watches:
             if isinstance(uri, str) and f"{watch.point.path}/".startswith(f"{uri}/"):
                 return watch.point.domain
@@ -299,5 +299,5 @@ class RedfishSensor:
 
 
 def _key(entry: Json) -> str:
-    """Return what tells one log entry from another, also after the log was cleared and Ids start again."""
+    """A key that differs between log entries, also after the log was cleared and Ids start again."""
     return f"{entry.get('@odata.id') or entry.get('Id')} {entry.get('Created')}"

@@ -1,4 +1,4 @@
-"""Sensors that talk to a network or run a program, kept from stalling the others.
+"""Reads sensors that use the network or run a program on a thread of their own, so that they do not stall the others.
 
 The sampler reads everything on one thread, and NVML's ring holds 2.4 s: a BMC that takes 5 s to time out would cost
 GPU samples. A slow sensor is therefore read on a thread of its own, and the sampler only collects the batches.
