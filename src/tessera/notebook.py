@@ -12,8 +12,8 @@
 
     %energy model(batch)            # one line
 
-What the cell shows is shown as ever; the magic's own value is a `CellEnergy`, in `_` afterwards. IPython itself is not
-needed to import this module.
+The cell's own output is not changed; the value of the magic is a `CellEnergy`, in `_` afterwards. This module can be
+imported without IPython.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNITS = ("step", "sample", "token")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellEnergy:
-    """What a cell cost. `table` has the joules by kernel and operator where it was profiled, `path` the run file."""
+    """The energy of a cell. If it was profiled, `table` has the joules by kernel and operator, `path` the run file."""
 
     energy: Energy
     table: EnergyTable | None = None
@@ -52,7 +52,7 @@ class CellEnergy:
         return self.energy.joules
 
     def lines(self) -> list[str]:
-        """The headline, and what to know of it."""
+        """The headline, and notes."""
         from .units import format_duration, format_energy_error, format_error
 
         e = self.energy
@@ -103,25 +103,25 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def measure_cell(shell: Any, line: str, cell: str | None) -> CellEnergy:
-    """Run a cell in a shell and measure it. Its errors are shown by the shell, and the joules until then by us."""
-    asked, rest = _asked(line, one_line=cell is None)
+    """Run a cell in a shell and measure it; the shell shows its errors."""
+    options, rest = _parse_line(line, one_line=cell is None)
     code = rest if cell is None else cell
     if not code.strip():
         raise ArgumentError("there is nothing to measure", fix=f"{_USAGE}, with code below it")
-    work = {unit: n for unit in _UNITS if (n := getattr(asked, f"{unit}s")) is not None}
-    return _profiled(shell, code, work, asked.path) if asked.profile else _measured(shell, code, work)
+    work = {unit: n for unit in _UNITS if (n := getattr(options, f"{unit}s")) is not None}
+    return _profile(shell, code, work, options.path) if options.profile else _measure(shell, code, work)
 
 
-def _measured(shell: Any, code: str, work: dict[str, float]) -> CellEnergy:
+def _measure(shell: Any, code: str, work: dict[str, float]) -> CellEnergy:
     from .monitor import energy_scope
 
-    # Waiting for the device at both ends: what the cell before launched is not this one's, what this one launched is.
+    # Wait for the device at both ends: kernels count for the cell that launched them.
     with energy_scope("cell", sync=True) as scope:
         outcome = shell.run_cell(code)
-    return CellEnergy(energy=scope.energy, work=work, failed=_failed(outcome))
+    return CellEnergy(energy=scope.energy, work=work, failed=not getattr(outcome, "success", True))
 
 
-def _profiled(shell: Any, code: str, work: dict[str, float], path: str | None) -> CellEnergy:
+def _profile(shell: Any, code: str, work: dict[str, float], path: str | None) -> CellEnergy:
     from .monitor.scope import synchronize
     from .profile.session import default_path, session
 
@@ -134,22 +134,22 @@ def _profiled(shell: Any, code: str, work: dict[str, float], path: str | None) -
     notes: tuple[str, ...] = ()
     try:
         table = recorded.energy()
-    except MeasurementError as exc:  # a cell too short for one sample, or no sensor
+    except MeasurementError as exc:  # the cell is too short for one sample, or there is no sensor
         table, notes = None, (f"no joules by kernel: {exc.what}",)
-    energy = recorded.report().total if table is None else _of(table)
-    return CellEnergy(energy=energy, table=table, path=recorded.path, work=work, failed=_failed(outcome), notes=notes)
+    energy = recorded.report().total if table is None else _total_of(table)
+    failed = not getattr(outcome, "success", True)
+    return CellEnergy(energy=energy, table=table, path=recorded.path, work=work, failed=failed, notes=notes)
 
 
-def _of(table: EnergyTable) -> Energy:
+def _total_of(table: EnergyTable) -> Energy:
     return Energy(
-        joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, source=table.source,
-        coverage=table.coverage, basis=table.basis,
-    )  # fmt: skip
-
-
-def _failed(outcome: Any) -> bool:
-    """Whether the shell says that the cell raised."""
-    return not getattr(outcome, "success", True)
+        joules=table.total_j,
+        error_j=table.total_error_j,
+        seconds=table.seconds,
+        source=table.source,
+        coverage=table.coverage,
+        basis=table.basis,
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -157,8 +157,8 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(f"%%energy: {message}", fix=_USAGE)
 
 
-def _asked(line: str, *, one_line: bool) -> tuple[argparse.Namespace, str]:
-    """The options of a line, and the code after them where the line is all there is."""
+def _parse_line(line: str, *, one_line: bool) -> tuple[argparse.Namespace, str]:
+    """The options of a line, and for a line magic the code after them."""
     parser = _Parser(prog="%%energy", add_help=False)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--path")
@@ -169,22 +169,21 @@ def _asked(line: str, *, one_line: bool) -> tuple[argparse.Namespace, str]:
             words = shlex.split(line)
         except ValueError as exc:
             raise ArgumentError(f"%%energy: {exc}", fix=_USAGE) from exc
-        found = parser.parse_args(words)
-        return _checked(found), ""
+        return _check_amounts(parser.parse_args(words)), ""
     options, code = [], line.strip()
-    while code.startswith("--"):  # code is not split: its quotes and spaces are its own
+    while code.startswith("--"):  # the code itself is not split: it keeps its quotes and spaces
         option, _, code = code.partition(" ")
         options.append(option)
         if option != "--profile" and "=" not in option:
             value, _, code = code.lstrip().partition(" ")
             options.append(value)
         code = code.lstrip()
-    return _checked(parser.parse_args(options)), code
+    return _check_amounts(parser.parse_args(options)), code
 
 
-def _checked(found: argparse.Namespace) -> argparse.Namespace:
+def _check_amounts(options: argparse.Namespace) -> argparse.Namespace:
     for unit in _UNITS:
-        amount = getattr(found, f"{unit}s")
+        amount = getattr(options, f"{unit}s")
         if amount is not None and not 0 < amount < float("inf"):
-            raise ArgumentError(f"%%energy: --{unit}s {amount:g} is no amount of work", fix=_USAGE)
-    return found
+            raise ArgumentError(f"%%energy: --{unit}s {amount:g} is not a positive number", fix=_USAGE)
+    return options

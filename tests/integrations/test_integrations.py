@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.integrations.tally import Tally
+from tessera.integrations.training_energy import TrainingEnergy
 from tessera.schema import EnergyReport
 
 from models import declare_torchvision
@@ -100,13 +100,13 @@ def test_lightning_trainer(tmp_path: Path) -> None:
 
 
 def test_a_line_tells_of_the_stretch_before_it() -> None:
-    tally = Tally("loop")
-    assert tally.line() == {} and tally.end() is None
+    tally = TrainingEnergy("loop")
+    assert tally.log() == {} and tally.end() is None
     tally.begin()
     tally.add(step=1, sample=8, token=None)
-    assert tally.line() == {}
+    assert tally.log() == {}
     tally.add(step=1)
-    first = tally.line()
+    first = tally.log()
     assert set(first) >= {"energy_j", "j_per_step", "j_per_sample"} and "j_per_token" not in first
     report = tally.end()
     assert report is not None and {w.unit: w.amount for w in report.work} == {"step": 2, "sample": 8}

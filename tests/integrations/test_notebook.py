@@ -97,7 +97,8 @@ def test_a_profiled_cell_has_a_table(shell: Shell, tmp_path: Path, monkeypatch: 
     ("line", "cell", "match"),
     [
         ("--colour", "x = 1", "unrecognized arguments"), ("--steps many", "x = 1", "invalid float"),
-        ("--steps 0", "x = 1", "no amount of work"), ("'", "x = 1", "No closing quotation"), ("", "  \n", "nothing"),
+        ("--steps 0", "x = 1", "not a positive number"), ("'", "x = 1", "No closing quotation"),
+        ("", "  \n", "nothing"),
         ("--profile", None, "nothing to measure"),
     ],
 )  # fmt: skip

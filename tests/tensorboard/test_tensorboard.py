@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from recordings import with_table
 from tessera.profile.export import TensorBoard
 from tessera.profile.runfile import RunFile
-from tessera.tensorboard.runs import LOOK_S, Runs, roots_of
+from tessera.tensorboard.runs import REFRESH_S, RunDirectory, parse_roots
 
 from browser import chromium
+from recordings import with_table
 from synthetic_run import EVIL, make
 
 pytest.importorskip("tensorboard", minversion="2.21")
@@ -197,7 +197,7 @@ def test_an_empty_logdir(tmp_path: Path) -> None:
         assert json.loads(get(f"{address}{PLUGIN}/runs")[2]) == {"runs": [], "looked_in": [str(empty)]}
         with chromium() as window:
             window.open(f"{address}data/plugin_entry.html?name=tessera", "document.querySelector('h1')")
-            assert "No run of Tessera here yet" in window.js("return document.body.innerText")
+            assert "No Tessera runs yet" in window.js("return document.body.innerText")
             assert str(empty) in window.js("return document.body.innerText")
             assert [line for line in window.console() if "favicon" not in line] == []  # TensorBoard's, opened like this
             window.shot("tensorboard_empty")
@@ -208,12 +208,12 @@ def test_an_empty_logdir(tmp_path: Path) -> None:
 
 def test_a_listing_is_used_for_some_seconds(tmp_path: Path) -> None:
     now = [0.0]
-    runs = Runs({"": tmp_path}, clock=lambda: now[0])
-    assert runs.found() == {}
+    runs = RunDirectory({"": tmp_path}, clock=lambda: now[0])
+    assert runs.list() == {}
     make(steps=1).write(tmp_path / "a.tessera").close()
-    assert runs.found() == {}
-    now[0] = LOOK_S + 1
-    assert list(runs.found()) == ["a"]
+    assert runs.list() == {}
+    now[0] = REFRESH_S + 1
+    assert list(runs.list()) == ["a"]
 
 
 def test_a_page_is_made_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,30 +223,30 @@ def test_a_page_is_made_once_until_the_file_changes(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(module, "page", lambda *a, **k: made.append(1) or "page")
     make(steps=1).write(tmp_path / "a.tessera").close()
     now = [0.0]
-    runs = Runs({"": tmp_path}, clock=lambda: now[0])
+    runs = RunDirectory({"": tmp_path}, clock=lambda: now[0])
     for _ in range(3):
-        runs.page(runs.found()["a"])
+        runs.page(runs.list()["a"])
     assert len(made) == 1
     os.utime(tmp_path / "a.tessera", (5, 5))
     now[0] = 60.0
-    runs.page(runs.found()["a"])
+    runs.page(runs.list()["a"])
     assert len(made) == 2
 
 
 def test_where_runs_are_looked_for(tmp_path: Path) -> None:
-    assert roots_of("runs") == {"": Path("runs")}
+    assert parse_roots("runs") == {"": Path("runs")}
     spec = SimpleNamespace(logdir_spec="a:/x/y, b:/z")
-    assert roots_of("", spec) == {"a": Path("/x/y"), "b": Path("/z")}
-    assert roots_of(None, SimpleNamespace(logdir_spec="/x")) == {"0": Path("/x")}
-    assert roots_of(None) == {}
-    assert Runs({"": tmp_path / "gone"}).found() == {}
+    assert parse_roots("", spec) == {"a": Path("/x/y"), "b": Path("/z")}
+    assert parse_roots(None, SimpleNamespace(logdir_spec="/x")) == {"0": Path("/x")}
+    assert parse_roots(None) == {}
+    assert RunDirectory({"": tmp_path / "gone"}).list() == {}
 
 
 def test_a_run_below_the_logdir_is_not_copied(tmp_path: Path) -> None:
     made = make(steps=1)
     with made.write(tmp_path / "a.tessera") as run:
         TensorBoard(tmp_path).write(with_table(run, made.table))
-        assert list(Runs({"": tmp_path}).found()) == ["a"]
+        assert list(RunDirectory({"": tmp_path}).list()) == ["a"]
         TensorBoard(tmp_path / "other").write(with_table(run, made.table))
     (copy,) = (tmp_path / "other").rglob("*.tessera")
     with RunFile(copy) as copied:

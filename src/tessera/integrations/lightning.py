@@ -4,8 +4,8 @@
 >>> from tessera.integrations.lightning import EnergyCallback
 >>> Trainer(callbacks=[EnergyCallback()]).fit(model, data)
 
-Logs energy/energy_j, energy/power_w, energy/j_per_step and, where the batch size is known, energy/j_per_sample every
-`log_every_n_steps`, of the stretch before. `callback.report` is the whole training.
+Logs energy/energy_j, energy/power_w, energy/j_per_step and (if the batch size is known) energy/j_per_sample of the
+interval before, every `log_every_n_steps`. `callback.report` is the whole training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import MissingExtra
 from ..monitor.core import Monitor
 from ..schema import EnergyReport
-from .tally import Tally
+from .training_energy import TrainingEnergy
 
 try:
     from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
@@ -26,34 +26,37 @@ except ImportError:
         raise MissingExtra("lightning", "lightning", "tessera.integrations.lightning") from exc
 
 
-class EnergyCallback(Callback):  # type: ignore[misc]
+class LightningEnergyCallback(Callback):  # type: ignore[misc]
     """Logs joules through the trainer's own loggers; `report` is an EnergyReport after fitting."""
 
     def __init__(self, monitor: Monitor | None = None) -> None:
         super().__init__()
-        self._tally = Tally("training", monitor)
+        self._energy = TrainingEnergy("training", monitor)
         self.report: EnergyReport | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to count."""
-        self._tally.begin()
+        """Start counting."""
+        self._energy.begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """One batch; its first tensor says how many samples."""
-        self._tally.add(step=1, sample=_samples(batch))
+        """One batch; its first tensor gives the number of samples."""
+        self._energy.add(step=1, sample=_count_samples(batch))
         every = max(int(trainer.log_every_n_steps or 0), 1)
         if (batch_idx + 1) % every == 0:
-            figures = self._tally.line()
+            figures = self._energy.log()
             if figures and trainer.loggers:
                 trainer.logger.log_metrics({f"energy/{k}": v for k, v in figures.items()}, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The whole training."""
-        self.report = self._tally.end()
+        self.report = self._energy.end()
 
 
-def _samples(batch: Any) -> float | None:
+def _count_samples(batch: Any) -> float | None:
     if hasattr(batch, "shape"):
         return float(batch.shape[0]) if batch.ndim else None
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((n for value in values if (n := _samples(value)) is not None), None)
+    return next((n for value in values if (n := _count_samples(value)) is not None), None)
+
+
+EnergyCallback = LightningEnergyCallback

@@ -14,12 +14,11 @@ from werkzeug import wrappers
 
 from ..errors import TesseraError
 from ..report.html import policy
-from .runs import Found, Runs, roots_of
-from .totals import compared
+from .compare import compare_runs
+from .runs import RunDirectory, parse_roots
 
-MOST = 12
-"""Runs compared at once."""
-# TensorBoard shows a plugin in a frame of its own origin; nothing else may.
+MAX_COMPARED = 12
+# Only TensorBoard, which is of the same origin, may show the plugin in a frame.
 _FRAME = "frame-ancestors 'self'"
 _PLAIN = f"default-src 'none'; style-src 'unsafe-inline'; {_FRAME}"
 
@@ -32,7 +31,7 @@ class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard 
     plugin_name = "tessera"
 
     def __init__(self, context: Any) -> None:
-        self._runs = Runs(roots_of(context.logdir, context.flags))
+        self._runs = RunDirectory(parse_roots(context.logdir, context.flags))
 
     def get_plugin_apps(self) -> dict[str, App]:
         """Every route; none takes a path."""
@@ -46,7 +45,7 @@ class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard 
 
     def is_active(self) -> bool:
         """Whether there is a run to show."""
-        return bool(self._runs.found())
+        return bool(self._runs.list())
 
     def frontend_metadata(self) -> Any:
         """A module that draws into TensorBoard's frame."""
@@ -69,34 +68,31 @@ class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard 
                 "mib": round(run.size / 2**20, 1),
                 "version": f"{run.modified_ns}-{run.size}",
             }
-            for run in self._runs.found().values()
+            for run in self._runs.list().values()
         ]
         return _json({"runs": rows, "looked_in": [str(root) for root in self._runs.roots.values()]})
 
     def _page(self, request: Any) -> Any:
-        run = self._asked(request.args.get("run", ""))
+        run = self._runs.list().get(request.args.get("run", ""))
         if run is None:
-            return _sorry("There is no such run", "It may have been moved since the list was made: reload.", 404)
+            return _error_page("There is no such run", "It may have been moved or deleted: reload the page.", 404)
         try:
             return _reply(self._runs.page(run), "text/html", policy=f"{policy()}; {_FRAME}")
         except TesseraError as exc:
-            return _sorry(f"{run.name} cannot be shown", str(exc), 422)
+            return _error_page(f"{run.name} cannot be shown", str(exc), 422)
 
     def _compare(self, request: Any) -> Any:
-        found, failed = [], []
-        for name in list(dict.fromkeys(request.args.getlist("run")))[:MOST]:
-            run = self._asked(name)
+        answers, failed = [], []
+        for name in list(dict.fromkeys(request.args.getlist("run")))[:MAX_COMPARED]:
+            run = self._runs.list().get(name)
             if run is None:
                 failed.append({"run": name, "error": "there is no such run"})
                 continue
             try:
-                found.append((run.name, self._runs.answer(run)))
+                answers.append((run.name, self._runs.answer(run)))
             except TesseraError as exc:
                 failed.append({"run": name, "error": str(exc)})
-        return _json({**compared(found), "failed": failed})
-
-    def _asked(self, name: str) -> Found | None:
-        return self._runs.found().get(name)
+        return _json({**compare_runs(answers), "failed": failed})
 
 
 def _static(name: str, kind: str) -> App:
@@ -111,7 +107,7 @@ def _json(data: Any) -> Any:
     return _reply(json.dumps(data, allow_nan=False), "application/json")
 
 
-def _sorry(what: str, why: str, code: int) -> Any:
+def _error_page(what: str, why: str, code: int) -> Any:
     body = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(what)}</title><style>:root{{color-scheme:"
         "light dark}body{font:14px/1.5 system-ui,sans-serif;margin:40px}</style>"
@@ -121,7 +117,7 @@ def _sorry(what: str, why: str, code: int) -> Any:
 
 
 def _reply(text: str, kind: str, code: int = 200, *, policy: str = _PLAIN) -> Any:
-    """A response as TensorBoard wants it: a type nobody may guess at, a policy, and no stale copies."""
+    """A response with the headers that TensorBoard requires: its exact type, a policy, no caching."""
     headers = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-cache"), ("Referrer-Policy", "same-origin")]
     if kind == "text/html":
         headers.append(("Content-Security-Policy", policy))

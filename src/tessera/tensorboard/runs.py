@@ -1,6 +1,6 @@
-"""The runs below a log directory, and their pages and totals, each computed once for a file as it is.
+"""The runs below a log directory, and their pages and totals, each computed once per version of the file.
 
-A run is only ever looked up among those that were found: no name that a browser sends becomes a path.
+A run is only looked up among those that were found: no name that a browser sends becomes a path.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..profile.load import open_recording
 from ..report.run_html import page
 
 SUFFIX = ".tessera"
-DEPTH = 8
-MOST = 500
-"""Runs that are listed, and how deep they are looked for: a log directory may be somebody's home."""
-LOOK_S = 5.0
-"""How long a listing is used before the directory is walked again: TensorBoard asks whenever it is looked at."""
-PAGES = 6
-ANSWERS = 200
-_INSIDE = "plugins/tessera/"  # where the exporter puts them; a reader needs no such part in the name
+MAX_DEPTH = 8
+MAX_RUNS = 500
+"""How many runs are listed, and how deep they are searched for: a log directory may be a home directory."""
+REFRESH_S = 5.0
+"""How long a listing is used before the directory is searched again."""
+CACHED_PAGES = 6
+CACHED_ANSWERS = 200
+_EXPORTED = "plugins/tessera/"  # where the exporter puts runs; left out of their names
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A run file: its name for people, where it lies, and what changes when it does."""
+class RunEntry:
+    """A run file: its name, its path, and the time and size that change with its content."""
 
     name: str
     path: Path
@@ -41,108 +41,94 @@ class Found:
     size: int
 
 
-class Runs:
+class RunDirectory:
     """All runs below some directories, newest first. Thread safe: TensorBoard answers from several threads."""
 
     def __init__(self, roots: Mapping[str, Path], clock: Callable[[], float] = time.monotonic) -> None:
-        self._roots = dict(roots)
+        self.roots = dict(roots)
         self._clock = clock
         self._lock = threading.Lock()
         self._busy = threading.Lock()
-        self._seen: dict[str, Found] = {}
-        self._looked_s: float | None = None
-        self._pages: OrderedDict[Found, str] = OrderedDict()
-        self._answers: OrderedDict[Found, Answer] = OrderedDict()
+        self._entries: dict[str, RunEntry] = {}
+        self._listed_s: float | None = None
+        self._pages: OrderedDict[RunEntry, str] = OrderedDict()
+        self._answers: OrderedDict[RunEntry, Answer] = OrderedDict()
 
-    @property
-    def roots(self) -> dict[str, Path]:
-        """The directories that are looked through."""
-        return dict(self._roots)
-
-    def found(self) -> dict[str, Found]:
+    def list(self) -> dict[str, RunEntry]:
         """The runs by name, newest first."""
         with self._lock:
             now = self._clock()
-            if self._looked_s is None or now - self._looked_s > LOOK_S:
-                runs = [run for name, root in self._roots.items() for run in _below(name, root)]
+            if self._listed_s is None or now - self._listed_s > REFRESH_S:
+                runs = [run for name, root in self.roots.items() for run in _find_runs(name, root)]
                 runs.sort(key=lambda run: (-run.modified_ns, run.name))
-                self._seen = {run.name: run for run in runs[:MOST]}
-                self._looked_s = now
-            return dict(self._seen)
+                self._entries = {run.name: run for run in runs[:MAX_RUNS]}
+                self._listed_s = now
+            return dict(self._entries)
 
-    def page(self, run: Found) -> str:
-        """The page of a run. TesseraError where the file cannot be read."""
-        return self._once(self._pages, run, PAGES, self._render)
+    def page(self, run: RunEntry) -> str:
+        """The page of a run. TesseraError if the file cannot be read."""
+        return self._compute_once(self._pages, run, CACHED_PAGES, self._render)
 
-    def answer(self, run: Found) -> Answer:
-        """What a run cost. TesseraError where the file cannot be read."""
-        return self._once(self._answers, run, ANSWERS, self._answer)
+    def answer(self, run: RunEntry) -> Answer:
+        """What a run cost. TesseraError if the file cannot be read."""
+        return self._compute_once(self._answers, run, CACHED_ANSWERS, _read_answer)
 
-    def _once(self, kept: OrderedDict[Found, T], run: Found, most: int, make: Callable[[Found], T]) -> T:
-        with self._busy:  # one at a time: ten runs compared at once would otherwise be read into memory at once
-            if run not in kept:
-                _keep(kept, run, make(run), most)
-            kept.move_to_end(run)
-            return kept[run]
+    def _compute_once(
+        self, cache: OrderedDict[RunEntry, T], run: RunEntry, most: int, compute: Callable[[RunEntry], T]
+    ) -> T:
+        with self._busy:  # one at a time: otherwise ten compared runs would be in memory at once
+            if run not in cache:
+                cache[run] = compute(run)
+                while len(cache) > most:
+                    cache.popitem(last=False)
+            cache.move_to_end(run)
+            return cache[run]
 
-    def _render(self, run: Found) -> str:
+    def _render(self, run: RunEntry) -> str:
         with open_recording(run.path) as recording:
-            said = answer(recording)
-            _keep(self._answers, run, said, ANSWERS)  # somebody who reads a page compares next
-            return page(recording, found=said)
-
-    @staticmethod
-    def _answer(run: Found) -> Answer:
-        with open_recording(run.path) as recording:
-            return answer(recording)
+            result = self._answers[run] = answer(recording)
+            return page(recording, found=result)
 
 
-def _keep(kept: OrderedDict[Found, T], run: Found, value: T, most: int) -> None:
-    kept[run] = value
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _read_answer(run: RunEntry) -> Answer:
+    with open_recording(run.path) as recording:
+        return answer(recording)
 
 
-def _below(label: str, root: Path) -> Iterator[Found]:
-    """Run files below a directory that really lie there: a link that leads out of it is not followed."""
+def _find_runs(label: str, root: Path) -> Iterator[RunEntry]:
+    """Run files below a directory; a link that leads out of it is not followed."""
     try:
         top = root.resolve(strict=True)
     except OSError:
         return
     count = 0
     for folder, folders, files in os.walk(top):
-        here = Path(folder)
-        if len(here.relative_to(top).parts) >= DEPTH:
+        if len(Path(folder).relative_to(top).parts) >= MAX_DEPTH:
             folders.clear()
         folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for file in sorted(files):
-            path = here / file
-            if path.suffix != SUFFIX or file.startswith("."):
-                continue
-            run = _looked_at(label, top, path)
+        names = sorted(f for f in files if f.endswith(SUFFIX) and not f.startswith("."))
+        for run in (_inspect(label, top, Path(folder) / name) for name in names):
             if run is not None:
                 yield run
                 count += 1
-        if count >= 4 * MOST:
+        if count >= 4 * MAX_RUNS:
             return
 
 
-def _looked_at(label: str, top: Path, path: Path) -> Found | None:
+def _inspect(label: str, top: Path, path: Path) -> RunEntry | None:
     try:
         if not path.resolve(strict=True).is_relative_to(top) or not path.is_file():
             return None
-        states = [path.stat()]
-        side = Path(f"{path}-wal")  # where a run that is still recorded grows
-        if side.exists():
-            states.append(side.stat())
-    except OSError:  # gone between two looks
+        log = Path(f"{path}-wal")  # where a run that is still being recorded grows
+        states = [p.stat() for p in (path, log) if p is path or p.exists()]
+    except OSError:  # deleted meanwhile
         return None
-    name = path.relative_to(top).with_suffix("").as_posix().replace(_INSIDE, "")
+    name = path.relative_to(top).with_suffix("").as_posix().replace(_EXPORTED, "")
     name = f"{label}/{name}" if label else name
-    return Found(name, path, max(s.st_mtime_ns for s in states), sum(s.st_size for s in states))
+    return RunEntry(name, path, max(s.st_mtime_ns for s in states), sum(s.st_size for s in states))
 
 
-def roots_of(logdir: str | None, flags: Any = None) -> dict[str, Path]:
+def parse_roots(logdir: str | None, flags: Any = None) -> dict[str, Path]:
     """The directories of `--logdir`, or of `--logdir_spec name:path,other:path`."""
     if logdir:
         return {"": Path(logdir).expanduser()}

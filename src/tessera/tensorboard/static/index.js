@@ -1,4 +1,4 @@
-// What TensorBoard loads into the plugin's frame. Names come from programs: they are only ever set as text.
+// TensorBoard loads this into the plugin's frame. Names come from programs: they are only set as text.
 const make = (tag, more = {}, ...children) => {
   const { dataset, ...rest } = more, element = Object.assign(document.createElement(tag), rest);
   Object.assign(element.dataset, dataset);
@@ -13,7 +13,7 @@ const fetched = async address => {
 };
 const COMPARED = 4, MOST = 12, EVERY_MS = 15000;
 
-// TensorBoard says its theme only as a class of the page around us, which is of the same origin.
+// TensorBoard shows its theme only as a class of the surrounding page, which is of the same origin.
 const isDark = () => {
   try { return parent.document.body.classList.contains("dark-mode"); } catch { return matchMedia("(prefers-color-scheme: dark)").matches; }
 };
@@ -32,13 +32,13 @@ const paint = () => {
 };
 
 const empty = () => make("main", {}, make("div", {},
-  make("h1", { textContent: "No run of Tessera here yet" }),
-  make("p", { textContent: `Looked for .tessera files in ${state.lookedIn.join(", ") || "no local directory"}, and below.` }),
-  make("p", { textContent: "A training script records one with" }),
+  make("h1", { textContent: "No Tessera runs yet" }),
+  make("p", { textContent: `Searched for .tessera files in ${state.lookedIn.join(", ") || "no local directory"} and below.` }),
+  make("p", { textContent: "Record one in a training script:" }),
   make("pre", { textContent: `from tessera import profile\n\nwith profile.session(tensorboard_dir="${state.lookedIn[0] || "runs"}"):\n    train()` }),
-  make("p", { textContent: "or, without touching the script," }),
-  make("pre", { textContent: `tessera run -- python train.py          # writes runs/train.tessera\ntensorboard --logdir runs` }),
-  make("p", { className: "dim", textContent: "Log directories in the cloud (gs://, s3://) are not read. This page looks again by itself." })));
+  make("p", { textContent: "or without changing the script:" }),
+  make("pre", { textContent: `tessera run train.py          # writes runs/train.tessera\ntensorboard --logdir runs` }),
+  make("p", { className: "dim", textContent: "Cloud log directories (gs://, s3://) are not supported. This page refreshes by itself." })));
 
 const report = () => {
   const version = state.runs.find(r => r.run === state.run)?.version || "";
@@ -54,7 +54,7 @@ const COLOUR = n => n < 0 ? "var(--idle)" : `var(--c${n})`;
 const table = found => {
   const head = make("tr", {}, make("th", { textContent: "" }), ...found.runs.map((r, i) => make("th", { scope: "col" }, r.run,
     make("span", { textContent: [r.name, r.device, r.basis === "measured" ? "" : r.basis.toUpperCase()].filter(Boolean).join(" · ") }),
-    make("span", { textContent: i ? "" : "compared with" }))));
+    make("span", { textContent: i ? "" : "reference" }))));
   const rows = found.rows.map(row => make("tr", {}, make("th", { scope: "row", textContent: row.title }), ...row.cells.map(cell => {
     if (!cell) return make("td", { textContent: "-" });
     const change = cell.change ? make("small", { className: cell.same || cell.better === null ? "" : cell.better ? "better" : "worse",
@@ -82,7 +82,7 @@ const table = found => {
   }));
   return make("div", {}, make("div", { className: "scroll" }, make("table", { id: "totals" }, make("caption", { hidden: true,
     textContent: "Totals of the chosen runs" }), make("thead", {}, head), make("tbody", {}, ...rows, bars))), legend,
-  make("p", { className: "dim", textContent: "± is the half-width of a 90% interval; a change within both is no change." }),
+  make("p", { className: "dim", textContent: "± is the half-width of a 90% interval; a change within the intervals is not significant." }),
   ...found.failed.map(f => make("p", { className: "warn", textContent: `${f.run}: ${f.error}` })));
 };
 
@@ -109,7 +109,7 @@ const compare = () => {
   });
   load();
   return make("main", {}, make("div", {}, make("h1", { textContent: "Totals side by side" }),
-    make("fieldset", {}, make("legend", { textContent: "runs; the first chosen is what the others are compared with" }), ...boxes), out));
+    make("fieldset", {}, make("legend", { textContent: "runs; the others are compared with the first one chosen" }), ...boxes), out));
 };
 
 const show = () => {

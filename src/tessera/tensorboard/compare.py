@@ -1,4 +1,4 @@
-"""Runs side by side: the totals of each, and how the first differs from the others beyond their intervals."""
+"""Runs side by side: the totals of each, and how the others differ from the first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 from ..analyze.answer import Answer
 from ..analyze.kernel_names import CATEGORIES
+from ..report.predict import format_rate
 from ..units import format_duration, format_energy_error, format_error, format_share
 
-Value = tuple[str, float, float]  # as shown, value, half-width of its 90% interval (0 where there is none)
+Value = tuple[str, float, float]  # text, value, half-width of its 90% interval (0 if there is none)
 
 
-def compared(runs: Sequence[tuple[str, Answer]]) -> dict[str, Any]:
-    """Rows of figures, one column a run; the first run is what the others are compared with."""
-    columns = [_values(said) for _, said in runs]
+def compare_runs(runs: Sequence[tuple[str, Answer]]) -> dict[str, Any]:
+    """Rows of figures, one column per run; the others are compared with the first."""
+    columns = [_values(answer) for _, answer in runs]
     titles = list(dict.fromkeys(title for values in columns for title in values))
     rows = []
     for title in titles:
@@ -24,34 +25,36 @@ def compared(runs: Sequence[tuple[str, Answer]]) -> dict[str, Any]:
     return {
         "runs": [
             {
-                "run": name, "name": said.name, "device": said.device, "basis": said.basis, "source": said.source,
-                "parts": [[p.name, p.share, _colour(p.name)] for p in said.parts], "energy_j": _known(said.energy_j),
-                "notes": [said.cut] if said.cut else [],
+                "run": name,
+                "name": answer.name,
+                "device": answer.device,
+                "basis": answer.basis,
+                "parts": [[p.name, p.share, _colour(p.name)] for p in answer.parts],
             }
-            for name, said in runs
+            for name, answer in runs
         ],
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
-def _values(said: Answer) -> dict[str, Value]:
-    whole = said.whole
+def _values(answer: Answer) -> dict[str, Value]:
+    whole = answer.whole
     energy = format_energy_error(whole.energy_j, whole.error_j)
     out: dict[str, Value] = {"energy": (energy, whole.energy_j, whole.error_j)}
     if whole.power_w is not None:
         error = whole.power_error_w or 0.0
         out["mean power"] = (format_error(whole.power_w, error, "W"), whole.power_w, error)
-    if said.peak_w is not None:
-        out["peak power"] = (f"{said.peak_w:.0f} W", said.peak_w, 0.0)
+    if answer.peak_w is not None:
+        out["peak power"] = (f"{answer.peak_w:.0f} W", answer.peak_w, 0.0)
     out["time"] = (format_duration(whole.seconds), whole.seconds, 0.0)
-    for per in said.per_work:
+    for per in answer.per_work:
         out[f"per {per.unit}"] = (format_energy_error(per.energy_j, per.error_j), per.energy_j, per.error_j)
-    for per in said.per_work:
+    for per in answer.per_work:
         rate = per.rate_per_s
-        out[f"{per.unit}s/s"] = (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", rate, 0.0)
-    if said.idle_share is not None and said.idle_j is not None:
-        idle = f"{format_energy_error(said.idle_j, said.idle_error_j)} ({format_share(said.idle_share)})"
-        out["idle"] = (idle, said.idle_j, said.idle_error_j or 0.0)
+        out[f"{per.unit}s/s"] = (format_rate(rate), rate, 0.0)
+    if answer.idle_share is not None and answer.idle_j is not None:
+        idle = f"{format_energy_error(answer.idle_j, answer.idle_error_j)} ({format_share(answer.idle_share)})"
+        out["idle"] = (idle, answer.idle_j, answer.idle_error_j or 0.0)
     return out
 
 
@@ -73,7 +76,3 @@ def _cell(title: str, cell: Value | None, first: Value | None, place: int) -> di
 def _colour(part: str) -> int:
     """The number of a category's colour, as on the page; -1 is idle's."""
     return CATEGORIES.index(part) if part in CATEGORIES else -1
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
