@@ -708,7 +708,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     text_ = "".join(checked(rendered).text)
     assert "2 swall time, 20 steps" in text_
     assert text_.count("Traced 550 ms, 5 of 20 steps") == 1 and "Not in these tables: 5" in text_
-    assert "<code>tessera run --limit 0</code> traces all." in rendered and "`" not in text_
+    assert "<code>tessera run --limit 0</code> traces everything." in rendered and "`" not in text_
     assert "per step (of 5 traced)" in text_
     done = invoke(str(tmp_path / "p.tessera"), "--json")
     data = json.loads(done.stdout)
