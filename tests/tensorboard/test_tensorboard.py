@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
+from recordings import with_table
 from tessera.profile.export import TensorBoard
 from tessera.profile.runfile import RunFile
 from tessera.tensorboard.runs import REFRESH_S, RunDirectory, parse_roots
 
 from browser import chromium
-from recordings import with_table
 from synthetic_run import EVIL, make
 
 pytest.importorskip("tensorboard", minversion="2.21")
