@@ -116,7 +116,7 @@ def _check(page: str, names: dict[str, Any], folder: Path) -> None:
         assert energy.joules == pytest.approx(42.0, rel=0.1) and energy.source == "plug"
     elif page == "howto/power-cap.md":
         assert names["step"].report().cap.power_w == 275.0
-        assert any("275 W" in action for action in names["asked"].actions())
+        assert any("275 W" in action for action in names["planned"].actions())
     elif page == "howto/device.md":
         assert 0 < names["report"].average_power_w <= 350.0
     elif page == "howto/ci-gate.md":
