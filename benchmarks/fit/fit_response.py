@@ -146,12 +146,16 @@ def describe(data: dict[str, Any]) -> dict[str, Any]:
     print(f"GEMM at the power limit, W by 100 ms ticks in its first 3 s, then 3-6 s, then on: {spread}")
     return {
         "ring_ms": {"median": float(median), "min": float(low), "max": float(high)},
-        "calls_ms": {n: {"idle": i["median_us"] / 1e3, "busy": data["costs_busy"][n]["median_us"] / 1e3} for n, i in data["costs_idle"].items()},
+        "calls_ms": {
+            n: {"idle": i["median_us"] / 1e3, "busy": data["costs_busy"][n]["median_us"] / 1e3}
+            for n, i in data["costs_idle"].items()
+        },
         "event_round_trip_us": [float(min(round_trip_ns)) / 1e3, float(max(round_trip_ns)) / 1e3],
         "gemm_at_the_limit_w": {
-            name: [float(w.min()), float(w.max())] for name, w in zip(("first 3 s", "3-6 s", "after 6 s"), watts, strict=True)
+            name: [float(w.min()), float(w.max())]
+            for name, w in zip(("first 3 s", "3-6 s", "after 6 s"), watts, strict=True)
         },
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -23,8 +23,9 @@ def main() -> None:
     ring = data["ring"]
     trace = PowerTrace(
         {"gpu0": DomainSamples.of(domain, np.round(ring[:, 0] * 1e6).astype(np.int64), ring[:, 1])},
-        start_ns=int(ring[0, 0] * 1e6), end_ns=int(ring[-1, 0] * 1e6),
-    )  # fmt: skip
+        start_ns=int(ring[0, 0] * 1e6),
+        end_ns=int(ring[-1, 0] * 1e6),
+    )
     ticks = np.round(tick_times(data["ticks"])[0] * 1e6).astype(np.int64) - COUNTER_LAG_NS
     joules = data["ticks"][:, 2]
     print(

@@ -1,4 +1,4 @@
-"""What torch's operators read and write, from their schemas; and the births and deaths of storages."""
+"""What torch's operators read and write, from their schemas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from tessera.graph.signature import signature_of  # noqa: E402
-from tessera.graph.tracking import StorageTracker  # noqa: E402
 
 aten = torch.ops.aten
 A, B, OUT = (torch.empty(4, 4, device="meta") for _ in range(3))
@@ -43,22 +42,3 @@ def test_a_copy_that_copies_nothing_is_a_view() -> None:
 
 def test_nothing_runs_for_an_allocation() -> None:
     assert [signature_of(f).silent for f in (aten.empty.memory_format, aten.zeros.default)] == [True, False]
-
-
-def test_a_storage_is_born_and_dies_between_operators() -> None:
-    ops: list[str] = []
-    storages = StorageTracker(ops)
-    weight = torch.empty(2, 8, device="meta")
-    assert storages.find(weight) is None
-    storages.adopt(weight, "parameters", "weight")
-    assert storages.find(weight) == 0
-    ops += ["one", "two"]
-    made = torch.empty(10, device="meta")
-    assert storages.id_of(made) == storages.id_of(made[2:]) == storages.find(made) == 1
-    storages.mark(made, "gradients")
-    ops.append("three")
-    del made
-    born, died = storages.by_id[0], storages.by_id[1]
-    assert (born.birth, born.death, born.nbytes, born.category, born.name) == (-1, None, 64, "parameters", "weight")
-    assert (died.birth, died.death, died.nbytes, died.category) == (2, 3, 40, "gradients")
-    assert storages.id_of(torch.empty(1, device="meta")) == 2  # a number is not given twice

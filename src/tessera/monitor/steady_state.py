@@ -17,7 +17,7 @@ _T95 = tuple(float(t) for t in _T95_TEXT.split())
 # A trend must be both significant (3 standard errors) and larger than this over the run to be called a drift.
 DRIFT = 0.02
 # The least of many noisy scores flatters: taking it, 90% intervals of 9 steady batches hold 84% of the truths; taking
-# the earliest cut within this factor of it, 89% (simulated with normal batches; tests/monitor/test_benchmark.py).
+# the earliest cut within this factor of it, 89% (simulated with normal batches; tests/monitor/test_steady_state.py).
 NEAR_BEST = 2.0
 
 
