@@ -54,7 +54,7 @@ def no_calibration_of_this_machine(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def formula_only():
-    """What a tile fits is tested in test_op_tile: elsewhere nothing need be compiled."""
+    """What a tile fits is tested in op/test_tile.py: elsewhere nothing need be compiled."""
     from tessera.op import tile
 
     patch = pytest.MonkeyPatch()

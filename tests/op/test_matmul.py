@@ -271,7 +271,7 @@ def test_padding_is_done_where_the_predictor_sees_a_gain(m: int, n: int, k: int,
 def test_an_unknown_chip_is_judged_as_an_h200() -> None:
     assert padding._lookup_chip("Some GPU of next year").id == padding._lookup_chip("NVIDIA H200").id == "h200"
     for chip in ("NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA GeForce RTX 4090", "Some GPU of next year"):
-        assert padding._saves(chip, 8192, 50257, 768, "nt", 0)
+        assert padding._is_faster_padded(chip, 8192, 50257, 768, "nt", 0)
 
 
 def test_empty_products_are_not_padded() -> None:

@@ -1,10 +1,10 @@
-"""The checks every operator makes of its arguments: cheap where all is well, and naming the argument where not."""
+"""The checks that every operator makes of its arguments: cheap where all is well, else an error names the argument."""
 
 from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,12 +35,17 @@ def use_stream(stream: Stream | None, *named: Any) -> contextlib.AbstractContext
 
 
 def check_tensors(
-    op: str, *, one_dtype: bool = True, floating: bool = True, real: bool = False,
-    optional: Collection[str] = ("bias",), **named: Any,
-) -> None:  # fmt: skip
-    """Each is a tensor (`optional` ones may be None), on one device and, unless told, of one floating dtype.
+    op: str,
+    *,
+    one_dtype: bool = True,
+    floating: bool = True,
+    real: bool = False,
+    optional: Collection[str] = ("bias",),
+    **named: Any,
+) -> None:
+    """Each is a tensor (`optional` ones may be None), on one device and of one floating dtype, unless told otherwise.
 
-    Complex is floating too, but where `real` numbers are asked for.
+    Complex counts as floating, except where `real` numbers are asked for.
     """
     first = where = None
     for name, value in named.items():
@@ -102,19 +107,16 @@ def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b")
     inner = b.shape[-2 if b.ndim > 1 else 0]
     if a.shape[-1] == inner:  # two dtypes that autocast will make one
         return
+    fix = "make the two inner dimensions equal"
+    if b.ndim > 1 and a.shape[-1] == b.shape[-1]:
+        fix = f"{b_name}.mT would fit"
+    elif a.ndim > 1 and a.shape[-2] == inner:
+        fix = f"{a_name}.mT would fit"
     raise ArgumentError(
         f"op.{op}: {a_name} is {format_shape(a)}, {b_name} is {format_shape(b)}",
         why=f"the last dimension of {a_name} ({a.shape[-1]}) meets {inner} of {b_name}",
-        fix=_suggest_transpose(a, b, a_name, b_name),
+        fix=fix,
     )
-
-
-def _suggest_transpose(a: Any, b: Any, a_name: str, b_name: str) -> str:
-    if b.ndim > 1 and a.shape[-1] == b.shape[-1]:
-        return f"{b_name}.mT would fit"
-    if a.ndim > 1 and a.shape[-2] == b.shape[-2 if b.ndim > 1 else 0]:
-        return f"{a_name}.mT would fit"
-    return "make the two inner dimensions equal"
 
 
 def is_autocast(tensor: Any) -> bool:
@@ -152,21 +154,17 @@ def broadcast_batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = 
         ) from e
 
 
-def check_choice(op: str, name: str, value: Any, known: Iterable[str]) -> None:
-    """`value` is one of the known words."""
-    known = tuple(known)
-    if value not in known:
-        near = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise ArgumentError(f"op.{op}: {name}={value!r}{near}", fix=f"{name} is one of {', '.join(known)}")
+def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> None:
+    """`value` is one of some words."""
+    if value not in choices:
+        near = did_you_mean(value, tuple(choices)) if isinstance(value, str) else ""
+        raise ArgumentError(f"op.{op}: {name}={value!r}{near}", fix=f"{name} is one of {', '.join(choices)}")
 
 
 def check_broadcast(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
     """`value` broadcasts to a shape."""
     if not can_broadcast(value, to):
-        said = "x".join(map(str, to)) or "a scalar"
-        raise ArgumentError(
-            f"op.{op}: {name} is {format_shape(value)}", why=f"the result is {said}", fix=f"reshape {name}"
-        )
+        raise shape_error(op, name, value, f"the result is {'x'.join(map(str, to)) or 'a scalar'}", f"reshape {name}")
 
 
 def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:
@@ -190,7 +188,7 @@ def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
 
 def check_factors(op: str, a: Any, **named: Any) -> list[Any]:
     """Numbers to multiply by; of integers they are whole: torch would cut them off without a word."""
-    found = []
+    checked = []
     integers = not (a.dtype.is_floating_point or a.dtype.is_complex)
     for name, value in named.items():
         scalar = isinstance(value, (numbers.Number, torch.SymFloat, torch.SymInt))
@@ -198,8 +196,8 @@ def check_factors(op: str, a: Any, **named: Any) -> list[Any]:
             raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is a number")
         if integers and not _has_no_fraction(value):
             raise ArgumentError(f"op.{op}: {name}={value!r}", why=f"a is {a.dtype}", fix="a whole number, or a.float()")
-        found.append(int(value) if integers else value)
-    return found
+        checked.append(int(value) if integers else value)
+    return checked
 
 
 def _has_no_fraction(value: Any) -> bool:
@@ -227,6 +225,31 @@ def to_pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
     if len(both) != 2 or any(not is_integer(v) or v < least for v in both):
         raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is an int of at least {least}, or two of them")
     return int(both[0]), int(both[1])
+
+
+def check_convolution(op: str, x: Any, w: Any, bias: Any, groups: Any, w_name: str = "weight") -> None:
+    """Images (n, channels, height, width) fit filters (out, channels / groups, height, width)."""
+    check_tensors(op, one_dtype=not is_autocast(x), **{"x": x, w_name: w, "bias": bias})
+    if x.ndim not in (3, 4):
+        raise shape_error(op, "x", x, "images are (n, channels, height, width)", "x.unsqueeze or x.reshape")
+    if w.ndim != 4:
+        why = "filters are (out, channels / groups, height, width)"
+        raise shape_error(op, w_name, w, why, f"{w_name}.reshape")
+    if not is_integer(groups) or groups < 1 or w.shape[0] % groups:
+        raise ArgumentError(f"op.{op}: groups={groups!r}", fix=f"groups divides the {w.shape[0]} filters")
+    if x.shape[-3] != w.shape[1] * groups:
+        raise ArgumentError(
+            f"op.{op}: x is {format_shape(x)}, {w_name} is {format_shape(w)}",
+            why=f"{w_name} takes {w.shape[1]} channels in each of {groups} groups",
+            fix=f"x has {w.shape[1] * groups} channels, or other groups",
+        )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise shape_error(op, "bias", bias, f"there are {w.shape[0]} filters", "one value for each filter")
+
+
+def shape_error(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
+    """The error for an argument of the wrong shape."""
+    return ArgumentError(f"op.{op}: {name} is {format_shape(value)}", why=why, fix=fix)
 
 
 def format_shape(tensor: Any) -> str:

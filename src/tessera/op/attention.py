@@ -106,7 +106,7 @@ def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: b
 
 
 def _wrong(name: str, value: Any, why: str, fix: str) -> ArgumentError:
-    return ArgumentError(f"op.flash_attention: {name} is {arguments.format_shape(value)}", why=why, fix=fix)
+    return arguments.shape_error("flash_attention", name, value, why, fix)
 
 
 def _cast(q: Any, k: Any, v: Any, mask: Any, precision: str) -> tuple[Any, Any, Any, Any]:

@@ -152,7 +152,7 @@ _lock = threading.Lock()
 def prepare(b: torch.Tensor, precision: str = "fp8") -> None:
     """Keep the right operand of a product in fp8 (or `fp8_row`) from its first use on: one more byte per weight.
 
-    The copy is found by the weight's address, layout and version, made anew after every change that torch counts (an
+    The copy is found by the weight's address, layout and version, made again after every change that torch counts (an
     optimizer's step, `load_state_dict`), and dropped with the weight. A write through `.data` or from another library
     is not counted: call `forget` after one. `fp8_row` is cheaper where `lowprec.has_row_scaling`.
     """

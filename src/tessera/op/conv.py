@@ -49,7 +49,7 @@ def conv2d(
     `padding` may be "same" or "valid". `tile_shape=(BM, BN, BK)` runs our kernel: BM output pixels by BN filters at a
     time, BK deep; one that cannot work is a `TileError` with the nearest that does.
     """
-    _check(x, weight, bias, groups)
+    arguments.check_convolution("conv2d", x, weight, bias, groups)
     steps = arguments.to_pair("conv2d", "stride", stride, 1), arguments.to_pair("conv2d", "dilation", dilation, 1)
     if isinstance(padding, str):
         arguments.check_choice("conv2d", "padding", padding, ("same", "valid"))
@@ -73,25 +73,6 @@ def conv2d(
         x, weight, bias = arguments.cast_like_autocast(x, weight, bias)
         check_dtype("conv2d", "x", x)
         return _convolve_by_tile(x, weight, bias, steps[0], padding, steps[1], groups, Tile.of("conv2d", tile_shape))
-
-
-def _check(x: Any, weight: Any, bias: Any, groups: Any) -> None:
-    arguments.check_tensors("conv2d", one_dtype=not arguments.is_autocast(x), x=x, weight=weight, bias=bias)
-    if x.ndim not in (3, 4):
-        raise _misshapen("x", x, "images are (n, channels, height, width)", "x.unsqueeze or x.reshape")
-    if weight.ndim != 4:
-        raise _misshapen("weight", weight, "filters are (out, channels / groups, height, width)", "weight.reshape")
-    if not arguments.is_integer(groups) or groups < 1 or weight.shape[0] % groups:
-        raise ArgumentError(f"op.conv2d: groups={groups!r}", fix=f"groups divides the {weight.shape[0]} filters")
-    if x.shape[-3] != weight.shape[1] * groups:
-        why = f"weight takes {weight.shape[1]} channels in each of {groups} groups"
-        raise _misshapen("x", x, why, f"x has {weight.shape[1] * groups} channels, or other groups")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise _misshapen("bias", bias, f"there are {weight.shape[0]} filters", "one value a filter")
-
-
-def _misshapen(name: str, value: Any, why: str, fix: str) -> ArgumentError:
-    return ArgumentError(f"op.conv2d: {name} is {arguments.format_shape(value)}", why=why, fix=fix)
 
 
 def _convolve_by_tile(
@@ -135,7 +116,7 @@ def _pad_images(
     size = _size(images, weight, stride, padding, dilation)
     if min(size) < 1:
         why = f"the result would be {max(0, size[0])}x{max(0, size[1])} pixels"
-        raise _misshapen("x", x, why, "a larger image, more padding, or a smaller filter")
+        raise arguments.shape_error("conv2d", "x", x, why, "a larger image, more padding, or a smaller filter")
     return images, padding
 
 

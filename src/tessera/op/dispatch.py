@@ -68,7 +68,7 @@ def has_no_values(x: Any) -> bool:
 
 
 def needs_gradient(*tensors: Any) -> bool:
-    """Whether autograd will want a gradient of one of these (None is ignored)."""
+    """Whether autograd needs a gradient of one of these (None is ignored)."""
     if not torch.is_grad_enabled():
         return False
     for t in tensors:  # noqa: SIM110

@@ -1,20 +1,13 @@
-"""How wrong a product in low precision is: what the rounding of its operands predicts, and what random probes measure.
+"""How wrong a product in low precision is: predicted from the rounding of its operands, and measured by random probes.
 
-`predict_error` needs no product. Rounding leaves A + dA and B + dB. If the rounding errors have mean zero and are
-independent along k, the expected square of the error is exactly
+`predict_error` needs no product. If the rounding errors dA, dB of the operands are independent along k, the expected
+square of the product's error is the sum over l of |dA[:, l]|^2 |B[l, :]|^2 + |A[:, l]|^2 |dB[l, :]|^2; the rounding of
+sums and result is added. Equal entries round alike, and then the error can be sqrt(k) times larger.
 
-    |dA B + A dB|^2  =  sum over l of  |dA[:, l]|^2 |B[l, :]|^2 + |A[:, l]|^2 |dB[l, :]|^2
-
-with the rounding errors that these operands really have, underflow included; the rounding of sums and result is added
-by the formats' unit roundoff, that of fp8's fast sums by the bits that tensor cores keep. Equal entries round alike, so
-on constant or few-valued matrices the error can be sqrt(k) times larger. (The deterministic bound, k times the unit
-roundoff times |A||B|, is of no use: it refuses fp8 for k > 1.) Hence the second look.
-
-`measure_error` takes the product C' that the hardware computed and bounds |C' - AB| by random vectors, after Freivalds
-(1977): E[|Mx|^2] = |M|^2 for Gaussian x, and (C' - AB)x costs three products with a few columns, in fp64. Sixteen
-probes find the strong directions of M, whose share is then computed exactly (Hutch++: Meyer, Musco, Musco, Woodruff
-2021), sixteen more measure the rest. The estimate has the law of a mean of chi squares whose degrees of freedom follow
-from the probes' own Gram matrix; the upper end is taken at one in 100,000. It covers sums, padding and accumulators.
+`measure_error` bounds |C' - AB| of a computed product C' by random vectors, after Freivalds (1977): E[|Mx|^2] = |M|^2
+for Gaussian x. Sixteen probes find the strong directions of M, whose share is computed exactly (Hutch++: Meyer, Musco,
+Musco, Woodruff 2021), sixteen more measure the rest. The estimate has the law of a mean of chi squares whose degrees of
+freedom follow from the probes' own Gram matrix; the upper end is taken at one in 100,000. docs/precision.md has more.
 """
 
 from __future__ import annotations

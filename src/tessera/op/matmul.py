@@ -156,23 +156,21 @@ def linear(
 def _check_linear(x: Any, weight: Any, bias: Any, activation: str | None) -> None:
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         arguments.check_tensors("linear", weight=weight)
-        raise _misshapen("weight", weight, "it has the dimensions (out, in)", "weight.reshape")
+        raise arguments.shape_error("linear", "weight", weight, "it has the dimensions (out, in)", "weight.reshape")
     if not isinstance(x, torch.Tensor) or x.dtype is not weight.dtype or x.device != weight.device:
         arguments.check_tensors("linear", one_dtype=not arguments.is_autocast(weight), x=x, weight=weight)
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         why = f"weight is {arguments.format_shape(weight)}: its rows meet those of x"
-        raise _misshapen("x", x, why, "weight is (out, in)")
+        raise arguments.shape_error("linear", "x", x, why, "weight is (out, in)")
     if bias is not None:
         if not isinstance(bias, torch.Tensor) or bias.dtype is not x.dtype or bias.device != x.device:
             arguments.check_tensors("linear", one_dtype=not arguments.is_autocast(x), x=x, bias=bias)
         if bias.shape != weight.shape[:1]:
-            raise _misshapen("bias", bias, f"weight has {weight.shape[0]} rows", "one value for each row of weight")
+            raise arguments.shape_error(
+                "linear", "bias", bias, f"weight has {weight.shape[0]} rows", "one value for each row of weight"
+            )
     if activation is not None:
         arguments.check_choice("linear", "activation", activation, tiled_matmul.ACTIVATIONS)
-
-
-def _misshapen(name: str, value: Any, why: str, fix: str) -> ArgumentError:
-    return ArgumentError(f"op.linear: {name} is {arguments.format_shape(value)}", why=why, fix=fix)
 
 
 def _result_shape(a: Any, b: Any) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ def _has_aligned_rows(x: Any) -> bool:
     outer, inner = x.stride()[-2:]
     if inner != 1:
         if outer != 1:
-            return True  # strided both ways: torch copies it anyway, and the copy is its own affair
+            return True  # strided both ways: torch copies it anyway
         outer = inner
     return not (outer | x.storage_offset()) * x.element_size() % PIECE_BYTES
 

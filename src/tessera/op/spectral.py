@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import HALVES, check_tensors, format_shape, is_autocast, is_integer, to_pair
+from .arguments import HALVES, check_convolution, check_tensors, format_shape, is_integer, to_pair
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -87,9 +87,11 @@ def spectral_conv2d(
     Transforms and products are in fp32 for half inputs (the result is rounded once), in fp64 for fp64. The error is
     that of fp32, relative to the largest outputs rather than to each. Autograd is torch's.
     """
-    check_tensors("spectral_conv2d", one_dtype=not is_autocast(x), x=x, w=w, bias=bias)
+    check_convolution("spectral_conv2d", x, w, bias, groups, "w")
+    if x.is_complex():
+        why = "its transforms are of real images"
+        raise ArgumentError(f"op.spectral_conv2d: x is {x.dtype}", why=why, fix="op.conv2d")
     dilated = to_pair("spectral_conv2d", "dilation", dilation, 1)
-    _check(x, w, bias, groups)
     before, after = _padding(w, padding, dilated)
     _check_reach(x, w, dilated, before, after)
     with stream_on(stream, x, w, bias):
@@ -112,33 +114,6 @@ def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int
         return left, (reach[0] - left[0], reach[1] - left[1])
     both = to_pair("spectral_conv2d", "padding", padding, 0)
     return both, both
-
-
-def _check(x: Any, w: Any, bias: Any, groups: Any) -> None:
-    if x.is_complex():
-        raise ArgumentError(
-            f"op.spectral_conv2d: x is {x.dtype}", why="its transforms are of real images", fix="op.conv2d"
-        )
-    if x.ndim not in (3, 4) or w.ndim != 4:
-        name, value, wanted = ("w", w, "4") if x.ndim in (3, 4) else ("x", x, "3 or 4")
-        raise ArgumentError(
-            f"op.spectral_conv2d: {name} is {format_shape(value)}", fix=f"{name} has {wanted} dimensions"
-        )
-    if not is_integer(groups) or groups < 1 or x.shape[-3] % groups or w.shape[0] % groups:
-        raise ArgumentError(
-            f"op.spectral_conv2d: groups={groups!r}, x has {x.shape[-3]} channels, w makes {w.shape[0]}",
-            fix="groups divides both",
-        )
-    if w.shape[1] != x.shape[-3] // groups:
-        raise ArgumentError(
-            f"op.spectral_conv2d: w is {format_shape(w)}, x {format_shape(x)}, groups={groups}",
-            why=f"each group has {x.shape[-3] // groups} channels of x, w takes {w.shape[1]}",
-            fix="w is (out channels, in channels / groups, kh, kw)",
-        )
-    if bias is not None and tuple(bias.shape) != (w.shape[0],):
-        raise ArgumentError(
-            f"op.spectral_conv2d: bias is {format_shape(bias)}", fix=f"one number for each of {w.shape[0]} outputs"
-        )
 
 
 def _check_reach(x: Any, w: Any, dilation: Any, before: Any, after: Any) -> None:

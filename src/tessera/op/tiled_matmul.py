@@ -208,8 +208,8 @@ def _backward(ctx: Any, g: Any) -> tuple[Any, ...]:
         )
 
     def multiply(x: Any, y: Any, like: Any) -> Any:
-        found = _product(x, y, None, None, ctx.alpha, 0.0, "none", "", *ctx.tile)
-        return found.sum(0, keepdim=True) if like.shape[0] != found.shape[0] else found
+        gradient = _product(x, y, None, None, ctx.alpha, 0.0, "none", "", *ctx.tile)
+        return gradient.sum(0, keepdim=True) if like.shape[0] != gradient.shape[0] else gradient
 
     g = g.to(a.dtype)
     to_a, to_b, to_bias, to_residual = ctx.needs_input_grad[:4]

@@ -47,15 +47,15 @@ ALONG, ACROSS = (32, 512), (128, 128)
 # Of a thread: three programs of `WARPS` share an SM then. Both casts of 4096 took 30.0 us and 17.2 mJ on an H200; with
 # 64, which spill, 38.3 and 21.4 (results/ops_precision.json).
 REGISTERS = 80
-MENDERS = 132  # programs that look whether anything is to be mended: one for each SM of an H200
-_READ = 2048  # notes that a mender reads at a time
+REPAIR_PROGRAMS = 132  # one for each SM of an H200
+_READ = 2048  # notes that one of them reads at a time
 
 
 @triton.jit
 def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """The exponent of a power of two for the least mean magnitude of some runs along memory; zeros do not count.
 
-    The least: a scale that is too large overflows, which is seen and mended.
+    The least: a scale that is too large overflows, which is noticed and repaired.
     """
     long, runs = cols, rows
     step, jump = stride_col, stride_row
@@ -113,7 +113,7 @@ def guessed_cast(
 
 
 @triton.jit
-def _mend(
+def _repair(
     x, y, descale, notes, guess, count, rows, cols, stride_row, stride_col, y_rows, y_cols,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
@@ -145,7 +145,7 @@ def _mend(
 
 
 @triton.jit(do_not_specialize=["count_a", "count"])
-def mend_cast(
+def repair_cast(
     a, ya, descale_a, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
     b, yb, descale_b, rows_b, cols_b, b_row, b_col, yb_rows, yb_cols, notes, guesses, count_a, count,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
@@ -153,12 +153,12 @@ def mend_cast(
     B_ACROSS: tl.constexpr, B_ROWS: tl.constexpr, B_COLS: tl.constexpr, READ: tl.constexpr,
 ):
     """What the guessed scales did not fit, cast again; and the scales."""
-    _mend(
+    _repair(
         a, ya, descale_a, notes, guesses, count_a, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
         TOP, THRESHOLD, LARGEST, EIGHT, A_ACROSS, A_ROWS, A_COLS, READ,
     )
     if count > count_a:
-        _mend(
+        _repair(
             b, yb, descale_b, notes + count_a, guesses + 1, count - count_a, rows_b, cols_b, b_row, b_col, yb_rows,
             yb_cols, TOP, THRESHOLD, LARGEST, EIGHT, B_ACROSS, B_ROWS, B_COLS, READ,
         )
@@ -203,17 +203,17 @@ def cast_by_guess(
             **cut, CHUNK=CHUNK, CHUNKS=CHUNKS, maxnreg=REGISTERS,
         )
         announce(count)
-        menders = min(MENDERS, count)
-        mend_cast[(menders,)](
+        programs = min(REPAIR_PROGRAMS, count)
+        repair_cast[(programs,)](
             first.x, first.y, first.descale, *first.sizes, second.x, second.y, second.descale, *second.sizes,
             notes, guesses, count_a, count, **format_constants("fp8"), **cut, READ=_READ,
         )
-        announce(menders)
+        announce(programs)
     return [(each.y.view(FORMATS["fp8"].dtype), each.descale) for each in operands]
 
 
 def _separate_strides(x: torch.Tensor) -> torch.Tensor:
-    """The same matrix with two strides: along a dimension of one nobody steps."""
+    """The same matrix with two different strides; that of a dimension of size one does not matter."""
     rows, cols = x.shape
     if cols == 1:
         return x.as_strided(x.shape, (1, max(2, rows)))

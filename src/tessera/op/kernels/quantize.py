@@ -126,7 +126,7 @@ def format_constants(name: str) -> dict[str, Any]:
 
 
 def announce(programs: int) -> None:
-    """Tell whoever counts launches."""
+    """Tell the listener of a launch, if there is one."""
     if hints.listener is not None:
         hints.announce_launch(programs, WARPS)
 
@@ -211,7 +211,7 @@ def strip_cast(
 def _place(y_rows, y_cols, DOWN_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """A program's rows and columns, and whether they are the first.
 
-    From the end to the beginning: what the launch before touched last is in the cache yet, however large the matrix.
+    From the end to the beginning: what the launch before touched last is still in the cache, however large the matrix.
     """
     at = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = locate_tile(at, y_rows, y_cols, DOWN_FIRST, ROWS, COLS)

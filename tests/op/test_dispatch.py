@@ -1,9 +1,10 @@
-"""Calls that leave the dispatcher out: who must not be left out, the same gradients, the same launches as Triton's."""
+"""Calls that skip the dispatcher: who must see them, the same gradients; torch's switches for products."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.op import casting, dispatch, lowprec, row_ops
+from tessera.op.dispatch import force_fp32_sums, is_tf32_allowed, set_tf32
 
 
 class Calls(TorchFunctionMode):
@@ -183,3 +185,80 @@ def test_a_gradient_of_a_gradient_is_the_operators_own(as_cuda, monkeypatch):
         for dx in torch.autograd.grad(y.square().sum(), x, create_graph=True)
     ]
     assert torch.allclose(*found, atol=1e-6)
+
+
+# -- torch's switches ----------------------------------------------------------------------------------------------
+
+
+def states():
+    matmul = torch.backends.cuda.matmul
+    return torch.get_float32_matmul_precision(), matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_the_tf32_switch_comes_back(before, tf32):
+    default = states()
+    torch.set_float32_matmul_precision(before)
+    kept = states()
+    try:
+        with pytest.raises(KeyError), set_tf32(tf32):
+            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32 or kept[1] == "none"
+            raise KeyError
+        assert states() == kept
+    finally:
+        torch.set_float32_matmul_precision(default[0])
+        torch.backends.cuda.matmul.fp32_precision = default[1]
+        torch.backends.mkldnn.matmul.fp32_precision = default[2]
+    assert states() == default
+
+
+def test_a_program_that_uses_the_newer_switches_keeps_them():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"  # from here the older switch cannot even be read
+    try:
+        with set_tf32(False):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_what_counts_is_the_switch_that_kernels_read():
+    default = states()
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # said later, and finer
+        assert not is_tf32_allowed()
+        with set_tf32(True):
+            assert is_tf32_allowed()
+        assert not is_tf32_allowed()
+    finally:
+        torch.set_float32_matmul_precision(default[0])
+        torch.backends.cuda.matmul.fp32_precision = default[1]
+        torch.backends.mkldnn.matmul.fp32_precision = default[2]
+
+
+def test_sums_stay_wide_and_the_switch_comes_back():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    with force_fp32_sums("bf16"):
+        assert not matmul.allow_bf16_reduced_precision_reduction
+    assert matmul.allow_bf16_reduced_precision_reduction == before
+
+
+def test_threads_do_not_leave_the_switch_behind():
+    default = states()
+
+    def flip(tf32: bool) -> None:
+        for _ in range(50):
+            with set_tf32(tf32):
+                pass
+
+    threads = [threading.Thread(target=flip, args=(i % 2 == 0,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert states() == default

@@ -10,7 +10,7 @@ INTERPRETED = """
 import math
 import torch
 from tessera.op.kernels import guessed_cast
-guessed_cast.ALONG, guessed_cast.ACROSS, guessed_cast.MENDERS, guessed_cast.CHUNK = (16, 64), (32, 32), 2, 32
+guessed_cast.ALONG, guessed_cast.ACROSS, guessed_cast.REPAIR_PROGRAMS, guessed_cast.CHUNK = (16, 64), (32, 32), 2, 32
 rng = torch.Generator().manual_seed(0)
 
 
@@ -84,7 +84,7 @@ def test_the_casts_hold_what_they_promise():
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("kernel", ["guessed_cast", "mend_cast"])
+@pytest.mark.parametrize("kernel", ["guessed_cast", "repair_cast"])
 @pytest.mark.parametrize("across", [(False, True), (False, False), (True, True)])
 def test_the_casts_compile_for_the_gpu(arch, kernel, across):
     """And read and write 16 bytes at a time."""
