@@ -227,10 +227,10 @@ def _times(figure: Figure | None, factor: float) -> Figure | None:
 def guess(m: MeasuredPoint, device: Device, found: CalibrationResult) -> Guess:
     case = case_of(device, m.case.graph, m.case.launch)
     then, each = calibrated_outcome(case, found.calibration), 1.0 / m.copies
-    kernels = case.found.kernels
+    kernels = case.estimate.kernels
     scaled = [found.calibration.scale_kernel(k, *work) for k, work in zip(kernels, case.work, strict=True)]
     return Guess(
-        before_s=case.found.solved.seconds * each, after_s=then.seconds * each, before_j=case.joules * each,
+        before_s=case.estimate.solved.seconds * each, after_s=then.seconds * each, before_j=case.joules * each,
         after_j=then.joules * each, before_error=_error(kernels), after_error=_error(scaled),
     )  # fmt: skip
 

@@ -272,7 +272,7 @@ def check_prediction(seconds: float) -> SelfCheck:
                 with point.set_tf32():
                     fn, inputs = point.make(bench.where)
                     sample = bench.run(repeat(fn, copies), inputs, launch="graph", seconds=seconds / len(points))
-                errors.append((point.name, 100 * (case.found.solved.seconds / sample.seconds - 1)))
+                errors.append((point.name, 100 * (case.estimate.solved.seconds / sample.seconds - 1)))
     except (ArgumentError, MissingExtra) as exc:
         return skip("prediction", what, exc.what)
     median = statistics.median(abs(error) for _, error in errors)

@@ -299,7 +299,7 @@ def test_measurements_can_be_laid_beside_another_view_of_the_chip(
 def test_the_factor_of_an_uncapped_copy_by_hand() -> None:
     point = next(p for p in kernel_points(lookup("h200")) if p.group == "copy")
     case = case_of(lookup("h200"), capture(*point.make("meta"), replay=True), "graph")
-    (kernel,) = case.found.kernels
+    (kernel,) = case.estimate.kernels
     seconds = 1.5 * kernel.seconds + float(case.gaps_s.sum())
     found = time_ratio(case, Sample(seconds=seconds))
     assert found.value == pytest.approx(1.5 / ALONE), "in a model it would have taken longer still"

@@ -118,7 +118,7 @@ def measure(
         raise MissingExtra("torch", "torch", "calibrating") from exc
     if not seconds >= LEAST_S:
         raise ArgumentError(f"{seconds:g} s are too few to calibrate", fix=f"give at least {LEAST_S:g}, better 60")
-    machine = bench.machine()
+    begin, machine = time.monotonic(), bench.machine()
     device = identify_board(machine.board)
     if not force:
         _check_idle(bench, machine)
@@ -149,19 +149,19 @@ def measure(
         nets=tuple(nets),
         limit=limit[0] if limit else None,
         notes=tuple(session.notes),
-        seconds=session.seconds,
+        seconds=time.monotonic() - begin,
     )
 
 
-def fit_measurements(found: Measurements) -> CalibrationResult:
+def fit_measurements(measured: Measurements) -> CalibrationResult:
     """The calibration that follows from the measurements."""
-    blank = _blank_calibration(found)
-    calibration, notes = fit(blank, found.kernels, found.nets, found.limit)
-    unique = tuple(dict.fromkeys((*found.notes, *notes)))  # the networks are measured several times
+    blank = _blank_calibration(measured)
+    calibration, notes = fit(blank, measured.kernels, measured.nets, measured.limit)
+    unique = tuple(dict.fromkeys((*measured.notes, *notes)))  # the networks are measured several times
     calibration = msgspec.structs.replace(calibration, notes=unique)
-    limit = (found.limit,) if found.limit is not None else ()
-    rows = tuple(_row(m, blank, calibration) for m in (*found.kernels, *limit, *found.nets))
-    return CalibrationResult(calibration=calibration, rows=rows, seconds=found.seconds)
+    limit = (measured.limit,) if measured.limit is not None else ()
+    rows = tuple(_row(m, blank, calibration) for m in (*measured.kernels, *limit, *measured.nets))
+    return CalibrationResult(calibration=calibration, rows=rows, seconds=measured.seconds)
 
 
 def _blank_calibration(of: Measurements) -> Calibration:
@@ -231,7 +231,7 @@ def predict_point(
         fn, inputs = point.make("meta")
         if copies is None and replay:
             once = case_of(device, capture(fn, inputs, replay=True), launch)
-            copies = copies_to_fill(once.found.solved.seconds)
+            copies = copies_to_fill(once.estimate.solved.seconds)
         many = copies or 1
         return case_of(device, capture(repeat(fn, many), inputs, replay=replay, name=point.name), launch), many
 
@@ -242,13 +242,7 @@ class _CalibrationSteps:
     def __init__(self, bench: KernelBench, device: Device, steps: int, progress: Progress | None) -> None:
         self._bench, self._device = bench, device
         self._done, self._steps, self._progress = 0, steps, progress
-        self._begin = time.monotonic()
         self.notes: list[str] = []
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self._begin
 
     def _begin_step(self, name: str) -> None:
         if self._progress is not None:
@@ -256,24 +250,19 @@ class _CalibrationSteps:
         self._done += 1
 
     def measure_idle(self, seconds: float, *, context: bool) -> Watts:
-        """The power of the board at rest."""
         self._begin_step("idle with a CUDA context" if context else "idle")
         return self._bench.idle(seconds, context=context)
 
     def measure_points(self, points: list[CalibrationPoint], launch: Launch, each_s: float) -> list[MeasuredPoint]:
         """The points that could be measured."""
-        measured = []
-        for point in points:
-            self._begin_step(point.name)
-            one = self._measure_point(point, launch, each_s)
-            if one is not None:
-                measured.append(one)
-        return measured
+        measured = (self._measure_point(point, launch, each_s) for point in points)
+        return [point for point in measured if point is not None]
 
     def _measure_point(self, point: CalibrationPoint, launch: Launch, seconds: float) -> MeasuredPoint | None:
         """A point predicted and measured; None, and a note, where this GPU or this torch cannot run it."""
         from .calibration_kernels import repeat
 
+        self._begin_step(point.name)
         case, copies = predict_point(self._device, point, launch)
         try:
             with point.set_tf32():

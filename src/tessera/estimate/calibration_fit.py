@@ -58,7 +58,7 @@ class CalibrationCase:
     device: Device
     launch: Launch
     graph: Graph
-    found: Estimate
+    estimate: Estimate
     gaps_s: Floats
 
     @property
@@ -124,11 +124,11 @@ class CaseOutcome:
 def case_of(device: Device, graph: Graph, launch: Launch) -> CalibrationCase:
     """A captured program as predicted from the catalogue alone, without any calibration."""
     model, host = OpModel(device), HostModel.of_device(device)
-    found = estimate(graph, device, model, launch=launch, host=host)
+    sustained = estimate(graph, device, model, launch=launch, host=host)
     burst = estimate(graph, device, model, launch=launch, host=host, burst=True)
     own_s = np.array([max(k.seconds, k.clock_s) for k in burst.kernels])
     gaps_s = np.maximum(0.0, burst.solved.device_s - own_s)  # what an iteration adds to its kernels at full clock
-    return CalibrationCase(device=device, launch=launch, graph=graph, found=found, gaps_s=gaps_s)
+    return CalibrationCase(device=device, launch=launch, graph=graph, estimate=sustained, gaps_s=gaps_s)
 
 
 def calibrated_outcome(case: CalibrationCase, calibration: Calibration) -> CaseOutcome:
@@ -139,7 +139,7 @@ def calibrated_outcome(case: CalibrationCase, calibration: Calibration) -> CaseO
         solved = _estimate_eager(case, calibration, host).solved
         joules = power.static_w * solved.seconds + _dynamic_j(case, calibration)
         return CaseOutcome(seconds=solved.seconds, joules=joules, clock=solved.clock)
-    kernels = [calibration.scale_kernel(k, *work) for k, work in zip(case.found.kernels, case.work, strict=True)]
+    kernels = [calibration.scale_kernel(k, *work) for k, work in zip(case.estimate.kernels, case.work, strict=True)]
     iteration = Iteration(kernels, list(case.gaps_s), power)
     calibration.scale_energy(iteration, case.work)
     solved = iteration.solve(None)
@@ -178,16 +178,16 @@ def fit(
     notes: list[str] = []
     times = [time_ratio(m.case, m.sample) for m in kernels]
     groups = [(m.point.group, chip(m.case.device).calibrated) for m in kernels]
-    found = msgspec.structs.replace(blank, time_scale=_by_group(groups, times), limit_w=_limit(held))
-    found = msgspec.structs.replace(found, host_scale=_host_scale(nets, found, notes))
+    calibration = msgspec.structs.replace(blank, time_scale=_by_group(groups, times), limit_w=_limit(held))
+    calibration = msgspec.structs.replace(calibration, host_scale=_host_scale(nets, calibration, notes))
     for _ in range(3):  # the static power needs the networks' few dynamic joules, and those the static power
-        found = msgspec.structs.replace(found, static_w=_static(nets, found))
-        joules = [_energy_ratio(m.case, m.sample, found) for m in kernels]
-        found = msgspec.structs.replace(found, energy_scale=_by_group(groups, joules))
+        calibration = msgspec.structs.replace(calibration, static_w=_static(nets, calibration))
+        joules = [_energy_ratio(m.case, m.sample, calibration) for m in kernels]
+        calibration = msgspec.structs.replace(calibration, energy_scale=_by_group(groups, joules))
     notes += _note_low_clock(kernels)
-    if not found.energy_scale:
+    if not calibration.energy_scale:
         notes.append("no joules were measured: energy is predicted without calibration")
-    return found, notes
+    return calibration, notes
 
 
 def _by_group(groups: Sequence[tuple[str, bool]], ratios: Sequence[Ratio | None]) -> dict[str, Scale]:
@@ -256,7 +256,7 @@ def _clock(case: CalibrationCase, sample: Sample) -> float | None:
 
 def time_ratio(case: CalibrationCase, sample: Sample) -> Ratio:
     """The factor on the times of such kernels in a model, and the interval of their prediction."""
-    kernels = case.found.kernels
+    kernels = case.estimate.kernels
     interval = float(np.mean([k.relative_error for k in kernels]))  # of copies of one kernel: that kernel's
     return Ratio(value=_alone_factor(case, sample) / ALONE, interval=interval)
 
@@ -266,20 +266,20 @@ def _alone_factor(case: CalibrationCase, sample: Sample) -> float:
     clock = _clock(case, sample)
     own_s = sample.seconds - float(case.gaps_s.sum())
     if clock is None or own_s <= 0:
-        return sample.seconds / case.found.solved.seconds
-    predicted_s = sum(k.clock_s / clock + max(0.0, k.seconds - k.clock_s) for k in case.found.kernels)
+        return sample.seconds / case.estimate.solved.seconds
+    predicted_s = sum(k.clock_s / clock + max(0.0, k.seconds - k.clock_s) for k in case.estimate.kernels)
     return own_s / predicted_s
 
 
-def _energy_ratio(case: CalibrationCase, sample: Sample, found: Calibration) -> Ratio | None:
+def _energy_ratio(case: CalibrationCase, sample: Sample, calibration: Calibration) -> Ratio | None:
     """The factor on the dynamic joules at the measured time; None where they are too small beside the static ones."""
     if sample.joules is None:
         return None
-    power = found.scale_power(PowerModel.from_device(case.device))
+    power = calibration.scale_power(PowerModel.from_device(case.device))
     factor = _alone_factor(case, sample)
-    kernels = [replace(k, seconds=k.seconds * factor, clock_s=k.clock_s * factor) for k in case.found.kernels]
+    kernels = [replace(k, seconds=k.seconds * factor, clock_s=k.clock_s * factor) for k in case.estimate.kernels]
     iteration = Iteration(kernels, list(case.gaps_s), power)
-    compute, memory = iteration.dynamic_j(_clock(case, sample) or case.found.solved.clock)
+    compute, memory = iteration.dynamic_j(_clock(case, sample) or case.estimate.solved.clock)
     dynamic_j = float(compute.sum() + memory.sum())
     above_j = sample.joules - power.static_w * sample.seconds
     if min(above_j, dynamic_j) <= _DYNAMIC_SHARE * sample.joules:
@@ -316,10 +316,10 @@ def _limit(held: MeasuredPoint | None) -> Watts:
     return Watts(value=watts, how=f"{name}, held by the power limit")
 
 
-def _static(nets: Sequence[MeasuredPoint], found: Calibration) -> Watts:
+def _static(nets: Sequence[MeasuredPoint], calibration: Calibration) -> Watts:
     """The power of the board while its SMs wait: the networks' power, less the little that their kernels draw."""
     measured = [(m, m.sample.joules) for m in nets if m.sample.joules is not None]
-    watts = [(joules - _dynamic_j(m.case, found)) / m.sample.seconds for m, joules in measured]
+    watts = [(joules - _dynamic_j(m.case, calibration)) / m.sample.seconds for m, joules in measured]
     watts = [w for w in watts if w > 0]
     if not watts:
         return Watts(value=None, how="no power was measured while the device waited for the host")
@@ -330,9 +330,9 @@ def _static(nets: Sequence[MeasuredPoint], found: Calibration) -> Watts:
 # -- the host ---------------------------------------------------------------------------------------------------
 
 
-def _host_scale(nets: Sequence[MeasuredPoint], found: Calibration, notes: list[str]) -> Scale | None:
+def _host_scale(nets: Sequence[MeasuredPoint], calibration: Calibration, notes: list[str]) -> Scale | None:
     """The factor of the host; a few measurements may narrow the launch model's interval, but not widen it."""
-    factors = [(m.point.name, host_factor(m.case, m.sample, found)) for m in nets]
+    factors = [(m.point.name, host_factor(m.case, m.sample, calibration)) for m in nets]
     notes += [f"{name} was bound by the device: it does not measure the host" for name, f in factors if f is None]
     ratios = [factor for _, factor in factors if factor is not None]
     if not ratios:
@@ -342,13 +342,13 @@ def _host_scale(nets: Sequence[MeasuredPoint], found: Calibration, notes: list[s
     return msgspec.structs.replace(of_looks, spread=spread)
 
 
-def host_factor(case: CalibrationCase, sample: Sample, found: Calibration) -> float | None:
+def host_factor(case: CalibrationCase, sample: Sample, calibration: Calibration) -> float | None:
     """The factor on all host times that gives the measured iteration; None where the device decides its time."""
     default = HostModel.of_device(case.device)
 
     def seconds(log: float) -> float:
         host = default.scale(math.exp(log), "trial", default.relative_error)
-        return _estimate_eager(case, found, host).solved.seconds
+        return _estimate_eager(case, calibration, host).solved.seconds
 
     low, high = math.log(0.02), math.log(50.0)
     if sample.seconds <= 1.05 * seconds(low) or sample.seconds > seconds(high):

@@ -82,8 +82,8 @@ def _estimate(model: PowerModel, cost: SubgraphCost, given_s: float | None) -> P
     return model.estimate(replace(work, **faster))
 
 
-def _descriptor(costs: CostModel, cost: SubgraphCost, energy: PowerEstimate, given: bool) -> EnergyDescriptor:
-    time_error = 0.0 if given else cost.relative_error
+def _descriptor(costs: CostModel, cost: SubgraphCost, energy: PowerEstimate, time_given: bool) -> EnergyDescriptor:
+    time_error = 0.0 if time_given else cost.relative_error
     total = energy.static_j + energy.compute_j + energy.memory_j
     return EnergyDescriptor(
         subgraph_name=cost.subgraph.name,

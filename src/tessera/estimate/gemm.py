@@ -48,6 +48,7 @@ _RESIDENT = np.clip(128.0 * 128.0 / (_TM * _TN), 1.0, 8.0)  # blocks that an SM 
 _STEP = 32.0  # elements of k that the shortest pipeline stage holds
 _LAYOUTS = ("nt", "nn", "tn")
 _SOURCES = ("torch", "vllm")
+_MODEL = "tile and wave model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +74,27 @@ def gemm_time(
     *,
     out_bytes: float | None = None,
     hbm_bytes: float | None = None,
-    l2_bytes: float | None = None,
     layout: str = "nt",
     source: str = "torch",
 ) -> KernelTime:
     """The time of `batch` products (m x k) by (k x n), uncapped at the boost clock.
 
     `hbm_bytes` is what comes from device memory; by default what a warm loop leaves out of the cache. A cold call
-    passes the operands' bytes. `l2_bytes` is the traffic between cache and SMs, by default what the tiles read.
-    `out_bytes` is the size of an output element. `layout` says how the operands lie, row by row: "nt" for a linear
-    layer (the right one transposed, both contiguous along k), "nn" for a plain product or a gradient of inputs, "tn"
-    for a gradient of weights (the left one transposed). `source` "vllm" adds what its fp8 calls take on the host.
+    passes the operands' bytes. `out_bytes` is the size of an output element. `layout` says how the operands lie, row by
+    row: "nt" for a linear layer (the right one transposed, both contiguous along k), "nn" for a plain product or a
+    gradient of inputs, "tn" for a gradient of weights (the left one transposed). `source` "vllm" adds the host time of
+    its fp8 calls.
     """
     if min(m, n, k, batch) < 1:
         raise ArgumentError(f"a matrix product has dimensions of at least 1, not {m}x{n}x{k}, batch {batch}")
     for value, choices in ((source, _SOURCES), (layout, _LAYOUTS), (precision, ELEMENT_BYTES)):
         if value not in choices:
             raise ArgumentError(f"no matrix products in {value!r}", fix=f"one of {', '.join(choices)}")
-    return _gemm(chip(device), Product(m, n, k, batch, precision, layout, source), out_bytes, hbm_bytes, l2_bytes)
+    return _gemm(chip(device), Product(m, n, k, batch, precision, layout, source), out_bytes, hbm_bytes)
 
 
 @functools.lru_cache(maxsize=65536)
-def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None, l2_bytes: float | None) -> KernelTime:
+def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None) -> KernelTime:
     data = load_fit("h200_gemm.json")
 
     def parts_on(chip: Chip) -> dict[str, Floats]:
@@ -102,13 +102,17 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
 
     parts = parts_on(of)
     t = {name: float(value) for name, value in parts.items()}
-    factor, provenance = 1.0, "tile and wave model, H200 constants carried over by datasheet"
+    flops, factor, provenance = (
+        2.0 * p.m * p.n * p.k * p.batch,
+        1.0,
+        f"{_MODEL}, H200 constants carried over by datasheet",
+    )
     correction = find_correction(of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)))
     if correction is not None:
         factor = float(np.exp(correction.log))
-        provenance = f"tile and wave model with residual, fitted on {correction.chips}"
+        provenance = f"{_MODEL} with residual, fitted on {correction.chips}"
         # No correction makes a kernel faster than the chip.
-        factor = max(factor, of.fastest_s(2.0 * p.m * p.n * p.k * p.batch, t["hbm_bytes"], p.precision) / t["body_s"])
+        factor = max(factor, of.fastest_s(flops, t["hbm_bytes"], p.precision) / t["body_s"])
     body, overhead = t["body_s"] * factor, t["overhead_s"]
     if p.source == "vllm" and p.precision == "fp8_block":
         overhead = max(overhead, float(host_floor_s(data["constants"], p.m)) - body)
@@ -121,10 +125,10 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
         memory_s=t["memory_s"] * factor,
         clock_s=min(seconds, t["clock_s"] * factor),
         busy=t["busy_s"] * factor / seconds,
-        flops=2.0 * p.m * p.n * p.k * p.batch,
+        flops=flops,
         unit=unit,
         hbm_bytes=t["hbm_bytes"],
-        l2_bytes=t["l2_bytes"] if l2_bytes is None else l2_bytes,
+        l2_bytes=t["l2_bytes"],
         relative_error=kernel_error(data["interval"], of, native, seconds, p.source),
         provenance=provenance,
         activity=min(max(factor, 0.85), 1.15),

@@ -89,7 +89,6 @@ class Chip:
     """The plain numbers of a device that kernel times follow from; `assumed` names those the catalogue lacks."""
 
     id: str
-    kind: str
     architecture: str
     nvidia: bool
     calibrated: bool
@@ -184,7 +183,6 @@ def _reduce_to_chip(device: Device) -> Chip:
     tables = {"vector": device.vector, "matrix": device.matrix}
     return Chip(
         id=device.id,
-        kind=device.kind,
         architecture=device.architecture or "",
         nvidia=device.vendor.lower() == "nvidia" and device.kind != "cpu",
         calibrated=_is_fitted_chip(device),
@@ -278,7 +276,7 @@ class Trees:
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class LearnedCorrection:
     """What the trees add to the logarithm of a formula's seconds; `chips` says on which chips it was learned."""
 
     log: Any
@@ -301,13 +299,13 @@ def correction_chip(of: Chip) -> Chip | None:
     return fitted_chip if fitted_chip.calibrated else None
 
 
-def find_correction(of: Chip, trees: Trees, features_on: Callable[[Chip], Floats]) -> Correction | None:
+def find_correction(of: Chip, trees: Trees, features_on: Callable[[Chip], Floats]) -> LearnedCorrection | None:
     """The learned correction of one kernel on a chip, from its features on the chip that the trees know."""
     fitted_chip = correction_chip(of)
     if fitted_chip is None:
         return None
     chips = "the H200" if fitted_chip is of else "the H200, which has the same SMs"
-    return Correction(trees(features_on(fitted_chip))[0], chips)
+    return LearnedCorrection(trees(features_on(fitted_chip))[0], chips)
 
 
 def stack_columns(columns: Sequence[Any], rows: int) -> Floats:

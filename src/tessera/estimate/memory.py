@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, get_args
@@ -144,15 +144,12 @@ def rnn_reserves(graph: Graph) -> list[tuple[int, int, int]]:
             waiting.append(op)
         elif waiting:
             forward = waiting.pop()  # backward meets the layers in the reverse order
-            spans.append((forward.index, op.index + 1, _rnn_reserve(forward)))
+            p = forward.params
+            cells = p["layers"] * p["directions"] * p["steps"] * p["batch"] * p["hidden"]
+            # The gates and the cell of every step, layer and direction (an LSTM's 4 + 1; an H200 kept 5.0).
+            nbytes = int(cells * (p["gates"] + 1) * DTYPE_BYTES.get(forward.inputs[0].dtype, 4))
+            spans.append((forward.index, op.index + 1, nbytes))
     return spans
-
-
-def _rnn_reserve(op: Op) -> int:
-    """The gates and the cell of every step, layer and direction (an LSTM's 4 + 1; what an H200 kept was 5.0)."""
-    p = op.params
-    cells = p["layers"] * p["directions"] * p["steps"] * p["batch"] * p["hidden"]
-    return int(cells * (p["gates"] + 1) * DTYPE_BYTES.get(op.inputs[0].dtype, 4))
 
 
 # Rules read off kernel traces of an H200 (cuDNN 9, torch 2.11, benchmarks/data/h200_dev_traces.jsonl.gz).
@@ -355,7 +352,11 @@ class _Replay:
         before: list[Storage] = []
         born: defaultdict[int, list[Storage]] = defaultdict(list)
         dies: defaultdict[int, list[int]] = defaultdict(list)
-        for s in (*self.storages, *self._rnn_reserves()):
+        reserves = [
+            Storage(_RESERVE - i, nbytes, "workspace", start, end, "cuDNN reserve")
+            for i, (start, end, nbytes) in enumerate(rnn_reserves(self.graph))
+        ]
+        for s in (*self.storages, *reserves):
             if s.birth < 0 or self._exists_before(s):
                 before.append(s)
                 continue
@@ -370,10 +371,6 @@ class _Replay:
             return False
         first = self.graph.ops[s.birth]
         return any(t.storage == s.id for t in first.inputs) and all(t.storage != s.id for t in first.outputs)
-
-    def _rnn_reserves(self) -> Iterator[Storage]:
-        for i, (start, end, nbytes) in enumerate(rnn_reserves(self.graph)):
-            yield Storage(_RESERVE - i, nbytes, "workspace", start, end, "cuDNN reserve")
 
     def _allocate(self, key: int, category: str, nbytes: int) -> None:
         size = self._allocator.allocate(key, nbytes)

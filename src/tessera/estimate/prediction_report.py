@@ -32,7 +32,7 @@ _BEHIND_HOST = 0.3
 def build_report(
     graph: Graph,
     device: Device,
-    found: Estimate,
+    estimate: Estimate,
     *,
     precision: str | None,
     launch: str,
@@ -40,17 +40,19 @@ def build_report(
     again: Callable[..., EnergyReport],
 ) -> EnergyReport:
     """The report of a solved iteration; `again` predicts it with some options changed."""
-    solved, busy = found.solved, _utilization(found, device)
-    descriptors = tuple(_descriptors(found, busy))
+    solved, busy = estimate.solved, _utilization(estimate, device)
+    descriptors = tuple(_descriptors(estimate, busy))
     joules = math.fsum(d.total_energy_j for d in descriptors)
     seconds = solved.seconds
-    latency_error = _latency_error(found, device)
-    error_j = joules * math.hypot(found.power.relative_error, PER_SECOND * latency_error / seconds if seconds else 0.0)
+    latency_error = _latency_error(estimate, device)
+    error_j = joules * math.hypot(
+        estimate.power.relative_error, PER_SECOND * latency_error / seconds if seconds else 0.0
+    )
     energy = Energy(
         joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
     average = float((busy * solved.device_s).sum() / seconds) if seconds else 0.0
-    peak = find_peak(solved, found.power, measured=chip(device).calibrated, burst=burst)
+    peak = find_peak(solved, estimate.power, measured=chip(device).calibrated, burst=burst)
     prediction = Prediction(
         device=device.id,
         precision=precision,
@@ -61,15 +63,15 @@ def build_report(
         device_s=float(solved.device_s.sum()),
         host_s=solved.host_s,
         clock=solved.clock,
-        bound=_find_bound(found, device),
+        bound=_find_bound(estimate, device),
         average_utilization=min(1.0, average),
         wasted_energy_j=_wasted_j(solved, busy),
         flops=float(graph.flops),
-        hbm_bytes=sum(k.hbm_bytes for k in found.kernels),
-        peak_memory_bytes=found.memory.peak_bytes,
-        memory_bytes=dict(found.memory.by_category),
+        hbm_bytes=sum(k.hbm_bytes for k in estimate.kernels),
+        peak_memory_bytes=estimate.memory.peak_bytes,
+        memory_bytes=dict(estimate.memory.by_category),
         memory_capacity_bytes=int(device.memory.capacity_bytes.value) if device.memory.capacity_bytes else None,
-        provenance=_provenance(found, device),
+        provenance=_provenance(estimate, device),
         assumptions=graph.assumptions,
         again=again,
     )
@@ -83,7 +85,7 @@ def build_report(
         work=_work(graph),
         peak_w=peak.power_w if peak else None,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=(*_notes(graph, found, device, launch, burst), *((peak.note,) if peak and peak.note else ())),
+        notes=(*_notes(graph, estimate, device, launch, burst), *((peak.note,) if peak and peak.note else ())),
         descriptors=descriptors,
         prediction=prediction,
     )
@@ -97,19 +99,13 @@ def _wasted_j(solved: SolvedIteration, busy: Floats) -> float:
 
 
 def _work(graph: Graph) -> tuple[Work, ...]:
-    kinds: list[Work] = []
-    if graph.mode != "infer":
-        kinds.append(Work(amount=1.0, unit="step"))
-    if graph.samples:
-        kinds.append(Work(amount=float(graph.samples), unit="sample"))
-    if graph.tokens:
-        kinds.append(Work(amount=float(graph.tokens), unit="token"))
-    return tuple(kinds)
+    amounts = {"step": 1 if graph.mode != "infer" else 0, "sample": graph.samples, "token": graph.tokens}
+    return tuple(Work(amount=float(amount), unit=unit) for unit, amount in amounts.items() if amount)
 
 
-def _descriptors(found: Estimate, busy: Floats) -> Iterator[EnergyDescriptor]:
-    solved = found.solved
-    for i, (op, kernel) in enumerate(zip(found.ops, found.kernels, strict=True)):
+def _descriptors(estimate: Estimate, busy: Floats) -> Iterator[EnergyDescriptor]:
+    solved = estimate.solved
+    for i, (op, kernel) in enumerate(zip(estimate.ops, estimate.kernels, strict=True)):
         static, compute, memory = float(solved.static_j[i]), float(solved.compute_j[i]), float(solved.memory_j[i])
         seconds = float(solved.device_s[i])
         joules = static + compute + memory
@@ -119,7 +115,7 @@ def _descriptors(found: Estimate, busy: Floats) -> Iterator[EnergyDescriptor]:
             memory_energy_j=memory,
             static_energy_j=static,
             latency_s=seconds + float(solved.wait_s[i]),
-            error_j=joules * math.hypot(found.power.relative_error, PER_SECOND * kernel.relative_error),
+            error_j=joules * math.hypot(estimate.power.relative_error, PER_SECOND * kernel.relative_error),
             device_s=seconds,
             latency_error_s=seconds * kernel.relative_error,
             utilization=float(busy[i]),
@@ -130,31 +126,33 @@ def _descriptors(found: Estimate, busy: Floats) -> Iterator[EnergyDescriptor]:
         )
 
 
-def _utilization(found: Estimate, device: Device) -> Floats:
+def _utilization(estimate: Estimate, device: Device) -> Floats:
     """The share of the tighter roof each operator reaches on the device, between 0 and 1."""
     bandwidth = device.memory.bandwidth_bytes_per_s
     rate = bandwidth.value if bandwidth else math.inf
     reached = []
-    for op, kernel, seconds in zip(found.ops, found.kernels, found.solved.device_s, strict=True):
+    for op, kernel, seconds in zip(estimate.ops, estimate.kernels, estimate.solved.device_s, strict=True):
         peak = device.peak(kernel.unit.partition(".")[2]) if op.flops else None
         roof = max(op.flops / peak.value if peak else 0.0, kernel.hbm_bytes / rate)
         reached.append(min(1.0, roof / seconds) if seconds > 0 else 0.0)
     return np.array(reached)
 
 
-def _latency_error(found: Estimate, device: Device) -> float:
+def _latency_error(estimate: Estimate, device: Device) -> float:
     """90% half-width of the iteration: like kernels err alike, unlike ones independently; the host on its own."""
     if is_cpu(device):  # nobody knows which of its errors are correlated: assume that all are
-        own = zip(found.kernels, found.solved.device_s, strict=True)
-        dispatch = found.host.relative_error * found.solved.host_s if found.host is not None else 0.0
+        own = zip(estimate.kernels, estimate.solved.device_s, strict=True)
+        dispatch = estimate.host.relative_error * estimate.solved.host_s if estimate.host is not None else 0.0
         return math.fsum(kernel.relative_error * float(seconds) for kernel, seconds in own) + dispatch
-    waits = float(found.solved.wait_s.sum()) > 0
-    kernels = zip(found.ops, found.kernels, found.solved.device_s, strict=True)
+    waits = float(estimate.solved.wait_s.sum()) > 0
+    kernels = zip(estimate.ops, estimate.kernels, estimate.solved.device_s, strict=True)
     errors = [(op.kind, kernel.relative_error * float(seconds)) for op, kernel, seconds in kernels]
-    if found.host is None:
+    if estimate.host is None:
         return device_error_s(errors, waits=False)
-    host = found.host.relative_error * found.solved.host_s
-    slack = max(0.0, found.solved.host_s * (1 + found.host.relative_error) - float(found.solved.device_s.sum()))
+    host = estimate.host.relative_error * estimate.solved.host_s
+    slack = max(
+        0.0, estimate.solved.host_s * (1 + estimate.host.relative_error) - float(estimate.solved.device_s.sum())
+    )
     return math.hypot(device_error_s(errors, waits), host if waits else min(host, slack))
 
 
@@ -166,9 +164,9 @@ def device_error_s(kernels: Iterable[tuple[str, float]], waits: bool) -> float:
     return math.hypot(*by_kind.values()) * (_BEHIND_HOST if waits else 1.0)
 
 
-def _find_bound(found: Estimate, device: Device) -> str:
+def _find_bound(estimate: Estimate, device: Device) -> str:
     """What limits the time: the host where the device waits for it, else where most of the time goes."""
-    solved = found.solved
+    solved = estimate.solved
     if solved.host_s > float(solved.device_s.sum()):
         return "dispatch" if is_cpu(device) else "host"
     if solved.wait_s.sum() > 0.25 * solved.seconds and not is_cpu(device):
@@ -176,29 +174,29 @@ def _find_bound(found: Estimate, device: Device) -> str:
     if solved.clock < 0.98:
         return "power"
     sums = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
-    for kernel, seconds in zip(found.kernels, solved.device_s, strict=True):
+    for kernel, seconds in zip(estimate.kernels, solved.device_s, strict=True):
         parts = {"compute": kernel.compute_s, "memory": kernel.memory_s, "overhead": kernel.overhead_s}
         sums[max(parts, key=lambda name: parts[name])] += float(seconds)
     return max(sums, key=lambda name: sums[name])
 
 
-def _provenance(found: Estimate, device: Device) -> Mapping[str, str]:
+def _provenance(estimate: Estimate, device: Device) -> Mapping[str, str]:
     kinds: dict[str, float] = {}
-    for kernel, seconds in zip(found.kernels, found.solved.device_s, strict=True):
+    for kernel, seconds in zip(estimate.kernels, estimate.solved.device_s, strict=True):
         kinds[kernel.provenance] = kinds.get(kernel.provenance, 0.0) + float(seconds)
     assumed = [name for name, figure in device.figures() if figure.assumed]
-    out = {"device": ", ".join(device.origin) or device.id, "power": found.power.provenance}
+    out = {"device": ", ".join(device.origin) or device.id, "power": estimate.power.provenance}
     out["latency"] = max(kinds, key=lambda name: kinds[name], default="")
-    if found.host is not None:
-        out["dispatch" if is_cpu(device) else "host"] = found.host.provenance
+    if estimate.host is not None:
+        out["dispatch" if is_cpu(device) else "host"] = estimate.host.provenance
     if assumed:
         out["assumed"] = ", ".join(assumed)
     return out
 
 
-def _note_unmodelled(found: Estimate) -> list[str]:
+def _note_unmodelled(estimate: Estimate) -> list[str]:
     """A note that names the operators of which only the bytes are known."""
-    names = list(dict.fromkeys(op.name.removeprefix("aten.") for op in found.ops if is_unmodelled(op)))
+    names = list(dict.fromkeys(op.name.removeprefix("aten.") for op in estimate.ops if is_unmodelled(op)))
     if not names:
         return []
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -206,14 +204,14 @@ def _note_unmodelled(found: Estimate) -> list[str]:
     return [f"not modelled, counted by the bytes moved, which is the least they can take: {listed}"]
 
 
-def _notes(graph: Graph, found: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
+def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
     notes = [CPU_NOTE, *([NO_GRAPHS_NOTE] if launch == "graph" else [])] if is_cpu(device) else []
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
-    notes += _note_unmodelled(found)
-    if found.solved.clock < 0.98 and not burst:
-        notes.append(f"the power limit holds the clock at {100 * found.solved.clock:.0f}% of boost")
-    if not found.kernels:
+    notes += _note_unmodelled(estimate)
+    if estimate.solved.clock < 0.98 and not burst:
+        notes.append(f"the power limit holds the clock at {100 * estimate.solved.clock:.0f}% of boost")
+    if not estimate.kernels:
         notes.append("nothing runs on the device: no operator of the program launches a kernel")
-    if found.kernels and not any(k.hbm_bytes for k in found.kernels):
+    if estimate.kernels and not any(k.hbm_bytes for k in estimate.kernels):
         notes.append("its data stay in the last-level cache between iterations: no bytes cross device memory")
     return tuple(notes)

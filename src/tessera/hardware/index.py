@@ -46,11 +46,11 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
     import difflib
 
     wanted = name.strip().lower().partition("@")[0]
-    known = [n for d in devices.values() for n in (d.id, *d.aliases)]
+    names = [n for d in devices.values() for n in (d.id, *d.aliases)]
     near = difflib.get_close_matches(wanted, devices, n=_NEAREST, cutoff=0.4)
     nearest = f"nearest: {', '.join(near)}; " if near else ""
     return ArgumentError(
-        f"no device {name!r} in the catalogue{did_you_mean(wanted, known)}",
+        f"no device {name!r} in the catalogue{did_you_mean(wanted, names)}",
         # The folder on a line of its own, below the first one's text: its path may be long.
         fix=f"{nearest}`tessera hardware list` shows them all;\n"
         f"       or describe it in a file of your own in {user_folder()}",

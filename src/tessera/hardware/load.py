@@ -98,11 +98,11 @@ def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
     return device
 
 
-def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], file: str, where: str) -> None:
+def _check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], file: str, where: str) -> None:
     for key in table:
-        if key not in known:
+        if key not in allowed:
             path = f"{where}.{key}" if where else key
-            raise bad(file, path, f"no such key{did_you_mean(key, known)}", fix=f"known: {', '.join(known)}")
+            raise bad(file, path, f"no such key{did_you_mean(key, allowed)}", fix=f"known: {', '.join(allowed)}")
 
 
 def _table(raw: Table, key: str, file: str, where: str | None = None) -> Table:
@@ -154,12 +154,14 @@ def _figure(table: Table, key: str, file: str, where: str) -> Figure | None:
         raise bad(file, where, exc.what) from None
 
 
-def _figures(table: Table, key: str, file: str, where: str, known: tuple[str, ...] | None = None) -> dict[str, Figure]:
+def _figures(
+    table: Table, key: str, file: str, where: str, allowed: tuple[str, ...] | None = None
+) -> dict[str, Figure]:
     entries = _table(table, key, file, where)
-    if known is not None:
-        _check_keys(entries, known, file, where)
-    found = {name: _figure(entries, name, file, f"{where}.{name}") for name in entries}
-    return {name: figure for name, figure in found.items() if figure is not None}
+    if allowed is not None:
+        _check_keys(entries, allowed, file, where)
+    figures = {name: _figure(entries, name, file, f"{where}.{name}") for name in entries}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _part(kind: type[_Part], raw: Table, key: str, file: str) -> _Part:
