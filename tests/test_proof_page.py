@@ -57,6 +57,21 @@ def test_every_command_of_the_page_is_there(pages: dict[str, ModuleType]) -> Non
             assert g.reached == "" or g.where, g
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").rglob("*.json")), ids=lambda p: p.stem)
+def test_every_result_carries_its_machine_date_and_commit(path: Path) -> None:
+    stamp = json.loads(path.read_text())["stamp"]
+    assert all(stamp[key] for key in ("machine", "date", "commit"))
+
+
+def test_a_result_is_stamped_when_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    result_file = importlib.import_module("result_file")
+    content = {"rows": [{"way": "torch", "ms": 1.5}] * 90, "empty": [], 3: "µs"}
+    result_file.write_result(tmp_path / "x.json", content)
+    assert result_file.read_result(tmp_path / "x.json") == {"rows": content["rows"], "empty": [], "3": "µs"}
+    assert set(json.loads((tmp_path / "x.json").read_text())["stamp"]) == {"machine", "date", "commit"}
+
+
 def write(folder: Path, name: str, content: Any) -> None:
     stamp = {"machine": "NVIDIA H200", "date": "2026-11-20", "commit": "abcdef0"}
     (folder / f"{name}.json").write_text(json.dumps({**content, "stamp": stamp}))

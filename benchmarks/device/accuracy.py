@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:.carry/site python benchmarks/device/accuracy.py RESULTS.json [--zeus .carry/zeus]
 
-Prints one table per goal of issue 2. Truth is the energy counter at its ticks (`loads.CounterTruth`, written apart
+Prints one table per goal. The true value is the energy counter at its ticks (`loads.CounterTruth`, written apart
 from the package); where windows are shorter than the ticks, the mean power of a load that is not throttled.
 No clock, limit or mode is changed.
 """
