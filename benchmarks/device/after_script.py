@@ -57,10 +57,9 @@ class Clock:
 
 def child(plan: str, out: Path) -> None:
     """`python -m tessera.profile.launch`, with clocks; writes them when all is done but the end of the process."""
-    from tessera.profile.recording import Session
-
     from tessera.profile import launch
     from tessera.profile.kineto_collector import KinetoCollector
+    from tessera.profile.recorder import Session
     from tessera.profile.runfile import RunWriter
     from tessera.timeline import kineto
 
@@ -93,21 +92,20 @@ def answered(path: Path) -> tuple[dict[str, dict[str, float]], int]:
     clock = Clock()
     with clock.part("imports"):
         import msgspec
-        from tessera.profile.recorded import timeline_of
-        from tessera.profile.untraced import table_of
 
         from tessera.analyze.answer import answer
         from tessera.attribute import ledger, solve  # noqa: F401
         from tessera.profile.runfile import RunFile
     with RunFile(path) as run:
+        recording = run.recording()
         with clock.part("read back"):
-            timeline = timeline_of(run)
+            timeline = recording.timeline
         with clock.part("link"):
             _ = timeline.linked
         with clock.part("attribute"):
-            table = table_of(run, timeline)
+            table = recording.energy()
         with clock.part("answer"):
-            found = answer(run, table, timeline)
+            found = answer(recording)
         with clock.part("json"):
             msgspec.json.encode(table.to_json() | {"run": found.whole.to_json()})
         return clock.parts, run.rows

@@ -183,11 +183,8 @@ def _units(data: bytes, _: Path) -> None:
 
 def _runfile(data: bytes, folder: Path) -> None:
     """All that `tessera report` and `tessera export` read."""
-    from tessera.profile.recorded import timeline_of
-    from tessera.profile.untraced import table_of
-
     from tessera.analyze.answer import answer
-    from tessera.profile.export import Chrome, Summary
+    from tessera.profile.export import Chrome, SummaryCsv
     from tessera.profile.runfile import RunFile
     from tessera.report.run_html import page
 
@@ -197,12 +194,11 @@ def _runfile(data: bytes, folder: Path) -> None:
         for look in (lambda: run.notes, lambda: run.facts, run.timeline, run.power, run.telemetry, run.stacks):
             with contextlib.suppress(TesseraError):
                 look()
-        timeline = timeline_of(run)
-        list(timeline.records())
-        table = table_of(run, timeline)
-        page(run, table, None, timeline=timeline, found=answer(run, table, timeline))
-        for exporter in (Chrome(folder / "trace.json"), Summary(folder / "summary.csv")):
-            exporter.write(run, table)
+        recording = run.recording()
+        list(recording.records())
+        page(recording, found=answer(recording))
+        for exporter in (Chrome(folder / "trace.json"), SummaryCsv(folder / "summary.csv")):
+            exporter.write(recording)
 
 
 def _power_log(data: bytes, folder: Path) -> None:

@@ -24,10 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tessera.analyze.source import Source
-
 from tessera import analyze
 from tessera.errors import TesseraError
+from tessera.recording import Facts, Recording
 from tessera.timeline import kineto
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -192,10 +191,10 @@ def run(number: int) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # an overflow in numpy is a wrong number
-            source = Source("fuzz", timeline := kineto.read(case(number)), notes=list(timeline.notes))
+            recording = Recording(timeline := kineto.read(case(number)), facts=Facts(name="fuzz"))
             for kind in ANALYSES:
                 options = {"by": "step"} if kind == "breakdown" and number % 2 else {}
-                result = getattr(analyze, kind)(source, **options)
+                result = getattr(analyze, kind)(recording, **options)
                 result.to_json()
                 if number % 8 == 0:
                     str(result)

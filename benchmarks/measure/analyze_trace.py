@@ -32,8 +32,8 @@ ROUNDS = 3
 _OURS = """
 import json, sys
 from tessera import analyze
-from tessera.analyze.source import open_source
-source = open_source(sys.argv[1])
+from tessera.profile.load import open_recording
+source = open_recording(sys.argv[1])
 kernels, parts, beside = analyze.kernels(source), analyze.breakdown(source), analyze.overlap(source)
 found = {"compute_ns": sum(r["ns"] for r in parts.rows if r["part"].startswith("compute")),
          "idle_ns": sum(r["ns"] for r in parts.rows if r["part"].startswith("idle")),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera.profile.export import Chrome, Summary
+from tessera.profile.export import Chrome, SummaryCsv
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Launch, Timeline
@@ -69,9 +69,9 @@ def measure(part: str, folder: Path, kernels: int) -> dict[str, float]:
             if part == "read":
                 assert len(made.timeline()) == kernels
             elif part == "csv":
-                Summary(folder / "summary.csv").write(made, None)
+                SummaryCsv(folder / "summary.csv").write(made.recording())
             else:
-                Chrome(folder / ("trace.json.gz" if part == "chrome_gz" else "trace.json")).write(made, None)
+                Chrome(folder / ("trace.json.gz" if part == "chrome_gz" else "trace.json")).write(made.recording())
     result = {"seconds": time.perf_counter() - start, "peak_mib": peak_mib(), "rise_mib": peak_mib() - before_mib}
     made_file = {"write": "million.tessera", "csv": "summary.csv", "chrome": "trace.json", "chrome_gz": "trace.json.gz"}
     if part in made_file:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tessera.profile.untraced import table_of
 
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.report.run_html import page
@@ -114,10 +113,10 @@ def main() -> None:
         record(path, given.kernels)
         with RunFile(path) as run:
             began = time.perf_counter()
-            timeline = run.timeline()
-            table = table_of(run, timeline)
+            recording = run.recording()
+            recording.energy()
             attributed = time.perf_counter()
-            text = page(run, table, timeline=timeline)
+            text = page(recording)
             rendered = time.perf_counter()
         html.write_text(text, encoding="utf-8")
         found = {
