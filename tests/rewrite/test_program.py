@@ -219,7 +219,7 @@ def test_gradients_through_a_result_of_ones_own_are_compared() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     made = program(lambda x: Own(model(x)), model, mode="train")
     reference = made.make_reference((x,), {})
-    assert {"gradient of weight", "gradient of bias"} < set(reference.seen)
+    assert {"gradient of weight", "gradient of bias"} < set(reference.observed)
     cut = made.observe(lambda x: Own(F.linear(x, model.weight, model.bias.detach())), (x,), {})
     assert reference.compare(cut).where == "gradient of bias"
     spun = made.observe(lambda x: Own(1j * model(x)), (x,), {})
@@ -341,8 +341,8 @@ def test_models_and_optimizers_among_the_inputs_are_not_walked_through() -> None
     reference = made.make_reference(args, {})
     assert torch.equal(model.weight, before)
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch, args[3]) == (0.1, 0, {})
-    assert {"argument[3][key 0]", "argument[2].last_epoch"} < set(reference.seen)
-    assert not [name for name in reference.seen if name.startswith("argument[1]")]
+    assert {"argument[3][key 0]", "argument[2].last_epoch"} < set(reference.observed)
+    assert not [name for name in reference.observed if name.startswith("argument[1]")]
     assert reference.compare(made.observe(step, args, {})).ok
 
 
@@ -351,7 +351,7 @@ def test_gradients_of_inputs_are_compared_and_taken_away_again() -> None:
     made = program(lambda x: x.square(), mode="train")
     reference = made.make_reference((x,), {})
     assert x.grad is None
-    assert "gradient of argument[0]" in reference.seen
+    assert "gradient of argument[0]" in reference.observed
     straight = made.observe(lambda x: x.square().detach() + (x - x.detach()), (x,), {})
     assert reference.compare(straight).where == "all gradients"
     x.grad = kept = torch.ones(3)
@@ -372,7 +372,7 @@ def test_a_buffer_that_inference_writes_is_compared() -> None:
     made = program(model, model)
     x = torch.randn(8, 4)
     reference = made.make_reference((x,), {})
-    assert {"running_mean", "num_batches_tracked"} < set(reference.seen)
+    assert {"running_mean", "num_batches_tracked"} < set(reference.observed)
     forgets = made.observe(lambda x: F.batch_norm(x, None, None, training=True), (x,), {})
     assert "is there on one side only" in reference.compare(forgets).why
     assert "running_mean" not in program(model.eval(), model).observe(model, (x,), {})
@@ -548,9 +548,9 @@ def test_a_pass_that_breaks_the_program_is_left_out(uncompiled: None, monkeypatc
 
 def test_a_reference_says_what_it_does_not_know() -> None:
     seen = {"result.a": torch.ones(1), "result.b": Unreadable("is a Lock")}
-    assert Reference(seen=seen).notes == ["the result.b is a Lock: not compared"]
-    assert Reference(seen=seen).compare(seen).checked
-    assert not Reference(seen={"result.b": seen["result.b"]}).compare({"result.b": seen["result.b"]}).checked
+    assert Reference(observed=seen).notes == ["the result.b is a Lock: not compared"]
+    assert Reference(observed=seen).compare(seen).checked
+    assert not Reference(observed={"result.b": seen["result.b"]}).compare({"result.b": seen["result.b"]}).checked
 
 
 def test_objects_that_know_each_other_are_opened_once() -> None:

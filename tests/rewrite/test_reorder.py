@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import nn
 
 from tessera.errors import ArgumentError
 from tessera.graph.capture import capture
 from tessera.rewrite import reorder
-from tessera.rewrite.fx_graph import find_effect
 from tessera.rewrite.reorder import ScheduledTask, TaskBuffer
 
-from models import Block, Branches
+from models import Block
 
 
 @st.composite
@@ -152,89 +149,3 @@ def test_random_numbers_are_drawn_in_turn():
     graph = capture(program, torch.randn(64, 64))
     first, second = (op.index for op in graph.ops if op.kind == "random")
     assert first in reorder.find_dependencies(graph)[second]
-
-
-# -- fx graphs ------------------------------------------------------------------------------------------------------
-
-
-class Towers(nn.Module):
-    """A tower of products and a tower of additions that only meet at the end."""
-
-    def __init__(self, width: int = 2048, depth: int = 6) -> None:
-        super().__init__()
-        self.products = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.products:
-            x = layer(x)
-        for i in range(24):
-            y = y + float(i)
-        return x.sum() + y.sum()
-
-
-def test_an_fx_graph_of_two_towers_draws_less_at_its_peak():
-    with torch.device("meta"):
-        big = fx.symbolic_trace(Towers().to(torch.bfloat16))
-    wide = (torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(1 << 25, device="meta"))
-    found = reorder.reorder_nodes(big, wide, window_s=0.0003, memory_bytes=1e12)
-    assert found.moved and found.peak_w_after < 0.98 * found.peak_w_before
-    torch.manual_seed(0)
-    small = fx.symbolic_trace(Towers(width=8))
-    small.graph = _same_order(big, small)
-    small.recompile()
-    x, y = torch.randn(4, 8), torch.randn(16)
-    plain = fx.symbolic_trace(Towers(width=8))
-    plain.load_state_dict(small.state_dict())
-    assert torch.equal(small(x, y), plain(x, y))
-
-
-def _same_order(big: fx.GraphModule, small: fx.GraphModule) -> fx.Graph:
-    """The small graph's nodes in the big one's order."""
-    nodes = {n.name: n for n in small.graph.nodes}
-    order = [nodes[n.name] for n in big.graph.nodes]
-    for a, b in itertools.pairwise(order):
-        a.append(b)
-    small.graph.lint()
-    return small.graph
-
-
-def test_an_fx_graph_keeps_its_results():
-    torch.manual_seed(0)
-    module = fx.symbolic_trace(Branches(16))
-    x = torch.randn(4, 16)
-    expected = module(x)
-    found = reorder.reorder_nodes(module, (x,), window_s=1e-6, memory_bytes=1e12)
-    assert torch.equal(module(x), expected)
-    assert found.free > 0
-
-
-class Effects(nn.Module):
-    """In-place writes and random numbers between plain operators."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a = x * 2.0
-        b = x + 1.0
-        a.add_(b)
-        c = nn.functional.dropout(a, 0.5, True)
-        d = x - 3.0
-        return nn.functional.dropout(d, 0.5, True) + c * a
-
-
-def test_nothing_passes_a_write_or_a_random_number():
-    module = fx.symbolic_trace(Effects())
-    nodes = list(module.graph.nodes)
-    needs = reorder.find_node_dependencies(module)
-    marked = [i for i, n in enumerate(nodes) if find_effect(n, module)]
-    assert [find_effect(nodes[i], module) for i in marked] == ["writes", "random", "random"]
-    before: list[set[int]] = []
-    for i in range(len(nodes)):
-        before.append(set().union(needs[i], *(before[j] for j in needs[i])))
-    for mark in marked:
-        assert set(range(mark)) <= before[mark]
-        assert all(mark in before[i] for i in range(mark + 1, len(nodes)))
-    x = torch.randn(8, 8)
-    torch.manual_seed(1)
-    expected = module(x)
-    reorder.reorder_nodes(module, (x,), window_s=1e-7, memory_bytes=1e12)
-    torch.manual_seed(1)
-    assert torch.equal(module(x), expected)

@@ -124,4 +124,4 @@ def test_two_models_with_the_same_names_are_told_apart() -> None:
     program = Program(call=step, modules=models, optimizers=(), mode="step")
     seen = program.observe(step, (), {})
     assert {"gradient of 0.weight", "gradient of 1.weight"} < set(seen)
-    assert Reference(seen=seen).compare(program.observe(step, (2.0,), {})).where == "all gradients"
+    assert Reference(observed=seen).compare(program.observe(step, (2.0,), {})).where == "all gradients"

@@ -271,8 +271,8 @@ def test_parameters_that_only_an_optimizer_has_are_kept_and_their_gradients_comp
     program = of(step, x)
     reference = program.make_reference((x,), {})
     assert torch.equal(w, before) and w.grad is None and not optimizer.state
-    assert {"gradient of Adam's parameter 0", "size of the update"} < set(reference.seen)
-    assert not [name for name in reference.seen if name.startswith("outside")]  # but as a parameter
+    assert {"gradient of Adam's parameter 0", "size of the update"} < set(reference.observed)
+    assert not [name for name in reference.observed if name.startswith("outside")]  # but as a parameter
     assert reference.compare(program.observe(step, (x,), {"scale": 2.0})).where == "all gradients"
 
 

@@ -73,7 +73,7 @@ class Reference:
     decides.
     """
 
-    seen: Mapping[str, Any]
+    observed: Mapping[str, Any]
     tolerance: float | None = None
     spread: Mapping[str, float] = field(default_factory=dict)
     random: bool = False
@@ -84,26 +84,26 @@ class Reference:
     @property
     def notes(self) -> list[str]:
         """What cannot be compared, in words."""
-        return [f"the {name} {v.why}: not compared" for name, v in self.seen.items() if isinstance(v, Unreadable)]
+        return [f"the {name} {v.why}: not compared" for name, v in self.observed.items() if isinstance(v, Unreadable)]
 
-    def compare(self, seen: Mapping[str, Any]) -> Comparison:
+    def compare(self, observed: Mapping[str, Any]) -> Comparison:
         """Compare another observation of the same program."""
-        every = list(self.compare_each(seen))
+        every = list(self.compare_each(observed))
         if not every:
             return Comparison(ok=True, relative=0.0, worst=0.0, allowed=0.0, why="nothing to compare", checked=False)
         worst = max(every, key=lambda c: (not c.ok, _excess(c)))
         result = max((c.relative for c in every if c.where.startswith(RESULT)), default=0.0)
         return replace(worst, result=result)
 
-    def compare_each(self, seen: Mapping[str, Any]) -> Iterator[Comparison]:
+    def compare_each(self, observed: Mapping[str, Any]) -> Iterator[Comparison]:
         """Compare value by value, and all gradients and all updates as one vector each."""
-        if unmatched := self._find_unmatched(seen):
+        if unmatched := self._find_unmatched(observed):
             written = unmatched[0].startswith((ARGUMENT, OUTSIDE))
             how = "changed by one of the two only" if written else "there on one side only"
             yield _fail(unmatched[0], 0.0, f"{unmatched[0]} is {how}")
             return
         gradients, updates = (
-            [(v, seen[k]) for k, v in self.seen.items() if k.startswith(kind)] for kind in (GRADIENT, UPDATE)
+            [(v, observed[k]) for k, v in self.observed.items() if k.startswith(kind)] for kind in (GRADIENT, UPDATE)
         )
         if gradients:
             allowed = self._tolerance_of("all gradients", *(v for v, _ in gradients))
@@ -112,22 +112,24 @@ class Reference:
             distance = _length_difference(updates) if self.random else _distance(updates)
             yield _compare_vector("all updates", distance, UPDATE_TOLERANCE)
         largest = max((_norm([v]) for v, _ in gradients), default=0.0)
-        for name, old in self.seen.items():
+        for name, old in self.observed.items():
             if name.startswith(GRADIENT):
-                allowed = GRADIENT_FACTOR * self._tolerance_of(name, old, seen[name])
-                yield _compare_tensors(name, old, seen[name], allowed, floor=_SMALL * largest)
+                allowed = GRADIENT_FACTOR * self._tolerance_of(name, old, observed[name])
+                yield _compare_tensors(name, old, observed[name], allowed, floor=_SMALL * largest)
             elif not name.startswith(UPDATE):
-                yield from self._compare_value(name, old, seen.get(name))
+                yield from self._compare_value(name, old, observed.get(name))
 
     def without_variations(self, other: Mapping[str, Any]) -> Reference:
         """Return the same without the values that differ in another run of the original."""
-        return replace(self, seen=drop_variations(self.seen, other))
+        return replace(self, observed=drop_variations(self.observed, other))
 
-    def _find_unmatched(self, seen: Mapping[str, Any]) -> list[str]:
+    def _find_unmatched(self, observed: Mapping[str, Any]) -> list[str]:
         """Return what is on one side only, but for variables outside whose names differ at every run."""
-        varying = {_variable_of(n) for n, v in self.seen.items() if n.startswith(OUTSIDE) and isinstance(v, Unreadable)}
-        missing = (n for n in self.seen.keys() - seen.keys() if not isinstance(self.seen[n], Unreadable))
-        return sorted((*missing, *(n for n in seen.keys() - self.seen.keys() if _variable_of(n) not in varying)))
+        unreadable = {name for name, value in self.observed.items() if isinstance(value, Unreadable)}
+        varying = {_variable_of(name) for name in unreadable if name.startswith(OUTSIDE)}
+        missing = self.observed.keys() - observed.keys() - unreadable
+        extra = (name for name in observed.keys() - self.observed.keys() if _variable_of(name) not in varying)
+        return sorted((*missing, *extra))
 
     def _compare_value(self, name: str, old: Any, new: Any) -> Iterator[Comparison]:
         """Compare two values; None and strings are reported only where they differ."""
@@ -155,7 +157,7 @@ class Reference:
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float | None = None) -> Comparison:
     """Compare two observations of a program that draws no random numbers."""
-    return Reference(seen=before, tolerance=tolerance).compare(after)
+    return Reference(observed=before, tolerance=tolerance).compare(after)
 
 
 def drop_variations(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

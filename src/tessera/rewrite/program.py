@@ -87,7 +87,7 @@ class Program:
         formats |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
         rounding = max((TOLERANCE.get(dtype, 0.0) for dtype in formats), default=0.0)
         plain = Reference(
-            seen=first,
+            observed=first,
             tolerance=tolerance,
             retyped=retyped,
             float_tolerance=max(TOLERANCE[torch.float32], rounding),
@@ -106,15 +106,15 @@ class Program:
         with self.restoring(seed) as state, self.save_inputs(args, kwargs, state) as inputs:
             for generator in inputs.generators:
                 generator.manual_seed(seed)
-            seen: dict[str, Any] = {}
-            with self._note_gradients(seen, inputs):
+            observed: dict[str, Any] = {}
+            with self._note_gradients(observed, inputs):
                 result = self.run(call, args, kwargs)
-            seen |= {k: _copy(v) for k, v in find_leaves(result, RESULT).items()}
-            seen |= inputs.find_changes()
-            seen |= self._measure_update(state)
+            observed |= {k: _copy(v) for k, v in find_leaves(result, RESULT).items()}
+            observed |= inputs.find_changes()
+            observed |= self._measure_update(state)
             buffers = [(n, b) for n, b in self._list_named("buffers") if self.mode != "infer" or state.has_changed(b)]
-            seen |= {name: buffer.detach().clone() for name, buffer in buffers}
-        return seen
+            observed |= {name: buffer.detach().clone() for name, buffer in buffers}
+        return observed
 
     def save_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State) -> Inputs:
         """Save arguments and variables outside for one run."""
@@ -134,7 +134,7 @@ class Program:
         return list(named.values())
 
     def _measure_update(self, state: State) -> dict[str, torch.Tensor]:
-        """Return how far parameters moved in all, or each one's update where gradients are not seen.
+        """Return how far parameters moved in all, or each one's update where gradients are not observed.
 
         The parameters themselves are not compared: Adam makes a full step of a gradient that is only rounding, in
         one direction or the other.
@@ -148,13 +148,13 @@ class Program:
         return {"size of the update": torch.stack(lengths).norm().to(parameters[0][1].dtype.to_real())}
 
     @contextlib.contextmanager
-    def _note_gradients(self, seen: dict[str, Any], inputs: Inputs) -> Iterator[None]:
+    def _note_gradients(self, observed: dict[str, Any], inputs: Inputs) -> Iterator[None]:
         """Note every gradient as soon as it exists: a step may clear it before it ends. Those of inputs count, too."""
 
         @torch.compiler.disable  # a compiled step would take its hooks in, too
         def note(name: str, parameter: torch.Tensor) -> None:
             if parameter.grad is not None:  # compiled code also calls this for a weight behind detach()
-                seen[GRADIENT + name] = parameter.grad.detach().clone()
+                observed[GRADIENT + name] = parameter.grad.detach().clone()
 
         watched = {}
         if self.mode in ("train", "step"):

@@ -1,4 +1,4 @@
-"""Find an order of the same work with a lower peak of power: memory-bound operators between compute-bound ones.
+"""Tell whether another order of the same work has a lower peak of power: cool operators between hot ones.
 
 An order keeps every dependency (a value before its use, a write after the reads of what it overwrites, random numbers
 in turn, nothing across a wait of the host) and stays within the memory. Most programs leave little freedom: a chain has
@@ -10,18 +10,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from ..device import Device
 from ..errors import ArgumentError
 from ..estimate.iteration import WINDOW_S, highest_mean_w
-from ..graph.ir import Graph, Op
+from ..graph.ir import Graph
 from ..graph.rewrites import Rewrite
-
-if TYPE_CHECKING:
-    from torch import fx
 
 # How far ahead of the program's own order an operator may be taken, in operators, and the power that is aimed at, from
 # the mean (0) to the peak of the program's own order (1). All are tried; the best one that fits is kept.
@@ -91,52 +87,16 @@ def plan(
     graph: Graph, *, on: str | Device = "h200", window_s: float = WINDOW_S, memory_bytes: float | None = None
 ) -> ReorderPlan:
     """Find an order of a captured program's operators (indices into `graph.ops`), by predicted joules and seconds."""
-    spent = dict[int, tuple[float, float]]()
-    for op, joules, seconds in _predict_kernels(graph, on):
-        spent[op.index] = joules, seconds
-    needs = find_dependencies(graph)
-    tasks = [ScheduledTask(*spent.get(op.index, (0.0, 0.0)), frozenset(needs[op.index])) for op in graph.ops]
-    return find_order(tasks, _list_buffers(graph), window_s=window_s, memory_bytes=memory_bytes)
-
-
-def reorder_nodes(
-    module: fx.GraphModule,
-    inputs: Any = None,
-    *,
-    on: str | Device = "h200",
-    window_s: float = WINDOW_S,
-    memory_bytes: float | None = None,
-) -> ReorderPlan:
-    """Put the nodes of an fx graph into the order with the lowest peak of power, in place, and return the plan.
-
-    A node that writes into something, draws random numbers, waits for the device or cannot be judged stays where it
-    is, and nothing passes it.
-    """
-    from ..graph.fx_capture import capture_fx
-
-    graph, _ = capture_fx(module, inputs)
-    joules: defaultdict[str | None, float] = defaultdict(float)
-    seconds: defaultdict[str | None, float] = defaultdict(float)
-    for op, energy_j, time_s in _predict_kernels(graph, on):
-        joules[op.node] += energy_j
-        seconds[op.node] += time_s
-    nodes, needs = list(module.graph.nodes), find_node_dependencies(module)
-    tasks = [ScheduledTask(joules[n.name], seconds[n.name], frozenset(needs[i])) for i, n in enumerate(nodes)]
-    found = find_order(tasks, _list_node_buffers(graph, nodes), window_s=window_s, memory_bytes=memory_bytes)
-    if found.moved:
-        for before, node in itertools.pairwise(nodes[i] for i in found.order):
-            before.append(node)
-        module.graph.lint()
-        module.recompile()
-    return found
-
-
-def _predict_kernels(graph: Graph, on: str | Device) -> Iterator[tuple[Op, float, float]]:
     from ..estimate.predict import predict
 
     report = predict(graph, on=on, check_memory=False)
-    for op, d in zip(graph.kernels, report.descriptors, strict=True):
-        yield op, d.compute_energy_j + d.memory_energy_j + d.static_energy_j, d.latency_s
+    spent = {
+        op.index: (d.compute_energy_j + d.memory_energy_j + d.static_energy_j, d.latency_s)
+        for op, d in zip(graph.kernels, report.descriptors, strict=True)
+    }
+    needs = find_dependencies(graph)
+    tasks = [ScheduledTask(*spent.get(op.index, (0.0, 0.0)), frozenset(needs[op.index])) for op in graph.ops]
+    return find_order(tasks, _list_buffers(graph), window_s=window_s, memory_bytes=memory_bytes)
 
 
 # -- what must come before what -------------------------------------------------------------------------------------
@@ -175,24 +135,6 @@ def find_dependencies(graph: Graph) -> list[set[int]]:
     return needs
 
 
-def find_node_dependencies(module: fx.GraphModule) -> list[set[int]]:
-    """Return the nodes each one must follow: those it uses, and the last one with an effect."""
-    from .fx_graph import find_effect
-
-    nodes = list(module.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    needs: list[set[int]] = [{place[n] for n in node.all_input_nodes} for node in nodes]
-    last, since = None, list[int]()
-    for i, node in enumerate(nodes):
-        needs[i].update(() if last is None else (last,))
-        if node.op in ("output", "placeholder") or find_effect(node, module) is not None:
-            needs[i].update(since)
-            last, since = i, []
-        else:
-            since.append(i)
-    return needs
-
-
 def _list_buffers(graph: Graph) -> list[TaskBuffer]:
     """Return what the iteration allocates. A value Python held waits for the operator after which it was let go."""
     users: defaultdict[int, set[int]] = defaultdict(set)
@@ -206,18 +148,6 @@ def _list_buffers(graph: Graph) -> list[TaskBuffer]:
         held = users[s.id] | ({s.death - 1} if s.death else set())
         buffers.append(TaskBuffer(s.nbytes, frozenset(i for i in held if i < len(graph.ops)), s.death is None))
     return buffers
-
-
-def _list_node_buffers(graph: Graph, nodes: list[fx.Node]) -> list[TaskBuffer]:
-    """Return storages by the nodes that touch them; what the result holds stays to the end."""
-    place = {node.name: i for i, node in enumerate(nodes)}
-    users: defaultdict[int, set[int]] = defaultdict(set)
-    for op in graph.ops:
-        if op.node in place:
-            for t in (*op.inputs, *op.outputs):
-                users[t.storage].add(place[op.node])
-    storages = (s for s in graph.storages.values() if s.birth >= 0 and users.get(s.id))
-    return [TaskBuffer(s.nbytes, frozenset(users[s.id]), s.death is None) for s in storages]
 
 
 # -- the search -----------------------------------------------------------------------------------------------------

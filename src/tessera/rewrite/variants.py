@@ -266,20 +266,20 @@ class VariantSearch:
             build_variant(self.program, variant, observe=self.observe)
             assert variant.call is not None
             for _ in range(_CALLS_TO_REPLAY if variant.is_replayed else 1):
-                seen = self.program.observe(variant.call, self.args, self.kwargs)
+                observed = self.program.observe(variant.call, self.args, self.kwargs)
             if not self.random:
-                self._compare(variant, seen)
+                self._compare(variant, observed)
         except _list_compile_errors() as e:
             variant.call, variant.why = None, f"it did not compile: {first_line(e)}"
         variant.compile_s = time.monotonic() - begin
 
-    def _compare(self, variant: Variant, seen: Mapping[str, Any]) -> None:
+    def _compare(self, variant: Variant, observed: Mapping[str, Any]) -> None:
         assert self.reference is not None  # made by `run_original`
-        comparison = self.reference.compare(seen)
+        comparison = self.reference.compare(observed)
         if not comparison.ok and comparison.where.startswith(OUTSIDE):  # a clock may have decided that: run both again
             again = self.program.observe(self.program.call, self.args, self.kwargs)
             self.reference = self.reference.without_variations(again)
-            comparison = self.reference.compare(seen)
+            comparison = self.reference.compare(observed)
         variant.comparison = comparison if comparison.checked else None
         if not comparison.ok:
             blameless = variant.compilation is not None and not variant.compilation.replacements
