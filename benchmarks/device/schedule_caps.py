@@ -227,10 +227,13 @@ def measured(run: Run) -> Iterator[dict[str, float]]:
     found["mean_w"] = (counter.mean_w() if counter else None) or found["ring_mean_w"]
     found |= counter.windows() if counter else {}
     found["series"] = {  # type: ignore[assignment]
-        "ring_ms_w": [[round((t - begin) * 1e-6, 1), round(float(w), 1)] for t, w in zip(times, column.watts, strict=True)
-                      if begin <= t <= end and w == w],
+        "ring_ms_w": [
+            [round((t - begin) * 1e-6, 1), round(float(w), 1)]
+            for t, w in zip(times, column.watts, strict=True)
+            if begin <= t <= end and w == w
+        ],
         "counter_ms_j": [[round(t * 1e3 - begin * 1e-6, 1), j] for t, j in (counter.ticks if counter else [])],
-    }  # fmt: skip
+    }
 
 
 def timed(run: Run, step: Step, seconds: float) -> tuple[int, float]:
@@ -374,9 +377,11 @@ def waits_of(before: PaceCounts, after: PaceCounts) -> dict[str, float]:
     if not waits or past_s <= 0:
         return {"waits_per_s": 0.0}
     return {
-        "waits_per_s": waits / past_s, "points_per_s": (after.points - before.points) / past_s,
-        "slice_ms": worked_s / waits * 1e3, "period_ms": past_s / waits * 1e3,
-    }  # fmt: skip
+        "waits_per_s": waits / past_s,
+        "points_per_s": (after.points - before.points) / past_s,
+        "slice_ms": worked_s / waits * 1e3,
+        "period_ms": past_s / waits * 1e3,
+    }
 
 
 def best_fixed(curve: list[dict[str, float]], free: dict[str, float] | None, power_w: float) -> float | None:
@@ -413,8 +418,12 @@ def capped_row(run: Run, step: Step, cap_w: float, seconds: float, curve: Any, f
 
 def against(found: dict[str, Any], cap_w: float) -> dict[str, float]:
     """What was drawn, against the cap."""
-    off = {"mean_off_pct": "mean_w", "ring_mean_off_pct": "ring_mean_w", "worst_window_off_pct": "worst_window_w",
-           "counter_window_off_pct": "counter_worst_window_w"}  # fmt: skip
+    off = {
+        "mean_off_pct": "mean_w",
+        "ring_mean_off_pct": "ring_mean_w",
+        "worst_window_off_pct": "worst_window_w",
+        "counter_window_off_pct": "counter_worst_window_w",
+    }
     return {name: 100 * (found[key] / cap_w - 1) for name, key in off.items() if key in found}
 
 
@@ -444,9 +453,10 @@ def caps(
     curve = duty_curve(run, name, step, duties, duty_s) if known is None else known
     for cap_w in watts:
         run.row(
-            f"{name} capped at {cap_w:g} W", run.s(seconds) + 1.5,
+            f"{name} capped at {cap_w:g} W",
+            run.s(seconds) + 1.5,
             lambda cap_w=cap_w: capped_row(run, step, cap_w, seconds, curve, free),
-        )  # fmt: skip
+        )
 
 
 # -- points, graphs, overhead ------------------------------------------------------------------------------------
@@ -658,11 +668,16 @@ def node_row(run: Run) -> dict[str, Any]:
         (t - killed for t, _ in second if t > killed and rate(second, t, t + 0.5) >= 0.9 * steady), float("nan")
     )
     return {
-        **found, "cap_w": cap_w, "start_s": both - begun, "units_per_s_each": [round(s, 1) for s in shares],
-        "fairness": min(shares) / max(shares) if max(shares) else 0.0, "alone_units_per_s": steady,
-        "took_over_after_s": took, **against(found, cap_w),
+        **found,
+        "cap_w": cap_w,
+        "start_s": both - begun,
+        "units_per_s_each": [round(s, 1) for s in shares],
+        "fairness": min(shares) / max(shares) if max(shares) else 0.0,
+        "alone_units_per_s": steady,
+        "took_over_after_s": took,
+        **against(found, cap_w),
         **{f"after_kill_{k}": v for k, v in (against(after, cap_w) | first_second(after, cap_w)).items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -683,9 +698,11 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.budget_s + 60.0, exit=True)  # what hangs must not take the others' time
     run = Run(Path(args.out), args.budget_s, args.quick)
     run.rows["machine"] = {
-        "gpu": torch.cuda.get_device_name() if run.cuda else "cpu", "torch": torch.__version__,
-        "date": str(date.today()), "quick": args.quick,
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name() if run.cuda else "cpu",
+        "torch": torch.__version__,
+        "date": str(date.today()),
+        "quick": args.quick,
+    }
     if args.curve is not None:
         run.earlier = json.loads(args.curve.read_text())
     only = args.only.split(",")
@@ -721,10 +738,17 @@ def summary(run: Run) -> None:
     print(f"\n{'':50s} " + " ".join(f"{h:>18s}" if "best" in h else f"{h:>11s}" for h in heads))
     for name, row in run.rows.items():
         if isinstance(row, dict) and "mean_off_pct" in row:
-            cells = [(row.get(k), text) for k, text in (
-                ("mean_off_pct", "+11.1f"), ("worst_window_off_pct", "+11.1f"), ("counter_window_off_pct", "+11.1f"),
-                ("of_best_fixed_duty_pct", "18.1f"), ("waits_per_s", "11.0f"), ("slice_ms", "11.2f"),
-            )]  # fmt: skip
+            cells = [
+                (row.get(k), text)
+                for k, text in (
+                    ("mean_off_pct", "+11.1f"),
+                    ("worst_window_off_pct", "+11.1f"),
+                    ("counter_window_off_pct", "+11.1f"),
+                    ("of_best_fixed_duty_pct", "18.1f"),
+                    ("waits_per_s", "11.0f"),
+                    ("slice_ms", "11.2f"),
+                )
+            ]
             print(
                 f"{name:50s} "
                 + " ".join(f"{'-':>{t.strip('+').split('.')[0]}s}" if v is None else f"{v:{t}}" for v, t in cells)
@@ -740,9 +764,10 @@ def ripple_rows(run: Run, step: Step, cap_w: float) -> None:
     """Longer slices, as they were before 2026-11-15: fewer waits, and windows of the ring's beside those drawn."""
     chosen, controller.RIPPLE = controller.RIPPLE, 0.01
     run.row(
-        f"gemm capped at {cap_w:g} W, RIPPLE 0.01", run.s(6.0) + 1.5,
+        f"gemm capped at {cap_w:g} W, RIPPLE 0.01",
+        run.s(6.0) + 1.5,
         lambda: capped_row(run, step, cap_w, 6.0, [], None),
-    )  # fmt: skip
+    )
     controller.RIPPLE = chosen
 
 

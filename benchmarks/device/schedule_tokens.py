@@ -123,9 +123,11 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.budget_s + 60.0, exit=True)  # what hangs must not take the others' time
     run = Run(Path(args.out), args.budget_s, args.quick)
     run.rows["machine"] = {
-        "gpu": torch.cuda.get_device_name() if run.cuda else "cpu", "torch": torch.__version__,
-        "date": str(date.today()), "quick": args.quick,
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name() if run.cuda else "cpu",
+        "torch": torch.__version__,
+        "date": str(date.today()),
+        "quick": args.quick,
+    }
     run.row("points", 3.0, lambda: point_cost(run))
     heavy = run.built("products", lambda: products(run))
     if heavy is not None:

@@ -271,12 +271,21 @@ def tidy() -> None:
 
 # What the search is likely to compile. Only the time that it takes depends on this list.
 WARMED: dict[str, list[Setting]] = {
-    "gpt2": [{"compile": "default"}, {"compile": "reduce-overhead"}, {"compile": "default", "masks": "folded"},
-             {"compile": "default", "masks": "folded", "padding": True}],
-    "bert": [{"compile": "default"}, {"compile": "reduce-overhead"}, {"compile": "default", "masks": "folded"},
-             {"compile": "default", "freeze": True}, {"compile": "default", "freeze": True, "masks": "folded"}],
+    "gpt2": [
+        {"compile": "default"},
+        {"compile": "reduce-overhead"},
+        {"compile": "default", "masks": "folded"},
+        {"compile": "default", "masks": "folded", "padding": True},
+    ],
+    "bert": [
+        {"compile": "default"},
+        {"compile": "reduce-overhead"},
+        {"compile": "default", "masks": "folded"},
+        {"compile": "default", "freeze": True},
+        {"compile": "default", "freeze": True, "masks": "folded"},
+    ],
     "resnet": [{"compile": "default"}, {"compile": "reduce-overhead"}, {"compile": "default", "freeze": True}],
-}  # fmt: skip
+}
 
 
 def called(name: str, quick: bool, setting: Setting) -> None:
@@ -366,8 +375,10 @@ def main() -> None:
         if "error" in m:
             print(f"{m['model']:8} {m['error']}")
             continue
-        print(f"{m['model']:8} chosen {m['chosen']}  {m.get('saved_pct', float('nan')):.1f}% fewer J than eager, {m.get('speedup', float('nan')):.2f}x as fast, "
-              f"{m.get('below_best_mode_pct', float('nan')):.1f}% below the best compile mode")  # fmt: skip
+        print(
+            f"{m['model']:8} chosen {m['chosen']}  {m.get('saved_pct', float('nan')):.1f}% fewer J than eager, {m.get('speedup', float('nan')):.2f}x as fast, "
+            f"{m.get('below_best_mode_pct', float('nan')):.1f}% below the best compile mode"
+        )
     print("regret", figures.get("regret"))
 
 

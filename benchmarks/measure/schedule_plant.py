@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/measure/schedule_plant.py [RESULTS.json]
 
 The real controller, zone and series on the plant's own clock; sixteen seconds each, from the second second on. Rows of
-tokens are a bucket of what our own kernels launch (runtime/tokens.py), beside the same fixed duty cycle. "Launched" rows
+tokens are a bucket of what our own kernels launch (runtime/power_zone.py), beside the same fixed duty cycle. "Launched" rows
 have the real cadence, which puts points among what a host launches ahead, and the constants of the loads as they were
 measured on 2026-11-15, and are the worst of several distances of the moments that the sensor looks at, which are not
 known. "Two processes" take turns on one GPU, of lengths that are not known either. The last rows are fixed duties, whose
@@ -38,7 +38,7 @@ from fakes.plant import (
     phases,
     training,
     worst_window_w,
-)  # fmt: skip
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -108,9 +108,11 @@ def launched(step: Callable[[Host], list[Op]], cap_w: float) -> dict[str, float]
     plant = found[0].plant
     over = sum((b.ring.peak_w or 0.0) > 1.05 * cap_w for b in found) / len(found)
     return {
-        **worst(found), "ring_over_5_pct_share": over, "waits_per_s": plant.waits / SECONDS,
+        **worst(found),
+        "ring_over_5_pct_share": over,
+        "waits_per_s": plant.waits / SECONDS,
         "points_per_s": plant.points / SECONDS,
-    }  # fmt: skip
+    }
 
 
 def pausing(pause_s: float) -> Callable[[Host], list[Op]]:
@@ -160,10 +162,13 @@ def beating(duty: float, slice_s: float) -> dict[str, float]:
 
 def show(rows: dict[str, dict[str, float]]) -> None:
     heads = {
-        "mean_off_pct": "mean", "worst_window_off_pct": "window", "ring_window_off_pct": "by ring",
+        "mean_off_pct": "mean",
+        "worst_window_off_pct": "window",
+        "ring_window_off_pct": "by ring",
         "counter_window_off_pct": "by counter",
-        "fixed_duty_worst_window_off_pct": "fixed duty's", "of_fixed_duty_throughput_pct": "throughput of fixed",
-    }  # fmt: skip
+        "fixed_duty_worst_window_off_pct": "fixed duty's",
+        "of_fixed_duty_throughput_pct": "throughput of fixed",
+    }
     print(f"{'':52s} " + " ".join(f"{head:>{max(len(head), 8)}s}" for head in heads.values()))
     for name, r in rows.items():
         cells = [f"{r[k]:{'.0f' if 'throughput' in k else '+.1f'}}%" if k in r else "" for k in heads]

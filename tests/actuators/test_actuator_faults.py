@@ -21,9 +21,12 @@ SCRIPT = REPOSITORY / "benchmarks" / "measure" / "actuator_faults.py"
 def test_every_gpu_is_as_it_was():
     # A process of its own: it forks, and this one may have threads (torch's) that do not survive that.
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "60", "--seed", "5000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, str(SCRIPT), "60", "--seed", "5000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         said, _ = process.communicate(timeout=300)
     finally:

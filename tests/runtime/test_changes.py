@@ -467,11 +467,14 @@ def test_inference_of_a_transformer() -> None:
     space = find_knobs(on_cuda(Attention().eval()), traits=CallTraits(infers=True, attentions=("flash", "efficient")))
     order = tried(space, {"compile=default": 0.2, "compile=reduce-overhead": 0.3, "graph": 0.15, "freeze": 0.05})
     assert order[:7] == [
-        "as it is", "compile=default", "compile=reduce-overhead",
+        "as it is",
+        "compile=default",
+        "compile=reduce-overhead",
         "compile=default+graph",  # which the graph stands in for; no compiling
-        "compile=default+graph+freeze", "compile=default+graph+freeze+attention=flash",
+        "compile=default+graph+freeze",
+        "compile=default+graph+freeze+attention=flash",
         "compile=default+graph+freeze+attention=efficient",
-    ]  # fmt: skip
+    ]
     assert len(order) == len(set(order)) <= count_settings(space)
     assert not any("reduce-overhead" in o and "graph" in o for o in order)
     assert all("compile" in o for o in order if "freeze" in o)
@@ -493,8 +496,15 @@ def test_training_has_neither_frozen_nor_fused_layers() -> None:
     known = on_cuda(model, optimizers=(torch.optim.AdamW(model.parameters()),))
     names = [k.name for k in find_knobs(known, traits=CallTraits(infers=False, attentions=("flash",)), tolerance=0.1)]
     assert names == [
-        "compile", "layout", "graph", "padding", "optimizer", "attention", "cudnn_benchmark", "precision",
-    ]  # fmt: skip
+        "compile",
+        "layout",
+        "graph",
+        "padding",
+        "optimizer",
+        "attention",
+        "cudnn_benchmark",
+        "precision",
+    ]
     order = tried(
         find_knobs(known, traits=CallTraits(attentions=("flash",))), {"compile": 0.3, "graph": 0.1, "padding": 0.1}
     )

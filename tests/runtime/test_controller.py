@@ -41,7 +41,7 @@ from fakes.plant import (
     phases,
     training,
     worst_window_w,
-)  # fmt: skip
+)
 
 
 def bench(ops, cap_w, *, seconds=4.0, every=8, seed=0, window_s=0.2, **plant):

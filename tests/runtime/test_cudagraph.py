@@ -330,9 +330,21 @@ def test_a_plan_goes_on_without_a_graph_that_cannot_be(cuda: FakeCuda, caplog: p
 
     fn = TunedFunction(reads, ScheduleOptions(policy="energy"))
     fn._adopt(
-        Plan(function="reads", policy="energy", setting={"graph": True}, why={}, trials=[], ops=[], device="cpu",
-             key={}, notes=[], spent_s=0.0, made=""), find_parts(step),
-    )  # fmt: skip
+        Plan(
+            function="reads",
+            policy="energy",
+            setting={"graph": True},
+            why={},
+            trials=[],
+            ops=[],
+            device="cpu",
+            key={},
+            notes=[],
+            spent_s=0.0,
+            made="",
+        ),
+        find_parts(step),
+    )
     assert torch.is_tensor(fn()) and torch.is_tensor(fn())
     assert fn.plan().setting == {}
     assert "not while capturing" in fn.plan().notes[0] and "not while capturing" in caplog.text

@@ -418,8 +418,19 @@ def until(condition, seconds: float = 5.0) -> None:
 def test_the_scripts_for_the_shared_gpu_cannot_change_it():
     """They run as root there: whatever could set a limit, a clock or a mode must not be in them."""
     folder = REPOSITORY / "benchmarks" / "device"
-    able = ("nvmlDeviceSet", "nvmlDeviceReset", "actuators", "allow_control", "cap_policy", "dvfs=", "hold_limits",
-            "nvidia-smi -", 'CONTROL"] = "1"', "-lgc", "heal(")  # fmt: skip
+    able = (
+        "nvmlDeviceSet",
+        "nvmlDeviceReset",
+        "actuators",
+        "allow_control",
+        "cap_policy",
+        "dvfs=",
+        "hold_limits",
+        "nvidia-smi -",
+        'CONTROL"] = "1"',
+        "-lgc",
+        "heal(",
+    )
     scripts = sorted(folder.glob("*.py"))
     assert len(scripts) > 10
     found = {(s.name, word) for s in scripts for word in able if word in s.read_text()}

@@ -235,9 +235,18 @@ def test_clocks_on_auto_are_those_of_the_plan():
         OpPlan(op="matmul", calls=2, share_pct=90.0, clock="high", why=""),
     ]
     plan = Plan(
-        function="f", policy="energy", setting={}, why={}, trials=[], ops=ops, device="cpu", key={}, notes=[],
-        spent_s=0.0, made="",
-    )  # fmt: skip
+        function="f",
+        policy="energy",
+        setting={},
+        why={},
+        trials=[],
+        ops=ops,
+        device="cpu",
+        key={},
+        notes=[],
+        spent_s=0.0,
+        made="",
+    )
     asked = schedule(policy="energy", dvfs="shape:sm_at_900MHz@decode; auto")(lambda: None).schedule
     assert asked._clock_rules() == "shape:sm_at_900MHz@decode; auto"  # before the first call there is no plan
     asked._tuned._plan = plan
@@ -532,7 +541,7 @@ def test_a_cap_below_what_others_draw_is_said_at_once_and_work_goes_on(device, c
 def test_a_window_shorter_than_the_sensor_is_said(device):
     report = stepped(device, 0.6, power_cap="400W", cap_window_ms=5).report()
     assert (report.window_s, report.window_from) == (0.02, "sensor")
-    assert "the sensor tells no shorter one" in str(report)
+    assert "the shortest the sensor resolves" in str(report)
 
 
 def test_as_a_context_nested_the_tightest_holds(device):
@@ -772,9 +781,12 @@ def test_a_bound_point_is_launched_as_triton_launches_it():
     """The same arguments in the same places, without looking for the kernel again."""
     pytest.importorskip("triton")
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BOUND)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", textwrap.dedent(BOUND)],
+        capture_output=True,
+        text=True,
+        check=False,
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     import json
 

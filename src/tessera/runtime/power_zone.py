@@ -204,15 +204,7 @@ class PowerZone:
 
     def duty_between(self, start_ns: int, end_ns: int) -> float:
         """The mean commanded duty in a span."""
-        total, until = 0.0, end_ns
-        for time_ns, duty in reversed(self._duties):
-            begin = max(time_ns, start_ns)
-            if begin < until:
-                total += duty * (until - begin)
-                until = begin
-            if time_ns <= start_ns:
-                break
-        return total / (end_ns - start_ns) if until <= start_ns else self._duties[0][1]
+        return _mean_between(self._duties, start_ns, end_ns)
 
     def _set(self, command: PaceCommand, now_ns: int) -> PaceCommand:
         if self.tally is not None:
@@ -258,20 +250,21 @@ class TokenTally:
     def __init__(self) -> None:
         self.token_s = 0.0  # device seconds of a token at the fastest pace; 0 before any was seen
         self._seen: PaceCounts | None = None
-        self._rates: deque[tuple[int, float]] = deque(maxlen=256)  # (until, tokens a second)
+        self._seen_ns = 0
+        self._rates: deque[tuple[int, float]] = deque(maxlen=256)  # (since, tokens a second)
         self._recent = (0, 0.0, 0.0)  # tokens, seconds of work, seconds
 
     def add_counts(self, counts: PaceCounts, now_ns: int) -> float:
         """Take the counts; returns by how much the fastest pace changed (1.0: not at all)."""
         was = self._seen
         if was is None or counts.ended_s < was.ended_s:
-            self._seen = counts
+            self._seen, self._seen_ns = counts, now_ns
             return 1.0
         new, span_s = counts - was, counts.ended_s - was.ended_s
         if new.tokens <= 0 or span_s <= 0:
             return 1.0
-        self._seen = counts
-        self._rates.append((now_ns, new.tokens / span_s))
+        self._rates.append((self._seen_ns, new.tokens / span_s))
+        self._seen, self._seen_ns = counts, now_ns
         tokens, worked_s, past_s = self._recent
         self._recent = (tokens + new.tokens, worked_s + new.worked_s, past_s + span_s)
         return self._update_pace()
@@ -293,14 +286,17 @@ class TokenTally:
         """The mean rate in a span, as a share of the fastest pace; None where nothing was counted yet."""
         if not self._rates or self.token_s == 0.0:
             return None
-        total, until, rate = 0.0, end_ns, self._rates[-1][1]
-        for time_ns, earlier in reversed(self._rates):
-            if time_ns < until:
-                begin = max(time_ns, start_ns)
-                total += rate * (until - begin)
-                until = begin
-            rate = earlier
-            if until <= start_ns:
-                break
-        total += rate * (until - start_ns)
-        return total / (end_ns - start_ns) * self.token_s
+        return _mean_between(self._rates, start_ns, end_ns) * self.token_s
+
+
+def _mean_between(steps: Sequence[tuple[int, float]], start_ns: int, end_ns: int) -> float:
+    """The mean over a span of a value that changes in steps (since when, value); the first holds before it, too."""
+    total, until = 0.0, end_ns
+    for since_ns, value in reversed(steps):
+        begin = max(since_ns, start_ns)
+        if begin < until:
+            total += value * (until - begin)
+            until = begin
+        if since_ns <= start_ns:
+            break
+    return (total + steps[0][1] * (until - start_ns)) / (end_ns - start_ns)

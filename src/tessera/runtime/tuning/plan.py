@@ -171,11 +171,8 @@ def plan_key(
 
 def load_plan(key: Mapping[str, str]) -> Plan | None:
     """The plan kept for exactly this key, if there is one that can be read."""
-    path = _plan_path(key)
-    if not path.exists():
-        return None
     try:
-        plan = Plan.load(path)
+        plan = Plan.load(_plan_path(key))
     except RecordingError:
         return None
     return plan if plan.key == dict(key) else None
