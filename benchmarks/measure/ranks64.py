@@ -30,11 +30,11 @@ CLOCK_NS = 50_000_000
 
 _CHILD = """
 import json, resource, sys, time
-from pathlib import Path
 from tessera import analyze
-from tessera.analyze.folder import kinds_for, read_folder
+from tessera.profile.ranks.merge import merge
+from tessera.record import ON_DEVICE
 start = time.perf_counter()
-source = read_folder(Path(sys.argv[1]), kinds=kinds_for("collectives"), workers=int(sys.argv[3]))
+source = merge(sys.argv[1], kinds=ON_DEVICE, workers=int(sys.argv[3]), collectives=False)
 read_s = time.perf_counter() - start
 found = analyze.collectives(source)
 parts = analyze.overlap(source)
