@@ -26,7 +26,7 @@ from ..errors import RewriteError
 from ..graph.rewrites import Rewrite, announce_rewrites
 from .compare import compare
 from .folded_conv import ConvNormPair, FoldedConvolution, needs_gradients
-from .fx_graph import find_effect, is_plain, trace_forward
+from .fx_graph import is_plain, may_write, trace_forward
 
 _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # in eval mode they are the same
 _RELU = frozenset({F.relu, F.relu_, torch.relu, torch.relu_})
@@ -112,7 +112,7 @@ class FusedModel:
             raise RewriteError(
                 f"{type(self._module).__name__} with fused convolutions gives another result: {comparison.why}",
                 why="its forward asks something that the trace answered otherwise, such as isinstance(x, Tensor)",
-                fix="leave it as it is, or give the submodule that holds the convolutions",
+                fix="leave it as it is, or pass the submodule that holds the convolutions",
             )
 
     def undo(self) -> None:
@@ -291,7 +291,7 @@ def find_chains(module: fx.GraphModule) -> list[FusableChain]:
         chain = _find_longest_chain(node, module, read, taken)
         if chain.add is not None and chain.relu is not None:
             between = nodes[place[chain.conv] + 1 : place[chain.relu]]
-            if any(find_effect(n, module) is not None for n in between if n not in chain.nodes):
+            if any(may_write(n, module) for n in between if n not in chain.nodes):
                 chain = FusableChain(chain.conv, chain.bn)
         if len(chain.nodes) > 1:
             chains.append(chain)

@@ -1,4 +1,4 @@
-"""Trace a module's forward into an fx graph without changing the module, and tell which nodes have side effects.
+"""Trace a module's forward into an fx graph without changing the module, and tell which nodes may write.
 
 Submodules with hooks or a replaced forward stay calls: what they do is not the class's forward. Arguments with a
 default are taken at their default, so that `if mask is not None` is decided as in the plain call.
@@ -12,7 +12,7 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -28,19 +28,12 @@ _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in (*_IN_PLACE, "ilshift", "irshift", "setitem", "delitem")
 )
-_RANDOM = re.compile(
-    "dropout|rand|bernoulli|multinomial|normal|poisson|exponential|uniform|rrelu|gumbel|fractional_max_pool"
-    "|multi_head_attention"
-)
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})  # dropout between their layers
-# Functions and methods that wait for the device or leave torch: their place in the program matters.
-_HOST = frozenset({"item", "tolist", "numpy", "cpu", "cuda", "backward", "register_hook", "_assert", "is_nonzero"})
-# Modules of functions that only return a value, but for those named above.
+# Where functions take `inplace` by position: F.relu(x, True), F.dropout(x, 0.5, False, True).
+_INPLACE_PLACES = {"relu": 1, "relu6": 1, "silu": 1, "mish": 1, "elu": 2, "leaky_relu": 2, "hardtanh": 3, "dropout": 3}
+# Modules whose functions write into nothing, but for those with `inplace`, `out` or a name that ends in "_".
 _PURE_MODULES = re.compile(
     r"torch|torch\.functional|torch\.nn\.functional|torch\._C\._(nn|fft|linalg|special)|_operator|operator|math|builtins"
 )
-
-EffectKind = Literal["writes", "random", "host", "unknown"]
 
 
 def trace_forward(module: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:
@@ -56,7 +49,7 @@ def trace_forward(module: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:
             raise RewriteError(
                 f"the forward of {name} cannot be traced: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
                 why="it decides by values, shapes or types that are not known before it runs",
-                fix="give the submodule that holds the convolutions, such as model.backbone",
+                fix="pass the submodule that holds the convolutions, such as model.backbone",
             ) from e
 
 
@@ -98,9 +91,9 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        given = list(inspect.signature(inspect.unwrap(root_fn)).parameters.values())[1:]
+        parameters = list(inspect.signature(inspect.unwrap(root_fn)).parameters.values())[1:]
         open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = [p for p in given if p.default is p.empty and p.kind not in open_ended]
+        needed = [p for p in parameters if p.default is p.empty and p.kind not in open_ended]
         if any(p.kind is p.KEYWORD_ONLY for p in needed):
             raise TypeError("an argument is keyword-only and has no default")
         self.needed = tuple(p.name for p in needed)
@@ -149,7 +142,7 @@ def _restore_attributes(module: nn.Module) -> Iterator[None]:
         raise RewriteError(
             f"the forward of {type(module).__name__} writes {wrote}",
             why="a traced forward would not write it again",
-            fix="give a submodule whose forward only returns its result",
+            fix="pass a submodule whose forward only returns its result",
         )
 
 
@@ -165,73 +158,20 @@ def _is_unchanged(container: Any, copy: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-# -- side effects of nodes: where it cannot be told, a node has one --------------------------------------------------
-
-
-def name_of(node: fx.Node) -> str:
-    """Return the plain name of what a node calls: "relu" for torch.relu, aten.relu.default, F.relu and x.relu()."""
-    if isinstance(node.target, str):
-        return node.target.rpartition(".")[2] if node.op == "call_module" else node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name).rpartition("::")[2]
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def find_effect(node: fx.Node, module: nn.Module) -> EffectKind | None:
-    """Return why a node must stay where it is; None where it only returns a value and may move."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return None
+def may_write(node: fx.Node, module: nn.Module) -> bool:
+    """Tell whether a node may write into a tensor that others read; an unknown function or layer may."""
     if node.op == "call_module":
-        return _find_module_effect(module.get_submodule(str(node.target)))
-    name = name_of(node)
-    if _updates_statistics(node, name) or (name.startswith("embedding") and node.kwargs.get("max_norm") is not None):
-        return "writes"
-    if isinstance(node.target, torch._ops.OpOverload):
-        if node.target._schema.is_mutable:
-            return "writes"
-        return "random" if torch.Tag.nondeterministic_seeded in node.target.tags else None
-    if node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-        return "writes"
-    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None or _get_inplace(node, name) is True:
-        return "writes"
-    if name in _HOST:
-        return "host"
-    if name in _RECURRENT or (_RANDOM.search(name) and _get_argument(node, "training", 2) is not False):
-        return "random"
-    if "dot_product_attention" in name and _get_argument(node, "dropout_p", 4) not in (None, 0, 0.0):
-        return "random"
-    pure = node.op == "call_method" or _PURE_MODULES.fullmatch(getattr(node.target, "__module__", None) or "")
-    return None if pure else "unknown"
-
-
-def _get_argument(node: fx.Node, name: str, place: int) -> Any:
-    """Return a named argument, or the one at a place; None where it is left out."""
-    return node.kwargs.get(name, node.args[place] if len(node.args) > place else None)
-
-
-def _get_inplace(node: fx.Node, name: str) -> Any:
-    """Return the `inplace` of functions that take it by position: F.relu(x, True), F.dropout(x, 0.5, False, True)."""
-    place = {"relu": 1, "relu6": 1, "silu": 1, "mish": 1, "elu": 2, "leaky_relu": 2, "hardtanh": 3, "dropout": 3}
-    at = place.get(name)
-    return node.args[at] if at is not None and len(node.args) > at else None
-
-
-def _updates_statistics(node: fx.Node, name: str) -> bool:
-    """Tell whether a batch norm writes its running statistics: not all schemas show that."""
-    if "batch_norm" not in name and "instance_norm" not in name:
+        layers = list(module.get_submodule(str(node.target)).modules())
+        known = all(type(m).__module__.startswith("torch.nn.modules") and is_plain(m) for m in layers)
+        return not known or any(getattr(m, "inplace", False) for m in layers)
+    if node.op not in ("call_function", "call_method"):
         return False
-    return not (name.endswith(("no_training", "functional")) or _get_argument(node, "training", 5) is False)
-
-
-def _find_module_effect(module: nn.Module) -> EffectKind | None:
-    """Layers of torch.nn are known; containers do what their parts do; anything else may do anything."""
-    for part in module.modules():
-        if not type(part).__module__.startswith("torch.nn.modules") or part._forward_hooks or part._forward_pre_hooks:
-            return "unknown"
-        tracks = isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
-        if getattr(part, "inplace", False) or (part.training and tracks) or getattr(part, "max_norm", None) is not None:
-            return "writes"
-        drop = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
-        if part.training and (isinstance(part, nn.RReLU) or (isinstance(drop, float) and drop > 0)):
-            return "random"
-    return None
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", node.target))
+    if node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        return True
+    at = _INPLACE_PLACES.get(name, len(node.args))
+    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None or node.args[at : at + 1] == (True,):
+        return True
+    return node.op == "call_function" and not _PURE_MODULES.fullmatch(getattr(node.target, "__module__", None) or "")
