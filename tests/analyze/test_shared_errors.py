@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tessera
 from tessera import analyze
-from tessera.analyze import prediction_errors
+from tessera.analyze.sides import SMALLEST_ERROR, PredictionErrors, difference_errors
 from tessera.estimate.prediction_report import SHARED
 from tessera.report.predict import report_json
 from tessera.schema import EnergyReport
@@ -69,9 +69,7 @@ def test_another_shape_within_the_scatter_is_noise(twenty: EnergyReport) -> None
 
 def test_the_same_prediction_twice_differs_by_nothing(twenty: EnergyReport) -> None:
     found = analyze.diff(twenty, twenty)
-    assert (
-        found.total.error_j == pytest.approx(prediction_errors.SMALLEST * twenty.total.joules) and not found.significant
-    )
+    assert found.total.error_j == pytest.approx(SMALLEST_ERROR * twenty.total.joules) and not found.significant
     assert not any(r.significant or r.significant_s for r in found.rows)
     assert "no change" in found.verdict().text and "cannot see" not in found.verdict().text
 
@@ -105,7 +103,7 @@ def test_host_bound_predictions_share_their_host() -> None:
     found = analyze.diff(many, few)
     assert found.total.share_s == pytest.approx(-0.1, abs=0.02) and found.total.significant_s
     assert abs(found.total.change_s) < many.prediction.latency_error_s
-    assert analyze.diff(many, many).total.error_s == pytest.approx(prediction_errors.SMALLEST * many.total.seconds)
+    assert analyze.diff(many, many).total.error_s == pytest.approx(SMALLEST_ERROR * many.total.seconds)
 
 
 KERNELS = st.dictionaries(
@@ -118,14 +116,14 @@ KERNELS = st.dictionaries(
 @given(a=KERNELS, b=KERNELS, common=KERNELS)
 def test_a_difference_knows_no_order_and_nothing_of_what_both_have(a: Any, b: Any, common: Any) -> None:
     one, two, both = (
-        prediction_errors.PredictionErrors(a),
-        prediction_errors.PredictionErrors(b),
-        prediction_errors.PredictionErrors(common),
+        PredictionErrors(a),
+        PredictionErrors(b),
+        PredictionErrors(common),
     )
-    wide = prediction_errors.difference(one, two)
-    assert prediction_errors.difference(two, one) == pytest.approx(wide)
-    assert prediction_errors.difference(one + both, two + both) == pytest.approx(wide, abs=1e-12)
-    assert prediction_errors.difference(one, one) == (0.0, 0.0)
+    wide = difference_errors(one, two)
+    assert difference_errors(two, one) == pytest.approx(wide)
+    assert difference_errors(one + both, two + both) == pytest.approx(wide, abs=1e-12)
+    assert difference_errors(one, one) == (0.0, 0.0)
     for which in (0, 1):  # each kind all alike, and of a sign, is the widest there is
         widest = sum(e[which] for e in (*a.values(), *b.values()))
         assert wide[which] <= widest * (1 + 1e-9) + 1e-12

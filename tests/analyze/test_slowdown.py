@@ -176,7 +176,7 @@ def test_the_page_says_it(slowed: RunFile) -> None:
     html = page(slowed.recording())
     assert "Tracing made steps 1.44x as long (65 ms, 45 ms untraced)" in html
     assert "per step (of 26 untraced; 24.1 J traced)" in html
-    assert "are the tracer's, in which gaps is not known" in html
+    assert "of it are caused by tracing; which gaps is unknown" in html
     assert "1.44x ± 0.00: 19 traced steps against 26 untraced" in html
 
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from tessera import analyze
 from tessera.analyze.compare import side_of
-from tessera.analyze.per_unit import span_of
-from tessera.analyze.repeats import between, scatter
+from tessera.analyze.mean_step import independent_error, mean_error
+from tessera.analyze.sides import span_of
 from tessera.cli import report as report_command
 from tessera.cli.diff import command
 from tessera.errors import ArgumentError
@@ -132,7 +132,7 @@ def test_a_side_is_some_runs_or_a_prediction() -> None:
 
 
 def test_one_step_has_no_scatter() -> None:
-    assert math.isnan(scatter([1.0])) and math.isnan(between([1.0])) and scatter([1.0, 1.0]) == 0.0
+    assert math.isnan(mean_error([1.0])) and math.isnan(independent_error([1.0])) and mean_error([1.0, 1.0]) == 0.0
 
 
 def test_a_drifting_run_is_less_sure_than_its_steps_say() -> None:
@@ -140,13 +140,13 @@ def test_a_drifting_run_is_less_sure_than_its_steps_say() -> None:
     steady = 1.0 + 0.02 * rng.normal(size=40)
     drifting = steady + np.repeat([0.0, 0.1, 0.05, -0.1, -0.05], 8)
     naive = 1.684 * float(np.std(drifting, ddof=1)) / math.sqrt(40)
-    assert scatter(drifting) > 2 * naive
+    assert mean_error(drifting) > 2 * naive
 
 
 @pytest.mark.parametrize("count", [6, 12, 40])
 def test_scatter_holds_the_mean_of_steady_steps(count: int) -> None:
     rng = np.random.default_rng(count)
-    missed = sum(abs(float(x.mean())) > scatter(x) for x in rng.normal(size=(1000, count)))
+    missed = sum(abs(float(x.mean())) > mean_error(x) for x in rng.normal(size=(1000, count)))
     assert 0.02 < missed / 1000 < 0.125  # the wider of two intervals: rather too wide than too narrow
 
 

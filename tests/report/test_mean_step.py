@@ -13,8 +13,8 @@ from recordings import with_table
 from report.test_diff import measured, predicted, table
 from tessera import analyze
 from tessera.analyze.answer import answer
-from tessera.analyze.mean_step import counted, dear, mean_of, mean_step
-from tessera.analyze.prediction_errors import watts_error
+from tessera.analyze.mean_step import find_expensive, mean_of, mean_step, select_steps
+from tessera.analyze.sides import watts_error
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.profile.runfile import RunFile
 from tessera.report.console import Console
@@ -55,28 +55,28 @@ def stepped(joules: list[float], seconds: list[float]) -> EnergyTable:
     ],
 )  # fmt: skip
 def test_dear_steps_are_left_out_where_the_run_begins_with_them(spent: list[float], first: int) -> None:
-    found = counted(steps(*spent))
+    found = select_steps(steps(*spent))
     assert list(found.places) == list(range(first, len(spent))) and len(found.first) == first and not found.unseen
     assert (found.left_out is None) == (first == 0) == (found.names is None)
 
 
 def test_it_is_said_which_and_why() -> None:
-    assert counted(steps(9, 1, 1)).left_out == "without step_0 (9 J; first, over 1.5 times the middle)"
-    assert counted(steps(9, 4, 1, 1, 1)).left_out == (
+    assert select_steps(steps(9, 1, 1)).left_out == "without step_0 (9 J; first, over 1.5 times the median)"
+    assert select_steps(steps(9, 4, 1, 1, 1)).left_out == (
         "without step_0 and step_1 (13 J; first, over 1.5 times the middle; 3 such or a tenth of all at most)"
     )
-    assert (counted(steps(9, 9, 9, 1, 1, 1, 1)).names or "") == "step_0 to step_2 (3 steps)"
-    unseen = counted(steps(9, 1, math.nan, 1))
+    assert (select_steps(steps(9, 9, 9, 1, 1, 1, 1)).names or "") == "step_0 to step_2 (3 steps)"
+    unseen = select_steps(steps(9, 1, math.nan, 1))
     assert list(unseen.places) == [1, 3] and (unseen.left_out or "").endswith(
         "without step_2, whose power no sensor saw"
     )
-    timed = counted([step(i, math.nan, s) for i, s in enumerate((0.9, 0.1, 0.1))])
+    timed = select_steps([step(i, math.nan, s) for i, s in enumerate((0.9, 0.1, 0.1))])
     assert list(timed.places) == [1, 2] and "(900 ms;" in (timed.left_out or "")
 
 
 def test_a_later_dear_step_counts_and_is_advice() -> None:
     """One rule for both: what the mean leaves out at the beginning is what advice calls uneven."""
-    assert dear(np.array([9.0, 1.0, 9.0, 1.0, 1.0])).tolist() == [True, False, True, False, False]
+    assert find_expensive(np.array([9.0, 1.0, 9.0, 1.0, 1.0])).tolist() == [True, False, True, False, False]
     found = analyze.diff(table({"mm": 9.0}, steps=[1, 1, 9, 1, 1]), table({"mm": 9.0}, steps=[1.0] * 5))
     assert found.total.before_j == pytest.approx(13 / 5) and not any("without step" in n for n in found.notes)
 

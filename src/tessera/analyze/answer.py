@@ -25,7 +25,7 @@ from .energy_by_time import RunTotals, TimeShares, from_stacks, from_summary, we
 from .evidence import RunEvidence, group_telemetry
 from .host_gaps import HostGap, host_gaps
 from .kernel_names import CATEGORIES, category
-from .mean_step import counted, mean_step
+from .mean_step import mean_step, select_steps
 from .slowdown import FIRST, Slowdown, slowdown_of
 from .whole import Outside, Whole, is_partial, outside, whole_of
 
@@ -303,7 +303,7 @@ def _per_work(
 
 def _per_step(table: EnergyTable) -> PerWork:
     """The mean of the steps that count, as `analyze.diff` states it too."""
-    which = counted(table.steps)
+    which = select_steps(table.steps)
     level = table.total_error_j / table.total_j if table.total_j > 0 else 0.0
     found = mean_step([table.steps[i] for i in which.places], level)
     return PerWork(

@@ -31,9 +31,8 @@ from ..record import KINDS
 from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
-from . import prediction_errors
-from .side import Cell, Side
-from .step_rows import stepped, wall
+from .mean_step import find_step_rows, wall_s
+from .sides import Cell, Side, errors_of, model_of, watts_error, whole_errors
 
 _NAN = float("nan")
 _HEAD = 4096
@@ -90,7 +89,7 @@ def _of_report(report: EnergyReport) -> Side:
     of, total = report.prediction, report.total
     ops: dict[str, Cell] = {}
     for d in report.descriptors:
-        errors = prediction_errors.errors_of([d])
+        errors = errors_of([d])
         cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind, errors)
         ops[d.subgraph_name] = ops[d.subgraph_name] + cell if d.subgraph_name in ops else cell
     regions = {
@@ -107,16 +106,15 @@ def _of_report(report: EnergyReport) -> Side:
             total.seconds,
             of.latency_error_s if of else _NAN,
             1,
-            errors=prediction_errors.whole_errors(report) if of else None,
+            errors=whole_errors(report) if of else None,
             once=of is None,
-            error_w=prediction_errors.watts_error(report),
+            error_w=watts_error(report),
         ),
         span="" if of else "run",
         work={w.unit: w.amount for w in report.work},
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
-        model=prediction_errors.model_of(report),
-        notes=prediction_errors.note_power_limit(report),
+        model=model_of(report),
         **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
     )
 
@@ -162,7 +160,7 @@ def _of_table(
         for r in table.rows(view):
             if view == "regions" and r.name in steps:  # they are numbered: none of them is in both
                 continue
-            cell = Cell(r.energy_j, r.energy_error_j, wall(r), _NAN, r.calls, r.kind, once=True)
+            cell = Cell(r.energy_j, r.energy_error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
         if rows and view in ("ops", "kernels") and not table.idle_j <= 0:  # NaN: time is known
             idle_s = max(table.seconds - table.busy_s, 0.0)
@@ -193,10 +191,10 @@ def _of_recording(recording: Recording) -> Side:
         notes = [*recording.notes, f"{recording.facts.name} has no power: only time is known"]
         found = timed(recording.timeline)
         return _of_table(
-            found, recording.facts.name, {}, notes, span="trace", stepped=stepped(recording.timeline, found)
+            found, recording.facts.name, {}, notes, span="trace", stepped=find_step_rows(recording.timeline, found)
         )
     level = _sensed(recording, table)
-    by_step = stepped(recording.timeline, table)
+    by_step = find_step_rows(recording.timeline, table)
     return _of_table(table, recording.facts.name, {}, recording.notes, level, span="trace", stepped=by_step)
 
 
@@ -211,9 +209,12 @@ def _of_run(recording: Recording, table: EnergyTable | None) -> Side:
     if table is None:
         notes = [*recording.notes, f"{name} has no power: only time is known"]
         found = timed(recording.timeline)
-        by_step = stepped(recording.timeline, found)
+        by_step = find_step_rows(recording.timeline, found)
         return _of_table(found, name, work, notes, span="trace", stepped=by_step, command=words)
-    more: dict[str, Any] = {"span": "run", "stepped": stepped(recording.timeline, table, recording.accounted_windows)}
+    more: dict[str, Any] = {
+        "span": "run",
+        "stepped": find_step_rows(recording.timeline, table, recording.accounted_windows),
+    }
     more["command"] = words
     if is_partial(recording, table):
         all_of_it = whole_of(recording, table, True, None)

@@ -2,12 +2,12 @@
 
 ::
 
-    a, b ──► Sides (compare.py) ──► same amount of work (per_unit.py) ──► rows by name, or by kind of operator
+    a, b ──► Sides (compare.py) ──► same amount of work (sides.py) ──► rows by name, or by kind of operator
                                                                      └──► total: |change| > its 90% half-width?
 
 The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
 same sensors measured (or the same model gave) are off by one factor, and so is their difference. Two predictions for
-one chip have the same errors where their kernels are the same (`prediction_errors.py`). With steps it contains how they
+one chip have the same errors where their kernels are the same (`sides.py`). With steps it contains how they
 scatter, for every row how that row does; with several runs, how those do (`mean_step.py`). Two runs without steps, each
 measured once, have none, and then nothing is said about noise: the sensor's error is not how a program scatters.
 """
@@ -24,14 +24,12 @@ from typing import Any, Literal
 from ..errors import ArgumentError
 from ..schema import EnergyDiff
 from ..units import format_duration, format_energy, format_share
-from . import repeats
 from .compare import side_of
-from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error
+from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, mean_rows
 from .kernel_names import fit
-from .mean_step import counted
-from .per_unit import amount, outside_of, rows_of, span_of, total_of, unit_of
+from .mean_step import select_steps
 from .result import encode_json, make_frame
-from .side import UNSTATED, Cell, Side, Span
+from .sides import UNSTATED, Cell, Side, Span, amount, outside_of, rows_of, span_of, total_of, unit_of
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"
@@ -122,7 +120,8 @@ class Difference(EnergyDiff):
         """Plain data."""
         plain = ("before", "after", "by", "per", "span", "significant", "commands_differ")
         data: dict[str, Any] = {name: getattr(self, name) for name in plain}
-        data |= {name: list(getattr(self, name)) for name in ("basis", "work", "runs", "matched", "notes")}
+        data |= {name: list(getattr(self, name)) for name in ("basis", "work", "runs", "matched")}
+        data["notes"] = [str(note) for note in self.notes]
         data |= {"total": self.total.to_dict(), "whole": self.whole.to_dict()}
         data["outside"] = None if self.outside is None else self.outside.to_dict()
         data["components"] = [c.to_dict() for c in self.components if isinstance(c, RowChange)]
@@ -231,7 +230,7 @@ def _match_rows(
     if unit == "step" and lacking:
         notes.append(f"{lacking[0].name} has rows of all that was traced, not by step: rows are scaled to a step")
     rows = [[rows_of(side, unit, view, span, by_step=not lacking) for side in group] for group in (before, after)]
-    left, right = repeats.rows(*rows)
+    left, right = mean_rows(*rows)
     if view != "ops" or before[0].predicted == after[0].predicted:
         return left, right
     predicted, measured = align_rows(left, right) if before[0].predicted else align_rows(right, left)
@@ -339,7 +338,7 @@ def _order_notes(
     else:
         first += find_common_error(sides)[1]
     if unit == "step":
-        dropped = [(side.name, counted(side.steps).left_out) for side in sides if side.steps]
+        dropped = [(side.name, select_steps(side.steps).left_out) for side in sides if side.steps]
         first += [f"{name}: {text}" for name, text in dropped if text]
     if any(r.state == "unstated" for r in rows):
         why = "its operators contain what the chip draws while it waits, so idle is neither new nor gone"

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from ..graph.op_kinds import KINDS, kind_of
+from ..monitor.steady_state import t90
 from ..schema import DiffRow
 from ..units import format_share
-from . import prediction_errors, repeats
-from .side import UNSTATED, ZERO, Cell, Side
+from .mean_step import independent_error, standard_error
+from .sides import SMALLEST_ERROR, UNSTATED, ZERO, Cell, RunScatter, Side, difference_error_w, difference_errors
 
 ROUNDING = 1e-9
 """As a share: less is no change."""
@@ -104,7 +107,7 @@ class ChangeMaker:
 
     def from_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> RowChange:
         """One line, of one run each or of several."""
-        return self.make(name, repeats.mean(before, after), repeats.mean(after, before))
+        return self.make(name, mean_of_runs(before, after), mean_of_runs(after, before))
 
     def make(self, name: str, before: Cell | None, after: Cell | None) -> RowChange:
         """One line."""
@@ -142,18 +145,18 @@ class ChangeMaker:
         if a.runs and b.runs:
             sensed_j = self._apart(a.energy_j, a.runs.sensor_j, b.energy_j, b.runs.sensor_j)
             sensed_w = self._apart(a.power_w, a.runs.sensor_w, b.power_w, b.runs.sensor_w)
-            apart_j, apart_s, apart_w = repeats.apart(a.runs, b.runs)
+            apart_j, apart_s, apart_w = _welch_errors(a.runs, b.runs)
             return math.hypot(sensed_j, apart_j), apart_s, math.hypot(sensed_w, apart_w)
         error_j, error_s = self._apart(a.energy_j, a.error_j, b.energy_j, b.error_j), math.hypot(a.error_s, b.error_s)
         error_w = self._apart(a.power_w, a.power_error_w, b.power_w, b.power_error_w)
         if self.same and a.errors is not None and b.errors is not None:
-            alike_s, alike_j = prediction_errors.difference(a.errors, b.errors)
-            alike_s = math.hypot(alike_s, prediction_errors.SMALLEST * min(a.seconds, b.seconds))
-            alike_j = math.hypot(alike_j, prediction_errors.SMALLEST * min(a.energy_j, b.energy_j))
+            alike_s, alike_j = difference_errors(a.errors, b.errors)
+            alike_s = math.hypot(alike_s, SMALLEST_ERROR * min(a.seconds, b.seconds))
+            alike_j = math.hypot(alike_j, SMALLEST_ERROR * min(a.energy_j, b.energy_j))
             # Errors in common never widen a difference.
             if min(a.seconds, b.seconds) > 0:
-                alike_w = prediction_errors.difference_w(a.errors, a.power_w, a.seconds, b.errors, b.power_w, b.seconds)
-                error_w = min(error_w, math.hypot(alike_w, prediction_errors.SMALLEST * min(a.power_w, b.power_w)))
+                alike_w = difference_error_w(a.errors, a.power_w, a.seconds, b.errors, b.power_w, b.seconds)
+                error_w = min(error_w, math.hypot(alike_w, SMALLEST_ERROR * min(a.power_w, b.power_w)))
             return min(error_j, alike_j), min(error_s, alike_s), error_w
         return error_j, error_s, error_w
 
@@ -203,6 +206,82 @@ def _has_changed(before: float, after: float, error: float) -> bool:
 
 def _share(before: float, after: float) -> float | None:
     return (after - before) / before if before > 0 and not math.isnan(after) else None
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def mean_of_runs(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Cell:
+    """One line of several runs. One run alone scatters as the `others` do where those are several, or as its steps do.
+
+    The sensor's error is the same in each and stays as it is.
+    """
+    if len(cells) > 1:
+        joules, seconds = [c.energy_j for c in cells], [c.seconds for c in cells]
+        watts, calls = [c.power_w for c in cells], float(np.mean([c.calls for c in cells]))
+        sensor_j, sensor_w = (float(np.mean([getattr(c, n) for c in cells])) for n in ("error_j", "power_error_w"))
+        by_run = RunScatter(
+            len(cells), standard_error(joules), standard_error(seconds), standard_error(watts), sensor_j, sensor_w
+        )
+        return Cell(
+            float(np.mean(joules)),
+            math.hypot(sensor_j, independent_error(joules)),
+            float(np.mean(seconds)),
+            independent_error(seconds),
+            calls,
+            cells[0].kind,
+            runs=by_run,
+            error_w=math.hypot(sensor_w, independent_error(watts)),
+        )
+    only = cells[0]
+    if len(others) < 2 or only.errors is not None:  # a prediction does not scatter
+        return only
+    single = math.sqrt(len(others))  # one run scatters so much more than their mean
+    keys = ("energy_j", "seconds", "power_w")
+    wide_j, wide_s, wide_w = (single * independent_error([getattr(c, key) for c in others]) for key in keys)
+    error_s = wide_s if only.once else max(only.error_s, wide_s)
+    return dataclasses.replace(
+        only,
+        error_j=math.hypot(only.error_j, wide_j),
+        error_s=error_s,
+        once=False,
+        error_w=math.hypot(only.power_error_w, wide_w),
+    )
+
+
+def _welch_errors(before: RunScatter, after: RunScatter) -> tuple[float, float, float]:
+    """90% half-widths (joules, seconds, watts) of a difference of two means of runs, by their scatter (Welch, 1947)."""
+    return (
+        _welch(before.joules, before.count, after.joules, after.count),
+        _welch(before.seconds, before.count, after.seconds, after.count),
+        _welch(before.watts, before.count, after.watts, after.count),
+    )
+
+
+def _welch(a: float, count_a: int, b: float, count_b: int) -> float:
+    if math.isnan(a) or math.isnan(b):
+        return math.nan
+    both = math.hypot(a, b)
+    if not both > 0:
+        return 0.0
+    lost = (a / both) ** 4 / (count_a - 1) + (b / both) ** 4 / (count_b - 1)
+    return t90(max(int(1.0 / lost + 1e-9), 1)) * both  # fewer degrees of freedom than there are: rather too wide
+
+
+def mean_rows(
+    before: Sequence[dict[str, Cell]], after: Sequence[dict[str, Cell]]
+) -> tuple[dict[str, Cell], dict[str, Cell]]:
+    """The rows of some runs before and after, each as one; a row that a run does not have is nothing there."""
+    sides = []
+    for own, others in ((before, after), (after, before)):
+        means = {}
+        for name in dict.fromkeys(n for run in own for n in run):
+            kind = next(run[name].kind for run in own if name in run)
+            nothing = dataclasses.replace(ZERO, kind=kind, errors=None)
+            cells = [run.get(name, nothing) for run in own]
+            means[name] = mean_of_runs(cells, [run.get(name, nothing) for run in others])
+        sides.append(means)
+    return sides[0], sides[1]
 
 
 # -- one name for what a prediction and a run both did ----------------------------------------------------------------

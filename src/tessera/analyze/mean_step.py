@@ -1,37 +1,50 @@
-"""The mean step of a run: which steps count, what one costs, and how sure that is.
+"""The steps of a run: which count, what one costs on average, what every row spent in each, and how they scatter.
 
-A run's screen and page, `analyze.diff` and `graph.profile` all state it from here, so that their ± are one.
+A run's screen and page, `analyze.diff` and `graph.profile` all take the mean step from here, so that their ± agree.
+
+::
+
+    timeline.energy_j ──by (name, step)──┐
+    self time, shared by what overlaps ──┼──► StepSeries of each row: joules, seconds, calls by step
+    the steps' own joules, less those ───┘    and of idle, the rest
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attribute.table import EnergyRow
+from ..attribute.activity import shares, summed
+from ..attribute.host import host_activity
+from ..attribute.ledger import NO_OP
+from ..attribute.table import EnergyRow, EnergyTable
+from ..integral import Floats
+from ..monitor.steady_state import mean_interval, t90
+from ..record import CODE
+from ..timeline.columns import NONE, Ints, Timeline
 from ..units import format_duration, format_energy
-from .repeats import scatter
-from .step_rows import wall
 
-DEAR = 1.5
-"""A step is dear where it costs more than this many times the middle one: it compiles, tunes, or waits for a disk."""
+EXPENSIVE = 1.5
+"""A step that costs more than this many times the median one is expensive: it compiles, tunes, or waits for a disk."""
 SETTLES = 3
-"""So many first steps may be left out, or a tenth of them: more dear ones are how the program runs."""
+"""So many first steps may be left out, or a tenth of them: more expensive ones are how the program runs."""
 FEWEST = 3
-"""Of fewer steps none is the middle one."""
-Floats = NDArray[np.float64]
+"""Fewer steps have no median."""
+# A run slowly warms up, or somebody else comes and goes: neighbouring steps resemble each other, and the scatter from
+# step to step is too small. So many stretches of it are few enough to differ, and enough to have a scatter.
+BLOCKS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """The steps that count, by their places among all; `first` are those left out as dear, `unseen` as unmeasured.
+class CountedSteps:
+    """The steps that count, by their places; `first` are left out as expensive, `unseen` as unmeasured.
 
-    Dear steps are left out where the run begins with them: it has not settled. Later ones (a checkpoint, a validation)
-    are the program's own, and count.
+    Expensive steps are left out where the run begins with them: it has not settled. Later ones (a checkpoint, a
+    validation) are the program's own, and count.
     """
 
     places: Sequence[int]
@@ -40,8 +53,8 @@ class Counted:
 
     @property
     def names(self) -> str | None:
-        """Those left out as dear; None where the run begins with no such step."""
-        return _listed(self.first) if self.first else None
+        """Those left out as expensive; None where the run begins with no such step."""
+        return _list_names(self.first) if self.first else None
 
     @property
     def left_out(self) -> str | None:
@@ -49,12 +62,12 @@ class Counted:
         parts = []
         if self.first:
             many, joules = len(self.first) > 1, math.fsum(s.energy_j for s in self.first)
-            took = format_duration(sum(map(wall, self.first)), 3) if math.isnan(joules) else format_energy(joules, 3)
-            rule = f"first, over {DEAR:g} times the middle"  # short: it shares a line of the first screen
+            took = format_duration(sum(map(wall_s, self.first)), 3) if math.isnan(joules) else format_energy(joules, 3)
+            rule = f"first, over {EXPENSIVE:g} times the median"  # short: it shares a line of the first screen
             most = f"; {SETTLES} such or a tenth of all at most" if many else ""
-            parts.append(f"{_listed(self.first)} ({took}; {rule}{most})")
+            parts.append(f"{_list_names(self.first)} ({took}; {rule}{most})")
         if self.unseen:
-            parts.append(f"{_listed(self.unseen)}, whose power no sensor saw")
+            parts.append(f"{_list_names(self.unseen)}, whose power no sensor saw")
         return f"without {'; without '.join(parts)}" if parts else None
 
 
@@ -63,7 +76,7 @@ class MeanStep:
     """One step's joules and seconds, and the mean watts of all, with 90% half-widths.
 
     `error_j` and `error_w` have the sensor's error and how the steps scatter, `error_s` the scatter alone. Of a single
-    step nobody knows how it scatters: `once`, the sensor's error is all there is, and `error_s` is NaN.
+    step the scatter is not known: `once`, the sensor's error is all there is, and `error_s` is NaN.
     """
 
     energy_j: float
@@ -74,27 +87,26 @@ class MeanStep:
     once: bool
 
 
-def dear(spent: Floats) -> NDArray[np.bool_]:
-    """Which steps are dear, by the joules of each (or seconds, where joules are not known)."""
-    return spent > DEAR * np.median(spent) if len(spent) >= FEWEST else np.zeros(len(spent), np.bool_)
+def find_expensive(spent: Floats) -> NDArray[np.bool_]:
+    """Which steps are expensive, by the joules of each (or seconds, where joules are not known)."""
+    return spent > EXPENSIVE * np.median(spent) if len(spent) >= FEWEST else np.zeros(len(spent), np.bool_)
 
 
-def counted(steps: Sequence[EnergyRow]) -> Counted:
-    """Sort out which steps count: those that were measured, without the dear ones at the beginning."""
-    known = [i for i, s in enumerate(steps) if not math.isnan(s.energy_j)]
-    if not known:  # a trace without power
-        high, known = dear(np.array([wall(s) for s in steps])), list(range(len(steps)))
+def select_steps(steps: Sequence[EnergyRow]) -> CountedSteps:
+    """Which steps count: those that were measured, without the expensive ones at the beginning."""
+    measured = [i for i, s in enumerate(steps) if not math.isnan(s.energy_j)]
+    if not measured:  # a trace without power
+        high, measured = find_expensive(np.array([wall_s(s) for s in steps])), list(range(len(steps)))
     else:
-        high = dear(np.array([steps[i].energy_j for i in known]))
+        high = find_expensive(np.array([steps[i].energy_j for i in measured]))
     begin = min(int(np.argmin(high)), max(SETTLES, len(high) // 10)) if len(high) else 0
-    places = set(known)
-    unseen = [s for i, s in enumerate(steps) if i not in places]
-    return Counted(known[begin:], [steps[i] for i in known[:begin]], unseen)
+    unseen = [s for i, s in enumerate(steps) if i not in set(measured)]
+    return CountedSteps(measured[begin:], [steps[i] for i in measured[:begin]], unseen)
 
 
 def mean_step(steps: Sequence[EnergyRow], level: float) -> MeanStep:
     """The mean of some steps. `level`: the share of the joules by which the sensor may be off in all of them."""
-    joules, seconds = np.array([s.energy_j for s in steps]), np.array([wall(s) for s in steps])
+    joules, seconds = np.array([s.energy_j for s in steps]), np.array([wall_s(s) for s in steps])
     own_j = math.hypot(*(s.energy_error_j for s in steps)) / len(steps)
     return mean_of(joules, seconds, max(own_j, level * float(np.mean(joules))))
 
@@ -107,12 +119,176 @@ def mean_of(joules: Floats, seconds: Floats, own_j: float) -> MeanStep:
         return MeanStep(mean_j, own_j, mean_s, math.nan, own_w, True)
     # A longer step costs more joules at the same watts. Of the ratio of both means only what the joules of a step
     # differ from its seconds at the mean watts is scatter (W. G. Cochran, "Sampling Techniques", 1977, chapter 6).
-    apart_j = joules - seconds * (mean_j / mean_s) if mean_s > 0 else np.full(len(joules), math.nan)
-    wide_w = math.hypot(own_w, scatter(apart_j) / mean_s) if mean_s > 0 else math.nan
-    return MeanStep(mean_j, math.hypot(own_j, scatter(joules)), mean_s, scatter(seconds), wide_w, False)
+    residual_j = joules - seconds * (mean_j / mean_s) if mean_s > 0 else np.full(len(joules), math.nan)
+    error_w = math.hypot(own_w, mean_error(residual_j) / mean_s) if mean_s > 0 else math.nan
+    return MeanStep(mean_j, math.hypot(own_j, mean_error(joules)), mean_s, mean_error(seconds), error_w, False)
 
 
-def _listed(steps: Sequence[EnergyRow]) -> str:
+def _list_names(steps: Sequence[EnergyRow]) -> str:
     """Their names: all of a few, else the first and the last."""
     names = [s.name for s in steps]
     return " and ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)} steps)"
+
+
+def mean_error(values: Sequence[float] | Floats) -> float:
+    """Half-width of the 90% interval of a mean of steps; NaN of fewer than two, which have none.
+
+    The wider of two: by the steps, where those that resemble their neighbours count for less, and by the means of
+    BLOCKS stretches of the run, which drift.
+    """
+    steps = np.asarray(values, np.float64)
+    if len(steps) < 2:
+        return math.nan
+    error = mean_interval(steps).error or 0.0
+    if len(steps) < 2 * BLOCKS:
+        return error
+    return max(error, independent_error([float(part.mean()) for part in np.array_split(steps, BLOCKS)]))
+
+
+def independent_error(values: Sequence[float]) -> float:
+    """Half-width of the 90% interval of a mean of runs, which know nothing of each other; NaN of fewer than two."""
+    if len(values) < 2:
+        return math.nan
+    return t90(len(values) - 1) * standard_error(values)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of some values."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+# -- rows by step -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeries:
+    """One row, step by step."""
+
+    joules: Floats
+    seconds: Floats
+    calls: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The steps of a recording whose rows are known one by one; `places` are those of `table.steps` among all steps.
+
+    `windows` (epoch) are what the table is of.
+    """
+
+    timeline: Timeline
+    table: EnergyTable
+    places: Ints
+    windows: Sequence[tuple[int, int]] = ()
+
+    def rows(self, view: str) -> dict[str, StepSeries]:
+        """Every row of a view. Operators and kernels sum to the steps, with "idle"; regions and modules are nested."""
+        if view in ("ops", "kernels"):
+            return self._leaves(view)
+        return self._spans(view)
+
+    def _leaves(self, view: str) -> dict[str, StepSeries]:
+        timeline, links = self.timeline, self.timeline.linked
+        rows, seconds = _self_time(timeline)
+        if view == "kernels" and not len(timeline.device_rows):
+            return {}
+        joules = np.full(len(rows), math.nan)
+        if not math.isnan(self.table.total_j) and timeline.energy_j is not None:
+            joules = np.nan_to_num(timeline.energy_j[rows])
+        owner = rows if view == "kernels" else links.op[rows]
+        keys = np.where(owner == NONE, NONE, timeline["name"][owner])
+        steps = self._numbers()[links.step[rows]]
+        # A call is one kernel, or one operator however many kernels it launched.
+        first = np.unique(np.where(owner == NONE, -2 - rows, owner), return_index=True)[1]
+        calls = np.zeros(len(rows))
+        calls[first] = 1.0
+        inside = steps != NONE
+        parts = self._by_name(keys[inside], steps[inside], joules[inside], seconds[inside], calls[inside])
+        rows_by_name = {name: StepSeries(*values) for name, values in parts.items()}
+        return {**rows_by_name, **self._idle(rows_by_name)} if rows_by_name else {}
+
+    def _numbers(self) -> Ints:
+        """For every step of the timeline, and for none, its place among those of the table."""
+        numbers = np.full(len(self.timeline.linked.steps) + 1, NONE, np.int64)  # one more, for NONE
+        numbers[self.places] = np.arange(len(self.places))
+        return numbers
+
+    def _by_name(self, keys: Ints, steps: Ints, *values: Floats) -> dict[str, list[Floats]]:
+        """Each of the values summed by name and step."""
+        count = len(self.places)
+        used, where = np.unique(keys, return_inverse=True)
+        flat = [np.bincount(where * count + steps, v, minlength=len(used) * count).reshape(-1, count) for v in values]
+        names = [NO_OP if key == NONE else self.timeline.names[key] for key in used.tolist()]
+        return {name: [part[i] for part in flat] for i, name in enumerate(names)}
+
+    def _idle(self, rows: Mapping[str, StepSeries]) -> dict[str, StepSeries]:
+        """What no row has of the steps."""
+        step_s, spent_j = (np.array([pick(s) for s in self.table.steps]) for pick in (wall_s, lambda s: s.energy_j))
+        joules = spent_j - sum(s.joules for s in rows.values())
+        seconds = step_s - sum(s.seconds for s in rows.values())
+        if seconds.sum() < 0:  # of several devices, whose seconds are more than the clock's
+            seconds = np.zeros(len(seconds))
+        if not seconds.any() and not np.nan_to_num(joules).any():
+            return {}
+        return {"idle": StepSeries(joules, seconds, np.zeros(len(seconds)))}
+
+    def _spans(self, view: str) -> dict[str, StepSeries]:
+        """Each row's joules and calls by the time of its passes, of which those inside steps count."""
+        timeline, links = self.timeline, self.timeline.linked
+        if view == "regions":
+            passes = timeline.rows("region")
+        else:
+            named = np.isin(timeline["name"], list(timeline.meta.get("modules", ())))
+            passes = np.flatnonzero((timeline["kind"] == CODE["op"]) & named)
+        length_s = self._within(timeline["start_ns"][passes], timeline["end_ns"][passes])
+        passes, length_s = passes[length_s > 0], length_s[length_s > 0]
+        names, steps = timeline["name"][passes], self._numbers()[links.step[passes]]
+        inside = steps != NONE
+        by_step = self._by_name(names[inside], steps[inside], length_s[inside], np.ones(int(inside.sum())))
+        whole_s = {timeline.names[n]: float(length_s[names == n].sum()) for n in np.unique(names).tolist()}
+        series = {}
+        for row in self.table.rows(view):
+            if row.name in by_step:
+                seconds, calls = by_step[row.name]
+                share = seconds / whole_s[row.name]
+                series[row.name] = StepSeries(row.energy_j * share, wall_s(row) * share, calls)
+        return series
+
+    def _within(self, start_ns: Ints, end_ns: Ints) -> Floats:
+        """Seconds of some stretches that lie in the windows."""
+        if not self.windows:
+            return np.asarray(np.maximum(end_ns - start_ns, 1) * 1e-9, np.float64)
+        inside = sum(np.maximum(np.minimum(end_ns, b) - np.maximum(start_ns, a), 0) for a, b in self.windows)
+        return np.asarray(inside, np.float64) * 1e-9
+
+
+def find_step_rows(timeline: Timeline, table: EnergyTable, windows: Sequence[tuple[int, int]] = ()) -> StepRows | None:
+    """The steps of a table found again in its timeline; None where one is not there."""
+    places, at = [], 0
+    names = [s.name for s in timeline.linked.steps]
+    for row in table.steps:
+        while at < len(names) and names[at] != row.name:
+            at += 1
+        if at == len(names):
+            return None
+        places.append(at)
+        at += 1
+    return StepRows(timeline, table, np.array(places, np.int64), windows) if places else None
+
+
+def wall_s(row: EnergyRow) -> float:
+    """The seconds a row took by the clock; of one that has none, those on its device."""
+    return row.wall_s if row.wall_s is not None else row.time_s
+
+
+def _self_time(timeline: Timeline) -> tuple[Ints, Floats]:
+    """Rows of devices (of the host, where nothing ran on one) with the seconds each has to itself."""
+    rows = timeline.device_rows
+    if not len(rows):
+        activity = host_activity(timeline, timeline.linked)
+        used, where = np.unique(activity.rows, return_inverse=True)
+        return used, summed(where.reshape(-1), activity.share_s, len(used))
+    seconds = np.zeros(len(rows))
+    for own in timeline.by_device(rows).values():
+        seconds[np.searchsorted(rows, own)] = shares(timeline["start_ns"][own], timeline["end_ns"][own])
+    return rows, seconds

@@ -90,7 +90,7 @@ class Result:
             "facts": dict(self.facts),
             "rows": [dict(r) for r in self.rows],
             "units": {c.key: c.unit for c in self.columns},
-            "notes": list(self.notes),
+            "notes": [str(note) for note in self.notes],
             "missing": dict(self.missing),
         }
 

@@ -18,7 +18,7 @@ from .energy_by_time import FUNCTION
 from .evidence import SAVES, RunEvidence
 from .host_gaps import LAUNCHING, PREPARING, UNFED
 from .kernel_names import short
-from .mean_step import counted, dear
+from .mean_step import find_expensive, select_steps
 from .spikes import choose_threshold, find_spikes, make_curve
 
 # Shares of the run's joules below which advice is not worth a user's time: chosen, not measured.
@@ -138,12 +138,12 @@ def check_outliers(run: RunEvidence) -> Advice | None:
     Not the first ones, which no mean counts either. Nor on modelled joules: those of a longer step are its time on this
     machine, whoever else used it.
     """
-    steps = [run.table.steps[i] for i in counted(run.table.steps).places]
+    steps = [run.table.steps[i] for i in select_steps(run.table.steps).places]
     if len(steps) < 4 or run.table.basis == "modelled":
         return None
     spent = np.array([s.with_backward_j if s.with_backward_j is not None else s.energy_j for s in steps])
     middle = float(np.median(spent))
-    high = np.flatnonzero(dear(spent))
+    high = np.flatnonzero(find_expensive(spent))
     joules = float((spent[high] - middle).sum())
     if not len(high) or len(high) > len(spent) // 4 or run.share(joules) < OUTLIER_SHARE:
         return None

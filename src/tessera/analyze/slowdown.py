@@ -33,7 +33,7 @@ from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
 from ..timeline.link import steps_of
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
-from .repeats import BLOCKS, between, scatter
+from .mean_step import BLOCKS, independent_error, mean_error
 from .whole import accounted_energies
 
 Floats = NDArray[np.float64]
@@ -233,13 +233,13 @@ def _sorted_out(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | Non
 def _doubt(seconds: Floats) -> float:
     """The half-width of the 90% interval of some steps' median, of the median.
 
-    The wider of two, as in `repeats.scatter`: by the steps, and by stretches of them. Somebody else on the machine
+    The wider of two, as in `mean_error`: by the steps, and by stretches of them. Somebody else on the machine
     makes many steps in a row longer.
     """
     middle = float(np.median(seconds))
     by_step = _HALF_WIDTH * float(np.median(np.abs(seconds - middle))) / math.sqrt(len(seconds))
     stretches = np.array_split(seconds, min(BLOCKS, len(seconds) // 2))
-    by_stretch = between([float(np.median(part)) for part in stretches])
+    by_stretch = independent_error([float(np.median(part)) for part in stretches])
     return max(by_step, 0.0 if math.isnan(by_stretch) else by_stretch) / middle
 
 
@@ -256,7 +256,7 @@ def _with_joules(found: Slowdown, seen: _Seen, power: PowerTrace) -> Slowdown:
     traced, untraced = (_spent(seen, steps, power) for steps in (seen.traced, seen.untraced))
     if untraced is None:
         return found
-    own_j, apart_j = untraced.error_j / found.untraced_steps, scatter(_each(seen, seen.untraced, power))
+    own_j, apart_j = untraced.error_j / found.untraced_steps, mean_error(_each(seen, seen.untraced, power))
     known = dataclasses.replace(
         found, untraced_step_j=untraced.joules / found.untraced_steps,
         untraced_step_error_j=own_j if math.isnan(apart_j) else math.hypot(own_j, apart_j),

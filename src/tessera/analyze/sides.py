@@ -1,0 +1,384 @@
+"""`Side`: one of two things compared, per unit of work; `Cell`: one line of it, with its errors.
+
+::
+
+    all have steps ──────────► per step: the mean of the steps, rows inside them, "outside" apart
+    all state other work ────► per sample, token: whole runs, divided
+    else ────────────────────► whole runs, from their start to their end; traces with what was traced of runs
+
+Two predictions by one model share errors, and an error that both make is not in their difference:
+
+::
+
+    kernels of a ──┐  e(a), by kernel          same kernel in both: its errors cancel
+                   ├──► e(b) - e(a) ──►        same kind:           SHARED of them do, the rest is each kernel's own
+    kernels of b ──┘                           other kinds:         add up as if independent
+
+A prediction's kernels err by kind and by kernel: of a half-width e, SHARED * e is the kind's (cuBLAS is 3% faster here
+than the fit says) and sqrt(1 - SHARED²) * e the kernel's own (this shape got a poor tile). The split is the one that
+gives whole predictions their interval. A kernel is recognised by its operator, FLOPs and bytes. The host errs as a kind
+does, its own part being that of operators which only one side launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ..attribute.table import EnergyRow
+from ..errors import ArgumentError
+from ..estimate.prediction_report import PER_SECOND, SHARED, device_error_s
+from ..schema import Basis, EnergyDescriptor, EnergyReport
+from .mean_step import MeanStep, StepRows, mean_of, mean_step, select_steps, wall_s
+
+Span = Literal["run", "trace", ""]
+OUTSIDE = "outside the trace"
+"""The row of what a run spent while nothing was traced."""
+# What both sides have is known no better than this share of it: another program leaves the kernels another clock, and
+# a board's clock moves in steps of 15 MHz (0.8% of an H200's 1980), of which an iteration sees a mixture.
+SMALLEST_ERROR = 1e-3
+Kernel = tuple[str, str, float, int]
+"""Kind, operator, FLOPs and bytes across memory."""
+_OWN = math.sqrt(1.0 - SHARED**2)
+_NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionErrors:
+    """90% half-widths (seconds, joules) by kernel and of the host; `launched` counts the operators the host ran."""
+
+    kernels: Mapping[Kernel, tuple[float, float]]
+    host: tuple[float, float] = (0.0, 0.0)
+    launched: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: PredictionErrors) -> PredictionErrors:
+        sums = defaultdict(lambda: (0.0, 0.0), self.kernels)
+        for kernel, (s, j) in other.kernels.items():
+            sums[kernel] = (sums[kernel][0] + s, sums[kernel][1] + j)
+        host = (self.host[0] + other.host[0], self.host[1] + other.host[1])
+        return PredictionErrors(dict(sums), host, Counter(self.launched) + Counter(other.launched))
+
+    def scale(self, factor: float) -> PredictionErrors:
+        """The same, of a part of the work."""
+        kernels = {k: (s * factor, j * factor) for k, (s, j) in self.kernels.items()}
+        return PredictionErrors(kernels, (self.host[0] * factor, self.host[1] * factor), self.launched)
+
+
+@dataclass(frozen=True, slots=True)
+class RunScatter:
+    """Of a mean of several runs: how many, its standard errors, and the sensor's error, which runs do not show."""
+
+    count: int
+    joules: float
+    seconds: float
+    watts: float
+    sensor_j: float
+    sensor_w: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row of one side: joules and seconds with 90% half-widths (NaN: unknown), calls, and its kind.
+
+    `once`: it was measured once, so that its half-width is the sensor's alone and nobody knows how it scatters.
+    `error_w` is that of its mean watts, whose joules and seconds err together; None where that is not known.
+    """
+
+    energy_j: float
+    error_j: float
+    seconds: float
+    error_s: float
+    calls: float
+    kind: str = ""
+    errors: PredictionErrors | None = None  # of a prediction: what its half-widths consist of
+    once: bool = False
+    runs: RunScatter | None = None
+    error_w: float | None = None
+
+    @property
+    def power_w(self) -> float:
+        """Mean watts; NaN where there were no seconds."""
+        return self.energy_j / self.seconds if self.seconds > 0 else _NAN
+
+    @property
+    def power_error_w(self) -> float:
+        """Their half-width. Where nobody knows how joules and seconds err together, as if the seconds were exact."""
+        return self.error_w if self.error_w is not None else self.error_j / self.seconds if self.seconds > 0 else _NAN
+
+    def __add__(self, other: Cell) -> Cell:
+        return Cell(
+            self.energy_j + other.energy_j,
+            math.hypot(self.error_j, other.error_j),
+            self.seconds + other.seconds,
+            math.hypot(self.error_s, other.error_s),
+            self.calls + other.calls,
+            self.kind,
+            self.errors + other.errors if self.errors and other.errors else None,
+            self.once or other.once,
+        )
+
+    def scale(self, factor: float) -> Cell:
+        """The same, of a part of the work."""
+        return Cell(
+            self.energy_j * factor,
+            self.error_j * factor,
+            self.seconds * factor,
+            self.error_s * factor,
+            self.calls * factor,
+            self.kind,
+            self.errors.scale(factor) if self.errors else None,
+            self.once,
+            error_w=self.error_w,
+        )
+
+    def __sub__(self, part: Cell) -> Cell:
+        """What is left without a part; of the sensor's error, its share."""
+        left_j = self.energy_j - part.energy_j
+        level = self.error_j / self.energy_j if self.energy_j > 0 else 0.0
+        return Cell(left_j, level * abs(left_j), max(self.seconds - part.seconds, 0.0), _NAN, 0.0, once=True)
+
+
+ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=PredictionErrors({}))
+UNSTATED = Cell(_NAN, _NAN, _NAN, _NAN, 0.0, "idle")
+"""A row that a side may have spent, and does not state: neither nothing, nor known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
+
+    `total` is the whole of it, `traced` what its rows are of where that is a part of a run, `stepped` its rows step by
+    step. `span` says what the whole is: a "run" from its start to its end, a "trace" of some part of one, or "" where
+    nobody says. `gain` is the share of the joules by which their level may be off, of which `total.error_j` consists
+    among others; sides of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones err
+    alike. `command` is what was run, word by word; empty where nobody says.
+    """
+
+    name: str
+    basis: Basis
+    total: Cell
+    work: Mapping[str, float] = field(default_factory=dict)
+    steps: Sequence[EnergyRow] = ()
+    stepped: StepRows | None = None
+    traced: Cell | None = None
+    span: Span = ""
+    views: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
+    components: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    sensors: str = ""
+    gain: float = 0.0
+    model: str = ""
+    command: Sequence[str] = ()
+
+    @property
+    def predicted(self) -> bool:
+        """A prediction, whose rows are subgraphs, not operators."""
+        return self.basis == "predicted"
+
+
+# -- per unit of work --------------------------------------------------------------------------------------------------
+
+
+def unit_of(sides: Sequence[Side], notes: list[str]) -> str | None:
+    """The work all did: steps where all have them, else the first unit they share; None where that is the same."""
+    shared = [u for u in sides[0].work if all(side.work.get(u, 0) > 0 for side in sides)]
+    recorded = [side for side in sides if side.steps]
+    if "step" in shared:
+        stated = [side for side in sides if not side.steps and not side.predicted]
+        if not recorded or not stated:
+            return "step"
+        notes.append(f"{stated[0].name} says how many steps it did, not what each cost: whole runs are compared")
+    others = [u for u in shared if u != "step"]
+    return next((u for u in others if len({side.work[u] for side in sides}) > 1), None)
+
+
+def span_of(sides: Sequence[Side]) -> Span:
+    """What whole things are compared: "run", or "trace" where one is a trace and of the others a part was traced."""
+    if all(side.span != "trace" for side in sides):
+        return "run"
+    lacking = [side for side in sides if side.span == "run" and not any(side.views.get(v) for v in ("ops", "kernels"))]
+    if lacking:
+        traced = next(side for side in sides if side.span == "trace")
+        raise ArgumentError(
+            f"{traced.name} cannot be compared with {lacking[0].name}",
+            why="the one is what was traced, a part of a run, the other a whole run of which nothing was",
+            fix="compare run files (tessera run), which hold both",
+        )
+    return "trace"
+
+
+def _counted_steps(side: Side) -> list[EnergyRow]:
+    """The steps that count."""
+    return [side.steps[i] for i in select_steps(side.steps).places]
+
+
+def amount(side: Side, unit: str | None) -> float:
+    """How many units a side did: of recorded steps, those that count."""
+    if unit == "step" and side.steps:
+        return float(len(_counted_steps(side)))
+    return side.work[unit] if unit else 1.0
+
+
+def total_of(side: Side, unit: str | None, span: Span) -> Cell:
+    """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
+    if unit != "step" or not side.steps:
+        return _whole(side, span).scale(1.0 / amount(side, unit))
+    whole = side.traced or side.total
+    return _cell(mean_step(_counted_steps(side), whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0), 1.0)
+
+
+def _cell(mean: MeanStep, calls: float, kind: str = "") -> Cell:
+    return Cell(
+        mean.energy_j, mean.error_j, mean.seconds, mean.error_s, calls, kind, once=mean.once, error_w=mean.error_w
+    )
+
+
+def _whole(side: Side, span: Span) -> Cell:
+    return side.traced or side.total if span == "trace" else side.total
+
+
+def rows_of(side: Side, unit: str | None, view: str, span: Span, *, by_step: bool) -> dict[str, Cell]:
+    """One unit's rows, which sum to its total. `by_step`: what lies inside steps is known of every side."""
+    rows = side.views.get(view) or {}
+    if unit == "step" and side.steps:
+        return _inside(side, view) if by_step else _scale_to_step(side, rows)
+    cells = {name: cell.scale(1.0 / amount(side, unit)) for name, cell in rows.items()}
+    if cells and view in ("ops", "kernels") and side.traced is not None and span == "run":
+        cells[OUTSIDE] = (side.total - side.traced).scale(1.0 / amount(side, unit))
+    return cells
+
+
+def _inside(side: Side, view: str) -> dict[str, Cell]:
+    """Rows by what they spent in each step, which is how they scatter."""
+    rows, places = side.views.get(view) or {}, list(select_steps(side.steps).places)
+    if side.stepped is None or not rows:
+        return {}
+    cells = {}
+    for name, series in side.stepped.rows(view).items():
+        joules, seconds, calls = series.joules[places], series.seconds[places], series.calls[places]
+        whole = rows.get(name)
+        level = whole.error_j / whole.energy_j if whole and whole.energy_j > 0 else 0.0
+        kind = whole.kind if whole else "idle" if name == "idle" else "op"
+        mean = mean_of(joules, seconds, level * abs(float(np.mean(joules))))
+        cells[name] = _cell(mean, float(np.mean(calls)), kind)
+    return {n: c for n, c in cells.items() if c.calls > 0 or c.kind == "idle"}
+
+
+def _scale_to_step(side: Side, rows: Mapping[str, Cell]) -> dict[str, Cell]:
+    """Rows of all that was traced, scaled to one step: how they lie in steps, and scatter, nobody says."""
+    whole, steps = side.traced or side.total, _counted_steps(side)
+    part_j = math.fsum(s.energy_j for s in steps) / whole.energy_j if whole.energy_j > 0 else _NAN
+    part_s = math.fsum(wall_s(s) for s in steps) / whole.seconds if whole.seconds > 0 else _NAN
+    per_j, per_s = part_j / len(steps), part_s / len(steps)
+    return {
+        name: Cell(c.energy_j * per_j, c.error_j * per_j, c.seconds * per_s, _NAN, c.calls * per_s, c.kind, once=True)
+        for name, c in rows.items()
+    }
+
+
+def outside_of(side: Side) -> Cell:
+    """What a run spent outside the steps that are compared, in all."""
+    steps = _counted_steps(side)
+    inside = Cell(math.fsum(s.energy_j for s in steps), 0.0, math.fsum(wall_s(s) for s in steps), 0.0, 0.0)
+    return side.total - inside
+
+
+# -- errors of predictions --------------------------------------------------------------------------------------------
+
+
+def model_of(report: EnergyReport) -> str:
+    """By what a report was predicted: those of equal names err alike; "" where it cannot be known."""
+    of = report.prediction
+    if of is None or not report.descriptors:
+        return ""
+    # Not "latency": it names the fit most of the time is by, which is another for another program.
+    parts = ("device", "power", "host", "dispatch")
+    sources = [f"{part}: {of.provenance[part]}" for part in parts if part in of.provenance]
+    return "; ".join([of.device, of.launch, *sources])
+
+
+def errors_of(descriptors: Iterable[EnergyDescriptor]) -> PredictionErrors:
+    """Of kernels alone."""
+    sums: defaultdict[Kernel, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for d in descriptors:
+        kernel = (d.kind, _operator(d), d.flops, round(d.hbm_bytes))
+        s, j = sums[kernel]
+        sums[kernel] = (s + d.latency_error_s, j + d.error_j)
+    return PredictionErrors(dict(sums))
+
+
+def whole_errors(report: EnergyReport) -> PredictionErrors:
+    """Of a whole prediction: its kernels, and what its interval has beyond them, which is the host's."""
+    of, kernels = report.prediction, errors_of(report.descriptors)
+    if of is None or not (of.launch == "eager" or "dispatch" in of.provenance):  # a CPU dispatches either way
+        return kernels
+    waits = any(d.latency_s > d.device_s for d in report.descriptors)
+    device_s = device_error_s([(d.kind, d.latency_error_s) for d in report.descriptors], waits)
+    host_s = math.sqrt(max(0.0, of.latency_error_s**2 - device_s**2))
+    watts = report.total.joules / report.total.seconds if report.total.seconds > 0 else 0.0
+    launched = Counter(_operator(d) for d in report.descriptors)
+    return PredictionErrors(kernels.kernels, (host_s, PER_SECOND * watts * host_s), launched)
+
+
+def watts_error(report: EnergyReport) -> float | None:
+    """90% half-width of a prediction's mean watts: joules follow the time by PER_SECOND, so that not all of it counts.
+
+    None for what is not a prediction, or takes no time.
+    """
+    of, total = report.prediction, report.total
+    if of is None or not (total.seconds > 0 and total.joules > 0):
+        return None
+    return _ratio_error(of.latency_error_s, total.error_j, total.joules / total.seconds) / total.seconds
+
+
+def _ratio_error(error_s: float, error_j: float, power_w: float) -> float:
+    """What a half-width of the seconds and one of the joules do to joules over seconds, times the seconds."""
+    late_j = power_w * error_s
+    level_j = math.sqrt(max(0.0, error_j**2 - (PER_SECOND * late_j) ** 2))
+    return math.hypot(level_j, (1.0 - PER_SECOND) * late_j)
+
+
+def difference_errors(before: PredictionErrors, after: PredictionErrors) -> tuple[float, float]:
+    """90% half-widths (seconds, joules) of a difference of two predictions by one model."""
+    return _combine(before, after, 0), _combine(before, after, 1)
+
+
+def difference_error_w(
+    before: PredictionErrors, before_w: float, before_s: float, after: PredictionErrors, after_w: float, after_s: float
+) -> float:
+    """90% half-width of the difference of their mean watts; each side with its watts and seconds."""
+    return _combine(_in_watts(before, before_w, before_s), _in_watts(after, after_w, after_s), 0)
+
+
+def _in_watts(errors: PredictionErrors, power_w: float, seconds: float) -> PredictionErrors:
+    """What each kernel and the host do to the mean watts, in place of their seconds; joules are in that."""
+    kernels = {k: (_ratio_error(s, j, power_w) / seconds, 0.0) for k, (s, j) in errors.kernels.items()}
+    return PredictionErrors(kernels, (_ratio_error(*errors.host, power_w) / seconds, 0.0), errors.launched)
+
+
+def _combine(before: PredictionErrors, after: PredictionErrors, which: int) -> float:
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    own = []
+    for kernel in before.kernels.keys() | after.kernels.keys():
+        change = after.kernels.get(kernel, (0.0, 0.0))[which] - before.kernels.get(kernel, (0.0, 0.0))[which]
+        by_kind[kernel[0]] += change
+        own.append(_OWN * change)
+    return math.hypot(*(SHARED * e for e in by_kind.values()), *own, *_host(before, after, which))
+
+
+def _host(before: PredictionErrors, after: PredictionErrors, which: int) -> tuple[float, ...]:
+    """The host's level, the operators of one side only, and what the operators of both differ by."""
+    both = sum(min(n, after.launched.get(name, 0)) for name, n in before.launched.items())
+    a, b = before.host[which], after.host[which]
+    part_a, part_b = (both / max(1, sum(side.launched.values())) for side in (before, after))
+    level = SHARED * (b - a)
+    return level, _OWN * (1.0 - part_a) * a, _OWN * (1.0 - part_b) * b, _OWN * (part_b * b - part_a * a)
+
+
+def _operator(d: EnergyDescriptor) -> str:
+    return d.subgraph_name.rpartition(".")[2]
