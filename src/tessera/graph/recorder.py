@@ -225,13 +225,7 @@ class Recorder(TorchDispatchMode):
         self.emit("aten.where", "elementwise", [rows, values], outs, {})
 
     def emit(
-        self,
-        name: str,
-        kind: str,
-        reads: list[torch.Tensor],
-        outs: list[torch.Tensor],
-        params: dict[str, Any],
-        kernels: int | None = None,
+        self, name: str, kind: str, reads: list[torch.Tensor], outs: list[torch.Tensor], params: dict[str, Any]
     ) -> None:
         """Append an operator."""
         if not self.active:
@@ -254,7 +248,7 @@ class Recorder(TorchDispatchMode):
                 flops=work.flops,
                 precision=work.precision,
                 unit=work.unit,
-                kernels=work.kernels if kernels is None else kernels,
+                kernels=work.kernels,
                 params=work.params,
                 node=node,
                 host_modules=self.modules,
@@ -287,7 +281,7 @@ class Recorder(TorchDispatchMode):
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         """`item()`, `bool()`, `int()` of a tensor: the host waits for the device."""
-        self.host_waits = True
+        self.wait()
         value = self.known.value(tensor)
         if value is not None:
             return value.item()

@@ -8,7 +8,6 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..clock import EpochNs
@@ -52,9 +51,7 @@ class EnergyScope:
         self._open.append(self._window)
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         try:
             if self._sync and exc_type is None:
                 synchronize()
@@ -248,9 +245,7 @@ class LiveTrace(PowerTrace):
         self._columns = {}
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_ns = self._now_ns()
         self._closed = True
 
