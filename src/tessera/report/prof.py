@@ -86,7 +86,7 @@ def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     if a.figures is not None:
         rows.append(("trace", _trace_line(a, a.figures)))
-        heaviest = ", ".join(f"{_short(h.name)} {format_duration(h.seconds, 2)}" for h in a.figures.heaviest[:3])
+        heaviest = ", ".join(f"{_short(h.name)} {format_duration(h.time_s, 2)}" for h in a.figures.heaviest[:3])
         if heaviest:
             rows.append(("heaviest", Text(heaviest)))
         rows += [("more", Text(hint)) for hint in _suggest_steps(a.figures)]
@@ -112,7 +112,7 @@ def _trace_line(a: Attached, f: TraceFigures) -> Text:
         body = f"{f.kernels} kernels ({f.kernels_with_shapes} with shapes) in {format_duration(f.kernel_s, 3)}"
     else:
         body = f"{f.ops} operators ({f.ops_with_shapes} with shapes), no kernels"
-    parts = [f"{f.events} events over {format_duration(f.seconds, 3)}", body]
+    parts = [f"{f.events} events over {format_duration(f.time_s, 3)}", body]
     if f.steps:
         parts.append(f"{f.steps} optimizer steps")
     if f.collectives:
@@ -124,9 +124,9 @@ def _trace_line(a: Attached, f: TraceFigures) -> Text:
 
 def _suggest_steps(f: TraceFigures) -> list[str]:
     """How many steps cover half a second, if the trace is too short for a power sensor."""
-    if not f.steps or not 0 < f.seconds < _SHORT_TRACE_S:
+    if not f.steps or not 0 < f.time_s < _SHORT_TRACE_S:
         return []
-    steps = max(round(0.5 * f.steps / f.seconds), f.steps + 1)
+    steps = max(round(0.5 * f.steps / f.time_s), f.steps + 1)
     return [f"--steps {steps} would cover half a second, long enough for power samples"]
 
 

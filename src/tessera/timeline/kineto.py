@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 
 from ..errors import RecordingError
+from ..notes import Note
 from .columns import Timeline
 from .rows import Rows
 from .stream import Events, pieces
@@ -46,7 +47,7 @@ def read(
             fix="give a file of torch.profiler (export_chrome_trace) or of tessera run",
         )  # fmt: skip
     if events.cut:
-        notes.append(f"the trace was cut: {events.cut_bytes} bytes at its end are no whole event and were left out")
+        notes.append(Note(f"the trace was cut: {events.cut_bytes} bytes at its end are not a whole event", "omission"))
     if events.decoder.unreadable:
-        notes.append(f"left out, unreadable: {events.decoder.unreadable} of the events")
+        notes.append(Note(f"not read: {events.decoder.unreadable} events that cannot be decoded", "omission"))
     return rows.finish(events.meta, notes)
