@@ -127,11 +127,11 @@ class ScheduleReport:
     `tokens` is None for a bucket of joules.
     """
 
-    cap: ScopedPower | None
-    how: str | None
-    where: str | None
-    window_s: float | None
-    window_from: str | None
+    cap: ScopedPower | None = None
+    how: str | None = None
+    where: str | None = None
+    window_s: float | None = None
+    window_from: str | None = None
     zones: tuple[ZoneReport, ...] = ()
     calls: int = 0
     points: int = 0

@@ -261,15 +261,8 @@ class Schedule:
             get_loop().wait_for_readings(self._tracker)
             return self._tracker.report(notes)
         how = self._driver.how if self._driver is not None else None
-        return ScheduleReport(
-            cap=self.options.cap,
-            how=how,
-            where="by the driver's power limit" if how else None,
-            window_s=None,
-            window_from=None,
-            calls=self._calls,
-            notes=notes,
-        )
+        where = "by the driver's power limit" if how else None
+        return ScheduleReport(cap=self.options.cap, how=how, where=where, calls=self._calls, notes=notes)
 
     def plan(self) -> Plan:
         """The plan that the tuner chose."""

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import ArgumentError
@@ -19,20 +19,79 @@ from .parts import BF16, CHANNELS_LAST, COMPILE_MODES, FOLDED, FP8, FUSED, REDUC
 from .plan import Value
 from .search import COMPILE, Knob
 
-# Expected shares of the joules; the largest is tried first. Measured on an H200 (results/tune.json, fused_conv.json):
-# GPT-2's training compiled 33% fewer, padded 14%; ResNet-50 with fused convolutions 42%. channels_last and cuDNN's
-# search are from convolutions recorded for `predict`; graphs and fused updates are guesses (trials were disturbed).
-_COMPILE, _LAYOUT, _PADDING, _GRAPH, _OPTIMIZER, _CUDNN, _PRECISION = 0.33, 0.3, 0.14, 0.1, 0.05, 0.05, 0.4
-_CONVOLUTIONS = 0.4
-# A guess: freezing turns three products into one and folds batch norms. Of attention's kernels torch's own choice was
-# the best for 16 shapes on an H200 (results/ops_rows.json): the others are tried where there is time.
-_FREEZE, _ATTENTION = 0.08, 0.01
-# A third of compiled GPT-2's joules are attention with a mask that is_causal would replace (compiled_profile.json).
-_MASKS = 0.12
-_LAYOUT_COMPILED = 0.02  # Inductor chooses the layout of convolutions itself (its `layout_optimization`)
-# GPT-2's training on an H200: 16.99 J compiled, 17.14 padded too (results/compiled_profile.json); with its masks folded
-# 15.79 and 14.29 (tune.json).
-_PADDING_COMPILED = 0.05
+# Which knobs there are. `gain` is the expected share of the joules; the largest is tried first. Measured on an H200
+# (results/tune.json, fused_conv.json): GPT-2's training compiled 33% fewer, padded 14%; ResNet-50 with fused
+# convolutions 42%. channels_last and cuDNN's search are from convolutions recorded for `predict`; graphs, fused updates
+# and freezing are guesses (trials were disturbed).
+_TABLE = (
+    Knob(name=COMPILE, values=(None, *COMPILE_MODES), gain=0.33, why="fuses kernels and launches fewer"),
+    Knob(
+        name="freeze",
+        values=(None, True),
+        gain=0.08,
+        recompiles=True,
+        needs=(COMPILE,),
+        along={COMPILE: COMPILE_MODES[0]},
+        why="what depends only on weights is computed once",
+    ),
+    Knob(
+        name="masks",
+        values=(None, FOLDED),
+        gain=0.12,  # a third of compiled GPT-2's joules are attention with a mask (compiled_profile.json)
+        recompiles=True,
+        needs=(COMPILE,),
+        along={COMPILE: COMPILE_MODES[0]},
+        why="a mask made of constants becomes is_causal, or nothing",
+    ),
+    Knob(
+        name="layout",
+        values=(None, CHANNELS_LAST),
+        gain=0.3,
+        compiled_gain=0.02,  # Inductor chooses the layout of convolutions itself (its `layout_optimization`)
+        recompiles=True,
+        why="convolutions need no change of layout around them",
+    ),
+    Knob(
+        name="graph",
+        values=(None, True),
+        gain=0.1,
+        instead={COMPILE: {REDUCE_OVERHEAD: "default"}},
+        why="one launch for the whole function",
+    ),
+    Knob(
+        name="padding",
+        values=(None, True),
+        gain=0.14,
+        # Inductor pads too, but each product by itself, with copies. GPT-2's training on an H200: 16.99 J compiled,
+        # 17.14 padded too (compiled_profile.json); with its masks folded 15.79 and 14.29 (tune.json).
+        compiled_gain=0.05,
+        recompiles=True,
+        why="products whose rows are not a multiple of 16 bytes run on slow kernels",
+    ),
+    Knob(name="optimizer", values=(None, FUSED), gain=0.05, why="weights are read once a step"),
+    Knob(
+        name="attention",
+        values=(None, *ATTENTIONS),
+        gain=0.01,  # torch's own choice was the best for 16 shapes on an H200 (results/ops_rows.json)
+        recompiles=True,
+        why="the kernel that torch takes is not always the best for the shape",
+    ),
+    Knob(
+        name="cudnn_benchmark",
+        values=(None, True),
+        gain=0.05,
+        why="cuDNN's guess of an algorithm is not always its best",
+    ),
+    Knob(
+        name="convolutions",
+        values=(None, FUSED),
+        gain=0.4,
+        instead={COMPILE: dict.fromkeys(COMPILE_MODES)},
+        along={"layout": CHANNELS_LAST, "graph": True, "cudnn_benchmark": True},
+        why="batch norm, sum and relu are done where the convolution writes",
+    ),
+)
+_PRECISION = Knob(name="precision", values=(None, TF32, BF16), gain=0.4, recompiles=True, why="within error_tolerance")
 # fp8 (e4m3) rounds to 3 bits: a product of two such operands is off by some percent.
 FP8_TOLERANCE = 5e-2
 
@@ -64,96 +123,27 @@ def find_knobs(
     traits = traits or CallTraits()
     cuda = parts.device is not None and parts.device.type == "cuda"
     infers = traits.infers and not parts.trains and not any(m.training for m in parts.submodules())
-    knobs = [_make_own_knob(name, values) for name, values in (own or {}).items()]
-    if compile_modes:
-        knobs += _compile_knobs(cuda=cuda, infers=infers, attends=traits.attends)
     convolves = any(isinstance(m, torch.nn.Conv2d) for m in parts.submodules())
-    if convolves:
-        knobs.append(
-            Knob(
-                name="layout",
-                values=(None, CHANNELS_LAST),
-                gain=_LAYOUT,
-                compiled_gain=_LAYOUT_COMPILED,
-                recompiles=True,
-                why="convolutions need no change of layout around them",
-            )
-        )
-    if cuda:
-        knobs += _cuda_knobs(parts, traits.attentions)
-        knobs += _convolution_knobs(infers) if convolves else []
+    groups = [g for o in parts.optimizers for g in o.param_groups]
+    applies = {
+        COMPILE: compile_modes,
+        "freeze": compile_modes and infers,
+        "masks": compile_modes and traits.attends,
+        "layout": convolves,
+        "graph": cuda,
+        "padding": cuda and find_unaligned(parts),
+        "optimizer": cuda and groups and all("fused" in g and not g["fused"] for g in groups),
+        "attention": cuda and traits.attentions,
+        "cudnn_benchmark": cuda and convolves,
+        "convolutions": cuda and convolves and infers,
+    }
+    values: dict[str, tuple[Value, ...]] = {"attention": (None, *traits.attentions)}
+    if not cuda:
+        values[COMPILE] = (None, COMPILE_MODES[0])
+    knobs = [_make_own_knob(name, choices) for name, choices in (own or {}).items()]
+    knobs += [replace(k, values=values.get(k.name, k.values)) for k in _TABLE if applies[k.name]]
     if tolerance is not None:
         knobs += _precision_knobs(parts, tolerance, torch, infers=cuda and infers)
-    return knobs
-
-
-def _compile_knobs(*, cuda: bool, infers: bool, attends: bool) -> list[Knob]:
-    modes = COMPILE_MODES if cuda else COMPILE_MODES[:1]
-    knobs = [Knob(name=COMPILE, values=(None, *modes), gain=_COMPILE, why="fuses kernels and launches fewer")]
-    extra: list[tuple[str, Value, float, str]] = []
-    if infers:
-        extra.append(("freeze", True, _FREEZE, "what depends only on weights is computed once"))
-    if attends:
-        extra.append(("masks", FOLDED, _MASKS, "a mask made of constants becomes is_causal, or nothing"))
-    knobs += [
-        Knob(
-            name=name,
-            values=(None, value),
-            gain=gain,
-            recompiles=True,
-            needs=(COMPILE,),
-            along={COMPILE: modes[0]},
-            why=why,
-        )
-        for name, value, gain, why in extra
-    ]
-    return knobs
-
-
-def _cuda_knobs(parts: FunctionParts, attentions: Sequence[str]) -> list[Knob]:
-    knobs = [
-        Knob(
-            name="graph",
-            values=(None, True),
-            gain=_GRAPH,
-            instead={COMPILE: {REDUCE_OVERHEAD: "default"}},
-            why="one launch for the whole function",
-        )
-    ]
-    if find_unaligned(parts):
-        # Inductor pads too, but each product by itself, with copies.
-        knobs.append(
-            Knob(
-                name="padding",
-                values=(None, True),
-                gain=_PADDING,
-                compiled_gain=_PADDING_COMPILED,
-                recompiles=True,
-                why="products whose rows are not a multiple of 16 bytes run on slow kernels",
-            )
-        )
-    if parts.optimizers and all("fused" in g and not g["fused"] for o in parts.optimizers for g in o.param_groups):
-        knobs.append(Knob(name="optimizer", values=(None, FUSED), gain=_OPTIMIZER, why="weights are read once a step"))
-    if attentions:
-        why = "the kernel that torch takes is not always the best for the shape"
-        knobs.append(Knob(name="attention", values=(None, *attentions), gain=_ATTENTION, recompiles=True, why=why))
-    return knobs
-
-
-def _convolution_knobs(infers: bool) -> list[Knob]:
-    why = "cuDNN's guess of an algorithm is not always its best"
-    knobs = [Knob(name="cudnn_benchmark", values=(None, True), gain=_CUDNN, why=why)]
-    if infers:
-        knobs.append(
-            Knob(
-                name="convolutions",
-                values=(None, FUSED),
-                gain=_CONVOLUTIONS,
-                instead={COMPILE: dict.fromkeys(COMPILE_MODES)},
-                along={"layout": CHANNELS_LAST, "graph": True, "cudnn_benchmark": True},
-                why="batch norm, sum and relu are done where the convolution writes",
-            )
-        )
     return knobs
 
 
@@ -162,14 +152,11 @@ def _precision_knobs(parts: FunctionParts, tolerance: float, torch: Any, *, infe
     from ...op.casting import has_fp8_units
 
     tensors = [p for m in parts.modules for p in m.parameters()] or list(parts.tensors)
-    why = "within error_tolerance"
     if any(p.dtype == torch.float32 for p in tensors):
-        return [Knob(name="precision", values=(None, TF32, BF16), gain=_PRECISION, recompiles=True, why=why)]
+        return [_PRECISION]
     if infers and tolerance >= FP8_TOLERANCE and find_fp8_layers(parts) and has_fp8_units(parts.device.index):
         # Frozen weights would be other tensors than those that are kept in fp8.
-        instead: Mapping[str, Mapping[Value, Value]] = {"freeze": {True: None}}
-        knob = Knob(name="precision", values=(None, FP8), gain=_PRECISION, recompiles=True, instead=instead, why=why)
-        return [knob]
+        return [replace(_PRECISION, values=(None, FP8), instead={"freeze": {True: None}})]
     return []
 
 
