@@ -21,6 +21,10 @@ from .kernels import pad_head
 
 STAGES = 2  # double-buffered: the next tile of keys and values loads while one is multiplied
 PLAIN, MASKED = "flash_attention", "flash_attention with attn_mask"
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int bm, int bn, int stages, int warps, "
+    "Tensor? seed, float dropout_p, str precision) -> (Tensor, Tensor)"
+)
 _GRADIENT_SCORES = 1 << 26  # scores that the backward pass holds at a time: 256 MiB in fp32
 
 
@@ -126,23 +130,10 @@ def _resolve(q: Tensor, masked: bool, bm: int, bn: int, stages: int, warps: int)
     return stages, warps
 
 
-@torch.library.custom_op("tessera::attention", mutates_args=())
-def attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    bm: int,
-    bn: int,
-    stages: int,
-    warps: int,
-    seed: Tensor | None,
-    dropout_p: float,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("tessera::attention", mutates_args=(), schema=_SCHEMA)
+def attention_op(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     """(output, log2 of the sum of each row's exponentials; +inf of a row that sees no key)."""
+    scale, causal, bm, bn, stages, warps, seed, dropout_p, _ = options
     _resolve(q, mask is not None, bm, bn, stages, warps)
     with arguments.without_autocast(q):
         scores = _scores(q, k, mask, scale, causal)

@@ -162,7 +162,7 @@ def predict_energy_j(
     if not lossless:
         inside = out_dtype == torch.bfloat16 if row_scaling is None else row_scaling
         unscaled = name == "fp16" or (precision == "fp8_row" and not inside)
-        work = work + _casts(gpu, precision, m, n, k, batch, dtype.itemsize, out_bytes, layout, prepared, unscaled)
+        work = work + _casts(gpu, precision, (m, n, k, batch), (dtype.itemsize, out_bytes), layout, prepared, unscaled)
     joules = model.estimate(work).energy_j
     if name == "fp8" and accumulate == "fast":
         joules -= float(batch) * m * n * k / _PROMOTED_EVERY * model.j_per_flop.get("vector.fp32", 0.0)
@@ -183,19 +183,10 @@ def _product(
 
 
 def _casts(
-    gpu: Chip,
-    precision: str,
-    m: int,
-    n: int,
-    k: int,
-    batch: int,
-    size: int,
-    out_bytes: float,
-    layout: str,
-    prepared: bool,
-    unscaled: bool,
+    gpu: Chip, precision: str, sizes: tuple[int, ...], item_bytes: tuple[int, float], layout: str, *flags: bool
 ) -> DeviceWork:
-    """The passes before and after a product of rounded operands."""
+    """The passes before and after a product of rounded operands; `item_bytes` are those of operands and result."""
+    (m, n, k, batch), (size, out_bytes), (prepared, unscaled) = sizes, item_bytes, flags
     name = precision.removesuffix("_row")
     narrow, launches = ELEMENT_BYTES[name], batch if name == "fp8" else 1
     elements = [batch * m * k] if prepared else [batch * m * k, batch * n * k]

@@ -159,20 +159,15 @@ def _(
     return x.new_empty(x.shape), summed, torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd
 
 
-@torch.library.custom_op("tessera::norm_backward", mutates_args=())
-def norm_backward_op(
-    dy: Tensor,
-    dsummed: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    centered: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "tessera::norm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool centered, "
+    "bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
+)
+def norm_backward_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) of a norm, the last two fp32 or wider, empty where not asked; `x` is what was normalized."""
-    return _norm_backward(dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad)
+    return _norm_backward(*inputs)
 
 
 def _norm_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
