@@ -242,10 +242,10 @@ def test_exporters_write_where_they_were_told(evil: Path, tmp_path: Path) -> Non
     db.close()
     target = tmp_path / "out" / "deep" / "er"
     with RunFile(run) as source:
-        profile.chrome(target / "trace.json").write(source, None)
-        profile.summary(target / "summary.csv").write(source, None)
+        profile.chrome(target / "trace.json").write(source.recording())
+        profile.summary(target / "summary.csv").write(source.recording())
         pytest.importorskip("tensorboard")
-        profile.tensorboard(target / "tb").write(source, None)
+        profile.tensorboard(target / "tb").write(source.recording())
     written = files_below(tmp_path)
     assert {w for w in written if not w.startswith("out/deep/er/")} == {"in/run.tessera"}
     assert len(written) >= 5
@@ -425,7 +425,7 @@ def test_headers_of_a_collector_are_shown_nowhere(tmp_path: Path) -> None:
     run = make(steps=2, layers=1).write(tmp_path / "a.tessera")
     exporter = profile.otlp("http://127.0.0.1:9", headers={"Authorization": SECRET}, timeout_s=0.5)
     with pytest.raises(TesseraError) as failed:
-        exporter.write(run, None)
+        exporter.write(run.recording())
     run.close()
     assert SECRET not in repr(exporter) + str(failed.value)
     with pytest.raises(ArgumentError) as refused:

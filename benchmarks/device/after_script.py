@@ -116,11 +116,11 @@ def measured(folder: Path, device: str, seconds: float) -> dict[str, Any]:
     import msgspec
 
     from run_modes import SCRIPT
-    from tessera.profile.launch import Plan
+    from tessera.profile.launch import LaunchPlan
 
     script, out, path = folder / "train.py", folder / "child.json", folder / "run.tessera"
     script.write_text(SCRIPT)
-    plan = Plan(target=str(script), argv=[device, str(seconds)], path=str(path))
+    plan = LaunchPlan(target=str(script), argv=[device, str(seconds)], path=str(path))
     command = [sys.executable, __file__, str(out), "--child", msgspec.json.encode(plan).decode()]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=300, check=False)
     gone = time.time()

@@ -649,7 +649,7 @@ def node_row(run: Run) -> dict[str, Any]:
     workers = [Worker(f"node:{cap_w:g}W", run.s(11.0) + 30.0, run.quick) for _ in range(2)]
     try:
         for worker in workers:
-            worker.begun(begun + 30.0)
+            worker.has_begun(begun + 30.0)
         both = time.monotonic()
         with measured(run) as found:
             time.sleep(run.s(6.0))

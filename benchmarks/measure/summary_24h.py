@@ -21,11 +21,11 @@ from tessera.clock import Clock
 from tessera.monitor.sampler import Sampler
 from tessera.profile.power_feed import PowerFeed
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.summary_mode import Summary
 from tessera.timeline.columns import Builder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
+from tessera.profile.summary_mode import RunSummary
 
 ROWS, NAMES, STEPS_PER_S = 2_000, 300, 20
 
@@ -46,7 +46,7 @@ def resident_mib() -> float:
 
 def main() -> None:
     hours = float(sys.argv[1]) if len(sys.argv) > 1 else 24.0
-    day, rng, summary = Day(), np.random.default_rng(0), Summary()
+    day, rng, summary = Day(), np.random.default_rng(0), RunSummary()
     sampler = Sampler([day], clock=Clock(lambda: day.now_ns, lambda: day.now_ns))
     sampler.read_due()
     marks, rows, done, t0 = [0.25, 1, 2, 4, 8, 12, 16, 20, 24, 48], {}, 0, time.perf_counter()

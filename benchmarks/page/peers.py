@@ -23,7 +23,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     final = load("attribution")["sets"]["final-12"]
     models, t, r, speed = (load(n) for n in ("predict_heldout", "analyze_trace", "region_cost", "predict_time"))
     second = load("predict_heldout2")
-    repaired = [load(n) for n in ("predict_heldout_after", "predict_heldout2_after")]
+    repair_json = [load(n) for n in ("predict_heldout_after", "predict_heldout2_after")]
     peers = {k: v for k, v in speed.items() if isinstance(v, dict) and v["graphs_s"]}
     logits = next(r["ways"] for r in load("ops_gemm")["rows"] if r["name"] == "linear 8192x50257x768")
     caps = load("schedule_caps")
@@ -57,7 +57,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         ("a step of GPT-2's training while every kernel is traced, ms", f"{traced['step_ms']:.1f}",
          f"torch.profiler: {traced['beside_ms']:.1f}", "device/overhead_profile.py"),
         ("latency of two sets of models never seen, mean % off at the first look; after repairs of what it found",
-         f"{pct(models['all']['latency'])}, {pct(second['all']['latency'])}; {pct(repaired[0]['all']['latency'])}, {pct(repaired[1]['all']['latency'])}",
+         f"{pct(models['all']['latency'])}, {pct(second['all']['latency'])}; {pct(repair_json[0]['all']['latency'])}, {pct(repair_json[1]['all']['latency'])}",
          f"datasheet roofline: {pct(models['all']['roofline_latency'])}, {pct(second['all']['roofline_latency'])}", "predict/predict_models.py"),
         (f"seconds to predict {' and '.join(peers)}, from the second call on", " and ".join(f"{v['warm_s']:.2f}" for v in peers.values()),
          "branes-ai/graphs: " + " and ".join(f"{v['graphs_s']:.1f}" for v in peers.values()) + f" ({faster:.0f} times)", "predict/predict_time.py"),

@@ -2,7 +2,7 @@
 
     python benchmarks/predict/predict_models.py public [--shared ../shared]     models_public.jsonl: the first check
     python benchmarks/predict/predict_models.py dev                             the models whose kernels were fitted on
-    python benchmarks/predict/predict_models.py heldout                         looked at once, after the fits; repaired since
+    python benchmarks/predict/predict_models.py heldout                         looked at once, after the fits; repair_json since
     python benchmarks/predict/predict_models.py heldout2                        a second set, recorded after those repairs
 
 Prints every case, the mean absolute errors of latency and energy in all and by what bounds the case (graph replay, or a

@@ -180,7 +180,7 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class CounterCorrection:
     """The joules of the span between two anchors: by the counter where it is `used`, else by the samples."""
 
     joules: float
@@ -191,7 +191,7 @@ class Correction:
     used: bool
 
 
-def correct_by_counter(first: Anchor | None, last: Anchor | None) -> Correction | None:
+def correct_by_counter(first: Anchor | None, last: Anchor | None) -> CounterCorrection | None:
     """What the counter says about the span between two anchors; None when it is too short or the counter was reset."""
     if first is None or last is None or first.epoch != last.epoch:
         return None
@@ -208,13 +208,13 @@ def correct_by_counter(first: Anchor | None, last: Anchor | None) -> Correction 
     missing_s = max(span_s - sampled.covered_s, 0.0)
     if not _is_plausible(counted_j, sampled.joules, missing_s):
         error_j = abs(sampled.joules - counted_j)
-        return Correction(sampled.joules, error_j, span_s, span_s - missing_s, sampled, used=False)
+        return CounterCorrection(sampled.joules, error_j, span_s, span_s - missing_s, sampled, used=False)
     edges = (TICK_S * first.mark.swing_w) ** 2 + (TICK_S * last.mark.swing_w) ** 2
     error_j = float(((ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * edges / 3.0) ** 0.5)
-    return Correction(counted_j, error_j, span_s, span_s, sampled, used=True)
+    return CounterCorrection(counted_j, error_j, span_s, span_s, sampled, used=True)
 
 
-def apply_correction(start: Mark, end: Mark, correction: Correction, domain: Domain, seconds: float) -> Energy:
+def apply_correction(start: Mark, end: Mark, correction: CounterCorrection, domain: Domain, seconds: float) -> Energy:
     """Joules between two marks of the samples, with the span of a correction replaced by the counter's joules."""
     begin = dataclasses.replace(
         start,

@@ -221,7 +221,7 @@ def _simulate_samples(rows: list[tuple[str, int, int]], end_ns: int, rng: np.ran
         for cell in range(int(a), int(b) + 1):  # shares of a cell: kernels may be shorter than one
             true_w[cell] += (SIMULATED_KERNELS[name][1] - _IDLE_W) * max(0.0, min(b, cell + 1) - max(a, cell))
     lags = np.arange(0, 0.1, _CELL_NS * 1e-9)
-    weights = np.diff(Response(tau_s=RING_TAU_S, box_s=RING_BOX_S).shown(np.append(lags, 0.1)))
+    weights = np.diff(Response(tau_s=RING_TAU_S, box_s=RING_BOX_S).step_response(np.append(lags, 0.1)))
     blurred_w = np.convolve(true_w, weights / weights.sum())[: len(grid)]
     picks = np.arange(1200, len(grid) - 100, 200)
     picks = picks + rng.integers(-60, 60, len(picks))

@@ -85,21 +85,21 @@ class PowerTrace:
 
         It is never finer than the period at which the sensor has something new.
         """
-        spacings = [_spacing_ms(c) for c in self._counted(None)]
+        spacings = [_spacing_ms(c) for c in self._select_counted(None)]
         known = [s for s in spacings if s is not None]
         return max(known) if known else None
 
     @property
     def basis(self) -> Basis:
         """Either "measured", or "modelled"/"simulated" as soon as one counted domain is."""
-        return worst_basis(c.domain.basis for c in self._counted(None))
+        return worst_basis(c.domain.basis for c in self._select_counted(None))
 
     @property
     def is_counted(self) -> bool:
         """Whether any domain adds to the total."""
         return any(c.domain.counted for c in self.columns.values())
 
-    def _counted(self, domain: str | None) -> list[DomainSamples]:
+    def _select_counted(self, domain: str | None) -> list[DomainSamples]:
         columns = self.columns
         if domain is None:
             return [c for c in columns.values() if c.domain.counted]
@@ -112,7 +112,7 @@ class PowerTrace:
 
     def total(self, domain: str | None = None) -> tuple[Ints, Floats]:
         """Times and watts of the counted domains added up, each moved back by its lag, on all their samples."""
-        moved = self._moved(domain)
+        moved = self._align_lag(domain)
         if not moved:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
         if len(moved) == 1:
@@ -122,14 +122,14 @@ class PowerTrace:
         grid = _shared_grid(moved)
         return grid, np.sum([_resample(t, c, grid) for t, c in moved], axis=0)
 
-    def _moved(self, domain: str | None) -> list[tuple[Ints, DomainSamples]]:
+    def _align_lag(self, domain: str | None) -> list[tuple[Ints, DomainSamples]]:
         """The columns that know anything at all, with their times moved back by the lag."""
-        known = [c for c in self._counted(domain) if not np.all(np.isnan(c.watts))]
+        known = [c for c in self._select_counted(domain) if not np.all(np.isnan(c.watts))]
         return [(c.times_ns - c.lag_ns, c) for c in known]
 
     def _pieces(self, domain: str | None) -> tuple[Floats, Floats, Floats]:
         """Seconds, and watts at both ends, of the stretches over which every domain is known."""
-        moved = self._moved(domain)
+        moved = self._align_lag(domain)
         if not moved:
             return np.zeros(0), np.zeros(0), np.zeros(0)
         grid = _shared_grid(moved)
@@ -144,7 +144,7 @@ class PowerTrace:
         return self._peak_w(None)
 
     def _peak_w(self, domain: str | None) -> float | None:
-        moved = self._moved(domain)
+        moved = self._align_lag(domain)
         if len(moved) == 1:
             times_ns, column = moved[0]
             # A mean belongs to the time before it: one that ends where the trace begins is not of the trace.
@@ -157,7 +157,7 @@ class PowerTrace:
     @property
     def mean_w(self) -> float | None:
         """Mean power over the time that was seen: of each domain over what was seen of it, added up."""
-        parts = [c.energy(self.start_ns, self.end_ns) for c in self._counted(None)]
+        parts = [c.energy(self.start_ns, self.end_ns) for c in self._select_counted(None)]
         known = [e.joules / (e.seconds * e.coverage) for e in parts if e.seconds * e.coverage > 0]
         return sum(known) if known else None
 
@@ -175,7 +175,7 @@ class PowerTrace:
         """Joules between two times (the whole trace by default), lag-corrected and exact at the edges."""
         begin = self.start_ns if start_ns is None else start_ns
         end = self.end_ns if end_ns is None else end_ns
-        return sum_domains([c.energy(begin, end) for c in self._counted(domain)], (end - begin) * 1e-9)
+        return sum_domains([c.energy(begin, end) for c in self._select_counted(domain)], (end - begin) * 1e-9)
 
     def percentile(self, q: float, domain: str | None = None) -> float | None:
         """Power that is not exceeded q% of the time (weighted by time: samples are not evenly spaced)."""

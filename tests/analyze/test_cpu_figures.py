@@ -18,7 +18,7 @@ from tessera.attribute.by_time import _joules_at
 from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.joules import DomainSamples
-from tessera.profile.summary_mode import Summary
+from tessera.profile.summary_mode import RunSummary
 from tessera.report.run_analyses import roofline as drawn
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder, Timeline
@@ -195,7 +195,7 @@ def test_a_summary_without_times_of_operators_in_themselves_gives_them_no_joules
 
 @given(programs())
 def test_a_summary_keeps_the_time_of_operators_in_themselves(timeline: Timeline) -> None:
-    kept = Summary()
+    kept = RunSummary()
     kept.add_window(timeline, T0, timeline.end_ns)
     kept.add_row("region", "mine", 5)
     data = kept.to_json()

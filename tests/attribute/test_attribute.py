@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.attribute.activity import activity, distinct, gaps, ranked, shares
-from tessera.attribute.fit import conserved, exposure, groups
+from tessera.attribute.activity import activity, distinct, gaps, rank_values, shares
+from tessera.attribute.fit import conserve_energy, exposure, groups
 from tessera.attribute.prior import board_of, matrix_flops
 from tessera.attribute.response import Response, response_of
 from tessera.attribute.solve import attribute
@@ -75,7 +75,7 @@ class Board:
                 watts[cell] += (self.watts[name] - self.idle_w) * max(0.0, min(b, cell + 1) - max(a, cell))
         response = Response(tau_s=0.011, box_s=0.010)
         lags = np.arange(0, 0.1, dt * 1e-9)
-        kernel = np.diff(response.shown(np.append(lags, 0.1)))
+        kernel = np.diff(response.step_response(np.append(lags, 0.1)))
         seen = np.convolve(watts, kernel / kernel.sum())[: len(grid)]
         picks = np.arange(1200, len(grid), 200) + self.rng.integers(-60, 60, len(np.arange(1200, len(grid), 200)))
         picks = picks[picks < len(grid)]
@@ -309,7 +309,7 @@ def test_combinations_are_numbered_in_order_and_their_first_places_known(pairs):
     in_order = sorted(set(pairs))
     assert number.tolist() == [in_order.index(p) for p in pairs]
     assert first.tolist() == [pairs.index(p) for p in in_order]
-    known, which = ranked(table[:, 0])
+    known, which = rank_values(table[:, 0])
     assert known.tolist() == sorted({a for a, _ in pairs})
     assert known[which].tolist() == [a for a, _ in pairs]
 
@@ -320,7 +320,7 @@ def test_the_response_is_a_step_that_ends_at_one():
     assert weights.sum() == pytest.approx(1.0)
     assert float(weights @ (0.5 * (edges[1:] + edges[:-1]))) == pytest.approx(ring.delay_s, rel=0.05)
     # h200/waves.json: from 690 to 125 W the ring shows 227 W at +26 ms and 142 W at +45 ms.
-    assert 125 + 565 * (1 - ring.shown(np.array([0.026, 0.045]))) == pytest.approx([227, 142], rel=0.08)
+    assert 125 + 565 * (1 - ring.step_response(np.array([0.026, 0.045]))) == pytest.approx([227, 142], rel=0.08)
 
 
 def test_responses_of_other_sensors_follow_from_their_domain():
@@ -332,7 +332,7 @@ def test_responses_of_other_sensors_follow_from_their_domain():
 
 def test_conserved_moves_what_is_uncertain():
     watts, covariance = np.array([100.0, 200.0]), np.diag([1.0, 100.0])
-    moved, left = conserved(watts, covariance, np.array([1.0, 1.0]), 330.0)
+    moved, left = conserve_energy(watts, covariance, np.array([1.0, 1.0]), 330.0)
     assert moved.sum() == pytest.approx(330.0)
     assert moved[1] - 200 > 50 * (moved[0] - 100)
     assert np.array([1, 1]) @ left @ np.array([1, 1]) == pytest.approx(0.0, abs=1e-9)

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
-from tessera.profile.attach import NoProcess, NotYours, Options, TraceFigures, What, attach, process
+from tessera.profile.attach import AttachOptions, NoProcess, NotYours, TraceFigures, What, attach, process
 from tessera.profile.attach import kineto as kineto_module
 from tessera.profile.attach.daemon import TraceDaemon
 from tessera.profile.attach.export import counters, split, write_summary, write_trace
@@ -359,11 +359,11 @@ def test_not_yours_names_the_way(monkeypatch):
 
 def test_a_trace_is_taken_when_it_is_complete(me):
     with Folder(me) as folder:
-        assert not folder.begun
+        assert not folder.has_begun
         assert folder.take() is None
         part = folder.path / "trace_1.json.tmp"
         part.write_text('{"traceEvents": [')
-        assert folder.begun
+        assert folder.has_begun
         assert folder.take() is None
         whole = folder.path / "trace_1.json"
         whole.write_text('{"traceEvents": [')
@@ -825,7 +825,7 @@ def test_wrong_options(args, code, said, monkeypatch, capsys):
 
 
 def test_the_api_looks_at_this_process():
-    seen = attach(os.getpid(), Options(duration_s=0.3, trace=False, sensors=["modelled"], sections=["mem"]))
+    seen = attach(os.getpid(), AttachOptions(duration_s=0.3, trace=False, sensors=["modelled"], sections=["mem"]))
     names = {m.metric: m for m in seen.metrics}
     assert names["process.rss"].mean > 1e6
     assert names["process.cpu"].samples >= 10

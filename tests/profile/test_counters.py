@@ -60,11 +60,28 @@ def test_every_stall_reason_is_classed_with_a_reason():
 @pytest.mark.parametrize(
     ("unit", "factor"),
     [
-        ("byte", 1), ("Kbyte", 1e3), ("Mbyte", 1e6), ("Gbyte", 1e9), ("Gbyte/s", 1e9), ("byte/second", 1),
-        ("second", 1), ("s", 1), ("msecond", 1e-3), ("ms", 1e-3), ("usecond", 1e-6), ("us", 1e-6), ("nsecond", 1e-9),
-        ("ns", 1e-9), ("Gbyte/msecond", 1e12), ("%", 1), ("", 1), ("sector", 1), ("register/thread", 1), ("warp", 1),
+        ("byte", 1),
+        ("Kbyte", 1e3),
+        ("Mbyte", 1e6),
+        ("Gbyte", 1e9),
+        ("Gbyte/s", 1e9),
+        ("byte/second", 1),
+        ("second", 1),
+        ("s", 1),
+        ("msecond", 1e-3),
+        ("ms", 1e-3),
+        ("usecond", 1e-6),
+        ("us", 1e-6),
+        ("nsecond", 1e-9),
+        ("ns", 1e-9),
+        ("Gbyte/msecond", 1e12),
+        ("%", 1),
+        ("", 1),
+        ("sector", 1),
+        ("register/thread", 1),
+        ("warp", 1),
     ],
-)  # fmt: skip
+)
 def test_units_become_si(unit, factor):
     assert n.unit_factor(unit) == pytest.approx(factor)
 
@@ -72,18 +89,28 @@ def test_units_become_si(unit, factor):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1,234.5", 1234.5), ("2,147,496,192", 2147496192.0), ("0", 0.0), (".5", 0.5), ("1e+06", 1e6), ("-3", -3.0),
-        ("12 (1; 2)", 12.0), ("n/a", None), ("(!) n/a", None), ("nan", None), ("inf", None), ("", None),
+        ("1,234.5", 1234.5),
+        ("2,147,496,192", 2147496192.0),
+        ("0", 0.0),
+        (".5", 0.5),
+        ("1e+06", 1e6),
+        ("-3", -3.0),
+        ("12 (1; 2)", 12.0),
+        ("n/a", None),
+        ("(!) n/a", None),
+        ("nan", None),
+        ("inf", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_numbers_as_profilers_print_them(text, value):
     assert n.number(text) == value
 
 
 def test_the_names_of_one_kernel_are_one_name():
-    assert n.demangled(MANGLED) == KINETO
-    assert n.demangled("triton_poi_fused_0") == "triton_poi_fused_0"
-    assert n.demangled("_Znonsense") == "_Znonsense"
+    assert n.demangle_name(MANGLED) == KINETO
+    assert n.demangle_name("triton_poi_fused_0") == "triton_poi_fused_0"
+    assert n.demangle_name("_Znonsense") == "_Znonsense"
     assert n.canonical(MANGLED) == n.canonical(KINETO) == n.canonical(BY_NCU)
 
 
@@ -148,9 +175,17 @@ def test_tensor_use_leaves_out_what_is_no_matrix_product():
 
 def test_gpm_activity_by_the_schemas_names():
     found = nvidia.device_wide(
-        {"sm": 90.0, "occupancy": 40.0, "tensor": 55.0, "dram": 30.0, "fp32": 10.0, "fp16": 20.0, "pcie_tx": 1000.0,
-         "pcie_rx": 500.0}
-    )  # fmt: skip
+        {
+            "sm": 90.0,
+            "occupancy": 40.0,
+            "tensor": 55.0,
+            "dram": 30.0,
+            "fp32": 10.0,
+            "fp16": 20.0,
+            "pcie_tx": 1000.0,
+            "pcie_rx": 500.0,
+        }
+    )
     assert found["sm_occupancy"] == 40.0
     assert found["tc_util_pct"] == 55.0
     assert found["alu_util_pct"] == 20.0
@@ -502,11 +537,18 @@ LARGE = Launch(grid=(9, 1, 1), block=(128, 1, 1))
 
 def test_rows_get_the_mean_of_their_launches():
     t = timeline(("kernel", KINETO, SMALL, 600), ("kernel", KINETO, SMALL, 400), ("op", "aten::add", None, 5000))
-    merged = merge(t, [kernel(sm_occupancy=40.0, stall_reasons={"wait": 10.0}),
-                       kernel(sm_occupancy=60.0, tc_util_pct=7.0, stall_reasons={"drain": 4.0})])  # fmt: skip
+    merged = merge(
+        t,
+        [
+            kernel(sm_occupancy=40.0, stall_reasons={"wait": 10.0}),
+            kernel(sm_occupancy=60.0, tc_util_pct=7.0, stall_reasons={"drain": 4.0}),
+        ],
+    )
     assert dict(merged.extra[0]) == {
-        "sm_occupancy": 50.0, "tc_util_pct": 7.0, "stall_reasons": {"wait": 5.0, "drain": 2.0},
-    }  # fmt: skip
+        "sm_occupancy": 50.0,
+        "tc_util_pct": 7.0,
+        "stall_reasons": {"wait": 5.0, "drain": 2.0},
+    }
     assert merged.extra[0] is merged.extra[1]
     assert 2 not in merged.extra and set(merged.extra) == {0, 1} and len(merged.extra) == 2
     assert merged.coverage == 1.0 and merged.missing_s == {}
@@ -524,9 +566,12 @@ def test_however_the_name_is_written(name, replayed):
 
 def test_why_rows_have_none():
     t = timeline(
-        ("kernel", KINETO, SMALL, 500), ("kernel", KINETO, LARGE, 200), ("kernel", "other", SMALL, 100),
-        ("memcpy", "Memcpy HtoD", None, 150), ("collective", "ncclDevKernel_AllReduce", None, 50),
-    )  # fmt: skip
+        ("kernel", KINETO, SMALL, 500),
+        ("kernel", KINETO, LARGE, 200),
+        ("kernel", "other", SMALL, 100),
+        ("memcpy", "Memcpy HtoD", None, 150),
+        ("collective", "ncclDevKernel_AllReduce", None, 50),
+    )
     merged = merge(t, [kernel(sm_occupancy=1.0)])
     assert merged.missing_s == pytest.approx({OTHER_SIZE: 2e-7, NOT_REPLAYED: 1e-7, COPY: 1.5e-7, COLLECTIVE: 5e-8})
     assert merged.coverage == pytest.approx(0.5)
@@ -581,9 +626,15 @@ def test_many_rows_share_one_mapping_for_each_kernel_and_size():
     names = [built.intern(f"kernel_{i}") for i in range(50)]
     start = np.arange(count, dtype=np.int64) * 10
     built.extend(
-        {"kind": np.zeros(count), "name": np.resize(names, count), "start_ns": start, "end_ns": start + 8,
-         "launch": np.resize(launches, count)}, count,
-    )  # fmt: skip
+        {
+            "kind": np.zeros(count),
+            "name": np.resize(names, count),
+            "start_ns": start,
+            "end_ns": start + 8,
+            "launch": np.resize(launches, count),
+        },
+        count,
+    )
     counters = [kernel(f"kernel_{i}", grid=(g, 1, 1), sm_occupancy=1.0) for i in range(50) for g in range(1, 9)]
     merged = merge(built.build(), counters)
     assert merged.coverage == 1.0 and len(merged.extra) == count

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tessera.profile.ending import DROPPED, SAME_S, Patience
-from tessera.profile.launch import Plan
+from tessera.profile.launch import LaunchPlan
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.tracing import Tracing
 from tessera.timeline.columns import Builder, Timeline
@@ -146,7 +146,7 @@ def test_the_first_interrupt_is_answered_and_the_next_drops(sigint, capfd):
     patience = Patience(lambda: dropped.append(1), say=True, clock=lambda: now_s[0])
     patience.hold()
     patience.hold()
-    patience.heard()  # what ended the script
+    patience.is_new_interrupt()  # what ended the script
     signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err == "", "the same wish, by another way"
     now_s[0] += 1.0
@@ -194,7 +194,7 @@ SLOW = """
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, drop):
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
-    plan = msgspec.json.encode(Plan(target="slow.py", path="run.tessera")).decode()
+    plan = msgspec.json.encode(LaunchPlan(target="slow.py", path="run.tessera")).decode()
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
         [sys.executable, "-m", "tessera.profile.launch", plan], cwd=tmp_path, text=True, **pipes

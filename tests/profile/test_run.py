@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tessera.cli.run import _steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
-from tessera.profile.launch import Plan, exit_code
+from tessera.profile.launch import LaunchPlan, exit_code
 from tessera.profile.script_steps import AfterImport
 from tessera.profile.torch_hooks import ModuleCalls, OptimizerSteps, model_runs
 
@@ -57,7 +57,7 @@ def run(tmp_path, *arguments, env=None):
 
 def launch(tmp_path, target, *argv, module=False, **plan):
     """The child alone, as a process."""
-    given = Plan(target=target, argv=list(argv), module=module, path="run.tessera", **plan)
+    given = LaunchPlan(target=target, argv=list(argv), module=module, path="run.tessera", **plan)
     import msgspec
 
     return subprocess.Popen(

@@ -23,11 +23,12 @@ from tessera.errors import ArgumentError, MeasurementError
 from tessera.monitor import Monitor
 from tessera.profile import region as region_class
 from tessera.profile.kineto_collector import chosen
-from tessera.profile.options import Options
+from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
+from tessera.profile.runfile import RunFile
 from tessera.profile.sampling import BUDGET, StackSampler
 from tessera.profile.schedule import between
-from tessera.profile.summary_mode import OTHER, Summary
+from tessera.profile.summary_mode import OTHER, RunSummary
 from tessera.profile.torch_hooks import MainThread, inside_torch
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder
@@ -200,7 +201,7 @@ def test_a_session_records_operators_regions_marks_counters_steps_and_power(powe
     total = sess.report().total
     assert total.joules == pytest.approx(trace.energy_j, rel=0.1)
     assert sess.energy().total_j == pytest.approx(total.joules, rel=0.2)
-    with sess.run() as run:
+    with RunFile(sess.path) as run:
         assert not run.crashed and run.get("mode") == "timeline" and len(run.get("windows")) == 1
         assert run.get("end_ns") > run.get("start_ns")
 
@@ -290,7 +291,7 @@ def test_left_by_an_exception_it_writes_and_lets_it_go_on(power, path):
             _ = 1 / 0
     assert "bad" in names(sess, "region") and "aten::mm" in names(sess, "op")
     sess.stop()  # twice is no error
-    with sess.run() as run:
+    with RunFile(sess.path) as run:
         assert not run.crashed
 
 
@@ -300,10 +301,10 @@ def test_activities_that_were_not_asked_for_are_left_out(path):
     built.add("memcpy", "copy", 1, 2, device=0, parent=kernel)
     built.add("kernel", "gemm", 2, 9, device=0, parent=kernel)
     built.add("collective", "all_reduce", 3, 4, device=0, parent=kernel)
-    kept = chosen(built.build(), Options(activities=("gpu", "power")))
+    kept = chosen(built.build(), SessionOptions(activities=("gpu", "power")))
     assert [kept.name(i) for i in range(len(kept))] == ["aten::mm", "gemm"]
     assert kept["parent"].tolist() == [-1, 0] and "memcpy, collective" in kept.notes[-1]
-    assert Options(activities=("power",)).traces is False
+    assert SessionOptions(activities=("power",)).traces is False
 
 
 def test_without_torch_there_is_power_and_what_the_program_says(power, path, monkeypatch):
@@ -371,12 +372,12 @@ def test_exporters_write_and_their_errors_come_last(power, path, tmp_path):
     seen = []
 
     class Good:
-        def write(self, run, table=None):
-            seen.append((run.rows, table.total_j))
+        def write(self, recording):
+            seen.append((len(recording.timeline), recording.energy().total_j))
             return tmp_path
 
     class Bad:
-        def write(self, run, table=None):
+        def write(self, recording):
             raise ArgumentError("cannot write x")
 
     with (
@@ -396,7 +397,7 @@ def test_flush_brings_operators_to_the_file_while_it_runs(path):
                 burn()
             time.sleep(0.02)
         burn(7)
-    starts = [w[0] for w in sess.run().get("windows")]
+    starts = [w[0] for w in RunFile(sess.path).get("windows")]
     assert len(starts) > 1 and starts == sorted(starts)
 
 
@@ -428,8 +429,8 @@ def test_a_schedule_traces_its_steps_only(path):
     ],
 )
 def test_steps_that_never_came_are_said(steps, said):
-    assert between(50, 60).missed(steps) == said
-    assert profile.schedule(active=2).missed(steps) is None, "it began with the session"
+    assert between(50, 60).describe_missed(steps) == said
+    assert profile.schedule(active=2).describe_missed(steps) is None, "it began with the session"
 
 
 def test_a_session_that_ends_before_its_schedule_says_so(path):
@@ -449,7 +450,7 @@ def test_a_schedules_joules_are_those_of_its_windows(power, path):
                 burn(3)
             sess.step()
     table = sess.energy()
-    windows = sess.run().get("windows")
+    windows = RunFile(sess.path).get("windows")
     assert len(windows) == 2 and table.seconds == pytest.approx(sum(b - a for a, b in windows) * 1e-9)
     assert [s.name for s in table.steps] == ["step_3", "step_7"]
     assert next(r for r in table.regions if r.name == "work").calls == 2
@@ -503,7 +504,7 @@ def test_a_window_that_ends_inside_a_record_function_ends_it(path):
     assert torch.autograd.profiler.record_function.__enter__ is original
     regions = names(sess, "region")
     assert regions.count("whole") == 1 and regions.count("Optimizer.step#SGD.step") == 4
-    assert len(sess.run().get("windows")) == 5
+    assert len(RunFile(sess.path).get("windows")) == 5
 
 
 def test_a_limit_ends_tracing_without_any_boundary_of_the_program(path):
@@ -724,7 +725,7 @@ def test_sampling_keeps_stacks_and_traces_nothing(power, path):
     with profile.session(mode="sampling", path=path) as sess:
         busy()
     assert names(sess, "op") == []
-    stacks = sess.run().stacks()
+    stacks = RunFile(sess.path).stacks()
     main = [s for s in stacks if "busy" in s.stack]
     assert main and main[0].thread == threading.get_native_id() and "test_session.py" in main[0].stack
     ours = ("Session._tick", "Sampler._run", "RunWriter._run", "StackSampler._run")
@@ -735,7 +736,7 @@ def test_sampling_keeps_stacks_and_traces_nothing(power, path):
 def test_stacks_keep_to_their_budget():
     sampler = StackSampler(0.001)
     sampler._recent_s = 1e-4
-    assert sampler.period_s == pytest.approx(1e-4 / BUDGET) and sampler.stretched
+    assert sampler.period_s == pytest.approx(1e-4 / BUDGET) and sampler.is_stretched
 
 
 def test_gpu_activity_in_sampling_mode_is_explained(path):
@@ -755,7 +756,7 @@ def window(count, name="gemm", base=0):
 
 
 def test_a_summary_adds_windows_up():
-    summary = Summary()
+    summary = RunSummary()
     summary.add_window(window(3), 0, 1_000)
     summary.add_window(window(2), 5_000, 6_000)
     summary.add_window(Builder().build(), 0, 10)
@@ -789,7 +790,7 @@ def test_summary_mode_forgets_events_and_keeps_totals(power, path):
                 burn(5)
             sess.step()
         time.sleep(0.3)
-    with sess.run() as run:
+    with RunFile(sess.path) as run:
         assert run.rows == 0
         found = run.get("summary")
         assert found["windows"] == 1

@@ -580,7 +580,7 @@ def thread_names(path):
 
 def test_names_reach_chrome_and_come_back_from_it(tmp_path):
     with named_run(tmp_path / "r.tessera", {"0/13": "h2d", "0/99": "unused"}) as run:
-        Chrome(tmp_path / "trace.json").write(run)
+        Chrome(tmp_path / "trace.json").write(run.recording())
         assert run.timeline().meta[stream_names.KEY] == {"0/13": "h2d", "0/99": "unused"}
     assert thread_names(tmp_path / "trace.json") == {7: "stream 7", 13: "h2d (stream 13)", 17: "stream 17"}
     assert kineto.read(tmp_path / "trace.json").meta[stream_names.KEY] == {"0/13": "h2d"}
@@ -612,7 +612,7 @@ def test_ranks_keep_their_own_names(tmp_path):
     assert merged.timeline.meta[stream_names.KEY] == {"0/0/13": "copy", "1/0/13": "other"}
     assert stream_names.label(merged.timeline.meta, 0, 13, 1) == "other (stream 13)"
     with merged.write(tmp_path / "all.tessera") as run:
-        Chrome(tmp_path / "trace.json").write(run)
+        Chrome(tmp_path / "trace.json").write(run.recording())
     text = (tmp_path / "trace.json").read_text()
     assert "copy (stream 13)" in text and "other (stream 13)" in text
 
@@ -621,13 +621,13 @@ def test_ids_are_asked_of_the_library_and_follow_the_devices_numbers():
     timeline = Builder().build()
     known = {(0, 0xA0): "h2d", (0, 0xB0): "compute", (1, 0xC0): "far", (1, 0xD0): "unknown"}
     timeline.meta[stream_names.KEY] = {"0/7": "read from the trace"}
-    stream_ids.put(timeline, stream_ids.named(known=known, ask={0xA0: 13, 0xB0: 17, 0xC0: 13}.get))
+    stream_ids.put(timeline, stream_ids.name_streams(known=known, ask={0xA0: 13, 0xB0: 17, 0xC0: 13}.get))
     read = "read from the trace"
     assert timeline.meta[stream_names.KEY] == {"0/7": read, "0/13": "h2d", "0/17": "compute", "1/13": "far"}
     stream_ids.renumber(timeline, [3, 5])
     assert timeline.meta[stream_names.KEY] == {"3/7": read, "3/13": "h2d", "3/17": "compute", "5/13": "far"}
     plain = Builder().build()
-    stream_ids.put(plain, stream_ids.named(known={}))
+    stream_ids.put(plain, stream_ids.name_streams(known={}))
     stream_ids.renumber(plain, [1])
     assert stream_names.KEY not in plain.meta
 

@@ -325,8 +325,8 @@ def test_odd_events():
         '{"ph": "X", "cat": "cpu_op", "name": null, "pid": 1.5, "tid": null, "ts": "2.25", "dur": 1, "args": null}',
     ]))  # fmt: skip
     assert timeline.notes == [
-        "left out: 1 event of category 'new_thing'",
-        "left out, of phase 'b': 1 event", "left out, without a time: 1 event",
+        "not read: 1 event of category 'new_thing'",
+        "not read, of phase 'b': 1 event", "not read, without a time: 1 event",
         "with a negative duration, taken as instants: 1 event", "without a duration, taken as instants: 1 event",
     ]  # fmt: skip
     assert [timeline.name(r) for r in range(5)] == ["no dur", "negative", "urEnqueue", "bare", ""]
@@ -395,7 +395,7 @@ def test_counters_and_allocations():
         ("power/gpu", 1.5, None, NONE), ("power/cpu", 2.5, None, NONE), ("GPU 1 clock", 1980, "MHz", 1),
         ("memory allocated", 4096, "B", 0),
     ]  # fmt: skip
-    assert timeline.notes == ["left out, counters without a number: 1 event"]
+    assert timeline.notes == ["not read, counters without a number: 1 event"]
 
 
 def test_rank_and_devices():

@@ -175,7 +175,7 @@ def correlate(
         start_ns=curve.start_ns,
         end_ns=curve.end_ns,
         reach_s=curve.reach_s,
-        lag_s=max(c.domain.lag_s for _, c in power._moved(domain)),
+        lag_s=max(c.domain.lag_s for _, c in power._align_lag(domain)),
         notes=tuple(notes),
     )
 

@@ -130,7 +130,7 @@ class Spike:
 
 def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) -> Curve:
     """A domain of a trace (the counted ones together when None) between two times of the wall clock."""
-    moved = power._moved(domain)
+    moved = power._align_lag(domain)
     edges = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
     if len(edges) < 2 or edges[-1] <= start_ns or edges[0] >= end_ns:
         raise MeasurementError(

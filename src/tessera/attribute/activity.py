@@ -83,15 +83,15 @@ def distinct(*columns: Ints) -> tuple[Ints, Ints]:
     """
     number, kinds = np.zeros(len(columns[0]), np.int64), 0
     for column in columns:
-        known, values = ranked(column)
-        found, number = ranked(number * max(len(known), 1) + values)
+        known, values = rank_values(column)
+        found, number = rank_values(number * max(len(known), 1) + values)
         kinds = len(found)
     first = np.full(kinds, len(number), np.int64)
     np.minimum.at(first, number, np.arange(len(number)))
     return first, number
 
 
-def ranked(values: Ints) -> tuple[Ints, Ints]:
+def rank_values(values: Ints) -> tuple[Ints, Ints]:
     """`np.unique(values, return_inverse=True)`; without sorting where the numbers lie close together, as names do."""
     low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
     if high - low > 4 * len(values) + 1024:
@@ -134,7 +134,7 @@ def shares(start_ns: Ints, end_ns: Ints) -> Floats:
     return Sharing(start_ns, end_ns).of()
 
 
-def summed(keys: Ints, values: NDArray[np.floating[Any]], count: int) -> Floats:
+def sum_by_key(keys: Ints, values: NDArray[np.floating[Any]], count: int) -> Floats:
     """The sum of the values of each key."""
     return np.bincount(keys, values, minlength=count).astype(np.float64)
 

@@ -16,8 +16,8 @@ from ..integral import Z90, accumulate
 from ..joules import FULL, DomainSamples
 from ..schema import DeviceId, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
-from .activity import Activity, Sharing, gaps, summed
-from .fit import Fit, conserved
+from .activity import Activity, Sharing, gaps, sum_by_key
+from .fit import PowerFit, conserve_energy
 from .share import Share, idle_class
 
 Floats = NDArray[np.float64]
@@ -41,17 +41,17 @@ def by_time(
     watts[found.classes :] = _idle_w(gap_cls - found.classes, gap_end - gap_start, gap_j, mean_w)
     weight = np.divide(row_j, share_s * busy_w, out=np.ones(len(row_j)), where=share_s * busy_w > 0)
     told = dataclasses.replace(found, share_s=share_s, weight=weight)
-    seconds = summed(found.cls, share_s * weight, len(watts)) + summed(
+    seconds = sum_by_key(found.cls, share_s * weight, len(watts)) + sum_by_key(
         gap_cls, (gap_end - gap_start) * 1e-9, len(watts)
     )
-    level, covariance = conserved(watts, _covariance(column, seen, watts), seconds, energy.joules)
+    level, covariance = conserve_energy(watts, _covariance(column, seen, watts), seconds, energy.joules)
     unseen_j = energy.joules * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
     covariance = covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.joules / Z90) ** 2
     return Share(
         device=device, domain=column.domain, activity=told, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=gap_cls,
         watts=level, covariance=covariance, group=np.full(found.classes, -1, np.int64), joules=energy.joules,
         error_j=energy.error_j, coverage=energy.coverage,
-        fit=Fit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
+        fit=PowerFit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
 
 def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats:
     """Mean watts of the short gaps, and of the long ones."""
-    seconds, joules = summed(long, length_ns * 1e-9, 2), summed(long, gap_j, 2)
+    seconds, joules = sum_by_key(long, length_ns * 1e-9, 2), sum_by_key(long, gap_j, 2)
     found: Floats = np.divide(joules, seconds, out=np.full(2, mean_w), where=seconds > 0)
     return found
 

@@ -28,7 +28,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class PowerFit:
     """Watts by class and their covariance (W^2); `noise_w` is the scale of the residuals, `samples` how many were used.
 
     `told` is for each class the share of its prior variance that the samples removed: 0 where they said nothing.
@@ -66,13 +66,13 @@ def exposure(
         y = np.empty_like(x)
         y[1::2], y[0::2] = done, done - seconds[mine]
         if np.any(np.diff(x) < 0):  # copies of itself at once, on two streams: their edges interleave
-            x, y = _merged(x, seconds[mine])
+            x, y = _merge_overlaps(x, seconds[mine])
         sums = np.interp(where, x, y, left=0.0, right=float(done[-1]))
         found[:, k] = (sums[:, :-1] - sums[:, 1:]) @ rate
     return found
 
 
-def _merged(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+def _merge_overlaps(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     """The running sum of intervals that overlap: each adds its seconds evenly from its start to its end."""
     rate = seconds / np.maximum(x[1::2] - x[0::2], 1.0)
     order = np.argsort(x, kind="stable")
@@ -83,7 +83,7 @@ def _merged(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     return at, np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(at))])
 
 
-def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_w: Floats, least_w: float) -> Fit:
+def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_w: Floats, least_w: float) -> PowerFit:
     """Watts by class. `slope` is the expected change of the power at each sample (W/s), for the jitter of its stamp."""
     precision = np.diag(1.0 / sd_w**2)
     scale, watts = 1.0, prior_w
@@ -92,13 +92,13 @@ def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_
         level = design @ watts
         sigma = np.sqrt(_NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + (_JITTER_S * slope) ** 2)
         weight = 1.0 / (scale * sigma) ** 2
-        watts = _bounded(design, samples_w, weight, precision, prior_w, least_w)
+        watts = _solve_bounded(design, samples_w, weight, precision, prior_w, least_w)
         scale = _scale((samples_w - design @ watts) / sigma, design, weight, precision)
     hessian = design.T @ (design * weight[:, None]) + precision
     covariance: Floats = np.linalg.inv(hessian).astype(np.float64)
     told = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
     noise_w = float(np.sqrt(np.mean((samples_w - design @ watts) ** 2))) if len(samples_w) else 0.0
-    return Fit(watts=watts, covariance=covariance, told=told, noise_w=noise_w, samples=len(samples_w))
+    return PowerFit(watts=watts, covariance=covariance, told=told, noise_w=noise_w, samples=len(samples_w))
 
 
 def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats) -> float:
@@ -114,7 +114,7 @@ def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats)
     return float(np.sqrt(max(variance, 0.25) * (1.0 + alike) / (1.0 - alike)))
 
 
-def _bounded(
+def _solve_bounded(
     design: Floats, samples_w: Floats, weight: Floats, precision: Floats, prior_w: Floats, least_w: float
 ) -> Floats:
     """Least squares with a prior and a lower bound: a class pulled below it is held there, one by one."""
@@ -132,7 +132,7 @@ def _bounded(
     return watts
 
 
-def conserved(watts: Floats, covariance: Floats, seconds: Floats, joules: float) -> tuple[Floats, Floats]:
+def conserve_energy(watts: Floats, covariance: Floats, seconds: Floats, joules: float) -> tuple[Floats, Floats]:
     """The smallest change, in terms of what is uncertain, that makes the parts sum to the measured joules."""
     if not np.any(seconds > 0):
         return watts, covariance

@@ -20,7 +20,7 @@ from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links
-from .activity import ranked, summed
+from .activity import rank_values, sum_by_key
 from .share import Share
 from .table import EnergyRow, EnergyTable
 
@@ -65,12 +65,12 @@ def table(
         regions=ledger.regions(),
         modules=ledger.modules(),
         steps=ledger.steps(),
-        groups=() if on_host else ledger.grouped(),
+        groups=() if on_host else ledger.sum_groups(),
         source="+".join(dict.fromkeys(p.domain.source for p in parts)),
         basis=worst_basis(p.domain.basis for p in parts),
         coverage=min(p.coverage for p in parts),
         idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
-        notes=[*notes, *_said(parts)],
+        notes=[*notes, *_fit_notes(parts)],
     )
 
 
@@ -90,7 +90,7 @@ def _fill(timeline: Timeline, parts: Sequence[Share]) -> None:
 def _idle(part: Share) -> tuple[float, float, float]:
     """Joules, half-width and seconds in which nothing ran."""
     gap_s = (part.gap_end_ns - part.gap_start_ns) * 1e-9
-    seconds = summed(part.gap_cls, gap_s, len(part.watts))
+    seconds = sum_by_key(part.gap_cls, gap_s, len(part.watts))
     return float(seconds @ part.watts), _half(seconds, part.covariance), float(gap_s.sum())
 
 
@@ -99,7 +99,7 @@ def _half(seconds: Floats, covariance: Floats) -> float:
     return Z90 * math.sqrt(variance)
 
 
-def _said(parts: Sequence[Share]) -> list[str]:
+def _fit_notes(parts: Sequence[Share]) -> list[str]:
     found = []
     for p in parts:
         if p.domain.basis == "modelled":
@@ -107,7 +107,7 @@ def _said(parts: Sequence[Share]) -> list[str]:
                 f"{p.domain.name}: its power is modelled and knows no operators: they have joules by their time"
             )
             continue
-        busy = summed(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
+        busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
         told = p.fit.told[: p.activity.classes]
         joules = busy * p.watts[: p.activity.classes]
         if joules.sum() > 0 and float(joules @ told) < 0.5 * float(joules.sum()):
@@ -158,11 +158,11 @@ class _Ledger:
 
     def regions(self) -> list[EnergyRow]:
         """By name, each with everything inside it; kernels count for all regions around their launch."""
-        return self._nested(self._links.region, "region", self._links.forward_region)
+        return self._sum_nested(self._links.region, "region", self._links.forward_region)
 
     def modules(self) -> list[EnergyRow]:
         """By name, each with everything inside it."""
-        return self._nested(self._links.module, "module", None)
+        return self._sum_nested(self._links.module, "module", None)
 
     def steps(self) -> list[EnergyRow]:
         """Each with its kernels and the idle stretches beside them, so that steps sum to what they took in all."""
@@ -181,7 +181,7 @@ class _Ledger:
                 found.append(self._row(steps[index].name, line, wall=True))
         return found
 
-    def grouped(self) -> list[EnergyRow]:
+    def sum_groups(self) -> list[EnergyRow]:
         """One line for each group of kernels that the samples cannot tell apart: their sum, which is known."""
         found = []
         number = 0
@@ -190,7 +190,7 @@ class _Ledger:
                 members = np.flatnonzero(p.group == group)
                 inside = np.isin(p.activity.cls, members)
                 line = _Line("group", calls=int(inside.sum()), time_s=float(p.activity.share_s[inside].sum()))
-                line.seconds[p.device] = summed(p.activity.cls[inside], p.seconds[inside], len(p.watts))
+                line.seconds[p.device] = sum_by_key(p.activity.cls[inside], p.seconds[inside], len(p.watts))
                 name = " + ".join(dict.fromkeys(p.activity.names[m] for m in members))
                 found.append(self._row(name, line, group=number + group))
             number += int(p.group.max(initial=-1)) + 1
@@ -227,11 +227,11 @@ class _Ledger:
         """Add every row of a device to the line of its key."""
         if len(keys) == 0:
             return
-        found, where = ranked(keys)
+        found, where = rank_values(keys)
         classes = len(part.watts)
         flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(found) * classes)
         by_key = flat.reshape(len(found), classes)
-        time_s = summed(where, part.activity.share_s, len(found))
+        time_s = sum_by_key(where, part.activity.share_s, len(found))
         on_device = not part.on_host  # there every row is one interval
         counts = np.bincount(where, minlength=len(found)) if on_device else _distinct(where, rows, len(found))
         for i, key in enumerate(found.tolist()):
@@ -259,9 +259,9 @@ class _Ledger:
         """Add one idle stretch of every gap to the line of its key."""
         seconds = np.maximum(end_ns - start_ns, 0) * 1e-9
         real = (seconds > 0) & (keys != NONE)
-        found, where = ranked(keys[real])
+        found, where = rank_values(keys[real])
         classes = len(part.watts)
-        by_key = summed(where * classes + part.gap_cls[real], seconds[real], len(found) * classes)
+        by_key = sum_by_key(where * classes + part.gap_cls[real], seconds[real], len(found) * classes)
         for key, idle_s in zip(found.tolist(), by_key.reshape(-1, classes), strict=True):
             if key in lines:
                 self._idle_of(lines[key], part, idle_s)
@@ -272,7 +272,7 @@ class _Ledger:
         line.seconds[part.device] = line.seconds.get(part.device, 0.0) + seconds
         line.idle_s += float(seconds.sum())
 
-    def _nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
+    def _sum_nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
         """Lines by name over all levels of nesting: level by level, each row of a device counts for its ancestors."""
         names = self._timeline["name"]
         lines: dict[int, _Line] = {}
@@ -326,7 +326,7 @@ class _Ledger:
             so_far = np.repeat(np.cumsum(length_s), 2)
             so_far[0::2] -= length_s
             begun, ended = (np.interp(edge, at.astype(np.float64), so_far) for edge in edges)
-            inside[:, cls] = summed(where, ended - begun, len(named))
+            inside[:, cls] = sum_by_key(where, ended - begun, len(named))
         for i, key in enumerate(named.tolist()):
             if inside[i].any():
                 self._idle_of(lines.setdefault(key, _Line("region")), part, inside[i])
@@ -355,9 +355,9 @@ class _Ledger:
         begun = np.searchsorted(self._windows[:, 0], timeline["end_ns"][rows], side="left")
         over = np.searchsorted(self._windows[:, 1], timeline["start_ns"][rows], side="right")
         rows = rows[begun > over]
-        found, where = ranked(timeline["name"][rows])
+        found, where = rank_values(timeline["name"][rows])
         wall_s = np.where(again[rows], 0.0, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]))
-        calls, wall_s = np.bincount(where, minlength=len(found)), summed(where, wall_s, len(found))
+        calls, wall_s = np.bincount(where, minlength=len(found)), sum_by_key(where, wall_s, len(found))
         for key, passes, seconds in zip(found.tolist(), calls.tolist(), wall_s.tolist(), strict=True):
             if key in lines:
                 lines[key].calls, lines[key].wall_s = passes, seconds
@@ -378,7 +378,7 @@ class _Ledger:
             pairs, where = np.unique(
                 np.column_stack([forward[rows[apart]], innermost[rows[apart]]]), axis=0, return_inverse=True
             )
-            joules = summed(where.reshape(-1), p.row_j[apart], len(pairs))
+            joules = sum_by_key(where.reshape(-1), p.row_j[apart], len(pairs))
             for (ahead, here), spent in zip(pairs.tolist(), joules.tolist(), strict=True):
                 # A region around both (the step) has these joules already.
                 around = {int(names[r]) for r in self._links.path(here)}

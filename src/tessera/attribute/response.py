@@ -51,7 +51,7 @@ class Response:
         """The same, so much later."""
         return replace(self, dead_s=self.dead_s + seconds)
 
-    def shown(self, since_s: Floats) -> Floats:
+    def step_response(self, since_s: Floats) -> Floats:
         """The share of a step that is shown so long after it."""
         t = since_s - self.dead_s
         box = max(self.box_s, 1e-6)
@@ -61,7 +61,7 @@ class Response:
         """Edges of lag (s, ascending) and the weights of the power drawn between them, which sum to 1."""
         count = max(2, round((self.memory_s - self.dead_s) / _STEP_S))
         edges = self.dead_s + np.linspace(0.0, self.memory_s - self.dead_s, count + 1)
-        weights = np.diff(self.shown(edges))
+        weights = np.diff(self.step_response(edges))
         return edges, weights / weights.sum()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..integral import Floats, Ints
 from ..schema import DeviceId, Domain
 from .activity import Activity
-from .fit import Fit
+from .fit import PowerFit
 
 HOST = DeviceId("", "cpu", 0)
 """The device of operators where nothing ran on an accelerator."""
@@ -33,7 +33,7 @@ class Share:
     joules: float
     error_j: float
     coverage: float
-    fit: Fit
+    fit: PowerFit
 
     @property
     def on_host(self) -> bool:

@@ -26,9 +26,9 @@ from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.link import Links
 from ..trace import PowerTrace
-from .activity import Activity, activity, gaps, summed
+from .activity import Activity, activity, gaps, sum_by_key
 from .by_time import by_time
-from .fit import Fit, conserved, exposure, groups, solve
+from .fit import PowerFit, conserve_energy, exposure, groups, solve
 from .host import host_activity
 from .prior import Board, Prior, board_of, prior
 from .response import Response, response_of
@@ -189,16 +189,16 @@ def _solve(
         return None
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
     response = response_of(column.domain, spacing_s)
-    seen = _seen(column, windows)
-    found = _clipped(found, seen)
+    seen = _find_seen(column, windows)
+    found = _clip_activity(found, seen)
     if column.domain.basis == "modelled":
         return by_time(device, column, found, seen, energy)
     board = board_of(board_name or column.domain.label or _board_name(timeline, device), watts)
     problem = _Problem.of(timeline, links, found, seen, board, response, times_ns, watts)
-    result = problem.solved(response)
+    result = problem.solve_with(response)
     covariance = result.covariance + problem.shift(result, response) + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
-    level, covariance = conserved(result.watts, covariance, seconds, energy.joules)
+    level, covariance = conserve_energy(result.watts, covariance, seconds, energy.joules)
     # What the sensor's level is off by, every class is off by alike: no sample can tell.
     # What was not seen widens the sum only: it is no part of what the classes are given.
     unseen_j = energy.joules * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
@@ -219,7 +219,7 @@ def _board_name(timeline: Timeline, device: DeviceId) -> str | None:
     return names.get(device.index)
 
 
-def _seen(column: DomainSamples, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _find_seen(column: DomainSamples, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The stretches of some windows that the samples tell of: what ran in a hole of them is given no joules.
 
     Else the joules of the seen part would be spread over all that ran, and every kernel look cheaper than it is.
@@ -235,7 +235,7 @@ def _seen(column: DomainSamples, windows: Sequence[tuple[int, int]]) -> list[tup
     return found
 
 
-def _clipped(found: Activity, seen: Sequence[tuple[int, int]]) -> Activity:
+def _clip_activity(found: Activity, seen: Sequence[tuple[int, int]]) -> Activity:
     """What lies within the stretches that were seen; rows that reach over their edges are cut there."""
     places, starts, stops = [], [], []
     for begin, end in seen:
@@ -282,7 +282,7 @@ class _Problem:
             gap_cls=idle_class(gap_start, gap_end, found.classes), times_ns=times_ns[use], samples_w=watts[use],
             expected=expected, board=board, design=np.zeros((0, 0)),
         )  # fmt: skip
-        problem.design = problem.exposed(response)
+        problem.design = problem.expose(response)
         return problem
 
     @property
@@ -298,14 +298,14 @@ class _Problem:
             np.concatenate([self.found.cls, self.gap_cls]),
         )
 
-    def exposed(self, response: Response) -> Floats:
+    def expose(self, response: Response) -> Floats:
         start, end, seconds, cls = self._intervals()
         return exposure(self.times_ns, start, end, seconds, cls, self.classes, response)
 
     def totals(self) -> Floats:
         """Weighted seconds of each class in the window."""
         _, _, seconds, cls = self._intervals()
-        return summed(cls, seconds, self.classes)
+        return sum_by_key(cls, seconds, self.classes)
 
     def _prior(self) -> tuple[Floats, Floats]:
         """Expected watts, with the level all of them share taken from the samples: data and clocks move them alike."""
@@ -322,19 +322,19 @@ class _Problem:
             sd[: self.found.classes] *= max(level, 0.5)
         return watts, sd
 
-    def solved(self, response: Response, design: Floats | None = None) -> Fit:
+    def solve_with(self, response: Response, design: Floats | None = None) -> PowerFit:
         design = self.design if design is None else design
         watts, sd = self._prior()
         step_s = 1e-3
-        slope = (design @ watts - self.exposed(response.later(step_s)) @ watts) / step_s
+        slope = (design @ watts - self.expose(response.later(step_s)) @ watts) / step_s
         return solve(design, self.samples_w, slope, watts, sd, 0.5 * self.board.static_w)
 
-    def shift(self, result: Fit, response: Response) -> Floats:
+    def shift(self, result: PowerFit, response: Response) -> Floats:
         """The covariance that not knowing the sensor's delay exactly adds."""
         if len(self.samples_w) < 3:
             return np.zeros((self.classes, self.classes))
         moved = response.later(response.delay_error_s)
-        change = (self.solved(moved, self.exposed(moved)).watts - result.watts) / Z90
+        change = (self.solve_with(moved, self.expose(moved)).watts - result.watts) / Z90
         return np.outer(change, change)
 
 
@@ -355,5 +355,5 @@ def _usable(times_ns: Ints, seen: Sequence[tuple[int, int]], response: Response)
 
 def _typical(found: Activity) -> Floats:
     """Mean duration of each class."""
-    seconds = summed(found.cls, (found.end_ns - found.start_ns) * 1e-9, found.classes)
+    seconds = sum_by_key(found.cls, (found.end_ns - found.start_ns) * 1e-9, found.classes)
     return seconds / np.maximum(np.bincount(found.cls, minlength=found.classes), 1)

@@ -190,7 +190,7 @@ def _stream(name: str, tensors: Sequence[Tensor]) -> OpWork:
             family="copy", dtype=tensors[1][1], flops=0.0, bytes=to + source, out_bytes=to, elements=count
         )  # fmt: skip
     if family == "gather":
-        return _gathered(name, tensors)
+        return _gather_work(name, tensors)
     read = sum(_size(t) for t in tensors)
     if family == "norm" and name.endswith("_backward"):
         flops *= 2.0  # gradients of the input and of the weights
@@ -201,13 +201,13 @@ def _stream(name: str, tensors: Sequence[Tensor]) -> OpWork:
     elif family in ("norm", "batch_norm"):
         written = _size(largest)
     else:
-        written = float(count * BYTES.get(_promoted(tensors, in_place=bool(_IN_PLACE.search(name))), 4))
+        written = float(count * BYTES.get(_promote_dtype(tensors, in_place=bool(_IN_PLACE.search(name))), 4))
     return OpWork(
         family=family, dtype=dtype, flops=flops, bytes=read + written, out_bytes=written, elements=count
     )  # fmt: skip
 
 
-def _gathered(name: str, tensors: Sequence[Tensor]) -> OpWork:
+def _gather_work(name: str, tensors: Sequence[Tensor]) -> OpWork:
     """Rows picked out of a table by an index: what is picked is read and written, whatever the table's size."""
     (source, dtype), index = tensors[0], next((t for t in tensors if t[1] in ("i64", "i32")), None)
     if index is None:
@@ -218,7 +218,7 @@ def _gathered(name: str, tensors: Sequence[Tensor]) -> OpWork:
     )  # fmt: skip
 
 
-def _promoted(tensors: Sequence[Tensor], *, in_place: bool) -> str:
+def _promote_dtype(tensors: Sequence[Tensor], *, in_place: bool) -> str:
     """The number format of the output: that of the tensor written to, else the widest of those with dimensions.
 
     A 0-dimensional f64 is how a Python number looks: it does not widen anything.

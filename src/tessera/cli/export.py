@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -61,7 +60,9 @@ def command(
 
         click.echo(msgspec.json.encode({"run": str(run), "written": written, "notes": notes}).decode())
         return
+    from ..report.console import Console
+
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        Console(highlight=False, stderr=True).print(f"note: {note}", markup=False, soft_wrap=True)
     for name, where in written.items():
         print(f"{name}: {where}")

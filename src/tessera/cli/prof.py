@@ -97,7 +97,7 @@ def command(
 
     Exit code: 1 if the process could not be traced, 2 for a wrong option.
     """
-    from ..profile.attach import SECTIONS, Options, What, attach
+    from ..profile.attach import SECTIONS, AttachOptions, What, attach
 
     chosen = [s for s, on in zip(SECTIONS, (gpu, mem, tc, collectives), strict=True) if on]
     if export is not None and power is None:
@@ -105,7 +105,7 @@ def command(
     files = {what: path for what, path in (("trace", export), ("power", power), ("summary", summary)) if path}
     if len(set(files.values())) < len(files):
         raise ArgumentError("two of --export, --power and --summary name the same file", fix="give each its own file")
-    options = Options(
+    options = AttachOptions(
         sample_s=sample_ms * 1e-3,
         duration_s=duration_s,
         sections=chosen or SECTIONS,

@@ -20,7 +20,7 @@ from .options import FILE, Choice, check_writable
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
-    from ..profile.launch import Plan
+    from ..profile.launch import LaunchPlan
     from ..recording import Recording
 
 STDERR = 2
@@ -126,7 +126,7 @@ def command(
     exit code is passed on, and Ctrl-C still prints the report. Everything is written to one file while it happens.
     Under torchrun each rank writes its own file, and rank 0 prints.
     """
-    from ..profile.launch import Plan
+    from ..profile.launch import LaunchPlan
     from ..profile.options import MODES
 
     if not module and not Path(target).exists():
@@ -135,7 +135,7 @@ def command(
         if path is not None:
             check_writable(path, parents=True)
     chosen = next(m for m in MODES if m == mode)
-    plan = Plan(
+    plan = LaunchPlan(
         target=target,
         module=module,
         argv=list(arguments),
@@ -156,7 +156,9 @@ def command(
         return _run_and_report(plan, counters, html, as_json, stack_)
 
 
-def _run_and_report(plan: Plan, counters: bool, html: Path | None, as_json: bool, stack: contextlib.ExitStack) -> int:
+def _run_and_report(
+    plan: LaunchPlan, counters: bool, html: Path | None, as_json: bool, stack: contextlib.ExitStack
+) -> int:
     """Run the script and report its energy; `stack` closes the run file at the end."""
     read: list[Recording] = []
 
@@ -189,7 +191,7 @@ def _choose_path(out: Path | None, target: str, module: bool) -> Path:
     return path
 
 
-def _run_script(plan: Plan, quiet: bool, on_closed: Callable[[], None] | None) -> int:
+def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | None) -> int:
     """Run the plan in a child of this interpreter; return its exit code, as a shell reports it.
 
     Calls `on_closed` when the run file is complete and the child still exits: torch and CUDA take a second for that.
@@ -245,7 +247,7 @@ def _import_early() -> None:
     del account, answer, ledger, report
 
 
-def _read_run(plan: Plan, stack: contextlib.ExitStack) -> Recording:
+def _read_run(plan: LaunchPlan, stack: contextlib.ExitStack) -> Recording:
     from ..profile.load import open_recording
 
     recording = stack.enter_context(open_recording(plan.path))
@@ -269,7 +271,7 @@ def _report(recording: Recording, code: int, html: Path | None, as_json: bool) -
         print_answer(recording, result, written, stderr=True)
 
 
-def _add_counters(plan: Plan) -> None:
+def _add_counters(plan: LaunchPlan) -> None:
     """Run the script a second time under ncu, and store the counters in the file; a reader merges them by kernel."""
     from ..profile.counters import replay
     from ..profile.runfile import RunWriter

@@ -253,7 +253,7 @@ class LiveTrace(PowerTrace):
     def notes(self) -> list[str]:
         """What a reader should know: a sensor coarser than the interval asked for, or a modelled one."""
         notes = []
-        for c in self._counted(None):
+        for c in self._select_counted(None):
             d, true_ms = c.domain, c.domain.resolution_s * 1e3
             if self.asked_ms is not None and self.asked_ms < 0.75 * true_ms:
                 notes.append(

@@ -26,7 +26,7 @@ from .recorder import Session as Session
 from .region import counter as counter
 from .region import mark as mark
 from .region import region as region
-from .schedule import Schedule as Schedule
+from .schedule import TracingSchedule as TracingSchedule
 from .schedule import schedule as schedule
 from .session import session as session
 
@@ -48,8 +48,8 @@ _EXPORTERS = {
 
 __all__ = [
     "RunFile",
-    "Schedule",
     "Session",
+    "TracingSchedule",
     "chrome",
     "counter",
     "mark",

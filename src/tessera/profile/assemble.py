@@ -25,17 +25,17 @@ def assemble(session: Session) -> None:
     with contextlib.ExitStack() as undo:
         writer = _writer(session)
         undo.callback(_discard, writer)
-        if "power" in options.chosen:
+        if "power" in options.enabled_activities:
             _power(session, writer, undo)
         if options.mode == "summary":
-            from .summary_mode import Summary
+            from .summary_mode import RunSummary
 
-            session._summary = Summary()
+            session._summary = RunSummary()
         if options.traces:
             _tracing(session, undo)
-        elif any(a in options.chosen for a in ON_DEVICE):
+        elif any(a in options.enabled_activities for a in ON_DEVICE):
             session.notes.append("sampling mode traces nothing: devices are seen by their power and telemetry only")
-        if "stack" in options.chosen:
+        if "stack" in options.enabled_activities:
             from .sampling import StackSampler
 
             session._stacks = StackSampler(options.interval_ms * 1e-3)
@@ -60,7 +60,7 @@ def _writer(session: Session) -> RunWriter:
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     meta: dict[str, Any] = {
         "mode": options.mode,
-        "activities": list(options.chosen),
+        "activities": list(options.enabled_activities),
         "argv": list(sys.argv),
         "cwd": _cwd(),
         "python": platform.python_version(),

@@ -39,7 +39,7 @@ def stop_at_exit(session: Session) -> None:
     atexit.register(_stop, session)
 
 
-def stopped() -> None:
+def cancel_exit() -> None:
     """The session has ended: nothing is left to do at exit."""
     atexit.unregister(_stop)
 
@@ -67,11 +67,11 @@ class Patience:
 
     def hold(self) -> None:
         """Take SIGINT over, unless it is ignored here (a shell's background job). Twice is no error."""
-        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, self.interrupted):
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, self.on_interrupt):
             return
-        self._before = signal.signal(signal.SIGINT, self.interrupted)
+        self._before = signal.signal(signal.SIGINT, self.on_interrupt)
 
-    def heard(self) -> bool:
+    def is_new_interrupt(self) -> bool:
         """An interrupt has come; whether it is another wish than the one before."""
         now_s = self._clock()
         if now_s - self._heard_s <= SAME_S:
@@ -84,9 +84,9 @@ class Patience:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def interrupted(self, signum: int, frame: FrameType | None) -> None:
+    def on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """The handler."""
-        if not self.heard():
+        if not self.is_new_interrupt():
             return
         if not self._asked:
             self._asked = True

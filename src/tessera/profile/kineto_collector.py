@@ -22,8 +22,8 @@ from ..errors import MeasurementError
 from ..notes import Note
 from ..record import CODE
 from ..timeline.columns import NONE, Timeline
-from .options import ON_DEVICE, Options
-from .stream_ids import named, put, renumber
+from .options import ON_DEVICE, SessionOptions
+from .stream_ids import name_streams, put, renumber
 
 _LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": ("collective",)}
 
@@ -39,7 +39,7 @@ class Finished:
     process_ends: ClassVar[bool] = False
     """Set when nothing but the end of the process is to come: its memory is then given back at once, not piecemeal."""
 
-    def __init__(self, prof: Any, options: Options, streams: Mapping[str, str] | None = None) -> None:
+    def __init__(self, prof: Any, options: SessionOptions, streams: Mapping[str, str] | None = None) -> None:
         self._prof = prof
         self._options = options
         self._streams = streams or {}
@@ -57,7 +57,7 @@ class Finished:
             found = kineto.read(path)
         put(found, self._streams)
         _as_sensors_count(found)
-        return chosen(found, self._options)
+        return drop_unasked(found, self._options)
 
     def _let_go(self, prof: Any) -> None:
         """Free Kineto's events: 3 us each with shapes, the interpreter's lock held; not where the process ends anyway.
@@ -73,7 +73,7 @@ class Finished:
 class KinetoCollector:
     """Starts and stops Kineto. Only the thread that started it may stop it: Kineto keeps its state by thread."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: SessionOptions) -> None:
         self._options = options
         self._prof: Any = None
         self._prepared: Any = None
@@ -100,7 +100,7 @@ class KinetoCollector:
             raise _busy("another profiler is running")  # starting ours would end in a segmentation fault (2.13)
         prof = torch.profiler.profile(
             activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack,
-            profile_memory="memory" in options.chosen, experimental_config=_trace_only(options),
+            profile_memory="memory" in options.enabled_activities, experimental_config=_trace_only(options),
         )  # fmt: skip
         self.starting = True
         try:
@@ -117,7 +117,7 @@ class KinetoCollector:
 
         kinds = torch.profiler.ProfilerActivity
         wanted = [kinds.CPU]
-        if not any(a in self._options.chosen for a in ON_DEVICE):
+        if not any(a in self._options.enabled_activities for a in ON_DEVICE):
             return wanted
         supported = torch.profiler.supported_activities()
         if torch.cuda.is_available() and kinds.CUDA in supported:  # ROCm too
@@ -156,7 +156,7 @@ class KinetoCollector:
                 fix="enter and leave the session on one thread",
             )
         prof, self._prof = self._prof, None
-        streams = named()
+        streams = name_streams()
         prof.stop_trace()
         return Finished(prof, self._options, streams)
 
@@ -168,7 +168,7 @@ class KinetoCollector:
             prof.stop_trace()
 
 
-def _trace_only(options: Options) -> Any:
+def _trace_only(options: SessionOptions) -> Any:
     """Have torch make no events for Python, which we never ask for (from 2.13 on; it refuses stacks then)."""
     from torch._C._profiler import _ExperimentalConfig
 
@@ -210,9 +210,9 @@ def _as_sensors_count(timeline: Timeline) -> None:
             entry["id"] = numbers[entry["id"]]
 
 
-def chosen(timeline: Timeline, options: Options) -> Timeline:
+def drop_unasked(timeline: Timeline, options: SessionOptions) -> Timeline:
     """The timeline without the device rows nobody asked for. Their joules then count as the board's idle ones."""
-    unwanted = [CODE[k] for a in ON_DEVICE if a not in options.chosen for k in _LEFT_OUT[a]]
+    unwanted = [CODE[k] for a in ON_DEVICE if a not in options.enabled_activities for k in _LEFT_OUT[a]]
     if not unwanted:
         return timeline
     keep = ~np.isin(timeline["kind"], unwanted)
@@ -222,7 +222,7 @@ def chosen(timeline: Timeline, options: Options) -> Timeline:
     number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
     columns = {name: values[keep] for name, values in timeline.columns.items()}
     columns["parent"] = number[columns["parent"]]
-    left_out = [a for a in ON_DEVICE if a not in options.chosen]
+    left_out = [a for a in ON_DEVICE if a not in options.enabled_activities]
     return Timeline(
         columns=columns, names=timeline.names, launches=timeline.launches, rank=timeline.rank, meta=timeline.meta,
         notes=[*timeline.notes, f"not recorded, as asked: {', '.join(left_out)}; their joules count as idle"],

@@ -29,7 +29,7 @@ import msgspec
 
 from ..errors import ArgumentError, TesseraError
 from .ending import DROPPED, Patience
-from .options import DEFAULT, Mode, Options
+from .options import DEFAULT, Mode, SessionOptions
 from .recorder import Session
 from .schedule import between
 from .script_steps import ScriptSteps
@@ -39,7 +39,7 @@ MISSING = 2
 """Python's exit code for a script that is not there."""
 
 
-class Plan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What `tessera run` asks for."""
 
     target: str
@@ -63,7 +63,7 @@ class Terminated(SystemExit):
 
 def main() -> None:
     """Run the plan given as the first argument."""
-    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    plan = msgspec.json.decode(sys.argv[1], type=LaunchPlan)
     tell = _teller(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     _end_with_parent()
     code, program = load(plan)
@@ -89,7 +89,7 @@ def main() -> None:
         patience.hold()
         outcome = exc
         if isinstance(exc, KeyboardInterrupt):
-            patience.heard()
+            patience.is_new_interrupt()
         _show(outcome)
     tell(ENDED)
     _finish(session, steps, exit_code(outcome), patience)
@@ -124,8 +124,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG (linux/prctl.h)
 
 
-def _session(plan: Plan) -> Session:
-    options = Options(
+def _session(plan: LaunchPlan) -> Session:
+    options = SessionOptions(
         mode=plan.mode, activities=(*DEFAULT[plan.mode], "memory") if plan.memory else None,
         record_shapes=plan.shapes, with_stack=plan.stack, with_modules=plan.modules,
         flush_s=plan.flush_s, limit_s=plan.limit_s,
@@ -142,7 +142,7 @@ def _session(plan: Plan) -> Session:
 # -- the script as Python would have run it --------------------------------------------------------------------------
 
 
-def load(plan: Plan) -> tuple[CodeType, ModuleType]:
+def load(plan: LaunchPlan) -> tuple[CodeType, ModuleType]:
     """The compiled program and its `__main__`; sets `sys.argv` and `sys.path[0]`. Exits as Python does on errors."""
     sys.argv = [plan.target, *plan.argv]
     program = ModuleType("__main__")

@@ -66,9 +66,9 @@ def _libraries() -> list[tuple[Push, Pop]]:
         except (OSError, AttributeError):
             continue
         push.argtypes, pop.argtypes = [ctypes.c_char_p], []
-        return [(_encoded(push), pop)]
+        return [(_encode_names(push), pop)]
     return []
 
 
-def _encoded(push: Callable[[bytes], object]) -> Push:
+def _encode_names(push: Callable[[bytes], object]) -> Push:
     return lambda text: push(text.encode())

@@ -24,7 +24,7 @@ DEFAULT_INTERVAL_MS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class SessionOptions:
     """How a session records. `activities` None: what the mode needs.
 
     Operators ("cpu") are recorded along with anything on a device: they are what its kernels are tied to. "memory"
@@ -45,9 +45,9 @@ class Options:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        _known(self.mode, MODES, "mode")
+        _check_word(self.mode, MODES, "mode")
         for activity in self.activities or ():
-            _known(activity, ACTIVITIES, "activity")
+            _check_word(activity, ACTIVITIES, "activity")
         if not self.interval_ms > 0:
             raise ArgumentError(
                 f"sample_interval_ms={self.sample_interval_ms!r} is not a time",
@@ -71,17 +71,17 @@ class Options:
         return DEFAULT_INTERVAL_MS if self.sample_interval_ms is None else self.sample_interval_ms
 
     @property
-    def chosen(self) -> tuple[Activity, ...]:
+    def enabled_activities(self) -> tuple[Activity, ...]:
         """The activities, those of the mode where none were given."""
         return DEFAULT[self.mode] if self.activities is None else self.activities
 
     @property
     def traces(self) -> bool:
         """Whether operators or kernels are traced one by one."""
-        return self.mode != "sampling" and any(a in self.chosen for a in ("cpu", *ON_DEVICE))
+        return self.mode != "sampling" and any(a in self.enabled_activities for a in ("cpu", *ON_DEVICE))
 
 
-def _known(word: Any, words: Sequence[str], what: str) -> None:
+def _check_word(word: Any, words: Sequence[str], what: str) -> None:
     if word not in words:
         near = did_you_mean(word, words) if isinstance(word, str) else ""
         raise ArgumentError(f"there is no {what} {word!r}{near}", fix=f"one of: {', '.join(words)}")

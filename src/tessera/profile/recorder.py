@@ -5,7 +5,7 @@
     program's threads ── region, mark, counter, step ──────────────────────────┐
     Sampler (power, clocks) ──► PowerFeed ──┐                                  ├──► RunWriter ──► runs/NAME.tessera
     StackSampler (Python stacks) ───────────┴─ one thread, 0.4 s ──────────────┤
-    Kineto ──► Tracing (windows) ──► timeline.kineto.read, or Summary ─────────┘
+    Kineto ──► Tracing (windows) ──► timeline.kineto.read, or RunSummary ─────────┘
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementError, TesseraError
 from . import ending
-from .options import Options
+from .options import SessionOptions
 from .region import current, install
-from .schedule import Schedule
+from .schedule import TracingSchedule
 
 if TYPE_CHECKING:
     from ..attribute.table import EnergyTable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .power_feed import PowerFeed
     from .runfile import RunWriter
     from .sampling import StackSampler
-    from .summary_mode import Summary
+    from .summary_mode import RunSummary
     from .torch_hooks import ModuleRanges
     from .tracing import Tracing
 
@@ -79,11 +79,11 @@ class Session:
 
     def __init__(
         self,
-        options: Options,
+        options: SessionOptions,
         *,
         exporters: Sequence[Exporter] = (),
         path: Path,
-        schedule: Schedule | None = None,
+        schedule: TracingSchedule | None = None,
         monitor: Monitor | None = None,
         facts: dict[str, Any] | None = None,
         begin_tracing: bool = True,
@@ -105,7 +105,7 @@ class Session:
         self._scope: EnergyScope | None = None
         self._feed: PowerFeed | None = None
         self._stacks: StackSampler | None = None
-        self._summary: Summary | None = None
+        self._summary: RunSummary | None = None
         self._tracing: Tracing | None = None
         self._modules: ModuleRanges | None = None
         self._windows: list[tuple[int, int]] = []
@@ -159,7 +159,7 @@ class Session:
 
     def begin_tracing(self) -> None:
         """Start Kineto now, where the session was made to wait for it."""
-        if self._tracing is not None and not self._tracing.begun and not self._stopped:
+        if self._tracing is not None and not self._tracing.has_begun and not self._stopped:
             self._tracing.begin(self.steps)
             if self._modules is not None:
                 self._modules.install()
@@ -167,7 +167,7 @@ class Session:
     @property
     def tracing(self) -> bool:
         """Whether Kineto was started, if only to wait for its steps."""
-        return self._tracing is not None and self._tracing.begun
+        return self._tracing is not None and self._tracing.has_begun
 
     def first_step_begins(self, now_ns: int | None) -> None:
         """What came before was preparation. None: nobody knows when the first step begins, and it gets no region."""
@@ -195,7 +195,7 @@ class Session:
             return
         self._stopped = True
         install(None)
-        ending.stopped()
+        ending.cancel_exit()
         self._end_ns, self._end_mono_ns = time.time_ns(), time.monotonic_ns()
         with contextlib.ExitStack() as rest:  # each, whatever the others do
             rest.callback(writer.close)
@@ -235,7 +235,7 @@ class Session:
         stacks.stop()
         writer.add_stacks(stacks.take())
         writer.set("stack_interval_s", stacks.period_s)
-        if stacks.stretched:
+        if stacks.is_stretched:
             self.notes.append(
                 f"stacks were sampled every {stacks.period_s * 1e3:.3g} ms, not every {stacks.interval_s * 1e3:g}: "
                 "more often would have slowed the program"
@@ -250,8 +250,8 @@ class Session:
             writer.set("summary", self._summary.to_json())
         if self._tracing is not None:
             self.notes += self._tracing.notes
-            if self._schedule is not None and self._tracing.begun:
-                self.notes += filter(None, [self._schedule.missed(self.steps)])
+            if self._schedule is not None and self._tracing.has_begun:
+                self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
             writer.set("tracing_s", self._tracing.spent_s)
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
         writer.set("windows", self._windows)
@@ -385,7 +385,7 @@ class Session:
             self._summary.add_row("region", name, now_ns - begun_ns if begun_ns else 0)
         elif self._writer is not None and begun_ns:
             self._writer.add_row("region", name, begun_ns, now_ns, thread=threading.get_native_id())
-        if self._tracing is not None and self._tracing.begun:
+        if self._tracing is not None and self._tracing.has_begun:
             self._tracing.step(self.steps)
 
     def deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:

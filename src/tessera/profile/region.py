@@ -117,13 +117,13 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
             return around  # type: ignore[return-value]
 
         @functools.wraps(fn)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        def measure_call(*args: P.args, **kwargs: P.kwargs) -> R:
             if _session is None and _follower is None:
                 return fn(*args, **kwargs)
             with region(name):
                 return fn(*args, **kwargs)
 
-        return wrapped
+        return measure_call
 
 
 def mark(name: str) -> None:

@@ -18,8 +18,15 @@ from ..timeline.columns import NONE
 from ..trace import MOST_NS
 
 DAMAGE = (
-    ValueError, TypeError, KeyError, OverflowError, RecursionError, zlib.error, msgspec.DecodeError, sqlite3.Error,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    zlib.error,
+    msgspec.DecodeError,
+    sqlite3.Error,
+)
 """What reading a damaged file may raise."""
 DAMAGED_FIX = "restore it from a copy, or record the run again"
 MOST_ROWS = 1 << 24
@@ -32,7 +39,7 @@ MOST = 1e30
 _NOTHING: NDArray[Any] = np.zeros(0, np.int64)
 
 
-class Part(TypedDict):
+class TimelinePart(TypedDict):
     """Where a timeline that was added lies."""
 
     first_row: int
@@ -44,10 +51,18 @@ class Part(TypedDict):
 
 
 FACTS: Mapping[str, Any] = {
-    "meta": dict[str, Any], "timelines": list[Part], "start_ns": int | None, "end_ns": int | None, "rank": int | None,
-    "asked_ms": float | None, "windows": list[tuple[int, int]] | None, "notes": list[str] | None,
-    "returncode": int | None, "summary": dict[str, Any] | None, "stack_interval_s": float | None,
-}  # fmt: skip
+    "meta": dict[str, Any],
+    "timelines": list[TimelinePart],
+    "start_ns": int | None,
+    "end_ns": int | None,
+    "rank": int | None,
+    "asked_ms": float | None,
+    "windows": list[tuple[int, int]] | None,
+    "notes": list[str] | None,
+    "returncode": int | None,
+    "summary": dict[str, Any] | None,
+    "stack_interval_s": float | None,
+}
 """Facts that are read as something; what is not of its type is damage. Others are kept as they are."""
 
 

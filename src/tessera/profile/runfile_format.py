@@ -161,13 +161,13 @@ def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArr
     if head.dtype not in _DTYPES:
         raise ValueError(f"column {head.name!r} is of type {head.dtype!r}, which no writer uses")
     raw = data[head.offset : head.offset + head.size]
-    values: NDArray[Any] = np.frombuffer(_unzipped(raw, 8 * rows) if head.zipped else raw, head.dtype)
+    values: NDArray[Any] = np.frombuffer(_unzip(raw, 8 * rows) if head.zipped else raw, head.dtype)
     if len(values) != rows:
         raise ValueError(f"column {head.name!r} has {len(values)} rows, not {rows}")
     return values.astype(np.float64) if head.dtype == "<f8" else values.astype(np.int64) + int(head.base or 0)
 
 
-def _unzipped(data: bytes, most: int) -> bytes:
+def _unzip(data: bytes, most: int) -> bytes:
     """At most so many bytes: a damaged file must not ask for gigabytes."""
     stream = zlib.decompressobj()
     found = stream.decompress(data, most + 1)
@@ -259,7 +259,7 @@ def merged_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def renumbered(
+def renumber_rows(
     parent: NDArray[Any], firsts: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[Any]:
     """Row numbers of the file as positions in the arrays; `NONE` for a row that was lost."""

@@ -33,7 +33,7 @@ from .runfile_check import (
     let_go,
     row_count,
 )
-from .runfile_format import bad_file, merged_meta, open_read_only, renumbered, unpack
+from .runfile_format import bad_file, merged_meta, open_read_only, renumber_rows, unpack
 
 ENERGY = ("energy_j", "energy_error_j")
 
@@ -232,7 +232,7 @@ class RunFile:
         counts = np.array([len(c) for c in chunks], np.int64)
         starts = np.cumsum(counts) - counts
         if not np.array_equal(firsts, starts):  # a killed writer left a hole, which here is none
-            columns["parent"] = renumbered(columns["parent"], firsts, counts, starts)
+            columns["parent"] = renumber_rows(columns["parent"], firsts, counts, starts)
         joules = [columns.pop(c, None) for c in ENERGY]
         parts, names, launches = self.timelines, self.names, self.launches
         lost = [*self._lost, *let_go(columns, "parent", len(columns["kind"]))]
@@ -258,7 +258,7 @@ class RunFile:
         if replayed:
             from .counters import KernelCounters, merge
 
-            counters = merge(timeline, self._converted(replayed, list[KernelCounters]))
+            counters = merge(timeline, self._convert(replayed, list[KernelCounters]))
             timeline.extra = counters.extra
             timeline.notes += counters.notes()
 
@@ -304,7 +304,7 @@ class RunFile:
         start_ns, end_ns = self.span_ns
         rows = self._all("SELECT domain, start_ns, end_ns, reason FROM gaps ORDER BY start_ns")
         gaps = [
-            self._converted({"domain": d, "start_ns": start, "end_ns": end, "reason": reason}, Gap)
+            self._convert({"domain": d, "start_ns": start, "end_ns": end, "reason": reason}, Gap)
             for d, start, end, reason in rows
         ]
         asked_ms = self.get("asked_ms")
@@ -351,7 +351,7 @@ class RunFile:
             f"SELECT epoch_ns, thread, {as_text('text')}, count FROM stacks JOIN names ON stack = id"
             " ORDER BY epoch_ns, stacks.rowid"
         )
-        return [self._converted(row, Stack) for row in rows]
+        return [self._convert(row, Stack) for row in rows]
 
     # SQLite -----------------------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class RunFile:
         except DAMAGE as exc:
             raise bad_file(self.path, f"a {kind.__name__} is damaged: {exc}", DAMAGED_FIX) from exc
 
-    def _converted(self, value: Any, kind: Any) -> Any:
+    def _convert(self, value: Any, kind: Any) -> Any:
         with self._reading(f"a {kind.__name__} is"):
             return msgspec.convert(value, kind)
 

@@ -222,7 +222,7 @@ class RunWriter:
             self._store.execute("BEGIN")
             self._write_rows()
             for _ in range(len(self._jobs)):
-                self._guarded(self._jobs.popleft())
+                self._run_guarded(self._jobs.popleft())
                 self._commit_when_due()
             self._commit()
         except sqlite3.Error as exc:  # a full disk: the user's program goes on, and hears of it when it closes
@@ -231,7 +231,7 @@ class RunWriter:
                 with contextlib.suppress(sqlite3.Error):
                     self._store.db.rollback()
 
-    def _guarded(self, job: Callable[[], None]) -> bool:
+    def _run_guarded(self, job: Callable[[], None]) -> bool:
         """Something that cannot be kept is refused alone: the rest of the run must not be lost with it."""
         try:
             job()
@@ -250,10 +250,10 @@ class RunWriter:
         while count := min(len(self._rows), CHUNK_ROWS):
             rows = [self._rows.popleft() for _ in range(count)]
             # One bad row must not take its neighbours with it: only then are they written one by one.
-            if not self._guarded(partial(self._store.rows, rows)):
+            if not self._run_guarded(partial(self._store.rows, rows)):
                 self.refused.pop()
                 for row in rows:
-                    self._guarded(partial(self._store.rows, [row]))
+                    self._run_guarded(partial(self._store.rows, [row]))
 
     def _commit(self) -> None:
         self._store.execute("COMMIT")

@@ -1,6 +1,6 @@
 """Python stacks of all threads, sampled from a thread of our own: what runs, without tracing anything.
 
-Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period stretched
+Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period is_stretched
 until it is at most `BUDGET` of the time.
 """
 
@@ -54,7 +54,7 @@ class StackSampler:
             self._thread.join()
 
     @property
-    def stretched(self) -> bool:
+    def is_stretched(self) -> bool:
         """Whether stacks cost too much for the interval that was asked."""
         return self.period_s > 1.5 * self.interval_s
 
@@ -105,11 +105,11 @@ class StackSampler:
         natives = {t.ident: t.native_id for t in threads}
         self._waiting = {t: known for t, known in list(self._waiting.items()) if t in natives}
         return [
-            (since_ns, natives.get(thread) or thread, self._folded(stack), count)
+            (since_ns, natives.get(thread) or thread, self._fold_stack(stack), count)
             for (thread, stack), count in list(counts.items())
         ]
 
-    def _folded(self, stack: tuple[CodeType | int, ...]) -> str:
+    def _fold_stack(self, stack: tuple[CodeType | int, ...]) -> str:
         if len(self._names) > MAX_NAMES:
             self._names.clear()
         names = self._names

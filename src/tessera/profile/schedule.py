@@ -12,7 +12,7 @@ Action = Literal["wait", "warmup", "active", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class TracingSchedule:
     """Cycles of steps. `repeat` 0 goes on for ever; `skip_first` steps come before the first cycle."""
 
     wait: int = 0
@@ -47,7 +47,7 @@ class Schedule:
         """The first step that is traced."""
         return self.skip_first + self.wait + self.warmup
 
-    def missed(self, steps: int) -> str | None:
+    def describe_missed(self, steps: int) -> str | None:
         """What to say of a program that had so many steps, where those to trace did not come, or not all of them."""
         first, last = self.first, self.first + self.active - 1
         wanted = _steps(first, last)
@@ -74,17 +74,17 @@ def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def schedule(*, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0) -> Schedule:
+def schedule(*, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0) -> TracingSchedule:
     """Which steps of a session are traced, counted by `sess.step()`; power is recorded in all of them.
 
     >>> profile.session(schedule=profile.schedule(wait=98, warmup=1, active=1))     # one step in a hundred
     """
-    return Schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
+    return TracingSchedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
 
 
-def between(first: int, end: int) -> Schedule:
+def between(first: int, end: int) -> TracingSchedule:
     """The steps `first` to `end - 1`, once, with a step of warm-up before them where there is one."""
     if not 0 <= first < end:
         raise ArgumentError(f"steps {first}:{end} are none", fix="first:end with first < end, such as 10:20")
     warmup = 1 if first else 0
-    return Schedule(skip_first=first - warmup, warmup=warmup, active=end - first, repeat=1)
+    return TracingSchedule(skip_first=first - warmup, warmup=warmup, active=end - first, repeat=1)

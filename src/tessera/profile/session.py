@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .options import Activity, Mode, Options, check_keywords
+from .options import Activity, Mode, SessionOptions, check_keywords
 from .recorder import Session
-from .schedule import Schedule
+from .schedule import TracingSchedule
 
 if TYPE_CHECKING:
     from .export import Exporter
@@ -41,7 +41,7 @@ def session(
     exporters: Sequence[Exporter] = (),
     tensorboard_dir: str | Path | None = None,
     path: str | Path | None = None,
-    schedule: Schedule | None = None,
+    schedule: TracingSchedule | None = None,
     flush_s: float | None = None,
     limit_s: float | None = None,
     **unknown: Any,
@@ -53,25 +53,30 @@ def session(
     >>> print(sess.energy())
 
     `mode` "timeline" keeps every event, "sampling" traces nothing (power, clocks and Python stacks only), "summary"
-    adds up what each name took and forgets the events. See `Options` for the rest. The run file is `path`, or one in
-    `runs/`, and is written as the run happens.
+    adds up what each name took and forgets the events. See `SessionOptions` for the rest. The run file is `path`, or
+    one in `runs/`, and is written as the run happens.
     """
     if unknown:
-        known = (*Options.__dataclass_fields__, "exporters", "tensorboard_dir", "path", "schedule")
+        known = (*SessionOptions.__dataclass_fields__, "exporters", "tensorboard_dir", "path", "schedule")
         check_keywords(unknown, known)
     if isinstance(activities, str):
         raise ArgumentError(f"activities={activities!r} is one word", fix=f"a list: activities=[{activities!r}]")
-    if schedule is not None and not isinstance(schedule, Schedule):
+    if schedule is not None and not isinstance(schedule, TracingSchedule):
         raise ArgumentError(
             f"schedule={schedule!r} is not one of ours",
             fix="profile.schedule(wait=..., warmup=..., active=..., repeat=...)",
         )
-    options = Options(
-        mode=mode, activities=None if activities is None else tuple(activities), record_shapes=record_shapes,
-        with_stack=with_stack, with_modules=with_modules, sample_interval_ms=sample_interval_ms, flush_s=flush_s,
+    options = SessionOptions(
+        mode=mode,
+        activities=None if activities is None else tuple(activities),
+        record_shapes=record_shapes,
+        with_stack=with_stack,
+        with_modules=with_modules,
+        sample_interval_ms=sample_interval_ms,
+        flush_s=flush_s,
         limit_s=limit_s,
-    )  # fmt: skip
-    writers = _checked(exporters)
+    )
+    writers = _check_exporters(exporters)
     if tensorboard_dir is not None:
         from .export import TensorBoard
 
@@ -80,7 +85,7 @@ def session(
     return Session(options, exporters=writers, path=target, schedule=schedule)
 
 
-def _checked(exporters: Sequence[Exporter]) -> list[Exporter]:
+def _check_exporters(exporters: Sequence[Exporter]) -> list[Exporter]:
     """Before the work, not after it: what will write the run must be able to."""
     if isinstance(exporters, (str, Path)) or hasattr(exporters, "write"):
         raise ArgumentError(f"exporters={exporters!r} is no list", fix=f"exporters=[{_exporter_of(exporters)}]")

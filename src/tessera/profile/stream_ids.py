@@ -23,7 +23,7 @@ Ask = Callable[[int], int | None]
 """A stream's pointer to its id; its device is the current one."""
 
 
-def named(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask | None = None) -> dict[str, str]:
+def name_streams(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask | None = None) -> dict[str, str]:
     """Our streams' names by the keys of `timeline.stream_names`; asked while Kineto runs, and CUPTI with it."""
     handles = names() if known is None else known
     torch: Any = sys.modules.get("torch")
@@ -70,7 +70,7 @@ def stream_id(handle: int) -> int | None:
 
 def by_cupti(handle: int) -> int | None:
     """CUPTI's own id of a stream of the current context."""
-    library = _loaded("libcupti")
+    library = _find_loaded("libcupti")
     if library is None or not hasattr(library, "cuptiGetStreamIdEx"):
         return None
     number = ctypes.c_uint32()
@@ -81,7 +81,7 @@ def by_cupti(handle: int) -> int | None:
 
 def by_driver(handle: int) -> int | None:
     """The driver's id of a stream."""
-    library = _loaded("libcuda")
+    library = _find_loaded("libcuda")
     if library is None or not hasattr(library, "cuStreamGetId"):
         return None
     number = ctypes.c_ulonglong()
@@ -97,7 +97,7 @@ def _open(path: str) -> Any:
         return None
 
 
-def _loaded(name: str) -> Any:
+def _find_loaded(name: str) -> Any:
     """A library this process has loaded already: a second copy of CUPTI would know nothing of the first's streams."""
     try:
         maps = Path("/proc/self/maps").read_text()

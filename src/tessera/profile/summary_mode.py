@@ -1,4 +1,4 @@
-"""Summary mode: what each name took, kept in a memory that does not grow with the run.
+"""RunSummary mode: what each name took, kept in a memory that does not grow with the run.
 
 Every window of the trace is added up by (kind, name) and forgotten. Steps and other names that count themselves
 (`step_12`) are one name, and once there are `MAX_NAMES` the rest share one too.
@@ -53,7 +53,7 @@ class Totals:
         self.maximum = max(self.maximum, maximum)
 
 
-class Summary:
+class RunSummary:
     """The totals of a run so far. May be added to from several threads."""
 
     def __init__(self, max_names: int = MAX_NAMES) -> None:

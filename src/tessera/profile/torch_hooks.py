@@ -49,7 +49,7 @@ class OpenRanges:
 
         self._class.__enter__, self._class.__exit__ = __enter__, __exit__
 
-    def cut(self) -> None:
+    def end_open(self) -> None:
         """End all that are open: their rows end with the window."""
         for each in reversed(self._open):
             self._original[1](each, None, None, None)

@@ -33,7 +33,7 @@ from ..monitor.scope import synchronize
 from ..notes import Note
 from ..timeline.columns import Timeline
 from .kineto_collector import Finished, KinetoCollector
-from .schedule import Schedule
+from .schedule import TracingSchedule
 from .torch_hooks import MainThread, OpenRanges, OtherProfilers, model_runs
 
 _log = logging.getLogger("tessera")
@@ -62,7 +62,7 @@ class Tracing:
         collector: KinetoCollector,
         deliver: Deliver,
         *,
-        schedule: Schedule | None = None,
+        schedule: TracingSchedule | None = None,
         paced: bool = False,
         flush_s: float | None = None,
         limit_s: float | None = None,
@@ -84,7 +84,7 @@ class Tracing:
         self._thread: int | None = None
         self._hooks: list[OpenRanges | OtherProfilers] = []
         self._ranges: OpenRanges | None = None
-        self._main = MainThread(self._asked)
+        self._main = MainThread(self._on_step)
         self._readers: list[threading.Thread] = []
         self._opened_ns = 0
         self._until_ns = NEVER
@@ -96,7 +96,7 @@ class Tracing:
     # -- what the session calls ------------------------------------------------------------------------------------
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether `begin` was called."""
         return self._thread is not None
 
@@ -121,7 +121,7 @@ class Tracing:
 
     def work_begins(self) -> None:
         """What is to be traced begins now: the time limit counts from here."""
-        if self.begun:
+        if self.has_begun:
             self._set_limit(self._limit_ns or 0)
 
     def step(self, step: int) -> None:
@@ -153,15 +153,15 @@ class Tracing:
             why = "tracing stopped at its time limit: after that there is power, but no events"
             self.finish(Note(why, "time_limit"))
         elif not self.collector.recording:
-            self._guarded(self._open)
+            self._run_guarded(self._open)
         elif self._paced:
-            self._guarded(self._close)
+            self._run_guarded(self._close)
         elif any(r.is_alive() for r in self._readers):
             # The window before is still being read: no pile of them.
             self.due_ns = min(now_ns + (self._flush_ns or 0), self._until_ns)
         else:
-            self._guarded(self._close)
-            self._guarded(self._open)
+            self._run_guarded(self._close)
+            self._run_guarded(self._open)
 
     def tick(self, now_ns: int) -> None:
         """From the session's own thread, a few times a second: nobody came to a boundary for long."""
@@ -179,13 +179,13 @@ class Tracing:
         self._over, self.due_ns = True, NEVER
         if why:
             self.notes.append(why)
-        self._guarded(self._close if self.collector.recording else self.collector.cancel)
+        self._run_guarded(self._close if self.collector.recording else self.collector.cancel)
         for hook in self._hooks:
             hook.remove()
 
     def end(self) -> None:
         """Trace no more, and wait until all windows have been read."""
-        if self.begun:
+        if self.has_begun:
             self.finish()
         for reader in self._readers:
             while reader.is_alive():
@@ -193,17 +193,17 @@ class Tracing:
 
     # -- windows ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, schedule: Schedule, step: int) -> None:
+    def _follow(self, schedule: TracingSchedule, step: int) -> None:
         before, now = schedule.action(step - 1), schedule.action(step)
         traced = now in ("active", "last")
         if self.collector.recording and (before == "last" or not traced):
-            self._guarded(self._close)
+            self._run_guarded(self._close)
         if schedule.over(step):
             self.finish()
         elif traced and not self.collector.recording:
-            self._guarded(self._open)
+            self._run_guarded(self._open)
         elif now == "warmup":
-            self._guarded(self.collector.prepare)
+            self._run_guarded(self.collector.prepare)
 
     def _open(self) -> None:
         t0 = time.perf_counter_ns()
@@ -216,7 +216,7 @@ class Tracing:
     def _close(self) -> None:
         t0 = time.perf_counter_ns()
         if self._ranges is not None:
-            self._ranges.cut()
+            self._ranges.end_open()
         synchronize()  # Kineto would anyway; so the window ends when its last kernel does
         now_ns = time.time_ns()
         self._before_stall()
@@ -252,7 +252,7 @@ class Tracing:
             if self.due_ns in (old, NEVER) or self.due_ns > self._until_ns:
                 self.due_ns = self._until_ns
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _run_guarded(self, call: Callable[[], None]) -> None:
         """The program's own thread must not fail because of us: a trace that cannot go on ends, and says why."""
         if self._over and call == self._open:
             return
@@ -267,7 +267,7 @@ class Tracing:
         if self._thread == threading.get_ident():
             self.finish("the program started a profiler of its own: our trace ends there")
 
-    def _asked(self) -> None:
+    def _on_step(self) -> None:
         self.boundary(time.time_ns(), of_step=True)
 
 

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..profile.attach import Attached, Metric, TraceFigures
+from ..profile.attach import Attached, TraceFigures, TrackSummary
 from ..units import format_bytes, format_duration, format_frequency, format_power
 from .console import label_table, open_table
 
@@ -46,7 +46,7 @@ def _headline(a: Attached) -> Text:
     return line
 
 
-def _figures(metrics: Sequence[Metric]) -> Table:
+def _figures(metrics: Sequence[TrackSummary]) -> Table:
     table = open_table("", "mean", "min", "max")
     table.add_column("scope", style="dim", no_wrap=True)
     shown = _most_telling(metrics)
@@ -60,10 +60,10 @@ def _figures(metrics: Sequence[Metric]) -> Table:
     return table
 
 
-def _most_telling(metrics: Sequence[Metric]) -> list[Metric]:
+def _most_telling(metrics: Sequence[TrackSummary]) -> list[TrackSummary]:
     """The process's rows, then the devices', the most telling first."""
 
-    def rank(m: Metric) -> tuple[bool, int]:
+    def rank(m: TrackSummary) -> tuple[bool, int]:
         what = m.metric.rpartition(".")[2]
         return m.scope == "device", _FIRST.index(what) if what in _FIRST else len(_FIRST)
 

@@ -1,8 +1,8 @@
 """One event of a Chrome trace, typed, and its decoding: fast when the JSON is sound, patient when it is not.
 
 Profilers write JSON by hand, and it shows: `inf` where a copy took no time, raw control characters and broken UTF-8
-in names, Windows paths with lone backslashes. A sound chunk is decoded in one call; one that fails is repaired; what
-cannot be repaired is left out event by event, and counted.
+in names, Windows paths with lone backslashes. A sound chunk is decoded in one call; one that fails is repair_json; what
+cannot be repair_json is left out event by event, and counted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Args(Struct, frozen=True, gc=False):
     device_id: int = field(default=-1, name="Device Id")
 
 
-class Event(Struct, gc=False):
+class TraceEvent(Struct, gc=False):
     """One event; `ts` and `dur` in microseconds."""
 
     ph: str = ""
@@ -75,7 +75,7 @@ class LateEvent(Struct, gc=False):
     args: Args = Args()
 
 
-Batch = Sequence[Event | LateEvent]
+Batch = Sequence[TraceEvent | LateEvent]
 
 
 class RawArgs(Struct, gc=False):
@@ -100,14 +100,14 @@ _PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|' + _PAIR + rb"|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})|(u[0-9a-fA-F]{4})|)")
 
 
-def repaired(text: bytes) -> bytes:
+def repair_json(text: bytes) -> bytes:
     """Sound JSON where the damage is control characters, broken UTF-8 or numbers that are none."""
     text = text.translate(_CONTROLS).decode("utf-8", "replace").encode()
     return _NOT_A_NUMBER.sub(rb"\1null", text)
 
 
-def _patched(text: bytes) -> bytes:
-    """`repaired`, and bad escapes and numbers in lists too: slower, for single events."""
+def _patch_event(text: bytes) -> bytes:
+    """`repair_json`, and bad escapes and numbers in lists too: slower, for single events."""
 
     def escape(match: re.Match[bytes]) -> bytes:
         if match[1]:
@@ -122,7 +122,7 @@ class Decoder:
     """Decodes runs of events. `late` turns on by itself when a time does not fit a float; `unreadable` counts."""
 
     def __init__(self) -> None:
-        self._plain = msgspec.json.Decoder(list[Event])
+        self._plain = msgspec.json.Decoder(list[TraceEvent])
         self._late = msgspec.json.Decoder(list[LateEvent])
         self.late = False
         self.unreadable = 0
@@ -141,11 +141,11 @@ class Decoder:
 
     def one(self, text: bytes) -> tuple[Batch, bytes]:
         """An event that would not decode, as well as it can be read, with its list; nothing where it cannot."""
-        for attempt in (text, _patched(text)):
+        for attempt in (text, _patch_event(text)):
             if (events := self(b"[" + attempt + b"]")) is not None:
                 return events, b"[" + attempt + b"]"
         try:
-            loose = b"[" + msgspec.json.encode(_coerced(msgspec.json.decode(_patched(text)))) + b"]"
+            loose = b"[" + msgspec.json.encode(_coerce_event(msgspec.json.decode(_patch_event(text)))) + b"]"
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError):
             loose = b""
         if (events := self(loose)) is None:
@@ -154,7 +154,7 @@ class Decoder:
         return events, loose
 
 
-def _coerced(event: Any) -> dict[str, Any]:
+def _coerce_event(event: Any) -> dict[str, Any]:
     """An event whose values have unexpected types, with those that can be used."""
     if not isinstance(event, dict):
         raise TypeError

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import RecordingError
 from ..notes import Note
 from .columns import Timeline
-from .rows import Rows
+from .rows import RowReader
 from .stream import Events, pieces
 
 
@@ -32,7 +32,7 @@ def read(
     notes: list[str] = []
     where = "the trace" if isinstance(source, bytes) else str(source)
     events = Events(pieces(source if isinstance(source, bytes) else Path(source), progress, notes))
-    rows = Rows(frames=frames)
+    rows = RowReader(frames=frames)
     for batch, text in events:
         rows.add(batch, text)
     if events.cut and not rows.seen:

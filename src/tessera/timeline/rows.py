@@ -17,7 +17,7 @@ from . import stream_names
 from .columns import NONE, Builder, Ints, Launch, Timeline
 from .events import LIMIT_NS, Args, Batch, LateEvent, fit, nanoseconds
 from .shapes import compact
-from .side import NO_TIME, Side
+from .side import NO_TIME, SideEvents
 from .transfers import collective, copy, is_collective
 
 MODULE = "nn.Module: "
@@ -53,13 +53,13 @@ class Known(dict[Any, int]):
         return number
 
 
-class Rows:
+class RowReader:
     """Collects batches and makes the timeline."""
 
     def __init__(self, *, frames: bool) -> None:
         self.seen = 0
         self._builder = Builder()
-        self._side = Side(self._builder)
+        self._side = SideEvents(self._builder)
         self._frames = frames
         self._codes = dict(_CATEGORIES)
         self._modules: set[int] = set()
@@ -226,7 +226,7 @@ class Rows:
             notes.append("times are not those of the wall clock: the trace does not say when it began")
         odd = {c: n for c, n in sorted(self._left_out.items()) if c not in _EXPECTED}
         notes += [Note(f"not read: {_events(n)} of category {c!r}", "omission") for c, n in odd.items()]
-        notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items())]
+        notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items()) if n]
         notes += [f"{what}: {_events(n)}" for what, n in sorted(self._side.odd.items())]
         notes += [Note(f"not read, {why}: {_events(n)}", "omission") for why, n in sorted(self._side.not_read.items())]
         info = meta.get("distributedInfo")
@@ -250,14 +250,14 @@ def _times(events: Batch) -> tuple[Ints, Ints]:
     """Start and duration in nanoseconds; `NO_TIME` where there is none."""
     if events and isinstance(events[0], LateEvent):  # a batch is all of one sort
         return _exact([e.ts for e in events]), _exact([e.dur for e in events])
-    return _rounded([e.ts for e in events]), _rounded([e.dur for e in events])
+    return _round_to_ns([e.ts for e in events]), _round_to_ns([e.dur for e in events])
 
 
 def _exact(texts: list[Any]) -> Ints:
     return np.array([NO_TIME if (ns := nanoseconds(t)) is None else ns for t in texts], np.int64)
 
 
-def _rounded(microseconds: list[Any]) -> Ints:
+def _round_to_ns(microseconds: list[Any]) -> Ints:
     """Exact nanoseconds: whole and fraction apart, since their product with 1000 may not fit a float."""
     us = np.array(microseconds, np.float64)
     known = np.abs(us) < LIMIT_NS / 1000  # NaN is not

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..record import CODE
 from .columns import NONE, Builder, Timeline
-from .events import Batch, Event, LateEvent, RawArgs, fit
+from .events import Batch, LateEvent, RawArgs, TraceEvent, fit
 from .stream_names import key as stream_key
 from .stream_names import name_in
 
@@ -21,7 +21,7 @@ _UNIT = re.compile(r"[munkMGT]?(?:Wh|W|J|Hz|B|V|A|s)|Mi?B|Gi?B|GB/s|°?C|%")
 _GPU = re.compile(r"\bGPU\s*(\d+)", re.IGNORECASE)
 
 
-class Side:
+class SideEvents:
     """Rows of single events, kept until `flush` so that they are appended at once."""
 
     def __init__(self, builder: Builder) -> None:
@@ -49,7 +49,7 @@ class Side:
             self.thread_names[number] = tid
         return number
 
-    def add(self, event: Event | LateEvent, start_ns: int, index: int, text: bytes) -> None:
+    def add(self, event: TraceEvent | LateEvent, start_ns: int, index: int, text: bytes) -> None:
         """Take note of an event; `index` is its place in `text`, the JSON list it comes from."""
         phase = event.ph
         if phase == "M":
@@ -67,7 +67,7 @@ class Side:
         elif phase not in ("s", "t", "f"):
             self.not_read[f"of phase {phase!r}"] += 1
 
-    def _metadata(self, event: Event | LateEvent) -> None:
+    def _metadata(self, event: TraceEvent | LateEvent) -> None:
         if event.name == "thread_name" and event.args.name is not None and isinstance(event.tid, int):
             if event.pid not in self.devices:
                 self.thread_names[event.tid] = event.args.name
@@ -76,14 +76,14 @@ class Side:
         elif event.name == "process_labels" and isinstance(event.pid, int) and event.args.labels == f"GPU {event.pid}":
             self.devices.add(event.pid)
 
-    def _instant(self, event: Event | LateEvent, at_ns: int) -> None:
+    def _instant(self, event: TraceEvent | LateEvent, at_ns: int) -> None:
         if event.args.allocated is not None:
             device = event.args.device_id
             self._row("counter", "memory allocated", at_ns, at_ns, float(event.args.allocated), device, "B", event.tid)
         else:
             self._row("mark", event.name, at_ns, at_ns, tid=event.tid)
 
-    def _counters(self, event: Event | LateEvent, at_ns: int, index: int, text: bytes) -> None:
+    def _counters(self, event: TraceEvent | LateEvent, at_ns: int, index: int, text: bytes) -> None:
         try:
             if self._args[0] is not text:
                 self._args = (text, msgspec.json.decode(text, type=list[RawArgs]))

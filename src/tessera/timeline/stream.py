@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ..errors import RecordingError
-from .events import Batch, Decoder, repaired
+from .events import Batch, Decoder, repair_json
 
 CHUNK_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -30,18 +30,18 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 def pieces(source: Path | bytes, progress: Callable[[float], None] | None, notes: list[str]) -> Iterator[bytes]:
     """The bytes of a file, decompressed; what is whole of a file that was cut or spoilt."""
     if isinstance(source, bytes):
-        yield from _unpacked((source[i : i + CHUNK_BYTES] for i in range(0, len(source), CHUNK_BYTES)), notes)
+        yield from _unpack((source[i : i + CHUNK_BYTES] for i in range(0, len(source), CHUNK_BYTES)), notes)
         if progress:
             progress(1.0)
         return
     try:
         with source.open("rb") as file:
-            yield from _unpacked(_counted(file, source.stat().st_size, progress), notes)
+            yield from _unpack(_read_counted(file, source.stat().st_size, progress), notes)
     except OSError as error:
         raise RecordingError(f"cannot read {source}", why=str(error), fix="check the path and permissions") from error
 
 
-def _counted(file: BinaryIO, size: int, progress: Callable[[float], None] | None) -> Iterator[bytes]:
+def _read_counted(file: BinaryIO, size: int, progress: Callable[[float], None] | None) -> Iterator[bytes]:
     seen = 0
     # Compressed text grows about tenfold: smaller reads keep the chunks of both kinds of file alike.
     while piece := file.read(CHUNK_BYTES // 8):
@@ -51,7 +51,7 @@ def _counted(file: BinaryIO, size: int, progress: Callable[[float], None] | None
             progress(min(1.0, seen / size) if size else 1.0)
 
 
-def _unpacked(packed: Iterator[bytes], notes: list[str]) -> Iterator[bytes]:
+def _unpack(packed: Iterator[bytes], notes: list[str]) -> Iterator[bytes]:
     first = next(packed, b"")
     if not first.startswith(_GZIP):
         if first:
@@ -110,7 +110,7 @@ class Events:
                 continue
             left, batches = self._take(buffer)
             yield from batches
-            buffer = left if len(left) < 8 * CHUNK_BYTES else self._resumed(left)
+            buffer = left if len(left) < 8 * CHUNK_BYTES else self._skip_damaged(left)
             if self.closed:
                 tail = buffer
                 break
@@ -118,7 +118,7 @@ class Events:
             while not self.closed:
                 left, batches = self._take(buffer)
                 yield from batches
-                if len(left) == len(buffer) and (left := self._resumed(buffer)) == buffer:
+                if len(left) == len(buffer) and (left := self._skip_damaged(buffer)) == buffer:
                     break
                 buffer = left
             if self.closed:
@@ -130,7 +130,7 @@ class Events:
         self.cut = self.cut_bytes > 0 or self.meta.pop("cut", False)
         if not self.found:
             self.empty = not head.strip()
-            self.cut = self.empty or _unfinished(head)
+            self.cut = self.empty or _is_unfinished(head)
 
     def _head(self) -> tuple[bytes, bytes]:
         """What stands before the events, and the text from the first event on."""
@@ -151,18 +151,18 @@ class Events:
         cut = _guess(buffer)
         if cut is not None:
             text = b"".join((b"[", memoryview(buffer)[:cut], b"]"))  # one copy, not three
-            if (decoded := self._decoded(text)) is not None:
+            if (decoded := self._decode_events(text)) is not None:
                 return _after_comma(buffer, cut), [decoded]
         return self._scan(buffer)
 
-    def _decoded(self, text: bytes) -> tuple[Batch, bytes] | None:
-        """The events of a list, repaired if need be, and the text they are in."""
+    def _decode_events(self, text: bytes) -> tuple[Batch, bytes] | None:
+        """The events of a list, repair_json if need be, and the text they are in."""
         if (events := self.decoder(text)) is None:
-            text = repaired(text)
+            text = repair_json(text)
             events = self.decoder(text)
         return None if events is None else (events, text)
 
-    def _resumed(self, buffer: bytes) -> bytes:
+    def _skip_damaged(self, buffer: bytes) -> bytes:
         """A buffer that starts with a damaged event (its brackets do not match) from the next event on."""
         match = _RESUME.search(buffer)
         if match is None:
@@ -176,17 +176,17 @@ class Events:
         for token in (_TOKEN, _LINE_TOKEN):
             spans, close = _spans(buffer, token)
             text = b"[" + buffer[spans[0][0] : spans[-1][1]] + b"]" if spans else b"[]"
-            if (decoded := self._decoded(text)) is not None:
-                return self._left(buffer, spans, close), [decoded]
+            if (decoded := self._decode_events(text)) is not None:
+                return self._rest_of(buffer, spans, close), [decoded]
             lost = self.decoder.unreadable
             singles = [self.decoder.one(buffer[start:end]) for start, end in spans]
             self.decoder.unreadable, lost = lost, self.decoder.unreadable - lost
             found.append((sum(len(events) for events, _ in singles), -lost, spans, close, singles))
         _, lost, spans, close, singles = max(found, key=lambda way: way[:2])
         self.decoder.unreadable -= lost
-        return self._left(buffer, spans, close), singles
+        return self._rest_of(buffer, spans, close), singles
 
-    def _left(self, buffer: bytes, spans: list[tuple[int, int]], close: int | None) -> bytes:
+    def _rest_of(self, buffer: bytes, spans: list[tuple[int, int]], close: int | None) -> bytes:
         if close is not None:
             self.closed = True
             return buffer[close:]
@@ -253,7 +253,7 @@ def _meta(head: bytes, tail: bytes, closed: bool) -> dict[str, Any]:
         rest = rest[: max(0, rest.rfind(b","))]
 
 
-def _unfinished(head: bytes) -> bool:
+def _is_unfinished(head: bytes) -> bool:
     """Whether text without a list of events is the start of an object that never ended."""
     depth = 0
     for token in _TOKEN.finditer(head):
@@ -262,7 +262,7 @@ def _unfinished(head: bytes) -> bool:
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    for attempt in (text, repaired(text)):
+    for attempt in (text, repair_json(text)):
         try:
             found = msgspec.json.decode(attempt)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -78,7 +78,7 @@ def _fields(
     lasts_ns = one["end_ns"] - one["start_ns"]
     operator = one["parent"] if code == CODE["op"] else one["op"]  # an operator's own is the one around it
 
-    def named(row: int) -> str | None:
+    def name_of(row: int) -> str | None:
         return None if row == NONE else timeline.name(row)
 
     module = one["module"]
@@ -89,23 +89,23 @@ def _fields(
     rank = timeline.rank if one["rank"] == NONE else one["rank"]
     fields: dict[str, Any] = {
         "kind": KINDS[code], "name": names[one["name"]], "start_ns": one["start_ns"], "end_ns": one["end_ns"],
-        "kernel_name": names[one["name"]] if on_device else None, "device": _known(one["device"]),
-        "stream_id": _known(one["stream"]), "thread_id": _known(one["thread"]), "rank": rank,
+        "kernel_name": names[one["name"]] if on_device else None, "device": _none_if_missing(one["device"]),
+        "stream_id": _none_if_missing(one["stream"]), "thread_id": _none_if_missing(one["thread"]), "rank": rank,
         "host": None if rank is None else hosts.get(rank),
-        "op": named(operator), "region": named(one["region"]), "module": modules.get(module),
-        "shapes": None if shapes == NONE else names[shapes], "bytes": _known(one["bytes"]),
+        "op": name_of(operator), "region": name_of(one["region"]), "module": modules.get(module),
+        "shapes": None if shapes == NONE else names[shapes], "bytes": _none_if_missing(one["bytes"]),
         "value": None if isnan(value) else value, "unit": None if one["unit"] == NONE else names[one["unit"]],
         "energy_j": joules, "energy_error_j": one["energy_error_j"],
         "power_w": None if joules is None or lasts_ns <= 0 else joules / lasts_ns * 1e9,
     }  # fmt: skip
     if one["launch"] != NONE:
-        fields |= _launched(timeline.launches[one["launch"]])
+        fields |= _launch_fields(timeline.launches[one["launch"]])
     if code == CODE["memcpy"] and lasts_ns > 0 and one["bytes"] != NONE:
         fields["memcpy_gbps"] = one["bytes"] / lasts_ns
     return fields
 
 
-def _launched(launch: Launch) -> dict[str, Any]:
+def _launch_fields(launch: Launch) -> dict[str, Any]:
     return {
         "grid": launch.grid, "block": launch.block, "registers": launch.registers,
         "shared_bytes": launch.shared_bytes, "memcpy_dir": launch.memcpy_dir, "pinned": launch.pinned,
@@ -113,5 +113,5 @@ def _launched(launch: Launch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _known(number: int) -> int | None:
+def _none_if_missing(number: int) -> int | None:
     return None if number == NONE else number

@@ -17,24 +17,24 @@ from .process import NotYours as NotYours
 from .process import Target as Target
 from .request import What as What
 from .session import Attached as Attached
-from .session import Options as Options
+from .session import AttachOptions as AttachOptions
 from .session import attach as attach
 from .tracefile import TraceFigures as TraceFigures
 from .tracks import SECTIONS as SECTIONS
-from .tracks import Metric as Metric
 from .tracks import Track as Track
+from .tracks import TrackSummary as TrackSummary
 
 __all__ = [
     "SECTIONS",
+    "AttachOptions",
     "Attached",
     "Kineto",
-    "Metric",
     "NoProcess",
     "NotYours",
-    "Options",
     "Target",
     "TraceFigures",
     "Track",
+    "TrackSummary",
     "What",
     "attach",
 ]

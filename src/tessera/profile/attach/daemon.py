@@ -27,7 +27,7 @@ from .ipc import (
     address,
     decode_request,
     encode_count,
-    shown,
+    format_address,
 )
 from .kineto import owner_of
 from .process import Target, descends
@@ -77,7 +77,7 @@ class TraceDaemon:
             return "waiting for the process to ask (it does so every 5 s)"
         if self.sent_s is None:
             return "another profiler is active in the process; waiting for its end"
-        return "the process records" if self._folder.begun else "the process has its orders"
+        return "the process records" if self._folder.has_begun else "the process has its orders"
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -91,7 +91,7 @@ class TraceDaemon:
             if len(self.strangers) < 16:  # anybody may fill this socket
                 self.strangers.add(message.uid)
             return
-        if not self._wanted(message.pid):
+        if not self._is_wanted(message.pid):
             return
         if message.kind == REGISTER:
             self._endpoint.answer(message, encode_count(1))
@@ -99,7 +99,7 @@ class TraceDaemon:
             with contextlib.suppress(BadMessage):
                 self._request(message, free=decode_request(message.body).free)
 
-    def _wanted(self, pid: int) -> bool:
+    def _is_wanted(self, pid: int) -> bool:
         """The process itself; below one without PyTorch (a launcher, a shell) the first that asks."""
         if self.answered_pid is not None:
             return pid == self.answered_pid
@@ -109,7 +109,7 @@ class TraceDaemon:
         now = time.monotonic()
         self.asked_s = self.asked_s or now
         self.busy = not free
-        if not free or self._folder.begun or self.attempts >= _MAX_ATTEMPTS:
+        if not free or self._folder.has_begun or self.attempts >= _MAX_ATTEMPTS:
             return
         if self.sent_s is not None and now - self.sent_s < SETTLE_S:
             return
@@ -127,7 +127,7 @@ def _listen(target: Target) -> Endpoint:
         where = address(DAEMON, target.socket_dir)
         owner = owner_of(where)
         raise SocketTaken(
-            f"the socket {shown(where)} belongs to {owner or 'another daemon'}",
+            f"the socket {format_address(where)} belongs to {owner or 'another daemon'}",
             why="one daemon can answer the processes of a machine; dynolog, or another tessera-prof, does already",
             fix=f"stop it, or ask it: dyno gputrace --pids {target.pid} --log-file /tmp/trace.json",
         ) from exc

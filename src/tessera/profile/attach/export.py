@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 import msgspec
 
 from ...errors import RecordingError
-from .tracks import Metric, Track
+from .tracks import Track, TrackSummary
 
 CATEGORY = "tessera"
 _OWN_HEAD = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n'
@@ -78,10 +78,10 @@ def _open(path: Path, *, compressed: bool) -> BinaryIO:
     return cast("BinaryIO", gzip.open(path, "wb", _COMPRESSION)) if compressed else path.open("wb")
 
 
-def write_summary(path: Path, metrics: Sequence[Metric]) -> None:
+def write_summary(path: Path, metrics: Sequence[TrackSummary]) -> None:
     """A row for each metric: metric, unit, scope, mean, min, max, samples, basis."""
     with path.open("w", newline="") as f:
         out = csv.writer(f)
-        out.writerow([column.name for column in fields(Metric)])
+        out.writerow([column.name for column in fields(TrackSummary)])
         for metric in metrics:
             out.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in astuple(metric)])

@@ -148,8 +148,10 @@ class Endpoint:
         except OSError as exc:
             self._socket.close()
             if exc.errno == errno.EADDRINUSE:
-                raise SocketTaken(f"another daemon owns the socket {shown(self.address)}", why=str(exc)) from exc
-            raise MeasurementError(f"cannot listen at {shown(self.address)}", why=str(exc)) from exc
+                raise SocketTaken(
+                    f"another daemon owns the socket {format_address(self.address)}", why=str(exc)
+                ) from exc
+            raise MeasurementError(f"cannot listen at {format_address(self.address)}", why=str(exc)) from exc
         except TesseraError:
             self._socket.close()
             raise
@@ -207,7 +209,7 @@ class Endpoint:
                 self._path.unlink()
 
 
-def shown(where: str) -> str:
+def format_address(where: str) -> str:
     """An address as `ss -x` shows it: "@" for the NUL that begins an abstract one."""
     return "@" + where.strip("\0") if where.startswith("\0") else where
 

@@ -99,7 +99,7 @@ class Folder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether the process has begun to record: libkineto opens its file then."""
         try:
             return any(self.path.iterdir())

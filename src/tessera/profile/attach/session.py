@@ -26,7 +26,7 @@ from .process import NoProcess, Target, descendants, find
 from .request import Folder, What
 from .sampling import ProcessSampler
 from .tracefile import TraceFigures, figures
-from .tracks import SECTIONS, Metric, Section, Track, device_tracks
+from .tracks import SECTIONS, Section, Track, TrackSummary, device_tracks
 
 DEFAULT_S = 5.0
 """How long to look where there is no trace to wait for."""
@@ -45,7 +45,7 @@ def _sleep(seconds: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class AttachOptions:
     """What to look at. `duration_s` None: until the trace is there, else `DEFAULT_S`."""
 
     sample_s: float = 0.01
@@ -85,7 +85,7 @@ class Attached:
     notes: Sequence[str] = ()
 
     @property
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[TrackSummary]:
         """The summary's rows."""
         return [t.metric() for t in self.tracks]
 
@@ -104,13 +104,17 @@ class Attached:
 
 
 def attach(
-    pid: int, options: Options | None = None, *, wait: Wait = _sleep, tell: Callable[[str], None] = lambda _text: None
+    pid: int,
+    options: AttachOptions | None = None,
+    *,
+    wait: Wait = _sleep,
+    tell: Callable[[str], None] = lambda _text: None,
 ) -> Attached:
     """Look at a process. `wait` sleeps and says whether to stop early; `tell` hears what is being waited for."""
     begun = time.monotonic()
     target = find(pid)
     try:
-        return _Session(target, options or Options(), wait, tell, begun).run()
+        return _Session(target, options or AttachOptions(), wait, tell, begun).run()
     finally:
         target.close()
 
@@ -118,7 +122,9 @@ def attach(
 class _Session:
     """One `attach`: what it has learnt so far."""
 
-    def __init__(self, target: Target, options: Options, wait: Wait, tell: Callable[[str], None], begun: float) -> None:
+    def __init__(
+        self, target: Target, options: AttachOptions, wait: Wait, tell: Callable[[str], None], begun: float
+    ) -> None:
         self._target, self._options, self._wait, self._tell, self._begun = target, options, wait, tell, begun
         self._notes: list[str] = []
         self._kineto = kineto(target)
@@ -156,7 +162,7 @@ class _Session:
                 if self._wait(_BEAT_S):
                     self._stopped = True
                     return
-                if folder is not None and self._data is None and folder.begun:
+                if folder is not None and self._data is None and folder.has_begun:
                     self._take(folder)
                 now = time.monotonic()
                 waiting = folder is not None and self._data is None and now - self._begun < self._options.timeout_s
@@ -229,13 +235,13 @@ class _Session:
         )
 
 
-def _sensors(target: Target, options: Options) -> DiscoveredSensors:
+def _sensors(target: Target, options: AttachOptions) -> DiscoveredSensors:
     """The sensors of this machine, with the GPUs that the process may see, asked as often as GPM answers."""
     found = discover(list(options.sensors) or None)
     return DiscoveredSensors([_finer(s, target, options) for s in found.sensors], found.missing)
 
 
-def _finer(sensor: Sensor, target: Target, options: Options) -> Sensor:
+def _finer(sensor: Sensor, target: Target, options: AttachOptions) -> Sensor:
     if sensor.name != "nvml":
         return sensor
     from ...sensors.nvml import NvmlSensor

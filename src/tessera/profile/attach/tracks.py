@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class TrackSummary:
     """One row of the summary. A `device` figure is of everything that runs there, not of the process alone."""
 
     metric: str
@@ -52,13 +52,13 @@ class Track:
     basis: Basis = "measured"
     mean: float | None = None
 
-    def metric(self) -> Metric:
+    def metric(self) -> TrackSummary:
         """Its row of the summary."""
         mean = float(self.values.mean()) if self.mean is None else self.mean
         low, high = float(self.values.min()), float(self.values.max())
         # A mean over time knows the stretch before the first sample too: it may lie beyond all of them.
         low, high = min(low, mean), max(high, mean)
-        return Metric(
+        return TrackSummary(
             metric=self.name, unit=self.unit, scope=self.scope, mean=mean, min=low, max=high,
             samples=len(self.values), basis=self.basis,
         )  # fmt: skip

@@ -15,7 +15,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...errors import RecordingError
-from .names import KernelCounters, Metric, Normalised, apply, complement_pct, demangled, number, put, same, text_of
+from .names import (
+    CounterMetric,
+    KernelCounters,
+    Normalised,
+    apply,
+    complement_pct,
+    demangle_name,
+    number,
+    put,
+    same,
+    text_of,
+)
 
 _KIB = 1024.0
 
@@ -24,24 +35,28 @@ def _kib(value: float) -> float:
     return value * _KIB  # the expressions of FETCH_SIZE and WRITE_SIZE end in /1024
 
 
-TABLE: dict[str, Metric] = {
-    "OccupancyPercent": Metric("sm_occupancy", same, "%", "GPU occupancy as % of maximum"),
-    "MeanOccupancyPerCU": Metric("warps_active", same, "waves per CU", "mean occupancy per compute unit"),
-    "SQ_WAVES": Metric("warps_launched", same, "waves", "waves sent to the sequencers, all of them added"),
-    "SQ_WAVES_sum": Metric("warps_launched", same, "waves", "the same, by its derived name"),
-    "Wavefronts": Metric("warps_launched", same, "waves", "the same, by its older name"),
-    "VALUUtilization": Metric("warp_divergence_pct", complement_pct, "%", "active vector ALU threads in a wave"),
-    "VALUBusy": Metric("alu_util_pct", same, "%", "% of GPU time vector ALU instructions are processed"),
-    "MfmaUtil": Metric("tc_util_pct", same, "%", "% of GPU time the matrix units are busy"),
-    "L2CacheHit": Metric("l2_hit_rate", same, "%", "% of L2 (TCC) accesses that hit; not defined for MI300"),
-    "TCP_TOTAL_CACHE_ACCESSES_sum": Metric("l1_transactions", same, "cache lines", "tag accesses of the vector L1"),
-    "SQ_LDS_BANK_CONFLICT": Metric("smem_bank_conflicts", same, "cycles", "cycles LDS is stalled by bank conflicts"),
-    "FETCH_SIZE": Metric("dram_read_bytes", _kib, "B", "kilobytes fetched from video memory"),
-    "FetchSize": Metric("dram_read_bytes", _kib, "B", "the same, by its older name"),
-    "WRITE_SIZE": Metric("dram_write_bytes", _kib, "B", "kilobytes written to video memory"),
-    "WriteSize": Metric("dram_write_bytes", _kib, "B", "the same, by its older name"),
-    "GRBM_GUI_ACTIVE": Metric("active_cycles", same, "cycles", "cycles the GPU was active"),
-}  # fmt: skip
+TABLE: dict[str, CounterMetric] = {
+    "OccupancyPercent": CounterMetric("sm_occupancy", same, "%", "GPU occupancy as % of maximum"),
+    "MeanOccupancyPerCU": CounterMetric("warps_active", same, "waves per CU", "mean occupancy per compute unit"),
+    "SQ_WAVES": CounterMetric("warps_launched", same, "waves", "waves sent to the sequencers, all of them added"),
+    "SQ_WAVES_sum": CounterMetric("warps_launched", same, "waves", "the same, by its derived name"),
+    "Wavefronts": CounterMetric("warps_launched", same, "waves", "the same, by its older name"),
+    "VALUUtilization": CounterMetric("warp_divergence_pct", complement_pct, "%", "active vector ALU threads in a wave"),
+    "VALUBusy": CounterMetric("alu_util_pct", same, "%", "% of GPU time vector ALU instructions are processed"),
+    "MfmaUtil": CounterMetric("tc_util_pct", same, "%", "% of GPU time the matrix units are busy"),
+    "L2CacheHit": CounterMetric("l2_hit_rate", same, "%", "% of L2 (TCC) accesses that hit; not defined for MI300"),
+    "TCP_TOTAL_CACHE_ACCESSES_sum": CounterMetric(
+        "l1_transactions", same, "cache lines", "tag accesses of the vector L1"
+    ),
+    "SQ_LDS_BANK_CONFLICT": CounterMetric(
+        "smem_bank_conflicts", same, "cycles", "cycles LDS is stalled by bank conflicts"
+    ),
+    "FETCH_SIZE": CounterMetric("dram_read_bytes", _kib, "B", "kilobytes fetched from video memory"),
+    "FetchSize": CounterMetric("dram_read_bytes", _kib, "B", "the same, by its older name"),
+    "WRITE_SIZE": CounterMetric("dram_write_bytes", _kib, "B", "kilobytes written to video memory"),
+    "WriteSize": CounterMetric("dram_write_bytes", _kib, "B", "the same, by its older name"),
+    "GRBM_GUI_ACTIVE": CounterMetric("active_cycles", same, "cycles", "cycles the GPU was active"),
+}
 STALLS = {"MemUnitStalled": "memory unit", "WriteUnitStalled": "write unit", "LDSBankConflict": "LDS bank conflict"}
 """% of GPU time a unit is stalled. AMD counts units here, not waves: these shares do not add up."""
 WAVE_SHARES = {  # of SQ_WAVE_CYCLES; all three in quad-cycles
@@ -118,14 +133,16 @@ def _kernel(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
     result = normalise(raw, _seconds(row))
     items, group, device = (number(_first(row, c) or "") for c in (_GRIDS, _GROUPS, _DEVICES))
     return KernelCounters(
-        name=demangled((_first(row, _NAMES) or "").strip('" ').removesuffix(".kd")),  # .kd: a kernel descriptor
+        name=demangle_name((_first(row, _NAMES) or "").strip('" ').removesuffix(".kd")),  # .kd: a kernel descriptor
         # AMD's grid is counted in work items, CUDA's and Kineto's in blocks.
         grid=(round(items / group),) if items and group else None,
         block=(round(group),) if group else None,
-        values=result.values, figures=result.figures, missing=result.missing,
+        values=result.values,
+        figures=result.figures,
+        missing=result.missing,
         source="rocprofv3" if "Counter_Name" in row else "rocprof",
         device=None if device is None else round(device),
-    )  # fmt: skip
+    )
 
 
 def _seconds(row: Mapping[str, str]) -> float | None:

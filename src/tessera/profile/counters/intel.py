@@ -15,23 +15,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import RecordingError
-from .names import KernelCounters, Metric, Normalised, apply, number, put, same, text_of
+from .names import CounterMetric, KernelCounters, Normalised, apply, number, put, same, text_of
 
-TABLE: dict[str, Metric] = {
-    "XVE_THREADS_OCCUPANCY_ALL": Metric("sm_occupancy", same, "%", "ComputeBasic: thread slots in use"),
-    "XVE_ACTIVE": Metric("inst_issue_eff_pct", same, "%", "ComputeBasic: time an engine executes an instruction"),
-    "XVE_INST_EXECUTED_XMX_ALL_UTILIZATION": Metric("tc_util_pct", same, "%", "ComputeBasic: matrix engine"),
-    "XVE_INST_EXECUTED_ALU0_ALL_UTILIZATION": Metric("alu_util_pct", same, "%", "ComputeBasic: float pipe"),
-    "XVE_INST_EXECUTED_ALU1_ALL_UTILIZATION": Metric("alu_util_pct", same, "%", "ComputeBasic: integer pipe"),
-    "XVE_COMPUTE_THREAD_COUNT": Metric("warps_launched", same, "threads", "ComputeBasic: hardware threads"),
-    "LOAD_STORE_CACHE_ACCESS": Metric("l1_transactions", same, "accesses", "ComputeBasic (bmg)"),
-    "SLM_ACCESS_COUNT": Metric("smem_transactions", same, "accesses", "MemoryProfile (bmg)"),
-    "SLM_BANK_CONFLICT_COUNT": Metric("smem_bank_conflicts", same, "conflicts", "L1ProfileSlmBankConflicts (pvc)"),
-    "GPU_MEMORY_BYTE_READ": Metric("dram_read_bytes", same, "B", "ComputeBasic"),
-    "GPU_MEMORY_BYTE_WRITE": Metric("dram_write_bytes", same, "B", "ComputeBasic"),
-    "L3_BYTE_READ": Metric("l2_read_bytes", same, "B", "ComputeBasic"),
-    "L3_BYTE_WRITE": Metric("l2_write_bytes", same, "B", "ComputeBasic"),
-    "GpuTime": Metric("seconds", same, "s", "every group"),
+TABLE: dict[str, CounterMetric] = {
+    "XVE_THREADS_OCCUPANCY_ALL": CounterMetric("sm_occupancy", same, "%", "ComputeBasic: thread slots in use"),
+    "XVE_ACTIVE": CounterMetric(
+        "inst_issue_eff_pct", same, "%", "ComputeBasic: time an engine executes an instruction"
+    ),
+    "XVE_INST_EXECUTED_XMX_ALL_UTILIZATION": CounterMetric("tc_util_pct", same, "%", "ComputeBasic: matrix engine"),
+    "XVE_INST_EXECUTED_ALU0_ALL_UTILIZATION": CounterMetric("alu_util_pct", same, "%", "ComputeBasic: float pipe"),
+    "XVE_INST_EXECUTED_ALU1_ALL_UTILIZATION": CounterMetric("alu_util_pct", same, "%", "ComputeBasic: integer pipe"),
+    "XVE_COMPUTE_THREAD_COUNT": CounterMetric("warps_launched", same, "threads", "ComputeBasic: hardware threads"),
+    "LOAD_STORE_CACHE_ACCESS": CounterMetric("l1_transactions", same, "accesses", "ComputeBasic (bmg)"),
+    "SLM_ACCESS_COUNT": CounterMetric("smem_transactions", same, "accesses", "MemoryProfile (bmg)"),
+    "SLM_BANK_CONFLICT_COUNT": CounterMetric(
+        "smem_bank_conflicts", same, "conflicts", "L1ProfileSlmBankConflicts (pvc)"
+    ),
+    "GPU_MEMORY_BYTE_READ": CounterMetric("dram_read_bytes", same, "B", "ComputeBasic"),
+    "GPU_MEMORY_BYTE_WRITE": CounterMetric("dram_write_bytes", same, "B", "ComputeBasic"),
+    "L3_BYTE_READ": CounterMetric("l2_read_bytes", same, "B", "ComputeBasic"),
+    "L3_BYTE_WRITE": CounterMetric("l2_write_bytes", same, "B", "ComputeBasic"),
+    "GpuTime": CounterMetric("seconds", same, "s", "every group"),
 }
 LARGEST = ("alu_util_pct",)
 # unitrace --stall-sampling: events by reason, at each instruction. Classed as nvidia.STALLS are.

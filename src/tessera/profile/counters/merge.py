@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...timeline.columns import NONE, Launch, Timeline
-from .names import KernelCounters, canonical, demangled
+from .names import KernelCounters, canonical, demangle_name
 
 Size = tuple[int, ...]
 Key = tuple[str, Size | None, Size | None]
@@ -156,15 +156,15 @@ class _Book:
         self._means: dict[Key, KernelCounters] = {}
         for kernel in counters:
             # By the exact name, and by what all demanglers agree on: an exact match is looked for first.
-            for name in dict.fromkeys((demangled(kernel.name), canonical(kernel.name))):
-                key = (name, _padded(kernel.grid), _padded(kernel.block))
+            for name in dict.fromkeys((demangle_name(kernel.name), canonical(kernel.name))):
+                key = (name, _pad_size(kernel.grid), _pad_size(kernel.block))
                 self._launches.setdefault(key, []).append(kernel)
                 self._sizes.setdefault(name, set()).add(key)
 
     def look_up(self, name: str, launch: Launch) -> KernelCounters | str:
         """The mean for a launch, or why there is none."""
-        full, short = demangled(name), canonical(name)
-        grid, block = _padded(launch.grid), _padded(launch.block)
+        full, short = demangle_name(name), canonical(name)
+        grid, block = _pad_size(launch.grid), _pad_size(launch.block)
         for known in (full, short):
             for key in ((known, grid, block), (known, _total(grid), _total(block))):
                 if key in self._launches:
@@ -182,7 +182,7 @@ class _Book:
         return self._means[key]
 
 
-def _padded(size: Size | None) -> Size | None:
+def _pad_size(size: Size | None) -> Size | None:
     """In three dimensions, but a single number stays: it is a total (AMD)."""
     if size is None or len(size) == 1:
         return size

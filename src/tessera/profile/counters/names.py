@@ -41,7 +41,7 @@ def complement_pct(value: float) -> float:
     return 100.0 - value
 
 
-class Metric(NamedTuple):
+class CounterMetric(NamedTuple):
     """One row of an adapter's table: what a raw metric becomes."""
 
     field: str
@@ -82,7 +82,7 @@ class KernelCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     launches: int = 1
 
 
-def apply(table: Mapping[str, Metric], raw: Mapping[str, float], largest: Iterable[str] = ()) -> Normalised:
+def apply(table: Mapping[str, CounterMetric], raw: Mapping[str, float], largest: Iterable[str] = ()) -> Normalised:
     """What a table makes of raw metrics in SI units.
 
     Rows of one field are alternatives in order of preference (chips differ in names), except for the fields in
@@ -185,7 +185,7 @@ def _demangler() -> Callable[[bytes], bytes | None] | None:
 
 
 @lru_cache(maxsize=16384)
-def demangled(name: str) -> str:
+def demangle_name(name: str) -> str:
     """A C++ name as people write it; other names as they are."""
     tool = _demangler() if name.startswith("_Z") else None
     text = tool(name.encode()) if tool else None
@@ -215,7 +215,7 @@ def canonical(name: str) -> str:
 
     NVIDIA's: `void f<(int)4, (bool)1>(T2, const float *)`; the C++ runtime's: `void f<4, true>(int, float const*)`.
     """
-    text = demangled(name)
+    text = demangle_name(name)
     for pattern, by in _REWRITES:
         text = pattern.sub(by, text)
     while True:

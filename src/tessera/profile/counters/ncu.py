@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ...errors import ArgumentError, MeasurementError, RecordingError, SensorPermission, SensorUnavailable
 from . import nvidia
-from .names import KernelCounters, demangled, dimensions, number, unit_factor
+from .names import KernelCounters, demangle_name, dimensions, number, unit_factor
 
 REPLAY_ENV = "TESSERA_REPLAY"
 NOT_REPLAYED = r"nccl|nvshmem"
@@ -106,7 +106,7 @@ def command(
         "--log-file": str(log), "--metrics": ",".join(metrics), "--target-processes": "all", "--replay-mode": "kernel",
         "--clock-control": clock_control, "--cache-control": cache_control,
         # By the mangled name each instance of a template is a kernel of its own. (By the "function" they are one; by
-        # the "demangled" name ncu 2025.3.1 gave some kernels one launch more than asked for.)
+        # the "demangle_name" name ncu 2025.3.1 gave some kernels one launch more than asked for.)
         "--kernel-name-base": "mangled", "--kernel-name": name, "--rename-kernels": "no",
         "--disable-extra-suffixes": None,
     }  # fmt: skip
@@ -260,7 +260,12 @@ def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
             row = dict(zip(header, cells, strict=True))
             if "Metric Name" in row:  # details: a row for each metric
                 _, found = long.setdefault((row.get("Process ID", ""), row["ID"]), (row, {}))
-                _put(found, row["Metric Name"], row.get("Metric Value", ""), row.get("Metric Unit", ""))
+                _put(
+                    found,
+                    row["Metric Name"],
+                    row.get("Metric Value", ""),
+                    row.get("Metric Unit", ""),
+                )
                 continue
             raw: dict[str, float] = {}
             for name, cell, unit in zip(header, cells, units, strict=True):
@@ -280,7 +285,7 @@ def _launch(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
     result = nvidia.normalise(raw)
     device = number(row.get("Device", ""))
     return KernelCounters(
-        name=demangled(row["Kernel Name"]), grid=dimensions(row.get("Grid Size", "")),
+        name=demangle_name(row["Kernel Name"]), grid=dimensions(row.get("Grid Size", "")),
         block=dimensions(row.get("Block Size", "")), values=result.values, figures=result.figures,
         missing=result.missing, device=None if device is None else round(device),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .names import Metric, Normalised, apply, giga, put, same
+from .names import CounterMetric, Normalised, apply, giga, put, same
 
 THREADS_PER_WARP = 32
 TMA_SINCE = 9  # compute capability: Hopper
@@ -40,38 +40,46 @@ _MATRIX = "sm__pipe_tensor_type_hmma_hgmma_qgmma_imma_igmma_bmma_bgmma_cycles_ac
 _THREADS = "smsp__thread_inst_executed_per_inst_executed.ratio"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
-TABLE: dict[str, Metric] = {
-    "gpu__time_duration.sum": Metric("seconds", same, "s", "[SEC] SpeedOfLight: duration"),
-    "sm__warps_active" + _ACTIVE: Metric("sm_occupancy", same, "%", f"{_OCC}: achieved occupancy"),
-    "sm__maximum_warps_per_active_cycle_pct": Metric("theoretical_occupancy_pct", same, "%", _OCC),
-    "sm__warps_active.avg.per_cycle_active": Metric("warps_active", same, "warps per SM", _OCC),
-    "smsp__warps_eligible.sum.per_cycle_active": Metric("warps_eligible_gpu", same, "warps", _SCHED),
-    "smsp__warps_launched.sum": Metric("warps_launched", same, "warps", f"{_CLI} warps_launched"),
-    _THREADS: Metric("warp_divergence_pct", _divergence, "%", f"{_CLI} warp_execution_efficiency"),
-    "smsp__issue_active" + _ACTIVE: Metric("inst_issue_eff_pct", same, "%", f"{_SCHED}: one or more eligible"),
-    "dram__bytes_read.sum": Metric("dram_read_bytes", same, "B", f"{_CLI} dram_read_bytes"),
-    "dram__bytes_write.sum": Metric("dram_write_bytes", same, "B", f"{_CLI} dram_write_bytes"),
-    "dram__bytes_read.sum.per_second": Metric("dram_read_gbps", giga, "GB/s", f"{_CLI} dram_read_throughput"),
-    "dram__bytes_write.sum.per_second": Metric("dram_write_gbps", giga, "GB/s", f"{_CLI} dram_write_throughput"),
-    "lts__t_sector_hit_rate.pct": Metric("l2_hit_rate", same, "%", _MEM),
+TABLE: dict[str, CounterMetric] = {
+    "gpu__time_duration.sum": CounterMetric("seconds", same, "s", "[SEC] SpeedOfLight: duration"),
+    "sm__warps_active" + _ACTIVE: CounterMetric("sm_occupancy", same, "%", f"{_OCC}: achieved occupancy"),
+    "sm__maximum_warps_per_active_cycle_pct": CounterMetric("theoretical_occupancy_pct", same, "%", _OCC),
+    "sm__warps_active.avg.per_cycle_active": CounterMetric("warps_active", same, "warps per SM", _OCC),
+    "smsp__warps_eligible.sum.per_cycle_active": CounterMetric("warps_eligible_gpu", same, "warps", _SCHED),
+    "smsp__warps_launched.sum": CounterMetric("warps_launched", same, "warps", f"{_CLI} warps_launched"),
+    _THREADS: CounterMetric("warp_divergence_pct", _divergence, "%", f"{_CLI} warp_execution_efficiency"),
+    "smsp__issue_active" + _ACTIVE: CounterMetric("inst_issue_eff_pct", same, "%", f"{_SCHED}: one or more eligible"),
+    "dram__bytes_read.sum": CounterMetric("dram_read_bytes", same, "B", f"{_CLI} dram_read_bytes"),
+    "dram__bytes_write.sum": CounterMetric("dram_write_bytes", same, "B", f"{_CLI} dram_write_bytes"),
+    "dram__bytes_read.sum.per_second": CounterMetric("dram_read_gbps", giga, "GB/s", f"{_CLI} dram_read_throughput"),
+    "dram__bytes_write.sum.per_second": CounterMetric("dram_write_gbps", giga, "GB/s", f"{_CLI} dram_write_throughput"),
+    "lts__t_sector_hit_rate.pct": CounterMetric("l2_hit_rate", same, "%", _MEM),
     # Not lts__t_bytes: it counts what crosses between the halves of the L2 twice (1.55 of a stream's bytes, H200).
-    "lts__t_sectors_srcunit_tex.sum": Metric("l2_bytes", _sectors, "B", "[PG] L2 slices, from the SMs' L1TEX"),
-    "lts__t_sectors_srcunit_tex.sum.per_second": Metric("l2_gbps", _sector_rate, "GB/s", "[PG] L2 slices"),
-    "l1tex__t_sectors.sum": Metric("l1_transactions", same, "32 B sectors", f"{_CLI} gld_transactions and the like"),
-    _WAVEFRONTS: Metric("smem_transactions", same, "wavefronts", f"{_CLI} shared_load_transactions and the like"),
-    _CONFLICTS: Metric("smem_bank_conflicts", same, "wavefronts", "[PG] l1tex: more wavefronts than without conflicts"),
+    "lts__t_sectors_srcunit_tex.sum": CounterMetric("l2_bytes", _sectors, "B", "[PG] L2 slices, from the SMs' L1TEX"),
+    "lts__t_sectors_srcunit_tex.sum.per_second": CounterMetric("l2_gbps", _sector_rate, "GB/s", "[PG] L2 slices"),
+    "l1tex__t_sectors.sum": CounterMetric(
+        "l1_transactions", same, "32 B sectors", f"{_CLI} gld_transactions and the like"
+    ),
+    _WAVEFRONTS: CounterMetric(
+        "smem_transactions", same, "wavefronts", f"{_CLI} shared_load_transactions and the like"
+    ),
+    _CONFLICTS: CounterMetric(
+        "smem_bank_conflicts", same, "wavefronts", "[PG] l1tex: more wavefronts than without conflicts"
+    ),
     # Matrix instructions alone, where the chip tells: the tensor pipe also runs HFMA2, which is no matrix product.
-    _MATRIX + _ACTIVE: Metric("tc_util_pct", same, "%", "ncu --query-metrics: without HFMA2.MMA"),
-    "sm__pipe_tensor_cycles_active" + _ACTIVE: Metric("tc_util_pct", same, "%", _PIPES),
-    "sm__pipe_tensor_op_dmma_cycles_active" + _ACTIVE: Metric("dmma_util_pct", same, "%", f"{_PIPES}: FP64 matrices"),
-    "sm__pipe_alu_cycles_active" + _ACTIVE: Metric("alu_util_pct", same, "%", f"{_PIPES}: integer and logic"),
-    "sm__pipe_fma_cycles_active" + _ACTIVE: Metric("alu_util_pct", same, "%", f"{_PIPES}: FP32"),
-    "sm__pipe_fp64_cycles_active" + _ACTIVE: Metric("alu_util_pct", same, "%", f"{_PIPES}: FP64"),
-    "smsp__inst_executed_op_ldgsts.sum": Metric("cp_async_instructions", same, "instructions", "[PG] LDGSTS"),
-    "sm__inst_executed_pipe_tma.sum": Metric("tma_instructions", same, "instructions", f"{_PIPES}: TMA"),
-    "launch__registers_per_thread": Metric("registers_per_thread", same, "registers", _LAUNCH),
-    "launch__waves_per_multiprocessor": Metric("waves_per_sm", same, "waves", _LAUNCH),
-    "launch__sm_count": Metric("sms", same, "SMs", _LAUNCH),
+    _MATRIX + _ACTIVE: CounterMetric("tc_util_pct", same, "%", "ncu --query-metrics: without HFMA2.MMA"),
+    "sm__pipe_tensor_cycles_active" + _ACTIVE: CounterMetric("tc_util_pct", same, "%", _PIPES),
+    "sm__pipe_tensor_op_dmma_cycles_active" + _ACTIVE: CounterMetric(
+        "dmma_util_pct", same, "%", f"{_PIPES}: FP64 matrices"
+    ),
+    "sm__pipe_alu_cycles_active" + _ACTIVE: CounterMetric("alu_util_pct", same, "%", f"{_PIPES}: integer and logic"),
+    "sm__pipe_fma_cycles_active" + _ACTIVE: CounterMetric("alu_util_pct", same, "%", f"{_PIPES}: FP32"),
+    "sm__pipe_fp64_cycles_active" + _ACTIVE: CounterMetric("alu_util_pct", same, "%", f"{_PIPES}: FP64"),
+    "smsp__inst_executed_op_ldgsts.sum": CounterMetric("cp_async_instructions", same, "instructions", "[PG] LDGSTS"),
+    "sm__inst_executed_pipe_tma.sum": CounterMetric("tma_instructions", same, "instructions", f"{_PIPES}: TMA"),
+    "launch__registers_per_thread": CounterMetric("registers_per_thread", same, "registers", _LAUNCH),
+    "launch__waves_per_multiprocessor": CounterMetric("waves_per_sm", same, "waves", _LAUNCH),
+    "launch__sm_count": CounterMetric("sms", same, "SMs", _LAUNCH),
 }
 LARGEST = ("alu_util_pct",)
 """Of the arithmetic pipes, the busiest: it is the one that limits."""
@@ -169,14 +177,14 @@ def normalise(raw: Mapping[str, float]) -> Normalised:
 
 
 _MIB = float(1 << 20)
-GPM: dict[str, Metric] = {  # keys of Telemetry.activity_pct, tessera.sensors._nvml_telemetry
-    "sm": Metric("sm_active_pct", same, "%", "nvml.h GPM_METRIC_SM_UTIL: SMs that were busy"),
-    "occupancy": Metric("sm_occupancy", same, "%", "nvml.h GPM_METRIC_SM_OCCUPANCY: warps of the most possible"),
-    "tensor": Metric("tc_util_pct", same, "%", "nvml.h GPM_METRIC_ANY_TENSOR_UTIL"),
-    "fp32": Metric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP32_UTIL"),
-    "fp16": Metric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP16_UTIL: without the tensor cores"),
-    "fp64": Metric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP64_UTIL"),
-    "dram": Metric("dram_util_pct", same, "%", "nvml.h GPM_METRIC_DRAM_BW_UTIL: reads and writes, of peak"),
+GPM: dict[str, CounterMetric] = {  # keys of Telemetry.activity_pct, tessera.sensors._nvml_telemetry
+    "sm": CounterMetric("sm_active_pct", same, "%", "nvml.h GPM_METRIC_SM_UTIL: SMs that were busy"),
+    "occupancy": CounterMetric("sm_occupancy", same, "%", "nvml.h GPM_METRIC_SM_OCCUPANCY: warps of the most possible"),
+    "tensor": CounterMetric("tc_util_pct", same, "%", "nvml.h GPM_METRIC_ANY_TENSOR_UTIL"),
+    "fp32": CounterMetric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP32_UTIL"),
+    "fp16": CounterMetric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP16_UTIL: without the tensor cores"),
+    "fp64": CounterMetric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP64_UTIL"),
+    "dram": CounterMetric("dram_util_pct", same, "%", "nvml.h GPM_METRIC_DRAM_BW_UTIL: reads and writes, of peak"),
 }  # fmt: skip
 GPM_LINKS = {"pcie_gbps": ("pcie_tx", "pcie_rx"), "nvlink_gbps": ("nvlink_tx", "nvlink_rx")}
 """MiB/s each (nvml.h GPM_METRIC_PCIE_TX_PER_SEC and the like); both directions are added."""

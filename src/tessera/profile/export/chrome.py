@@ -59,7 +59,7 @@ class Chrome:
         rows = RowWriter(recording.rows, table, survey.base_ns, pid, Overlap(survey.intervals))
         rows.link(survey.launched, survey.ran)
         survey.intervals.clear()
-        with replace_when_written(target) as part, _opened(part, target.name.endswith(".gz")) as out:
+        with replace_when_written(target) as part, _open_text(part, target.name.endswith(".gz")) as out:
             out.write(json.dumps(_head(recording, survey, table), default=str)[:-1])
             out.write(',"traceEvents":[\n')
             out.write(",\n".join(_names(recording, survey, pid)))
@@ -114,7 +114,7 @@ def _distinct(*columns: NDArray[Any]) -> set[Any]:
 
 
 @contextmanager
-def _opened(path: Path, packed: bool) -> Iterator[IO[str]]:
+def _open_text(path: Path, packed: bool) -> Iterator[IO[str]]:
     with path.open("wb") as raw:
         if not packed:
             with io.TextIOWrapper(raw, "utf-8", newline="\n") as text:

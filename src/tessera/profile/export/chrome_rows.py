@@ -96,7 +96,7 @@ class RowWriter:
                 if launches[i] != NONE:
                     args += self._launches[launches[i]]
                 if sizes[i] != NONE:
-                    args += _moved(sizes[i], lasts_ns)
+                    args += _format_bandwidth(sizes[i], lasts_ns)
                 args += percent[i] + energy[i] + error[i]
             else:
                 pid, tid = host_pid(self._pid, ranks[i]), track(threads[i])
@@ -168,7 +168,7 @@ def _fields(key: str, values: NDArray[np.float64], digits: int) -> list[str]:
     return [f',"{key}":{v:.{digits}g}' if k else "" for v, k in zip(values.tolist(), known, strict=True)]
 
 
-def _moved(size: int, lasts_ns: int) -> str:
+def _format_bandwidth(size: int, lasts_ns: int) -> str:
     rate = f',"memory bandwidth (GB/s)":{size / lasts_ns:.6g}' if lasts_ns else ""
     return f',"bytes":{size}{rate}'
 

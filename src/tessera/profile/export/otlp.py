@@ -57,7 +57,7 @@ class Otlp:
         resource = sdk.resource(_resource(recording.facts))
         made = list(series(recording, self.period_s))
         left_out = 0
-        with _heard() as said:
+        with _capture_logs() as said:
             points = sdk.metrics(
                 f"{base}/v1/metrics", self.headers, self.timeout_s, resource, made, said
             )  # fmt: skip
@@ -109,7 +109,7 @@ def _resource(facts: Facts) -> dict[str, Any]:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def _capture_logs() -> Iterator[list[str]]:
     """What the SDK logs meanwhile: it says why a request failed nowhere else, and must not say it on our stderr."""
     said: list[str] = []
     handler = logging.Handler()
@@ -235,7 +235,7 @@ def _batches(made: Sequence[MetricPoints]) -> Iterator[list[MetricPoints]]:
     for whole in made:
         rest = whole
         while rest.points:
-            head, rest = rest.cut(room)
+            head, rest = rest.split_points(room)
             part.append(head)
             room -= len(head.points)
             if room == 0:

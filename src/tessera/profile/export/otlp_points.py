@@ -43,7 +43,7 @@ class MetricPoints:
     sums: bool = False
     monotonic: bool = False
 
-    def cut(self, count: int) -> tuple[MetricPoints, MetricPoints]:
+    def split_points(self, count: int) -> tuple[MetricPoints, MetricPoints]:
         """The first points, and the others."""
         first, rest = self.points[:count], self.points[count:]
         return dataclasses.replace(self, points=first), dataclasses.replace(self, points=rest)
@@ -133,13 +133,13 @@ def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[Me
             ("hw.gpu.utilization", "1", "Fraction of time spent in a specific task.", task,
              [(r.time_ns, _part(r.utilization_pct)) for r in rows]),
             ("hw.gpu.memory.utilization", "1", "Fraction of GPU memory used.", who,
-             [(r.time_ns, _used(r)) for r in rows]),
+             [(r.time_ns, _memory_share(r)) for r in rows]),
         ]  # fmt: skip
         for name, text, field in (
             ("hw.gpu.memory.usage", "GPU memory used.", "memory_used_bytes"),
             ("hw.gpu.memory.limit", "Size of the GPU memory.", "memory_total_bytes"),
         ):
-            points = _known([(r.time_ns, getattr(r, field)) for r in rows])
+            points = _drop_missing([(r.time_ns, getattr(r, field)) for r in rows])
             if points:  # UpDownCounters in the conventions: sums that may fall
                 yield MetricPoints(name, "By", text, who, points, start_ns=points[0][0], sums=True)
     for clock in dict.fromkeys(c for r in rows for c in r.clocks_mhz):
@@ -147,7 +147,7 @@ def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[Me
         name = "hw.cpu.speed" if who["hw.type"] == "cpu" else "tessera.gpu.clock"
         plain.append((name, "Hz", "Clock frequency.", {**who, "tessera.clock": clock}, [*hz]))
     for name, unit, text, attributes, points_or_none in plain:
-        if points := _known(points_or_none):
+        if points := _drop_missing(points_or_none):
             yield MetricPoints(name, unit, text, attributes, points)
 
 
@@ -155,13 +155,13 @@ def _part(percent: float | None) -> float | None:
     return None if percent is None else percent / 100.0
 
 
-def _used(row: Telemetry) -> float | None:
+def _memory_share(row: Telemetry) -> float | None:
     if row.memory_used_bytes is None or not row.memory_total_bytes:
         return None
     return row.memory_used_bytes / row.memory_total_bytes
 
 
-def _known(points: Sequence[tuple[int, float | None]]) -> list[Point]:
+def _drop_missing(points: Sequence[tuple[int, float | None]]) -> list[Point]:
     return [(t, v) for t, v in points if v is not None and math.isfinite(v)]
 
 

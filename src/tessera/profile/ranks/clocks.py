@@ -168,18 +168,20 @@ def _reading(rank: int, offset_ns: float, error_ns: float, t: NDArray[np.int64],
 def settle(start: ClockReading, end: ClockReading | None = None) -> Offset:
     """Offset and drift from the exchanges at a session's start and end (the start alone gives no drift)."""
     if end is None or end.at_ns <= start.at_ns:
-        return _noted(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
+        return _make_offset(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
     span_ns = end.at_ns - start.at_ns
     grown_ns, unsure_ns = end.offset_ns - start.offset_ns, start.error_ns + end.error_ns
     if abs(grown_ns) <= unsure_ns:  # no more than the exchanges' own uncertainty: one offset for the whole run
         middle = (start.offset_ns + end.offset_ns) / 2.0
         error = max(start.error_ns, end.error_ns) + abs(grown_ns) / 2.0
-        return _noted(start.rank, middle, 0.0, error, start.at_ns, 0.0)
+        return _make_offset(start.rank, middle, 0.0, error, start.at_ns, 0.0)
     error = max(start.error_ns, end.error_ns)
-    return _noted(start.rank, start.offset_ns, grown_ns / span_ns * 1e6, error, start.at_ns, unsure_ns / span_ns * 1e6)
+    return _make_offset(
+        start.rank, start.offset_ns, grown_ns / span_ns * 1e6, error, start.at_ns, unsure_ns / span_ns * 1e6
+    )
 
 
-def _noted(
+def _make_offset(
     rank: int, offset_ns: float, drift_ppm: float, error_ns: float, at_ns: int, drift_error_ppm: float
 ) -> Offset:
     return Offset(

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...timeline.columns import Ints, Timeline
 from ...timeline.transfers import collective_type
-from .line import ONE_TO_ONE, TOGETHER, Fit, Key, Line
+from .line import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
 
 PREFIX = "gloo:"
 # Ends of two ranks differ in the median by up to this, whichever is late: two processes over loopback on two busy
@@ -36,7 +36,7 @@ _SLOPES = 65
 _SIZE = re.compile(r"\[[\d, ]*\]")  # of "[1000]f32", and of a list of tensors, "([1000])"
 
 
-def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
+def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSequence]:
     """The host's collectives of a rank, in the order they were issued; none where groups cannot be told apart.
 
     A row does not say its process group, so there must be one set of members only. `numbers` is shared by all ranks.
@@ -54,7 +54,7 @@ def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
         size = None if shape < 0 or kinds[name] == "all_to_all" else timeline.names[shape]
         what.append(numbers.setdefault((PREFIX, kinds[name], size), len(numbers)))
     key: Key = (PREFIX, *groups)
-    return {key: Line(
+    return {key: CollectiveSequence(
         rows=rows, what=np.array(what, dtype=np.int64),
         together=np.array([kinds[n] in TOGETHER for n in names.tolist()], dtype=bool),
         starts=timeline["start_ns"][rows], ends=timeline["end_ns"][rows], on_host=True,
@@ -116,7 +116,7 @@ class Bounds:
         return float(np.max(low)), float(np.min(high))
 
 
-def within(found: Fit, bounds: Bounds) -> Fit:
+def within(found: ClockFit, bounds: Bounds) -> ClockFit:
     """The line nearest to `found` that all bounds allow, with an error that is never wider than they are."""
     at, base = found.at_ns, found.offset_ns
 

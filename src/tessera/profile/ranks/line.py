@@ -16,7 +16,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CollectiveSequence:
     """The collectives of one group on one rank, in the order they ran. `what` numbers type and bytes.
 
     `on_host`: they ran on a thread of the host, not as kernels.
@@ -31,7 +31,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ClockFit:
     """offset = `offset_ns` + `drift` * (time - `at_ns`), with the half-width of a 90% interval anywhere in the run."""
 
     offset_ns: float

@@ -20,7 +20,7 @@ from ...errors import ArgumentError
 from ...timeline.columns import NONE, Ints, Timeline
 from .clocks import Offset, notes
 from .host import Bounds, host_lines, within
-from .line import ONE_TO_ONE, TOGETHER, Fit, Key, Line
+from .line import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
 
 # Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
 # GPUs was at hand to measure it.
@@ -35,7 +35,7 @@ _CLOSELY = 4096
 Floats = NDArray[np.float64]
 
 
-def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
+def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSequence]:
     """The collectives of a rank by process group. `numbers` is shared by all ranks: the same thing, the same number."""
     rows = timeline.rows("collective")
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
@@ -54,7 +54,7 @@ def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Line]:
     for group in dict.fromkeys(kinds[i][0] for i in np.unique(which)):
         mine = np.array([k[0] == group and i not in skip for i, k in enumerate(kinds)])[which]
         picked, launches = rows[mine], which[mine]
-        found[group] = Line(
+        found[group] = CollectiveSequence(
             rows=picked,
             what=np.array([k[1] for k in kinds], dtype=np.int64)[launches],
             together=np.array([k[2] for k in kinds], dtype=bool)[launches],
@@ -76,7 +76,7 @@ def _members(timeline: Timeline) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def line_up(a: Line, b: Line, times: Ints | None = None) -> tuple[int, int] | None:
+def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = None) -> tuple[int, int] | None:
     """How far b's k-th collective is behind a's: it is a's k + shift. And how many shifts fit as well; None: none does.
 
     The time between two collectives is the same on both ranks, whatever their clocks say. `times` are a's ends where
@@ -87,17 +87,17 @@ def line_up(a: Line, b: Line, times: Ints | None = None) -> tuple[int, int] | No
     if len(a.what) == len(b.what) and np.array_equal(a.what, b.what) and _spread(ends - b.ends) <= 2.0 * END_BIAS_NS:
         return 0, 1  # as many, in one order, at the same times: nothing to look for
 
-    def shared(shift: int, most: int | None = None) -> tuple[slice, slice]:
+    def overlap_slices(shift: int, most: int | None = None) -> tuple[slice, slice]:
         i, j = max(shift, 0), max(-shift, 0)
         count = min(len(a.what) - i, len(b.what) - j, most or len(a.what))
         return slice(i, i + count), slice(j, j + count)
 
     def apart(shift: int, most: int) -> Ints:
-        here, there = shared(shift, most)
+        here, there = overlap_slices(shift, most)
         return ends[here] - b.ends[there]
 
     possible = range(enough - len(b.what), len(a.what) - enough + 1)
-    same = [s for s in possible if _same(a, b, *shared(s, _PROBE)) and _same(a, b, *shared(s))]
+    same = [s for s in possible if _same(a, b, *overlap_slices(s, _PROBE)) and _same(a, b, *overlap_slices(s))]
     # A few hundred collectives rule out most; only what is left is looked at closely.
     rough = {s: _spread(apart(s, 4 * _PROBE)) for s in same}
     limit = 4.0 * min(rough.values(), default=0.0) + 4.0 * END_BIAS_NS
@@ -114,7 +114,7 @@ def line_up(a: Line, b: Line, times: Ints | None = None) -> tuple[int, int] | No
     return min(alike, key=lambda f: f[1])[2], len(alike)
 
 
-def _same(a: Line, b: Line, here: slice, there: slice) -> bool:
+def _same(a: CollectiveSequence, b: CollectiveSequence, here: slice, there: slice) -> bool:
     return np.array_equal(a.what[here], b.what[there])
 
 
@@ -130,7 +130,7 @@ def _spread(apart: Ints) -> float:
     return float(np.median(np.abs(y - np.median(y))))
 
 
-def fit(times_ns: Ints, reference_ns: Ints) -> Fit:
+def fit(times_ns: Ints, reference_ns: Ints) -> ClockFit:
     """Offset and drift that bring times to a reference: a line through them that outliers do not move."""
     apart = reference_ns - times_ns
     base, at = int(np.median(apart)), int(np.median(times_ns))
@@ -147,7 +147,7 @@ def fit(times_ns: Ints, reference_ns: Ints) -> Fit:
     half_ns = float(np.max(np.abs(x - mean_x)))
     if few or count < MIN_MATCHED or spread_x <= 0.0:
         error = END_BIAS_NS + float(np.max(np.abs(y - np.mean(y))))
-        return Fit(base + float(np.mean(y)), 0.0, math.inf, error, at)
+        return ClockFit(base + float(np.mean(y)), 0.0, math.inf, error, at)
     slope = float(np.sum((x - mean_x) * (y - np.mean(y))) / spread_x)
     residual = y - np.mean(y) - slope * (x - mean_x)
     sigma = math.sqrt(float(np.sum(residual**2)) / max(count - 2, 1))
@@ -155,7 +155,7 @@ def fit(times_ns: Ints, reference_ns: Ints) -> Fit:
     if abs(slope) <= 1.5 * slope_error:  # not told from none: a line through noise would lead away outside the span
         slope = 0.0
     error = math.hypot(END_BIAS_NS, Z90 * sigma / math.sqrt(count), slope_error * half_ns)
-    return Fit(base + float(np.mean(y)), slope, slope_error, error, at + round(mean_x))
+    return ClockFit(base + float(np.mean(y)), slope, slope_error, error, at + round(mean_x))
 
 
 def _theil_sen(x: Floats, y: Floats) -> float:
@@ -181,11 +181,13 @@ def align(timelines: Sequence[Timeline]) -> list[Offset]:
     found: dict[int, Offset] = {0: Offset(rank=ranks[0], error_ns=0.0, source="reference")}
     while True:
         # The pair that shares most is the best tied: over it the next rank is reached.
-        pairs = [(_shared(mine[i], mine[j]), i, j) for i in found for j in range(len(timelines)) if j not in found]
+        pairs = [
+            (_count_shared(mine[i], mine[j]), i, j) for i in found for j in range(len(timelines)) if j not in found
+        ]
         count, i, j = max(pairs, default=(0, 0, 0), key=lambda p: (p[0], -p[2], -p[1]))
         if count == 0:
             break
-        found[j] = _tied(mine[i], mine[j], found[i], ranks[j])
+        found[j] = _align_rank(mine[i], mine[j], found[i], ranks[j])
     alone = "shares no collective with the others: its clock is taken as it is"
     return [found.get(i, Offset(rank=ranks[i], notes=(f"rank {ranks[i]} {alone}",))) for i in range(len(timelines))]
 
@@ -195,11 +197,11 @@ def rank_numbers(timelines: Sequence[Timeline]) -> list[int]:
     return [i if t.rank is None else t.rank for i, t in enumerate(timelines)]
 
 
-def _shared(a: dict[Key, Line], b: dict[Key, Line]) -> int:
+def _count_shared(a: dict[Key, CollectiveSequence], b: dict[Key, CollectiveSequence]) -> int:
     return sum(min(int(a[g].together.sum()), int(b[g].together.sum())) for g in a.keys() & b.keys())
 
 
-def _tied(a: dict[Key, Line], b: dict[Key, Line], known: Offset, rank: int) -> Offset:
+def _align_rank(a: dict[Key, CollectiveSequence], b: dict[Key, CollectiveSequence], known: Offset, rank: int) -> Offset:
     """The offset of a rank against one whose offset is known."""
     theirs: list[tuple[Ints, Ints]] = []
     ours: list[tuple[Ints, Ints]] = []

@@ -19,7 +19,7 @@ import numpy as np
 from ...timeline.columns import NONE, Timeline
 from ...timeline.intervals import covered_ns, union
 from .clocks import Offset
-from .line import Key, Line
+from .line import CollectiveSequence, Key
 from .match import line_up, lines
 
 
@@ -60,16 +60,20 @@ def meetings(timelines: Sequence[Timeline], offsets: Sequence[Offset], first_row
     found: list[Meeting] = []
     for group in dict.fromkeys(g for one in mine for g in one):
         members = [i for i, one in enumerate(mine) if group in one]
-        found += _met(group, members, [mine[i][group] for i in members], timelines, offsets, first_rows)
+        found += _match_group(group, members, [mine[i][group] for i in members], timelines, offsets, first_rows)
     return sorted(found, key=lambda m: m.start_ns)
 
 
-def _met(
-    group: Key, members: list[int], own: list[Line], timelines: Sequence[Timeline], offsets: Sequence[Offset],
+def _match_group(
+    group: Key,
+    members: list[int],
+    own: list[CollectiveSequence],
+    timelines: Sequence[Timeline],
+    offsets: Sequence[Offset],
     first_rows: Sequence[int],
-) -> list[Meeting]:  # fmt: skip
+) -> list[Meeting]:
     reference = offsets[members[0]].apply(own[0].ends)
-    placed: list[tuple[int, Line, int]] = [(members[0], own[0], 0)]
+    placed: list[tuple[int, CollectiveSequence, int]] = [(members[0], own[0], 0)]
     for i, line in zip(members[1:], own[1:], strict=True):
         if (lined := line_up(own[0], line, reference)) is not None:
             placed.append((i, line, lined[0]))
@@ -96,14 +100,18 @@ def _met(
         what = timelines[who[0]].launches[launch] if launch != NONE else None
         out.append(
             Meeting(
-                group=name, kind=what.collective_type if what else None, bytes=what.collective_bytes if what else None,
+                group=name,
+                kind=what.collective_type if what else None,
+                bytes=what.collective_bytes if what else None,
                 ranks=tuple(offsets[i].rank for i in who),
                 rows=tuple(int(rows[k, at]) + first_rows[i] for k, i in zip(there, who, strict=True)),
-                start_ns=int(begun[soonest]), ready_ns=ready, end_ns=int(ends[there, at].max()),
+                start_ns=int(begun[soonest]),
+                ready_ns=ready,
+                end_ns=int(ends[there, at].max()),
                 straggler=offsets[who[last]].rank if ready - int(begun[soonest]) > margin else None,
                 wait_s=float((ready - begun).sum()) * 1e-9,
             )
-        )  # fmt: skip
+        )
     return out
 
 
