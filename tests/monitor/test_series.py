@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.joules import Correction, correct_by_counter
+from tessera.joules import CounterCorrection, correct_by_counter
 from tessera.monitor.series import KEPT_ANCHORS, CounterAnchors, PowerSeries
 from tessera.schema import Domain, Hold
 from tessera.trace import PowerTrace
@@ -241,7 +241,7 @@ def with_counter(
     return series, anchors
 
 
-def between(anchors: CounterAnchors, start_s: float, end_s: float) -> Correction | None:
+def between(anchors: CounterAnchors, start_s: float, end_s: float) -> CounterCorrection | None:
     return correct_by_counter(anchors.first_after(round(start_s * S)), anchors.last_before(round(end_s * S)))
 
 

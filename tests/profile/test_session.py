@@ -770,7 +770,7 @@ def test_a_summary_adds_windows_up():
 
 
 def test_a_summarys_memory_is_bounded():
-    summary = Summary(max_names=10)
+    summary = RunSummary(max_names=10)
     for i in range(1000):
         summary.add_row("region", f"step_{i}", 5)
         summary.add_row("region", f"{i}th", 5)
