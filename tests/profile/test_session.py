@@ -22,7 +22,7 @@ from tessera import monitor, profile
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.monitor import Monitor
 from tessera.profile import region as region_class
-from tessera.profile.kineto_collector import chosen
+from tessera.profile.kineto_collector import drop_unasked
 from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
 from tessera.profile.runfile import RunFile
@@ -301,7 +301,7 @@ def test_activities_that_were_not_asked_for_are_left_out(path):
     built.add("memcpy", "copy", 1, 2, device=0, parent=kernel)
     built.add("kernel", "gemm", 2, 9, device=0, parent=kernel)
     built.add("collective", "all_reduce", 3, 4, device=0, parent=kernel)
-    kept = chosen(built.build(), SessionOptions(activities=("gpu", "power")))
+    kept = drop_unasked(built.build(), SessionOptions(activities=("gpu", "power")))
     assert [kept.name(i) for i in range(len(kept))] == ["aten::mm", "gemm"]
     assert kept["parent"].tolist() == [-1, 0] and "memcpy, collective" in kept.notes[-1]
     assert SessionOptions(activities=("power",)).traces is False

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attribute.activity import shares, summed
+from ..attribute.activity import shares, sum_by_key
 from ..attribute.host import host_activity
 from ..attribute.ledger import NO_OP
 from ..attribute.table import EnergyRow, EnergyTable
@@ -287,7 +287,7 @@ def _self_time(timeline: Timeline) -> tuple[Ints, Floats]:
     if not len(rows):
         activity = host_activity(timeline, timeline.linked)
         used, where = np.unique(activity.rows, return_inverse=True)
-        return used, summed(where.reshape(-1), activity.share_s, len(used))
+        return used, sum_by_key(where.reshape(-1), activity.share_s, len(used))
     seconds = np.zeros(len(rows))
     for own in timeline.by_device(rows).values():
         seconds[np.searchsorted(rows, own)] = shares(timeline["start_ns"][own], timeline["end_ns"][own])
