@@ -36,15 +36,9 @@ class Cache:
         self._blocks: OrderedDict[int, _CacheBlock] = OrderedDict()
         self._held = 0.0
 
-    def read(self, key: int, nbytes: float) -> float:
-        """Read a block; the bytes that cross device memory, write-backs included."""
-        return self._touch(key, nbytes, 0.0)
-
-    def write(self, key: int, nbytes: float) -> float:
-        """Write a block; the bytes written back to make room for it."""
-        return self._touch(key, nbytes, nbytes)
-
-    def _touch(self, key: int, nbytes: float, written: float) -> float:
+    def touch(self, key: int, nbytes: float, *, write: bool) -> float:
+        """Read or write a block; the bytes that cross device memory, write-backs included."""
+        written = nbytes if write else 0.0
         block = self._blocks.pop(key, None)
         held = min(block.nbytes, nbytes) if block else 0.0
         dirty = block.dirty if block else 0.0
@@ -154,9 +148,9 @@ def _op_traffic(op: Op, cache: Cache, addresses: _Addresses) -> float:
         reads = {storage: min(nbytes, 64.0 * 1024) for storage, nbytes in reads.items()}
     crossing = 0.0
     for storage, nbytes in reads.items():
-        crossing += cache.read(addresses.of(storage), nbytes)
+        crossing += cache.touch(addresses.of(storage), nbytes, write=False)
     for storage, nbytes in writes.items():
-        crossing += cache.write(addresses.of(storage), nbytes)
+        crossing += cache.touch(addresses.of(storage), nbytes, write=True)
     return crossing
 
 

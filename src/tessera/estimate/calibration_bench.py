@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -215,7 +215,10 @@ class CudaBench:
     def _steady(self, call: Callable[[], Any], seconds: float, *, paced: bool) -> Sample:
         each_s = _time_quickly(self._torch, call)
         self._repeat(call, each_s, seconds * _SETTLE, paced)
-        with self._scope() as scope:
+        from ..monitor import energy_scope
+
+        monitored = energy_scope("calibrate", monitor=self._monitor) if self._monitor else contextlib.nullcontext()
+        with monitored as scope:
             measured_s, states = self._repeat(call, each_s, seconds * (1 - _SETTLE), paced)
         energy = scope.energy if scope is not None else None
         watts = None
@@ -229,17 +232,6 @@ class CudaBench:
             clock_hz=statistics.median(clocks) if clocks else None,
             capped=sum(capped) > 0.5 * len(capped) if capped else None,
         )
-
-    @contextlib.contextmanager
-    def _scope(self) -> Iterator[Any]:
-        """An energy scope, or nothing where no sensor reads this board."""
-        if self._monitor is None:
-            yield None
-            return
-        from ..monitor import energy_scope
-
-        with energy_scope("calibrate", monitor=self._monitor) as scope:
-            yield scope
 
     def _repeat(
         self, call: Callable[[], Any], each_s: float, seconds: float, paced: bool

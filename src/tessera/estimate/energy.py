@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..device import Device
-from ..errors import ArgumentError, PredictionError
+from ..errors import ArgumentError
 from ..graph.partition import PartitionReport, Subgraph
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction
 from .iteration import highest_mean_w
@@ -39,22 +39,12 @@ class EnergyAnalyzer:
         """
         check_subgraphs(subgraphs)
         model = CostModel(self.on, self.precision)
-        power = _power_of(model)
+        power = model.power or PowerModel.from_device(model.device)  # which says what is missing
         times = _check_latencies(latencies, len(subgraphs))
         costs = model.estimate(subgraphs, report)
         pairs = [(cost, _estimate(power, cost, seconds)) for cost, seconds in zip(costs, times, strict=True)]
         descriptors = [_descriptor(model, cost, e, times[i] is not None) for i, (cost, e) in enumerate(pairs)]
         return _report(model, power, descriptors, pairs, report)
-
-
-def _power_of(model: CostModel) -> PowerModel:
-    if model.power is None:
-        raise PredictionError(
-            f"the power limit of {model.device.id} is not known",
-            why="joules cannot be predicted without it",
-            fix="give tdp_w in a device file of your own",
-        )
-    return model.power
 
 
 def _check_latencies(latencies: Sequence[float] | None, count: int) -> Sequence[float | None]:

@@ -169,7 +169,7 @@ def _board_figures(device: Device) -> tuple[float, float | None, str]:
     if device.tdp_w is None:
         raise ArgumentError(
             f"the power limit of {device.id} is not known",
-            why="watts cannot be predicted without it",
+            why="watts and joules cannot be predicted without it",
             fix="give tdp_w in a device file of your own",
         )
     return device.tdp_w.value, device.idle_w.value if device.idle_w else None, device.memory.kind or ""
