@@ -461,12 +461,12 @@ def test_a_narrow_list_loses_columns_and_not_parts_of_them(width):
     assert all(len(line) <= width for line in lines[: len(DEVICES) + 1])
     h200 = next(line for line in lines if line.startswith("h200 "))
     assert re.search(r"989 T +140 GiB", h200) and "700 W" in h200
-    assert ("no room here" in result.output) == (width < 79)
+    assert ("not shown:" in result.output) == (width < 79)
 
 
 def test_the_list_counts_chips():
     chips = [device for device in DEVICES if device.id != "generic-cpu"]
-    assert f"{len(chips)} chips and generic-cpu, for a CPU that is none of them" in run("list").output
+    assert f"{len(chips)} chips and generic-cpu, for any other CPU" in run("list").output
     assert "generic-cpu" not in run("list", "--kind", "gpu").output
 
 
@@ -474,7 +474,7 @@ def test_list_by_kind():
     text = run("list", "--kind", "cpu").output
     assert "epyc-9654" in text
     assert "h200 " not in text
-    assert CliRunner().invoke(cli, ["hardware", "list", "--kind", "fpga"]).exit_code == 2
+    assert isinstance(CliRunner().invoke(cli, ["hardware", "list", "--kind", "fpga"]).exception, ArgumentError)
 
 
 def test_list_as_json():
