@@ -193,7 +193,7 @@ class Recording:
             return account_run(self.timeline, self.power, self.accounted_windows)
         if self.power is None:
             raise MeasurementError(
-                "no power was recorded beside this trace",
+                "this trace has no power log",
                 why="joules need watts",
                 fix="give a power log of the same time: profile.load(trace, power='power.csv')",
             )

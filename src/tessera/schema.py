@@ -202,7 +202,7 @@ class Work:
 def works(named: Mapping[str, float | None], work: float | None, unit: str | None, example: str) -> dict[str, Work]:
     """The kinds of work a user gave: by a name of ours, or as `work` of their own `unit`. `example` shows how."""
     if unit is not None and work is None:
-        raise ArgumentError("a unit needs an amount of work", why="a unit alone says no amount", fix=example)
+        raise ArgumentError("a unit needs an amount of work", why="a unit needs an amount", fix=example)
     if unit is not None and named.get(unit) is not None:
         raise ArgumentError(f"the work in {unit!r} is given twice", fix="give it once, or in another unit")
     given = {k: v for k, v in {**named, unit or "unit": work}.items() if v is not None}

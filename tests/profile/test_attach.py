@@ -222,7 +222,7 @@ def test_a_dead_daemons_file_is_cleared_but_nothing_else_is(short):
     dead.close()
     Endpoint(folder=str(short)).close()
     (short / "dynolog").write_text("mine")
-    with pytest.raises(MeasurementError, match="no socket"):
+    with pytest.raises(MeasurementError, match="not a socket"):
         Endpoint(folder=str(short))
     assert (short / "dynolog").read_text() == "mine"
 
@@ -400,7 +400,7 @@ def test_the_process_may_name_its_own_folder_for_traces(me, tmp_path):
 
 
 def test_wrong_pids():
-    with pytest.raises(ArgumentError, match="no PID"):
+    with pytest.raises(ArgumentError, match="not a PID"):
         find(0)
     with pytest.raises(NoProcess, match="no process"):
         find(2**22 + 1)
@@ -806,12 +806,12 @@ def test_an_owned_socket_is_named(short, tmp_path):
     ("args", "code", "said"),
     [
         (("--pid", "4194999"), 1, "there is no process"),
-        (("--pid", "-1"), 2, "no PID"),
-        (("--pid", "x"), 2, "'x' is not a whole number"),
+        (("--pid", "-1"), 2, "not a PID"),
+        (("--pid", "x"), 2, "'x' is not a valid integer"),
         ((), 2, "needs --pid"),
         (("--pid", "1", "--sample-ms", "0"), 2, "too often"),
         (("--pid", "1", "--export", "/nowhere/t.json"), 2, "cannot write /nowhere/t.json"),
-        (("--pid", "1", "--export", "a.json", "--summary", "a.json"), 2, "name one file"),
+        (("--pid", "1", "--export", "a.json", "--summary", "a.json"), 2, "name the same file"),
         (("--pid", "1", "--duration", "5 parsecs"), 2, "unknown unit"),
     ],
 )

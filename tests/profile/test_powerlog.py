@@ -107,8 +107,8 @@ def test_a_value_that_stays_is_refreshed_and_na_is_left_out(tmp_path):
     ("text", "match"),
     [
         ("timestamp, index, temperature.gpu\n2026/01/01 00:00:00.000, 0, 33\n", "no power.draw"),
-        ("timestamp, power.draw [W]\nyesterday, 33 W\n", "is no time"),
-        ("timestamp, power.draw [W]\n2026/01/01 00:00:00.000, warm\n", "is no power"),
+        ("timestamp, power.draw [W]\nyesterday, 33 W\n", "is not a time"),
+        ("timestamp, power.draw [W]\n2026/01/01 00:00:00.000, warm\n", "is not a power"),
         ("timestamp, power.draw [W]\n", "no power sample"),
         ("a,b\n1,2\n", "not a power log"),
     ],
@@ -132,7 +132,7 @@ def test_load_answers_like_a_session(tmp_path):
     kernels = [r for r in found.records() if r.kind == "kernel"]
     assert kernels[0].energy_j == pytest.approx(table.kernels[0].j_per_call, rel=0.2)
     assert kernels[0].end_ns - kernels[0].start_ns == 8_000_125
-    with pytest.raises(MeasurementError, match="no power was recorded"):
+    with pytest.raises(MeasurementError, match="has no power log"):
         load(trace).energy()
 
 

@@ -424,7 +424,7 @@ def test_a_timeline_cut_by_a_kill_has_no_wrong_parents(tmp_path):
 def test_a_run_is_not_overwritten_unasked(tmp_path):
     path = tmp_path / "a.tessera"
     RunWriter(path).close()
-    with pytest.raises(RecordingError, match="there already") as caught:
+    with pytest.raises(RecordingError, match="already exists") as caught:
         RunWriter(path)
     assert caught.value.fix
     with RunWriter(path, mode="replace") as run:

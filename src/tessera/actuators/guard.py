@@ -66,7 +66,7 @@ def register(hold: GpuHold) -> None:
     while _state.ending:
         if threading.current_thread() is threading.main_thread():
             _state.holds.remove(hold)
-            raise ActuatorError("nothing is changed any more", why="the process is ending", fix="hold it earlier")
+            raise ActuatorError("no more changes are made", why="the process is ending", fix="set the limit earlier")
         time.sleep(0.05)  # a thread that runs on while the process ends: it has nothing left to do
     if not _state.at_exit:
         _state.at_exit = True

@@ -116,7 +116,7 @@ def runtime_folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ActuatorError(
             f"the folder for locks and journals is open to other users: {path}",
-            why="whoever can write there could make us set limits",
+            why="a user who can write there could make Tessera set limits",
             fix=f"rm -r {path} if it is yours, chmod 700 it, or set {VARIABLE}",
         )
     return path

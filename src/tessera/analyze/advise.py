@@ -30,7 +30,7 @@ from .roofline import find_device
 from .slowdown import slowdown_of
 from .stalls import COMMAND
 
-NOTHING = "nothing stands out: no change known to us would save a share worth the work"
+NOTHING = "no known change would save a worthwhile share of the energy"
 COVERED = 0.5
 """Where a rule about kernels covers half of what the most expensive operator spends, "start there" adds nothing."""
 RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (

@@ -102,7 +102,7 @@ def breakdown(
                 f"{unlaunched} gaps end with a row whose launch was not recorded: they count as waiting when long"
             )
         if table is not None:
-            notes.append("joules of idle parts are shared out by time; parts sum to the energy of the run")
+            notes.append("idle joules are divided by time; the parts sum to the energy of the run")
         else:
             missing["energy"] = explain_no_power(recording)
     if memsets := len(timeline.rows("memset")):
@@ -342,13 +342,13 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
         ("what", "what"),
         ("calls", "calls"),
         ("time_s", "time"),
-        ("overlapped_s", "beside kernels"),
+        ("overlapped_s", "overlaps kernels"),
         ("overlap_pct", "overlap"),
         ("exposed_s", "exposed"),
     )
     return Result(
         kind="overlap",
-        title=f"What hides behind kernels in {recording.facts.name}",
+        title=f"Overlap with kernels in {recording.facts.name}",
         columns=[*WHERE, *shown],
         rows=rows,
         facts=facts,

@@ -42,7 +42,7 @@ _COLUMNS = columns(
     ("time_s", "time"),
     ("bytes_per_s", "algorithm"),
     ("bus_bytes_per_s", "bus"),
-    ("overlap_pct", "beside kernels"),
+    ("overlap_pct", "overlaps kernels"),
     ("skew_s", "skew"),
     ("straggler", "last rank"),
     ("wait_s", "waited"),
@@ -85,7 +85,7 @@ def collectives(
     if smaller := len(rows) - len(listed) - (unsized if min_bytes else 0):
         notes.append(f"{smaller} collectives of fewer than {min_bytes} bytes are not listed: the sums contain them")
     if unsized:
-        missing["bytes"] = f"{unsized} collectives do not say how much they move: record with a newer PyTorch (>= 2.4)"
+        missing["bytes"] = f"{unsized} collectives do not record their bytes: use a newer PyTorch (>= 2.4)"
     if rows and rows[0]["on"] == "host":
         notes.append("these ran on the host: a row is what one thread of the backend took, waiting included")
     if not rows:

@@ -311,10 +311,11 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         data = msgspec.json.decode(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except (OSError, EOFError, ValueError, RecursionError, zlib.error, msgspec.DecodeError) as exc:
         raise RecordingError(
-            f"cannot read {path}", why=str(exc), fix="give what tessera predict, measure or report --json printed"
+            f"cannot read {path}", why=str(exc), fix="give the --json output of tessera predict, measure or report"
         ) from exc
     if not isinstance(data, dict):
-        raise RecordingError(f"{path} is no report", fix="give what tessera predict, measure or report --json printed")
+        fix = "give the --json output of tessera predict, measure or report"
+        raise RecordingError(f"{path} is not a report", fix=fix)
     return data
 
 
@@ -326,12 +327,12 @@ def _of_json(data: Mapping[str, Any], name: str) -> Side:
         found = data.get("report", data)
         if isinstance(found, Mapping) and "total" in found:
             if int(found.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
-                raise RecordingError(f"{name} was written by a newer Tessera", fix="update this one")
+                raise RecordingError(f"{name} was written by a newer Tessera", fix="update Tessera")
             return _of_report(msgspec.convert(_unknown(found), EnergyReport))
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as exc:
         if isinstance(exc, ArgumentError):
             raise
-        raise RecordingError(f"{name} is no report", why=str(exc), fix="record or predict it again") from exc
+        raise RecordingError(f"{name} is not a report", why=str(exc), fix="record or predict it again") from exc
     if "rows" in data:
         why = "it is a sweep or an analysis of several things"
     else:
@@ -339,7 +340,7 @@ def _of_json(data: Mapping[str, Any], name: str) -> Side:
     raise RecordingError(
         f"{name} is neither a report nor a table",
         why=why,
-        fix="give what tessera predict (of one chip), measure or report printed with --json",
+        fix="give the --json output of tessera predict (for one chip), measure or report",
     )
 
 

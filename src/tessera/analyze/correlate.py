@@ -215,7 +215,7 @@ def select_rows(timeline: Timeline, domain: str | None) -> tuple[Ints, list[str]
     if len(by_device) == 1 or device is None or not device.is_gpu:
         return rows, []
     if device not in by_device:
-        return rows, [f"no kernel ran on {device}: those of all devices are shown beside {domain}"]
+        return rows, [f"no kernel ran on {device}: those of all devices are compared with {domain}"]
     return by_device[device], []
 
 
@@ -328,7 +328,7 @@ def check_throttling(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_
     if hit and states:
         outside = sum(states) / len(states)
         text += f"; outside spikes {outside:.0%} of the readings are throttled"
-        text += ", so it is no more common after spikes" if len(hit) / len(watched) <= outside else ""
+        text += ", so it is not more common after spikes" if len(hit) / len(watched) <= outside else ""
     heat = [s.temperature_c for s in watched if s.temperature_c is not None]
     text += _describe_clocks(watched) + (f"; up to {max(heat):.0f} °C" if heat else "")
     return _answer("throttle", "yes" if hit else "no", text)

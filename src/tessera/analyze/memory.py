@@ -39,7 +39,7 @@ _COPY_COLUMNS = columns(
     ("bytes", "bytes"),
     ("time_s", "time"),
     ("bytes_per_s", "rate"),
-    ("overlap_pct", "beside kernels"),
+    ("overlap_pct", "overlaps kernels"),
 )
 
 

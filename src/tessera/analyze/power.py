@@ -192,8 +192,8 @@ def _open(
     log = recording.power if power is None else power
     if log is None or not log.columns:
         raise MeasurementError(
-            f"no power was recorded beside {recording.facts.name}",
-            why="there is nothing to look at",
+            f"no power was recorded with {recording.facts.name}",
+            why="there is nothing to analyse",
             fix="`tessera doctor` shows which sensors are available"
             if recording.facts.kind == "run"
             else "give the power log of the same time: power='power.csv', or --power power.csv",

@@ -20,7 +20,7 @@ from .kernel_work import Calls, list_calls
 from .result import Result, ResultColumn, columns
 
 BY = ("kernel", "op")
-_BOUND = "the roof at this intensity: compute or memory; cache where more bytes a second moved than {} has"
+_BOUND = "the roof at this intensity: compute or memory; cache if more bytes per second were moved than {} can"
 # What decides comes first: a narrow screen cuts what comes last.
 _COLUMNS = columns(
     ("calls", "Calls"),
@@ -352,7 +352,7 @@ def find_device(timeline: Timeline, on: str | Device | None = None, label: str |
         raise ArgumentError(
             f"there is no chip or architecture {on!r}{did_you_mean(wanted, names)}",
             why="ceilings come from the catalogue",
-            fix="on='h200', 'sm90', ...: see `tessera hardware list`",
+            fix="give a chip such as h200 or sm90; `tessera hardware list` shows all",
         ) from exc
 
 

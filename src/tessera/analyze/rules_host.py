@@ -42,7 +42,7 @@ SPIKES = 3
 LOWER_CAP = 0.8
 # What copies of pinned memory reach of a PCIe link's line rate (55 of 63 GB/s is what gen 5 x16 gives in practice).
 PINNED_SHARE = 0.87
-BESIDE = "beside what tracing explains"
+BESIDE = "in addition to what tracing causes"
 # For `tessera measure`, which knows neither kernels nor steps.
 MEASURED_IDLE_SHARE = 0.35
 UNUSED_SHARE = 0.97
@@ -343,9 +343,8 @@ def check_communication(run: RunEvidence) -> Advice | None:
     exposed_s = sum(float(run.calls.seconds[i]) * alone[row] for row, i in places.items())
     if run.share(exposed_j) < EXPOSED_SHARE:
         return None
-    evidence = (
-        f"collectives spend {run.format_amount(joules)}, {format_energy(exposed_j, 3)} of it with nothing beside them"
-    )
+    exposed = format_energy(exposed_j, 3)
+    evidence = f"collectives spend {run.format_amount(joules)}, {exposed} of it without any kernel at the same time"
     action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
     return run.advise(
         "communication", joules, evidence, action, saves=(exposed_j, exposed_s), by="energy table", confidence="medium"

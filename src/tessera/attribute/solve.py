@@ -79,7 +79,7 @@ def attribute(
     if not parts:
         raise MeasurementError(
             "no joules can be attributed", why="no power sample lies within the trace",
-            fix="record power beside the trace: tessera run, or --power with a log of the same time",
+            fix="record power with the trace: tessera run, or --power with a log of the same time",
         )  # fmt: skip
     return table(timeline, links, parts, windows, notes)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--tc", is_flag=True, help="Show activity of tensor cores and other arithmetic units.")
 @click.option("--collectives", is_flag=True, help="Show NVLink and PCIe traffic, and collectives in the trace.")
 @click.option("--export", type=FILE, help="Write a trace for Perfetto (.json, .json.gz): Kineto's, with power in it.")
-@click.option("--power", type=FILE, help="Write the power samples here; by default beside --export (.power.csv).")
+@click.option("--power", type=FILE, help="Write the power samples here; by default next to --export (.power.csv).")
 @click.option("--summary", type=FILE, help="Write mean, min and max of every figure to this CSV.")
 @click.option(
     "--duration",

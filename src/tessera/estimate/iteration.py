@@ -170,7 +170,7 @@ def _note_above_limit(mean_w: float, measured: bool, burst: bool) -> str:
     if measured:
         return "the peak is above the power limit, which holds only the mean over half a second (recorded on an H200)"
     highest = f"the most expensive {1e3 * WINDOW_S:.0f} ms would draw {mean_w:.3g} W"
-    return f"{highest}: the peak is held at the power limit, as nobody measured how far this board goes above it"
+    return f"{highest}: the peak is limited to the power limit, because overshoot was not measured on this board"
 
 
 def highest_mean_w(

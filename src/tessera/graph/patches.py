@@ -103,7 +103,7 @@ def _patch_graph_question(patches: TorchPatches, recorder: Recorder) -> None:
     """`torch.cuda.is_current_stream_capturing` says yes: transformers then builds its masks."""
 
     def is_capturing() -> bool:
-        note = "the program asks whether a CUDA graph is captured, and is told so (masks are built)"
+        note = "the program asks whether a CUDA graph is being captured; the answer is yes (masks are built)"
         recorder.assumptions[note] = None
         return True
 

@@ -181,7 +181,7 @@ def _links(raw: Table, file: str) -> dict[str, Link]:
     for name, entry in _table(raw, "interconnect", file).items():
         where = f"interconnect.{name}"
         if not isinstance(entry, dict) or entry.get("direction") not in _DIRECTIONS:
-            raise bad(file, f"{where}.direction", f"must be one of {_DIRECTIONS}", fix="say how the source counts")
+            raise bad(file, f"{where}.direction", f"must be one of {_DIRECTIONS}", fix="state how the source counts")
         figure = {key: value for key, value in entry.items() if key != "direction"}
         bytes_per_s = _figure({name: figure}, name, file, where)
         assert bytes_per_s is not None

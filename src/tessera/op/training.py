@@ -353,7 +353,7 @@ def _to_stages(given: Any) -> tuple[PrecisionStage, ...]:
     if not stages or not all(isinstance(s.precision, str) and (s.until is None or is_integer(s.until)) for s in stages):
         raise ArgumentError(
             f"stages={given!r}",
-            why="each stage is a precision and the step it holds until, None for ever",
+            why="each stage is a precision and the step at which it ends; None means never",
             fix='"fp32 until 100, then fp8", or [("fp32", 100), ("fp8", None)]',
         )
     return stages

@@ -56,8 +56,8 @@ class SessionOptions:
             )
         if self.interval_ms < 1:
             warnings.warn(
-                f"sample_interval_ms={self.interval_ms:g}: stacks more than a thousand times a second slow the "
-                "program down, and no board has power that often",
+                f"sample_interval_ms={self.interval_ms:g}: stacks more than a thousand times per second slow "
+                "the program, and no board measures power that often",
                 stacklevel=4,  # whoever called profile.session
             )
         for name in ("flush_s", "limit_s"):

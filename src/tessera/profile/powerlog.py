@@ -47,13 +47,13 @@ def read_power(path: str | Path) -> PowerTrace:
         raise RecordingError(f"cannot read {source}", why=why, fix="give a CSV power log") from exc
     columns = _nvidia_smi(source, head) if "timestamp" in head else _own(source)
     if not columns:
-        raise RecordingError(f"{source} holds no power sample", fix="record it while the program runs")
+        raise RecordingError(f"{source} contains no power sample", fix="record it while the program runs")
     times = np.concatenate([c.times_ns for c in columns.values()])
     return PowerTrace(columns, start_ns=int(times.min()), end_ns=int(times.max()))
 
 
 def _own(source: Path) -> dict[str, DomainSamples]:
-    samples = read_csv(source)  # first: it says what a file that is no power log lacks
+    samples = read_csv(source)  # first: it says what a file that is not a power log lacks
     basis = csv_basis(source)
     found = {}
     for name, (logged_ns, logged_w) in samples.items():
@@ -122,7 +122,7 @@ def _nvidia_smi(source: Path, head: list[str]) -> dict[str, DomainSamples]:
                 labels.setdefault(name, (row.get("name") or "").strip())
     if "index" not in head and len(boards) > 1:
         raise RecordingError(
-            f"{source} has {len(boards)} GPUs and no index", why="their watts cannot be told apart by device number",
+            f"{source} has {len(boards)} GPUs and no index", why="their watts cannot be distinguished by device number",
             fix="nvidia-smi --query-gpu=timestamp,index,power.draw.instant --format=csv -lms 20 > power.csv",
         )  # fmt: skip
     return {n: _smi_column(n, pairs, power, labels[n]) for n, pairs in rows.items()}
@@ -159,7 +159,7 @@ def _watts(text: str | None, source: Path, line: int) -> float | None:
     watts = float(found.group(1)) * (1e-3 if found.group(2) == "mW" else 1.0) if found else math.inf
     if abs(watts) > MOST_W:
         raise RecordingError(
-            f"{source}, line {line}: {text[:40]!r} is no power", fix="nvidia-smi writes 300.25 W, or [N/A]"
+            f"{source}, line {line}: {text[:40]!r} is not a power", fix="nvidia-smi writes 300.25 W, or [N/A]"
         )
     return watts
 
@@ -175,5 +175,5 @@ def _stamp_ns(text: str, source: Path, line: int) -> int:
         if abs(time_ns) < MOST_NS:
             return time_ns
     raise RecordingError(
-        f"{source}, line {line}: {text[:40]!r} is no time", fix="nvidia-smi writes 2026/11/15 09:30:00.123"
+        f"{source}, line {line}: {text[:40]!r} is not a time", fix="nvidia-smi writes 2026/11/15 09:30:00.123"
     )

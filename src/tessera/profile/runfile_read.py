@@ -145,8 +145,8 @@ class RunFile:
         notes = []
         if self.crashed:
             notes.append(
-                "the file was never closed: its program was killed, or is still running; what was committed up to"
-                " half a second before the end is here"
+                "the file was never closed: its program was killed or is still running; it is complete up to"
+                " half a second before the end"
             )
         return notes + [n for part in self.timelines for n in restore_kinds(part["notes"], part.get("kinds") or {})]
 

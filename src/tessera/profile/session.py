@@ -88,12 +88,12 @@ def session(
 def _check_exporters(exporters: Sequence[Exporter]) -> list[Exporter]:
     """Before the work, not after it: what will write the run must be able to."""
     if isinstance(exporters, (str, Path)) or hasattr(exporters, "write"):
-        raise ArgumentError(f"exporters={exporters!r} is no list", fix=f"exporters=[{_exporter_of(exporters)}]")
+        raise ArgumentError(f"exporters={exporters!r} is not a list", fix=f"exporters=[{_exporter_of(exporters)}]")
     for exporter in exporters:
         if isinstance(exporter, type) or not callable(getattr(exporter, "write", None)):
             raise ArgumentError(
-                f"exporters=[{exporter!r}] is no exporter",
-                why="an exporter says in which form, and writes a run when the session ends",
+                f"exporters=[{exporter!r}] is not a list of exporters",
+                why="an exporter has a format, and writes the run when the session ends",
                 fix=f"exporters=[{_exporter_of(exporter)}]",
             )
     return list(exporters)

@@ -48,7 +48,7 @@ def fuse(module: nn.Module, inputs: Any = None) -> FusedModel:
         raise RewriteError(
             f"{type(module).__name__} has no convolution to fuse",
             why="one is a plain nn.Conv2d whose result goes to a batch norm in eval mode, or to ReLU, and nowhere else",
-            fix="leave it as it is; docs/rewrites.md says what matches",
+            fix="leave it unchanged; docs/rewrites.md lists what matches",
         )
     calls = _replace_chains(graph, chains)
     for call in calls:

@@ -115,7 +115,7 @@ def _make_hooks(compilation: Compilation) -> dict[str, Any]:
         if not hasattr(config, name):
             compilation.note_missing(what, f"this torch has no {name}")
         elif getattr(config, name) is not None:
-            compilation.note_missing(what, f"{name} is used by somebody else")
+            compilation.note_missing(what, f"{name} is used elsewhere")
         else:
             hooks[name] = hook
     return hooks

@@ -279,7 +279,7 @@ class Optimized:
                 self.original, search.kwargs or search.args, mode="infer" if is_step else self._options.mode
             )
         except TesseraError as e:
-            self.notes.append(f"the host's work beside dispatching is not known: {e.what}")
+            self.notes.append(f"the host's work besides dispatching is unknown: {e.what}")
             return None
         ops = [op for op in graph.ops if op.phase != "optimizer" or is_step]
         return HostWork(modules=sum(op.host_modules for op in ops), functions=sum(op.host_functions for op in ops))

@@ -234,7 +234,7 @@ def _open(path: Path) -> int:
         os.close(fd)
         raise ScheduleError(
             f"the node's bucket is open to other users: {path}",
-            why="whoever can write there could stop our work",
+            why="a user who can write there could stop our work",
             fix=f"rm {path}",
         )
     if status.st_size < _BYTES:

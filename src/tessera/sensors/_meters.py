@@ -95,7 +95,7 @@ class PolledPower:
         self._asked_ns = time_ns
         if repeats:
             if stamp is not None and self._since_kept_s(time_ns) > STALE_S:
-                self.fail(batch, time_ns, f"the source's own time stamp has stood still at {stamp[:40]}")
+                self.fail(batch, time_ns, f"the source's time stamp has not changed from {stamp[:40]}")
             return
         self._note_hole(batch, time_ns)
         if power_w != self._power_w:
@@ -201,7 +201,7 @@ class CounterPower:
         if energy_j == last.energy_j and stamp_ns >= last.stamp_ns:
             # No chip draws nothing: an unchanged counter has not ticked, the next tick covers this time too.
             if middle_ns - last.read_ns > COUNTER_STALE_NS:
-                self.fail(batch, middle_ns, "the energy counter stands still")
+                self.fail(batch, middle_ns, "the energy counter does not change")
             return
         span_ns, stamped = self._span(last, stamp_ns, middle_ns)
         power_w = (energy_j - last.energy_j) / (span_ns * 1e-9)

@@ -308,15 +308,15 @@ def translate_error(nvml: Any, exc: Exception) -> SensorError:
     if isinstance(exc, (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded)):
         return SensorUnavailable(
             "no NVIDIA driver on this machine",
-            why=f"NVML says: {exc}",
+            why=f"NVML reports: {exc}",
             fix="install the NVIDIA driver (in a container: run it with the NVIDIA runtime, --gpus all)",
         )
     if isinstance(exc, nvml.NVMLError_LibRmVersionMismatch):
         return SensorUnavailable(
             "the NVIDIA driver and its library differ in version",
-            why=f"NVML says: {exc}; a driver update waits for a reboot",
+            why=f"NVML reports: {exc}; a driver update waits for a reboot",
             fix="reboot, or reload the nvidia kernel modules",
         )
     if isinstance(exc, nvml.NVMLError_NoPermission):
         return SensorPermission("NVML refuses this user", why=str(exc), fix="ask for access to /dev/nvidia*")
-    return SensorUnavailable("NVML does not work here", why=f"NVML says: {exc}", fix="check nvidia-smi")
+    return SensorUnavailable("NVML does not work here", why=f"NVML reports: {exc}", fix="check nvidia-smi")

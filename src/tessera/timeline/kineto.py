@@ -37,13 +37,13 @@ def read(
         rows.add(batch, text)
     if events.cut and not rows.seen:
         raise RecordingError(
-            f"{where} holds no whole event",
+            f"{where} contains no complete event",
             why="it is empty" if events.empty else "it was cut before the first one ended",
             fix="record again, and let the program end before the file is copied",
         )  # fmt: skip
     if not events.found:
         raise RecordingError(
-            f"{where} is not a trace", why='it has no "traceEvents" and is no list of events',
+            f"{where} is not a trace", why='it has no "traceEvents" and is not a list of events',
             fix="give a file of torch.profiler (export_chrome_trace) or of tessera run",
         )  # fmt: skip
     if events.cut:

@@ -222,7 +222,7 @@ def _clear_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise MeasurementError(
-            f"{path} is there and is no socket", fix="remove it, or set KINETO_IPC_SOCKET_DIR elsewhere"
+            f"{path} exists and is not a socket", fix="remove it, or set KINETO_IPC_SOCKET_DIR elsewhere"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:

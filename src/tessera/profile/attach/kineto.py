@@ -54,7 +54,7 @@ def kineto(target: Target) -> Kineto:
         return Kineto(state="off", reason=f"it was not started with {DAEMON_VARIABLE}=1", fix=restart)
     return Kineto(
         state="not torch",
-        reason="it is no PyTorch process (libtorch is not loaded)",
+        reason="it is not a PyTorch process (libtorch is not loaded)",
         fix=f"a PyTorch program can be traced when it is started so: {DAEMON_VARIABLE}=1 python train.py",
     )
 

@@ -70,7 +70,7 @@ class Target:
 def find(pid: int) -> Target:
     """The process of a PID, if it is alive and the caller's own (root may take any)."""
     if pid <= 0:
-        raise ArgumentError(f"{pid} is no PID", fix="give the number that `ps` or `nvidia-smi` shows")
+        raise ArgumentError(f"{pid} is not a PID", fix="give the number that `ps` or `nvidia-smi` shows")
     leader = status(pid).get("Tgid", str(pid))
     if leader != str(pid):
         raise ArgumentError(f"{pid} is a thread of process {leader}", fix=f"give --pid {leader}")

@@ -60,7 +60,7 @@ class AttachOptions:
         if not self.sample_s >= _MIN_SAMPLE_S:
             raise ArgumentError(
                 f"a sample every {self.sample_s * 1e3:g} ms is too often",
-                why="reading a process more than a thousand times a second would slow it",
+                why="reading a process more than a thousand times per second would slow it",
                 fix="give 1 ms or more; power has a new value every 20 ms at best",
             )
 

@@ -108,7 +108,7 @@ def read(path: str | Path) -> list[KernelCounters]:
     rows = [{c: t for c, t in row.items() if c != _REST} for row in found]  # a line with more cells than columns
     if not rows or _first(rows[0], _NAMES) is None:
         raise RecordingError(
-            f"{path} is no counter file of rocprof",
+            f"{path} is not a counter file of rocprof",
             why="it has no column Kernel_Name or KernelName",
             fix="record one with: rocprofv3 --pmc SQ_WAVES OccupancyPercent -f csv -- COMMAND",
         )

@@ -72,7 +72,7 @@ def find_ncu() -> str:
         if there:
             return str(there[-1])
     raise SensorUnavailable(
-        "hardware counters of single kernels need Nsight Compute, and there is no ncu",
+        "hardware counters of single kernels need Nsight Compute, and ncu is not installed",
         why="not on PATH, nor in CUDA_HOME/bin, /usr/local/cuda*/bin or /opt/nvidia/nsight-compute",
         fix="install it (apt install nsight-compute, or from developer.nvidia.com/nsight-compute) and put ncu on PATH",
     )
@@ -160,7 +160,7 @@ def replay(
     found.passes = round(sum(raw.get("profiler__replayer_passes", 0.0) for _, raw in _rows(text)))
     _check(text, said, code, argv, found, timeout_s)
     if not known:
-        found.notes.append("ncu did not say which metrics this chip has; all were asked for")
+        found.notes.append("ncu did not list the metrics of this chip; all were requested")
     return found
 
 

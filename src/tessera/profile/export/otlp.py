@@ -74,7 +74,7 @@ def _base(endpoint: str) -> str:
     except ValueError:  # half an IPv6 address, a port beyond 65535
         known = False
     if not known:
-        raise ArgumentError(f"{endpoint!r} is no OTLP endpoint", fix='give a URL such as "http://localhost:4318"')
+        raise ArgumentError(f"{endpoint!r} is not an OTLP endpoint", fix='give a URL such as "http://localhost:4318"')
     base = endpoint.rstrip("/")
     for path in ("/v1/metrics", "/v1/traces"):
         base = base.removesuffix(path)
@@ -92,7 +92,7 @@ def _reach(base: str, timeout_s: float) -> None:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as exc:
         raise TesseraError(
-            f"nobody answers at {base}", why=str(exc),
+            f"no server answers at {base}", why=str(exc),
             fix="start a collector there (4318 is its usual HTTP port), or give another endpoint",
         ) from exc  # fmt: skip
 

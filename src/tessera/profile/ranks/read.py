@@ -204,6 +204,6 @@ def _check_same_time(ranks: Sequence[RankFile]) -> None:
         if start_ns >= end_ns:
             raise ArgumentError(
                 f"{before} and {after} are two runs, one after the other",
-                why=f"neither says its rank, and {format_duration((start_ns - end_ns) * 1e-9)} lie between them",
+                why=f"neither states its rank, and {format_duration((start_ns - end_ns) * 1e-9)} lie between them",
                 fix=f"tessera diff {before} {after} compares them; ranks of one job are named rank0, rank1, ...",
             )
