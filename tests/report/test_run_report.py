@@ -29,6 +29,7 @@ from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
+from tessera.notes import Note
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.report import energy as shown
 from tessera.report.html import prose
@@ -495,7 +496,7 @@ def test_spikes_and_their_checklist(run: RunFile, made: Made) -> None:
     from tessera.analyze.correlate import correlate
 
     power = run.power()
-    found = correlate(made.timeline, power, threshold_w=float(np.percentile(made.watts, 80)), telemetry=run.telemetry())
+    found = correlate(made.timeline, power, telemetry=run.telemetry())
     rendered = page(with_table(run, made.table))
     parser = checked(rendered)
     said = "".join(parser.text)
@@ -542,6 +543,7 @@ def test_many_kernels_stay_a_small_page(count: int, tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "big.tessera", meta={"command": "big"})
     times = np.arange(START_NS, timeline.end_ns, 1_000_000)
     writer.add_samples(GPU, times, np.random.default_rng(1).uniform(300, 600, len(times)))
+    writer.add_timeline(timeline)
     writer.close()
     kernels = [row(n, 10.0, calls=count // 10) for n in timeline.names if n.startswith("void")]
     spent = table(*kernels, idle=5.0)
@@ -583,11 +585,12 @@ def test_a_thinned_line_keeps_its_peaks() -> None:
 
 
 def record(path: Path, timeline: Timeline | None = None, **facts: Any) -> RunWriter:
-    writer = RunWriter(path, meta={"argv": ["train.py"]})
+    writer = RunWriter(path, meta=facts.pop("meta", {"argv": ["train.py"]}))
     times = np.arange(START_NS, START_NS + 2_000_000_001, 20_000_000)
     if facts.pop("power", True):
         writer.add_samples(facts.pop("domain", GPU), times, np.where(np.arange(len(times)) < 50, 100.0, 500.0))
     if timeline is not None:
+        timeline.notes = [*timeline.notes, *facts.get("notes", ())]  # as a session does: a file keeps their kinds
         writer.add_timeline(timeline)
     for key, value in {"start_ns": START_NS, "end_ns": START_NS + 2_000_000_000, **facts}.items():
         writer.set(key, value)
@@ -680,7 +683,7 @@ def stepped(count: int = 20, traced: int = 5) -> Timeline:
     return b.build()
 
 
-LIMIT = "the time limit for tracing was reached: from there on there is power, but no events"
+LIMIT = Note("the time limit for tracing was reached: from there on there is power, but no events", "time_limit")
 
 
 def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
@@ -745,8 +748,8 @@ def test_a_first_step_whose_begin_nobody_saw_is_counted(
         b.add("region", f"step_{i}", at, at + 100_000_000 - gap_ns, thread=1)
         b.add("op", "aten::mm", at + 1_000_000, at + 90_000_000, thread=1)
     windows = [(START_NS + 1_050_000_000, START_NS + 1_600_000_000)]
-    facts = {"command": command} if command else {}
-    record(tmp_path / "f.tessera", b.build(), domain=CPU, windows=windows, **facts).close()
+    meta = {"argv": ["x.py"]} | ({"command": command} if command else {})
+    record(tmp_path / "f.tessera", b.build(), domain=CPU, windows=windows, meta=meta).close()
     with RunFile(tmp_path / "f.tessera") as run:
         out, _, spent = both(run)
         said = answer(with_table(run, spent))
