@@ -192,7 +192,7 @@ def unit_of(sides: Sequence[Side], notes: list[str]) -> str | None:
         stated = [side for side in sides if not side.steps and not side.predicted]
         if not recorded or not stated:
             return "step"
-        notes.append(f"{stated[0].name} says how many steps it did, not what each cost: whole runs are compared")
+        notes.append(f"{stated[0].name} has the number of steps, but not the energy of each: whole runs are compared")
     others = [u for u in shared if u != "step"]
     return next((u for u in others if len({side.work[u] for side in sides}) > 1), None)
 
@@ -206,8 +206,8 @@ def span_of(sides: Sequence[Side]) -> Span:
         traced = next(side for side in sides if side.span == "trace")
         raise ArgumentError(
             f"{traced.name} cannot be compared with {lacking[0].name}",
-            why="the one is what was traced, a part of a run, the other a whole run of which nothing was",
-            fix="compare run files (tessera run), which hold both",
+            why="the first is the traced part of a run, the second a whole run without a trace",
+            fix="compare run files (tessera run), which contain both",
         )
     return "trace"
 
