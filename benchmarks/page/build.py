@@ -16,7 +16,7 @@ import predicting
 import profiling
 import schedules
 from goal import BENCHMARKS, DEVICE, H200, Goal, load, table
-from peers import beside
+from peers import compare_tools
 
 # title: (goals, notes under the table); the order in which the parts were built
 PARTS: dict[str, tuple[list[Goal], list[str]]] = {
@@ -127,7 +127,7 @@ def main() -> None:
     names |= {title.lower(): title for title in PARTS if title not in names.values()}
     blocks = {name: table(PARTS[title][0], whole=False) for name, title in names.items()}
     blocks["goals"] = [count_goals([g for goals, _ in PARTS.values() for g in goals])]
-    into_readme({**blocks, "beside": beside(), "screen": first_hour.screen()})
+    into_readme({**blocks, "beside": compare_tools(), "screen": first_hour.screen()})
 
 
 if __name__ == "__main__":

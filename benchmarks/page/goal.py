@@ -1,4 +1,4 @@
-"""One goal of the proof page: what was asked, the figure reached, where and when, who stands beside it, the command."""
+"""One goal of the proof page: what was asked, the figure reached, where and when, another tool for comparison, the command."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def table(goals: Iterable[Goal], *, whole: bool) -> list[str]:
     """Markdown; the short form (README) leaves out where, when and the command, which the page has."""
     last = " where, when | command |" if whole else ""
     lines = [
-        f"| what | goal | reached | met | beside it |{last}",
+        f"| what | goal | reached | met | for comparison |{last}",
         "|---|---|---|---|---|" + ("---|---|" if whole else ""),
     ]
     for g in goals:

@@ -24,7 +24,7 @@ def goals() -> list[Goal]:
     g, r, d = load_device("ops_gemm"), load_device("ops_rows"), load_device("dropout")
     return [
         *against_torch(g, r), *tiles(g), attention_tiles(r), dropout(d), wins(g, r), host_cost(load("op_host_cost"), r), *tolerance(load("error_bounds"), load_device("ops_precision")),
-        *optimized(load_device("optimize")), traced(load_device("trace_lines")), convolutions(load_device("fused_conv")), checkpointing(load_device("checkpointing")), numerics(g, r, d), *streams(load_device("ops_streams")),
+        *optimize_goals(load_device("optimize")), trace_goal(load_device("trace_lines")), convolutions(load_device("fused_conv")), checkpointing(load_device("checkpointing")), numerics(g, r, d), *streams(load_device("ops_streams")),
     ]  # fmt: skip
 
 
@@ -50,14 +50,14 @@ def row_ratios(
         keys = ("op", "b", "h", "hk", "s", "d", "causal", "rows", "cols", "dtype", "training")
         name = " ".join(str(row[k]) if k == "op" else f"{k}={row[k]}" for k in keys if k in row)
         ways = cases.setdefault(name, {})
-        ways[row["way"]] = averaged(ways[row["way"]], row) if row["way"] in ways else row
+        ways[row["way"]] = average_turns(ways[row["way"]], row) if row["way"] in ways else row
     both = [(n, ways["torch"], ways[way]) for n, ways in cases.items() if {"torch", way} <= ways.keys()]
     known = [(n, t, o) for n, t, o in both if o.get("J") and t.get("J")]
     kept = [(n, t, o) for n, t, o in known if not free or (t.get("throttle") == o.get("throttle") == 0)]
     return [(n, o["ms"] / t["ms"], o["J"] / t["J"]) for n, t, o in kept]
 
 
-def averaged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def average_turns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Of two turns the mean of both figures, as ops_rows.py has it; held by the power limit if one of them was."""
     both = {k: (one[k] + other[k]) / 2 for k in ("ms", "J") if one.get(k) and other.get(k)}
     return {**one, **both, "throttle": one.get("throttle") or other.get("throttle")}
@@ -199,7 +199,7 @@ def host_cost(c: dict[str, Any] | None, r: dict[str, Any] | None) -> Goal:
 LOADS = {"gpt2": "GPT-2-small training", "bert": "BERT inference", "resnet50": "ResNet-50 inference"}
 
 
-def optimized(o: dict[str, Any] | None) -> list[Goal]:
+def optimize_goals(o: dict[str, Any] | None) -> list[Goal]:
     rows = []
     for name, title in LOADS.items():
         what = f"optimize() on {title}: J and s over the best compile mode; share of the difference the trace explains"
@@ -220,7 +220,7 @@ def optimized(o: dict[str, Any] | None) -> list[Goal]:
     return rows
 
 
-def traced(t: dict[str, Any] | None) -> Goal:
+def trace_goal(t: dict[str, Any] | None) -> Goal:
     """Not among the goals: the lines of the trace one by one."""
     what = "optimize()'s trace, line by line: joules told over those of the same rewrite made alone (waits: watts)"
     models = (t or {}).get("models", {})

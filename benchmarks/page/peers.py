@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from goal import geometric, load, pair, pct
-from schedules import compared
+from schedules import compare_ways
 
 PAGE = "benchmarks/README.md"
 
 
-def beside() -> list[str]:
+def compare_tools() -> list[str]:
     """Markdown rows: what, Tessera, the other tool in the same run, the script."""
-    lines = ["| what you get | Tessera | beside it, same run | measured by |", "|---|---|---|---|"]
+    lines = ["| what you get | Tessera | another tool, same run | measured by |", "|---|---|---|---|"]
     for what, ours, theirs, script in rows():
         lines.append(f"| {what} | {ours} | {theirs} | [{script}](benchmarks/{script}) |")
     return lines
@@ -28,7 +28,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     logits = next(r["ways"] for r in load("ops_gemm")["rows"] if r["name"] == "linear 8192x50257x768")
     caps = load("schedule_caps")
     held = caps["gpt2 train capped at 400 W"]
-    tuned = {m["model"]: compared(m) for m in load("tune")["models"]}
+    tuned = {m["model"]: compare_ways(m) for m in load("tune")["models"]}
     chosen, mode, eager = (
         ", ".join(f"{tuned[m][way]['energy_j']:#.3g}" for m in ("gpt2", "bert", "resnet"))
         for way in ("chosen", "best_mode", "eager")

@@ -11,7 +11,7 @@ PRECISION = f"{DEVICE}/ops_precision.py benchmarks/results/ops_precision.json"
 
 
 def tolerance(e: dict[str, Any] | None, p: dict[str, Any] | None) -> list[Goal]:
-    return [*bounds_here(e), *bounds_there(p), layer_joules(p), *saved(p)]
+    return [*bounds_here(e), *bounds_there(p), layer_joules(p), *fp8_goals(p)]
 
 
 def bounds_here(e: dict[str, Any] | None) -> list[Goal]:
@@ -70,14 +70,14 @@ def layer_joules(p: dict[str, Any] | None) -> Goal:
     return Goal(what=what, reached="; ".join(said), where=where("ops_precision") if said else "", command=PRECISION)
 
 
-def saved(p: dict[str, Any] | None) -> list[Goal]:
+def fp8_goals(p: dict[str, Any] | None) -> list[Goal]:
     """fp8 in all its kinds, by what is cast at the call: activations alone, or the weight too."""
     rows = [r for r in (p or {}).get("rows", []) if r.get("part") == "joules" and r.get("J") and r["n"] >= 4096]
     joules = {(r["n"], r["precision"], r["counted"]): r["J"] for r in rows}
-    return [_saved(joules, counted) for counted in ("weight prepared", "both cast")]
+    return [_fp8_goal(joules, counted) for counted in ("weight prepared", "both cast")]
 
 
-def _saved(joules: dict[tuple[int, str, str], float], counted: str) -> Goal:
+def _fp8_goal(joules: dict[tuple[int, str, str], float], counted: str) -> Goal:
     what, goal = f"fp8 against bf16, products of 4096 and above, {counted}: joules saved, %", ">= 35"
     found = {
         (n, precision): 100 * (1 - j / joules[n, "bf16", "bf16 operands"])

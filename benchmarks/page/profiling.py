@@ -19,12 +19,12 @@ def overhead(o: dict[str, Any] | None) -> list[Goal]:
     s, t = o["sampling"], o["timeline"]
     return [
         Goal(what=goal.what, goal=goal.goal, met=row["over_pct"] <= most, **here, beside=f"{row['beside']} {row['beside_ms']:.1f} ms",
-             reached=f"{row['over_pct']:+.2f} ({row['low_pct']:+.1f} to {row['high_pct']:+.1f}{held(row)}), {row['step_ms']:.1f} ms, median of {row['units']} units")
+             reached=f"{row['over_pct']:+.2f} ({row['low_pct']:+.1f} to {row['high_pct']:+.1f}{interval_text(row)}), {row['step_ms']:.1f} ms, median of {row['units']} units")
         for goal, row, most in ((sampling, s, 0.5), (timeline, t, 2.0))
     ]  # fmt: skip
 
 
-def held(row: dict[str, Any]) -> str:
+def interval_text(row: dict[str, Any]) -> str:
     """How surely the interval holds the median: the extremes of three units do it three times of four."""
     return f": {row['covers']:.0%} sure" if "covers" in row else ""
 

@@ -21,19 +21,19 @@ LOADS = {"gpt2 train": ("GPT-2 training", (500, 400, 300)), "gemm": ("a GEMM loo
 def goals() -> list[Goal]:
     t, c = load_device("tune"), load_device("schedule_caps")
     return [
-        *tuned(t),
+        *tuner_goals(t),
         regret(t),
         settings(load_device("compiled_profile")),
         *caps(c),
         *tokens(load_device("schedule_tokens")),
-        *simulated(load("schedule_plant")),
+        *simulation_goals(load("schedule_plant")),
         node(c),
         *overhead(c, load("schedule_cost")),
         *faults(load("actuator_faults")),
     ]
 
 
-def tuned(t: dict[str, Any] | None) -> list[Goal]:
+def tuner_goals(t: dict[str, Any] | None) -> list[Goal]:
     found = {m["model"]: m for m in (t or {}).get("models", []) if "below_best_mode_pct" in m}
     rows = []
     for name, (title, least) in MODELS.items():
@@ -42,10 +42,10 @@ def tuned(t: dict[str, Any] | None) -> list[Goal]:
         if name not in found:
             rows.append(Goal(what=what, goal=goal, command=TUNE))
             continue
-        m, again = found[name], compared(found[name])
+        m, again = found[name], compare_ways(found[name])
         mode = again.get("best_mode", again["chosen"])  # what was chosen may be the best mode itself
         met = m["saved_pct"] >= least and m["speedup"] >= 1 and m["below_best_mode_pct"] >= 0
-        said = f"{m['saved_pct']:.1f}; {m['speedup']:.2f}; {m['below_best_mode_pct']:.1f} ({told(again['chosen'])})"
+        said = f"{m['saved_pct']:.1f}; {m['speedup']:.2f}; {m['below_best_mode_pct']:.1f} ({describe_trial(again['chosen'])})"
         said += "; by the trials of its search, once each" if m.get("compared_by") else ""
         rows.append(
             Goal(what=what, goal=goal, reached=said, met=met,
@@ -59,7 +59,7 @@ def tuned(t: dict[str, Any] | None) -> list[Goal]:
     return rows
 
 
-def compared(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def compare_ways(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What was measured again after the search; of a run that was cut off the trials that it is compared by."""
     if "again" in model:
         return dict(model["again"])
@@ -71,7 +71,7 @@ def compared(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def told(trial: dict[str, Any]) -> str:
+def describe_trial(trial: dict[str, Any]) -> str:
     """A setting, and its joules."""
     said = ", ".join(name if value is True else f"{name}={value}" for name, value in trial["setting"].items())
     return f"{said or 'as it is'}: {trial['energy_j']:.2f} J"
@@ -97,7 +97,7 @@ def settings(p: dict[str, Any] | None) -> Goal:
     return Goal(what=what, reached=said, where=where("compiled_profile") if said else "", command=command)
 
 
-def measured(c: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+def find_row(c: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     """A row that was neither skipped nor failed."""
     row = (c or {}).get(name)
     return row if isinstance(row, dict) and "error" not in row and "skipped" not in row else None
@@ -108,7 +108,7 @@ def caps(c: dict[str, Any] | None) -> list[Goal]:
     for load_name, (title, watts) in LOADS.items():
         for cap_w in watts:
             what = f"token bucket, {title} at {cap_w} W: mean off, worst 200 ms window off, throughput of the best fixed duty cycle, %"
-            goal, row = "within 3; <= 5; >= 95", measured(c, f"{load_name} capped at {cap_w} W")
+            goal, row = "within 3; <= 5; >= 95", find_row(c, f"{load_name} capped at {cap_w} W")
             if row is None:
                 rows.append(Goal(what=what, goal=goal, command=CAPS))
                 continue
@@ -120,7 +120,7 @@ def caps(c: dict[str, Any] | None) -> list[Goal]:
             said = f"{row['mean_off_pct']:+.1f}; {window}; {'not known' if share is None else f'{share:.0f}'}"
             worst = max(row["worst_window_off_pct"], by_counter or 0.0)  # whichever of the two sensors says more
             met = abs(row["mean_off_pct"]) <= 3 and worst <= 5 and (share or 0) >= 95
-            free = measured(c, f"{load_name} free")
+            free = find_row(c, f"{load_name} free")
             beside = (
                 f"free: {free['mean_w']:.0f} W, {free['joules_per_unit']:.3g} J each; capped {row['joules_per_unit']:.3g} J"
                 if free
@@ -147,7 +147,7 @@ def tokens(t: dict[str, Any] | None) -> list[Goal]:
     for cap_w in (500, 300):
         what = f"tokens of our kernels, products of a tile at {cap_w} W: mean off, worst 200 ms window by the ring (by the counter) off, %"
         goal = "within 3; <= 5"
-        found = {kind: row for kind in kinds if (row := measured(t, f"products capped at {cap_w} W by {kind}"))}
+        found = {kind: row for kind in kinds if (row := find_row(t, f"products capped at {cap_w} W by {kind}"))}
         if len(found) < len(kinds):
             rows.append(Goal(what=what, goal=goal, command=TOKENS))
             continue
@@ -163,7 +163,7 @@ def tokens(t: dict[str, Any] | None) -> list[Goal]:
     return rows
 
 
-def simulated(p: dict[str, Any] | None) -> list[Goal]:
+def simulation_goals(p: dict[str, Any] | None) -> list[Goal]:
     """The same controller on a simulated H200: what is known before the GPU is asked."""
     what = (
         "token bucket on a simulated H200, {}: mean off, worst 200 ms window off, throughput of the fixed duty cycle, %"
@@ -185,10 +185,10 @@ def simulated(p: dict[str, Any] | None) -> list[Goal]:
                  reached="; ".join(f"{m:+.1f}, {w:+.1f}, {t:.0f}" for m, w, t in said),
                  met=all(abs(m) <= 3 and w <= 5 and t >= 95 for m, w, t in said), command=command)
         )  # fmt: skip
-    return [*rows, *launched(p, command)]
+    return [*rows, *cadence_goals(p, command)]
 
 
-def launched(p: dict[str, Any], command: str) -> list[Goal]:
+def cadence_goals(p: dict[str, Any], command: str) -> list[Goal]:
     """Beside a host that launches ahead, as the sensor shows it: the worst of several distances of its moments."""
     what = "the same with the real cadence of points, {}: mean off, worst 200 ms window by the ring (by the counter) off, %"
     rows = []
@@ -209,7 +209,7 @@ def launched(p: dict[str, Any], command: str) -> list[Goal]:
 
 def node(c: dict[str, Any] | None) -> Goal:
     what = "node bucket, two processes on one GPU: sum off the cap, %; the smaller share over the larger; s until the other takes over after a kill"
-    goal, row = "<= 0; >= 0.8; <= 1", measured(c, "node: two processes, one killed")
+    goal, row = "<= 0; >= 0.8; <= 1", find_row(c, "node: two processes, one killed")
     if row is None:
         return Goal(what=what, goal=goal, command=CAPS)
     took = row["took_over_after_s"]
@@ -219,11 +219,11 @@ def node(c: dict[str, Any] | None) -> Goal:
 
 def overhead(c: dict[str, Any] | None, h: dict[str, Any] | None) -> list[Goal]:
     what, goal = "overhead of @schedule on GPT-2 training when nothing limits, %", "< 1"
-    row = measured(c, "overhead, nothing limits")
+    row = find_row(c, "overhead, nothing limits")
     rows = [Goal(what=what, goal=goal, command=CAPS)]
     if row is not None:
         said = f"{row['slowdown_pct']:.2f} ± {row['error_pct']:.2f}"
-        slack = measured(c, "overhead, a cap that does not bind")
+        slack = find_row(c, "overhead, a cap that does not bind")
         said += (
             f"; with a cap that does not bind {slack['slowdown_pct']:.2f} ± {slack['error_pct']:.2f}" if slack else ""
         )
@@ -274,7 +274,7 @@ def faults(f: dict[str, Any] | None) -> list[Goal]:
 def notes() -> list[str]:
     """The notes under the table."""
     c = load_device("schedule_caps") or {}
-    fixed = [row for name in c if " fixed duty " in name and (row := measured(c, name))]
+    fixed = [row for name in c if " fixed duty " in name and (row := find_row(c, name))]
     above = max((100 * (row["worst_window_w"] / row["ring_mean_w"] - 1) for row in fixed), default=None)
     lines = [
         "- The clocks and the power limit of the H200 are never changed: what needs permission is tested with the fake NVML.",
