@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.analyze.energy_by_time import OLDER, RunTotals, from_summary
 from tessera.analyze.roofline import roofline
+from tessera.analyze.run_energy import OLDER, RunTotals, from_summary
 from tessera.attribute.by_time import _joules_at
 from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyRow, EnergyTable

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tessera.analyze.kernel_work import list_calls
+from tessera.analyze.kernels import divergence, stalls
 from tessera.analyze.roofline import Ceilings, find_device, roofline
-from tessera.analyze.stalls import divergence, stalls
 from tessera.attribute.work import work_of
 from tessera.errors import ArgumentError
 from tessera.hardware import lookup

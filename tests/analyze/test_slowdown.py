@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tessera import analyze
 from tessera.analyze.answer import Answer, answer
-from tessera.analyze.host_gaps import PREPARING
+from tessera.analyze.evidence import PREPARING
 from tessera.analyze.rules_host import BESIDE
 from tessera.analyze.slowdown import EVENT_S, FIRST, TRACED, UNTRACED, Slowdown, slowdown_of
 from tessera.cli.report import command

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tessera import monitor, profile
-from tessera.analyze import whole
-from tessera.analyze.whole import whole_of
+from tessera.analyze.run_energy import whole_of
 from tessera.attribute.account import account_samples
 from tessera.joules import DomainSamples
 from tessera.monitor import Monitor
@@ -125,7 +124,7 @@ def test_what_no_row_has_is_told_with_the_holes(recorded, monkeypatch: pytest.Mo
     recording.facts = dataclasses.replace(recording.facts, windows=[(start_ns, closed_ns)])
     traced = power.energy("gpu0", start_ns, closed_ns)
     all_of_it = whole_of(recording, account_samples(recording.timeline, power), True, None)
-    parts = {p.where: p for p in whole.outside(recording, traced.joules, all_of_it)}
+    parts = {p.where: p for p in run_energy.outside(recording, traced.joules, all_of_it)}
     assert parts.keys() == {"after", "unsampled"}
     holes_s = sum(g.end_ns - g.start_ns for g in power.gaps if g.domain == "gpu0") / S
     assert parts["unsampled"].seconds == pytest.approx(holes_s) and holes_s > 5.0

@@ -63,7 +63,7 @@ def test_dear_steps_are_left_out_where_the_run_begins_with_them(spent: list[floa
 def test_it_is_said_which_and_why() -> None:
     assert select_steps(steps(9, 1, 1)).left_out == "without step_0 (9 J; first, over 1.5 times the median)"
     assert select_steps(steps(9, 4, 1, 1, 1)).left_out == (
-        "without step_0 and step_1 (13 J; first, over 1.5 times the middle; 3 such or a tenth of all at most)"
+        "without step_0 and step_1 (13 J; first, over 1.5 times the median; 3 such or a tenth of all at most)"
     )
     assert (select_steps(steps(9, 9, 9, 1, 1, 1, 1)).names or "") == "step_0 to step_2 (3 steps)"
     unseen = select_steps(steps(9, 1, math.nan, 1))

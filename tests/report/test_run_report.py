@@ -22,10 +22,8 @@ from recordings import with_table
 from tessera.analyze import kernel_names
 from tessera.analyze.advise import find_advice
 from tessera.analyze.answer import answer
-from tessera.analyze.evidence import RunEvidence
-from tessera.analyze.host_gaps import LAUNCHING, HostGap, host_gaps
-from tessera.analyze.icicle import EnergyNode, build_energy_tree
-from tessera.analyze.overview import BARS, POINTS, WHOLE, overview, thin
+from tessera.analyze.evidence import LAUNCHING, HostGap, RunEvidence, find_host_gaps
+from tessera.analyze.overview import BARS, POINTS, WHOLE, EnergyNode, build_energy_tree, overview, thin
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
@@ -213,7 +211,7 @@ def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
 
 
 def test_gaps_say_what_the_host_did(made: Made) -> None:
-    found = host_gaps(made.timeline, made.table, START_NS, made.end_ns)
+    found = find_host_gaps(made.timeline, made.table, START_NS, made.end_ns)
     assert sum(g.time_s for g in found) == pytest.approx(made.table.seconds - made.table.busy_s)
     by = {g.during: g for g in found}
     assert by["in DataLoader.__next__"].count == 11  # before the first there is no kernel yet

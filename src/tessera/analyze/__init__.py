@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from .collectives import collectives as collectives
     from .critical_path import critical_path as critical_path
     from .diff import diff as diff
+    from .kernels import divergence as divergence
     from .kernels import kernels as kernels
+    from .kernels import stalls as stalls
     from .memory import memcpy as memcpy
     from .memory import memory as memory
     from .power import power as power
     from .roofline import roofline as roofline
-    from .stalls import divergence as divergence
-    from .stalls import stalls as stalls
 
 _MODULES = {
     "advise": "advise",
@@ -40,14 +40,14 @@ _MODULES = {
     "collectives": "collectives",
     "critical_path": "critical_path",
     "diff": "diff",
-    "divergence": "stalls",
+    "divergence": "kernels",
     "kernels": "kernels",
     "memcpy": "memory",
     "memory": "memory",
     "overlap": "breakdown",
     "power": "power",
     "roofline": "roofline",
-    "stalls": "stalls",
+    "stalls": "kernels",
 }
 KINDS = tuple(k for k in _MODULES if k != "diff")
 

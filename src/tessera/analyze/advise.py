@@ -23,12 +23,11 @@ from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_host, rules_kernels
 from .devices import busy_spans, explain_no_device, explain_no_power
-from .evidence import RunEvidence, group_telemetry
-from .host_gaps import host_gaps
+from .evidence import RunEvidence, find_host_gaps, group_telemetry
+from .kernels import COMMAND
 from .result import Result, columns
 from .roofline import find_device
 from .slowdown import slowdown_of
-from .stalls import COMMAND
 
 NOTHING = "no known change would save a worthwhile share of the energy"
 COVERED = 0.5
@@ -107,7 +106,7 @@ def advise(
         RunEvidence(
             table=table,
             telemetry=group_telemetry(recording.telemetry),
-            gaps=host_gaps(timeline, table, *_window(recording)) if table.kernels else [],
+            gaps=find_host_gaps(timeline, table, *_window(recording)) if table.kernels else [],
             timeline=timeline,
             power=recording.power,
             on=on or arch,

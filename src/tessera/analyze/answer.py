@@ -21,13 +21,22 @@ from ..recording import Facts, Recording
 from ..schema import Basis
 from ..trace import PowerTrace
 from .advise import find_advice
-from .energy_by_time import RunTotals, TimeShares, from_stacks, from_summary, weigh_stacks
-from .evidence import RunEvidence, group_telemetry
-from .host_gaps import HostGap, host_gaps
+from .evidence import HostGap, RunEvidence, find_host_gaps, group_telemetry
 from .kernel_names import CATEGORIES, category
 from .mean_step import mean_step, select_steps
+from .run_energy import (
+    Outside,
+    RunTotals,
+    TimeShares,
+    Whole,
+    from_stacks,
+    from_summary,
+    is_partial,
+    outside,
+    weigh_stacks,
+    whole_of,
+)
 from .slowdown import FIRST, Slowdown, slowdown_of
-from .whole import Outside, Whole, is_partial, outside, whole_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +172,7 @@ def answer(recording: Recording) -> Answer:
     telemetry = group_telemetry(recording.telemetry)
     known = bool(table.kernels or table.ops)
     windows = recording.accounted_windows
-    gaps = host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
+    gaps = find_host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
     shared = None if known else _shared(recording, table)
     spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
     seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0

@@ -201,7 +201,7 @@ def _of_recording(recording: Recording) -> Side:
 def _of_run(recording: Recording, table: EnergyTable | None) -> Side:
     """A run: from its start to its end, whatever part of it was traced."""
     from .answer import _amounts, name_of
-    from .whole import is_partial, whole_of
+    from .run_energy import is_partial, whole_of
 
     work = {unit.removesuffix("s"): n for unit, n in _amounts(recording.facts.work).items()}
     name = f"{name_of(recording)} ({recording.facts.name})"

@@ -1,7 +1,8 @@
-"""The devices of each rank on a timeline: which rows ran there, when, and which call launched them."""
+"""Where the rows of a timeline ran: on which device of which rank, launched by which call, in which regions."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..attribute.activity import distinct
+from ..attribute.table import EnergyTable
 from ..errors import RecordingError
+from ..integral import Floats
 from ..record import CODE
 from ..recording import Recording
 from ..timeline import Launch, Timeline
@@ -24,6 +27,7 @@ LONGEST_NS = 2**61
 """73 years: longer spans are damage, and their sums would not fit 64 bits."""
 WHERE = columns(("where", "device"))
 """The column that names the device and its rank."""
+_COUNTER = re.compile(r"[ _#:/-]*\d+$")
 
 
 def explain_no_device(recording: Recording) -> str:
@@ -133,3 +137,43 @@ def split_ranks(recording: Recording) -> list[Timeline]:
     from ..profile.ranks.merge import select_rank
 
     return [select_rank(recording.timeline, int(r)) for r in ranks]
+
+
+def strip_counter(name: str) -> str:
+    """What the steps `step_3` and `step_4` have in common: `step`."""
+    return _COUNTER.sub("", name) or name
+
+
+def row_joules(timeline: Timeline, rows: Ints, table: EnergyTable) -> Floats:
+    """Joules of device rows: those of attribution, else each kernel's mean watts times the row's seconds."""
+    if timeline.energy_j is not None:
+        return np.nan_to_num(timeline.energy_j[rows])
+    spent: dict[str, float] = {}
+    took: dict[str, float] = {}
+    for r in table.kernels:
+        spent[r.name] = spent.get(r.name, 0.0) + r.energy_j
+        took[r.name] = took.get(r.name, 0.0) + r.time_s
+    watts = {name: spent[name] / took[name] for name in spent if took[name] > 0}
+    by_name = np.array([watts.get(n, 0.0) for n in timeline.names] or [0.0])
+    seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
+    joules: Floats = by_name[timeline["name"][rows]] * seconds
+    return joules
+
+
+def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, ...]]]:
+    """For each row the number of its path, and the paths: names of the regions around it, outermost first.
+
+    A step is called by what steps have in common, so that all of them are one path; a region of the program's own with
+    that very name in it is the same.
+    """
+    links = timeline.linked
+    steps = {s.row for s in links.steps}
+    innermost, inverse = np.unique(links.region[rows], return_inverse=True)
+    numbers: dict[tuple[str, ...], int] = {}
+    which = []
+    for region in innermost.tolist():
+        around = links.path(region)
+        names = [(strip_counter(timeline.name(r)) if r in steps else timeline.name(r), r in steps) for r in around]
+        path = tuple(name for i, (name, _) in enumerate(names) if not i or names[i - 1] != (name, True))
+        which.append(numbers.setdefault(path, len(numbers)))
+    return np.array(which, np.int64)[np.asarray(inverse).reshape(-1)], list(numbers)

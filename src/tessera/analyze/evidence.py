@@ -1,8 +1,9 @@
-"""`RunEvidence`: everything a rule of advice may look at, and what other matrix products would cost."""
+"""`RunEvidence`: everything a rule of advice may look at; `HostGap`: what the host did while a device waited."""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,25 @@ from ..device import Device
 from ..errors import TesseraError
 from ..integral import Floats
 from ..schema import Telemetry
-from ..timeline.columns import Timeline
+from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.nesting import Nesting
 from ..trace import PowerTrace
 from ..units import format_energy
-from .host_gaps import UNFED, HostGap, row_joules
+from .devices import busy_spans, row_joules, strip_counter
+from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
 from .roofline import Ceilings, find_device
 from .slowdown import Slowdown
 
+LAUNCHING = "launching kernels"
+BEFORE, AFTER = "before the first kernel", "after the last kernel"
+PREPARING = "before the first whole step"
+UNFED = (BEFORE, PREPARING, AFTER)
+"""Gaps that no step has: nobody meant to feed the device then."""
+STEPS = 3
+"""A program of fewer steps may be what comes before them."""
+LAUNCH_GAP_S = 100e-6
+"""A gap up to this long is the host being late with a launch; a longer one is the host doing something else."""
 # The share of the joules behind an advice that the change may save where nothing better is known. Measured on an H200:
 # fp32 GEMMs 13.2 pJ/FLOP against TF32's 2.0; GPT-2 training eager 26.5 J, compiled 18.7 J a step, with CUDA graphs
 # 17.5 J; its products with a vocabulary of 50257 3.9 pJ/FLOP against 1.03 of aligned ones. The others are guesses that
@@ -195,3 +207,99 @@ def save_by_products(
         saved_j += float(run.joules[own].sum()) * max(0.0, 1.0 - new[1] / old[1] / work_factor)
         saved_s += float(calls.seconds[own].sum()) * max(0.0, 1.0 - new[0] / old[0] / work_factor)
     return (saved_j, saved_s) if is_predicted else None
+
+
+# -- what the host did while a device waited --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGap:
+    """Time in which a device waited, by what the host did meanwhile."""
+
+    during: str
+    count: int
+    time_s: float
+    energy_j: float
+
+    @property
+    def each_s(self) -> float:
+        """Mean length of a gap."""
+        return self.time_s / self.count
+
+
+def find_host_gaps(
+    timeline: Timeline, table: EnergyTable, start_ns: int, end_ns: int, *, windows: Sequence[tuple[int, int]] = ()
+) -> list[HostGap]:
+    """The time no device row ran, by what the host did meanwhile, most first. Joules are shared out by time.
+
+    `windows` are the stretches between the two times that count, where not all of it was traced.
+    """
+    parts = [_gaps(timeline, begin, end) for begin, end in windows or [(start_ns, end_ns)]]
+    starts, ends = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
+    lengths = ends - starts
+    total_s = float(lengths.sum()) * 1e-9
+    if total_s <= 0:
+        return []
+    seconds: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    late = lengths <= LAUNCH_GAP_S * 1e9
+    labels = np.full(len(starts), LAUNCHING, dtype=object)
+    long = np.flatnonzero(~late)
+    labels[long] = _labels(timeline, starts[long], ends[long])
+    for label, length in zip(labels.tolist(), lengths.tolist(), strict=True):
+        seconds[label] = seconds.get(label, 0.0) + length * 1e-9
+        counts[label] += 1
+    return [
+        HostGap(during=label, count=counts[label], time_s=s, energy_j=table.idle_j * s / total_s)
+        for label, s in sorted(seconds.items(), key=lambda kv: -kv[1])
+    ]
+
+
+def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
+    """Idle stretches of all devices within a window."""
+    parts = []
+    for own in timeline.by_device().values():
+        busy = busy_spans(timeline, own)
+        begins, ends = np.r_[start_ns, busy.end_ns], np.r_[busy.start_ns, end_ns]
+        begins, ends = np.maximum(begins, start_ns), np.minimum(ends, end_ns)
+        parts.append((begins[ends > begins], ends[ends > begins]))
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *(p[0] for p in parts)]), np.concatenate([none, *(p[1] for p in parts)])
+
+
+def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
+    """What the host did in the middle of each gap: the region it was in and the operator or call inside it."""
+    rows = timeline.device_rows
+    first, last = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+    links = timeline.linked
+    steps = {s.row for s in links.steps}
+    middle = (starts + ends) // 2
+    begun = links.steps[0].start_ns if len(links.steps) >= STEPS else first
+    regions = timeline.rows("region")
+    ops = timeline.rows("op")
+    ops = ops[links.op[ops] != NONE]  # without the Python tracer's frames
+    inside = [_open_at(timeline, part, middle) for part in (regions, links.top_op[ops], timeline.rows("runtime"))]
+    out = []
+    for i, (region, op, call) in enumerate(zip(*(rows.tolist() for rows in inside), strict=True)):
+        if ends[i] <= first or starts[i] >= last:
+            out.append(BEFORE if ends[i] <= first else AFTER)
+            continue
+        if middle[i] < begun:
+            out.append(PREPARING)
+            continue
+        name = "" if region == NONE else region_name(timeline.name(region))
+        where = strip_counter(name) if region in steps else name
+        doing = op_name(timeline.name(op)) if op != NONE else timeline.name(call) if call != NONE else ""
+        parts = [f"in {part}" for part in dict.fromkeys((where, doing)) if part]
+        out.append(", ".join(parts) or "no operator running")
+    return out
+
+
+def _open_at(timeline: Timeline, rows: Ints, times: Ints) -> Ints:
+    """The innermost of some rows at each time, on whatever thread; `NONE` where none is open."""
+    rows = np.unique(rows)
+    if not len(rows):
+        return np.full(len(times), NONE, np.int64)
+    nowhere = np.zeros_like(rows)
+    nested = Nesting(rows, nowhere, timeline["start_ns"][rows], timeline["end_ns"][rows])
+    return nested.at(np.zeros_like(times), times)

@@ -14,11 +14,10 @@ from ..errors import MeasurementError, TesseraError
 from ..schema import EnergyReport, Telemetry
 from ..timeline.view import collective_overlap_pct
 from ..units import format_duration, format_energy
-from .energy_by_time import FUNCTION
-from .evidence import SAVES, RunEvidence
-from .host_gaps import LAUNCHING, PREPARING, UNFED
+from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, RunEvidence
 from .kernel_names import short
 from .mean_step import find_expensive, select_steps
+from .run_energy import FUNCTION
 from .spikes import choose_threshold, find_spikes, make_curve
 
 # Shares of the run's joules below which advice is not worth a user's time: chosen, not measured.

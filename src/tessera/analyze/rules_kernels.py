@@ -17,7 +17,7 @@ from ..timeline.columns import NONE, Ints
 from ..units import format_bytes
 from .evidence import RunEvidence, save_by_products
 from .kernel_names import short
-from .stalls import CounterMeans
+from .kernels import CounterMeans
 
 # Shares of the run's joules below which advice is not worth a user's time: chosen, not measured.
 FUSE_SHARE = 0.2

@@ -34,7 +34,7 @@ from ..timeline.link import steps_of
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
 from .mean_step import BLOCKS, independent_error, mean_error
-from .whole import accounted_energies
+from .run_energy import accounted_energies
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

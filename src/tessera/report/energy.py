@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.answer import Answer, mean_w
-from ..analyze.energy_by_time import FUNCTION
 from ..analyze.kernel_names import distinct, fit_all
+from ..analyze.run_energy import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.rows import MODULE
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..analyze.answer import Answer, answer
 from ..analyze.kernel_names import fit, region_name
-from ..analyze.whole import Outside
+from ..analyze.run_energy import Outside
 from ..attribute.table import EnergyTable
 from ..notes import kind_of
 from ..recording import Recording

@@ -10,9 +10,8 @@ from html import escape
 from ..analyze.answer import Answer, answer, stacks_of
 from ..analyze.correlate import Correlation, correlate_recording
 from ..analyze.evidence import group_telemetry
-from ..analyze.icicle import EnergyNode, build_energy_tree, build_stack_tree
 from ..analyze.kernel_names import CATEGORIES, category, fit
-from ..analyze.overview import overview
+from ..analyze.overview import EnergyNode, build_energy_tree, build_stack_tree, overview
 from ..analyze.result import Result
 from ..analyze.spikes import format_level
 from ..recording import Recording

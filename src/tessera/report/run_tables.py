@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 
 from ..analyze.answer import Answer, mean_w
-from ..analyze.energy_by_time import FUNCTION
 from ..analyze.kernel_names import CATEGORIES, category, fit, fit_all, region_name
+from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .energy import TITLES, display_names, group_letter, idle_row, rest_row
