@@ -105,7 +105,7 @@ def test_the_stamp_tells_a_new_reading_and_a_dead_one():
     power.observe(batch, power_w=200.0, time_ns=11_000_000_000, stamp="b")
     assert len(batch.samples["node"]) == 2
     power.observe(batch, power_w=200.0, time_ns=60_000_000_000, stamp="b")
-    assert "stood still" in batch.gaps[0].reason
+    assert "has not changed" in batch.gaps[0].reason
 
 
 def test_failures_are_a_gap_then_a_loss(bmc):
