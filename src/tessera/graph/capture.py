@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,8 +44,7 @@ def capture(
     `replay` says that the program will be recorded into a CUDA graph, which some programs ask about.
     """
     model = _eager_form(model)
-    title = name or _title(model)
-    _check_arguments(mode, precision, optimizer, batch)
+    _check_arguments(model, mode, precision, optimizer, batch)
     twins = MetaTwins(precision)
     recorder = Recorder(always_tf32=precision == "tf32")
     args, kwargs = _stage_inputs(twins, recorder, inputs, batch)
@@ -52,12 +52,6 @@ def capture(
     modules, optimizers = ([module], []) if module is not None else find_models(model)
     if module is not None and isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [optimizer]  # the user's own: it must step the twins, not the model
-    if module is None and mode == "train":
-        raise ArgumentError(
-            "mode='train' needs a model",
-            why=f"{_title(model)} is a plain callable: where its loss is cannot be known",
-            fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
-        )
     with _ONE_AT_A_TIME, TorchPatches() as stack:
         stack.enter_context(restore_containers(modules, model))
         stack.enter_context(twins.replace_modules(modules))
@@ -76,18 +70,14 @@ def capture(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(interceptor)
         stack.enter_context(recorder)
-        try:
+        with _explain_errors(model):
             if module is not None and mode == "train":
                 _train_step(module, args, kwargs, recorder, _make_optimizer(optimizer, module))
             else:
                 _prime(recorder, optimizers)
                 model(*args, **kwargs)
-        except TesseraError:
-            raise
-        except Exception as e:
-            raise _capture_error(model, e) from e
     return Graph(
-        name=title,
+        name=name or _title(model),
         ops=tuple(recorder.ops),
         storages=dict(recorder.storages.by_id),
         mode=mode if module is not None else "step",
@@ -112,7 +102,7 @@ def _eager_form(model: Any) -> Any:
     return model
 
 
-def _check_arguments(mode: str, precision: str | None, optimizer: Any, batch: int | None) -> None:
+def _check_arguments(model: Any, mode: str, precision: str | None, optimizer: Any, batch: int | None) -> None:
     if mode not in ("infer", "train"):
         raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, ('infer', 'train'))}", fix="mode='infer' or 'train'")
     if precision is not None and precision not in CAST:
@@ -125,6 +115,12 @@ def _check_arguments(mode: str, precision: str | None, optimizer: Any, batch: in
         )
     if batch is not None and batch < 1:
         raise ArgumentError(f"a batch of {batch}", fix="batch is a positive number of samples")
+    if mode == "train" and not isinstance(model, torch.nn.Module):
+        raise ArgumentError(
+            "mode='train' needs a model",
+            why=f"{_title(model)} is a plain callable: where its loss is cannot be known",
+            fix="pass the nn.Module, or a callable that does its own forward, backward and step with mode='infer'",
+        )
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------
@@ -290,19 +286,26 @@ def _find_logits(output: Any) -> torch.Tensor:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-def _capture_error(model: Any, error: Exception) -> CaptureError:
-    trace, line = error.__traceback__, "at an unknown line"
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if is_user_code(path):
-            line = f"at {path}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return CaptureError(
-        f"{_title(model)} cannot be captured: {type(error).__name__}: {first_line(error)}",
-        why=f"raised {line} while running on meta tensors (shapes without values)",
-        fix="check that the model runs with these inputs; if it does, it needs values: measure it instead "
-        "(tessera measure)",
-    )
+@contextlib.contextmanager
+def _explain_errors(model: Any) -> Iterator[None]:
+    """Raise errors of the model as a CaptureError that names the innermost line of the user's code."""
+    try:
+        yield
+    except TesseraError:
+        raise
+    except Exception as e:
+        lines = [
+            f"at {frame.f_code.co_filename}:{number}"
+            for frame, number in traceback.walk_tb(e.__traceback__)
+            if is_user_code(frame.f_code.co_filename)
+        ]
+        raise CaptureError(
+            f"{_title(model)} cannot be captured: {type(e).__name__}: {first_line(e)}",
+            why=f"raised {lines[-1] if lines else 'at an unknown line'} while running on meta tensors "
+            "(shapes without values)",
+            fix="check that the model runs with these inputs; if it does, it needs values: measure it instead "
+            "(tessera measure)",
+        ) from e
 
 
 def _title(model: Any) -> str:
