@@ -491,6 +491,7 @@ def stepped(device, seconds, **options):
     return step
 
 
+@pytest.mark.flaky(reruns=2)  # in real time: a busy machine delays the work
 def test_a_cap_is_held_in_real_time_and_reported(device, caplog):
     step = stepped(device, 3.0, power_cap="400W")
     report = step.report()
