@@ -90,7 +90,7 @@ WRONG = [
     (lambda: stream.create(priority="high"), "priority='high'"),
     (lambda: stream.create(device="cud"), "device='cud'"),
     (lambda: checkpoint.plan(3, a), "model is a int"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "named"), WRONG, ids=[named for _, named in WRONG])

@@ -121,9 +121,15 @@ def test_forward_uses_the_tensor_cores_of_hopper_without_spills_in_the_bytes_of_
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 2), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.integers(1, 9), st.integers(1, 9),
-    st.integers(1, 20), st.booleans(), st.sampled_from([None, "bool", "add"]), st.integers(0, 2**31),
-)  # fmt: skip
+    st.integers(1, 2),
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.booleans(),
+    st.sampled_from([None, "bool", "add"]),
+    st.integers(0, 2**31),
+)
 def test_a_tile_changes_nothing_but_the_kernel(batch, heads, queries, keys, dim, causal, kind, seed):
     q, k, v, mask = operands(batch, *heads, queries, keys, dim, kind, torch.float64, seed)
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -329,7 +335,7 @@ x, wanted = torch.ones(1, 2, 3, 4), torch.ones(3, 3, requires_grad=True)
         (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=torch.ones(7, 3)), "attn_mask is 7x3"),
         (lambda: op.flash_attention(x, x, x, tile_shape=TILE, attn_mask=wanted), "attn_mask requires a gradient"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_argument(call, named):
     with pytest.raises(ArgumentError) as caught:
         call()

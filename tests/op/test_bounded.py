@@ -335,17 +335,20 @@ def test_layouts_have_the_names_of_the_time_model():
 # Joules of n x n x n on an H200, 2026-11-15, fp8 (with fast sums) a day later (benchmarks/device/ops_precision.py). Of
 # bf16 operands, row by row.
 MEASURED = {
-    "bf16": {2048: 0.01802, 4096: 0.13735, 8192: 1.08273}, "fp8": {4096: 0.10151, 8192: 0.71292},
-    "fp32": {2048: 0.21839, 4096: 1.76681, 8192: 14.50866}, "tf32": {2048: 0.03833, 4096: 0.28617, 8192: 2.16470},
-}  # fmt: skip
+    "bf16": {2048: 0.01802, 4096: 0.13735, 8192: 1.08273},
+    "fp8": {4096: 0.10151, 8192: 0.71292},
+    "fp32": {2048: 0.21839, 4096: 1.76681, 8192: 14.50866},
+    "tf32": {2048: 0.03833, 4096: 0.28617, 8192: 2.16470},
+}
 # Products and casts alone, in millijoules: fast ones and casts of 2026-11-16, the others a day older.
 ALONE = {
     4096: {"fp8": 85.07, "fp8 fast": 79.19, "fp8_row": 87.63, "fp8_row fast": 78.65, "result": 10.77},
     8192: {"fp8": 633.49, "fp8 fast": 627.60, "fp8_row": 634.51, "fp8_row fast": 593.06, "result": 42.87},
 }
 CAST = {
-    4096: {"fp8": (8.86, 10.43), "fp8_row": (8.76, 16.53)}, 8192: {"fp8": (36.21, 41.83), "fp8_row": (34.18, 75.22)},
-}  # fmt: skip
+    4096: {"fp8": (8.86, 10.43), "fp8_row": (8.76, 16.53)},
+    8192: {"fp8": (36.21, 41.83), "fp8_row": (34.18, 75.22)},
+}
 
 
 @pytest.mark.parametrize("precision", MEASURED)

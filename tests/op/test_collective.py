@@ -95,11 +95,14 @@ def test_two_processes_reduce_over_gloo():
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), port], env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), port],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     try:
         said = [r.communicate(timeout=120)[0] for r in ranks]
     finally:

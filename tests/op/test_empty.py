@@ -15,16 +15,31 @@ from tessera import op  # noqa: E402
 TILE = (64, 64, 32)
 pytestmark = pytest.mark.usefixtures("formula_only")
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"precision": "fp8"}, {"precision": "fp16"}, {"precision": "bf16"}, {"error_tolerance": 1e-2},
-    {"error_tolerance": 0.1, "precision": "fp8"}, {"tile_shape": TILE}, {"tile_shape": TILE, "precision": "fp8"},
+    {},
+    {"precision": "fp8"},
+    {"precision": "fp16"},
+    {"precision": "bf16"},
+    {"error_tolerance": 1e-2},
+    {"error_tolerance": 0.1, "precision": "fp8"},
+    {"tile_shape": TILE},
+    {"tile_shape": TILE, "precision": "fp8"},
     {"tile_shape": TILE, "error_tolerance": 1e-2},
-]  # fmt: skip
+]
 SHAPES = [
-    ((0, 7), (7, 4)), ((5, 7), (7, 0)), ((5, 0), (0, 4)), ((0, 7), (3, 7, 4)), ((3, 0, 7), (7, 4)),
-    ((0, 5, 7), (0, 7, 4)), ((5, 7), (0, 7, 4)), ((0, 5, 7), (7, 4)), ((2, 0, 5, 7), (2, 1, 7, 4)),
+    ((0, 7), (7, 4)),
+    ((5, 7), (7, 0)),
+    ((5, 0), (0, 4)),
+    ((0, 7), (3, 7, 4)),
+    ((3, 0, 7), (7, 4)),
+    ((0, 5, 7), (0, 7, 4)),
+    ((5, 7), (0, 7, 4)),
+    ((0, 5, 7), (7, 4)),
+    ((2, 0, 5, 7), (2, 1, 7, 4)),
     ((3, 5, 0), (3, 0, 4)),
-    ((0,), (0, 4)), ((5, 0), (0,)), ((0,), (0,)),
-]  # fmt: skip
+    ((0,), (0, 4)),
+    ((5, 0), (0,)),
+    ((0,), (0,)),
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

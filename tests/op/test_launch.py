@@ -120,13 +120,27 @@ WANTED = {
     "products": (PRODUCTS, ["matmul_kernel"] * 5),
     "rows": (
         ROWS,
-        ["_softmax_forward", "_softmax_backward", "_norm_forward", "_norm_backward", "_norm_forward", "_norm_backward",
-         "_norm_forward", "tensor_amax", "tensor_cast", "row_cast", "tensor_amax", "tensor_cast", "row_amax",
-         "strip_cast", "row_unscale"],
+        [
+            "_softmax_forward",
+            "_softmax_backward",
+            "_norm_forward",
+            "_norm_backward",
+            "_norm_forward",
+            "_norm_backward",
+            "_norm_forward",
+            "tensor_amax",
+            "tensor_cast",
+            "row_cast",
+            "tensor_amax",
+            "tensor_cast",
+            "row_amax",
+            "strip_cast",
+            "row_unscale",
+        ],
     ),
     "attention": (ATTENTION, ["attention_kernel"] * 3),
     "convolutions": (CONVOLUTIONS, ["conv_kernel"] * 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WANTED)

@@ -338,10 +338,16 @@ def test_the_quantise_kernels_do_what_torch_does():
 @pytest.mark.parametrize(
     ("kernel", "layout"),
     [
-        ("tensor_amax", "rows"), ("row_amax", "rows"), ("row_amax", "columns"), ("tensor_cast", "rows"),
-        ("tensor_cast", "columns"), ("strip_cast", "columns"), ("row_cast", "rows"), ("row_unscale", "rows"),
+        ("tensor_amax", "rows"),
+        ("row_amax", "rows"),
+        ("row_amax", "columns"),
+        ("tensor_cast", "rows"),
+        ("tensor_cast", "columns"),
+        ("strip_cast", "columns"),
+        ("row_cast", "rows"),
+        ("row_unscale", "rows"),
     ],
-)  # fmt: skip
+)
 def test_the_quantise_kernels_compile_for_the_gpu(arch, kernel, layout):
     """And read and write 16 bytes at a time."""
     triton = pytest.importorskip("triton")

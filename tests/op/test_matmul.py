@@ -336,7 +336,7 @@ ELSEWHERE = stream.Stream(name="other", device=torch.device("cuda", 0))
         (lambda: op.matmul(A, B, precision="bf16", accumulate="fast", tile_shape=TILE), r"accumulate='fast'"),
         (lambda: op.matmul(A, B, error_tolerance=-1.0), r"tolerance"),
         (lambda: op.matmul(A, B, stream=ELSEWHERE), r"stream='other' is on cuda:0"),
-        (lambda: op.matmul(A, B, stream="s"), r"stream='s' is no stream"),
+        (lambda: op.matmul(A, B, stream="s"), r"stream='s' is not a tessera stream"),
         (lambda: op.gemm(A, B, torch.zeros(4)), r"op\.gemm: c is 4"),
         (lambda: op.gemm(A, B, torch.zeros(2, 3, 5)), r"op\.gemm: c is 2x3x5"),
         (lambda: op.linear(A, B), r"op\.linear: x is 3x4.*\n.*weight is 4x5"),
@@ -350,7 +350,7 @@ ELSEWHERE = stream.Stream(name="other", device=torch.device("cuda", 0))
         (lambda: op.conv2d(torch.zeros(1, 3, 4, 4), torch.zeros(2, 3, 5, 5), tile_shape=TILE), r"0x0 pixels"),
         (lambda: op.conv2d(torch.zeros(1, 3, 4, 4), torch.zeros(2, 3, 1, 1), padding="samee"), r"did you mean 'same'"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(call: Any, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         call()

@@ -42,9 +42,16 @@ def dense(x, logits, w1, w2, w3, top_k, activation, normalize):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    tokens=st.integers(0, 20), experts=st.integers(1, 6), k=st.integers(1, 6), d=st.integers(1, 9), h=st.integers(1, 9),
-    gated=st.booleans(), activation=st.sampled_from(sorted(ACT)), normalize=st.booleans(), gate=st.booleans(),
-)  # fmt: skip
+    tokens=st.integers(0, 20),
+    experts=st.integers(1, 6),
+    k=st.integers(1, 6),
+    d=st.integers(1, 9),
+    h=st.integers(1, 9),
+    gated=st.booleans(),
+    activation=st.sampled_from(sorted(ACT)),
+    normalize=st.booleans(),
+    gate=st.booleans(),
+)
 def test_moe_is_the_dense_sum(tokens, experts, k, d, h, gated, activation, normalize, gate):
     torch.manual_seed(tokens)
     k = min(k, experts)

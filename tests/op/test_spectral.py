@@ -70,11 +70,18 @@ SIZES = st.integers(1, 9)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(1, 3), groups=st.integers(1, 3), each=st.integers(1, 3), out=st.integers(1, 3), h=SIZES, w=SIZES,
-    kh=st.integers(1, 5), kw=st.integers(1, 5), dilation=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    n=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    each=st.integers(1, 3),
+    out=st.integers(1, 3),
+    h=SIZES,
+    w=SIZES,
+    kh=st.integers(1, 5),
+    kw=st.integers(1, 5),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 3)),
     padding=st.one_of(st.tuples(st.integers(0, 4), st.integers(0, 4)), st.sampled_from(["same", "valid"])),
     bias=st.booleans(),
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's word on its own speed
 def test_spectral_conv2d_is_conv2d(n, groups, each, out, h, w, kh, kw, dilation, padding, bias):
     torch.manual_seed(0)
@@ -82,8 +89,10 @@ def test_spectral_conv2d_is_conv2d(n, groups, each, out, h, w, kh, kw, dilation,
     weight = torch.randn(groups * out, each, kh, kw, dtype=torch.double)
     b = torch.randn(groups * out, dtype=torch.double) if bias else None
     pads = (0, 0) if padding == "valid" else padding
-    room = [s + (d * (k - 1) if pads == "same" else 2 * pads[i]) for i, (s, d, k) in
-            enumerate(zip((h, w), dilation, (kh, kw), strict=True))]  # fmt: skip
+    room = [
+        s + (d * (k - 1) if pads == "same" else 2 * pads[i])
+        for i, (s, d, k) in enumerate(zip((h, w), dilation, (kh, kw), strict=True))
+    ]
     if any(d * (k - 1) + 1 > r for d, k, r in zip(dilation, (kh, kw), room, strict=True)):
         with pytest.raises(ArgumentError, match="w reaches over"):
             op.spectral_conv2d(x, weight, b, padding=padding, dilation=dilation, groups=groups)

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Any, Any, list[Any]]] = {
     "conv": (lambda x, w: op.conv2d(x, w, tile_shape=TILE), F.conv2d, image),
     "attention": (lambda *qkv: op.flash_attention(*qkv, causal=True, tile_shape=(64, 32)), attended, heads),
     "moe": (op.moe, dense, experts),
-}  # fmt: skip
+}
 each_case = pytest.mark.parametrize("case", CASES)
 
 

@@ -87,10 +87,7 @@ def _convolve_by_tile(
 ) -> Any:
     stages = warps = 0  # under torch.compile the fake checks, and the launch decides
     if not torch.compiler.is_compiling():
-        stages, warps = tile.pipeline(shape)
-        arch = tile.arch_of(x.device)
-        tile.check("conv2d", shape, dtype_to_check(x.dtype), stages, warps, arch)
-        tile.advise("conv2d", shape, x.dtype, arch)
+        stages, warps = tile.plan_launch("conv2d", shape, dtype_to_check(x.dtype), x.device)
     images, padding = _pad_images(x, weight, stride, padding, dilation)
     out = _convolution(images, weight, bias, stride, padding, dilation, groups, list(shape.sides), stages, warps)
     return out.squeeze(0) if x.ndim == 3 else out
@@ -171,8 +168,7 @@ def _memory_format(x: Any) -> Any:
 def _(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
     stride, padding, dilation, _groups, tile_shape, stages, _warps = options
     if not stages:
-        shape = Tile(*tile_shape)
-        tile.check("conv2d", shape, dtype_to_check(x.dtype), *tile.pipeline(shape), tile.arch_of(x.device))
+        tile.plan_launch("conv2d", Tile(*tile_shape), dtype_to_check(x.dtype), x.device, warn=False)
     size = (x.shape[0], weight.shape[0], *_size(x, weight, stride, padding, dilation))
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
 

@@ -178,6 +178,18 @@ def check(
     raise TileError(f"op.{op or name}: tile_shape={format_tile(name, tile)} cannot work", why=why, fix=fix)
 
 
+def plan_launch(
+    name: str, tile: Tile, dtype: Any, device: Any, *, op: str | None = None, warn: bool = True
+) -> tuple[int, int]:
+    """(stages, warps) of a tile that fits a device; TileError where it does not, a warning where it is slow."""
+    stages, warps = pipeline(tile)
+    arch = arch_of(device)
+    check(name, tile, dtype, stages, warps, arch, op=op)
+    if warn:
+        advise(op or name, tile, dtype, arch)
+    return stages, warps
+
+
 def precision_name(dtype: Any) -> str:
     """The name of a dtype; a name is returned as it is."""
     if isinstance(dtype, str):

@@ -59,11 +59,7 @@ def multiply_by_tile(
     check_dtype(op, "x" if op == "linear" else "a", a, precision)
     stages = warps = 0  # under torch.compile the fake checks, and the launch decides
     if not torch.compiler.is_compiling():
-        stages, warps = tile.pipeline(shape)
-        dtype, arch = _checked_dtype(a, precision), tile.arch_of(a.device)
-        tile.check("matmul", shape, dtype, stages, warps, arch, op=op)
-        if advise:
-            tile.advise(op, shape, dtype, arch)
+        stages, warps = tile.plan_launch("matmul", shape, _checked_dtype(a, precision), a.device, op=op, warn=advise)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
     lead = arguments.broadcast_batches(op, left, right)
     if right.ndim == 2:  # one product of all rows
@@ -133,8 +129,7 @@ def tiled_mm(a: Any, b: Any, bias: Any, residual: Any, *options: Any) -> Any:
 def _(a: Any, b: Any, bias: Any, residual: Any, *options: Any) -> Any:
     *_, precision, tile_shape, stages, _warps = options
     if not stages:
-        shape = Tile(*tile_shape)
-        tile.check("matmul", shape, _checked_dtype(a, precision), *tile.pipeline(shape), tile.arch_of(a.device))
+        tile.plan_launch("matmul", Tile(*tile_shape), _checked_dtype(a, precision), a.device, warn=False)
     return a.new_empty((_count(a, b), a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
 
 
