@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tessera.errors import ArgumentError
-from tessera.hardware import catalogue, host_cpu, lookup
+from tessera.hardware import catalogue, host_cpu, identify_board, lookup
 
 DEVICES = list(catalogue().values())
 every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.id)
@@ -124,3 +124,29 @@ def test_an_unknown_chip_is_answered_with_the_nearest_not_with_all(name: str) ->
     assert len(lines) == 3 and max(map(len, lines[:2])) <= 100, lines  # the third has the user's folder
     assert lines[1].endswith("`tessera hardware list` shows them all;") and "file of your own" in lines[2]
     assert ("nearest: " in lines[1]) == (name != "zzz") and sum(chip in lines[1] for chip in catalogue()) < 8
+
+
+@pytest.mark.parametrize(
+    ("board", "device"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb-sxm"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+    ],
+)
+def test_boards_by_the_names_drivers_give(board: str, device: str) -> None:
+    assert identify_board(board).id == device
+
+
+@pytest.mark.parametrize("board", ["NVIDIA H200 MaxQ", "NVIDIA A100-SXM4-96GB", "Tesla V100-SXM2-16GB", ""])
+def test_a_sister_board_is_not_taken_for_the_known_one(board: str) -> None:
+    with pytest.raises(ArgumentError):
+        identify_board(board)
