@@ -147,7 +147,7 @@ def test_an_error_that_both_have_is_not_in_their_difference() -> None:
     assert "MODELLED" in page(found) and "MODELLED" in card(found)
     other = analyze.diff(thrice(modelled(10.0)), thrice(modelled(11.5, "another model")))
     assert not other.significant and other.common == 0.0
-    assert "it cannot see changes under 45.4%" in other.verdict().text
+    assert "changes under 45.4% cannot be detected" in other.verdict().text
     assert "MODELLED" not in page(analyze.diff(table({"mm": 1.0}), table({"mm": 2.0})))
 
 
@@ -434,10 +434,10 @@ def test_a_trace_without_power_is_compared_by_time(files: tuple[Path, Path]) -> 
     ("data", "match"),
     [
         ({"name": "x", "mode": "infer", "launch": "eager", "schema_version": 1, "rows": []}, "sweep"),
-        ({"report": {"name": "x", "total": 3}}, "no report"),
+        ({"report": {"name": "x", "total": 3}}, "not a report"),
         ({"report": {"schema_version": 99, "total": {}}}, "newer Tessera"),
         ({"summary": {}}, "neither a report nor a table"),
-        ({"total_j": 1.0, "kernels": 3}, "no report"),
+        ({"total_j": 1.0, "kernels": 3}, "not a report"),
         (b'{"report": ', "cannot read"),
     ],
 )

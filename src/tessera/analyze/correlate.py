@@ -370,7 +370,7 @@ def check_feeds(curve: Curve, events: Sequence[PowerEvent], rows: Sequence[Telem
         return _answer("feeds", "yes", evidence)
     if any(r.current_a is not None for r in rows) or events:
         return _answer("feeds", "no", f"no over-current was logged; {evidence}")
-    needs = "the Redfish or IPMI sensor (TESSERA_REDFISH_URL; `tessera doctor`), and events= with what it logged"
+    needs = "the Redfish or IPMI sensor (TESSERA_REDFISH_URL; `tessera doctor`), and its events (events=)"
     return _answer("feeds", "unknown", f"no PDU or supply was read; {evidence}", needs)
 
 

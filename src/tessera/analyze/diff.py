@@ -290,26 +290,27 @@ def _describe_change(
     show = format_energy if energy else format_duration
     limit = "" if fail_above is None else format_share(fail_above)
     if math.isnan(change):
-        return f"{'joules' if energy else 'seconds'} are not known of both: nothing can be said about {metric}"
+        return f"{'joules' if energy else 'seconds'} are not known for both: {metric} cannot be compared"
     per = "" if found.per == "run" else f" per {found.per}"
     blind = ""
     if before > 0 and error >= 0.005 * before:  # NaN is not
-        blind = f" (it cannot see changes under {format_share(error / before)})"
+        blind = f" (changes under {format_share(error / before)} cannot be detected)"
     if abs(change) <= ROUNDING * max(abs(before), abs(after)):
         return f"no change: {show(after, 3)}{per} in both{blind}"
     size = "from nothing" if share is None else format_share(abs(share))
     text = f"{show(abs(change), 3)} ({size}) {'more' if change > 0 else 'less'} {metric}{per}"
     if math.isnan(error):
         ignored = f"; the limit of {limit} was not applied" if limit else ""
-        return f"unknown: measured once, and {text} may be noise{ignored}. Record steps, or repeat both: {REPEAT}"
+        unknown = f"unknown: each was measured once, and {text} may be noise{ignored}"
+        return f"{unknown}. Record steps, or repeat both: {REPEAT}"
     by = ""
     if "predicted" not in found.basis:
         a, b = found.runs
-        by = " by the steps of one run each" if max(a, b) == 1 else f" by {a} and {b} runs"
+        by = ", from the steps of one run each" if max(a, b) == 1 else f", from {a} and {b} runs"
     interval = f"90% interval ± {show(error, 2)}{by}"
     if not is_sure:
-        passed = f"; passed: beyond {limit} fails only what is more than noise" if limit else ""
-        return f"{text}: noise, it lies within its {interval}{blind}{passed}"
+        passed = f"; passed: only a change that is more than noise can fail the limit of {limit}" if limit else ""
+        return f"{text}: noise, within its {interval}{blind}{passed}"
     side = (
         f"; {'above' if share > fail_above else 'within'} the limit of {limit}"
         if fail_above is not None and share is not None

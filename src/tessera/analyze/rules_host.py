@@ -252,11 +252,12 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
         return None  # of a summary: the outermost operator holds all the others
     if _near_its_roof(run, most):
         return None
-    evidence = f"{short(most.name, most.kind)} spends most, {run.format_amount(most.energy_j)} in {most.calls:,} calls"
-    action = "lower precision, fewer or larger calls"
+    amount = run.format_amount(most.energy_j)
+    evidence = f"{short(most.name, most.kind)} uses the most energy, {amount} in {most.calls:,} calls"
+    action = "use a lower precision, or fewer or larger calls"
     if most.kind == FUNCTION:
-        evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are spent"
-        action = "record without mode sampling to see which kernels run meanwhile"
+        evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are used"
+        action = "record without --mode sampling to see which kernels run at that time"
     return run.advise("one operator", most.energy_j, evidence, action)
 
 

@@ -112,8 +112,8 @@ def _fit_notes(parts: Sequence[Share]) -> list[str]:
         joules = busy * p.watts[: p.activity.classes]
         if joules.sum() > 0 and float(joules @ told) < 0.5 * float(joules.sum()):
             found.append(
-                f"{p.domain.name}: {p.fit.samples} samples say little of single kernels (the sum is measured, most of "
-                "the split is the energy model's): record more steps for tighter intervals"
+                f"{p.domain.name}: {p.fit.samples} samples are too few to split the energy among kernels (the sum is "
+                "measured, most of the split is modelled): record more steps for tighter intervals"
             )
     return found
 

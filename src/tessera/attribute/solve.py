@@ -73,8 +73,8 @@ def attribute(
             parts.append(part)
             if part.coverage < FULL:
                 notes.append(
-                    f"{column.domain.name}: the samples tell of {part.coverage:.0%} of the time; what ran in the rest "
-                    "has no joules here"
+                    f"{column.domain.name}: power was sampled {part.coverage:.0%} of the time; what ran in the rest "
+                    "has no joules"
                 )
     if not parts:
         raise MeasurementError(

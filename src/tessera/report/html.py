@@ -57,8 +57,8 @@ def template(name: str) -> str:
 
 
 def capitalize(text: str) -> str:
-    """The text with its first letter in upper case, and the rest as it is."""
-    return text[:1].upper() + text[1:]
+    """The text with its first letter in upper case, unless it begins with a name such as aten::mm."""
+    return text if "::" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def prose(text: str) -> str:
