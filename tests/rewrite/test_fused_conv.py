@@ -700,7 +700,7 @@ def cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_way_through_cudnn(cudnn, layout):
+def test_the_path_through_cudnn(cudnn, layout):
     asked, _ = cudnn
     net = lively(Residual(), torch.bfloat16).to(memory_format=layout)
     x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16).to(memory_format=layout)

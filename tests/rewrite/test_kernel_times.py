@@ -173,7 +173,7 @@ def test_where_nothing_can_be_seen_the_reason_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize(("iteration_s", "count"), [(1e-3, 5), (0.1, 2), (3.0, 1)])
-def test_long_iterations_are_looked_at_once(monkeypatch, iteration_s, count):
+def test_long_iterations_are_profiled_once(monkeypatch, iteration_s, count):
     asked = []
     monkeypatch.setattr(
         kernel_times, "_run_profiler", lambda run, n: asked.append(n) or ([], [DeviceSpan("k", 0, 6_000 * n)])
@@ -471,14 +471,14 @@ def test_without_kernels_the_model_prices_and_a_note_says_why(at_hand):
 
 
 @pytest.mark.parametrize("options", [{"budget_s": 0}, {"on": "h200"}, {"explain": False}])
-def test_nobody_looks_where_nothing_is_measured_or_the_chip_is_another(at_hand, monkeypatch, options):
+def test_nothing_is_profiled_where_nothing_is_measured_or_the_chip_is_another(at_hand, monkeypatch, options):
     monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
     fast = tessera.optimize(*small(), variants=["default"], **options)
     assert fast.chosen == "default"
     assert not any("modelled alone" in note for note in fast.notes)
 
 
-def test_a_way_that_launches_is_not_looked_at(at_hand, monkeypatch):
+def test_a_variant_that_launches_is_not_profiled(at_hand, monkeypatch):
     """CUPTI would stay in the process, and slow its launches."""
     monkeypatch.setattr(variants.Variant, "is_replayed", property(lambda variant: False))
     monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
@@ -487,7 +487,7 @@ def test_a_way_that_launches_is_not_looked_at(at_hand, monkeypatch):
     assert any("would slow the launches" in note for note in fast.notes)
 
 
-def test_one_may_do_without_the_look(at_hand, monkeypatch):
+def test_profiling_can_be_switched_off(at_hand, monkeypatch):
     monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
     fast = tessera.optimize(*small(), variants=["default"], explain="modelled")
     assert fast.trace.basis == "modelled"
@@ -559,7 +559,7 @@ def test_without_both_totals_the_joules_are_the_models():
     assert program_cost.share_measured_joules(before, after, [], 90.0, None) == (before, after)
 
 
-def test_iterations_longer_than_the_budget_has_room_for_are_not_looked_at(at_hand, monkeypatch):
+def test_iterations_longer_than_the_budget_has_room_for_are_not_profiled(at_hand, monkeypatch):
     monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
     monkeypatch.setattr(optimize, "_PROFILE_S", 0.0)
     monkeypatch.setattr("tessera.rewrite.variants.VariantSearch.left_s", 9e-3)

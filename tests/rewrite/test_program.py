@@ -310,7 +310,7 @@ def test_the_first_call_writes_its_inputs_once(uncompiled: None, how: str) -> No
         assert same(held_by(given), held_by(wanted))
 
 
-def test_a_way_must_write_its_inputs_alike() -> None:
+def test_a_variant_must_write_its_inputs_alike() -> None:
     x = torch.ones(4)
     assert verdict(lambda x: x.add_(1.0) * 1, lambda x: x.add(1.0), x).why == (
         "argument[0] is changed by one of the two only"

@@ -308,7 +308,7 @@ def test_gradients_are_compared_under_no_grad_too() -> None:
 # -- comparing -----------------------------------------------------------------------------------------------------
 
 
-def test_a_way_must_write_outside_alike() -> None:
+def test_a_variant_must_write_outside_alike() -> None:
     total = torch.zeros(2)
     reference = of(lambda x: total.add_(x) * 0, torch.ones(2)).make_reference((torch.ones(2),), {})
 
@@ -516,7 +516,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_looked_at_is_no_error(name: str) -> None:
+def test_what_cannot_be_profiled_is_no_error(name: str) -> None:
     odd, seen = ODD[name], []
 
     def step(x: Any) -> Any:
@@ -569,7 +569,9 @@ def test_a_step_that_cannot_run_so_often_is_named(uncompiled: None, times: int) 
     assert "one batch" in str(caught.value.fix)
 
 
-def test_a_way_that_fails_while_it_is_measured_is_dropped(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_fails_while_it_is_measured_is_dropped(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tessera.rewrite.variants import EAGER, VariantSearch
 
     def breaks(self: Any, call: Any) -> None:

@@ -325,11 +325,11 @@ def _find_longest_chain(conv: fx.Node, module: fx.GraphModule, read: set[int], t
         return FusableChain(conv, bn)
     if _is_relu(after, tail, module):
         return FusableChain(conv, bn, relu=after)
-    added = _classify_addition(after, tail)
+    adds_in_place = _adds_in_place(after, tail)
     relu = _get_only_user(after)
-    if added is None or relu is None or relu in taken or not _is_relu(relu, after, module):
+    if adds_in_place is None or relu is None or relu in taken or not _is_relu(relu, after, module):
         return FusableChain(conv, bn)
-    return FusableChain(conv, bn, after, relu, in_place=added == "in place")
+    return FusableChain(conv, bn, after, relu, in_place=adds_in_place)
 
 
 def _get_only_user(node: fx.Node) -> fx.Node | None:
@@ -394,8 +394,8 @@ def _is_relu(node: fx.Node, tail: fx.Node, module: fx.GraphModule) -> bool:
     )
 
 
-def _classify_addition(node: fx.Node, tail: fx.Node) -> str | None:
-    """Return how something is added to a node: "in place" or "anew"; None where the other summand is written."""
+def _adds_in_place(node: fx.Node, tail: fx.Node) -> bool | None:
+    """Tell whether something is added to a node in place; None for other calls, or if the other summand is written."""
     method = node.op == "call_method" and node.target in ("add", "add_")
     function = node.op == "call_function" and (node.target in _ADD or node.target is operator.iadd)
     if not (method or function) or len(node.args) != 2 or dict(node.kwargs) not in ({}, {"alpha": 1}):
@@ -405,4 +405,4 @@ def _classify_addition(node: fx.Node, tail: fx.Node) -> str | None:
     in_place = node.target is operator.iadd or node.target == "add_"
     if in_place and node.args[0] is not tail:
         return None
-    return "in place" if in_place else "anew"
+    return in_place
