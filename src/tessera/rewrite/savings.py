@@ -243,17 +243,9 @@ def _make_launch_line(both: BeforeAfter, replayed: bool) -> Rewrite:
     why = "" if saved_s else "the device is never kept waiting: launches cost the host's time alone"
     if saved_s and both.pace != 1.0:
         why = f"this host takes {both.pace:.2g} times the shipped constants, by the measured eager time"
-    return Rewrite(
-        rule="cuda_graph" if replayed else "fewer_launches",
-        by="inductor",
-        before=describe(before),
-        after="replayed" if replayed else describe(after),
-        saved_s=saved_s,
-        saved_j=saved_j,
-        saved_bytes=0.0,
-        saved_error_j=abs(saved_j) * (before.watts_error if timed else _HOST_ERROR),
-        why=why,
-    )
+    saved = OpCost(saved_s, saved_j, abs(saved_j) * (before.watts_error if timed else _HOST_ERROR))
+    rule, result = ("cuda_graph", "replayed") if replayed else ("fewer_launches", describe(after))
+    return replace(_make_line(rule, describe(before), result, [saved]), why=why)
 
 
 def _list_ours(compilation: Compilation, both: BeforeAfter) -> list[Rewrite]:
@@ -289,20 +281,9 @@ def _list_reused_memory(compilation: Compilation) -> list[Rewrite]:
     if not compilation.reused_bytes:
         return []
     nbytes = sum(n for _, n in compilation.reused_bytes)
-    return [
-        Rewrite(
-            rule="in_place",
-            before="a new tensor",
-            after="the memory of one that is no longer read",
-            by="inductor",
-            times=len(compilation.reused_bytes),
-            saved_bytes=0.0,
-            saved_j=0.0,
-            saved_error_j=0.0,
-            saved_s=0.0,
-            why=f"{nbytes / 1e6:.1f} MB less are allocated; the bytes moved are the same",
-        )
-    ]
+    line = _make_line("in_place", "a new tensor", "the memory of one that is no longer read", [OpCost()])
+    why = f"{nbytes / 1e6:.1f} MB less are allocated; the bytes moved are the same"
+    return [replace(line, times=len(compilation.reused_bytes), why=why)]
 
 
 def _list_rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_j: float, basis: str) -> list[Rewrite]:
@@ -311,20 +292,10 @@ def _list_rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_
     if abs(rest_j) < 1e-3 * before_j:
         return []
     timed, modelled = "library kernels, copies into and out of graphs", "generated instead of library kernels"
-    return [
-        Rewrite(
-            rule="rest",
-            before="the same kernels",
-            after="at another clock, from another cache",
-            by="inductor",
-            saved_s=rest_s,
-            saved_j=rest_j,
-            saved_bytes=0.0,
-            saved_error_j=abs(rest_j),
-            basis=basis,
-            why=f"what the totals differ by beyond the lines: clock, cache, {timed if basis == TIMED else modelled}",
-        )
-    ]
+    why = f"what the totals differ by beyond the lines: clock, cache, {timed if basis == TIMED else modelled}"
+    saved = OpCost(rest_s, rest_j, abs(rest_j))
+    line = _make_line("rest", "the same kernels", "at another clock, from another cache", [saved])
+    return [replace(line, basis=basis, why=why)]
 
 
 def _trace_bytes(compilation: Compilation, after: Sequence[EagerOp]) -> RewriteTrace:
