@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def explain_dtype(op: str, name: str, value: Any, refused: NotImplementedError) 
 
 def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
     """`a` and `b` can be multiplied as torch.matmul would: one device, one dtype, the inner dimensions agree."""
-    # The way that is always taken, in as few calls as it can be: this stands before every product of a program.
+    # The usual case, in as few calls as possible: this runs before every product of a program.
     try:
         fits = a.dtype is b.dtype and a.device == b.device and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0]
     except (AttributeError, IndexError):
@@ -120,13 +120,13 @@ def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b")
 
 
 def is_autocast(tensor: Any) -> bool:
-    """Whether torch's autocast will make dtypes one where this tensor is."""
+    """Whether torch's autocast is enabled on this tensor's device."""
     where = tensor.device.type if isinstance(tensor, torch.Tensor) else ""
     return where in ("cuda", "cpu") and bool(torch.is_autocast_enabled(where))
 
 
 def cast_like_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
-    """Tensors as torch's autocast hands them to a product where `x` is: in its dtype, but for fp64; None stays."""
+    """Tensors as torch's autocast would cast them for a product, where it is enabled for `x`; fp64 and None stay."""
     if not is_autocast(x):
         return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -136,7 +136,7 @@ def cast_like_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def without_autocast(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """A block in which autocast does not change what is computed where this tensor is."""
+    """A block without autocast on this tensor's device."""
     return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else _HERE
 
 
@@ -154,10 +154,11 @@ def broadcast_batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = 
         ) from e
 
 
-def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> None:
+def check_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None:
     """`value` is one of some words."""
+    choices = tuple(choices)
     if value not in choices:
-        near = did_you_mean(value, tuple(choices)) if isinstance(value, str) else ""
+        near = did_you_mean(value, choices) if isinstance(value, str) else ""
         raise ArgumentError(f"op.{op}: {name}={value!r}{near}", fix=f"{name} is one of {', '.join(choices)}")
 
 
@@ -177,7 +178,7 @@ def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:
 
 def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
     """`c` can be added to a product of `a` that has the shape `to`."""
-    try:  # as in `product`: the way that is mostly taken
+    try:  # the usual case
         if c.dtype is a.dtype and c.device == a.device and (c.shape == to or c.shape == to[-1:]):
             return
     except AttributeError:
@@ -187,7 +188,7 @@ def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
 
 
 def check_factors(op: str, a: Any, **named: Any) -> list[Any]:
-    """Numbers to multiply by; of integers they are whole: torch would cut them off without a word."""
+    """Numbers to multiply by; for integer tensors they must be whole: torch would silently truncate them."""
     checked = []
     integers = not (a.dtype.is_floating_point or a.dtype.is_complex)
     for name, value in named.items():
@@ -208,12 +209,12 @@ def _has_no_fraction(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, but no bool."""
+    """Whether it is a real number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a whole number: numpy's too, but no bool."""
+    """Whether it is an integer (numpy's too) and not a bool."""
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 

@@ -29,7 +29,7 @@ def stochastic_round(
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"op.stochastic_round: x is a {type(x).__name__}, not a tensor", fix="torch.as_tensor(x)")
     if dtype not in _FORMATS:
-        raise ArgumentError(f"dtype={dtype} is not rounded to", fix=f"one of {', '.join(map(str, _FORMATS))}")
+        raise ArgumentError(f"dtype={dtype} is not supported", fix=f"one of {', '.join(map(str, _FORMATS))}")
     if x.dtype == dtype:
         return x.clone()
     if x.dtype not in (torch.float32, torch.float64):
@@ -105,11 +105,11 @@ class StochasticRounding:
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's: nothing else has a memory."""
+        """The inner optimizer's: this one has no state of its own."""
         state: dict[str, Any] = self.inner.state_dict()
         return state
 

@@ -40,7 +40,7 @@ def fft(
 def ifft(
     x: Any, dims: int | Sequence[int] = -1, *, norm: str | None = None, stream: Stream | None = None
 ) -> torch.Tensor:
-    """The inverse of `fft`, complex: take `.real` where the transformed was real."""
+    """The inverse of `fft`, complex: take `.real` where the original was real."""
     return _transform("ifft", torch.fft.ifftn, x, dims, norm, stream)
 
 
@@ -200,8 +200,8 @@ def spectral_wins(
 
     device = lookup(on) if isinstance(on, str) else on
     pads, holes = (v if isinstance(v, tuple) else (v, v) for v in (padding, dilation))
-    direct_s, direct_j = _direct(device, x, w, dtype, pads, holes, groups)
-    spectral_s, spectral_j = _spectral(device, x, w, dtype, pads, groups)
+    direct_s, direct_j = _predict_direct(device, x, w, dtype, pads, holes, groups)
+    spectral_s, spectral_j = _predict_spectral(device, x, w, dtype, pads, groups)
     wins = spectral_j < MARGIN * direct_j and spectral_s < MARGIN * direct_s
     reason = (
         f"modelled on {device.id}: conv2d {direct_j * 1e3:.3g} mJ in {direct_s * 1e6:.3g} us, "
@@ -211,7 +211,7 @@ def spectral_wins(
     return SpectralVerdict(wins, reason, direct_s, direct_j, spectral_s, spectral_j)
 
 
-def _direct(
+def _predict_direct(
     device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: Any, holes: Any, groups: int
 ) -> tuple[float, float]:
     from ..estimate.predict import predict
@@ -226,14 +226,14 @@ def _direct(
     return total.seconds, total.joules
 
 
-def _spectral(
+def _predict_spectral(
     device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
 ) -> tuple[float, float]:
     from ..estimate.kernel_time import chip
     from ..estimate.power import DeviceWork, PowerModel
     from ..estimate.predict import GAP_S, replay_s
 
-    kernels = _kernels(device, chip(device), x, w, dtype, pads, groups)
+    kernels = _kernel_times(device, chip(device), x, w, dtype, pads, groups)
     gaps_s = len(kernels) * GAP_S["graph"]
     work = DeviceWork(idle_s=gaps_s + replay_s(gaps_s + sum(kernel.seconds for kernel in kernels)))
     for kernel in kernels:
@@ -242,8 +242,8 @@ def _spectral(
     return estimate.seconds, estimate.energy_j
 
 
-def _kernels(
-    device: Device, of: Chip, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
+def _kernel_times(
+    device: Device, gpu: Chip, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
 ) -> list[KernelTime]:
     from ..estimate.gemm import gemm_time
 
@@ -255,7 +255,7 @@ def _kernels(
     maps = (batch * channels, w[0] * w[1], batch * w[0])  # planes of x, w and the result
 
     def move(family: str, elements: float, read: float, written: float) -> KernelTime:
-        return _stream_time(of, family, elements, read, written)
+        return _movement_time(gpu, family, elements, read, written)
 
     kernels = [  # pads of x and w, from their own dtype
         move("copy.constant_pad_nd", n * real, n * area * _BYTES[dtype], n * real * wide)
@@ -279,24 +279,24 @@ def _kernels(
     return kernels
 
 
-def _stream_time(of: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
+def _movement_time(gpu: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
     from ..estimate.cache import CACHE_SHARE
     from ..estimate.data_movement import DataMovement, movement_time
 
     total = read + written
-    crossing = total if total > CACHE_SHARE * of.cache_bytes else 0.0
+    crossing = total if total > CACHE_SHARE * gpu.cache_bytes else 0.0
     # Blocks of 256 threads that take four elements each, as torch's own kernels.
-    return movement_time(of, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
+    return movement_time(gpu, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
 
 
 def fast_size(n: int) -> int:
     """The least size of at least n with no prime factors but 2, 3, 5 and 7, for which cuFFT has kernels (its guide)."""
-    while not _smooth(n):  # plain loops, which torch.compile follows; among such sizes the next is never far
+    while not _is_smooth(n):  # plain loops, which torch.compile follows; among such sizes the next is never far
         n += 1
     return n
 
 
-def _smooth(n: int) -> bool:
+def _is_smooth(n: int) -> bool:
     for prime in (2, 3, 5, 7):
         while n % prime == 0:
             n //= prime
