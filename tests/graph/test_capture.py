@@ -306,6 +306,12 @@ def test_sizes_that_depend_on_values_name_the_operator():
         capture(lambda x: x[x > 0].sum(), torch.randn(8))
 
 
+def test_a_known_mask_that_is_broadcast_still_selects():
+    mask = torch.arange(40) % 3 == 0
+    graph = capture(lambda x, m: torch.masked_select(x, m.unsqueeze(1)), (torch.randn(40, 8), mask))
+    assert graph.ops[-1].outputs[0].shape == (14 * 8,)
+
+
 def test_setting_a_slice_to_a_number_is_a_fill():
     def fn(x):
         y = x.clone()

@@ -117,8 +117,11 @@ def _is_mask(index: Any) -> bool:
 @_handles("masked_select")
 def _masked_select(recorder: Recorder, _func: Any, args: Any, _kwargs: Any) -> Any:
     """The same as `x[mask]`, with both broadcast."""
+    value = recorder.known.value(recorder.on_meta(args[1]))
     with recorder:
         x, mask = torch.broadcast_tensors(*(recorder.on_meta(t) for t in args[:2]))
+    if value is not None:
+        recorder.known.note(mask, value.expand(mask.shape))
     return _index(recorder, _aten.index.Tensor, (x, [mask]), {})
 
 
