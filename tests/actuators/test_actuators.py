@@ -708,4 +708,4 @@ def test_doctor_after_kill_9(world, run_dir):
     restored = doctor("--restore")
     assert restored.returncode == 0 and "its limit is 700 W" in restored.stdout
     assert (seen(), journals(run_dir)) == ([(700, 0)] * 2, [])
-    assert "nothing was left to put back" in doctor("--restore").stdout
+    assert "nothing to put back" in doctor("--restore").stdout

@@ -8,7 +8,6 @@ both, as `amd-smi reset --clocks` does. Setting needs root.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
@@ -124,11 +123,11 @@ def _machine() -> tuple[Smi, list[AmdGpu]]:
         raise ActuatorError("AMD SMI does not start", why=error_text(exc), fix="check `lsmod | grep amdgpu`") from exc
 
 
-def list_boards(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def list_boards() -> dict[str, str]:
     """Name to UUID of the AMD GPUs this process may use, in HIP's order. Raises ActuatorError without AMD SMI."""
     _, machine = _machine()
     uuids = {}
-    for gpu in select_gpus(machine, os.environ if environ is None else environ):
+    for gpu in select_gpus(machine, os.environ):
         if not gpu.uuids:
             raise ActuatorError(f"{gpu.name} has no UUID", why="AMD SMI gives none", fix="see `amd-smi list`")
         uuids[gpu.name] = min(gpu.uuids)  # any of them, but always the same

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
@@ -121,12 +120,11 @@ def _start() -> Any:
     return nvml
 
 
-def list_boards(environ: Mapping[str, str] | None = None) -> list[VisibleBoard]:
+def list_boards() -> list[VisibleBoard]:
     """NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
     nvml = _start()
-    env = os.environ if environ is None else environ
     try:
-        return visible_boards(read_boards(nvml), env.get("CUDA_VISIBLE_DEVICES"))
+        return visible_boards(read_boards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))
     except nvml.NVMLError as exc:
         raise ActuatorError("NVML cannot list its GPUs", why=f"NVML reports: {exc}", fix="check nvidia-smi") from exc
     finally:

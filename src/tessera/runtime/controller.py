@@ -247,7 +247,7 @@ class Controller:
 
     def _mean_of_window_w(self) -> float | None:
         """The mean of a window except its last AHEAD; None where too little is known."""
-        if self._blur_s > AHEAD * self.cap.window_s:  # a reading tells of older work, which would be paid for twice
+        if self._blur_s > AHEAD * self.cap.window_s:  # a reading shows older work, which would be paid for twice
             self._past.clear()
             return None
         span_s = (1.0 - AHEAD) * self.cap.window_s

@@ -1,6 +1,6 @@
 """`Plan`: a schedule as data: what was chosen, what was tried, and why. It saves and loads.
 
-Plans are kept on disk by what they hold for: $XDG_CACHE_HOME/tessera/plans/<digest>.json, readable by their owner only.
+Plans are stored in $XDG_CACHE_HOME/tessera/plans/<digest of what they are valid for>.json, readable by the owner only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OpPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The schedule of one function for one machine and one kind of input.
 
-    `key` is what it holds for: device, driver, versions of libraries, the function and the shapes of its inputs.
+    `key` says when it is valid: device, driver, versions of libraries, the function and the shapes of its inputs.
     """
 
     function: str
@@ -151,7 +151,7 @@ def plan_folder() -> Path:
 def plan_key(
     fn: Any, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What a plan holds for: the machine, libraries, function, modules, shapes, and the options of the schedule."""
+    """What a plan is valid for: the machine, libraries, function, modules, shapes, and the options of the schedule."""
     import torch
 
     device = parts.device
