@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tessera import monitor, profile
+from tessera.analyze import run_energy
 from tessera.analyze.run_energy import whole_of
 from tessera.attribute.account import account_samples
 from tessera.joules import DomainSamples
