@@ -22,7 +22,7 @@ from ..errors import MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
     from .attention import flash_attention as flash_attention
-    from .bounded import Choice as Choice
+    from .bounded import PrecisionChoice as PrecisionChoice
     from .bounded import choices as choices
     from .collective import all_reduce as all_reduce
     from .conv import conv2d as conv2d
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "attention": "flash_attention",
-    "bounded": "Choice choices",
+    "bounded": "PrecisionChoice choices",
     "collective": "all_reduce",
     "conv": "conv2d",
     "matmul": "gemm linear matmul",

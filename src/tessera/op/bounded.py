@@ -51,7 +51,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PrecisionChoice:
     """What a product runs in, and why.
 
     `accumulate` is how it is summed, "fp32" or "fast". `bound` is the error predicted from the operands,
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(slots=True)
 class _KeptChoice:
-    choice: Choice
+    choice: PrecisionChoice
     amax: tuple[float, float]
     uses: int = 0
     watch: Any = None
@@ -80,7 +80,7 @@ class _KeptChoice:
 
 
 _choices: OrderedDict[Any, _KeptChoice] = OrderedDict()
-_recent: deque[Choice] = deque(maxlen=256)
+_recent: deque[PrecisionChoice] = deque(maxlen=256)
 _lock = threading.Lock()
 
 
@@ -97,7 +97,7 @@ def choose(
     costs: Mapping[str, float] | None = None,
     refuse: bool = True,
     tile: TileOf | None = None,
-) -> Choice:
+) -> PrecisionChoice:
     """The cheapest precision of `a @ b` within a relative Frobenius error; `lowprec.mm` runs it.
 
     `allowed` limits the candidates (full precision is always one). `first` is tried before the others, and then only
@@ -134,7 +134,7 @@ def choose(
     return choice
 
 
-def choices() -> tuple[Choice, ...]:
+def choices() -> tuple[PrecisionChoice, ...]:
     """The most recent choices, oldest first: one for each check, not for each use."""
     with _lock:
         return tuple(_recent)
@@ -152,13 +152,13 @@ def forget() -> None:
 
 def _decide(
     operands: error_bounds.Operands, tolerance: float, out: Any, candidates: Any, refuse: bool, tile: TileOf | None
-) -> Choice:
+) -> PrecisionChoice:
     a, b = operands.a, operands.b
     full, shape = FULL[a.dtype], _shape(a, b)
     if not operands.is_finite:
         why = "an operand has values that are not finite: no error can be bounded, full precision runs"
         sums = candidates[-1].accumulate
-        return Choice(shape=shape, tolerance=tolerance, precision=full, accumulate=sums, checked=True, why=why)
+        return PrecisionChoice(shape=shape, tolerance=tolerance, precision=full, accumulate=sums, checked=True, why=why)
     tried: list[Candidate] = []
     for precision, sums, energy_j in candidates:
         bound = error_bounds.predict_error(operands, precision, out, sums)
@@ -190,7 +190,7 @@ def _decide(
         if refuse:
             raise refusal
         why = f"full precision runs: {refusal.what}"
-    return Choice(
+    return PrecisionChoice(
         shape=shape,
         precision=last.precision,
         accumulate=last.accumulate,
@@ -259,11 +259,11 @@ def _check(a: Any, b: Any, tolerance: float, accumulate: str | None) -> tuple[to
     return a, b
 
 
-def _choose_unchecked(a: Any, b: Any, tolerance: float, accumulate: str | None) -> Choice:
+def _choose_unchecked(a: Any, b: Any, tolerance: float, accumulate: str | None) -> PrecisionChoice:
     reason = "a graph is being captured, compiled or mapped"
     if a.is_meta or isinstance(a, torch._subclasses.FakeTensor):
         reason = "meta tensors have no values"
-    return Choice(
+    return PrecisionChoice(
         shape=_shape(a, b),
         precision=FULL[a.dtype],
         accumulate=accumulate or "fp32",
