@@ -14,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra, SensorError
+from ..hardware import host_cpu
+from ..monitor import Monitor, energy_scope
+from ..sensors._visible import visible_boards
+from ..sensors.nvml import NvmlSensor, read_boards
 from .calibration import Watts
-
-if TYPE_CHECKING:
-    from ..monitor import Monitor
 
 # A board at rest reads 0%; a desktop's compositor a few.
 BUSY_PCT = 10
@@ -123,9 +124,6 @@ class CudaBench:
         """A monitor of this board alone, without other GPUs or the CPU."""
         if self._board is None:
             return None
-        from ..monitor import Monitor
-        from ..sensors.nvml import NvmlSensor
-
         sensor = NvmlSensor(environ={"CUDA_VISIBLE_DEVICES": self._board.uuid or str(self._board.number)})
         try:
             sensor.start()
@@ -139,8 +137,6 @@ class CudaBench:
         return f"cuda:{self._index}"
 
     def machine(self) -> Machine:
-        from ..hardware import host_cpu
-
         name = self._board.name if self._board is not None else self._torch.cuda.get_device_name(self._index)
         driver = self._board.driver if self._board is not None else None
         # A TorchVersion is a str that msgspec does not accept as one.
@@ -168,8 +164,6 @@ class CudaBench:
         elif self._torch.cuda.is_initialized():
             return Watts(value=None, how="this process already held a CUDA context when the calibration began")
         time.sleep(_REST_S)
-        from ..monitor import energy_scope
-
         with energy_scope("calibrate.idle", monitor=self._monitor) as scope:
             time.sleep(seconds)
         energy = scope.energy
@@ -215,8 +209,6 @@ class CudaBench:
     def _steady(self, call: Callable[[], Any], seconds: float, *, paced: bool) -> Sample:
         each_s = _time_quickly(self._torch, call)
         self._repeat(call, each_s, seconds * _SETTLE, paced)
-        from ..monitor import energy_scope
-
         monitored = energy_scope("calibrate", monitor=self._monitor) if self._monitor else contextlib.nullcontext()
         with monitored as scope:
             measured_s, states = self._repeat(call, each_s, seconds * (1 - _SETTLE), paced)
@@ -282,9 +274,6 @@ class NvmlBoard:
     @classmethod
     def open(cls, index: int) -> NvmlBoard | None:
         """The board that is CUDA's device `index` for this process; None where NVML does not answer."""
-        from ..sensors._visible import visible_boards
-        from ..sensors.nvml import read_boards
-
         try:
             import pynvml as nvml
         except ImportError:

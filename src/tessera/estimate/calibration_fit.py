@@ -30,7 +30,8 @@ from .iteration import Iteration
 from .kernel_time import chip
 from .ops import OpModel
 from .power import PowerModel
-from .predict import Estimate, Launch, estimate
+from .predict import Launch, estimate
+from .prediction_report import Estimate
 
 if TYPE_CHECKING:
     from .calibration_kernels import CalibrationPoint

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..device import Device, Figure, Unit
 from ..errors import ArgumentError, PredictionError
+from ..hardware import lookup
 from ..integral import Floats, Ints
 
 ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0} | {
@@ -289,8 +290,6 @@ def correction_chip(of: Chip) -> Chip | None:
     An H100 SXM is the H200's GPU with less bandwidth: its kernels differ from the formula as they do there. On other
     chips the corrections would be noise: None.
     """
-    from ..hardware import lookup
-
     if of.calibrated:
         return of
     if not of.same_units:

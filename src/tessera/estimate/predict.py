@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
-from ..graph.ir import WHAT_IFS, Graph, Op
+from ..graph.ir import WHAT_IFS, Graph
 from ..hardware import lookup
 from ..integral import Floats
 from ..schema import EnergyReport
@@ -19,12 +19,11 @@ from .cache import CACHE_SHARE, count_traffic
 from .calibration import Calibration, find
 from .data_movement import count_launches
 from .host import HostModel, host_times, is_cpu, widen_for_cpu
-from .iteration import Iteration, SolvedIteration
-from .kernel_time import KernelTime
+from .iteration import Iteration
 from .memory import MemoryEstimator, MemoryReport
 from .ops import QUANTISED, OpModel, recast
 from .power import PowerModel
-from .prediction_report import build_report
+from .prediction_report import Estimate, build_report
 
 if TYPE_CHECKING:
     import torch
@@ -84,12 +83,7 @@ def predict(
         graph = capture(
             model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=replay, name=name
         )
-    measured = find(device.id) if calibration == "auto" else calibration
-    if measured is not None and measured.device != device.id:
-        raise ArgumentError(
-            f"the calibration is for {measured.device}, the prediction for {device.id}",
-            fix="calibration='auto' takes the calibration of the chip, where there is one",
-        )
+    measured = _find_calibration(calibration, device)
     solved = estimate(graph, device, model_of, launch=launch, burst=burst, host=host, calibration=measured)
     if check_memory:
         _check_memory(graph, device, solved.memory)
@@ -131,6 +125,16 @@ def _find_device(on: Any) -> Device:
     )
 
 
+def _find_calibration(calibration: Calibration | Literal["auto"] | None, device: Device) -> Calibration | None:
+    measured = find(device.id) if calibration == "auto" else calibration
+    if measured is not None and measured.device != device.id:
+        raise ArgumentError(
+            f"the calibration is for {measured.device}, the prediction for {device.id}",
+            fix="calibration='auto' takes the calibration of the chip, where there is one",
+        )
+    return measured
+
+
 def _precision_name(precision: Any) -> str:
     """Our name of a number format: a string, a `Precision`, or a torch dtype."""
     text = str(getattr(precision, "value", precision)).removeprefix("torch.")
@@ -155,18 +159,6 @@ def import_capture() -> Callable[..., Graph]:
     except ImportError as e:
         raise MissingExtra("torch", "torch", "predicting a model") from e
     return capture
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A solved iteration: its operators, their kernels, and the time, energy and memory they take."""
-
-    ops: tuple[Op, ...]
-    kernels: tuple[KernelTime, ...]
-    solved: SolvedIteration
-    power: PowerModel
-    memory: MemoryReport
-    host: HostModel | None
 
 
 def estimate(

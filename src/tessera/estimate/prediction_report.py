@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..device import Device
-from ..graph.ir import Graph
+from ..graph.ir import Graph, Op
 from ..integral import Floats
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
-from .host import CPU_NOTE, NO_GRAPHS_NOTE, is_cpu
+from .host import CPU_NOTE, NO_GRAPHS_NOTE, HostModel, is_cpu
 from .iteration import SolvedIteration, find_peak
-from .kernel_time import chip
+from .kernel_time import KernelTime, chip
+from .memory import MemoryReport
 from .ops import is_unmodelled
-
-if TYPE_CHECKING:
-    from .predict import Estimate
+from .power import PowerModel
 
 # The share of a kernel's error that all kernels of its kind have in common: with it the intervals hold 90% of the whole
 # models that were left out of the fits (benchmarks/fit/fit_ops.py).
@@ -27,6 +26,18 @@ SHARED = 0.8
 PER_SECOND = 0.6
 # The share of a device's error that remains where it waits for the host: a longer kernel then shortens the wait.
 _BEHIND_HOST = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A solved iteration: its operators, their kernels, and the time, energy and memory they take."""
+
+    ops: tuple[Op, ...]
+    kernels: tuple[KernelTime, ...]
+    solved: SolvedIteration
+    power: PowerModel
+    memory: MemoryReport
+    host: HostModel | None
 
 
 def build_report(
@@ -43,11 +54,9 @@ def build_report(
     solved, busy = estimate.solved, _utilization(estimate, device)
     descriptors = tuple(_descriptors(estimate, busy))
     joules = math.fsum(d.total_energy_j for d in descriptors)
-    seconds = solved.seconds
-    latency_error = _latency_error(estimate, device)
-    error_j = joules * math.hypot(
-        estimate.power.relative_error, PER_SECOND * latency_error / seconds if seconds else 0.0
-    )
+    seconds, latency_error = solved.seconds, _latency_error(estimate, device)
+    time_error = PER_SECOND * latency_error / seconds if seconds else 0.0
+    error_j = joules * math.hypot(estimate.power.relative_error, time_error)
     energy = Energy(
         joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
