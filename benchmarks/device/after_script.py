@@ -107,7 +107,7 @@ def answered(path: Path) -> tuple[dict[str, dict[str, float]], int]:
         with clock.part("answer"):
             found = answer(recording)
         with clock.part("json"):
-            msgspec.json.encode(table.to_json() | {"run": found.whole.to_json()})
+            msgspec.json.encode(table.to_json() | {"run": found.whole.to_dict()})
         return clock.parts, run.rows
 
 

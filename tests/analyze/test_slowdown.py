@@ -165,7 +165,7 @@ def test_the_joules_of_a_step_are_those_of_an_untraced_one(slowed: RunFile) -> N
 def test_what_waits_for_the_tracer_is_no_advice(slowed: RunFile) -> None:
     said = said_of(slowed)
     assert said.idle_share is not None and said.idle_share > 0.08  # the table has it all the same
-    assert not {"idle", "launch"} & {f.kind for f in said.findings}
+    assert not {"idle", "launch"} & {f.kind for f in said.advice}
     rows = analyze.advise(slowed).rows
     assert not {"idle", "launch"} & {row["kind"] for row in rows}
     for kind in ("breakdown", "critical_path", "advise"):
@@ -177,7 +177,7 @@ def test_the_page_says_it(slowed: RunFile) -> None:
     assert "Tracing made steps 1.44x as long (65 ms, 45 ms untraced)" in html
     assert "per step (of 26 untraced; 24.1 J traced)" in html
     assert "of it are caused by tracing; which gaps is unknown" in html
-    assert "1.44x ± 0.00: 19 traced steps against 26 untraced" in html
+    assert "1.44x ± 0.00: 19 traced steps compared with 26 untraced" in html
 
 
 def test_json_has_it(slowed: RunFile) -> None:
@@ -195,7 +195,7 @@ def test_without_untraced_steps_the_events_bound_it(tmp_path: Path) -> None:
     assert found.reason is not None and "too few" in found.reason
     assert "tracing made steps up to 1.34x as long (65 ms): up to" in out and "--steps 10:20" in out
     assert said.per_work[0].traced_j is None  # nobody knows what an untraced one costs
-    assert not {"idle", "launch"} & {f.kind for f in said.findings}
+    assert not {"idle", "launch"} & {f.kind for f in said.advice}
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="recordings of an H200 are not here")
@@ -227,7 +227,7 @@ def test_tracing_that_is_free_goes_unsaid(tmp_path: Path) -> None:
         found, out, said = tracing_of(run), screen(run), said_of(run)
     assert found.slowdown == pytest.approx(1.0) and found.idle_s == 0.0 and not found.matters
     assert found.text is None and "tracing made" not in out and "untraced" not in out
-    (idle,) = (f for f in said.findings if f.kind == "idle")
+    (idle,) = (f for f in said.advice if f.kind == "idle")
     assert BESIDE not in idle.evidence
     assert idle.saves_s == pytest.approx(19 * 0.025, rel=0.01)  # what comes before the first kernel is apart
 
@@ -236,7 +236,7 @@ def test_a_host_that_is_slow_by_itself_is_still_told(tmp_path: Path) -> None:
     program = Program(busy_ms=20.0).train(10, 45.0).trace(20, 65.0).train(8, 90.0).train(20, 45.0)
     with program.write(tmp_path / "both.tessera", tracing_s=1.1) as run:
         said = said_of(run)
-    (idle,) = (f for f in said.findings if f.kind == "idle")
+    (idle,) = (f for f in said.advice if f.kind == "idle")
     assert BESIDE in idle.evidence
     assert idle.saves_s == pytest.approx(19 * 0.025, rel=0.05)  # of 45 ms, and not of 65
     assert said.idle_j is not None and idle.saves_j < 0.6 * said.idle_j
@@ -288,8 +288,8 @@ def test_preparing_is_not_waiting(tmp_path: Path) -> None:
         said = said_of(run)
     (gap,) = (g for g in said.gaps if g.during == PREPARING)
     assert gap.time_s == pytest.approx(3.0, rel=0.01)
-    assert "idle" not in {f.kind for f in said.findings}
-    (outside,) = (f for f in said.findings if f.kind == "outside")
+    assert "idle" not in {f.kind for f in said.advice}
+    (outside,) = (f for f in said.advice if f.kind == "outside")
     assert "before the first whole step" in outside.evidence
 
 

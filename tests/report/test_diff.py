@@ -22,7 +22,7 @@ from tessera import analyze
 from tessera.analyze.compare import side_of
 from tessera.analyze.diff import Difference
 from tessera.analyze.diff_rows import RowChange, plain_operator
-from tessera.analyze.sides import Side
+from tessera.analyze.sides import DiffSide
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.diff import command
 from tessera.errors import ArgumentError, RecordingError
@@ -160,7 +160,7 @@ def test_steps_of_different_size_are_told_apart() -> None:
                                                           measured(20.0, step=20, sample=160)).notes)  # fmt: skip
 
 
-def ran(command: str, factors: list[float], *, calls: int = 10) -> Side:
+def ran(command: str, factors: list[float], *, calls: int = 10) -> DiffSide:
     """A run of a command whose operators take so many times 10 ms, in steps that do not scatter."""
     given = table({f"op{i}": f for i, f in enumerate(factors)}, steps=[sum(factors)] * 4)
     rows = [dataclasses.replace(r, time_s=0.01 * r.energy_j, calls=calls) for r in given.ops]
@@ -386,7 +386,7 @@ def test_what_our_commands_print_is_read(files: tuple[Path, Path], tmp_path: Pat
 
     with RunFile(files[0]) as run:
         spent = run.recording().energy()
-        told = {"run": "a", "crashed": False, **spent.to_json(), "answer": answer(with_table(run, spent)).to_json()}
+        told = {"run": "a", "crashed": False, **spent.to_json(), "answer": answer(with_table(run, spent)).to_dict()}
     found = analyze.diff(saved(tmp_path / "report.json", told), files[0])
     assert found.total.change_j == pytest.approx(0.0, abs=1e-6) and "python train.py" in found.before
     assert not any(r.significant for r in found.rows) and len(found.rows) > 5

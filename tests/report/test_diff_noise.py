@@ -305,7 +305,7 @@ def test_whole_runs_are_whole(part: Path) -> None:
     found = analyze.diff(measured(100.0), part)
     assert found.per == "run" and found.span == "run" and found.whole.after_j == found.total.after_j
     assert found.total.after_j == pytest.approx(told["run"]["energy_j"])
-    assert found.total.after_s == pytest.approx(told["run"]["seconds"]) and "whole runs" in text(found)
+    assert found.total.after_s == pytest.approx(told["run"]["time_s"]) and "whole runs" in text(found)
     assert analyze.diff(part, part).to_dict()["whole"]["before_j"] == pytest.approx(told["run"]["energy_j"])
     assert analyze.diff(measured(100.0), stored).total.after_j == pytest.approx(told["run"]["energy_j"])
     rows = analyze.diff(dataclasses.replace(side_of(part), steps=(), work={}), part).rows

@@ -692,10 +692,10 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
         said = answer(with_table(run, spent))
     assert spent.total_j == pytest.approx(55, rel=0.02)
     assert said.whole.energy_j == pytest.approx(600, rel=0.02)
-    assert (said.whole.seconds, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
+    assert (said.whole.time_s, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
     first, second, third = out.splitlines()[1:4]
     (after,) = said.outside
-    assert (after.where, after.steps) == ("after", 15) and after.seconds == pytest.approx(1.45)
+    assert (after.where, after.steps) == ("after", 15) and after.time_s == pytest.approx(1.45)
     assert said.energy_j + after.energy_j == pytest.approx(said.whole.energy_j)
     assert re.match(r"not in these tables: 5\d\d J in 1\.45 s after tracing ended \(15 steps\)", third)
     assert re.match(r"60\d[.\d]* ± [\d.]+ J   30\d[.\d]* ± [\d.]+ W   2 s   20 steps   peak 500 W", first)
@@ -714,8 +714,8 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     done = invoke(str(tmp_path / "p.tessera"), "--json")
     data = json.loads(done.stdout)
     assert data["run"] == {
-        "energy_j": pytest.approx(said.whole.energy_j), "energy_error_j": pytest.approx(said.whole.error_j),
-        "seconds": 2.0, "steps": 20,
+        "energy_j": pytest.approx(said.whole.energy_j), "error_j": pytest.approx(said.whole.error_j),
+        "time_s": 2.0, "steps": 20,
     }  # fmt: skip
     assert data["total_j"] == pytest.approx(spent.total_j)
 
@@ -726,7 +726,7 @@ def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
     with RunFile(tmp_path / "w.tessera") as run:
         out, _, spent = both(run)
         said = answer(with_table(run, spent))
-    assert said.seconds == pytest.approx(0.4)
+    assert said.time_s == pytest.approx(0.4)
     assert sum(g.time_s for g in said.gaps) == pytest.approx(0.4 - spent.busy_s)
     assert "traced 400 ms, 4 of 20 steps" in out
     assert [(o.where, o.steps) for o in said.outside] == [("between", 1), ("after", 15)]
@@ -861,9 +861,9 @@ def test_json_has_the_table_and_the_answer(made: Made, tmp_path: Path) -> None:
     assert data["total_j"] == pytest.approx(sum(k["energy_j"] for k in data["kernels"]) + data["idle_j"], rel=1e-6)
     assert {"kernel_name", "energy_j", "energy_error_j", "calls", "power_w"} <= set(data["kernels"][0])
     said = data["answer"]
-    assert {"energy_j", "error_j", "power_w", "per_work", "findings", "advice", "gaps", "parts"} <= set(said)
+    assert {"energy_j", "error_j", "power_w", "per_work", "advice", "gaps", "parts"} <= set(said)
     assert {p["unit"] for p in said["per_work"]} == {"step", "token"}
-    assert said["findings"][0]["evidence"] in said["advice"]
+    assert said["advice"][0]["evidence"]
 
 
 def test_a_run_that_was_cut_opens(made: Made, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ class StepSpread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CategoryShare:
     """What one sort of work spent of the whole run: matrix products, attention, copies, idle."""
 
     name: str
@@ -86,7 +87,7 @@ class Answer:
     `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure is of that
     part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it. The
     part and what is `outside` sum to the whole, what the counter alone saw in a hole of the samples among them.
-    `ops` and `kernels` are all rows, dearest first. Where nothing was attributed (a sampled or summarised run)
+    `ops` and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run)
     `shared_by` says how the joules were shared out instead, and those rows have no error; `rest_j` are no row's. `cut`
     says why the file ends early, where it does. `tracing` is what tracing did to the program.
     """
@@ -99,7 +100,7 @@ class Answer:
     coverage: float
     energy_j: float
     error_j: float
-    seconds: float
+    time_s: float
     power_w: float | None
     power_error_w: float | None
     peak_w: float | None
@@ -116,7 +117,7 @@ class Answer:
     limited: bool = False
     outside: Sequence[Outside] = ()
     rest_j: float = 0.0
-    parts: Sequence[Part] = ()
+    parts: Sequence[CategoryShare] = ()
     per_work: Sequence[PerWork] = ()
     ops: Sequence[EnergyRow] = ()
     kernels: Sequence[EnergyRow] = ()
@@ -124,56 +125,48 @@ class Answer:
     modules: Sequence[EnergyRow] = ()
     steps: StepSpread | None = None
     shared_by: str | None = None
-    findings: Sequence[Advice] = ()
+    advice: Sequence[Advice] = ()
     gaps: Sequence[HostGap] = ()
     tracing: Slowdown | None = None
     cut: str | None = None
     returncode: int | None = None
     notes: Sequence[str] = ()
 
-    @property
-    def advice(self) -> str | None:
-        """The one thing to do."""
-        return self.findings[0].text if self.findings else None
-
     def rows(self, by: str) -> Sequence[EnergyRow]:
-        """The rows of one view, dearest first."""
-        found: Sequence[EnergyRow] = getattr(self, by)
-        return found
+        """The rows of one view, most joules first."""
+        rows: Sequence[EnergyRow] = getattr(self, by)
+        return rows
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data, without the rows that the table has already."""
-        rows = ("ops", "kernels", "regions", "modules")
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
-        spent = {"ops": self.ops, "kernels": self.kernels} if self.shared_by else {}
-        kept["notes"] = [str(note) for note in self.notes]
-        return {**kept, "advice": self.advice, **spent}
+        rows = ("ops", "kernels", "regions", "modules") if self.shared_by is None else ("regions", "modules")
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
+        return {**data, "notes": [str(note) for note in self.notes]}
 
 
-_BUSY_AND_IDLE = ("busy_s", "busy_j", "busy_error_j", "idle_s", "idle_j", "idle_error_j", "idle_share")
-
-
-def _busy_and_idle(table: EnergyTable, boards: int, known: bool) -> dict[str, Any]:
-    """What ran and what stood still; all None where nothing was attributed."""
-    if not known:
-        return dict.fromkeys(_BUSY_AND_IDLE)
+def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict[str, Any]:
+    """Busy and idle time and joules; all None where nothing was attributed."""
     error_j, idle_error_j = table.total_error_j, table.idle_error_j
-    figures = (
-        table.busy_s, table.total_j - table.idle_j, math.hypot(error_j, idle_error_j) if idle_error_j > 0 else error_j,
-        max(table.seconds * max(boards, 1) - table.busy_s, 0.0), table.idle_j, idle_error_j,
-        table.idle_j / table.total_j if table.total_j > 0 else None,
-    )  # fmt: skip
-    return dict(zip(_BUSY_AND_IDLE, figures, strict=True))
+    figures = {
+        "busy_s": table.busy_s,
+        "busy_j": table.total_j - table.idle_j,
+        "busy_error_j": math.hypot(error_j, idle_error_j) if idle_error_j > 0 else error_j,
+        "idle_s": max(table.seconds * max(boards, 1) - table.busy_s, 0.0),
+        "idle_j": table.idle_j,
+        "idle_error_j": idle_error_j,
+        "idle_share": table.idle_j / table.total_j if table.total_j > 0 else None,
+    }
+    return figures if is_attributed else dict.fromkeys(figures)
 
 
 def answer(recording: Recording) -> Answer:
     """Everything the screen and the page say."""
     table, lines, power, facts = recording.energy(), recording.timeline, recording.power, recording.facts
     telemetry = group_telemetry(recording.telemetry)
-    known = bool(table.kernels or table.ops)
+    is_attributed = bool(table.kernels or table.ops)
     windows = recording.accounted_windows
     gaps = find_host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
-    shared = None if known else _shared(recording, table)
+    shared = None if is_attributed else _share_by_time(recording, table)
     spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
     seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
@@ -181,21 +174,21 @@ def answer(recording: Recording) -> Answer:
     partial = is_partial(recording, table)
     tracing = slowdown_of(recording, table)
     whole = whole_of(recording, table, partial, shared)
-    noted = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
+    notes = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
     return Answer(
         name=name_of(recording),
         device=_device(recording),
-        mode=str(facts.mode or ("timeline" if known or len(lines.rows("op")) else "sampling")),
+        mode=str(facts.mode or ("timeline" if is_attributed or len(lines.rows("op")) else "sampling")),
         basis=table.basis,
         source=table.source,
         coverage=table.coverage,
         energy_j=table.total_j,
         error_j=error_j,
-        seconds=table.seconds,
+        time_s=table.seconds,
         power_w=table.total_j / seen_s if seen_s > 0 else None,
         power_error_w=error_j / seen_s if seen_s > 0 else None,
         peak_w=_peak_w(power, table, whole),
-        **_busy_and_idle(table, len(lines.devices), known),
+        **_busy_and_idle(table, len(lines.devices), is_attributed),
         whole=whole,
         partial=partial,
         traced_steps=len(table.steps) if whole.steps is not None and not shared else None,
@@ -204,13 +197,13 @@ def answer(recording: Recording) -> Answer:
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
         per_work=_per_work(facts.work, table, whole, shared, tracing),
-        ops=_dearest(spent.ops),
-        kernels=_dearest(spent.kernels),
-        regions=_dearest([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
-        modules=_dearest(table.modules),
+        ops=_most_first(spent.ops),
+        kernels=_most_first(spent.kernels),
+        regions=_most_first([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
+        modules=_most_first(table.modules),
         steps=_spread(table.steps),
         shared_by=shared.by if shared else None,
-        findings=find_advice(
+        advice=find_advice(
             RunEvidence(
                 table=spent,
                 telemetry=telemetry,
@@ -222,9 +215,9 @@ def answer(recording: Recording) -> Answer:
         ),
         gaps=gaps,
         tracing=tracing,
-        cut=_cut(facts),
+        cut=_explain_cut(facts),
         returncode=facts.returncode,
-        notes=noted,
+        notes=notes,
     )
 
 
@@ -253,12 +246,11 @@ def _device(recording: Recording) -> str:
     domains = recording.power.domains if recording.power is not None else ()
     labels = [d.label for d in domains if d.counted and d.label]
     properties = recording.timeline.meta.get("deviceProperties", ())
-    found = labels or [str(d.get("name", "")) for d in properties if isinstance(d, dict)]
-    counts = {label: found.count(label) for label in dict.fromkeys(found) if label}
-    return ", ".join(label if n == 1 else f"{n} x {label}" for label, n in counts.items())
+    names = labels or [str(d.get("name", "")) for d in properties if isinstance(d, dict)]
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in Counter(names).items() if name)
 
 
-def _cut(facts: Facts) -> str | None:
+def _explain_cut(facts: Facts) -> str | None:
     return next(iter(facts.notes), "the file was never closed") if facts.crashed else None
 
 
@@ -270,11 +262,11 @@ def _notes(recording: Recording, table: EnergyTable) -> list[str]:
     return order_notes(notes)
 
 
-def _dearest(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
+def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
     return sorted(rows, key=lambda r: r.energy_j, reverse=True)
 
 
-def _parts(table: EnergyTable) -> list[Part]:
+def _parts(table: EnergyTable) -> list[CategoryShare]:
     """By what kernels do, in a fixed order so that runs can be compared; idle last."""
     spent: dict[str, float] = {}
     for r in table.kernels or [r for r in table.ops if not math.isnan(r.energy_error_j)]:
@@ -284,29 +276,36 @@ def _parts(table: EnergyTable) -> list[Part]:
         spent["idle"] = table.idle_j
     whole = table.total_j if table.total_j > 0 else 1.0
     order = [name for name in (*CATEGORIES, "idle") if spent.get(name, 0.0) > 0]
-    return [Part(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
+    return [CategoryShare(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
 
 
 def _per_work(
     work: Any, table: EnergyTable, all_of_it: Whole, shared: TimeShares | None, tracing: Slowdown | None
 ) -> list[PerWork]:
     """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
-    if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in _amounts(work):
+    if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in work_amounts(work):
         of_steps = PerWork(
-            unit="step", amount=float(shared.whole_steps), energy_j=shared.steps_j / shared.whole_steps,
-            error_j=math.nan, rate_per_s=shared.whole_steps / shared.steps_s,
-        )  # fmt: skip
+            unit="step",
+            amount=float(shared.whole_steps),
+            energy_j=shared.steps_j / shared.whole_steps,
+            error_j=math.nan,
+            rate_per_s=shared.whole_steps / shared.steps_s,
+        )
         return [of_steps, *_per_work(work, table, all_of_it, None, tracing)]
-    amounts = {unit.removesuffix("s"): n for unit, n in _amounts(work).items()}
-    known = any(not math.isnan(s.energy_j) for s in table.steps)
-    counted = known and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
+    amounts = {unit.removesuffix("s"): n for unit, n in work_amounts(work).items()}
+    is_measured = any(not math.isnan(s.energy_j) for s in table.steps)
+    counted = is_measured and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
     whole = [
         PerWork(
-            unit=unit, amount=n, energy_j=all_of_it.energy_j / n, error_j=all_of_it.error_j / n,
-            rate_per_s=n / all_of_it.seconds if all_of_it.seconds > 0 else 0.0,
+            unit=unit,
+            amount=n,
+            energy_j=all_of_it.energy_j / n,
+            error_j=all_of_it.error_j / n,
+            rate_per_s=n / all_of_it.time_s if all_of_it.time_s > 0 else 0.0,
         )
-        for unit, n in amounts.items() if not (counted and unit == "step")
-    ]  # fmt: skip
+        for unit, n in amounts.items()
+        if not (counted and unit == "step")
+    ]
     return [_as_untraced(_per_step(table), tracing), *whole] if counted else whole
 
 
@@ -314,11 +313,16 @@ def _per_step(table: EnergyTable) -> PerWork:
     """The mean of the steps that count, as `analyze.diff` states it too."""
     which = select_steps(table.steps)
     level = table.total_error_j / table.total_j if table.total_j > 0 else 0.0
-    found = mean_step([table.steps[i] for i in which.places], level)
+    mean = mean_step([table.steps[i] for i in which.places], level)
     return PerWork(
-        unit="step", amount=float(len(which.places)), energy_j=found.energy_j, error_j=found.error_j,
-        rate_per_s=1.0 / found.seconds if found.seconds > 0 else 0.0, without=which.names, left_out=which.left_out,
-    )  # fmt: skip
+        unit="step",
+        amount=float(len(which.places)),
+        energy_j=mean.energy_j,
+        error_j=mean.error_j,
+        rate_per_s=1.0 / mean.seconds if mean.seconds > 0 else 0.0,
+        without=which.names,
+        left_out=which.left_out,
+    )
 
 
 def _as_untraced(per: PerWork, tracing: Slowdown | None) -> PerWork:
@@ -326,10 +330,14 @@ def _as_untraced(per: PerWork, tracing: Slowdown | None) -> PerWork:
     if tracing is None or not tracing.matters or tracing.untraced_step_j is None:
         return per
     return PerWork(
-        unit=per.unit, amount=float(tracing.untraced_steps), energy_j=tracing.untraced_step_j,
-        error_j=tracing.untraced_step_error_j or 0.0, rate_per_s=tracing.untraced_steps_per_s or 0.0,
-        traced_j=per.energy_j, left_out=f"without the run's first {FIRST} and those the tracer disturbed",
-    )  # fmt: skip
+        unit=per.unit,
+        amount=float(tracing.untraced_steps),
+        energy_j=tracing.untraced_step_j,
+        error_j=tracing.untraced_step_error_j or 0.0,
+        rate_per_s=tracing.untraced_steps_per_s or 0.0,
+        traced_j=per.energy_j,
+        left_out=f"without the run's first {FIRST} and those the tracer disturbed",
+    )
 
 
 def mean_w(row: EnergyRow) -> float | None:
@@ -340,7 +348,7 @@ def mean_w(row: EnergyRow) -> float | None:
     return row.energy_j / row.wall_s if row.wall_s and row.kind == "step" else row.power_w
 
 
-def _amounts(work: Any) -> dict[str, float]:
+def work_amounts(work: Any) -> dict[str, float]:
     """Work as {"token": 8192.0}, or as the rows {"unit": ..., "amount": ...}."""
     if isinstance(work, Mapping):
         pairs = list(work.items())
@@ -358,24 +366,31 @@ def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
     spent = np.array([s.energy_j for s in steps])
     low, high = int(np.argmin(spent)), int(np.argmax(spent))
     return StepSpread(
-        count=len(steps), first_j=steps[0].energy_j, median_j=float(np.median(spent)), least_j=float(spent[low]),
-        least=steps[low].name, most_j=float(spent[high]), most=steps[high].name,
-    )  # fmt: skip
+        count=len(steps),
+        first_j=steps[0].energy_j,
+        median_j=float(np.median(spent)),
+        least_j=float(spent[low]),
+        least=steps[low].name,
+        most_j=float(spent[high]),
+        most=steps[high].name,
+    )
 
 
-def _shared(recording: Recording, table: EnergyTable) -> TimeShares | None:
-    """Joules shared out by time, where no kernel was seen: the best there is, and said to be no more."""
+def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | None:
+    """Joules shared out by time, where no kernel was seen."""
     spent_j, power = table.total_j, recording.power
     if not spent_j > 0 or power is None:
         return None
     windows = recording.facts.windows or [recording.span_ns]
     start_ns, end_ns = windows[0][0], windows[-1][1]
     traced = power.energy(start_ns=start_ns, end_ns=end_ns)
-    known = traced.coverage > 0 and traced.joules > 0
+    is_seen = traced.coverage > 0 and traced.joules > 0
     spent = RunTotals(
-        total_j=spent_j, seconds=table.seconds, traced_j=traced.joules / traced.coverage if known else 0.0,
-        traced_s=traced.seconds if known else 0.0,
-    )  # fmt: skip
+        total_j=spent_j,
+        seconds=table.seconds,
+        traced_j=traced.joules / traced.coverage if is_seen else 0.0,
+        traced_s=traced.seconds if is_seen else 0.0,
+    )
     return from_summary(recording.facts.summary, spent) or from_stacks(stacks_of(recording, spent_j), spent_j)
 
 

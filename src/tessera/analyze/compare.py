@@ -1,9 +1,9 @@
-"""What can be compared, as one thing: a run, a trace, a table, a report or its JSON becomes a `Side`.
+"""What can be compared, as one thing: a run, a trace, a table, a report or its JSON becomes a `DiffSide`.
 
 ::
 
     .tessera, Kineto, session ──► EnergyTable ──┐
-    tessera report --json ──────► EnergyTable ──┼──► Side: joules, seconds, work, rows by view ──► change.diff
+    tessera report --json ──────► EnergyTable ──┼──► DiffSide: joules, seconds, work, rows by view ──► change.diff
     predict(), measure() ───────► EnergyReport ─┘
 """
 
@@ -31,8 +31,8 @@ from ..record import KINDS
 from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
 from ..timeline.columns import NONE, Timeline
-from .mean_step import find_step_rows, wall_s
-from .sides import Cell, Side, errors_of, model_of, watts_error, whole_errors
+from .mean_step import StepRows, find_step_rows, wall_s
+from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole_errors
 
 _NAN = float("nan")
 _HEAD = 4096
@@ -59,14 +59,14 @@ def compare(before: EnergyReport, after: EnergyReport) -> EnergyDiff:
     return diff(before, after)
 
 
-def side_of(given: Any, power: Any = None, name: str = "table") -> Side:
-    """Whatever was given, as a `Side`; `power` is the log beside a trace that has none, `name` that of the nameless."""
-    if isinstance(given, Side):
+def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
+    """Whatever was given, as a `DiffSide`; `power` is the log beside a trace that has none."""
+    if isinstance(given, DiffSide):
         return given
     if isinstance(given, EnergyReport):
         return _of_report(given)
     if isinstance(given, EnergyTable):
-        return _of_table(given, name, {})
+        return _of_table(given, name)
     if isinstance(given, Mapping):
         return _of_json(given, name)
     if isinstance(given, (str, Path)) and _is_json(Path(given)):
@@ -85,7 +85,7 @@ def side_of(given: Any, power: Any = None, name: str = "table") -> Side:
 # -- reports --------------------------------------------------------------------------------------------------------
 
 
-def _of_report(report: EnergyReport) -> Side:
+def _of_report(report: EnergyReport) -> DiffSide:
     of, total = report.prediction, report.total
     ops: dict[str, Cell] = {}
     for d in report.descriptors:
@@ -96,8 +96,9 @@ def _of_report(report: EnergyReport) -> Side:
         r.name: Cell(r.energy.joules, r.energy.error_j, r.energy.seconds, _NAN, r.calls, "region", once=True)
         for r in report.regions
     }
+    sensors, gain = _level(total.source, "predicted" if of else report.basis, total.joules, total.error_j)
     parts = {"compute": report.compute_energy_j, "memory": report.memory_energy_j, "static": report.static_energy_j}
-    return Side(
+    return DiffSide(
         name=f"{report.name} on {of.device}" if of else report.name,
         basis="predicted" if of else report.basis,
         total=Cell(
@@ -115,44 +116,49 @@ def _of_report(report: EnergyReport) -> Side:
         views={"ops": ops, "regions": regions},
         components={name: joules for name, joules in parts.items() if joules is not None},
         model=model_of(report),
-        **_level(total.source, "predicted" if of else report.basis, total.joules, total.error_j),
+        sensors=sensors,
+        gain=gain,
     )
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _level(source: str, basis: str, joules: float, error_j: float) -> dict[str, Any]:
-    """What is known of the level's error by the name of the source alone: a power model's error is all of it level."""
+def _level(source: str, basis: str, joules: float, error_j: float) -> tuple[str, float]:
+    """Sensors and their common error by the name of the source alone: the error of a power model is all common."""
     if basis != "modelled":
-        return {}
-    return {"sensors": f"model {source}", "gain": error_j / joules if joules > 0 else 0.0}
+        return "", 0.0
+    return f"model {source}", error_j / joules if joules > 0 else 0.0
 
 
-def _sensed(recording: Recording, table: EnergyTable) -> dict[str, Any]:
+def _sensor_level(recording: Recording, table: EnergyTable) -> tuple[str, float]:
     """The counted sensors of a recording, and their common error as a share of all joules."""
     if recording.power is None or table.basis == "modelled":
         return _level(table.source, table.basis, table.total_j, table.total_error_j)
     counted = [d for d in recording.power.domains if d.counted]
     spent = {d.name: recording.power.energy(d.name).joules for d in counted}
-    known_j = math.fsum(j for j in spent.values() if not math.isnan(j))
-    if not known_j > 0:
-        return {}
-    off = math.hypot(*(d.gain_error * spent[d.name] for d in counted if not math.isnan(spent[d.name])))
-    host = recording.facts.host
-    named = ", ".join(sorted(f"{d.name} {d.label} {d.source}" for d in counted))
-    return {"sensors": f"{host}: {named}", "gain": off / known_j}
+    spent = {name: joules for name, joules in spent.items() if not math.isnan(joules)}
+    total_j = math.fsum(spent.values())
+    if not total_j > 0:
+        return "", 0.0
+    off_j = math.hypot(*(d.gain_error * spent[d.name] for d in counted if d.name in spent))
+    names = ", ".join(sorted(f"{d.name} {d.label} {d.source}" for d in counted))
+    return f"{recording.facts.host}: {names}", off_j / total_j
 
 
 def _of_table(
     table: EnergyTable,
     name: str,
-    work: Mapping[str, float],
+    *,
+    work: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
-    level: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> Side:
-    """A table; `more` is what else its side knows: its span, the whole it is a part of, its rows by step."""
+    level: tuple[str, float] | None = None,
+    span: Span = "",
+    whole: Cell | None = None,
+    stepped: StepRows | None = None,
+    command: Sequence[str] = (),
+) -> DiffSide:
+    """A table. `whole` is the run it is a part of, `stepped` its rows by step, `level` its sensors and their error."""
     steps = {s.name for s in table.steps}
     views: dict[str, dict[str, Cell]] = {}
     for view in ("ops", "kernels", "regions", "modules"):
@@ -167,65 +173,60 @@ def _of_table(
             rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
     total = Cell(table.total_j, table.total_error_j, table.seconds, _NAN, 1, once=True)
-    whole = more.pop("whole", None)
-    told = _level(table.source, table.basis, table.total_j, table.total_error_j) if level is None else level
-    return Side(
+    sensors, gain = level or _level(table.source, table.basis, table.total_j, table.total_error_j)
+    return DiffSide(
         name=name,
         basis=table.basis,
         total=whole or total,
         traced=total if whole else None,
-        work={**({"step": float(len(table.steps))} if table.steps else {}), **work},
+        work={**({"step": float(len(table.steps))} if table.steps else {}), **(work or {})},
         steps=table.steps,
+        stepped=stepped,
+        span=span,
         views=views,
         notes=[*notes, *(n for n in table.notes if n not in notes)],
-        **told,
-        **more,
+        sensors=sensors,
+        gain=gain,
+        command=command,
     )
 
 
-def _of_recording(recording: Recording) -> Side:
-    table = recording.find_energy()
-    if recording.facts.kind == "run":
-        return _of_run(recording, table)
-    if table is None:
-        notes = [*recording.notes, f"{recording.facts.name} has no power: only time is known"]
-        found = timed(recording.timeline)
-        return _of_table(
-            found, recording.facts.name, {}, notes, span="trace", stepped=find_step_rows(recording.timeline, found)
-        )
-    level = _sensed(recording, table)
-    by_step = find_step_rows(recording.timeline, table)
-    return _of_table(table, recording.facts.name, {}, recording.notes, level, span="trace", stepped=by_step)
-
-
-def _of_run(recording: Recording, table: EnergyTable | None) -> Side:
-    """A run: from its start to its end, whatever part of it was traced."""
-    from .answer import _amounts, name_of
+def _of_recording(recording: Recording) -> DiffSide:
+    """A run from its start to its end, whatever part of it was traced; a trace of another tool as it is."""
+    from .answer import name_of, work_amounts
     from .run_energy import is_partial, whole_of
 
-    work = {unit.removesuffix("s"): n for unit, n in _amounts(recording.facts.work).items()}
-    name = f"{name_of(recording)} ({recording.facts.name})"
-    words = _command_of(recording.facts)
+    table, timeline, facts = recording.find_energy(), recording.timeline, recording.facts
+    is_run = facts.kind == "run"
+    name = f"{name_of(recording)} ({facts.name})" if is_run else facts.name
+    work = {unit.removesuffix("s"): n for unit, n in work_amounts(facts.work).items()} if is_run else {}
+    command = _command_of(facts) if is_run else []
     if table is None:
         notes = [*recording.notes, f"{name} has no power: only time is known"]
-        found = timed(recording.timeline)
-        by_step = find_step_rows(recording.timeline, found)
-        return _of_table(found, name, work, notes, span="trace", stepped=by_step, command=words)
-    more: dict[str, Any] = {
-        "span": "run",
-        "stepped": find_step_rows(recording.timeline, table, recording.accounted_windows),
-    }
-    more["command"] = words
-    if is_partial(recording, table):
-        all_of_it = whole_of(recording, table, True, None)
-        more["whole"] = Cell(all_of_it.energy_j, all_of_it.error_j, all_of_it.seconds, _NAN, 1, once=True)
-    return _of_table(table, name, work, recording.notes, _sensed(recording, table), **more)
+        table = time_table(timeline)
+        stepped = find_step_rows(timeline, table)
+        return _of_table(table, name, work=work, notes=notes, span="trace", stepped=stepped, command=command)
+    whole = None
+    if is_run and is_partial(recording, table):
+        run = whole_of(recording, table, True, None)
+        whole = Cell(run.energy_j, run.error_j, run.time_s, _NAN, 1, once=True)
+    return _of_table(
+        table,
+        name,
+        work=work,
+        notes=recording.notes,
+        level=_sensor_level(recording, table),
+        span="run" if is_run else "trace",
+        whole=whole,
+        stepped=find_step_rows(timeline, table, recording.accounted_windows if is_run else ()),
+        command=command,
+    )
 
 
 def _command_of(facts: Facts) -> list[str]:
-    """What was run, word by word; empty where nobody says, or where a notebook's kernel ran it."""
-    said = facts.command or []
-    words = _words(said) if isinstance(said, str) else [str(word) for word in said]
+    """What was run, word by word; empty where that is not recorded, or where a notebook's kernel ran it."""
+    command = facts.command or []
+    words = _words(command) if isinstance(command, str) else [str(word) for word in command]
     return [] if any("ipykernel" in word for word in words) else words
 
 
@@ -238,7 +239,7 @@ def _words(command: str) -> list[str]:
     return words if len(words) > 1 else []
 
 
-def timed(timeline: Timeline) -> EnergyTable:
+def time_table(timeline: Timeline) -> EnergyTable:
     """A table without joules, of a trace without power: calls and seconds by kernel, operator and step."""
     rows, links = timeline.device_rows, timeline.linked
     host = not len(rows)
@@ -247,8 +248,8 @@ def timed(timeline: Timeline) -> EnergyTable:
     seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
     ops = links.op[rows]
     kernels = [] if host else _timed_rows(timeline, timeline["name"][rows], timeline["kind"][rows], seconds)
-    known = ops != NONE
-    by_op = timeline["name"][np.where(known, ops, 0)]
+    has_op = ops != NONE
+    by_op = timeline["name"][np.where(has_op, ops, 0)]
     codes = np.full(len(rows), KINDS.index("op"))
     steps = [
         _timed_row(s.name, "step", 1, (s.end_ns - s.start_ns) * 1e-9, (s.end_ns - s.start_ns) * 1e-9)
@@ -264,7 +265,7 @@ def timed(timeline: Timeline) -> EnergyTable:
         kernels=kernels,
         steps=steps,
         coverage=0.0,
-        ops=_timed_rows(timeline, by_op[known], codes[known], seconds[known]),
+        ops=_timed_rows(timeline, by_op[has_op], codes[has_op], seconds[has_op]),
     )
 
 
@@ -319,16 +320,16 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return data
 
 
-def _of_json(data: Mapping[str, Any], name: str) -> Side:
+def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
     """The JSON of predict and measure (`report`), of report and attribute (a table), or a bare report."""
     try:
         if "total_j" in data:
             return _json_table(data, name)
-        found = data.get("report", data)
-        if isinstance(found, Mapping) and "total" in found:
-            if int(found.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
+        report = data.get("report", data)
+        if isinstance(report, Mapping) and "total" in report:
+            if int(report.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
                 raise RecordingError(f"{name} was written by a newer Tessera", fix="update Tessera")
-            return _of_report(msgspec.convert(_unknown(found), EnergyReport))
+            return _of_report(msgspec.convert(_restore_nan(report), EnergyReport))
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as exc:
         if isinstance(exc, ArgumentError):
             raise
@@ -344,29 +345,31 @@ def _of_json(data: Mapping[str, Any], name: str) -> Side:
     )
 
 
-def _json_table(data: Mapping[str, Any], name: str) -> Side:
+def _json_table(data: Mapping[str, Any], name: str) -> DiffSide:
     fields = {f.name for f in dataclasses.fields(EnergyTable)}
-    plain = {k: v for k, v in _unknown(data).items() if k in fields}
+    plain = {k: v for k, v in _restore_nan(data).items() if k in fields}
     for view in VIEWS:
         plain[view] = [{**r, "name": r.get("kernel_name", r.get("name"))} for r in plain.get(view, ())]
     table = msgspec.convert(plain, EnergyTable)
-    said, run = data.get("answer") or {}, data.get("run")
-    work = {p["unit"]: p["amount"] for p in said.get("per_work", ()) if p["unit"] != "step"}
-    shown = said.get("name") or (Path(str(data["path"])).name if "path" in data else "")
-    more: dict[str, Any] = {"span": "run" if said or run else "trace", "command": _words(said.get("name") or "")}
+    answer, run = data.get("answer") or {}, data.get("run")
+    work = {p["unit"]: p["amount"] for p in answer.get("per_work", ()) if p["unit"] != "step"}
+    shown = answer.get("name") or (Path(str(data["path"])).name if "path" in data else "")
+    whole = None
     if isinstance(run, Mapping):
-        found = _unknown(run)
-        whole = Cell(found["energy_j"], found["energy_error_j"], found["seconds"], _NAN, 1, once=True)
-        if whole.seconds > table.seconds * (1 + 1e-9):
-            more["whole"] = whole
-    return _of_table(table, f"{shown} ({name})" if shown else name, work, **more)
+        values = _restore_nan(run)  # an older version wrote energy_error_j and seconds
+        error_j = values.get("error_j", values.get("energy_error_j"))
+        whole = Cell(values["energy_j"], error_j, values.get("time_s", values.get("seconds")), _NAN, 1, once=True)
+        whole = whole if whole.seconds > table.seconds * (1 + 1e-9) else None
+    span: Span = "run" if answer or run else "trace"
+    command = _words(answer.get("name") or "")
+    return _of_table(table, f"{shown} ({name})" if shown else name, work=work, span=span, whole=whole, command=command)
 
 
-def _unknown(value: Any, key: str = "") -> Any:
+def _restore_nan(value: Any, key: str = "") -> Any:
     """Null joules and seconds are unknown ones: JSON has no NaN."""
     if isinstance(value, Mapping):
-        return {k: _unknown(v, k) for k, v in value.items()}
+        return {k: _restore_nan(v, k) for k, v in value.items()}
     if isinstance(value, list):
-        return [_unknown(v) for v in value]
+        return [_restore_nan(v) for v in value]
     needed = key in ("joules", "error_j", "energy_j", "energy_error_j", "share") or key.startswith(("total_", "idle_j"))
     return _NAN if value is None and (needed or key == "idle_error_j") else value

@@ -29,7 +29,7 @@ from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common
 from .kernel_names import fit
 from .mean_step import select_steps
 from .result import encode_json, make_frame
-from .sides import UNSTATED, Cell, Side, Span, amount, outside_of, rows_of, span_of, total_of, unit_of
+from .sides import UNSTATED, Cell, DiffSide, Span, amount, outside_of, rows_of, span_of, total_of, unit_of
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"
@@ -173,7 +173,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     if unit == "step" and one.steps and two.steps:
         outside = maker.from_runs(OUTSIDE, *([outside_of(side) for side in group] for group in groups))
     commands = _compare_commands(one.command, two.command)
-    is_prediction = one.predicted or two.predicted
+    is_prediction = one.is_prediction or two.is_prediction
     machine = [] if commands or is_prediction else _suspect_machine(rows, view)
     alone = total.significant and len(sides) == 2 and not is_prediction
     notes = [*commands, *machine, *_order_notes(sides, unit, maker, rows, notes, alone=alone)]
@@ -204,23 +204,23 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
 # -- what is compared -----------------------------------------------------------------------------------------------
 
 
-def _read_sides(given: Any, power: Any, name: str) -> list[Side]:
+def _read_sides(given: Any, power: Any, name: str) -> list[DiffSide]:
     """One thing, or several runs of one program."""
     several = list(given) if isinstance(given, (list, tuple)) else [given]
     if not several:
         raise ArgumentError(f"there is nothing {name}", fix="give at least one run of each")
     sides = [side_of(one, power, name) for one in several]
-    if len({side.predicted for side in sides}) > 1:
+    if len({side.is_prediction for side in sides}) > 1:
         raise ArgumentError(f"runs and predictions are mixed in what is {name}", fix="give runs, or one prediction")
     return sides
 
 
-def _name(sides: Sequence[Side]) -> str:
+def _name(sides: Sequence[DiffSide]) -> str:
     return sides[0].name if len(sides) == 1 else f"{sides[0].name}, {len(sides)} runs"
 
 
 def _match_rows(
-    before: Sequence[Side], after: Sequence[Side], unit: str | None, view: str, span: Span, notes: list[str]
+    before: Sequence[DiffSide], after: Sequence[DiffSide], unit: str | None, view: str, span: Span, notes: list[str]
 ) -> tuple[Mapping[str, Cell], Mapping[str, Cell]]:
     """The rows of both, under one name where one of them is a prediction."""
     sides = [*before, *after]
@@ -231,15 +231,15 @@ def _match_rows(
         notes.append(f"{lacking[0].name} has rows of all that was traced, not by step: rows are scaled to a step")
     rows = [[rows_of(side, unit, view, span, by_step=not lacking) for side in group] for group in (before, after)]
     left, right = mean_rows(*rows)
-    if view != "ops" or before[0].predicted == after[0].predicted:
+    if view != "ops" or before[0].is_prediction == after[0].is_prediction:
         return left, right
-    predicted, measured = align_rows(left, right) if before[0].predicted else align_rows(right, left)
+    predicted, measured = align_rows(left, right) if before[0].is_prediction else align_rows(right, left)
     if "idle" in measured:  # a prediction's operators contain what the chip draws while it waits
         predicted = {"idle": UNSTATED, **predicted}
-    return (predicted, measured) if before[0].predicted else (measured, predicted)
+    return (predicted, measured) if before[0].is_prediction else (measured, predicted)
 
 
-def _choose_view(sides: Sequence[Side], by: str, notes: list[str]) -> str:
+def _choose_view(sides: Sequence[DiffSide], by: str, notes: list[str]) -> str:
     """The view asked for, where all have it; else one that all have."""
     lacking = list(dict.fromkeys(side.name for side in sides if not side.views.get(by)))
     if not lacking:
@@ -250,7 +250,9 @@ def _choose_view(sides: Sequence[Side], by: str, notes: list[str]) -> str:
     return other or by
 
 
-def _compare_components(one: Side, two: Side, amounts: tuple[float, float], total: RowChange) -> list[RowChange]:
+def _compare_components(
+    one: DiffSide, two: DiffSide, amounts: tuple[float, float], total: RowChange
+) -> list[RowChange]:
     """Compute, memory and static joules of two predictions; their half-widths are the total's, by share."""
     whole = max(total.before_j + total.after_j, 1e-30)
     changes = []
@@ -321,7 +323,7 @@ def _describe_change(
 
 
 def _order_notes(
-    sides: Sequence[Side],
+    sides: Sequence[DiffSide],
     unit: str | None,
     maker: ChangeMaker,
     rows: Sequence[RowChange],
@@ -343,14 +345,14 @@ def _order_notes(
         first += [f"{name}: {text}" for name, text in dropped if text]
     if any(r.state == "unstated" for r in rows):
         why = "its operators contain what the chip draws while it waits, so idle is neither new nor gone"
-        first.append(f"{one.name if one.predicted else two.name} states no idle: {why}")
-    if not unit and (one.predicted != two.predicted or one.work != two.work):
+        first.append(f"{one.name if one.is_prediction else two.name} states no idle: {why}")
+    if not unit and (one.is_prediction != two.is_prediction or one.work != two.work):
         lacking = [s.name for s in (one, two) if not s.work] or ["either"]
         first.append(f"not per step: {' and '.join(lacking)} has no steps or other work that both did")
     return list(dict.fromkeys([*first, *notes]))
 
 
-def _compare_batches(one: Side, two: Side, unit: str | None) -> list[str]:
+def _compare_batches(one: DiffSide, two: DiffSide, unit: str | None) -> list[str]:
     """Steps of different size are not a change of the program."""
     if unit != "step":
         return []

@@ -19,7 +19,7 @@ from ..monitor.steady_state import t90
 from ..schema import DiffRow
 from ..units import format_share
 from .mean_step import independent_error, standard_error
-from .sides import SMALLEST_ERROR, UNSTATED, ZERO, Cell, RunScatter, Side, difference_error_w, difference_errors
+from .sides import SMALLEST_ERROR, UNSTATED, ZERO, Cell, DiffSide, RunScatter, difference_error_w, difference_errors
 
 ROUNDING = 1e-9
 """As a share: less is no change."""
@@ -99,11 +99,11 @@ class ChangeMaker:
     mixed: bool = False
 
     @classmethod
-    def of_sides(cls, sides: Sequence[Side]) -> ChangeMaker:
+    def of_sides(cls, sides: Sequence[DiffSide]) -> ChangeMaker:
         """What the sides have in common."""
         one, two = sides[0], sides[-1]
         same = bool(one.model) and all(side.model == one.model for side in sides)
-        return cls(find_common_error(sides)[0], same, one.predicted != two.predicted)
+        return cls(find_common_error(sides)[0], same, one.is_prediction != two.is_prediction)
 
     def from_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> RowChange:
         """One line, of one run each or of several."""
@@ -171,7 +171,7 @@ def _state(before: Cell | None, after: Cell | None) -> Literal["both", "new", "v
     return "new" if before is None else "vanished" if after is None else "both"
 
 
-def find_common_error(sides: Sequence[Side]) -> tuple[float, list[str]]:
+def find_common_error(sides: Sequence[DiffSide]) -> tuple[float, list[str]]:
     """The share by which all sides' levels are off together, in words too; 0 where other sensors measured them."""
     one = sides[0]
     if not one.sensors or any((side.sensors, side.basis) != (one.sensors, one.basis) for side in sides):

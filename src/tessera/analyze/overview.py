@@ -42,7 +42,7 @@ SMALLEST = 0.0015
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TrackLine:
     """A quantity over time. Times are nanoseconds since the overview's start; NaN breaks the line."""
 
     name: str
@@ -72,8 +72,8 @@ class Overview:
 
     start_ns: int
     span_ns: int
-    power: Sequence[Line] = ()
-    telemetry: Sequence[Line] = ()
+    power: Sequence[TrackLine] = ()
+    telemetry: Sequence[TrackLine] = ()
     throttle: Sequence[tuple[str, int, int]] = ()
     lanes: Sequence[Lane] = ()
     marks: Sequence[tuple[str, int]] = ()
@@ -113,7 +113,7 @@ def overview(
         lanes=lanes,
         marks=_marks(timeline, start),
         names=list(names),
-        shown=_shown(timeline, start, span),
+        shown=_first_view(timeline, start, span),
         rows=len(timeline.device_rows),
         merged=sum(int(lane.count[lane.count > 1].sum()) for lane in lanes if lane.kind == "device"),
         one=(one[0] - start, one[1] - start) if one else None,
@@ -140,18 +140,18 @@ def thin(times_ns: Ints, values: Floats, points: int = POINTS) -> tuple[Ints, Fl
     return times_ns[chosen], values[chosen]
 
 
-def _power(power: PowerTrace, start_ns: int) -> list[Line]:
+def _power(power: PowerTrace, start_ns: int) -> list[TrackLine]:
     out = []
     for name, column in power.columns.items():
         if not len(column.times_ns):
             continue
         moved = column.times_ns - (start_ns + column.lag_ns)
         times, watts = thin(moved, column.watts)
-        out.append(Line(name=name, unit="W", times_ns=times, values=watts, basis=column.domain.basis))
+        out.append(TrackLine(name=name, unit="W", times_ns=times, values=watts, basis=column.domain.basis))
     return out
 
 
-def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[Line]:
+def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[TrackLine]:
     out = []
     for domain, rows in telemetry.items():
         tracks: dict[tuple[str, str], list[tuple[int, float]]] = {}
@@ -172,7 +172,7 @@ def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> 
             )
             if name == "memory clock" and np.ptp(values) == 0:  # as nearly always; it would flatten the SM clock
                 continue
-            out.append(Line(name=f"{domain} {name}", unit=unit, times_ns=times, values=values))
+            out.append(TrackLine(name=f"{domain} {name}", unit=unit, times_ns=times, values=values))
     return out
 
 
@@ -220,7 +220,7 @@ def _one(timeline: Timeline) -> tuple[int, int] | None:
     return begin, min(end, int(starts[last])) if last < len(starts) else end
 
 
-def _shown(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[int, int]:
+def _first_view(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[int, int]:
     """The timeline with a margin, where the power trace is much longer; else everything."""
     length = timeline.end_ns - timeline.start_ns if len(timeline.device_rows) else 0
     if not 0 < length < 0.7 * span_ns:
@@ -256,9 +256,13 @@ def _region_lane(
 
 
 def _device_lanes(
-    timeline: Timeline, start_ns: int, span_ns: int, names: dict[str, int], table: EnergyTable,
+    timeline: Timeline,
+    start_ns: int,
+    span_ns: int,
+    names: dict[str, int],
+    table: EnergyTable,
     whole: tuple[int, int] | None,
-) -> list[Lane]:  # fmt: skip
+) -> list[Lane]:
     rows = timeline.rows(*ON_DEVICE)
     if not len(rows):
         return []
@@ -280,9 +284,16 @@ def _device_lanes(
 
 
 def _bars(
-    timeline: Timeline, rows: Ints, joules: Floats, label: str, kind: str, start_ns: int, quantum_ns: float,
-    names: dict[str, int], whole: tuple[int, int] | None,
-) -> Lane:  # fmt: skip
+    timeline: Timeline,
+    rows: Ints,
+    joules: Floats,
+    label: str,
+    kind: str,
+    start_ns: int,
+    quantum_ns: float,
+    names: dict[str, int],
+    whole: tuple[int, int] | None,
+) -> Lane:
     order = np.argsort(timeline["start_ns"][rows], kind="stable")
     rows, joules = rows[order], joules[order]
     starts, ends = timeline["start_ns"][rows], timeline["end_ns"][rows]
@@ -293,7 +304,7 @@ def _bars(
     # A new bar where this one or the one before stands alone, or another stretch begins.
     new = np.r_[True, alone[1:] | alone[:-1] | (bucket[1:] != bucket[:-1])]
     group, first = np.cumsum(new) - 1, np.flatnonzero(new)
-    name, op = _interned(timeline, timeline["name"][rows], names), _ops(timeline, rows, names)
+    name, op = _intern_names(timeline, timeline["name"][rows], names), _ops(timeline, rows, names)
     chosen = _longest(group, timeline["name"][rows], ends - starts)
     count = np.diff(np.r_[first, len(rows)])
     return Lane(
@@ -320,7 +331,7 @@ def _longest(group: Ints, name: Ints, lengths: Ints) -> Ints:
     return chosen
 
 
-def _interned(timeline: Timeline, column: NDArray[Any], names: dict[str, int]) -> Ints:
+def _intern_names(timeline: Timeline, column: NDArray[Any], names: dict[str, int]) -> Ints:
     used, inverse = np.unique(column, return_inverse=True)
     ids = [NONE if i == NONE else names.setdefault(timeline.names[i], len(names)) for i in used.tolist()]
     return np.array(ids, np.int64)[np.asarray(inverse).reshape(-1)]
@@ -330,7 +341,7 @@ def _ops(timeline: Timeline, rows: Ints, names: dict[str, int]) -> Ints:
     """The operator each device row comes from."""
     ops = timeline.linked.op[rows]
     column = np.where(ops == NONE, NONE, timeline["name"][ops])
-    return _interned(timeline, column, names)
+    return _intern_names(timeline, column, names)
 
 
 # -- the tree ---------------------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ _NAN = float("nan")
 class Outside:
     """Joules of a run that no row has: "before" what was traced, "between" its windows, "after" it; its steps there.
 
-    "unsampled": while no sensor was read. The counter knows how many there were, and nobody where.
+    "unsampled": while no sensor was read. The counter knows how many there were, but not where.
     """
 
     where: str
     energy_j: float
-    seconds: float
+    time_s: float
     steps: int
 
 
@@ -55,17 +55,15 @@ class Whole:
 
     energy_j: float
     error_j: float
-    seconds: float
+    time_s: float
     power_w: float | None
     power_error_w: float | None
     steps: int | None
     whole_steps: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data: what `--json` has as "run"."""
-        return {
-            "energy_j": self.energy_j, "energy_error_j": self.error_j, "seconds": self.seconds, "steps": self.steps,
-        }  # fmt: skip
+        return {"energy_j": self.energy_j, "error_j": self.error_j, "time_s": self.time_s, "steps": self.steps}
 
 
 def is_partial(recording: Recording, table: EnergyTable) -> bool:
@@ -77,22 +75,30 @@ def is_partial(recording: Recording, table: EnergyTable) -> bool:
 
 def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: TimeShares | None) -> Whole:
     """Of the table where that is all; else from the samples of the devices the table is about."""
-    found = recording.timeline.linked.steps
-    steps, whole_steps = len(found) + _unbegun(recording, found), len(found)
+    timed = recording.timeline.linked.steps
+    steps, whole_steps = len(timed) + _unbegun(recording, timed), len(timed)
     if shared is not None and shared.steps:
         steps, whole_steps = shared.steps, shared.whole_steps
     spent = Energy(
-        joules=table.total_j, error_j=table.total_error_j, seconds=table.seconds, coverage=table.coverage,
-        source=table.source, basis=table.basis,
-    )  # fmt: skip
+        joules=table.total_j,
+        error_j=table.total_error_j,
+        seconds=table.seconds,
+        coverage=table.coverage,
+        source=table.source,
+        basis=table.basis,
+    )
     if partial and recording.power is not None:
-        spent = _filled(recording.power, recording.timeline)
+        spent = _fill_gaps(recording.power, recording.timeline)
     seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
     return Whole(
-        energy_j=spent.joules, error_j=spent.error_j, seconds=spent.seconds, steps=steps or None,
+        energy_j=spent.joules,
+        error_j=spent.error_j,
+        time_s=spent.seconds,
+        steps=steps or None,
         power_w=spent.joules / seen_s if seen_s > 0 else None,
-        power_error_w=spent.error_j / seen_s if seen_s > 0 else None, whole_steps=whole_steps if steps else None,
-    )  # fmt: skip
+        power_error_w=spent.error_j / seen_s if seen_s > 0 else None,
+        whole_steps=whole_steps if steps else None,
+    )
 
 
 def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
@@ -105,16 +111,16 @@ def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
     return int(all(a.end_ns == b.start_ns for a, b in pairwise(steps[:3])))
 
 
-def _filled(power: PowerTrace, timeline: Timeline) -> Energy:
+def _fill_gaps(power: PowerTrace, timeline: Timeline) -> Energy:
     """The whole run's, holes in the samples filled by the counter: no row can be given those joules, the sum can."""
-    names = _accounted(power, timeline)
+    names = _accounted_domains(power, timeline)
     parts = [power.columns[n].energy(power.start_ns, power.end_ns, fill_gaps=True) for n in names]
     return sum_domains(parts, power.seconds)
 
 
 def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tuple[int, int]]) -> list[Energy]:
     """Joules of some stretches of time, of the devices that the table is about."""
-    columns = [power.columns[name] for name in _accounted(power, timeline)]
+    columns = [power.columns[name] for name in _accounted_domains(power, timeline)]
     return [sum_domains([c.energy(start, end) for c in columns], (end - start) * 1e-9) for start, end in spans]
 
 
@@ -131,24 +137,24 @@ def outside(recording: Recording, table_j: float, whole: Whole) -> list[Outside]
         "after": [(windows[-1][1], last)],
     }
     middles = [(s.start_ns + s.end_ns) // 2 for s in timeline.linked.steps]
-    found = []
+    parts = []
     for where, stretches in spans.items():
         spent = accounted_energies(power, timeline, [(a, b) for a, b in stretches if b > a])
         part = sum_windows(spent) if spent else None
         if part is not None and part.joules > 0:
             steps = sum(a <= middle < b for a, b in stretches for middle in middles)
             seconds = part.seconds * part.coverage
-            found.append(Outside(where=where, energy_j=part.joules, seconds=seconds, steps=steps))
-    rest_j = whole.energy_j - table_j - sum(known.energy_j for known in found)
+            parts.append(Outside(where=where, energy_j=part.joules, time_s=seconds, steps=steps))
+    rest_j = whole.energy_j - table_j - sum(p.energy_j for p in parts)
     if rest_j > max(whole.error_j, (1.0 - FULLY) * whole.energy_j):
-        names = _accounted(power, timeline)
+        names = _accounted_domains(power, timeline)
         gaps = [(max(g.start_ns, first), min(g.end_ns or last, last)) for g in power.gaps if g.domain in names]
         blind_s = sum(max(0, end - start) for start, end in gaps) * 1e-9 / max(1, len(names))
-        found.append(Outside(where="unsampled", energy_j=rest_j, seconds=blind_s, steps=0))
-    return found
+        parts.append(Outside(where="unsampled", energy_j=rest_j, time_s=blind_s, steps=0))
+    return parts
 
 
-def _accounted(power: PowerTrace, timeline: Timeline) -> list[str]:
+def _accounted_domains(power: PowerTrace, timeline: Timeline) -> list[str]:
     """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
     counted = {name: c.domain.device for name, c in power.columns.items() if c.domain.counted}
     boards = [name for name, device in counted.items() if device.is_gpu]

@@ -1,4 +1,4 @@
-"""`Side`: one of two things compared, per unit of work; `Cell`: one line of it, with its errors.
+"""`DiffSide`: one of two things compared, per unit of work; `Cell`: one line of it, with its errors.
 
 ::
 
@@ -149,7 +149,7 @@ UNSTATED = Cell(_NAN, _NAN, _NAN, _NAN, 0.0, "idle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class DiffSide:
     """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
 
     `total` is the whole of it, `traced` what its rows are of where that is a part of a run, `stepped` its rows step by
@@ -176,7 +176,7 @@ class Side:
     command: Sequence[str] = ()
 
     @property
-    def predicted(self) -> bool:
+    def is_prediction(self) -> bool:
         """A prediction, whose rows are subgraphs, not operators."""
         return self.basis == "predicted"
 
@@ -184,12 +184,12 @@ class Side:
 # -- per unit of work --------------------------------------------------------------------------------------------------
 
 
-def unit_of(sides: Sequence[Side], notes: list[str]) -> str | None:
+def unit_of(sides: Sequence[DiffSide], notes: list[str]) -> str | None:
     """The work all did: steps where all have them, else the first unit they share; None where that is the same."""
     shared = [u for u in sides[0].work if all(side.work.get(u, 0) > 0 for side in sides)]
     recorded = [side for side in sides if side.steps]
     if "step" in shared:
-        stated = [side for side in sides if not side.steps and not side.predicted]
+        stated = [side for side in sides if not side.steps and not side.is_prediction]
         if not recorded or not stated:
             return "step"
         notes.append(f"{stated[0].name} has the number of steps, but not the energy of each: whole runs are compared")
@@ -197,7 +197,7 @@ def unit_of(sides: Sequence[Side], notes: list[str]) -> str | None:
     return next((u for u in others if len({side.work[u] for side in sides}) > 1), None)
 
 
-def span_of(sides: Sequence[Side]) -> Span:
+def span_of(sides: Sequence[DiffSide]) -> Span:
     """What whole things are compared: "run", or "trace" where one is a trace and of the others a part was traced."""
     if all(side.span != "trace" for side in sides):
         return "run"
@@ -212,19 +212,19 @@ def span_of(sides: Sequence[Side]) -> Span:
     return "trace"
 
 
-def _counted_steps(side: Side) -> list[EnergyRow]:
+def _counted_steps(side: DiffSide) -> list[EnergyRow]:
     """The steps that count."""
     return [side.steps[i] for i in select_steps(side.steps).places]
 
 
-def amount(side: Side, unit: str | None) -> float:
+def amount(side: DiffSide, unit: str | None) -> float:
     """How many units a side did: of recorded steps, those that count."""
     if unit == "step" and side.steps:
         return float(len(_counted_steps(side)))
     return side.work[unit] if unit else 1.0
 
 
-def total_of(side: Side, unit: str | None, span: Span) -> Cell:
+def total_of(side: DiffSide, unit: str | None, span: Span) -> Cell:
     """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
     if unit != "step" or not side.steps:
         return _whole(side, span).scale(1.0 / amount(side, unit))
@@ -238,11 +238,11 @@ def _cell(mean: MeanStep, calls: float, kind: str = "") -> Cell:
     )
 
 
-def _whole(side: Side, span: Span) -> Cell:
+def _whole(side: DiffSide, span: Span) -> Cell:
     return side.traced or side.total if span == "trace" else side.total
 
 
-def rows_of(side: Side, unit: str | None, view: str, span: Span, *, by_step: bool) -> dict[str, Cell]:
+def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step: bool) -> dict[str, Cell]:
     """One unit's rows, which sum to its total. `by_step`: what lies inside steps is known of every side."""
     rows = side.views.get(view) or {}
     if unit == "step" and side.steps:
@@ -253,7 +253,7 @@ def rows_of(side: Side, unit: str | None, view: str, span: Span, *, by_step: boo
     return cells
 
 
-def _inside(side: Side, view: str) -> dict[str, Cell]:
+def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
     """Rows by what they spent in each step, which is how they scatter."""
     rows, places = side.views.get(view) or {}, list(select_steps(side.steps).places)
     if side.stepped is None or not rows:
@@ -269,7 +269,7 @@ def _inside(side: Side, view: str) -> dict[str, Cell]:
     return {n: c for n, c in cells.items() if c.calls > 0 or c.kind == "idle"}
 
 
-def _scale_to_step(side: Side, rows: Mapping[str, Cell]) -> dict[str, Cell]:
+def _scale_to_step(side: DiffSide, rows: Mapping[str, Cell]) -> dict[str, Cell]:
     """Rows of all that was traced, scaled to one step: how they lie in steps, and scatter, nobody says."""
     whole, steps = side.traced or side.total, _counted_steps(side)
     part_j = math.fsum(s.energy_j for s in steps) / whole.energy_j if whole.energy_j > 0 else _NAN
@@ -281,7 +281,7 @@ def _scale_to_step(side: Side, rows: Mapping[str, Cell]) -> dict[str, Cell]:
     }
 
 
-def outside_of(side: Side) -> Cell:
+def outside_of(side: DiffSide) -> Cell:
     """What a run spent outside the steps that are compared, in all."""
     steps = _counted_steps(side)
     inside = Cell(math.fsum(s.energy_j for s in steps), 0.0, math.fsum(wall_s(s) for s in steps), 0.0, 0.0)

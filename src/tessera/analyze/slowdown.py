@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
+from ..integral import Floats
 from ..joules import sum_windows
 from ..record import Kind
 from ..recording import Recording
@@ -36,7 +37,6 @@ from ..units import format_duration, format_energy
 from .mean_step import BLOCKS, independent_error, mean_error
 from .run_energy import accounted_energies
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 By = Literal["steps", "events"]
 
@@ -107,7 +107,7 @@ class Slowdown:
             line += f": {'up to' if at_most else 'about'} {spent} of idle are the tracer's, which no advice counts"
         return line
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data: what `--json` has as "tracing"."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
@@ -125,7 +125,7 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     tracing_s = facts.tracing_s if of_run else None
     if not windows.total_ns > 0:
         return None
-    seen = _Seen(timeline, windows, tracing_s)
+    seen = _StepTimes(timeline, windows, tracing_s)
     found = seen.by_steps() or seen.by_events()
     if table is not None and table.idle_j > 0:
         idle_s = max(table.seconds * seen.devices - table.busy_s, found.idle_s)
@@ -133,7 +133,7 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     return _with_joules(found, seen, power) if power is not None and found.basis == "steps" else found
 
 
-class _Seen:
+class _StepTimes:
     """The steps of a run, which of them were traced, and what its devices and host did meanwhile."""
 
     def __init__(self, timeline: Timeline, windows: Spans, tracing_s: float | None) -> None:
@@ -141,7 +141,7 @@ class _Seen:
         edges = np.array([(s.start_ns, s.end_ns) for s in steps_of(timeline)], np.int64).reshape(-1, 2)
         self.begins, self.ends = edges[:, 0], edges[:, 1]
         self.seconds: Floats = np.asarray((self.ends - self.begins) * 1e-9, np.float64)
-        self.traced, self.untraced = _sorted_out(self.begins, self.ends, windows, tracing_s)
+        self.traced, self.untraced = _sort_steps(self.begins, self.ends, windows, tracing_s)
         self.devices = len(timeline.devices)
         self.busy = _busiest(timeline)
         self.host_ns = np.sort(timeline["start_ns"][timeline.rows(*HOST)])
@@ -162,10 +162,15 @@ class _Seen:
         traced_s, untraced_s = (float(np.median(self.seconds[m])) for m in (self.traced, self.untraced))
         lost_s = max(traced_s - untraced_s, 0.0) * self.passes
         return Slowdown(
-            slowdown=traced_s / untraced_s, slowdown_error=traced_s / untraced_s * self.doubt, basis="steps",
-            traced_step_s=traced_s, untraced_step_s=untraced_s, traced_steps=int(self.traced.sum()),
-            untraced_steps=int(self.untraced.sum()), idle_s=self.devices * min(lost_s, self.waited_s(self.spans)),
-        )  # fmt: skip
+            slowdown=traced_s / untraced_s,
+            slowdown_error=traced_s / untraced_s * self.doubt,
+            basis="steps",
+            traced_step_s=traced_s,
+            untraced_step_s=untraced_s,
+            traced_steps=int(self.traced.sum()),
+            untraced_steps=int(self.untraced.sum()),
+            idle_s=self.devices * min(lost_s, self.waited_s(self.spans)),
+        )
 
     def by_events(self) -> Slowdown:
         """The most it can have been. The factor is that of whole steps: a run's first do other things too."""
@@ -174,9 +179,12 @@ class _Seen:
         return Slowdown(
             slowdown=whole_s / (whole_s - lost_s) if lost_s < BOUNDED * whole_s else None,
             traced_step_s=float(np.median(self.seconds[self.traced])) if self.traced.any() else None,
-            traced_steps=int(self.traced.sum()), untraced_steps=int(self.untraced.sum()),
-            idle_s=self.devices * self._cost_s(self.spans), basis="events", reason=self.reason,
-        )  # fmt: skip
+            traced_steps=int(self.traced.sum()),
+            untraced_steps=int(self.untraced.sum()),
+            idle_s=self.devices * self._cost_s(self.spans),
+            basis="events",
+            reason=self.reason,
+        )
 
     def _cost_s(self, spans: Spans) -> float:
         """What the events in some spans cost at most; a device that is busy hides it."""
@@ -209,7 +217,7 @@ def _spans(windows: Sequence[Sequence[int]]) -> Spans:
     return Spans(edges[:, 0], edges[:, 1]) if len(edges) else EMPTY
 
 
-def _sorted_out(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | None) -> tuple[Bools, Bools]:
+def _sort_steps(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | None) -> tuple[Bools, Bools]:
     """Which steps were traced whole and undisturbed, and which not at all.
 
     A closed window is exported and read on a thread that holds the interpreter's lock: what all of that took is known,
@@ -251,30 +259,31 @@ def _busiest(timeline: Timeline) -> Spans:
     return max(found, key=lambda spans: spans.total_ns)
 
 
-def _with_joules(found: Slowdown, seen: _Seen, power: PowerTrace) -> Slowdown:
+def _with_joules(found: Slowdown, seen: _StepTimes, power: PowerTrace) -> Slowdown:
     """With those of an untraced step, where the sensor saw them: what a traced one cost beyond is the tracer's."""
-    traced, untraced = (_spent(seen, steps, power) for steps in (seen.traced, seen.untraced))
+    traced, untraced = (_sum_joules(seen, steps, power) for steps in (seen.traced, seen.untraced))
     if untraced is None:
         return found
     own_j, apart_j = untraced.error_j / found.untraced_steps, mean_error(_each(seen, seen.untraced, power))
     known = dataclasses.replace(
-        found, untraced_step_j=untraced.joules / found.untraced_steps,
+        found,
+        untraced_step_j=untraced.joules / found.untraced_steps,
         untraced_step_error_j=own_j if math.isnan(apart_j) else math.hypot(own_j, apart_j),
         untraced_steps_per_s=found.untraced_steps / untraced.seconds,
-    )  # fmt: skip
+    )
     if traced is None:
         return known
     more_j = traced.joules / found.traced_steps - untraced.joules / found.untraced_steps
     return dataclasses.replace(known, idle_j=min(found.idle_j, max(more_j, 0.0) * seen.passes))
 
 
-def _each(seen: _Seen, steps: Bools, power: PowerTrace) -> list[float]:
+def _each(seen: _StepTimes, steps: Bools, power: PowerTrace) -> list[float]:
     """Joules of some steps one by one, for how they scatter: as in `mean_step`, where each has a row."""
     edges = np.stack([seen.begins[steps], seen.ends[steps]], axis=1)
     return [spent.joules for spent in accounted_energies(power, seen.timeline, edges.tolist())]
 
 
-def _spent(seen: _Seen, steps: Bools, power: PowerTrace) -> Energy | None:
+def _sum_joules(seen: _StepTimes, steps: Bools, power: PowerTrace) -> Energy | None:
     """Joules of some steps; None where the sensor did not see them."""
     # Steps that follow one another as one: what lies between two (a validation, a data loader) is no step's.
     edges = np.stack(union(seen.begins[steps], seen.ends[steps]), axis=1)

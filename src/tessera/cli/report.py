@@ -110,9 +110,9 @@ def _print_json(recording: Recording, result: Answer) -> None:
     import msgspec
 
     table, facts = recording.energy(), recording.facts
-    about = {"path": str(facts.path), "run": result.whole.to_json(), "crashed": facts.crashed}
-    tracing = result.tracing.to_json() if result.tracing is not None else None
-    data = {**about, **table.to_json(), "tracing": tracing, "answer": result.to_json()}
+    about = {"path": str(facts.path), "run": result.whole.to_dict(), "crashed": facts.crashed}
+    tracing = result.tracing.to_dict() if result.tracing is not None else None
+    data = {**about, **table.to_json(), "tracing": tracing, "answer": result.to_dict()}
     click.echo(msgspec.json.encode(data).decode())
 
 

@@ -287,9 +287,9 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
 
     sys.stdout.flush()
     facts = recording.facts
-    data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_json()}
+    data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_dict()}
     data |= recording.energy().to_json()
-    data["tracing"] = result.tracing.to_json() if result.tracing is not None else None
+    data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
     if facts.summary:
         data["summary"] = facts.summary
     click.echo(msgspec.json.encode(data).decode())

@@ -85,7 +85,7 @@ def _headline(result: Answer, width: int) -> Text:
     parts = [format_energy_error(whole.energy_j, whole.error_j)]
     if whole.power_w is not None:
         parts.append(format_error(whole.power_w, whole.power_error_w, "W"))
-    parts.append(format_duration(whole.seconds))
+    parts.append(format_duration(whole.time_s))
     if whole.steps is not None:
         parts.append(f"{whole.steps:,} step{'' if whole.steps == 1 else 's'}")
     if result.peak_w is not None:
@@ -121,12 +121,12 @@ def traced_text(result: Answer) -> str:
     if some and result.whole.whole_steps is not None and result.whole.whole_steps != steps:
         some += " (the first began before tracing)"
     spent = format_energy_error(result.energy_j, result.error_j)
-    return f"traced {format_duration(result.seconds, 3)}{some}, {spent}: the tables show this part"
+    return f"traced {format_duration(result.time_s, 3)}{some}, {spent}: the tables show this part"
 
 
 def outside_text(result: Answer) -> str:
     """The rest of the run's joules: together with the traced part they sum to the whole."""
-    parts = [f"{format_energy(p.energy_j, 3)} in {format_duration(p.seconds, 3)} {_where(p)}" for p in result.outside]
+    parts = [f"{format_energy(p.energy_j, 3)} in {format_duration(p.time_s, 3)} {_where(p)}" for p in result.outside]
     return f"not in these tables: {', '.join(parts)}" if parts else ""
 
 
@@ -235,7 +235,7 @@ def _ending(result: Answer, html: Path | None, width: int) -> Table:
     for note in [*([f"{slowed}{_tracing_hint(result)}"] if slowed else []), *telling[:1]]:
         table.add_row("note", Text(note, style="yellow"))
     if result.advice:
-        table.add_row("do", Text(result.advice, style="bold"))
+        table.add_row("do", Text(result.advice[0].text, style="bold"))
     if html is not None:
         table.add_row("report", Text(str(html), style="cyan"))
     return table

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..analyze.kernel_names import CATEGORIES, category, fit, short
-from ..analyze.overview import Line
+from ..analyze.overview import TrackLine
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy, format_si
 from .html import note, number_cell, prose, table
@@ -165,13 +165,13 @@ def _kind_row(kind: str, row: Mapping[str, Any]) -> str:
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-def memory_lines(result: Result | None, offset_ns: int) -> list[Line]:
+def memory_lines(result: Result | None, offset_ns: int) -> list[TrackLine]:
     """Allocated memory as lines of the timeline."""
     curves = (result.facts.get("timeline") or {}) if result is not None else {}
     most = max((b for points in curves.values() for _, b in points), default=0.0)
     unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20) if most >= 1 << 20 else ("KiB", 1 << 10)
     return [
-        Line(
+        TrackLine(
             name=f"{where} allocated",
             unit=unit,
             values=np.array([b for _, b in points], np.float64) / size,

@@ -57,7 +57,7 @@ def page(
     absent = find_missing(results, lines, telemetry=bool(view.telemetry))
     parts = [
         _header(result),
-        _findings(result),
+        _advice(result),
         _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, result),
         _tree(build_stack_tree(stacks) if stacks else build_energy_tree(lines, table), bool(stacks), bool(view.rows)),
         tables(table, result),
@@ -116,7 +116,7 @@ def _tiles(result: Answer) -> str:
         peak = f", peak {format_power(result.peak_w, 3)}" if result.peak_w is not None else ""
         tiles.append(tile(format_error(whole.power_w, whole.power_error_w, "W"), f"on average{peak}"))
     count = f", {whole.steps:,} step{'' if whole.steps == 1 else 's'}" if whole.steps is not None else ""
-    tiles.append(tile(format_duration(whole.seconds), f"wall time{count}"))
+    tiles.append(tile(format_duration(whole.time_s), f"wall time{count}"))
     for per in result.per_work:
         rate = format_rate(per.rate_per_s)
         of = f" (of {per.amount:,.0f} traced)" if result.partial and per.unit == "step" else ""
@@ -153,10 +153,10 @@ def _parts(result: Answer) -> str:
     return f"<div class='bar' aria-hidden='true'>{pieces}</div><ul class='legend'>{keys}</ul>"
 
 
-def _findings(result: Answer) -> str:
-    if not result.findings:
+def _advice(result: Answer) -> str:
+    if not result.advice:
         return ""
-    first, *rest = result.findings
+    first, *rest = result.advice
     more = "".join(f"<li>{prose(capitalize(f.text))}</li>" for f in rest)
     also = f"<ul class='also'>{more}</ul>" if more else ""
     return f"<section class='do'><b>Do this first</b><p>{prose(capitalize(first.text))}.</p></section>{also}"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..analyze.correlate import Correlation
 from ..analyze.kernel_names import CATEGORIES, category, fit, region_name, short
-from ..analyze.overview import Lane, Line, Overview
+from ..analyze.overview import Lane, Overview, TrackLine
 from ..timeline.columns import NONE
 from ..units import format_duration, format_power
 
@@ -52,7 +52,7 @@ def _name(name: str) -> tuple[str, str, int]:
     return fit(kernel, 120), full, CATEGORIES.index(category(name))
 
 
-def _line(line: Line, unit_ns: float) -> dict[str, Any]:
+def _line(line: TrackLine, unit_ns: float) -> dict[str, Any]:
     times = np.round(line.times_ns / unit_ns)
     # A reading years away, or of 1e300, comes from a faulty clock or sensor, and does not fit the page's number types.
     valid = (np.abs(times) < _FAR) & ~(np.abs(line.values) > _HUGE)

@@ -46,7 +46,7 @@ def _values(answer: Answer) -> dict[str, Value]:
         out["mean power"] = (format_error(whole.power_w, error, "W"), whole.power_w, error)
     if answer.peak_w is not None:
         out["peak power"] = (f"{answer.peak_w:.0f} W", answer.peak_w, 0.0)
-    out["time"] = (format_duration(whole.seconds), whole.seconds, 0.0)
+    out["time"] = (format_duration(whole.time_s), whole.time_s, 0.0)
     for per in answer.per_work:
         out[f"per {per.unit}"] = (format_energy_error(per.energy_j, per.error_j), per.energy_j, per.error_j)
     for per in answer.per_work:
