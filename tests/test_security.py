@@ -117,7 +117,7 @@ def test_the_page_of_a_run(evil: Path) -> None:
 
     run, table, said = read(evil)
     found = correlate(run.timeline, run.power, telemetry=run.telemetry)
-    text = page(run, found=said)
+    text = page(run, result=said)
     harmless(text)
     harmless(found._repr_html_())
     harmless(table._repr_html_())

@@ -196,7 +196,7 @@ def _runfile(data: bytes, folder: Path) -> None:
                 look()
         recording = run.recording()
         list(recording.records())
-        page(recording, found=answer(recording))
+        page(recording, result=answer(recording))
         for exporter in (Chrome(folder / "trace.json"), SummaryCsv(folder / "summary.csv")):
             exporter.write(recording)
 

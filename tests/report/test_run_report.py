@@ -224,7 +224,7 @@ def test_a_dear_first_step_is_left_out_of_the_mean(run: RunFile, made: Made) -> 
     said = answer(with_table(run, dataclasses.replace(made.table, steps=steps)))
     assert said.per_work[0].without == "step_0"
     assert said.per_work[0].energy_j < 12
-    assert "without step_0 (50 J;" in text_of(text(with_table(run, made.table), found=said))
+    assert "without step_0 (50 J;" in text_of(text(with_table(run, made.table), result=said))
 
 
 def row(name: str, joules: float, kind: str = "kernel", calls: int = 100) -> EnergyRow:

@@ -130,7 +130,7 @@ def test_memory_is_a_line_of_the_timeline(html: str) -> None:
 
 
 def test_what_is_missing_is_one_line_a_remedy(run: RunFile, made: Made) -> None:
-    found = run_analyses(run, made.table, made.timeline)
+    found = run_analyses(with_table(run, made.table))
     assert set(found) == set(ANALYSES)
     lines = find_missing(found, made.timeline, telemetry=True)
     by = {fix: what for what, fix in lines}
@@ -161,7 +161,7 @@ def test_an_analysis_that_fails_says_so(run: RunFile, made: Made, monkeypatch: p
         raise MeasurementError("no such luck", fix="try: again=True")
 
     monkeypatch.setattr(analyze, "roofline", fails, raising=False)
-    found = run_analyses(run, made.table, made.timeline)["roofline"]
+    found = run_analyses(with_table(run, made.table))["roofline"]
     assert found.missing == {"roofline": "no such luck: try: again=True"}
     assert "<code>again=True</code>" in missing_section(find_missing({"roofline": found}, made.timeline))
 
@@ -181,7 +181,7 @@ def test_every_figure_says_how_it_is_known(html: str, run: RunFile, made: Made) 
     measured = page(with_table(run, made.table), results=counted)
     assert dict(re.findall(r"<td>([^<]+)</td><td><span class='tag (\w+)'", measured))["bytes moved"] == "measured"
     unknown = dataclasses.replace(made.table, total_j=math.nan, kernels=(), ops=())
-    said = page(run, unknown, results={})
+    said = page(with_table(run, unknown), results={})
     assert dict(re.findall(r"<td>([^<]+)</td><td><span class='tag (\w+)'", said))["energy of the run"] == "missing"
 
 

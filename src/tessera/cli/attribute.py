@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..attribute.table import VIEWS
-from .options import Choice, ExistingPath
+from .options import ExistingPath, WordChoice
 
 POWER_HELP = "Power log of the same time: epoch_us, domain, watts (power_trace().to_csv), or nvidia-smi's CSV."
 
@@ -16,7 +16,7 @@ POWER_HELP = "Power log of the same time: epoch_us, domain, watts (power_trace()
 @click.command("attribute")
 @click.argument("trace", type=ExistingPath())
 @click.option("--power", required=True, metavar="FILE", type=ExistingPath(), help=POWER_HELP)
-@click.option("--by", type=Choice(VIEWS), default=None, help="What to list. [default: kernels]")
+@click.option("--by", type=WordChoice(VIEWS), default=None, help="What to list. [default: kernels]")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print all rows of all views as JSON.")
 def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -> None:

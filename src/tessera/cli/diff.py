@@ -12,7 +12,7 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from .main import print_error
-from .options import FILE, Choice, json_option, missing_file, save_page
+from .options import FILE, WordChoice, choice_option, json_option, missing_file, save_page
 
 if TYPE_CHECKING:
     from ..analyze.diff import Difference, DiffVerdict, Metric
@@ -55,7 +55,7 @@ class _SidesCommand(click.Command):
 
 @click.command("diff", cls=_SidesCommand)
 @click.argument("files", nargs=-1, metavar="A... [--] B...", type=_PATH)
-@click.option("--by", type=Choice(VIEWS), default="ops", show_default=True, help="What the rows are.")
+@choice_option("--by", VIEWS, "What the rows are.")
 @click.option(
     "--fail-above",
     callback=_parse_share,
@@ -63,7 +63,9 @@ class _SidesCommand(click.Command):
     help="Exit with 1 if B is worse by more than this share (5%) and by more than noise. "
     "With one run without steps on each side the noise is unknown, and the exit code is 0.",
 )
-@click.option("--metric", type=Choice(["energy", "time"]), help="What to compare. [default: energy if both have it]")
+@click.option(
+    "--metric", type=WordChoice(["energy", "time"]), help="What to compare. [default: energy if both have it]"
+)
 @click.option("--top", type=click.IntRange(1), default=12, show_default=True, help="How many rows to print.")
 @json_option
 @click.option("--html", type=FILE, help="Write a self-contained page here.")

@@ -8,7 +8,7 @@ import click
 
 from ..device import Kind
 from .main import NearestGroup
-from .options import Choice, complete_device, json_option
+from .options import WordChoice, complete_device, json_option
 
 
 @click.group("hardware", cls=NearestGroup)
@@ -24,7 +24,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--kind", type=Choice(get_args(Kind)), help="Only this kind of device.")
+@click.option("--kind", type=WordChoice(get_args(Kind)), help="Only this kind of device.")
 @json_option
 def list_devices(kind: str | None, as_json: bool) -> None:
     """List every device, one per line.

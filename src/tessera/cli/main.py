@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from .. import __version__
 from ..errors import ArgumentError, RecordingError, TesseraError, did_you_mean
-from .options import Choice
+from .options import WordChoice
 
 # Name -> one line of help. The line stands here so that --help need not import the module of the same name.
 COMMANDS = {
@@ -96,7 +96,7 @@ def cli(debug: bool) -> None:
 
 
 @cli.command("completion")
-@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=WordChoice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script that completes commands, options, chips and analyses in a shell.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ _Callback = Callable[[click.Context, click.Parameter, "str | None"], "_T | None"
 # -- types ----------------------------------------------------------------------------------------------------------
 
 
-class Choice(click.Choice):  # type: ignore[type-arg]
+class WordChoice(click.Choice):  # type: ignore[type-arg]
     """One of several words; a wrong one is answered with the nearest."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -92,6 +92,22 @@ def complete_sensors(_ctx: click.Context, _param: click.Parameter, incomplete: s
     from ..sensors.discover import KINDS
 
     return [CompletionItem(name) for name in (*KINDS, "replay:") if name.startswith(incomplete)]
+
+
+def choice_option(name: str, words: Sequence[str], help: str) -> Callable[[Any], Any]:
+    """An option that is one of some words; the first is the default."""
+    return click.option(name, type=WordChoice(words), default=words[0], show_default=True, help=help)
+
+
+def duration_option(name: str, help: str, default: str | None = None) -> Callable[[Any], Any]:
+    """An option such as --duration 5s, in seconds; the parameter of --duration is `duration_s`."""
+    from ..units import parse_duration
+
+    callback = parse_option(parse_duration)
+    parameter = f"{name.removeprefix('--')}_s"
+    return click.option(
+        name, parameter, metavar="TIME", callback=callback, default=default, show_default=bool(default), help=help
+    )
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from .options import FILE, Choice, check_writable, complete_devices, json_option
+from .options import FILE, check_writable, choice_option, complete_devices, json_option
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
@@ -71,27 +71,9 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
 @click.option(
     "--batch", "batches", callback=_parse_numbers(",", "1,8,64"), metavar="N,...", help="Samples in one iteration."
 )
-@click.option(
-    "--mode",
-    type=Choice(["infer", "train"]),
-    default="infer",
-    show_default=True,
-    help="A forward pass, or a training step with loss, backward and optimizer.",
-)
-@click.option(
-    "--launch",
-    type=Choice(["eager", "graph"]),
-    default="eager",
-    show_default=True,
-    help="Launch operators one by one, or replay a CUDA graph.",
-)
-@click.option(
-    "--optimizer",
-    type=Choice(["sgd", "adamw"]),
-    default="sgd",
-    show_default=True,
-    help="The optimizer of --mode train.",
-)
+@choice_option("--mode", ["infer", "train"], "A forward pass, or a training step with loss, backward and optimizer.")
+@choice_option("--launch", ["eager", "graph"], "Launch operators one by one, or replay a CUDA graph.")
+@choice_option("--optimizer", ["sgd", "adamw"], "The optimizer of --mode train.")
 @click.option(
     "--input", "shape", callback=_parse_numbers("x", "3x224x224"), metavar="SHAPE", help="Shape of one sample."
 )

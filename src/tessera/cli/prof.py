@@ -12,9 +12,8 @@ import click
 
 from .. import __version__
 from ..errors import ArgumentError, TesseraError
-from ..units import parse_duration
 from .main import print_error, run_command
-from .options import FILE, check_writable, parse_option, sensor_option
+from .options import FILE, check_writable, duration_option, sensor_option
 
 if TYPE_CHECKING:
     from ..profile.attach import Attached
@@ -31,13 +30,7 @@ if TYPE_CHECKING:
 @click.option("--export", type=FILE, help="Write a trace for Perfetto (.json, .json.gz): Kineto's, with power in it.")
 @click.option("--power", type=FILE, help="Write the power samples here; by default next to --export (.power.csv).")
 @click.option("--summary", type=FILE, help="Write mean, min and max of every figure to this CSV.")
-@click.option(
-    "--duration",
-    "duration_s",
-    metavar="TIME",
-    callback=parse_option(parse_duration),
-    help="How long to sample, e.g. 5s. [default: until the trace is complete]",
-)
+@duration_option("--duration", "How long to sample, e.g. 5s. [default: until the trace is complete]")
 @click.option(
     "--steps", type=click.IntRange(0), default=3, show_default=True, help="Optimizer steps to trace; 0 traces by time."
 )
@@ -52,15 +45,7 @@ if TYPE_CHECKING:
     help="Seconds of GPU tracing to discard first.",
 )
 @click.option("--stacks", is_flag=True, help="Add Python stacks to the trace; slows the process while it is traced.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default="30s",
-    show_default=True,
-    metavar="TIME",
-    callback=parse_option(parse_duration),
-    help="How long to wait for the trace.",
-)
+@duration_option("--timeout", "How long to wait for the trace.", default="30s")
 @sensor_option
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")

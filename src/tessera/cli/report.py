@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError
-from .options import FILE, Choice, missing_file, save_page, suggest_files
+from .options import FILE, WordChoice, missing_file, save_page, suggest_files
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -28,7 +28,7 @@ VIEWS = ("ops", "kernels", "regions", "modules", "steps")
 @click.command("report")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--html", type=FILE, help="Where to write the page. [default: next to RUN]")
-@click.option("--by", type=Choice(VIEWS), help="Show only this table.")
+@click.option("--by", type=WordChoice(VIEWS), help="Show only this table.")
 @click.option("--top", type=click.IntRange(1), help="How many rows of each table to print.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON; writes a page only with --html.")
 @click.option("--open", "open_page", is_flag=True, help="Open the page in the browser.")
@@ -102,7 +102,7 @@ def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:
     """The path written; None, after an error message, if it could not be written."""
     from ..report.run_html import page as render
 
-    text = render(recording, found=result)
+    text = render(recording, result=result)
     return page if save_page(page, text) else None
 
 
@@ -130,4 +130,4 @@ def print_answer(
     from ..report.run import text
 
     console = Console(highlight=False, stderr=stderr)
-    console.show(text(recording, html=page, width=console.width, by=by, top=top, found=result))
+    console.show(text(recording, html=page, width=console.width, by=by, top=top, result=result))

@@ -16,7 +16,7 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from .main import print_error
-from .options import FILE, Choice, check_writable
+from .options import FILE, check_writable, choice_option
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -57,12 +57,10 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
-@click.option(
+@choice_option(
     "--mode",
-    type=Choice(["timeline", "sampling", "summary"]),
-    default="timeline",
-    show_default=True,
-    help="Record every kernel; or only power, clocks and stacks; or totals by name, for runs of days.",
+    ["timeline", "sampling", "summary"],
+    "Record every kernel; or only power, clocks and stacks; or totals by name, for runs of days.",
 )
 @click.option(
     "--steps",

@@ -22,7 +22,7 @@ from ..monitor.snapshot import PowerWatch, Snapshot
 from ..report import watch as report
 from ..sensors.discover import discover
 from ..units import parse_duration
-from .options import parse_option, sensor_option
+from .options import duration_option, parse_option, sensor_option
 
 MIN_INTERVAL_S = 0.05
 ONCE_S = 1.2  # telemetry comes once a second, and SM activity is what lies between two of them
@@ -52,9 +52,7 @@ def _parse_interval(ctx: click.Context, param: click.Parameter, value: str) -> f
 @sensor_option
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line, instead of a screen.")
-@click.option(
-    "--duration", "duration_s", metavar="TIME", callback=parse_option(parse_duration), help="Stop after, e.g., 5min."
-)
+@duration_option("--duration", "Stop after this time, e.g. 5min.")
 def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bool, duration_s: float | None) -> None:
     """Show power, clocks and temperature live; q or Ctrl-C quits.
 

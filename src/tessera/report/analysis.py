@@ -235,12 +235,12 @@ def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Tab
     widths = {c.key: max(len(c.title), *map(len, cells[c.key])) + 2 for c in columns}
     widest = max((k for k, is_text in texts.items() if is_text), key=lambda k: widths[k], default=None)
 
-    def needed() -> int:
+    def total_width() -> int:
         return sum(w if k != widest else min(w, MIN_NAME) for k, w in widths.items())
 
     # A number that is cut is wrong: the widest column of names is cut first (in the middle, since names differ at their
     # ends), then the last columns are dropped.
-    while len(columns) > 2 and needed() > width + 2:
+    while len(columns) > 2 and total_width() > width + 2:
         last = next(c for c in reversed(columns) if c.key != widest)
         columns.remove(last)
         del widths[last.key]

@@ -163,10 +163,10 @@ def _consumers(report: EnergyReport, top: int) -> WidthDependent:
     return WidthDependent(draw)
 
 
-def _opportunities(found: Sequence[Advice]) -> list[RenderableType]:
-    if not found:
+def _opportunities(changes: Sequence[Advice]) -> list[RenderableType]:
+    if not changes:
         return [Text("Opportunities: none of those tried saves 2% or more", style="dim")]
-    return [Text("Opportunities", style="bold"), WidthDependent(lambda width: _savings(found, width))]
+    return [Text("Opportunities", style="bold"), WidthDependent(lambda width: _savings(changes, width))]
 
 
 def _savings(opportunities: Sequence[Advice], width: int) -> RenderableType:

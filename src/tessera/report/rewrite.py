@@ -50,12 +50,12 @@ def rewrite_line(rewrite: Rewrite, usual: str = "modelled") -> str:
         parts.append(f"x{rewrite.times}")
     savings = []
     if rewrite.saved_bytes:
-        savings.append(_signed(rewrite.saved_bytes, format_bytes))
+        savings.append(_format_signed(rewrite.saved_bytes, format_bytes))
     if rewrite.saved_j:
         error = f" ± {format_energy(rewrite.saved_error_j)}" if rewrite.saved_error_j else ""
-        savings.append(f"{_signed(rewrite.saved_j, format_energy)}{error}")
+        savings.append(f"{_format_signed(rewrite.saved_j, format_energy)}{error}")
     if rewrite.saved_s:
-        savings.append(_signed(rewrite.saved_s, format_duration))
+        savings.append(_format_signed(rewrite.saved_s, format_duration))
     if savings:
         parts.append(f"saves {', '.join(savings)}")
     where = f" on {rewrite.device}" if rewrite.device and rewrite.basis == "modelled" else ""
@@ -64,7 +64,7 @@ def rewrite_line(rewrite: Rewrite, usual: str = "modelled") -> str:
     return "  ".join([*parts, tail]) + why
 
 
-def _signed(value: float, form: Callable[[float], str]) -> str:
+def _format_signed(value: float, form: Callable[[float], str]) -> str:
     return f"-{form(-value)}" if value < 0 else form(value)
 
 

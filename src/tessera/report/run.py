@@ -46,10 +46,10 @@ def text(
     width: int | None = None,
     by: str | None = None,
     top: int | None = None,
-    found: Answer | None = None,
+    result: Answer | None = None,
 ) -> RenderableType:
-    """The screen. `by` shows only one view, `top` is the number of rows; `found` is the answer, if it was computed."""
-    result, table = found or answer(recording), recording.energy()
+    """The screen. `by` shows only one view, `top` is the number of rows; `result` is the answer, if it was computed."""
+    result, table = result or answer(recording), recording.energy()
     wide = width or WIDTH
     parts: list[RenderableType] = [
         _title(result, wide),

@@ -39,12 +39,12 @@ _SECTIONS: dict[str, Callable[[Result], str]] = {
 def page(
     recording: Recording,
     *,
-    found: Answer | None = None,
+    result: Answer | None = None,
     results: Mapping[str, Result] | None = None,
 ) -> str:
-    """The page. `found` (the answer) and `results` (analyses by kind) are computed if not given."""
+    """The page. `result` (the answer) and `results` (analyses by kind) are computed if not given."""
     lines, table = recording.timeline, recording.energy()
-    result = found or answer(recording)
+    result = result or answer(recording)
     correlation = correlate_recording(recording)
     if result.shared_by:
         table = dataclasses.replace(table, ops=result.ops, kernels=result.kernels)
@@ -229,16 +229,17 @@ def _cells(node: EnergyNode, depth: int, left_j: float, whole_j: float, out: lis
 # -- spikes ---------------------------------------------------------------------------------------------------------
 
 
-def _checklist(found: Correlation) -> str:
+def _checklist(correlation: Correlation) -> str:
     rows = "".join(
         f"<li><span class='v {escape(a.verdict)}'>{escape(a.verdict)}</span><b>{escape(a.question)}</b>"
         f"<p class='dim'>{prose(a.evidence.rstrip('.'))}.{prose(f' Needs {a.needs}.') if a.needs else ''}</p></li>"
-        for a in found.checklist
+        for a in correlation.checklist
     )
-    count = len(found.spikes)
+    count = len(correlation.spikes)
     about = (
-        f"{count} spike{'' if count == 1 else 's'} above {format_level(found.threshold_w)} on {found.domain} "
-        f"(mean {format_power(found.mean_w, 3)}); they are shaded in the timeline."
+        f"{count} spike{'' if count == 1 else 's'} above {format_level(correlation.threshold_w)} on "
+        f"{correlation.domain} "
+        f"(mean {format_power(correlation.mean_w, 3)}); they are shaded in the timeline."
     )
-    notes = "".join(map(note, found.notes))
+    notes = "".join(map(note, correlation.notes))
     return f"<section><h2>Spikes</h2><p>{escape(about)}</p><ul class='checks'>{rows}</ul>{notes}</section>"

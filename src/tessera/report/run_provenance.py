@@ -95,12 +95,12 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
         yield readings, "measured", "read from the device"
 
 
-def _slowdown_source(found: Slowdown) -> tuple[str, str]:
-    times = f"{found.slowdown:.2f}x" if found.slowdown is not None else "unknown"
-    if found.basis == "steps":
-        steps = f"{found.traced_steps:,} traced steps compared with {found.untraced_steps:,} untraced"
-        return "measured", f"{times} ± {found.slowdown_error:.2f}: {steps}"
-    return "modelled", f"at most {times}, by the number of events: {found.reason}"
+def _slowdown_source(tracing: Slowdown) -> tuple[str, str]:
+    times = f"{tracing.slowdown:.2f}x" if tracing.slowdown is not None else "unknown"
+    if tracing.basis == "steps":
+        steps = f"{tracing.traced_steps:,} traced steps compared with {tracing.untraced_steps:,} untraced"
+        return "measured", f"{times} ± {tracing.slowdown_error:.2f}: {steps}"
+    return "modelled", f"at most {times}, by the number of events: {tracing.reason}"
 
 
 def _device_readings(recording: Recording) -> str:

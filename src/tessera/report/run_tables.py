@@ -146,17 +146,17 @@ def _group_note(table: EnergyTable, rows: Sequence[EnergyRow]) -> str:
 
 def steps(table: EnergyTable) -> str:
     """Joules of every step in order, with their intervals; a line if there are many."""
-    found = _known_steps(table)
-    if len(found) < 3:
+    rows = _known_steps(table)
+    if len(rows) < 3:
         return ""
     wide, high = _CHART
     base, top = high - 18, 8
-    most = max(r.energy_j + _error(r) for r in found) or 1.0
+    most = max(r.energy_j + _error(r) for r in rows) or 1.0
     scale = (base - top) / most
-    step = (wide - 60) / len(found)
+    step = (wide - 60) / len(rows)
     marks = []
-    if len(found) <= _BARS:
-        for i, r in enumerate(found):
+    if len(rows) <= _BARS:
+        for i, r in enumerate(rows):
             x, y = 56 + i * step, base - r.energy_j * scale
             middle = x + step * 0.425
             low, up = base - max(r.energy_j - _error(r), 0.0) * scale, base - (r.energy_j + _error(r)) * scale
@@ -166,13 +166,13 @@ def steps(table: EnergyTable) -> str:
                 f"height='{base - y:.1f}'/><path d='M{middle:.1f} {low:.1f}V{up:.1f}'/></g>"
             )
     else:
-        points = " ".join(f"{56 + i * step:.1f},{base - r.energy_j * scale:.1f}" for i, r in enumerate(found))
+        points = " ".join(f"{56 + i * step:.1f},{base - r.energy_j * scale:.1f}" for i, r in enumerate(rows))
         marks.append(f"<polyline points='{points}'/>")
     label = escape(format_energy(most, 3))
-    first, last = (escape(fit(region_name(row.name), 24)) for row in (found[0], found[-1]))
+    first, last = (escape(fit(region_name(row.name), 24)) for row in (rows[0], rows[-1]))
     return (
         f"<section><h2>Energy of each step</h2><svg class='steps' viewBox='0 0 {wide} {high}' "
-        f"role='img' aria-label='Energy of {len(found)} steps'><line x1='54' x2='{wide}' y1='{base}' y2='{base}'/>"
+        f"role='img' aria-label='Energy of {len(rows)} steps'><line x1='54' x2='{wide}' y1='{base}' y2='{base}'/>"
         f"{''.join(marks)}<text x='50' y='{top + 6}' text-anchor='end'>{label}</text>"
         f"<text x='50' y='{base}' text-anchor='end'>0</text><text x='56' y='{high - 4}'>{first}</text>"
         f"<text x='{wide}' y='{high - 4}' text-anchor='end'>{last}</text></svg></section>"

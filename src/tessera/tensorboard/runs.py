@@ -87,7 +87,7 @@ class RunDirectory:
     def _render(self, run: RunEntry) -> str:
         with open_recording(run.path) as recording:
             result = self._answers[run] = answer(recording)
-            return page(recording, found=result)
+            return page(recording, result=result)
 
 
 def _read_answer(run: RunEntry) -> Answer:
