@@ -98,7 +98,7 @@ def test_a_kernel_is_told_with_the_operators_around_it():
         DeviceSpan("Memset (Device)", 4000, 4002),
         DeviceSpan("my step", 0, 9000, op=9),
     ]
-    found = {(k.name, k.operators): k.seconds for k in kernel_times.sum_kernels(ops, spans, 2)}
+    found = {(k.name, k.operators): k.time_s for k in kernel_times.sum_kernels(ops, spans, 2)}
     assert found == {
         ("conv", ("aten::cudnn_convolution", "aten::convolution", "aten::conv2d")): pytest.approx(400e-9),
         ("clip", ("aten::relu_",)): pytest.approx(50e-9),
@@ -216,8 +216,8 @@ def test_a_kernel_belongs_to_the_outermost_operator_that_is_a_piece(operators, n
         )
     )
     found = kernel_times.group_by_operator(pieces(*names), [KernelTotal("kernel", 2.0, operators)])
-    assert [(g.members, g.seconds) for g in found if g.name != kernel_times.LEFT_OVER] == [((0,), 2.0)]
-    assert sum(g.seconds for g in found) == 2.0
+    assert [(g.members, g.time_s) for g in found if g.name != kernel_times.LEFT_OVER] == [((0,), 2.0)]
+    assert sum(g.time_s for g in found) == 2.0
 
 
 def test_what_has_no_name_goes_by_its_kind_and_then_together():
@@ -250,7 +250,7 @@ OPERATORS = ("aten::add_", "aten::addmm", "aten::batch_norm", "aten::softmax", "
 def test_every_second_and_every_piece_is_in_one_group(names, kernels):
     before = pieces(*names)
     groups = kernel_times.group_by_operator(before, [KernelTotal("k", seconds, tuple(ops)) for seconds, ops in kernels])
-    assert sum(g.seconds for g in groups) == pytest.approx(sum(seconds for seconds, _ in kernels))
+    assert sum(g.time_s for g in groups) == pytest.approx(sum(seconds for seconds, _ in kernels))
     members = [i for g in groups for i in g.members]
     assert sorted(members) == [i for i, p in before.items() if p.launches]
 
@@ -270,16 +270,16 @@ def test_recorded_kernels_of_a_replay_find_those_that_were_seen_compiled(residua
     ms = RECORDED["resnet50"]["optimize"]["kernel_ms"]
     launches = [KernelTotal(name, took * 1e-3, ("aten::clone",) if "DtoD" in name else ()) for name, took in ms.items()]
     groups = {g.name: g for g in kernel_times.group_by_kernel(watch.kernels, watch.ops, launches, replayed=True)}
-    assert sum(g.seconds for g in groups.values()) == pytest.approx(sum(ms.values()) * 1e-3)
+    assert sum(g.time_s for g in groups.values()) == pytest.approx(sum(ms.values()) * 1e-3)
     added = groups[f"fused_{BATCH_NORM}_add_relu"]
     exact = [took for name, took in ms.items() if re.fullmatch(rf"triton_poi_fused_{BATCH_NORM}_add_relu_\d+", name)]
     assert len(exact) > 5
-    assert added.seconds == pytest.approx(sum(exact) * 1e-3)
+    assert added.time_s == pytest.approx(sum(exact) * 1e-3)
     assert all(watch.kernels[i].call is None for i in added.members)
     calls = {i for i, k in enumerate(watch.kernels) if k.call is not None}
     assert set(groups[kernel_times.LIBRARY].members) == calls
     moved = sum(took for name, took in ms.items() if name.lower().startswith(("memset", "memcpy")))
-    assert (groups[kernel_times.OUTSIDE].members, groups[kernel_times.OUTSIDE].seconds) == (
+    assert (groups[kernel_times.OUTSIDE].members, groups[kernel_times.OUTSIDE].time_s) == (
         (),
         pytest.approx(moved * 1e-3),
     )
@@ -292,7 +292,7 @@ def test_library_calls_that_were_launched_one_by_one_go_by_operator(residual):
         KernelTotal("sm90_xmma", 3.0, ("aten::cudnn_convolution", "aten::convolution")),
     ]
     found = {g.name: g for g in kernel_times.group_by_kernel(watch.kernels, watch.ops, launches, replayed=False)}
-    assert (found["aten.addmm"].seconds, found["aten.convolution"].seconds) == (2.0, 3.0)
+    assert (found["aten.addmm"].time_s, found["aten.convolution"].time_s) == (2.0, 3.0)
     assert len(found["aten.convolution"].members) == 3
 
 
@@ -307,29 +307,29 @@ def test_a_group_takes_what_was_seen_and_the_rest_of_the_iteration_is_a_wait():
     side = side_of("aten.add", "aten.mul", "aten.sin")
     add, mul, sin = side.costs
     groups = [
-        KernelGroup("a", (0, 1), 3 * (add.seconds + mul.seconds)),
-        KernelGroup("b", (2,), sin.seconds),
+        KernelGroup("a", (0, 1), 3 * (add.time_s + mul.time_s)),
+        KernelGroup("b", (2,), sin.time_s),
         KernelGroup("c", (), 1e-6),
     ]
     found = set_kernel_times(side, groups, 1e-3)
-    assert found.costs[0].seconds == pytest.approx(3 * add.seconds)
-    assert found.costs[2].joules == pytest.approx(sin.joules)
+    assert found.costs[0].time_s == pytest.approx(3 * add.time_s)
+    assert found.costs[2].energy_j == pytest.approx(sin.energy_j)
     # Three times as long: the watts of board and SMs go on, bytes and operations are the same.
-    assert found.costs[1].joules == pytest.approx(mul.joules + 2 * mul.lasting_j)
-    assert side.static_w * mul.seconds < mul.lasting_j < mul.joules
-    assert found.seconds == pytest.approx(1e-3)
+    assert found.costs[1].energy_j == pytest.approx(mul.energy_j + 2 * mul.lasting_j)
+    assert side.static_w * mul.time_s < mul.lasting_j < mul.energy_j
+    assert found.time_s == pytest.approx(1e-3)
     assert found.wait_j == pytest.approx(found.wait_s * side.static_w)
-    assert found.other.seconds == 1e-6
+    assert found.other.time_s == 1e-6
     assert set_kernel_times(side, groups, 1e-9).wait_s == 0.0
 
 
 def test_no_kernel_draws_more_than_the_board_sustains_and_one_that_never_ran_draws_nothing():
     side = side_of("aten.add", "aten.mul")
     found = set_kernel_times(
-        side, [KernelGroup("a", (0,), side.costs[0].seconds / 20), KernelGroup("left over", (1,), 0.0)], 1e-3
+        side, [KernelGroup("a", (0,), side.costs[0].time_s / 20), KernelGroup("left over", (1,), 0.0)], 1e-3
     )
-    assert found.costs[0].joules == pytest.approx(side.limit_w * found.costs[0].seconds)
-    assert (found.costs[1].seconds, found.costs[1].joules) == (0.0, 0.0)
+    assert found.costs[0].energy_j == pytest.approx(side.limit_w * found.costs[0].time_s)
+    assert (found.costs[1].time_s, found.costs[1].energy_j) == (0.0, 0.0)
     assert found.costs[1].nbytes == side.costs[1].nbytes
 
 
@@ -513,15 +513,15 @@ def side_with(*joules, wait_j=15.0, other_j=5.0):
 def test_measured_joules_are_shared_out_and_a_kernel_that_both_run_takes_the_same():
     before, after = side_with(50.0, 30.0, 20.0), side_with(25.0, 50.0, wait_j=0.0)
     then, now = program_cost.share_measured_joules(before, after, [(0, 1)], 130.0, 95.0)
-    assert (then.joules, now.joules) == (pytest.approx(130.0), pytest.approx(95.0))
-    assert then.costs[0].joules == pytest.approx(now.costs[1].joules)
-    assert then.costs[0].joules > 50.0, "the second total lacks joules that the first has"
-    assert then.costs[1].joules / then.costs[2].joules == pytest.approx(1.5)
-    assert (then.wait_j, then.other.joules, now.wait_j) == (pytest.approx(15.0 * program_cost.WAIT_SHARE), 5.0, 0.0)
-    share = then.costs[0].joules / 50.0
+    assert (then.energy_j, now.energy_j) == (pytest.approx(130.0), pytest.approx(95.0))
+    assert then.costs[0].energy_j == pytest.approx(now.costs[1].energy_j)
+    assert then.costs[0].energy_j > 50.0, "the second total lacks joules that the first has"
+    assert then.costs[1].energy_j / then.costs[2].energy_j == pytest.approx(1.5)
+    assert (then.wait_j, then.other.energy_j, now.wait_j) == (pytest.approx(15.0 * program_cost.WAIT_SHARE), 5.0, 0.0)
+    share = then.costs[0].energy_j / 50.0
     assert then.costs[0].error_j == pytest.approx(5.0 * share)
     assert then.costs[0].lasting_j == pytest.approx(20.0 * share)
-    assert (then.costs[0].nbytes, then.seconds) == (8.0, before.seconds)
+    assert (then.costs[0].nbytes, then.time_s) == (8.0, before.time_s)
 
 
 def test_factors_on_the_joules_are_as_near_to_one_as_the_totals_allow():
@@ -534,8 +534,8 @@ def test_factors_on_the_joules_are_as_near_to_one_as_the_totals_allow():
         common = program_cost.COMMON_ERROR
         return (one - 1.0) ** 2 + (own**2 - 2 * common * own * later + later**2) / (1 - common**2)
 
-    one = then.costs[0].joules / 50.0
-    assert now.costs[0].joules == pytest.approx(then.costs[0].joules)
+    one = then.costs[0].energy_j / 50.0
+    assert now.costs[0].energy_j == pytest.approx(then.costs[0].energy_j)
     assert off(one) == pytest.approx(min(off(0.5 + 0.001 * i) for i in range(1000)), abs=1e-5)
     assert off(one) < off(one + 0.01)
 
@@ -548,9 +548,9 @@ def test_factors_on_the_joules_are_as_near_to_one_as_the_totals_allow():
 def test_totals_that_no_such_factors_have_are_shared_out_program_by_program(same, before_j, after_j):
     before, after = side_with(50.0, 30.0), side_with(50.0, 20.0)
     then, now = program_cost.share_measured_joules(before, after, same, before_j, after_j)
-    assert (then.joules, now.joules) == (pytest.approx(before_j), pytest.approx(after_j))
+    assert (then.energy_j, now.energy_j) == (pytest.approx(before_j), pytest.approx(after_j))
     assert then.wait_j == pytest.approx(15.0 * before_j / 100.0)
-    assert now.costs[1].joules == pytest.approx(20.0 * after_j / 90.0)
+    assert now.costs[1].energy_j == pytest.approx(20.0 * after_j / 90.0)
 
 
 def test_without_both_totals_the_joules_are_the_models():

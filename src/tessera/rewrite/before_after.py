@@ -136,7 +136,7 @@ def price_by_profile(
     )
     owned, _ = compilation.assign_ops()
     later = _copy_work(compilation, owned, dict(zip(kept, before.costs, strict=False)), later)
-    modelled_j = before.joules, later.joules
+    modelled_j = before.energy_j, later.energy_j
     same = _find_unchanged_calls(compilation, owned, kept)
     before, later = share_measured_joules(before, later, same, old_profile.iteration_j, new_profile.iteration_j)
     costs = dict(zip(kept, before.costs, strict=False))  # those of the replaced operators come behind
@@ -171,7 +171,7 @@ def _copy_work(
     for k, indices in owned.items():
         launching = [i for i in indices if compilation.ops[i].launches]
         if compilation.kernels[k].call is None and len(launching) == 1 and launching[0] in before:
-            same = before[launching[0]].set_seconds(costs[k].seconds, after.limit_w)
+            same = before[launching[0]].set_seconds(costs[k].time_s, after.limit_w)
             costs[k] = replace(same, nbytes=costs[k].nbytes)
     return replace(after, costs=tuple(costs))
 
@@ -196,8 +196,8 @@ def _set_times(
         KernelCheck(
             name=group.name,
             ops=len(group.members),
-            seen_s=group.seconds,
-            modelled_s=sum(program.costs[i].seconds for i in group.members),
+            seen_s=group.time_s,
+            modelled_s=sum(program.costs[i].time_s for i in group.members),
         )
         for group in groups
     ]

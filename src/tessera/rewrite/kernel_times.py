@@ -66,7 +66,7 @@ class KernelTotal:
     """The seconds one kernel takes per iteration, all its runs together, and the operators it was launched in."""
 
     name: str
-    seconds: float
+    time_s: float
     operators: tuple[str, ...] = ()
 
 
@@ -81,7 +81,7 @@ class KernelProfile:
     @property
     def busy_s(self) -> float:
         """Seconds of an iteration in which the device ran anything."""
-        return sum(kernel.seconds for kernel in self.kernels)
+        return sum(kernel.time_s for kernel in self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class KernelGroup:
 
     name: str
     members: tuple[int, ...]
-    seconds: float
+    time_s: float
 
 
 # -- profiling -----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def group_by_operator(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]
         if key is None:
             unnamed.append(kernel)
         else:
-            sums[key] += kernel.seconds
+            sums[key] += kernel.time_s
     groups = [KernelGroup(key, tuple(by_name[key]), seconds) for key, seconds in sums.items()]
     unseen = [i for key, members in by_name.items() if key not in sums for i in members]
     return groups + _group_by_kind({i: ops[i] for i in unseen}, unnamed)
@@ -230,9 +230,9 @@ def _group_by_kind(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]) -
     for kernel in kernels:
         kind = next((k for operator in kernel.operators if (k := _find_kind(operator)) in by_kind), None)
         if kind is None:
-            left_s += kernel.seconds
+            left_s += kernel.time_s
         else:
-            sums[kind] += kernel.seconds
+            sums[kind] += kernel.time_s
     groups = [KernelGroup(f"other {kind}", tuple(by_kind[kind]), seconds) for kind, seconds in sums.items()]
     others = tuple(i for kind, members in by_kind.items() if kind not in sums for i in members)
     return groups + ([KernelGroup(LEFT_OVER, others, left_s)] if others or left_s else [])
@@ -252,11 +252,11 @@ def group_by_kernel(
     if not replayed:
         return groups + group_by_operator(calls, others)
     # In a graph no operator is known: kernels with one copy inputs and results, beside other copies and fills.
-    around_s = sum(k.seconds for k in others if k.operators or k.name.lower().startswith(("memset", "memcpy")))
-    inside_s = sum(k.seconds for k in others) - around_s
+    around_s = sum(k.time_s for k in others if k.operators or k.name.lower().startswith(("memset", "memcpy")))
+    inside_s = sum(k.time_s for k in others) - around_s
     members = tuple(i for i, call in calls.items() if call.launches)
     rest = [KernelGroup(OUTSIDE, (), around_s), KernelGroup(LIBRARY, members, inside_s)]
-    return groups + [group for group in rest if group.members or group.seconds]
+    return groups + [group for group in rest if group.members or group.time_s]
 
 
 def _group_by_name(
@@ -270,7 +270,7 @@ def _group_by_name(
     for kernel in kernels:
         match = _GENERATED.fullmatch(kernel.name)
         assert match is not None  # only generated kernels are passed
-        sums[match.group(1)] += kernel.seconds
+        sums[match.group(1)] += kernel.time_s
     members: dict[str, list[int]] = {name: [] for name in sums}
     op_of = {node: op for op in ops for node in op.nodes}
     for i, each in enumerate(compiled):

@@ -42,16 +42,16 @@ class OpCost:
     work, operations and bytes.
     """
 
-    seconds: float = 0.0
-    joules: float = 0.0
+    time_s: float = 0.0
+    energy_j: float = 0.0
     error_j: float = 0.0
     nbytes: float = 0.0
     lasting_j: float = 0.0
 
     def __add__(self, other: OpCost) -> OpCost:
         return OpCost(
-            self.seconds + other.seconds,
-            self.joules + other.joules,
+            self.time_s + other.time_s,
+            self.energy_j + other.energy_j,
             math.hypot(self.error_j, other.error_j),
             self.nbytes + other.nbytes,
             self.lasting_j + other.lasting_j,
@@ -59,22 +59,22 @@ class OpCost:
 
     def __sub__(self, other: OpCost) -> OpCost:
         """What is saved by going from this to the other; errors add up."""
-        negative = OpCost(-other.seconds, -other.joules, other.error_j, -other.nbytes, -other.lasting_j)
+        negative = OpCost(-other.time_s, -other.energy_j, other.error_j, -other.nbytes, -other.lasting_j)
         return self + negative
 
     def scale_joules(self, factor: float) -> OpCost:
         """Return the same with other joules."""
-        joules, error_j, lasting_j = (factor * j for j in (self.joules, self.error_j, self.lasting_j))
-        return replace(self, joules=joules, error_j=error_j, lasting_j=lasting_j)
+        joules, error_j, lasting_j = (factor * j for j in (self.energy_j, self.error_j, self.lasting_j))
+        return replace(self, energy_j=joules, error_j=error_j, lasting_j=lasting_j)
 
     def set_seconds(self, seconds: float, limit_w: float) -> OpCost:
         """Return the same work in other seconds; the relative error of its joules stays."""
-        if not self.seconds or not self.joules:
-            return replace(self, seconds=seconds)
-        lasting = self.lasting_j * seconds / self.seconds
-        joules = min(lasting + self.joules - self.lasting_j, limit_w * seconds)
-        error_j = self.error_j * joules / self.joules
-        return replace(self, seconds=seconds, joules=joules, error_j=error_j, lasting_j=min(lasting, joules))
+        if not self.time_s or not self.energy_j:
+            return replace(self, time_s=seconds)
+        lasting = self.lasting_j * seconds / self.time_s
+        joules = min(lasting + self.energy_j - self.lasting_j, limit_w * seconds)
+        error_j = self.error_j * joules / self.energy_j
+        return replace(self, time_s=seconds, energy_j=joules, error_j=error_j, lasting_j=min(lasting, joules))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +96,14 @@ class ProgramCost:
     other: OpCost = OpCost()
 
     @property
-    def seconds(self) -> float:
+    def time_s(self) -> float:
         """Seconds of the iteration."""
-        return sum(c.seconds for c in self.costs) + self.other.seconds + self.wait_s
+        return sum(c.time_s for c in self.costs) + self.other.time_s + self.wait_s
 
     @property
-    def joules(self) -> float:
+    def energy_j(self) -> float:
         """Joules of the iteration."""
-        return sum(c.joules for c in self.costs) + self.other.joules + self.wait_j
+        return sum(c.energy_j for c in self.costs) + self.other.energy_j + self.wait_j
 
     def scale_joules(self, chosen: frozenset[int], factor: float, other_factor: float) -> ProgramCost:
         """Scale the joules of the chosen operators by one factor, those of the others by another."""
@@ -161,7 +161,7 @@ def estimate_program(
     return ProgramCost(
         costs=tuple(costs.get(i, OpCost()) for i in range(len(ops))),
         wait_s=float(result.wait_s.sum()),
-        wait_j=total_j - sum(c.joules for c in costs.values()),
+        wait_j=total_j - sum(c.energy_j for c in costs.values()),
         launches=len(costs),
         host_s=result.host_s,
         static_w=power.static_w,
@@ -189,14 +189,14 @@ def set_kernel_times(program: ProgramCost, groups: Iterable[KernelGroup], iterat
     """
     costs, other_s = list(program.costs), 0.0
     for group in groups:
-        modelled_s = sum(costs[i].seconds for i in group.members)
+        modelled_s = sum(costs[i].time_s for i in group.members)
         if not modelled_s:
-            other_s += group.seconds
+            other_s += group.time_s
             continue
         for i in group.members:
-            costs[i] = costs[i].set_seconds(costs[i].seconds * group.seconds / modelled_s, program.limit_w)
+            costs[i] = costs[i].set_seconds(costs[i].time_s * group.time_s / modelled_s, program.limit_w)
     other = OpCost(other_s, program.static_w * other_s, program.static_w * other_s * program.watts_error)
-    wait_s = max(0.0, iteration_s - other_s - sum(c.seconds for c in costs))
+    wait_s = max(0.0, iteration_s - other_s - sum(c.time_s for c in costs))
     return replace(program, costs=tuple(costs), other=other, wait_s=wait_s, wait_j=program.static_w * wait_s)
 
 
@@ -214,17 +214,17 @@ def share_measured_joules(
     the same work, priced by the same model), and the factors are as near to 1 as the two totals allow. Waits are not
     shared out: they have `WAIT_SHARE` of the board's watts.
     """
-    if not (before_j and after_j and before.joules and after.joules):
+    if not (before_j and after_j and before.energy_j and after.energy_j):
         return before, after
     pairs = list(same)
     places = frozenset(i for i, _ in pairs), frozenset(k for _, k in pairs)
     programs = [replace(program, wait_j=WAIT_SHARE * program.wait_j) for program in (before, after)]
-    alike = [sum(p.costs[i].joules for i in chosen) for p, chosen in zip(programs, places, strict=True)]
-    apart = [sum(c.joules for c in p.costs) - j for p, j in zip(programs, alike, strict=True)]
-    lacking = [measured_j - p.joules for measured_j, p in zip((before_j, after_j), programs, strict=True)]
+    alike = [sum(p.costs[i].energy_j for i in chosen) for p, chosen in zip(programs, places, strict=True)]
+    apart = [sum(c.energy_j for c in p.costs) - j for p, j in zip(programs, alike, strict=True)]
+    lacking = [measured_j - p.energy_j for measured_j, p in zip((before_j, after_j), programs, strict=True)]
     factors = _fit_factors(alike, apart, lacking)
     if factors is None:  # the totals fit no such factors: scale each program by itself, waits and all
-        return _scale_all(before, before_j / before.joules), _scale_all(after, after_j / after.joules)
+        return _scale_all(before, before_j / before.energy_j), _scale_all(after, after_j / after.energy_j)
     common, own_before, own_after = factors
     return (
         programs[0].scale_joules(places[0], common, own_before),
@@ -267,7 +267,7 @@ def fit_host_pace(ops: Sequence[EagerOp], device: Device, host: HostWork, measur
     """
 
     def estimate_s(pace: float) -> float:
-        return estimate_program(ops, device, replace(host, pace=pace)).seconds
+        return estimate_program(ops, device, replace(host, pace=pace)).time_s
 
     low, high = PACES
     if not estimate_s(low) < measured_s <= estimate_s(high):

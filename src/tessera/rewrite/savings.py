@@ -85,15 +85,15 @@ def trace_rewrites(
         *_list_reused_memory(compilation),
     ]
     lines = [replace(r, basis=both.basis) for r in lines] + _list_ours(compilation, both)
-    before_s, before_j = both.before.seconds + both.extra.seconds, both.before.joules + both.extra.joules
-    lines += _list_rest(lines, before_s - both.after.seconds, before_j - both.after.joules, before_j, both.basis)
+    before_s, before_j = both.before.time_s + both.extra.time_s, both.before.energy_j + both.extra.energy_j
+    lines += _list_rest(lines, before_s - both.after.time_s, before_j - both.after.energy_j, before_j, both.basis)
     lines = [replace(r, device=device.id) for r in lines]
     return RewriteTrace(
         rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)),
         before_s=before_s,
         before_j=before_j,
-        after_s=both.after.seconds,
-        after_j=both.after.joules,
+        after_s=both.after.time_s,
+        after_j=both.after.energy_j,
         launches_before=both.before.launches,
         launches_after=both.after.launches,
         device=device.id,
@@ -142,9 +142,9 @@ def _make_line(rule: str, before: str, after: str, costs: Sequence[OpCost], by: 
         by=by,
         times=len(costs),
         saved_bytes=saved.nbytes,
-        saved_j=saved.joules,
+        saved_j=saved.energy_j,
         saved_error_j=saved.error_j,
-        saved_s=saved.seconds,
+        saved_s=saved.time_s,
     )
 
 
@@ -206,7 +206,7 @@ def _charge_new_calls(
             work = count_flops([kernel.call])
             # Of equals the one charged least so far: a layer's attention is charged to that layer's operators.
             distance = {g: _compare_work(work, count_flops(groups[g])) for g in payers}
-            nearest = min(payers, key=lambda g: (distance[g], spent[g].joules))
+            nearest = min(payers, key=lambda g: (distance[g], spent[g].energy_j))
             spent[nearest] = spent[nearest] + after[k]
     return spent
 
@@ -233,8 +233,8 @@ def _make_launch_line(both: BeforeAfter, replayed: bool) -> Rewrite:
     """Return what the device no longer waits for the host, and in a replay no longer idles between two kernels."""
     before, after, timed = both.before, both.after, both.basis == TIMED
     gaps = add_up(both.launched.costs) - add_up(after.costs)
-    saved_s = before.wait_s - after.wait_s + gaps.seconds
-    saved_j = before.wait_j - after.wait_j + gaps.joules
+    saved_s = before.wait_s - after.wait_s + gaps.time_s
+    saved_j = before.wait_j - after.wait_j + gaps.energy_j
 
     def describe(program: ProgramCost) -> str:
         wait = f"the device waits {program.wait_s * 1e3:.2f} ms"
