@@ -104,9 +104,16 @@ def test_the_roof_is_the_side_of_the_ridge_point(chip: str, net: PartitionReport
 def test_what_holds_a_kernel_back_is_said_where_it_is_not_its_roof() -> None:
     def made(**parts: Any) -> LatencyDescriptor:
         return LatencyDescriptor(
-            subgraph_name="s", actual_latency=1.0, arithmetic_intensity=1.0, attained_flops=1.0, attained_bandwidth=1.0,
-            utilization=0.1, error_s=0.0, overhead_s=0.0, **parts,
-        )  # fmt: skip
+            subgraph_name="s",
+            actual_latency=1.0,
+            arithmetic_intensity=1.0,
+            attained_flops=1.0,
+            attained_bandwidth=1.0,
+            utilization=0.1,
+            error_s=0.0,
+            overhead_s=0.0,
+            **parts,
+        )
 
     layouts = made(bottleneck="memory", memory_s=0.8, compute_s=0.3, memory_bound_s=0.2, compute_bound_s=0.3)
     assert (layouts.roof, layouts.reason) == ("compute", "4.0 times its bytes (other layouts, a lower rate)")
@@ -297,8 +304,11 @@ def test_peak_of_a_perceptron_by_hand() -> None:
     # The activation reads the first product and writes its own: both live, beside the weights and the input.
     assert report.peak_bytes == weights + out + 2 * hidden + 33 * MIB
     assert report.by_category == {
-        "weights": weights, "inputs": out, "activations": 2 * hidden, "workspace": 33 * MIB,
-    }  # fmt: skip
+        "weights": weights,
+        "inputs": out,
+        "activations": 2 * hidden,
+        "workspace": 33 * MIB,
+    }
     assert report.fits and report.headroom_bytes == (report.capacity_bytes or 0) - report.peak_bytes
     assert report.peak_op == "1.relu" and max(report.timeline) == report.peak_bytes
 

@@ -86,11 +86,17 @@ def test_a_newer_schema_is_refused() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}', b'{"schema_version": "one"}',
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"schema_version": 1}',
+        b'{"schema_version": "one"}',
         altered("time_scale", {"copy": {"factor": -1, "spread": 0.1, "points": 3}}),
-        altered("limit_w", {"value": 0, "how": "x"}), altered("board", 3),
+        altered("limit_w", {"value": 0, "how": "x"}),
+        altered("board", 3),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_makes_no_sense_names_the_fix(text: bytes) -> None:
     path = calibration.save(make_calibration())
     path.write_bytes(text)

@@ -124,11 +124,18 @@ def test_wrong_products_are_refused(wrong: dict[str, object]) -> None:
 # ---------------------------------------------------------------- attention
 @few
 @given(
-    batch=st.integers(1, 64), kv_heads=st.integers(1, 16), group=st.integers(1, 8), q=st.integers(1, 4096),
-    more=st.integers(0, 4096), d=st.sampled_from([32, 64, 80, 96, 128, 256]), causal=st.booleans(),
+    batch=st.integers(1, 64),
+    kv_heads=st.integers(1, 16),
+    group=st.integers(1, 8),
+    q=st.integers(1, 4096),
+    more=st.integers(0, 4096),
+    d=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    causal=st.booleans(),
     p=st.sampled_from(["bf16", "fp16", "fp32"]),
-    backward=st.booleans(), mask=st.booleans(), source=st.sampled_from(["torch", "vllm"]),
-)  # fmt: skip
+    backward=st.booleans(),
+    mask=st.booleans(),
+    source=st.sampled_from(["torch", "vllm"]),
+)
 def test_attention_is_never_faster_than_the_chip(
     batch, kv_heads, group, q, more, d, causal, p, backward, mask, source
 ) -> None:
@@ -189,10 +196,14 @@ def test_wrong_attention_is_refused() -> None:
 # ---------------------------------------------------------------- power
 works = st.builds(
     DeviceWork,
-    clock_s=st.floats(0, 1), fixed_s=st.floats(0, 1), idle_s=st.floats(0, 1), busy_s=st.just(0.0),
+    clock_s=st.floats(0, 1),
+    fixed_s=st.floats(0, 1),
+    idle_s=st.floats(0, 1),
+    busy_s=st.just(0.0),
     flops=st.dictionaries(st.sampled_from(["matrix.bf16", "vector.fp32", "matrix.fp4"]), st.floats(0, 1e15)),
-    hbm_bytes=st.floats(0, 1e13), l2_bytes=st.floats(0, 1e13),
-)  # fmt: skip
+    hbm_bytes=st.floats(0, 1e13),
+    l2_bytes=st.floats(0, 1e13),
+)
 
 
 @few

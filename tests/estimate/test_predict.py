@@ -45,9 +45,18 @@ def test_the_call_of_the_readme():
 
 def test_everything_the_report_carries():
     report = tessera.predict(net(), torch.randn(8, 64), on="a100")
-    for name in ("total_energy_j", "compute_energy_j", "memory_energy_j", "static_energy_j", "average_power_w",
-                 "peak_power_w", "total_latency_s", "average_efficiency", "average_utilization",
-                 "wasted_energy_j"):  # fmt: skip
+    for name in (
+        "total_energy_j",
+        "compute_energy_j",
+        "memory_energy_j",
+        "static_energy_j",
+        "average_power_w",
+        "peak_power_w",
+        "total_latency_s",
+        "average_efficiency",
+        "average_utilization",
+        "wasted_energy_j",
+    ):
         value = getattr(report, name)
         assert value is not None and math.isfinite(value) and value >= 0, name
     for d in report.descriptors:

@@ -50,9 +50,9 @@ def attended(ours: Graph, theirs: Graph, phases: list[str]) -> None:
     assert reports[0].total_latency_s == pytest.approx(reports[1].total_latency_s, rel=0.05)
 
 
-@pytest.mark.parametrize(("causal", "kv_heads", "dtype"), [
-    (False, 16, torch.bfloat16), (True, 4, torch.float16), (True, 16, torch.float32)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("causal", "kv_heads", "dtype"), [(False, 16, torch.bfloat16), (True, 4, torch.float16), (True, 16, torch.float32)]
+)
 def test_our_attention_is_counted_as_torch_s(causal: bool, kv_heads: int, dtype: Any) -> None:
     from tessera.op.attention_ops import attention
 
@@ -104,16 +104,19 @@ def test_softmax_and_norms_are_counted_as_torch_s(train: bool) -> None:
     x, weight, bias = tensor(4096, 1536, grad=train), tensor(1536, grad=train), tensor(1536, grad=train)
     rows_alike(
         graph_of(lambda x: row_ops.softmax(x, x.dtype), x, train=train),
-        graph_of(lambda x: torch.softmax(x, 1), x, train=train), "softmax",
-    )  # fmt: skip
+        graph_of(lambda x: torch.softmax(x, 1), x, train=train),
+        "softmax",
+    )
     rows_alike(
         graph_of(lambda x, w, b: row_ops.norm(x, None, w, b, 1e-5, True)[0], x, weight, bias, train=train),
-        graph_of(lambda x, w, b: F.layer_norm(x, (1536,), w, b), x, weight, bias, train=train), "norm",
-    )  # fmt: skip
+        graph_of(lambda x, w, b: F.layer_norm(x, (1536,), w, b), x, weight, bias, train=train),
+        "norm",
+    )
     rows_alike(
         graph_of(lambda x, w: row_ops.norm(x, None, w, None, 1e-5, False)[0], x, weight, train=train),
-        graph_of(lambda x, w: F.rms_norm(x, (1536,), w), x, weight, train=train), "norm",
-    )  # fmt: skip
+        graph_of(lambda x, w: F.rms_norm(x, (1536,), w), x, weight, train=train),
+        "norm",
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -155,10 +155,13 @@ def test_leaves_are_found_wherever_a_program_keeps_them():
     weight = torch.randn(8, 8, requires_grad=True)
     in_dict, in_tuple, step = {"w": weight}, (weight,), _Step()
     programs = [
-        _script, step, step.run, lambda x: (x @ in_dict["w"]).sum().backward(),
+        _script,
+        step,
+        step.run,
+        lambda x: (x @ in_dict["w"]).sum().backward(),
         lambda x: (x @ in_tuple[0]).sum().backward(),
         functools.partial(lambda w, x: (x @ w).sum().backward(), weight),
-    ]  # fmt: skip
+    ]
     for program in programs:
         assert capture(program, torch.randn(4, 8)).flops == 2 * 2 * 4 * 8 * 8
     assert WEIGHT.grad is None and weight.grad is None and step.weight.grad is None
@@ -211,8 +214,9 @@ def test_hooks_that_a_program_hangs_on_its_modules_are_taken_off():
 def test_a_capturable_optimizer():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), capturable=True)
-    assert "aten._foreach_add_" in [op.name for op in capture(model, torch.randn(2, 8), mode="train",
-                                                              optimizer=optimizer).kernels]  # fmt: skip
+    assert "aten._foreach_add_" in [
+        op.name for op in capture(model, torch.randn(2, 8), mode="train", optimizer=optimizer).kernels
+    ]
     with pytest.raises(AssertionError, match="capturable"):  # torch's own answer is its own again
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -229,8 +233,9 @@ def test_distances_are_a_product():
 
 
 def test_distances_without_a_product_go_through_all_coordinates():
-    near, far = (on("h200", lambda a, b: torch.cdist(a, b, p=1.0), (torch.empty(4096, d, device="meta"),) * 2)
-                 for d in (2, 256))  # fmt: skip
+    near, far = (
+        on("h200", lambda a, b: torch.cdist(a, b, p=1.0), (torch.empty(4096, d, device="meta"),) * 2) for d in (2, 256)
+    )
     assert far.prediction.device_s > 20 * near.prediction.device_s
     assert any("_cdist_forward" in note for note in far.notes)
 
@@ -415,8 +420,10 @@ def test_no_kernel_is_faster_than_the_memory(name: str, chip: str):
 def test_a_replay_is_no_slower_than_launching_one_by_one():
     for size in (64, 1024, 4096):
         graph = capture(nn.Linear(1024, 1024), torch.empty(size, 1024, device="meta"))
-        eager, replayed = (tessera.predict(graph, on="h200", launch=how, calibration=None).total_latency_s
-                           for how in ("eager", "graph"))  # fmt: skip
+        eager, replayed = (
+            tessera.predict(graph, on="h200", launch=how, calibration=None).total_latency_s
+            for how in ("eager", "graph")
+        )
         assert replayed <= 1.01 * eager, size
     tiny = capture(lambda x: x.clone(), torch.empty(65536, device="meta"))
     assert on("h200", tiny, ()).total_latency_s == pytest.approx(4.06e-6, rel=0.1), "as was measured"

@@ -41,8 +41,11 @@ def of(*rows: SweepRow) -> Sweep:
 def test_every_combination_is_a_row_in_the_order_asked(found: Sweep) -> None:
     assert len(found.rows) == 27
     assert [(r.on, r.precision, r.batch) for r in found.rows[:4]] == [
-        ("a100", "fp32", 1), ("a100", "fp32", 8), ("a100", "fp32", 64), ("a100", "bf16", 1),
-    ]  # fmt: skip
+        ("a100", "fp32", 1),
+        ("a100", "fp32", 8),
+        ("a100", "fp32", 64),
+        ("a100", "bf16", 1),
+    ]
     assert found.name == "Residual"
 
 

@@ -23,13 +23,31 @@ from tessera.graph.capture import capture
 from tessera.hardware import lookup
 
 TIME = {
-    "gemm.bf16": 1.1, "gemm.fp16": 0.93, "gemm.fp32": 1.25, "gemm.tf32": 1.04, "gemm.fp8": 0.85, "attention": 1.3,
-    "elementwise": 0.9, "copy": 1.07, "norm": 1.4, "reduce": 0.8, "conv": 1.2,
-}  # fmt: skip
+    "gemm.bf16": 1.1,
+    "gemm.fp16": 0.93,
+    "gemm.fp32": 1.25,
+    "gemm.tf32": 1.04,
+    "gemm.fp8": 0.85,
+    "attention": 1.3,
+    "elementwise": 0.9,
+    "copy": 1.07,
+    "norm": 1.4,
+    "reduce": 0.8,
+    "conv": 1.2,
+}
 ENERGY = {
-    "gemm.bf16": 0.9, "gemm.fp16": 1.1, "gemm.fp32": 0.95, "gemm.tf32": 1.05, "gemm.fp8": 1.0, "attention": 1.15,
-    "elementwise": 1.2, "copy": 0.92, "norm": 1.08, "reduce": 1.0, "conv": 0.88,
-}  # fmt: skip
+    "gemm.bf16": 0.9,
+    "gemm.fp16": 1.1,
+    "gemm.fp32": 0.95,
+    "gemm.tf32": 1.05,
+    "gemm.fp8": 1.0,
+    "attention": 1.15,
+    "elementwise": 1.2,
+    "copy": 0.92,
+    "norm": 1.08,
+    "reduce": 1.0,
+    "conv": 0.88,
+}
 HOST_FACTOR, LIMIT_W, STATIC_W = 0.7, 640.0, 118.0
 
 
@@ -43,11 +61,21 @@ def scales(factors: dict[str, float], spread: float | None = 0.05, points: int =
 
 def make_calibration(**changes: Any) -> Calibration:
     given: dict[str, Any] = {
-        "device": "h200", "board": "NVIDIA H200", "driver": "580.95.05", "torch": "2.13.0", "date": "2026-10-01",
-        "host_cpu": "a Xeon", "host_scale": Scale(factor=HOST_FACTOR, spread=0.15, points=2),
-        "time_scale": scales(TIME), "energy_scale": scales(ENERGY), "idle_w": watts(75.0),
-        "idle_context_w": watts(98.0), "static_w": watts(STATIC_W), "limit_w": watts(LIMIT_W), "notes": ("a note",),
-    }  # fmt: skip
+        "device": "h200",
+        "board": "NVIDIA H200",
+        "driver": "580.95.05",
+        "torch": "2.13.0",
+        "date": "2026-10-01",
+        "host_cpu": "a Xeon",
+        "host_scale": Scale(factor=HOST_FACTOR, spread=0.15, points=2),
+        "time_scale": scales(TIME),
+        "energy_scale": scales(ENERGY),
+        "idle_w": watts(75.0),
+        "idle_context_w": watts(98.0),
+        "static_w": watts(STATIC_W),
+        "limit_w": watts(LIMIT_W),
+        "notes": ("a note",),
+    }
     return Calibration(**{**given, **changes})
 
 

@@ -32,34 +32,75 @@ every_real = pytest.mark.parametrize("device", REAL, ids=lambda d: d.id)
 
 # What people type (issue 3), and the device it must give.
 NAMES = {
-    "h200": "h200", "h200-sxm": "h200", "h100": "h100", "h100-sxm": "h100", "h100-pcie": "h100-pcie",
-    "a100": "a100", "a100-80gb-sxm": "a100", "a100-40gb-sxm": "a100-40gb-sxm", "b200": "b200", "gb200": "gb200",
-    "l40s": "l40s", "l4": "l4", "t4": "t4", "v100": "v100", "mi250x": "mi250x", "mi300x": "mi300x",
-    "rtx-4090": "rtx-4090", "jetson-orin": "jetson-orin", "jetson-agx-orin": "jetson-orin",
-    "jetson-orin-nano": "jetson-orin-nano", "gaudi3": "gaudi3", "epyc-9654": "epyc-9654",
-    "xeon-8490h": "xeon-8490h", "m4-max": "m4-max", "tpu-v5e": "tpu-v5e", "NVIDIA H200": "h200",
-}  # fmt: skip
+    "h200": "h200",
+    "h200-sxm": "h200",
+    "h100": "h100",
+    "h100-sxm": "h100",
+    "h100-pcie": "h100-pcie",
+    "a100": "a100",
+    "a100-80gb-sxm": "a100",
+    "a100-40gb-sxm": "a100-40gb-sxm",
+    "b200": "b200",
+    "gb200": "gb200",
+    "l40s": "l40s",
+    "l4": "l4",
+    "t4": "t4",
+    "v100": "v100",
+    "mi250x": "mi250x",
+    "mi300x": "mi300x",
+    "rtx-4090": "rtx-4090",
+    "jetson-orin": "jetson-orin",
+    "jetson-agx-orin": "jetson-orin",
+    "jetson-orin-nano": "jetson-orin-nano",
+    "gaudi3": "gaudi3",
+    "epyc-9654": "epyc-9654",
+    "xeon-8490h": "xeon-8490h",
+    "m4-max": "m4-max",
+    "tpu-v5e": "tpu-v5e",
+    "NVIDIA H200": "h200",
+}
 
 # (device, figure, value): dense TFLOP/s, GB/s, W of shared/hardware.md.
 SPOTS = [
-    ("h200", "peaks.matrix.bf16", 989e12), ("h200", "peaks.matrix.fp8", 1979e12), ("h200", "tdp_w", 700),
-    ("h200", "memory.bandwidth_bytes_per_s", 4.8e12), ("h200", "idle_w", 77), ("h200", "peaks.vector.fp32", 67e12),
-    ("a100", "peaks.matrix.bf16", 312e12), ("a100", "memory.bandwidth_bytes_per_s", 2.039e12),
-    ("a100", "peaks.matrix.tf32", 156e12), ("a100-40gb-sxm", "memory.bandwidth_bytes_per_s", 1.555e12),
-    ("h100", "memory.bandwidth_bytes_per_s", 3.35e12), ("h100-pcie", "peaks.matrix.bf16", 756e12),
-    ("b200", "peaks.matrix.bf16", 2250e12), ("gb200", "tdp_w", 1200), ("l4", "peaks.matrix.fp8", 242e12),
-    ("l40s", "peaks.matrix.bf16", 362e12), ("t4", "peaks.matrix.int8", 130e12), ("v100", "peaks.matrix.fp16", 125e12),
-    ("mi250x", "peaks.matrix.fp64", 95.7e12), ("mi300x", "memory.bandwidth_bytes_per_s", 5.3e12),
-    ("rtx-4090", "peaks.matrix.bf16", 165e12), ("gaudi3", "peaks.matrix.fp8", 1835e12),
-    ("jetson-orin", "peaks.matrix.int8", 85e12), ("tpu-v5e", "peaks.matrix.bf16", 197e12),
-    ("xeon-8490h", "peaks.matrix.bf16", 117e12), ("epyc-9654", "memory.bandwidth_bytes_per_s", 460.8e9),
-]  # fmt: skip
+    ("h200", "peaks.matrix.bf16", 989e12),
+    ("h200", "peaks.matrix.fp8", 1979e12),
+    ("h200", "tdp_w", 700),
+    ("h200", "memory.bandwidth_bytes_per_s", 4.8e12),
+    ("h200", "idle_w", 77),
+    ("h200", "peaks.vector.fp32", 67e12),
+    ("a100", "peaks.matrix.bf16", 312e12),
+    ("a100", "memory.bandwidth_bytes_per_s", 2.039e12),
+    ("a100", "peaks.matrix.tf32", 156e12),
+    ("a100-40gb-sxm", "memory.bandwidth_bytes_per_s", 1.555e12),
+    ("h100", "memory.bandwidth_bytes_per_s", 3.35e12),
+    ("h100-pcie", "peaks.matrix.bf16", 756e12),
+    ("b200", "peaks.matrix.bf16", 2250e12),
+    ("gb200", "tdp_w", 1200),
+    ("l4", "peaks.matrix.fp8", 242e12),
+    ("l40s", "peaks.matrix.bf16", 362e12),
+    ("t4", "peaks.matrix.int8", 130e12),
+    ("v100", "peaks.matrix.fp16", 125e12),
+    ("mi250x", "peaks.matrix.fp64", 95.7e12),
+    ("mi300x", "memory.bandwidth_bytes_per_s", 5.3e12),
+    ("rtx-4090", "peaks.matrix.bf16", 165e12),
+    ("gaudi3", "peaks.matrix.fp8", 1835e12),
+    ("jetson-orin", "peaks.matrix.int8", 85e12),
+    ("tpu-v5e", "peaks.matrix.bf16", 197e12),
+    ("xeon-8490h", "peaks.matrix.bf16", 117e12),
+    ("epyc-9654", "memory.bandwidth_bytes_per_s", 460.8e9),
+]
 
 # What a reader looks for first: known, or the notes say why not.
 CORE = (
-    "memory.capacity_bytes", "memory.bandwidth_bytes_per_s", "caches.l2_bytes", "clocks.base_hz", "clocks.boost_hz",
-    "units", "tdp_w", "idle_w",
-)  # fmt: skip
+    "memory.capacity_bytes",
+    "memory.bandwidth_bytes_per_s",
+    "caches.l2_bytes",
+    "clocks.base_hz",
+    "clocks.boost_hz",
+    "units",
+    "tdp_w",
+    "idle_w",
+)
 
 MINIMAL = 'id = "mychip"\nname = "My chip"\nkind = "gpu"\nvendor = "me"\n'
 
