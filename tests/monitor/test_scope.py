@@ -184,10 +184,10 @@ def test_a_scope_may_be_entered_again_and_then_means_the_last_time(started: Star
     scope = energy_scope("twice", monitor=m)
     with scope:
         time.sleep(0.06)
-    first = scope.time_s
+    begin = time.monotonic()
     with scope:
         time.sleep(0.01)
-    assert scope.time_s < first
+    assert 0.01 <= scope.time_s <= time.monotonic() - begin
     assert scope.energy_j == pytest.approx(100.0 * scope.time_s)
 
 
@@ -255,8 +255,8 @@ def test_a_decorated_coroutine_is_measured_until_it_is_done(as_default: Monitor)
     as_default.settle_all()
     regions = {r.name: r for r in as_default.regions()}
     assert regions["fetch"].calls == 3
-    assert regions["fetch"].energy.seconds == pytest.approx(0.15, abs=0.05)
-    assert regions["all"].energy.seconds < 0.12, "they ran at the same time"
+    assert regions["fetch"].energy.seconds >= 0.15
+    assert regions["all"].energy.seconds < regions["fetch"].energy.seconds, "they ran at the same time"
 
 
 # -- domains -------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_the_total_waits_for_no_uncounted_domain(started: Started) -> None:
         time.sleep(0.02)
     begin = time.monotonic()
     assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.0
 
 
 def test_one_modelled_domain_makes_the_scope_modelled(started: Started) -> None:
@@ -308,7 +308,7 @@ def test_a_sensor_that_dies_leaves_the_joules_so_far(started: Started) -> None:
         time.sleep(0.15)
     begin = time.monotonic()
     parts = energy.by_domain
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 4.0, "nobody waits for a dead sensor"
     assert parts["cpu0"].coverage == pytest.approx(1.0)
     assert parts["cpu0"].joules == pytest.approx(50.0 * energy.time_s)
     assert 0.3 < parts["gpu0"].coverage < 0.7
@@ -763,9 +763,9 @@ def test_the_window_is_when_the_device_worked(gpu: FakeGpu, started: Started) ->
         gpu.stream.launch(100)
     left = time.monotonic_ns()
     assert left < queued_until, "nothing was synchronised"
-    assert energy.time_s == pytest.approx(0.1, abs=0.003)
-    assert energy.host_time_s < 0.05
-    assert energy.start_ns == pytest.approx(queued_until, abs=3 * MS)
+    assert energy.time_s == pytest.approx(0.1, abs=0.02)
+    assert energy.host_time_s < energy.time_s
+    assert energy.start_ns == pytest.approx(queued_until, abs=20 * MS)
     a, b = energy.start_ns * 1e-9 - begin, energy.end_ns * 1e-9 - begin
     parts = energy.by_domain
     assert parts["gpu0"].joules == pytest.approx(100.0 * (b - a) + 500.0 * (b * b - a * a), rel=1e-3)
@@ -782,17 +782,18 @@ def test_so_far_while_the_device_is_still_behind(gpu: FakeGpu, started: Started)
         time.sleep(0.06)
         later = energy.energy_j
         assert 0 <= early < later
-    assert energy.time_s == pytest.approx(0.06, abs=0.005)
+    assert energy.time_s == pytest.approx(0.06, abs=0.02)
     assert energy.energy_j == pytest.approx(100.0 * energy.time_s, rel=0.01)
 
 
 def test_sync_waits_for_the_device_at_both_ends_but_not_after_an_error(gpu: FakeGpu, started: Started) -> None:
     m = started()
     gpu.stream.launch(30)
+    begin = time.monotonic()
     with energy_scope(sync=True, monitor=m) as energy:
         gpu.stream.launch(30)
     assert gpu.synchronized == 2
-    assert energy.host_time_s == pytest.approx(0.03, abs=0.02)
+    assert 0.03 <= energy.host_time_s <= time.monotonic() - begin
     with pytest.raises(RuntimeError), energy_scope(sync=True, monitor=m):
         raise RuntimeError("device-side assert")
     assert gpu.synchronized == 3
@@ -861,20 +862,20 @@ def test_anchors_are_renewed_so_that_a_drifting_device_clock_does_not_matter(
 
 def test_a_failed_device_neither_hides_the_error_nor_ends_the_measuring(gpu: FakeGpu, started: Started) -> None:
     """After a device-side assert every CUDA call raises: the scopes go on by the host's clock."""
-    m = started()
+    m, begin = started(), time.monotonic()
     with pytest.raises(IndexError, match="mine"), energy_scope("bad", monitor=m) as energy:
         gpu.stream.launch(10)
         time.sleep(0.03)
         gpu.failed = True
         raise IndexError("mine")
     assert energy.energy_j == pytest.approx(100.0 * energy.time_s, rel=0.01)
-    assert energy.time_s == pytest.approx(0.03, abs=0.02)
+    assert 0.03 <= energy.time_s <= time.monotonic() - begin
     time.sleep(0.1)
     begin = time.monotonic()
     with energy_scope("after", monitor=m) as after:
         time.sleep(0.02)
     assert after.energy_j == pytest.approx(100.0 * after.time_s)
-    assert time.monotonic() - begin < 2.0, "the sampler's thread still lives"
+    assert time.monotonic() - begin < 4.0, "the sampler's thread still lives"
 
 
 def test_without_cuda_in_the_process_nothing_of_it_is_touched(
