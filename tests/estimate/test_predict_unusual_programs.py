@@ -68,7 +68,7 @@ def test_unique_counts_and_repeats_of_known_values():
     assert capture(lambda x: torch.bincount(x) * 2, ids).ops[-1].outputs[0].shape == (4,)
     assert capture(lambda x: torch.arange(4).repeat_interleave(x) * 2, ids).ops[-1].outputs[0].shape == (7,)
     for fn in (torch.unique, lambda x: x[x > 0]):
-        with pytest.raises(DataDependent, match=r"test_predict_unseen|torch") as caught:
+        with pytest.raises(DataDependent, match=r"test_predict_unusual_programs|torch") as caught:
             capture(lambda x, fn=fn: fn(x), torch.randn(8))
         assert "meta_nonzero" not in str(caught.value), "torch's advice on its own switches is of no use here"
 
@@ -376,7 +376,7 @@ def test_what_cannot_be_captured_says_what_and_where():
     with pytest.raises(DataDependent) as told:
         tessera.predict(lambda x: x[x > 0], torch.randn(8), on="h200")
     assert "device='cpu'" in str(told.value)
-    assert "test_predict_unseen.py" in str(told.value) and "estimate/predict.py" not in str(told.value)
+    assert "test_predict_unusual_programs.py" in str(told.value) and "estimate/predict.py" not in str(told.value)
 
 
 def test_a_program_that_runs_nothing_says_so():
