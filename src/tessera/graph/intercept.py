@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,21 +237,14 @@ class Interceptor(TorchFunctionMode):
         self.autocast = Autocast()
         vf = torch._C._VariableFunctions
         self._answers: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: self._attention,
+            F.scaled_dot_product_attention: partial(attention, recorder),
             F.dropout: dropout,
             torch.dropout: dropout,
             F.rms_norm: self._rms_norm,
             torch.rms_norm: self._rms_norm,
-            F.multi_head_attention_forward: lambda *a, **k: self._inside(
-                F, lambda: F.multi_head_attention_forward(*a, **k)
-            ),
-            torch.autograd.grad: lambda *a, **k: self._inside(torch.autograd, lambda: torch.autograd.grad(*a, **k)),
-            torch.autograd.backward: lambda *a, **k: self._inside(
-                torch.autograd, lambda: torch.autograd.backward(*a, **k)
-            ),
             torch.Tensor.backward: self._backward,
-            torch.tensor: lambda *a, **k: self._literal(torch.tensor, *a, **k),
-            torch.as_tensor: lambda *a, **k: self._literal(torch.as_tensor, *a, **k),
+            torch.tensor: partial(self._literal, torch.tensor),
+            torch.as_tensor: partial(self._literal, torch.as_tensor),
             F.one_hot: self._one_hot,
             torch._grouped_mm: self._grouped_product,
             torch.nn.functional.grouped_mm: self._grouped_product,
@@ -262,7 +256,14 @@ class Interceptor(TorchFunctionMode):
             torch.Tensor.pin_memory: lambda x, *a: x,
         }
         for cell in GATES:
-            self._answers[getattr(vf, cell)] = lambda *a, cell=cell: _recurrent(self._recorder, cell, *a)
+            self._answers[getattr(vf, cell)] = partial(_recurrent, recorder, cell)
+        for module, name in (
+            (F, "multi_head_attention_forward"),
+            (torch.autograd, "grad"),
+            (torch.autograd, "backward"),
+        ):
+            function = getattr(module, name)
+            self._answers[function] = partial(self._run_inside, module, function)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, redirect to the meta device, answer or pass on."""
@@ -276,13 +277,13 @@ class Interceptor(TorchFunctionMode):
         answer = self._answers.get(func)
         return answer(*args, **kwargs) if answer is not None else func(*args, **kwargs)
 
-    def _inside(self, module: Any, call: Callable[[], Any]) -> Any:
+    def _run_inside(self, module: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A function of torch that runs Python of its own: what it calls is answered and cast like everything else."""
         ask = module.has_torch_function
         module.has_torch_function = lambda *_: False  # it would hand itself to this mode again
         try:
             with self:
-                return call()
+                return function(*args, **kwargs)
         finally:
             module.has_torch_function = ask
 
@@ -291,7 +292,7 @@ class Interceptor(TorchFunctionMode):
         names = ("gradient", "retain_graph", "create_graph", "inputs")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         options["grad_tensors"] = options.pop("gradient", None)
-        self._inside(torch.autograd, lambda: torch.autograd.backward(tensor, **options))
+        self._run_inside(torch.autograd, torch.autograd.backward, tensor, **options)
 
     def _one_hot(self, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         out: torch.Tensor = F.one_hot(tensor, num_classes)
@@ -307,9 +308,6 @@ class Interceptor(TorchFunctionMode):
         meta = make(data, *args, **kwargs)
         self._recorder.known.note(meta, value)
         return meta
-
-    def _attention(self, *args: Any, **kwargs: Any) -> Any:
-        return attention(self._recorder, *args, **kwargs)
 
     @staticmethod
     def _set_item(x: torch.Tensor, index: Any, value: Any) -> None:
