@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import socket
+import sqlite3
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,7 @@ def test_two_processes_find_each_others_clocks(tmp_path: Path) -> None:
     assert abs(clock.offset_ns + 70 * MS) <= clock.error_ns < 20 * MS
     assert any("ahead of" in n for n in clock.notes)
     assert RunFile(tmp_path / "run-rank1.tessera").get("shared") == [0.0, 0.0]  # one host has one clock
+    move_to_host(tmp_path / "run-rank1.tessera", "another")
     merged = merge(tmp_path)
     assert [s.rank for s in merged.files] == [0, 1]
     assert merged.offsets[1].offset_ns == pytest.approx(-70 * MS, abs=20 * MS)
@@ -257,7 +260,15 @@ def test_groups_with_one_name_and_other_members_are_not_mixed() -> None:
 # -- Merging --------------------------------------------------------------------------------------------------------
 
 
-def write_run(path: Path, timeline: Timeline, **facts: object) -> Path:
+def move_to_host(path: Path, host: str) -> Path:
+    """Say that a run was recorded on another machine, which has a clock of its own."""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE about SET value = ? WHERE key IN ('host', 'boot')", (host,))
+        db.commit()
+    return path
+
+
+def write_run(path: Path, timeline: Timeline, *, host: str = "", **facts: object) -> Path:
     with RunWriter(path) as run:
         run.add_timeline(timeline)
         for key, value in facts.items():
@@ -267,7 +278,7 @@ def write_run(path: Path, timeline: Timeline, **facts: object) -> Path:
         run.add_samples(domain, times, np.full(len(times), 300.0))
         run.add_telemetry([Telemetry(time_ns=T0, domain="gpu0", temperature_c=40.0)], 0)
         run.add_stacks([(T0, 17, "main;step", 2)])
-    return path
+    return move_to_host(path, host) if host else path
 
 
 def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
@@ -278,7 +289,7 @@ def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
         t.columns["thread"] = np.full(len(t), 9)
         t.extra = {1: {"tc_util_pct": 40.0}}
         t.energy_j = np.full(len(t), 0.5) if rank == 1 else None
-        ranks.append(write_run(tmp_path / f"r{rank}.tessera", t, rank=rank))
+        ranks.append(write_run(tmp_path / f"r{rank}.tessera", t, rank=rank, host=f"node{rank}"))
     merged = merge(ranks[::-1])
     t, n = merged.timeline, len(merged.timeline) // 3
     assert np.array_equal(t["rank"], np.repeat([0, 1, 2], n))
@@ -359,10 +370,10 @@ def test_the_command_merges_a_folder_of_kineto_traces(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="nothing to merge"):
+    with pytest.raises(RecordingError, match="there is no recording"):
         merge(tmp_path)
     one = write_run(tmp_path / "a.tessera", rank_timeline(0), rank=0)
-    with pytest.raises(ArgumentError, match="1 file to merge"):
+    with pytest.raises(ArgumentError, match="1 recording"):
         merge(one)
     two = write_run(tmp_path / "b.tessera", rank_timeline(0), rank=0)
     with pytest.raises(ArgumentError, match="both of rank 0"):
@@ -391,7 +402,7 @@ def test_the_surer_clock_is_taken_and_a_contradiction_said(tmp_path: Path) -> No
     def run(name: str, rank: int, offset_ns: float, error_ns: float, group: str) -> Path:
         t = rank_timeline(rank, offset_ns=rank * 3 * MS, group=group)
         clock = Offset(rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=T0, source="exchange").to_dict()
-        return write_run(tmp_path / name, t, rank=rank, clock=clock)
+        return write_run(tmp_path / name, t, rank=rank, clock=clock, host=f"node{rank}")
 
     zero = run("0.tessera", 0, 0.0, 0.0, "g")
     agree = merge([zero, run("1.tessera", 1, 3.0 * MS, 40_000.0, "g")])
