@@ -50,14 +50,14 @@ def main() -> None:
     for number, (loss, scope) in enumerate(done):
         energy = scope.energy
         print(
-            f"epoch {number}: loss {loss:.4f}, {energy.joules:.2f} ± {energy.error_j:.2f} J {energy.basis}, "
-            f"{1e3 * energy.joules / samples:.3f} ± {1e3 * energy.error_j / samples:.3f} mJ per sample"
+            f"epoch {number}: loss {loss:.4f}, {energy.energy_j:.2f} ± {energy.error_j:.2f} J {energy.basis}, "
+            f"{1e3 * energy.energy_j / samples:.3f} ± {1e3 * energy.error_j / samples:.3f} mJ per sample"
         )
     monitor.default().settle_all()  # the last steps wait for the sensor
     for region in monitor.default().regions():  # scopes of one name are added up
         if region.name == "step":
             print(
-                f"step: {region.calls} passes, {region.energy.joules / region.calls:.4f} J each, {region.energy.source}"
+                f"step: {region.calls} passes, {region.energy.energy_j / region.calls:.4f} J each, {region.energy.source}"
             )
 
 

@@ -54,7 +54,7 @@ def main() -> None:
             print(f"step {line['step']}: loss {line['loss']:.3f}, {1e3 * line['j_per_token']:.3f} mJ per token")
     report = callback.report
     assert report is not None
-    print(f"in all {report.total.joules:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
+    print(f"in all {report.total.energy_j:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
     for unit, joules, error in report.per_work():
         print(f"  {1e3 * joules:.4g} ± {1e3 * error:.2g} mJ per {unit}")
 

@@ -66,7 +66,7 @@ def main() -> None:
         print(f"step {line['step']}: {1e3 * float(line['energy/j_per_sample']):.3f} mJ per sample")
     report = callback.report
     assert report is not None
-    print(f"in all {report.total.joules:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
+    print(f"in all {report.total.energy_j:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
 
 
 if __name__ == "__main__":

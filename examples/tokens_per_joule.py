@@ -116,8 +116,8 @@ def _done(request: Request) -> bool:
 
 def per_joule(tokens: int, spent: Energy) -> str:
     """Tokens per joule with its 90% half-width."""
-    value = tokens / spent.joules
-    return f"{value:8.1f} ± {value * spent.error_j / spent.joules:<6.1f}"
+    value = tokens / spent.energy_j
+    return f"{value:8.1f} ± {value * spent.error_j / spent.energy_j:<6.1f}"
 
 
 def requests_of(count: int, seed: int = 1) -> list[Request]:
@@ -155,7 +155,7 @@ def main() -> None:
             f"{row.slots:5}  {row.steps:5}  {per_joule(row.answer_tokens, whole)}  "
             # The first token of each answer is the prefill's.
             f"{per_joule(row.answer_tokens - args.requests, spent[f'decode {row.slots}'])}  "
-            f"{per_joule(row.prompt_tokens, spent[f'prefill {row.slots}'])}  {whole.seconds:6.2f}  {whole.basis}"
+            f"{per_joule(row.prompt_tokens, spent[f'prefill {row.slots}'])}  {whole.time_s:6.2f}  {whole.basis}"
         )
 
 

@@ -18,12 +18,12 @@ def with_table(run: RunFile, table: EnergyTable | None) -> Recording:
         return recording
     recording.energy = lambda: table  # type: ignore[method-assign]
     timeline = recording.timeline
-    timeline.energy_j, timeline.energy_error_j = np.full(len(timeline), np.nan), np.full(len(timeline), np.nan)
+    timeline.energy_j, timeline.error_j = np.full(len(timeline), np.nan), np.full(len(timeline), np.nan)
     seconds = (timeline["end_ns"] - timeline["start_ns"]) * 1e-9
     names = np.array(timeline.names)
     for row in table.kernels:
         same = (timeline["kind"] == CODE[row.kind]) & (names[timeline["name"]] == row.name)
         if row.time_s > 0:
             timeline.energy_j[same] = row.energy_j / row.time_s * seconds[same]
-            timeline.energy_error_j[same] = row.energy_error_j / row.time_s * seconds[same]
+            timeline.error_j[same] = row.error_j / row.time_s * seconds[same]
     return recording

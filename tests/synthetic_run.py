@@ -152,7 +152,7 @@ def _made(m: _Maker, end: int, bounds: list[tuple[str, int, int]], rng: np.rando
     energy = np.full(len(timeline), np.nan)
     rows = timeline.device_rows
     energy[rows] = spent
-    timeline.energy_j, timeline.energy_error_j = energy, energy * 0.06
+    timeline.energy_j, timeline.error_j = energy, energy * 0.06
     # Running joules at any time, idle included: exact means for the samples.
     edges = np.concatenate([[START_NS], np.stack([starts, ends], 1).ravel(), [end]])
     level = np.concatenate([np.stack([np.full(len(starts), IDLE_W), watts], 1).ravel(), [IDLE_W]])
@@ -190,13 +190,13 @@ def _table(
         steps.append(
             EnergyRow(
                 name=name, kind="step", calls=1, time_s=float(lengths[inside].sum()), energy_j=joules,
-                energy_error_j=0.03 * joules, share=joules / total, wall_s=wall,
+                error_j=0.03 * joules, share=joules / total, wall_s=wall,
             )
         )  # fmt: skip
     busy = float(lengths.sum())
     return EnergyTable(
-        total_j=total, total_error_j=0.008 * total, idle_j=total - float(spent.sum()), idle_error_j=0.02 * total,
-        seconds=seconds, busy_s=busy, kernels=kernels, ops=ops, regions=_regions(timeline, rows, spent, lengths, total),
+        energy_j=total, error_j=0.008 * total, idle_j=total - float(spent.sum()), idle_error_j=0.02 * total,
+        time_s=seconds, busy_s=busy, kernels=kernels, ops=ops, regions=_regions(timeline, rows, spent, lengths, total),
         steps=steps, groups=_groups(kernels), source="nvml-samples+counter", idle_w=IDLE_W,
         notes=["2 kernels always run together"],
     )  # fmt: skip
@@ -219,7 +219,7 @@ def _rows(
         out.append(
             EnergyRow(
                 name=name, kind=kind or timeline.kind(int(rows[mine][0])), calls=int(mine.sum()),
-                time_s=float(lengths[mine].sum()), energy_j=joules, energy_error_j=0.06 * joules + 0.01,
+                time_s=float(lengths[mine].sum()), energy_j=joules, error_j=0.06 * joules + 0.01,
                 share=joules / total, group=GROUPS.get(name) if kind is None else None,
             )
         )  # fmt: skip
@@ -235,7 +235,7 @@ def _regions(timeline: Timeline, rows: Any, spent: Any, lengths: Any, total: flo
             continue
         inside = (launched >= timeline["start_ns"][r]) & (launched < timeline["end_ns"][r])
         old = out.get(name) or EnergyRow(
-            name=name, kind="region", calls=0, time_s=0.0, energy_j=0.0, energy_error_j=0.0, share=0.0, wall_s=0.0
+            name=name, kind="region", calls=0, time_s=0.0, energy_j=0.0, error_j=0.0, share=0.0, wall_s=0.0
         )
         joules = old.energy_j + float(spent[inside].sum())
         wall = (old.wall_s or 0.0) + int(timeline["end_ns"][r] - timeline["start_ns"][r]) * 1e-9

@@ -77,7 +77,7 @@ def test_kernels_of_every_host_have_joules(two_hosts: list[Path], tmp_path: Path
         by_name = {r.name: r for r in recording.energy().kernels}
         assert by_name["gemm_of_rank0"].power_w == pytest.approx(300.0, rel=0.02)
         assert by_name["gemm_of_rank1"].power_w == pytest.approx(500.0, rel=0.02)
-        assert recording.energy().total_j == pytest.approx(800.0, rel=0.05)
+        assert recording.energy().energy_j == pytest.approx(800.0, rel=0.05)
     hosts = {r.host for r in merged.records() if r.kind == "kernel" and r.energy_j is not None}
     assert hosts == {"node6", "node7"}
 
@@ -149,7 +149,7 @@ def test_joules_between_two_times_are_the_same_wherever_they_are_asked(two_hosts
         start, end = T0 + 100 * MS, T0 + 350 * MS
         column = recording.power.columns["gpu0"]
         assert recording.power.energy("gpu0", start, end) == column.energy(start, end)
-        assert recording.power.energy(None, start, end).joules == column.energy(start, end).joules
+        assert recording.power.energy(None, start, end).energy_j == column.energy(start, end).energy_j
 
 
 def test_a_recording_without_power_says_what_it_lacks() -> None:
@@ -158,4 +158,4 @@ def test_a_recording_without_power_says_what_it_lacks() -> None:
         trace.energy()
     assert trace.find_energy() is None
     run = Recording(make_timeline(), facts=Facts(kind="run"))
-    assert np.isnan(run.energy().total_j) and "no power was recorded" in run.energy().notes[0]
+    assert np.isnan(run.energy().energy_j) and "no power was recorded" in run.energy().notes[0]

@@ -59,13 +59,13 @@ def test_energy_is_the_brute_integral_of_the_window_moved_by_the_lag(
         joules, covered = brute(times, watts, a + lag_ns, b + lag_ns, mean=mean)
         energy = pwr.energy(start_ns=a, end_ns=b)
         if covered == 0 and b > a:
-            assert math.isnan(energy.joules), "unknown is not zero"
+            assert math.isnan(energy.energy_j), "unknown is not zero"
             continue
-        assert energy.joules == pytest.approx(joules, rel=1e-9, abs=1e-8)
+        assert energy.energy_j == pytest.approx(joules, rel=1e-9, abs=1e-8)
         assert energy.coverage == pytest.approx(covered / ((b - a) * 1e-9) if b > a else 0.0, abs=1e-6)
         assert energy.error_j >= 0
-        parts.append(energy.joules)
-    whole = pwr.energy(start_ns=at[0], end_ns=at[-1]).joules
+        parts.append(energy.energy_j)
+    whole = pwr.energy(start_ns=at[0], end_ns=at[-1]).energy_j
     assert sum(parts) == pytest.approx(0.0 if math.isnan(whole) else whole, rel=1e-9, abs=1e-8)
 
 
@@ -73,15 +73,15 @@ def test_lag_moves_the_window() -> None:
     times = np.arange(0, 101) * 20_000_000
     seen = np.where(times >= 1.1 * S, 700.0, 100.0)  # a step at 1.0 s, shown 0.1 s late
     late = trace(DomainSamples.of(domain(lag_s=0.1), times, seen), end_s=1.5)
-    assert late.energy(end_ns=S).joules == pytest.approx(100.0, abs=7)
-    assert late.energy(start_ns=S, end_ns=round(1.5 * S)).joules == pytest.approx(350.0, abs=7)
+    assert late.energy(end_ns=S).energy_j == pytest.approx(100.0, abs=7)
+    assert late.energy(start_ns=S, end_ns=round(1.5 * S)).energy_j == pytest.approx(350.0, abs=7)
 
 
 def test_a_gap_is_not_zero_watts() -> None:
     column = DomainSamples.of(domain(), [0, S, 2 * S, 3 * S, 4 * S], [100.0, 100.0, math.nan, 100.0, 100.0])
     pwr = trace(column, end_s=4, gaps=[Gap(domain="gpu0", start_ns=S, end_ns=2 * S, reason="driver restart")])
     energy = pwr.energy()
-    assert energy.joules == pytest.approx(300.0)
+    assert energy.energy_j == pytest.approx(300.0)
     assert energy.coverage == pytest.approx(0.75)
     assert pwr.mean_w == pytest.approx(100.0)
     assert pwr.gaps[0].reason == "driver restart"
@@ -107,7 +107,7 @@ def test_uncounted_domains_are_not_in_the_total() -> None:
     board, hbm = square(300, 300), square(60, 60, name="gpu0.memory", counted=False)
     pwr = trace(board, hbm)
     assert pwr.energy_j == pytest.approx(300.0)
-    assert pwr.energy("gpu0.memory").joules == pytest.approx(60.0)
+    assert pwr.energy("gpu0.memory").energy_j == pytest.approx(60.0)
     assert pwr.peak_w == 300.0
     assert [d.name for d in pwr.domains] == ["gpu0", "gpu0.memory"]
 
@@ -131,10 +131,10 @@ def test_one_modelled_part_makes_the_whole_modelled() -> None:
 
 def test_combine_of_nothing_says_so() -> None:
     empty = sum_domains([], 1.0)
-    assert (empty.joules, empty.coverage, empty.source) == (0.0, 0.0, "none")
-    parts = [Energy(joules=1, error_j=3, seconds=1, source="a"), Energy(joules=2, error_j=4, seconds=1, source="a")]
+    assert (empty.energy_j, empty.coverage, empty.source) == (0.0, 0.0, "none")
+    parts = [Energy(energy_j=1, error_j=3, time_s=1, source="a"), Energy(energy_j=2, error_j=4, time_s=1, source="a")]
     both = sum_domains(parts, 1.0)
-    assert (both.joules, both.error_j, both.source) == (3.0, 5.0, "a")
+    assert (both.energy_j, both.error_j, both.source) == (3.0, 5.0, "a")
 
 
 # -- statistics ----------------------------------------------------------------------------------------------
@@ -334,9 +334,9 @@ def test_the_peak_of_means_is_of_the_trace_and_not_of_before_it() -> None:
 
 
 def test_windows_of_which_nothing_is_known_widen_the_error_of_a_chain() -> None:
-    known = Energy(joules=5.0, error_j=0.1, seconds=1.0, source="x")
-    unknown = Energy(joules=math.nan, error_j=math.nan, seconds=9.0, source="x", coverage=0.0)
+    known = Energy(energy_j=5.0, error_j=0.1, time_s=1.0, source="x")
+    unknown = Energy(energy_j=math.nan, error_j=math.nan, time_s=9.0, source="x", coverage=0.0)
     whole = sum_windows([known, unknown])
-    assert whole.joules == 5.0
+    assert whole.energy_j == 5.0
     assert whole.error_j >= 45.0
     assert whole.coverage == pytest.approx(0.1)

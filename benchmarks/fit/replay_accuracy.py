@@ -44,8 +44,8 @@ def main() -> None:
                     continue
                 e = trace.energy("gpu0", int(ticks[i]), int(ticks[i + count]))
                 truth = joules[i + count] - joules[i]
-                errors.append(abs(e.joules / truth - 1) * 100)
-                held.append(abs(e.joules - truth) <= e.error_j)
+                errors.append(abs(e.energy_j / truth - 1) * 100)
+                held.append(abs(e.energy_j - truth) <= e.error_j)
             if errors:
                 p90 = np.percentile(errors, 90)
                 print(

@@ -157,9 +157,9 @@ def half_width(timeline: Timeline, table: EnergyTable, rows: Any) -> float:
         mine = {(timeline.names[int(n)]) for n in np.unique(timeline["name"][rows])}
         single = [r for r in table.kernels if r.name in mine]
         share = float(np.nansum(timeline.energy_j[rows])) / single[0].energy_j
-        return single[0].energy_error_j * share
+        return single[0].error_j * share
     together = [g for g in table.groups if names <= set(g.name.split(" + "))]
-    return together[0].energy_error_j if together else sum(r.energy_error_j for r in table.kernels if r.name in names)
+    return together[0].error_j if together else sum(r.error_j for r in table.kernels if r.name in names)
 
 
 def plain(found: dict[str, Any], timeline: Timeline) -> dict[str, float]:
@@ -197,7 +197,7 @@ def region_row(found: dict[str, Any], lines: list[dict[str, Any]], table: Energy
     here = {r["load"]: r["here_j"] for r in lines}
     return {
         "set": found["set"], "calls": row.calls, "attributed_j": row.energy_j / row.calls,
-        "error_j": row.energy_error_j / row.calls, "alone_j": found["steady"]["region"]["joules"],
+        "error_j": row.error_j / row.calls, "alone_j": found["steady"]["region"]["joules"],
         "here_j": sum(here[n] * c for n, c in calls.items()) if all(here[n] for n in calls) else None,
     }  # fmt: skip
 
@@ -206,7 +206,7 @@ def show(
     found: dict[str, Any], lines: list[dict[str, Any]], table: EnergyTable, peer: dict[str, float], timeline: Timeline
 ) -> None:
     total = found["total"]["joules"]
-    print(f"\n{found['set']} (seed {found['seed']}): {table.total_j:.0f} J attributed of {total:.0f} J by the counter's scope, "
+    print(f"\n{found['set']} (seed {found['seed']}): {table.energy_j:.0f} J attributed of {total:.0f} J by the counter's scope, "
           f"idle {table.idle_w:.0f} W")  # fmt: skip
     print(
         f"  {'load':<16}{'J/call':>9}{'+- %':>7}{'alone':>9}{'off %':>8}{'bursts':>9}{'off %':>8}{'time':>7}{'nnls off %':>12}"
@@ -277,7 +277,7 @@ def main() -> None:
         table = attribute(timeline, power, start_ns=found["start_ns"], end_ns=found["end_ns"])
         lines = load_rows(found, timeline, table)
         show(found, lines, table, plain(found, timeline), timeline)
-        conserved = 100 * (table.total_j / found["total"]["joules"] - 1)
+        conserved = 100 * (table.energy_j / found["total"]["joules"] - 1)
         part = {"loads": lines, "conserved_pct": conserved, "date": found["date"], "gpu": found["gpu"]}
         part |= {truth: summary(lines, f"{truth}_j") for truth in ("alone", "burst", "here")}
         same = [r for r in lines if abs(r["time_ratio"] - 1) <= SAME_SPEED]

@@ -114,9 +114,9 @@ def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> En
     unknown = coverage <= 0.0 and seconds > 0
     error_j = window_error_j(start, end, gain_error=domain.gain_error, blur_s=domain.blur_s, unseen_s=unseen_s)
     return Energy(
-        joules=math.nan if unknown else max(end.joules - start.joules, 0.0),
+        energy_j=math.nan if unknown else max(end.joules - start.joules, 0.0),
         error_j=math.nan if unknown else error_j,
-        seconds=seconds,
+        time_s=seconds,
         source=domain.source,
         coverage=coverage,
         basis=domain.basis,
@@ -128,14 +128,14 @@ def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
 
     A domain of which nothing is known (NaN) is left out, and the error widened by what the others drew on average.
     """
-    known = [p for p in parts if not math.isnan(p.joules)]
-    joules = sum(p.joules for p in known)
+    known = [p for p in parts if not math.isnan(p.energy_j)]
+    joules = sum(p.energy_j for p in known)
     missing_j = (len(parts) - len(known)) * joules / len(known) if known else 0.0
     nothing = bool(parts) and not known
     return Energy(
-        joules=math.nan if nothing else float(joules),
+        energy_j=math.nan if nothing else float(joules),
         error_j=math.nan if nothing else float(np.sqrt(sum(p.error_j**2 for p in known))) + missing_j,
-        seconds=seconds,
+        time_s=seconds,
         source="+".join(dict.fromkeys(p.source for p in parts)) or "none",
         coverage=min((p.coverage for p in parts), default=0.0),
         basis=worst_basis(p.basis for p in parts),
@@ -147,16 +147,16 @@ def sum_windows(parts: Sequence[Energy]) -> Energy:
 
     Windows of which nothing is known lower the coverage and widen the error by what the others drew.
     """
-    known = [p for p in parts if not math.isnan(p.joules)]
-    seconds, known_s = sum(p.seconds for p in parts), sum(p.seconds for p in known)
-    joules = sum(p.joules for p in known)
+    known = [p for p in parts if not math.isnan(p.energy_j)]
+    seconds, known_s = sum(p.time_s for p in parts), sum(p.time_s for p in known)
+    joules = sum(p.energy_j for p in known)
     unknown_j = joules / known_s * (seconds - known_s) if known_s > 0 else 0.0
     return Energy(
-        joules=joules if known else math.nan,
+        energy_j=joules if known else math.nan,
         error_j=sum(p.error_j**2 for p in known) ** 0.5 + unknown_j if known else math.nan,
-        seconds=seconds,
+        time_s=seconds,
         source=parts[-1].source,
-        coverage=sum(p.coverage * p.seconds for p in parts) / seconds if seconds > 0 else 0.0,
+        coverage=sum(p.coverage * p.time_s for p in parts) / seconds if seconds > 0 else 0.0,
         basis=worst_basis(p.basis for p in parts),
     )
 
@@ -224,13 +224,13 @@ def apply_correction(start: Mark, end: Mark, correction: CounterCorrection, doma
     )
     ends_s = max(seconds - correction.span_s, 0.0)
     ends = energy_between(domain, begin, end, ends_s)
-    unseen = math.isnan(ends.joules)  # then they may have drawn what the span did on average
+    unseen = math.isnan(ends.energy_j)  # then they may have drawn what the span did on average
     mean_w = correction.joules / correction.span_s
     return dataclasses.replace(
         ends,
-        joules=correction.joules + (0.0 if unseen else ends.joules),
+        energy_j=correction.joules + (0.0 if unseen else ends.energy_j),
         error_j=correction.error_j + mean_w * ends_s if unseen else math.hypot(ends.error_j, correction.error_j),
-        seconds=seconds,
+        time_s=seconds,
         source=domain.source + ("+counter" if correction.used else ""),
         coverage=min((ends.coverage * ends_s + correction.seen_s) / seconds, 1.0),
     )

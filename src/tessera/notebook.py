@@ -49,18 +49,18 @@ class CellEnergy:
     @property
     def joules(self) -> float:
         """All joules of the cell."""
-        return self.energy.joules
+        return self.energy.energy_j
 
     def lines(self) -> list[str]:
         """The headline, and notes."""
         from .units import format_duration, format_energy_error, format_error
 
         e = self.energy
-        seen_s = e.seconds * e.coverage
-        known = seen_s > 0 and e.joules >= 0
-        watts = format_error(e.joules / seen_s, e.error_j / seen_s, "W") if known else "unknown W"
-        out = ["   ".join((format_energy_error(e.joules, e.error_j), watts, format_duration(e.seconds)))]
-        out += [f"{format_energy_error(e.joules / n, e.error_j / n)} per {unit}" for unit, n in self.work.items()]
+        seen_s = e.time_s * e.coverage
+        known = seen_s > 0 and e.energy_j >= 0
+        watts = format_error(e.energy_j / seen_s, e.error_j / seen_s, "W") if known else "unknown W"
+        out = ["   ".join((format_energy_error(e.energy_j, e.error_j), watts, format_duration(e.time_s)))]
+        out += [f"{format_energy_error(e.energy_j / n, e.error_j / n)} per {unit}" for unit, n in self.work.items()]
         if e.basis != "measured":
             out.append(f"{e.basis.upper()}, not measured: run `tessera doctor` to see which sensors are available")
         if self.failed:
@@ -143,9 +143,9 @@ def _profile(shell: Any, code: str, work: dict[str, float], path: str | None) ->
 
 def _total_of(table: EnergyTable) -> Energy:
     return Energy(
-        joules=table.total_j,
-        error_j=table.total_error_j,
-        seconds=table.seconds,
+        energy_j=table.energy_j,
+        error_j=table.error_j,
+        time_s=table.time_s,
         source=table.source,
         coverage=table.coverage,
         basis=table.basis,

@@ -30,7 +30,7 @@ CAPABILITY: dict[str, str] = {
     "warps_launched": NEEDS_NCU, "warps_active": NEEDS_NCU, "warps_eligible": NEEDS_NCU,
     "memory_stall_pct": NEEDS_NCU, "dependency_stall_pct": NEEDS_NCU, "structural_stall_pct": NEEDS_NCU,
     "power_w": NEEDS_POWER, "temp_c": NEEDS_POWER, "throttle_reason": NEEDS_POWER,
-    "energy_j": NEEDS_POWER, "energy_error_j": NEEDS_POWER,
+    "energy_j": NEEDS_POWER, "error_j": NEEDS_POWER,
     "pcie_gbps": NEEDS_GPM, "nvlink_gbps": NEEDS_GPM,
     "flops": NEEDS_SHAPES, "shapes": NEEDS_SHAPES,
     "collective_algorithm": NEEDS_NCCL, "collective_path": NEEDS_NCCL,
@@ -67,7 +67,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     unit: str | None = None
 
     energy_j: float | None = None
-    energy_error_j: float | None = None
+    error_j: float | None = None
     power_w: float | None = None
     temp_c: float | None = None
     throttle_reason: str | None = None

@@ -166,18 +166,23 @@ class Energy:
     Joules are NaN (null in JSON) when nothing at all was seen: unknown is not zero.
     """
 
-    joules: float
+    energy_j: float
     error_j: float
-    seconds: float
+    time_s: float
     source: str
     coverage: float = 1.0
     basis: Basis = "measured"
 
     @property
-    def watts(self) -> float | None:
+    def power_w(self) -> float | None:
         """Mean power over the time that was seen; None where nothing was."""
-        seen_s = self.seconds * self.coverage
-        return self.joules / seen_s if seen_s > 0 else None
+        seen_s = self.time_s * self.coverage
+        return self.energy_j / seen_s if seen_s > 0 else None
+
+    @property
+    def joules(self) -> float:
+        """`energy_j`, by the name that the energy guide uses."""
+        return self.energy_j
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +234,7 @@ class EnergyDescriptor:
     latency_s: float
     error_j: float
     device_s: float
-    latency_error_s: float = 0.0
+    error_s: float = 0.0
     utilization: float = 0.0
     kind: str = ""
     flops: float = 0.0
@@ -264,7 +269,7 @@ class Prediction:
     mode: str
     launch: str
     batch: int | None
-    latency_error_s: float
+    error_s: float
     device_s: float
     host_s: float
     clock: float
@@ -351,17 +356,17 @@ class EnergyReport:
     @property
     def total_energy_j(self) -> float:
         """All joules."""
-        return self.total.joules
+        return self.total.energy_j
 
     @property
     def total_latency_s(self) -> float:
         """Wall-clock seconds."""
-        return self.total.seconds
+        return self.total.time_s
 
     @property
     def average_power_w(self) -> float | None:
         """Mean watts."""
-        return self.total.watts
+        return self.total.power_w
 
     @property
     def peak_power_w(self) -> float | None:
@@ -432,5 +437,5 @@ class EnergyReport:
     def per_work(self) -> list[tuple[str, float, float]]:
         """(unit, joules per unit, 90% half-width) for each kind of work."""
         return [
-            (w.unit, self.total.joules / w.amount, self.total.error_j / w.amount) for w in self.work if w.amount > 0
+            (w.unit, self.total.energy_j / w.amount, self.total.error_j / w.amount) for w in self.work if w.amount > 0
         ]

@@ -165,9 +165,9 @@ def check_integral(monitor: Monitor, seconds: float) -> SelfCheck:
         _load(seconds)
     start, end = trace.to_epoch(scope.start_ns), trace.to_epoch(scope.end_ns)
     shares = [
-        100 * abs(trace.energy(name, start, end).joules / energy.joules - 1)
+        100 * abs(trace.energy(name, start, end).energy_j / energy.energy_j - 1)
         for name, energy in scope.by_domain.items()
-        if energy.joules > 0 and energy.source.endswith("+counter")
+        if energy.energy_j > 0 and energy.source.endswith("+counter")
     ]
     if not shares:
         return skip("integral", what, "no sensor here has samples and a counter whose ticks were found")

@@ -158,13 +158,13 @@ class PowerTrace:
     def mean_w(self) -> float | None:
         """Mean power over the time that was seen: of each domain over what was seen of it, added up."""
         parts = [c.energy(self.start_ns, self.end_ns) for c in self._select_counted(None)]
-        known = [e.joules / (e.seconds * e.coverage) for e in parts if e.seconds * e.coverage > 0]
+        known = [e.energy_j / (e.time_s * e.coverage) for e in parts if e.time_s * e.coverage > 0]
         return sum(known) if known else None
 
     @property
     def energy_j(self) -> float:
         """Joules of the counted domains over the whole trace."""
-        return self.energy().joules
+        return self.energy().energy_j
 
     @property
     def error_j(self) -> float:

@@ -11,7 +11,7 @@ from tessera.schema import Basis, Energy, EnergyReport, Gap, Telemetry
 def report(joules: float = 4000.0, seconds: float = 10.0, **kwargs: object) -> EnergyReport:
     basis: Basis = kwargs.pop("basis", "measured")  # type: ignore[assignment]
     coverage = float(kwargs.pop("coverage", 1.0))  # type: ignore[arg-type]
-    total = Energy(joules=joules, error_j=1.0, seconds=seconds, source="x", basis=basis, coverage=coverage)
+    total = Energy(energy_j=joules, error_j=1.0, time_s=seconds, source="x", basis=basis, coverage=coverage)
     return EnergyReport(name="r", total=total, by_domain={"gpu0": total}, **kwargs)  # type: ignore[arg-type]
 
 

@@ -613,7 +613,7 @@ def test_a_run_on_a_cpu_is_told_where_its_operators_are(kind: str) -> None:
     b.add("op", "aten::mm", 0, 1000, thread=1)
     source = Recording(b.build(), facts=Facts(name="cpu.tessera", kind="run", path=Path("cpu.tessera")))
     source._energy = EnergyTable(
-        total_j=47.0, total_error_j=1.0, idle_j=7.0, idle_error_j=1.0, seconds=1.0, busy_s=0.5, kernels=[]
+        energy_j=47.0, error_j=1.0, idle_j=7.0, idle_error_j=1.0, time_s=1.0, busy_s=0.5, kernels=[]
     )  # fmt: skip
     found = getattr(analyze, kind)(source)
     assert list(found.missing.values()) == [

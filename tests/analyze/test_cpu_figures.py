@@ -76,11 +76,11 @@ def within(row: EnergyRow, low_w: float, high_w: float) -> bool:
 @given(programs(), st.lists(watts, min_size=1, max_size=20), st.sampled_from([MODEL, LINEAR]))
 def test_no_row_leaves_the_curve_of_the_model(timeline: Timeline, levels: list[float], domain: Domain) -> None:
     table = solved(timeline, levels, domain)
-    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.total_j)
+    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.energy_j)
     low, high = min(levels), max(levels)
     assert all(within(r, low, high) for r in (*table.ops, *table.regions))
     assert table.idle_w is None or low * (1 - 1e-6) <= table.idle_w <= high * (1 + 1e-6)
-    assert all(r.energy_error_j >= 0.8 * r.energy_j * (1 - 1e-6) for r in table.ops)  # no better than the level
+    assert all(r.error_j >= 0.8 * r.energy_j * (1 - 1e-6) for r in table.ops)  # no better than the level
     assert any("modelled" in note for note in table.notes)
 
 
@@ -94,7 +94,7 @@ def test_the_running_sum_is_that_of_the_trace(levels: list[float], at_ms: list[i
     at = np.array([T0, *(T0 + ms * MS for ms in sorted(at_ms))])
     found = _joules_at(column, at)
     for t, joules in zip(at[1:].tolist(), (found[1:] - found[0]).tolist(), strict=True):
-        want = column.energy(T0, t).joules
+        want = column.energy(T0, t).energy_j
         assert joules == pytest.approx(0.0 if math.isnan(want) else want, abs=1e-9)
 
 

@@ -69,7 +69,7 @@ def test_another_shape_within_the_scatter_is_noise(twenty: EnergyReport) -> None
 
 def test_the_same_prediction_twice_differs_by_nothing(twenty: EnergyReport) -> None:
     found = analyze.diff(twenty, twenty)
-    assert found.total.error_j == pytest.approx(SMALLEST_ERROR * twenty.total.joules) and not found.significant
+    assert found.total.error_j == pytest.approx(SMALLEST_ERROR * twenty.total.energy_j) and not found.significant
     assert not any(r.significant or r.significant_s for r in found.rows)
     assert "no change" in found.verdict().text and "cannot see" not in found.verdict().text
 
@@ -102,8 +102,8 @@ def test_host_bound_predictions_share_their_host() -> None:
     assert many.prediction is not None and many.prediction.bound == "host"
     found = analyze.diff(many, few)
     assert found.total.share_s == pytest.approx(-0.1, abs=0.02) and found.total.significant_s
-    assert abs(found.total.change_s) < many.prediction.latency_error_s
-    assert analyze.diff(many, many).total.error_s == pytest.approx(SMALLEST_ERROR * many.total.seconds)
+    assert abs(found.total.change_s) < many.prediction.error_s
+    assert analyze.diff(many, many).total.error_s == pytest.approx(SMALLEST_ERROR * many.total.time_s)
 
 
 KERNELS = st.dictionaries(

@@ -311,7 +311,7 @@ def test_what_is_said_can_be(
         table = recording.energy()
         found = slowdown_of(recording, table)
     assert found is not None
-    waited_s = table.seconds - table.busy_s
+    waited_s = table.time_s - table.busy_s
     assert 0.0 <= found.idle_s <= waited_s * (1 + 1e-9) + 1e-6
     assert found.idle_j <= table.idle_j * (1 + 1e-9)
     if found.basis == "steps":

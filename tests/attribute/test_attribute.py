@@ -96,7 +96,7 @@ def test_a_mixture_is_told_apart_within_the_stated_intervals():
         table = attribute(board.timeline(), board.power())
         for row in table.kernels:
             assert row.power_w == pytest.approx(WATTS[row.name], rel=0.05)
-            inside += abs(row.energy_j - WATTS[row.name] * row.time_s) <= row.energy_error_j
+            inside += abs(row.energy_j - WATTS[row.name] * row.time_s) <= row.error_j
             total += 1
         assert table.idle_w == pytest.approx(135.0, abs=12.0)
     assert inside / total >= 0.8
@@ -109,12 +109,12 @@ def test_the_parts_sum_to_the_measured_joules():
     table = attribute(timeline, power)
     start, end = timeline.start_ns, timeline.end_ns
     measured = power.energy(start_ns=start, end_ns=end)
-    assert table.total_j == pytest.approx(measured.joules)
-    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.total_j, rel=1e-9)
-    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.total_j, rel=1e-9)
+    assert table.energy_j == pytest.approx(measured.energy_j)
+    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.energy_j, rel=1e-9)
+    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.energy_j, rel=1e-9)
     assert timeline.energy_j is not None
-    assert np.nansum(timeline.energy_j) + table.idle_j == pytest.approx(table.total_j, rel=1e-9)
-    assert sum(r.share for r in table.kernels) == pytest.approx(1 - table.idle_j / table.total_j)
+    assert np.nansum(timeline.energy_j) + table.idle_j == pytest.approx(table.energy_j, rel=1e-9)
+    assert sum(r.share for r in table.kernels) == pytest.approx(1 - table.idle_j / table.energy_j)
 
 
 def test_a_memset_beside_a_kernel_does_not_carry_its_joules():
@@ -151,8 +151,8 @@ def test_two_that_always_run_together_share_a_group_whose_sum_is_known():
     truth = 800 * a.time_s + 400 * b.time_s
     group = table.groups[a.group]
     assert group.energy_j == pytest.approx(truth, rel=0.04)
-    assert group.energy_error_j < 0.5 * math.hypot(a.energy_error_j, b.energy_error_j)
-    assert abs(a.energy_j - 800 * a.time_s) <= 1.3 * a.energy_error_j
+    assert group.error_j < 0.5 * math.hypot(a.error_j, b.error_j)
+    assert abs(a.energy_j - 800 * a.time_s) <= 1.3 * a.error_j
 
 
 def test_a_short_run_is_the_priors_split_of_the_measured_sum():
@@ -161,7 +161,7 @@ def test_a_short_run_is_the_priors_split_of_the_measured_sum():
     board.run("Memset (Device)", 1.0, 5)
     table = attribute(board.timeline(), board.power())
     rows = {r.name: r for r in table.kernels}
-    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.total_j)
+    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.energy_j)
     assert rows["gemm"].energy_j > 100 * rows["Memset (Device)"].energy_j
 
 
@@ -216,7 +216,7 @@ def test_regions_inherit_and_their_sum_is_surer_than_its_parts():
     assert regions["outer"].calls == regions["inner"].calls == 60
     assert 0.35 < regions["inner"].energy_j / regions["outer"].energy_j < 0.48  # 3 ms of 7.3
     kernels = {r.name: r for r in table.kernels}
-    assert regions["outer"].energy_error_j < kernels["a"].energy_error_j + kernels["b"].energy_error_j
+    assert regions["outer"].error_j < kernels["a"].error_j + kernels["b"].error_j
     assert regions["outer"].wall_s == pytest.approx(60 * 7.32e-3, rel=0.05)
     truth = sum((800 if n == "a" else 400) * (e - s) * 1e-9 for n, s, e in board.rows)
     assert regions["outer"].energy_j == pytest.approx(truth, rel=0.05)
@@ -238,7 +238,7 @@ def test_a_host_without_gpu_gives_its_joules_to_operators():
     assert rows["aten::addmm"].time_s == pytest.approx(0.6, rel=0.06)
     assert rows["aten::linear"].time_s == pytest.approx(0.15, rel=0.06)
     assert rows["aten::linear"].calls == pytest.approx(48, abs=2)
-    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.total_j)
+    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.energy_j)
     assert table.basis == "modelled"
     assert table.kernels == ()
     assert any("nothing ran on a GPU" in n for n in table.notes)
@@ -375,7 +375,7 @@ def test_the_recorded_training_steps_take_what_their_counter_says():
     assert 0.3 < table.ops[0].share < 0.45
     (t0, e0), (t1, e1) = power["energy_mj"]
     whole = trace.energy(start_ns=t0 * 1000, end_ns=t1 * 1000)
-    assert whole.joules == pytest.approx((e1 - e0) / 1e3, rel=0.03)
+    assert whole.energy_j == pytest.approx((e1 - e0) / 1e3, rel=0.03)
 
 
 def launched(board: Board, regions: list[tuple[str, int, int]]) -> Timeline:
@@ -419,7 +419,7 @@ def test_what_ran_in_a_hole_of_the_samples_has_no_joules_and_the_rest_its_own():
     assert table.coverage == pytest.approx(0.66, abs=0.03) and any("has no joules" in n for n in table.notes)
     for row in table.kernels:
         assert row.power_w == pytest.approx(WATTS[row.name], rel=0.12)
-    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.total_j, rel=1e-9)
+    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.energy_j, rel=1e-9)
     inside = (timeline["start_ns"] > T0 + 1050 * MS) & (timeline["end_ns"] < T0 + 1900 * MS)
     assert np.isnan(timeline.energy_j[inside]).all()
 
@@ -431,9 +431,9 @@ def test_between_traced_windows_nothing_is_accounted_for():
     windows = [(T0, T0 + 600 * MS), (T0 + 2000 * MS, T0 + 2600 * MS)]
     board.rows = [r for r in board.rows if any(a <= r[1] and r[2] <= b for a, b in windows)]
     table = attribute(board.timeline(), power, windows=windows)
-    assert table.seconds == pytest.approx(1.2) and any("2 windows" in n for n in table.notes)
+    assert table.time_s == pytest.approx(1.2) and any("2 windows" in n for n in table.notes)
     assert table.idle_w == pytest.approx(135.0, abs=40.0)  # not what the kernels drew that nobody traced
-    assert table.total_j == pytest.approx(sum(power.energy(start_ns=a, end_ns=b).joules for a, b in windows))
+    assert table.energy_j == pytest.approx(sum(power.energy(start_ns=a, end_ns=b).energy_j for a, b in windows))
 
 
 def test_a_log_of_a_part_of_the_trace_is_said():
@@ -445,4 +445,4 @@ def test_a_log_of_a_part_of_the_trace_is_said():
     first = DomainSamples.of(RING, column.times_ns[part], column.watts[part])
     log = PowerTrace({"gpu0": first}, start_ns=int(first.times_ns[0]), end_ns=int(first.times_ns[-1]))
     table = attribute(board.timeline(), log)
-    assert any("of that part" in n for n in table.notes) and table.seconds < 0.75
+    assert any("of that part" in n for n in table.notes) and table.time_s < 0.75

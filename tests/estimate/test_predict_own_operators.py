@@ -171,7 +171,7 @@ def test_a_complex_product_is_four_real_ones(dtype: Any, runs: str) -> None:
     assert report.prediction is not None and report.prediction.flops == wide.flops
     assert report.total_latency_s == pytest.approx(as_real.total_latency_s, rel=0.2)
     assert "complex" in report.descriptors[0].provenance
-    assert report.prediction.latency_error_s > as_real.prediction.latency_error_s  # type: ignore[union-attr]
+    assert report.prediction.error_s > as_real.prediction.error_s  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("shapes", [((9, 7), (7, 5)), ((4, 9, 7), (4, 7, 5)), ((9, 7), (7,)), ((7,), (7,))])

@@ -34,7 +34,7 @@ class Small(torch.nn.Module):
 
 
 def checked(report: EnergyReport | None, steps: int, samples: int) -> None:
-    assert report is not None and report.total.joules > 0
+    assert report is not None and report.total.energy_j > 0
     assert {w.unit: w.amount for w in report.work} == {"step": steps, "sample": samples}
 
 
@@ -110,4 +110,4 @@ def test_a_line_tells_of_the_stretch_before_it() -> None:
     assert set(first) >= {"energy_j", "j_per_step", "j_per_sample"} and "j_per_token" not in first
     report = tally.end()
     assert report is not None and {w.unit: w.amount for w in report.work} == {"step": 2, "sample": 8}
-    assert report.total.joules >= first["energy_j"]
+    assert report.total.energy_j >= first["energy_j"]

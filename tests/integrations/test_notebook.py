@@ -64,7 +64,7 @@ def test_a_cell_is_measured_where_it_runs(shell: Shell) -> None:
     found = shell.magics["energy"]("--steps 4", "time.sleep(0.15)\nanswer = 42")
     assert shell.names["answer"] == 42, "the cell runs in the user's namespace"
     assert isinstance(found, CellEnergy) and not found.failed and found.table is None
-    assert found.joules == pytest.approx(200.0 * found.energy.seconds, rel=0.05)
+    assert found.joules == pytest.approx(200.0 * found.energy.time_s, rel=0.05)
     shown = repr(found)
     assert re.search(r"J   200.* W   1\d\d(\.\d)? ms   script, 90% intervals", shown)
     assert "per step" in shown
@@ -108,10 +108,10 @@ def test_what_is_wrong_is_said(shell: Shell, line: str, cell: str | None, match:
 
 
 def test_modelled_joules_say_so() -> None:
-    found = CellEnergy(energy=Energy(joules=5.0, error_j=1.0, seconds=1.0, source="<modelled>", basis="modelled"))
+    found = CellEnergy(energy=Energy(energy_j=5.0, error_j=1.0, time_s=1.0, source="<modelled>", basis="modelled"))
     assert "MODELLED, not measured" in repr(found) and "&lt;modelled&gt;" in found._repr_html_()
     unknown = CellEnergy(
-        energy=Energy(joules=float("nan"), error_j=float("nan"), seconds=1.0, source="x", coverage=0.0)
+        energy=Energy(energy_j=float("nan"), error_j=float("nan"), time_s=1.0, source="x", coverage=0.0)
     )
     assert "unknown J" in repr(unknown)
 
@@ -130,7 +130,7 @@ def test_in_ipython(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "8" in out and "90% intervals" in out
     shell.run_cell("%energy time.sleep(0.05)")
-    assert shell.user_ns["_"].energy.seconds < 0.1
+    assert shell.user_ns["_"].energy.time_s < 0.1
     shell.run_cell("%%energy\n1 / 0")
     assert shell.user_ns["_"].failed and "ZeroDivisionError" in capsys.readouterr().out
     shell.run_line_magic("unload_ext", "tessera.notebook")

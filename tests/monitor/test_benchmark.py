@@ -287,7 +287,7 @@ def test_a_slow_sensor_that_is_unsure_is_not_repeated_for_long(monkeypatch: pyte
 
         def total(self, window: Any) -> Energy:
             return Energy(
-                joules=8 * window.seconds, error_j=2.4 * window.seconds, seconds=window.seconds, source="script"
+                energy_j=8 * window.seconds, error_j=2.4 * window.seconds, time_s=window.seconds, source="script"
             )
 
     b = EnergyBenchmark(target=0.02, monitor=Slow())  # type: ignore[arg-type]

@@ -48,13 +48,13 @@ def test_the_command_is_measured_and_its_exit_code_passed_on(monitor: Monitor) -
     took = time.monotonic() - begin
     assert run.returncode == 3
     total = run.report.total
-    assert 0.1 <= total.seconds <= took
-    assert total.joules == pytest.approx(150.0 * total.seconds)
-    assert run.report.by_domain["gpu0"].joules == total.joules
+    assert 0.1 <= total.time_s <= took
+    assert total.energy_j == pytest.approx(150.0 * total.time_s)
+    assert run.report.by_domain["gpu0"].energy_j == total.energy_j
     assert run.report.peak_w == 150.0
-    assert run.report.per_work()[0][:2] == ("step", pytest.approx(total.joules / 10))
+    assert run.report.per_work()[0][:2] == ("step", pytest.approx(total.energy_j / 10))
     assert run.report.name == "sh -c sleep 0.1; exit 3"
-    assert run.trace.energy_j == pytest.approx(total.joules, rel=0.05)
+    assert run.trace.energy_j == pytest.approx(total.energy_j, rel=0.05)
     assert set(run.telemetry) == {"gpu0"}
 
 
@@ -108,7 +108,7 @@ def test_sigterm_goes_to_the_command_and_the_report_is_still_made(monitor: Monit
     wait = "for i in $(seq 2000); do sleep 0.01; done"  # not for ever: it may be that nobody tells it
     run = measure_command(["sh", "-c", f"trap 'exit 7' TERM; touch {ready}; {wait}"], monitor)
     assert run.returncode == 7
-    assert run.report.total.joules > 0
+    assert run.report.total.energy_j > 0
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old, "handlers are put back"
 
 
@@ -152,7 +152,7 @@ def test_sigint_of_a_terminal_is_left_to_the_command(
     monkeypatch.setattr("tessera.monitor.command._terminal_interrupts", lambda: True)
     run = measure_command(["sh", "-c", f"touch {ready}; sleep 0.2; exit 5"], monitor)
     assert run.returncode == 5
-    assert run.report.total.seconds >= 0.2
+    assert run.report.total.time_s >= 0.2
 
 
 def test_sigint_without_a_terminal_is_passed_on(
@@ -191,8 +191,8 @@ if len(sys.argv) > 1:
     regions = {r.name: r for r in run.report.regions}
     assert regions["shared"].calls == 2
     assert regions["parent only"].calls == 1
-    assert regions["shared"].energy.seconds >= 0.06
-    assert regions["shared"].energy.joules > 0
+    assert regions["shared"].energy.time_s >= 0.06
+    assert regions["shared"].energy.energy_j > 0
     assert regions["shared"].energy.basis == "modelled"
 
 
@@ -209,7 +209,7 @@ def test_idle_power_is_what_was_drawn_before_the_command(tmp_path: Path) -> None
     run = measure_command(["sleep", "0.2"], m)
     m.stop()
     assert run.report.idle_w == pytest.approx(100.0, rel=0.02)
-    assert run.report.total.watts == pytest.approx(520.0, rel=0.1)
+    assert run.report.total.power_w == pytest.approx(520.0, rel=0.1)
 
 
 def test_idle_power_is_unknown_where_the_sensor_had_just_begun(monitor: Monitor) -> None:
@@ -223,7 +223,7 @@ def test_a_sensor_lost_during_the_command_is_in_the_report() -> None:
     run = measure_command(["sleep", "0.3"], m)
     m.stop()
     assert 0.1 < run.report.total.coverage < 0.7
-    assert run.report.total.joules == pytest.approx(150.0 * run.report.total.seconds * run.report.total.coverage)
+    assert run.report.total.energy_j == pytest.approx(150.0 * run.report.total.time_s * run.report.total.coverage)
     assert [g.reason for g in run.report.gaps] == ["unplugged"]
     assert run.report.notes == ["gpu0: whole board"]
 
@@ -232,7 +232,7 @@ def test_one_domain_that_never_answers_does_not_spoil_the_report() -> None:
     m = Monitor([sensor(), sensor(lambda t: 0.0, "gpu1")]).start()  # the script sensor's 0 W is "not known"
     run = measure_command(["sleep", "0.05"], m)
     m.stop()
-    assert run.report.by_domain["gpu0"].joules > 0
+    assert run.report.by_domain["gpu0"].energy_j > 0
     assert run.report.by_domain["gpu1"].coverage == 0
     assert run.report.peak_w == 150.0
 
@@ -241,7 +241,7 @@ def test_one_domain_that_never_answers_does_not_spoil_the_report() -> None:
 
 
 def region(name: str, joules: float, *, calls: int = 1, seconds: float = 1.0, **kwargs: object) -> RegionEnergy:
-    energy = Energy(joules=joules, error_j=0.1 * joules, seconds=seconds, source="script", **kwargs)  # type: ignore[arg-type]
+    energy = Energy(energy_j=joules, error_j=0.1 * joules, time_s=seconds, source="script", **kwargs)  # type: ignore[arg-type]
     return RegionEnergy(name=name, calls=calls, energy=energy)
 
 
@@ -249,9 +249,9 @@ def test_regions_round_trip_and_add_up(tmp_path: Path) -> None:
     write_regions(tmp_path, [region("a", 30.0, calls=2), region("b", 5.0)])
     (tmp_path / "99999.json").write_bytes((tmp_path / f"{os.getpid()}.json").read_bytes())
     found = read_regions(tmp_path)
-    assert [(r.name, r.calls, r.energy.joules) for r in found] == [("a", 4, 60.0), ("b", 2, 10.0)]
+    assert [(r.name, r.calls, r.energy.energy_j) for r in found] == [("a", 4, 60.0), ("b", 2, 10.0)]
     assert found[0].energy.error_j == pytest.approx(3.0 * 2**0.5)
-    assert found[0].energy.seconds == 2.0
+    assert found[0].energy.time_s == 2.0
 
 
 def test_a_torn_file_does_not_lose_the_others(tmp_path: Path) -> None:
@@ -277,25 +277,25 @@ def test_merging_weighs_coverage_by_time_and_keeps_the_worst_basis() -> None:
 
 
 def test_a_region_of_which_nothing_is_known_keeps_the_others(tmp_path: Path) -> None:
-    good = Energy(joules=5.0, error_j=0.1, seconds=1.0, source="x")
-    lost = Energy(joules=math.nan, error_j=math.nan, seconds=1.0, source="x", coverage=0.0)
+    good = Energy(energy_j=5.0, error_j=0.1, time_s=1.0, source="x")
+    lost = Energy(energy_j=math.nan, error_j=math.nan, time_s=1.0, source="x", coverage=0.0)
     write_regions(
         tmp_path, [RegionEnergy(name="a", calls=1, energy=good), RegionEnergy(name="b", calls=2, energy=lost)]
     )
     back = read_regions(tmp_path)
     assert [r.name for r in back] == ["a", "b"]
-    assert math.isnan(back[1].energy.joules)
+    assert math.isnan(back[1].energy.energy_j)
 
 
 def test_regions_of_three_ranks_side_by_side_are_not_added(tmp_path: Path) -> None:
     def rank(joules: float, start: int, end: int) -> RegionEnergy:
-        energy = Energy(joules=joules, error_j=0.1, seconds=(end - start) * 1e-9, source="x")
+        energy = Energy(energy_j=joules, error_j=0.1, time_s=(end - start) * 1e-9, source="x")
         return RegionEnergy(name="train", calls=1, energy=energy, start_ns=start, end_ns=end)
 
     (merged,) = merge_regions([rank(100.0, 0, 10), rank(120.0, 1, 5), rank(90.0, 7, 11)])
-    assert merged.energy.joules == 120.0
+    assert merged.energy.energy_j == 120.0
     (after,) = merge_regions([rank(100.0, 0, 10), rank(90.0, 12, 20)])
-    assert after.energy.joules == 190.0
+    assert after.energy.energy_j == 190.0
 
 
 def test_a_domain_that_drew_nothing_before_the_command_is_no_error() -> None:

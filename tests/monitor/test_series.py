@@ -185,7 +185,7 @@ def test_a_window_wholly_in_the_past_reads_the_rows_around_it_only() -> None:
     column = series.column(20 * S, 30 * S)
     assert column.times_ns[0] <= 20 * S and 30 * S <= column.times_ns[-1] <= 33 * S
     pwr = PowerTrace({"gpu0": column}, start_ns=20 * S, end_ns=30 * S)
-    assert pwr.energy().joules == pytest.approx(500.0, rel=1e-6)
+    assert pwr.energy().energy_j == pytest.approx(500.0, rel=1e-6)
     assert pwr.energy().coverage == pytest.approx(1.0)
     assert pwr.peak_w == 50.0
 
@@ -196,7 +196,7 @@ def test_a_trace_that_begins_in_the_rows_is_covered_from_its_first_moment() -> N
     column = series.column(round(10.7 * S), 60 * S)
     energy = PowerTrace({"gpu0": column}, start_ns=round(10.7 * S), end_ns=60 * S).energy()
     assert energy.coverage == pytest.approx(1.0, abs=1e-6)
-    assert energy.joules == pytest.approx(200 * 49.3, rel=1e-6)
+    assert energy.energy_j == pytest.approx(200 * 49.3, rel=1e-6)
 
 
 def test_a_gap_is_still_a_gap_after_merging() -> None:

@@ -114,13 +114,13 @@ def test_a_counter_reset_does_not_take_joules_back():
     monitor, ledger, start = ledger_since(40)
     steady(monitor, start, start + 20 * SECOND, counter_j=18 * 103.0)
     first = ledger.read(start + 20 * SECOND, calm=True)["gpu0"]
-    assert first.joules == pytest.approx(2000 + 18 * 3.0, abs=1)
+    assert first.energy_j == pytest.approx(2000 + 18 * 3.0, abs=1)
     steady(monitor, start + 20 * SECOND, start + 21 * SECOND, counter_j=None)
     monitor.sampler._take(Batch(anchors={"gpu0": [(start + 20 * SECOND, 5.0)]}))
     second = ledger.read(start + 20 * SECOND + 10_000_000, calm=True)["gpu0"]
-    assert second.joules >= first.joules
+    assert second.energy_j >= first.energy_j
     steady(monitor, start + 21 * SECOND, start + 39 * SECOND, counter_j=None)
-    assert ledger.read(start + 39 * SECOND, calm=True)["gpu0"].joules == pytest.approx(3900, rel=0.01)
+    assert ledger.read(start + 39 * SECOND, calm=True)["gpu0"].energy_j == pytest.approx(3900, rel=0.01)
 
 
 def test_the_chain_of_windows_loses_nothing():
@@ -134,9 +134,9 @@ def test_the_chain_of_windows_loses_nothing():
     monitor._after_read()
     two = ledger.read(now + 4 * SECOND, calm=True)["gpu0"]
     assert not ledger._closing, "and is settled by now"
-    assert one.joules == pytest.approx(100 * long_s, rel=1e-3)
-    assert two.joules - one.joules == pytest.approx(400, abs=15)
-    assert two.seconds == pytest.approx(long_s + 4, abs=0.2) and two.coverage == pytest.approx(1.0, abs=0.01)
+    assert one.energy_j == pytest.approx(100 * long_s, rel=1e-3)
+    assert two.energy_j - one.energy_j == pytest.approx(400, abs=15)
+    assert two.time_s == pytest.approx(long_s + 4, abs=0.2) and two.coverage == pytest.approx(1.0, abs=0.01)
 
 
 def test_no_window_ends_while_a_gap_is_open():

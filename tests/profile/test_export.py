@@ -81,12 +81,12 @@ def make_timeline() -> Timeline:
 def make_table(total_j: float = 100.0) -> EnergyTable:
     def row(name, kind, calls, time_s, joules, wall_s=None):
         return EnergyRow(
-            name=name, kind=kind, calls=calls, time_s=time_s, energy_j=joules, energy_error_j=joules / 10,
+            name=name, kind=kind, calls=calls, time_s=time_s, energy_j=joules, error_j=joules / 10,
             share=joules / total_j, wall_s=wall_s,
         )  # fmt: skip
 
     return EnergyTable(
-        total_j=total_j, total_error_j=2.0, idle_j=10.0, idle_error_j=1.0, seconds=2.0, busy_s=1.0,
+        energy_j=total_j, error_j=2.0, idle_j=10.0, idle_error_j=1.0, time_s=2.0, busy_s=1.0,
         kernels=[
             row(GEMM, "kernel", 2, 4e-3, 50.0), row(COPY, "memcpy", 2, 4e-3, 15.0),
             row(NCCL, "collective", 2, 8e-3, 25.0),
@@ -402,7 +402,7 @@ def test_the_summary_without_attribution_sums_rows(run, tmp_path):
     timeline = recording.timeline
     timeline.energy_j = np.full(len(timeline), np.nan)
     timeline.energy_j[timeline.rows("kernel")] = [3.0, 4.0]
-    timeline.energy_error_j = timeline.energy_j * 0.1
+    timeline.error_j = timeline.energy_j * 0.1
     rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(recording))
     gemm = next(r for r in rows if r["name"] == GEMM)
     assert (gemm["energy_j"], gemm["energy_error_j"]) == ("7", "0.7")

@@ -67,7 +67,7 @@ def test_a_hole_is_unknown_not_bridged(tmp_path):
     trace = read_power(path)
     energy = trace.energy()
     assert energy.coverage < 0.5
-    assert energy.joules == pytest.approx(500 * 0.98 + 100 * 0.98, rel=0.05)
+    assert energy.energy_j == pytest.approx(500 * 0.98 + 100 * 0.98, rel=0.05)
 
 
 def smi(path: Path, field: str, rows: list[tuple[float, int, str]], units: bool = True) -> Path:
@@ -128,7 +128,7 @@ def test_load_answers_like_a_session(tmp_path):
     assert table.kernels[0].name == "gemm"
     assert table.kernels[0].calls == 200
     assert table.ops[0].name == "aten::mm"
-    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.total_j)
+    assert sum(r.energy_j for r in table.kernels) + table.idle_j == pytest.approx(table.energy_j)
     kernels = [r for r in found.records() if r.kind == "kernel"]
     assert kernels[0].energy_j == pytest.approx(table.kernels[0].j_per_call, rel=0.2)
     assert kernels[0].end_ns - kernels[0].start_ns == 8_000_125

@@ -67,7 +67,7 @@ def test_100k_rows_come_back_as_they_were(tmp_path):
     timeline.notes.append("a note")
     timeline.meta["kineto"] = 1
     timeline.energy_j = np.where(np.arange(100_000) % 3 == 0, np.nan, np.arange(100_000) * 1e-3)
-    timeline.energy_error_j = timeline.energy_j * 0.1
+    timeline.error_j = timeline.energy_j * 0.1
     timeline.extra = {5: {"sm_occupancy": 40.0}, 99_999: {"tc_util_pct": 2.5}}
     with RunWriter(path, meta={"command": ["python", "x.py"]}) as run:
         run.add_timeline(timeline)
@@ -76,7 +76,7 @@ def test_100k_rows_come_back_as_they_were(tmp_path):
         found = back.timeline()
         same(timeline, found)
         np.testing.assert_array_equal(found.energy_j, timeline.energy_j)
-        np.testing.assert_array_equal(found.energy_error_j, timeline.energy_error_j)
+        np.testing.assert_array_equal(found.error_j, timeline.error_j)
         assert found.extra == timeline.extra
         assert (found.rank, found.meta["kineto"], found.notes) == (3, 1, ["a note"])
         assert not back.crashed

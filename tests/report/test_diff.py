@@ -41,7 +41,7 @@ EVIL = "<script>alert('x')</script>&\"op\""
 def row(name: str, joules: float, error: float = 0.1, *, kind: str = "op", calls: int = 10, seconds: float = 0.1,
         wall: float | None = None) -> EnergyRow:  # fmt: skip
     return EnergyRow(
-        name=name, kind=kind, calls=calls, time_s=seconds, energy_j=joules, energy_error_j=error, share=0.1, wall_s=wall
+        name=name, kind=kind, calls=calls, time_s=seconds, energy_j=joules, error_j=error, share=0.1, wall_s=wall
     )
 
 
@@ -53,7 +53,7 @@ def table(ops: dict[str, float], *, steps: list[float] = [], error: float = 0.1,
     each = [row(f"step_{i}", j, 0.01, kind="step", calls=1, wall=w)
             for i, (j, w) in enumerate(zip(steps, times, strict=True))]  # fmt: skip
     return EnergyTable(
-        total_j=total, total_error_j=0.01 * total, idle_j=idle, idle_error_j=error, seconds=seconds, busy_s=0.8,
+        energy_j=total, error_j=0.01 * total, idle_j=idle, idle_error_j=error, time_s=seconds, busy_s=0.8,
         kernels=[dataclasses.replace(r, kind="kernel", name=f"k_{r.name}") for r in rows], ops=rows, steps=each,
         source="test",
     )  # fmt: skip
@@ -70,17 +70,17 @@ def predicted(
     parts = [
         EnergyDescriptor(
             subgraph_name=name, compute_energy_j=0.5 * j, memory_energy_j=0.3 * j, static_energy_j=0.2 * j,
-            latency_s=0.01, error_j=error, device_s=0.01, latency_error_s=0.001, kind=kind,
+            latency_s=0.01, error_j=error, device_s=0.01, error_s=0.001, kind=kind,
         )
         for name, (kind, j) in ops.items()
     ]  # fmt: skip
     total = sum(j for _, j in ops.values())
     of = Prediction(
-        device=device, precision="bf16", mode="train", launch="eager", batch=8, latency_error_s=0.002, device_s=0.01,
+        device=device, precision="bf16", mode="train", launch="eager", batch=8, error_s=0.002, device_s=0.01,
         host_s=0.01, clock=1.0, bound="compute", average_utilization=0.5, wasted_energy_j=0.1, flops=1e9, hbm_bytes=1e9,
     )  # fmt: skip
     energy = Energy(
-        joules=total, error_j=0.1 * total, seconds=0.02, source=f"predicted for {device}", basis="predicted"
+        energy_j=total, error_j=0.1 * total, time_s=0.02, source=f"predicted for {device}", basis="predicted"
     )
     return EnergyReport(
         name="net", total=energy, by_domain={"gpu0": energy}, descriptors=parts, prediction=of,
@@ -89,7 +89,7 @@ def predicted(
 
 
 def measured(joules: float, *, regions: dict[str, float] = {}, **work: float) -> EnergyReport:  # noqa: B006
-    energy = Energy(joules=joules, error_j=0.02 * joules, seconds=10.0, source="nvml-samples")
+    energy = Energy(energy_j=joules, error_j=0.02 * joules, time_s=10.0, source="nvml-samples")
     return EnergyReport(
         name="python train.py",
         total=energy,
@@ -135,7 +135,7 @@ def test_rows_and_idle_account_for_the_whole_change(a: dict[str, float], b: dict
 def test_an_error_that_both_have_is_not_in_their_difference() -> None:
     def modelled(joules: float, source: str = "cpu model") -> EnergyTable:
         whole = table({"mm": joules})
-        error = math.hypot(0.3 * whole.total_j, 0.1)
+        error = math.hypot(0.3 * whole.energy_j, 0.1)
         return dataclasses.replace(whole, basis="modelled", source=source, total_error_j=error)
 
     found = analyze.diff(thrice(modelled(10.0)), thrice(modelled(11.5)))

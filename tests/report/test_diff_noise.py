@@ -43,7 +43,7 @@ RING = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02, label="NVID
 
 
 def measured(joules: float, seconds: float = 10.0, **work: float) -> EnergyReport:
-    energy = Energy(joules=joules, error_j=0.001 * joules, seconds=seconds, source="nvml-samples")
+    energy = Energy(energy_j=joules, error_j=0.001 * joules, time_s=seconds, source="nvml-samples")
     return EnergyReport(
         name="python work.py", total=energy, by_domain={"gpu0": energy},
         work=[Work(amount=n, unit=u) for u, n in work.items()],

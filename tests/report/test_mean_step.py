@@ -27,7 +27,7 @@ import synthetic_run
 
 def step(i: int, joules: float, seconds: float = 0.1) -> EnergyRow:
     return EnergyRow(
-        name=f"step_{i}", kind="step", calls=1, time_s=seconds, energy_j=joules, energy_error_j=0.0, share=0.1,
+        name=f"step_{i}", kind="step", calls=1, time_s=seconds, energy_j=joules, error_j=0.0, share=0.1,
         wall_s=seconds,
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_the_screen_and_the_diff_state_one_interval(tmp_path: Path, seed: int) -
         found.total.before_j, found.total.before_error_j, found.work[0]
     )  # fmt: skip
     shown = headline(found)[0]
-    sensor_j = spent.total_error_j / spent.total_j * said.energy_j
+    sensor_j = spent.error_j / spent.energy_j * said.energy_j
     assert said.error_j > 1.0005 * sensor_j and shown.before_error == said.error_j, "steps scatter too"
     per_step = next(line for line in captured.get().splitlines() if line.startswith("per step"))
     assert per_step.split("J")[0].split("step")[1].strip() in text(found)

@@ -263,7 +263,7 @@ def test_a_power_mode_is_named_once() -> None:
 
 
 def test_a_report_as_text() -> None:
-    energy = Energy(joules=12.0, error_j=0.5, seconds=1.0, source="nvml-samples")
+    energy = Energy(energy_j=12.0, error_j=0.5, time_s=1.0, source="nvml-samples")
     measured = EnergyReport(name="train", total=energy, by_domain={"gpu0": energy}, peak_w=400.0)
     assert "peak 400 W" in shown.text(measured)
     assert "of 20 ms" not in shown.text(measured)  # a measured peak is the sensor's, whatever that is
@@ -333,7 +333,7 @@ def test_points_are_named_by_what_tells_them_apart(found: Sweep) -> None:
 def test_a_card_works_for_a_measurement_too(report: EnergyReport) -> None:
     checked(card(report))
     assert report._repr_html_() == card(report)
-    energy = Energy(joules=12.0, error_j=0.5, seconds=1.0, source="nvml-samples")
+    energy = Energy(energy_j=12.0, error_j=0.5, time_s=1.0, source="nvml-samples")
     measured = EnergyReport(name="train", total=energy, by_domain={"gpu0": energy})
     html = card(measured)
     checked(html)

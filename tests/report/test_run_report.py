@@ -194,8 +194,8 @@ def test_what_kernels_do(name: str, kind: str, category: str) -> None:
 
 def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
     said = answer(with_table(run, made.table))
-    assert said.energy_j == made.table.total_j
-    assert said.power_w == pytest.approx(made.table.total_j / made.table.seconds)
+    assert said.energy_j == made.table.energy_j
+    assert said.power_w == pytest.approx(made.table.energy_j / made.table.time_s)
     assert (said.busy_j or 0) + (said.idle_j or 0) == pytest.approx(said.energy_j)
     assert sum(p.energy_j for p in said.parts) == pytest.approx(said.energy_j)
     assert sum(p.share for p in said.parts) == pytest.approx(1.0)
@@ -203,8 +203,8 @@ def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
     step, token = said.per_work
     assert (step.unit, step.amount) == ("step", 12)
     assert step.energy_j == pytest.approx(np.mean([s.energy_j for s in made.table.steps]))
-    assert step.error_j >= step.energy_j * made.table.total_error_j / made.table.total_j * 0.999
-    assert token.energy_j == pytest.approx(made.table.total_j / (12 * 8192))
+    assert step.error_j >= step.energy_j * made.table.error_j / made.table.energy_j * 0.999
+    assert token.energy_j == pytest.approx(made.table.energy_j / (12 * 8192))
     assert said.device == "NVIDIA H200"
     assert said.name == "python train.py --model gpt2"
     assert said.cut is None
@@ -212,7 +212,7 @@ def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
 
 def test_gaps_say_what_the_host_did(made: Made) -> None:
     found = find_host_gaps(made.timeline, made.table, START_NS, made.end_ns)
-    assert sum(g.time_s for g in found) == pytest.approx(made.table.seconds - made.table.busy_s)
+    assert sum(g.time_s for g in found) == pytest.approx(made.table.time_s - made.table.busy_s)
     by = {g.during: g for g in found}
     assert by["in DataLoader.__next__"].count == 11  # before the first there is no kernel yet
     assert {"before the first kernel", "after the last kernel", LAUNCHING} <= set(by)
@@ -229,14 +229,14 @@ def test_a_dear_first_step_is_left_out_of_the_mean(run: RunFile, made: Made) -> 
 
 def row(name: str, joules: float, kind: str = "kernel", calls: int = 100) -> EnergyRow:
     return EnergyRow(
-        name=name, kind=kind, calls=calls, time_s=joules / 400, energy_j=joules, energy_error_j=1.0, share=joules / 100
+        name=name, kind=kind, calls=calls, time_s=joules / 400, energy_j=joules, error_j=1.0, share=joules / 100
     )
 
 
 def table(*kernels: EnergyRow, idle: float = 0.0, **more: Any) -> EnergyTable:
     total = sum(k.energy_j for k in kernels) + idle
     return EnergyTable(
-        total_j=total, total_error_j=1.0, idle_j=idle, idle_error_j=0.1, seconds=1.0, busy_s=0.8, kernels=kernels,
+        energy_j=total, error_j=1.0, idle_j=idle, idle_error_j=0.1, time_s=1.0, busy_s=0.8, kernels=kernels,
         **more,
     )  # fmt: skip
 
@@ -470,7 +470,7 @@ def test_the_marks_of_the_profiler_are_in_plain_words(made: Made) -> None:
 def test_the_watts_of_a_row_have_an_error(html: str, made: Made) -> None:
     row = made.table.kernels[0]
     assert row.power_w is not None
-    shown = format_error(row.power_w, row.power_w * row.energy_error_j / row.energy_j, "W")
+    shown = format_error(row.power_w, row.power_w * row.error_j / row.energy_j, "W")
     assert "±" in shown and f">{shown}</td>" in html
 
 
@@ -480,7 +480,7 @@ def test_what_is_drawn_is_what_was_recorded(html: str, made: Made) -> None:
     stream = lanes["stream 7"]
     rows = made.timeline.device_rows
     assert len(array(stream["s"])) == len(rows)
-    assert array(stream["e"]).sum() == pytest.approx(made.table.total_j - made.table.idle_j, rel=1e-4)
+    assert array(stream["e"]).sum() == pytest.approx(made.table.energy_j - made.table.idle_j, rel=1e-4)
     first = int(made.timeline["start_ns"][rows].min()) - START_NS
     assert array(stream["s"])[0] * data["unit_ns"] == pytest.approx(first, abs=2 * data["unit_ns"])
     assert len(array(lanes["steps"]["s"])) == 12
@@ -508,8 +508,8 @@ def joules_of(node: EnergyNode) -> float:
 
 def test_the_tree_conserves_joules(made: Made) -> None:
     tree = build_energy_tree(made.timeline, made.table)
-    assert tree.energy_j == pytest.approx(made.table.total_j)
-    assert joules_of(tree) == pytest.approx(made.table.total_j)
+    assert tree.energy_j == pytest.approx(made.table.energy_j)
+    assert joules_of(tree) == pytest.approx(made.table.energy_j)
     step = next(c for c in tree.children if c.name == "step")
     assert {c.name for c in step.children} >= {"backward", "forward", "optimizer.step"}
     forward = next(c for c in step.children if c.name == "forward")
@@ -613,7 +613,7 @@ def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
     writer.close()
     with RunFile(tmp_path / "s.tessera") as run:
         out, rendered, spent = both(run)
-    assert spent.total_j == pytest.approx(600, rel=0.02)
+    assert spent.energy_j == pytest.approx(600, rel=0.02)
     assert "train: 1 x 500 J" in out
     assert "sampled, no kernels" in out
     assert re.search(r"train.py:9 step +~50\d J", out)  # five times the watts of loading
@@ -644,7 +644,7 @@ def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
     assert re.search(r"the rest +~204 J +33\.8%", out)
     assert "per step  ~" in out and "10 steps" in out
     assert said.kernels[0].energy_j == pytest.approx(0.6 * 500, rel=0.02)
-    assert sum(r.energy_j for r in said.kernels) + said.rest_j == pytest.approx(spent.total_j)
+    assert sum(r.energy_j for r in said.kernels) + said.rest_j == pytest.approx(spent.energy_j)
     assert said.per_work[0].energy_j == pytest.approx(50, rel=0.02)
     shown_text = "".join(checked(rendered).text)
     assert "Where the joules went" in shown_text and "the rest" in shown_text and "~50" in shown_text
@@ -690,7 +690,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     with RunFile(tmp_path / "p.tessera") as run:
         out, rendered, spent = both(run)
         said = answer(with_table(run, spent))
-    assert spent.total_j == pytest.approx(55, rel=0.02)
+    assert spent.energy_j == pytest.approx(55, rel=0.02)
     assert said.whole.energy_j == pytest.approx(600, rel=0.02)
     assert (said.whole.time_s, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
     first, second, third = out.splitlines()[1:4]
@@ -717,7 +717,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
         "energy_j": pytest.approx(said.whole.energy_j), "error_j": pytest.approx(said.whole.error_j),
         "time_s": 2.0, "steps": 20,
     }  # fmt: skip
-    assert data["total_j"] == pytest.approx(spent.total_j)
+    assert data["total_j"] == pytest.approx(spent.energy_j)
 
 
 def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
@@ -818,7 +818,7 @@ def test_a_run_without_power_says_so(tmp_path: Path) -> None:
     record(tmp_path / "n.tessera", b.build(), power=False).close()
     with RunFile(tmp_path / "n.tessera") as run:
         out, _, spent = both(run)
-    assert math.isnan(spent.total_j)
+    assert math.isnan(spent.energy_j)
     assert "unknown J" in out
     assert "no power was recorded" in out
 

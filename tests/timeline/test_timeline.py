@@ -730,13 +730,13 @@ def test_intervals_are_sets_of_nanoseconds(a, b):
 def test_records_say_what_is_known():
     timeline = read(pretty(training()))
     timeline.energy_j = np.where(np.arange(len(timeline)) == find(timeline, "gemm_fwd"), 0.0091, np.nan)
-    timeline.energy_error_j = timeline.energy_j / 10
+    timeline.error_j = timeline.energy_j / 10
     timeline.extra = {find(timeline, "gemm_fwd"): {"sm_occupancy": 42.0}}
     found = {r.name: r for r in timeline.records()}
     assert [r.start_ns for r in timeline.records()] == sorted(r.start_ns for r in timeline.records())
     gemm = found["gemm_fwd"]
     assert (gemm.op, gemm.region, gemm.shapes, gemm.stream_id) == ("aten::mm", "forward", "[8,16]bf16 [16,4]bf16", 7)
-    assert gemm.power_w == pytest.approx(0.0091 / 30.333e-6) and gemm.energy_error_j == pytest.approx(0.00091)
+    assert gemm.power_w == pytest.approx(0.0091 / 30.333e-6) and gemm.error_j == pytest.approx(0.00091)
     assert gemm.sm_occupancy == 42.0 and gemm.why("sm_occupancy") is None
     assert found["gemm_bwd"].energy_j is None
     copied = found["Memcpy HtoD (Pageable -> Device)"]

@@ -95,7 +95,7 @@ def advise(
     recording = open_recording(trace, power=power, progress=progress)
     timeline, table = recording.timeline, recording.find_energy()
     notes, missing = list(recording.notes), _missing(recording)
-    has_joules = table is not None and table.total_j > 0
+    has_joules = table is not None and table.energy_j > 0
     if table is None or not has_joules:
         table, has_joules = _model_table(timeline, on or arch)
         missing["energy"] = explain_no_power(recording)
@@ -122,9 +122,9 @@ def advise(
         notes.append(tracing.text)
     if not rows:
         notes.append(NOTHING)
-    facts: dict[str, Any] = dict.fromkeys(("energy_j", "basis", "saves_j")) | {"time_s": table.seconds}
+    facts: dict[str, Any] = dict.fromkeys(("energy_j", "basis", "saves_j")) | {"time_s": table.time_s}
     if has_joules:
-        facts |= {"energy_j": table.total_j, "basis": table.basis, "saves_j": _sum_savings(advice, table)}
+        facts |= {"energy_j": table.energy_j, "basis": table.basis, "saves_j": _sum_savings(advice, table)}
     return AdviceResult(
         kind="advise",
         title="What to do",
@@ -139,7 +139,7 @@ def advise(
 
 def find_advice(run: RunEvidence) -> list[Advice]:
     """Everything that stands out, most joules saved first; [] when nothing does."""
-    if not run.table.total_j > 0:
+    if not run.table.energy_j > 0:
         return []
     advice = [a for rule in RULES if (a := rule(run)) is not None]
     kernels_j = max((a.energy_j or 0.0 for a in advice if a.kind in _OF_KERNELS), default=0.0)
@@ -149,7 +149,7 @@ def find_advice(run: RunEvidence) -> list[Advice]:
 
 def _sum_savings(advice: Sequence[Advice], table: EnergyTable) -> float:
     """All of them: they overlap (a fused kernel is not launched either), so each saves of what the others leave."""
-    return table.total_j * (1.0 - math.prod(1.0 - min(1.0, a.saves_j / table.total_j) for a in advice))
+    return table.energy_j * (1.0 - math.prod(1.0 - min(1.0, a.saves_j / table.energy_j) for a in advice))
 
 
 def _missing(recording: Recording) -> dict[str, str]:
@@ -208,15 +208,15 @@ def _model_table(timeline: Timeline, on: str | Device | None) -> tuple[EnergyTab
         for place, value in enumerate((calls[i], spent_s[i], watts[i] * spent_s[i])):
             sums[place] += float(value)
     kernels = [
-        EnergyRow(name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, energy_error_j=math.nan, share=j / total)
+        EnergyRow(name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, error_j=math.nan, share=j / total)
         for (name, kind), (n, s, j) in by_name.items()
     ]
     table = EnergyTable(
-        total_j=total,
-        total_error_j=math.nan,
+        energy_j=total,
+        error_j=math.nan,
         idle_j=idle_j,
         idle_error_j=math.nan,
-        seconds=seconds,
+        time_s=seconds,
         busy_s=busy_s,
         kernels=kernels,
         source="power model",

@@ -102,7 +102,7 @@ class Answer:
     error_j: float
     time_s: float
     power_w: float | None
-    power_error_w: float | None
+    error_w: float | None
     peak_w: float | None
     busy_s: float | None
     busy_j: float | None
@@ -146,15 +146,15 @@ class Answer:
 
 def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict[str, Any]:
     """Busy and idle time and joules; all None where nothing was attributed."""
-    error_j, idle_error_j = table.total_error_j, table.idle_error_j
+    error_j, idle_error_j = table.error_j, table.idle_error_j
     figures = {
         "busy_s": table.busy_s,
-        "busy_j": table.total_j - table.idle_j,
+        "busy_j": table.energy_j - table.idle_j,
         "busy_error_j": math.hypot(error_j, idle_error_j) if idle_error_j > 0 else error_j,
-        "idle_s": max(table.seconds * max(boards, 1) - table.busy_s, 0.0),
+        "idle_s": max(table.time_s * max(boards, 1) - table.busy_s, 0.0),
         "idle_j": table.idle_j,
         "idle_error_j": idle_error_j,
-        "idle_share": table.idle_j / table.total_j if table.total_j > 0 else None,
+        "idle_share": table.idle_j / table.energy_j if table.energy_j > 0 else None,
     }
     return figures if is_attributed else dict.fromkeys(figures)
 
@@ -168,9 +168,9 @@ def answer(recording: Recording) -> Answer:
     gaps = find_host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
     shared = None if is_attributed else _share_by_time(recording, table)
     spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
-    seen_s = table.seconds * table.coverage if table.total_j >= 0 else 0.0
+    seen_s = table.time_s * table.coverage if table.energy_j >= 0 else 0.0
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
-    error_j = table.total_error_j
+    error_j = table.error_j
     partial = is_partial(recording, table)
     tracing = slowdown_of(recording, table)
     whole = whole_of(recording, table, partial, shared)
@@ -182,18 +182,18 @@ def answer(recording: Recording) -> Answer:
         basis=table.basis,
         source=table.source,
         coverage=table.coverage,
-        energy_j=table.total_j,
+        energy_j=table.energy_j,
         error_j=error_j,
-        time_s=table.seconds,
-        power_w=table.total_j / seen_s if seen_s > 0 else None,
-        power_error_w=error_j / seen_s if seen_s > 0 else None,
+        time_s=table.time_s,
+        power_w=table.energy_j / seen_s if seen_s > 0 else None,
+        error_w=error_j / seen_s if seen_s > 0 else None,
         peak_w=_peak_w(power, table, whole),
         **_busy_and_idle(table, len(lines.devices), is_attributed),
         whole=whole,
         partial=partial,
         traced_steps=len(table.steps) if whole.steps is not None and not shared else None,
         limited=facts.time_limit_reached,
-        outside=outside(recording, table.total_j, whole) if partial else (),
+        outside=outside(recording, table.energy_j, whole) if partial else (),
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
         per_work=_per_work(facts.work, table, whole, shared, tracing),
@@ -257,7 +257,7 @@ def _explain_cut(facts: Facts) -> str | None:
 def _notes(recording: Recording, table: EnergyTable) -> list[str]:
     """What a reader should know, each once; what is missing from a trace comes last."""
     notes = [*table.notes, *recording.notes]
-    if table.coverage < 0.98 and table.total_j >= 0:
+    if table.coverage < 0.98 and table.energy_j >= 0:
         notes.insert(0, f"the sensors saw only {table.coverage:.0%} of the run: see `tessera doctor`")
     return order_notes(notes)
 
@@ -269,12 +269,12 @@ def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
 def _parts(table: EnergyTable) -> list[CategoryShare]:
     """By what kernels do, in a fixed order so that runs can be compared; idle last."""
     spent: dict[str, float] = {}
-    for r in table.kernels or [r for r in table.ops if not math.isnan(r.energy_error_j)]:
+    for r in table.kernels or [r for r in table.ops if not math.isnan(r.error_j)]:
         name = category(r.name, r.kind)
         spent[name] = spent.get(name, 0.0) + r.energy_j
     if table.idle_j > 0:
         spent["idle"] = table.idle_j
-    whole = table.total_j if table.total_j > 0 else 1.0
+    whole = table.energy_j if table.energy_j > 0 else 1.0
     order = [name for name in (*CATEGORIES, "idle") if spent.get(name, 0.0) > 0]
     return [CategoryShare(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
 
@@ -312,7 +312,7 @@ def _per_work(
 def _per_step(table: EnergyTable) -> PerWork:
     """The mean of the steps that count, as `analyze.diff` states it too."""
     which = select_steps(table.steps)
-    level = table.total_error_j / table.total_j if table.total_j > 0 else 0.0
+    level = table.error_j / table.energy_j if table.energy_j > 0 else 0.0
     mean = mean_step([table.steps[i] for i in which.places], level)
     return PerWork(
         unit="step",
@@ -378,18 +378,18 @@ def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
 
 def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | None:
     """Joules shared out by time, where no kernel was seen."""
-    spent_j, power = table.total_j, recording.power
+    spent_j, power = table.energy_j, recording.power
     if not spent_j > 0 or power is None:
         return None
     windows = recording.facts.windows or [recording.span_ns]
     start_ns, end_ns = windows[0][0], windows[-1][1]
     traced = power.energy(start_ns=start_ns, end_ns=end_ns)
-    is_seen = traced.coverage > 0 and traced.joules > 0
+    is_seen = traced.coverage > 0 and traced.energy_j > 0
     spent = RunTotals(
         total_j=spent_j,
-        seconds=table.seconds,
-        traced_j=traced.joules / traced.coverage if is_seen else 0.0,
-        traced_s=traced.seconds if is_seen else 0.0,
+        seconds=table.time_s,
+        traced_j=traced.energy_j / traced.coverage if is_seen else 0.0,
+        traced_s=traced.time_s if is_seen else 0.0,
     )
     return from_summary(recording.facts.summary, spent) or from_stacks(stacks_of(recording, spent_j), spent_j)
 

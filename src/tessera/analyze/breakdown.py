@@ -242,11 +242,11 @@ class _PartJoules:
     """The joules of parts. With the time outside the devices' spans they sum to the table's total."""
 
     def __init__(self, timeline: Timeline, table: EnergyTable, splits: Sequence[_Split]) -> None:
-        self._timeline, self._window_ns = timeline, round(table.seconds * 1e9)
+        self._timeline, self._window_ns = timeline, round(table.time_s * 1e9)
         idle_ns = sum(s.parts[n].total_ns for s in splits for n in IDLE) + sum(map(self.outside_ns, splits))
         idle_s = max(idle_ns, 1) / 1e9
         self._idle_w, self._idle_error_w = table.idle_j / idle_s, table.idle_error_j / idle_s
-        self._busy_error_j = math.hypot(table.total_error_j, table.idle_error_j)
+        self._busy_error_j = math.hypot(table.error_j, table.idle_error_j)
         self._all_errors_j = sum(self._sum(s.device.rows, busy_spans(timeline, s.device.rows))[1] for s in splits)
 
     def outside_ns(self, split: _Split) -> int:
@@ -271,11 +271,11 @@ class _PartJoules:
     def _sum(self, rows: Ints, inside: Spans) -> tuple[float, float]:
         """What rows spent within some spans, each evenly over its own time, and the plain sum of their errors."""
         timeline = self._timeline
-        if timeline.energy_j is None or timeline.energy_error_j is None:
+        if timeline.energy_j is None or timeline.error_j is None:
             return 0.0, 0.0
         start, end = timeline["start_ns"][rows], timeline["end_ns"][rows]
         share = covered_ns(inside, start, end) / np.maximum(end - start, 1)
-        energies, errors = (np.nan_to_num(e[rows]) for e in (timeline.energy_j, timeline.energy_error_j))
+        energies, errors = (np.nan_to_num(e[rows]) for e in (timeline.energy_j, timeline.error_j))
         return float(share @ energies), float(share @ errors)
 
 
@@ -304,7 +304,7 @@ def _facts(splits: Sequence[_Split], table: EnergyTable | None) -> dict[str, Any
     facts |= {"idle_s": total_s(*IDLE)}
     facts |= {f"{part.replace(': ', '_').replace('-', '_').replace(' ', '_')}_s": total_s(part) for part in IDLE}
     if table is not None:
-        facts |= {key: getattr(table, key) for key in ("total_j", "total_error_j", "idle_j", "idle_error_j")}
+        facts |= {key: getattr(table, key) for key in ("energy_j", "error_j", "idle_j", "idle_error_j")}
     return facts
 
 

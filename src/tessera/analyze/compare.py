@@ -90,22 +90,22 @@ def _of_report(report: EnergyReport) -> DiffSide:
     ops: dict[str, Cell] = {}
     for d in report.descriptors:
         errors = errors_of([d])
-        cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.latency_error_s, d.calls, d.kind, errors)
+        cell = Cell(d.total_energy_j, d.error_j, d.latency_s, d.error_s, d.calls, d.kind, errors)
         ops[d.subgraph_name] = ops[d.subgraph_name] + cell if d.subgraph_name in ops else cell
     regions = {
-        r.name: Cell(r.energy.joules, r.energy.error_j, r.energy.seconds, _NAN, r.calls, "region", once=True)
+        r.name: Cell(r.energy.energy_j, r.energy.error_j, r.energy.time_s, _NAN, r.calls, "region", once=True)
         for r in report.regions
     }
-    sensors, gain = _level(total.source, "predicted" if of else report.basis, total.joules, total.error_j)
+    sensors, gain = _level(total.source, "predicted" if of else report.basis, total.energy_j, total.error_j)
     parts = {"compute": report.compute_energy_j, "memory": report.memory_energy_j, "static": report.static_energy_j}
     return DiffSide(
         name=f"{report.name} on {of.device}" if of else report.name,
         basis="predicted" if of else report.basis,
         total=Cell(
-            total.joules,
+            total.energy_j,
             total.error_j,
-            total.seconds,
-            of.latency_error_s if of else _NAN,
+            total.time_s,
+            of.error_s if of else _NAN,
             1,
             errors=whole_errors(report) if of else None,
             once=of is None,
@@ -134,9 +134,9 @@ def _level(source: str, basis: str, joules: float, error_j: float) -> tuple[str,
 def _sensor_level(recording: Recording, table: EnergyTable) -> tuple[str, float]:
     """The counted sensors of a recording, and their common error as a share of all joules."""
     if recording.power is None or table.basis == "modelled":
-        return _level(table.source, table.basis, table.total_j, table.total_error_j)
+        return _level(table.source, table.basis, table.energy_j, table.error_j)
     counted = [d for d in recording.power.domains if d.counted]
-    spent = {d.name: recording.power.energy(d.name).joules for d in counted}
+    spent = {d.name: recording.power.energy(d.name).energy_j for d in counted}
     spent = {name: joules for name, joules in spent.items() if not math.isnan(joules)}
     total_j = math.fsum(spent.values())
     if not total_j > 0:
@@ -166,14 +166,14 @@ def _of_table(
         for r in table.rows(view):
             if view == "regions" and r.name in steps:  # they are numbered: none of them is in both
                 continue
-            cell = Cell(r.energy_j, r.energy_error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
+            cell = Cell(r.energy_j, r.error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
         if rows and view in ("ops", "kernels") and not table.idle_j <= 0:  # NaN: time is known
-            idle_s = max(table.seconds - table.busy_s, 0.0)
+            idle_s = max(table.time_s - table.busy_s, 0.0)
             rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
-    total = Cell(table.total_j, table.total_error_j, table.seconds, _NAN, 1, once=True)
-    sensors, gain = level or _level(table.source, table.basis, table.total_j, table.total_error_j)
+    total = Cell(table.energy_j, table.error_j, table.time_s, _NAN, 1, once=True)
+    sensors, gain = level or _level(table.source, table.basis, table.energy_j, table.error_j)
     return DiffSide(
         name=name,
         basis=table.basis,
@@ -256,12 +256,12 @@ def time_table(timeline: Timeline) -> EnergyTable:
         for s in links.steps
     ]
     return EnergyTable(
-        total_j=_NAN,
-        total_error_j=_NAN,
+        energy_j=_NAN,
+        error_j=_NAN,
         idle_j=_NAN,
         idle_error_j=_NAN,
         busy_s=float(seconds.sum()),
-        seconds=(timeline.end_ns - timeline.start_ns) * 1e-9,
+        time_s=(timeline.end_ns - timeline.start_ns) * 1e-9,
         kernels=kernels,
         steps=steps,
         coverage=0.0,
@@ -285,7 +285,7 @@ def _timed_row(name: str, kind: str, calls: int, seconds: float, wall_s: float |
         calls=calls,
         time_s=seconds,
         energy_j=_NAN,
-        energy_error_j=_NAN,
+        error_j=_NAN,
         share=_NAN,
         wall_s=wall_s,
     )
@@ -323,7 +323,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
     """The JSON of predict and measure (`report`), of report and attribute (a table), or a bare report."""
     try:
-        if "total_j" in data:
+        data = _rename_keys(data)
+        if "kernels" in data and "energy_j" in data:
             return _json_table(data, name)
         report = data.get("report", data)
         if isinstance(report, Mapping) and "total" in report:
@@ -356,13 +357,30 @@ def _json_table(data: Mapping[str, Any], name: str) -> DiffSide:
     shown = answer.get("name") or (Path(str(data["path"])).name if "path" in data else "")
     whole = None
     if isinstance(run, Mapping):
-        values = _restore_nan(run)  # an older version wrote energy_error_j and seconds
-        error_j = values.get("error_j", values.get("energy_error_j"))
-        whole = Cell(values["energy_j"], error_j, values.get("time_s", values.get("seconds")), _NAN, 1, once=True)
-        whole = whole if whole.seconds > table.seconds * (1 + 1e-9) else None
+        values = _restore_nan(run)
+        whole = Cell(values["energy_j"], values["error_j"], values["time_s"], _NAN, 1, once=True)
+        whole = whole if whole.seconds > table.time_s * (1 + 1e-9) else None
     span: Span = "run" if answer or run else "trace"
     command = _words(answer.get("name") or "")
     return _of_table(table, f"{shown} ({name})" if shown else name, work=work, span=span, whole=whole, command=command)
+
+
+_NEVER_NULL = ("energy_j", "error_j", "idle_j", "idle_error_j", "share")
+_OLD_NAMES = {
+    "total_j": "energy_j",
+    "total_error_j": "error_j",
+    "joules": "energy_j",
+    "energy_error_j": "error_j",
+    "seconds": "time_s",
+    "latency_error_s": "error_s",
+}
+"""Keys of JSON that an older Tessera printed, so that a stored baseline can still be compared."""
+
+
+def _rename_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_OLD_NAMES.get(key, key): _rename_keys(v) for key, v in value.items()}
+    return [_rename_keys(v) for v in value] if isinstance(value, list) else value
 
 
 def _restore_nan(value: Any, key: str = "") -> Any:
@@ -371,5 +389,4 @@ def _restore_nan(value: Any, key: str = "") -> Any:
         return {k: _restore_nan(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore_nan(v) for v in value]
-    needed = key in ("joules", "error_j", "energy_j", "energy_error_j", "share") or key.startswith(("total_", "idle_j"))
-    return _NAN if value is None and (needed or key == "idle_error_j") else value
+    return _NAN if value is None and key in _NEVER_NULL else value

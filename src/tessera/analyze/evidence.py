@@ -114,7 +114,7 @@ class RunEvidence:
 
     def share(self, energy_j: float) -> float:
         """Of the whole run."""
-        return energy_j / self.table.total_j
+        return energy_j / self.table.energy_j
 
     def format_amount(self, energy_j: float) -> str:
         """Joules and their share, in words."""

@@ -153,7 +153,7 @@ def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
         dram_gbps=_dram_gbps(timeline, first),
         fused=parse_fused(name, op_name) if kind == "kernel" else (),
         energy_j=_sum(timeline.energy_j, rows),
-        error_j=_sum(timeline.energy_error_j, rows),
+        error_j=_sum(timeline.error_j, rows),
         shapes=timeline.text("shapes", op) if op != NONE else None,
     )
 
@@ -319,7 +319,7 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     if table is None or not table.steps:
         return profile
     # The mean of all steps, as its operators are of all: the warm-up ran before.
-    mean = mean_step(table.steps, table.total_error_j / table.total_j if table.total_j > 0 else 0.0)
+    mean = mean_step(table.steps, table.error_j / table.energy_j if table.energy_j > 0 else 0.0)
     return dataclasses.replace(
         profile, step_s=mean.seconds, step_j=mean.energy_j, step_error_j=mean.error_j, basis=table.basis
     )

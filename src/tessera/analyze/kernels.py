@@ -102,7 +102,7 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
         line["share_pct"] = 100.0 * line["total_ns"] / total_ns
         row = spent.get((line["kind"], line["name"]))
         line |= {key: getattr(row, key, None) for key in ("energy_j", "power_w", "group")}
-        line["error_j"] = None if row is None else row.energy_error_j
+        line["error_j"] = None if row is None else row.error_j
         lines.append(line)
     key = "energy_j" if sort == "energy" else "total_ns"
     lines.sort(key=lambda r: (-(r[key] or 0), r["name"]))
@@ -117,7 +117,7 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
     elif table is None:
         missing["energy"] = explain_no_power(recording)
     else:
-        facts |= {key: getattr(table, key) for key in ("total_j", "total_error_j", "idle_j", "idle_error_j")}
+        facts |= {key: getattr(table, key) for key in ("energy_j", "error_j", "idle_j", "idle_error_j")}
     return Result(
         kind="kernels",
         title=f"Kernels of {recording.facts.name}",

@@ -107,7 +107,7 @@ def select_steps(steps: Sequence[EnergyRow]) -> CountedSteps:
 def mean_step(steps: Sequence[EnergyRow], level: float) -> MeanStep:
     """The mean of some steps. `level`: the share of the joules by which the sensor may be off in all of them."""
     joules, seconds = np.array([s.energy_j for s in steps]), np.array([wall_s(s) for s in steps])
-    own_j = math.hypot(*(s.energy_error_j for s in steps)) / len(steps)
+    own_j = math.hypot(*(s.error_j for s in steps)) / len(steps)
     return mean_of(joules, seconds, max(own_j, level * float(np.mean(joules))))
 
 
@@ -193,7 +193,7 @@ class StepRows:
         if view == "kernels" and not len(timeline.device_rows):
             return {}
         joules = np.full(len(rows), math.nan)
-        if not math.isnan(self.table.total_j) and timeline.energy_j is not None:
+        if not math.isnan(self.table.energy_j) and timeline.energy_j is not None:
             joules = np.nan_to_num(timeline.energy_j[rows])
         owner = rows if view == "kernels" else links.op[rows]
         keys = np.where(owner == NONE, NONE, timeline["name"][owner])

@@ -375,7 +375,7 @@ def build_energy_tree(timeline: Timeline, table: EnergyTable) -> EnergyNode:
     elif timeline.energy_j is not None and len(ops := timeline.rows("op")):  # a program of the host
         _grow(root, timeline, ops, np.nan_to_num(timeline.energy_j[ops]))
     else:  # a summary or a table alone: operators, or kernels, without what surrounds them
-        alone = [r for r in table.ops if not math.isnan(r.energy_error_j)]  # those of a summary hold one another
+        alone = [r for r in table.ops if not math.isnan(r.error_j)]  # those of a summary hold one another
         for r in alone or table.kernels:
             _add(root, [(op_name(r.name), "op") if alone else (short_name(r.name), "kernel")], r.energy_j, r.calls)
     if table.idle_j > 0:

@@ -224,9 +224,9 @@ class _Window:
             return {"recorded_s": window_s}
         start_ns, end_ns = max(self.timeline.start_ns, self.log.start_ns), min(self.timeline.end_ns, self.log.end_ns)
         spent = self.log.energy(domain, start_ns, end_ns)
-        facts = {"window_s": window_s, "recorded_s": spent.seconds, "recorded_j": spent.joules}
+        facts = {"window_s": window_s, "recorded_s": spent.time_s, "recorded_j": spent.energy_j}
         facts["recorded_error_j"] = spent.error_j
-        return facts | {"recorded_mean_w": spent.joules / spent.seconds if spent.seconds > 0 else None}
+        return facts | {"recorded_mean_w": spent.energy_j / spent.time_s if spent.time_s > 0 else None}
 
     def study(self, domain: str | None) -> _DomainStudy:
         """One domain, or all counted ones together."""
@@ -280,7 +280,7 @@ class _DomainStudy:
             "band_rms_w": None if band_w2 is None else math.sqrt(band_w2),
             "band_pct": 100.0 * band_w2 / s.ac_w2 if s is not None and band_w2 is not None and s.ac_w2 > 0 else None,
             "dominant_hz": self.peak and self.peak.frequency_hz,
-            "energy_j": spent.joules,
+            "energy_j": spent.energy_j,
             "error_j": spent.error_j,
             "resolution_s": self.curve.resolution_s,
             "source": spent.source,

@@ -162,7 +162,7 @@ def check_throttling(run: RunEvidence) -> Advice | None:
     if throttle is None:
         return None
     domain, reason, share = throttle
-    spent_j = share * (run.table.total_j - run.table.idle_j)
+    spent_j = share * (run.table.energy_j - run.table.idle_j)
     evidence = f"{domain} was held by {reason} in {share:.0%} of the readings, {run.format_amount(spent_j)}"
     if reason != "power cap":
         return run.advise("thermal", spent_j, evidence, "check its cooling and inlet temperature")
@@ -248,7 +248,7 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
     most = max(rows, key=lambda r: r.energy_j, default=None)
     if most is None or run.share(most.energy_j) < ONE_SHARE:
         return None
-    if most.kind == "op" and math.isnan(most.energy_error_j):
+    if most.kind == "op" and math.isnan(most.error_j):
         return None  # of a summary: the outermost operator holds all the others
     if _near_its_roof(run, most):
         return None
@@ -376,10 +376,10 @@ def advise_measurement(report: EnergyReport, telemetry: Mapping[str, Sequence[Te
 
 
 def _describe_idle(report: EnergyReport, telemetry: Mapping[str, Sequence[Telemetry]]) -> str | None:
-    if report.idle_w is None or report.total.joules <= 0:
+    if report.idle_w is None or report.total.energy_j <= 0:
         return None
-    idle_j = report.idle_w * report.total.seconds
-    share = idle_j / report.total.joules
+    idle_j = report.idle_w * report.total.time_s
+    share = idle_j / report.total.energy_j
     if share < MEASURED_IDLE_SHARE:
         return None
     if share > UNUSED_SHARE:

@@ -57,7 +57,7 @@ class Whole:
     error_j: float
     time_s: float
     power_w: float | None
-    power_error_w: float | None
+    error_w: float | None
     steps: int | None
     whole_steps: int | None = None
 
@@ -70,7 +70,7 @@ def is_partial(recording: Recording, table: EnergyTable) -> bool:
     """Whether the table is of less than the run: what was not traced is in no row of it."""
     start_ns, end_ns = recording.span_ns
     traced_s = sum(b - a for a, b in recording.accounted_windows) * 1e-9
-    return bool(table.kernels or table.ops) and max(traced_s, table.seconds) < FULLY * (end_ns - start_ns) * 1e-9
+    return bool(table.kernels or table.ops) and max(traced_s, table.time_s) < FULLY * (end_ns - start_ns) * 1e-9
 
 
 def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: TimeShares | None) -> Whole:
@@ -80,23 +80,23 @@ def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: Ti
     if shared is not None and shared.steps:
         steps, whole_steps = shared.steps, shared.whole_steps
     spent = Energy(
-        joules=table.total_j,
-        error_j=table.total_error_j,
-        seconds=table.seconds,
+        energy_j=table.energy_j,
+        error_j=table.error_j,
+        time_s=table.time_s,
         coverage=table.coverage,
         source=table.source,
         basis=table.basis,
     )
     if partial and recording.power is not None:
         spent = _fill_gaps(recording.power, recording.timeline)
-    seen_s = spent.seconds * spent.coverage if spent.joules >= 0 else 0.0
+    seen_s = spent.time_s * spent.coverage if spent.energy_j >= 0 else 0.0
     return Whole(
-        energy_j=spent.joules,
+        energy_j=spent.energy_j,
         error_j=spent.error_j,
-        time_s=spent.seconds,
+        time_s=spent.time_s,
         steps=steps or None,
-        power_w=spent.joules / seen_s if seen_s > 0 else None,
-        power_error_w=spent.error_j / seen_s if seen_s > 0 else None,
+        power_w=spent.energy_j / seen_s if seen_s > 0 else None,
+        error_w=spent.error_j / seen_s if seen_s > 0 else None,
         whole_steps=whole_steps if steps else None,
     )
 
@@ -141,10 +141,10 @@ def outside(recording: Recording, table_j: float, whole: Whole) -> list[Outside]
     for where, stretches in spans.items():
         spent = accounted_energies(power, timeline, [(a, b) for a, b in stretches if b > a])
         part = sum_windows(spent) if spent else None
-        if part is not None and part.joules > 0:
+        if part is not None and part.energy_j > 0:
             steps = sum(a <= middle < b for a, b in stretches for middle in middles)
-            seconds = part.seconds * part.coverage
-            parts.append(Outside(where=where, energy_j=part.joules, time_s=seconds, steps=steps))
+            seconds = part.time_s * part.coverage
+            parts.append(Outside(where=where, energy_j=part.energy_j, time_s=seconds, steps=steps))
     rest_j = whole.energy_j - table_j - sum(p.energy_j for p in parts)
     if rest_j > max(whole.error_j, (1.0 - FULLY) * whole.energy_j):
         names = _accounted_domains(power, timeline)
@@ -279,7 +279,7 @@ def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> Tim
             calls=samples[leaf],
             time_s=0.0,
             energy_j=joules,
-            energy_error_j=_NAN,
+            error_j=_NAN,
             share=joules / total_j,
         )
         for leaf, joules in spent.items()
@@ -326,6 +326,6 @@ class _TracedWork:
             calls=round(int(row.get("calls", 0)) * factor),
             time_s=seconds,
             energy_j=joules,
-            energy_error_j=_NAN,
+            error_j=_NAN,
             share=joules / self.run.total_j if self.run.total_j > 0 else 0.0,
         )

@@ -308,7 +308,7 @@ def errors_of(descriptors: Iterable[EnergyDescriptor]) -> PredictionErrors:
     for d in descriptors:
         kernel = (d.kind, _operator(d), d.flops, round(d.hbm_bytes))
         s, j = sums[kernel]
-        sums[kernel] = (s + d.latency_error_s, j + d.error_j)
+        sums[kernel] = (s + d.error_s, j + d.error_j)
     return PredictionErrors(dict(sums))
 
 
@@ -318,9 +318,9 @@ def whole_errors(report: EnergyReport) -> PredictionErrors:
     if of is None or not (of.launch == "eager" or "dispatch" in of.provenance):  # a CPU dispatches either way
         return kernels
     waits = any(d.latency_s > d.device_s for d in report.descriptors)
-    device_s = device_error_s([(d.kind, d.latency_error_s) for d in report.descriptors], waits)
-    host_s = math.sqrt(max(0.0, of.latency_error_s**2 - device_s**2))
-    watts = report.total.joules / report.total.seconds if report.total.seconds > 0 else 0.0
+    device_s = device_error_s([(d.kind, d.error_s) for d in report.descriptors], waits)
+    host_s = math.sqrt(max(0.0, of.error_s**2 - device_s**2))
+    watts = report.total.energy_j / report.total.time_s if report.total.time_s > 0 else 0.0
     launched = Counter(_operator(d) for d in report.descriptors)
     return PredictionErrors(kernels.kernels, (host_s, PER_SECOND * watts * host_s), launched)
 
@@ -331,9 +331,9 @@ def watts_error(report: EnergyReport) -> float | None:
     None for what is not a prediction, or takes no time.
     """
     of, total = report.prediction, report.total
-    if of is None or not (total.seconds > 0 and total.joules > 0):
+    if of is None or not (total.time_s > 0 and total.energy_j > 0):
         return None
-    return _ratio_error(of.latency_error_s, total.error_j, total.joules / total.seconds) / total.seconds
+    return _ratio_error(of.error_s, total.error_j, total.energy_j / total.time_s) / total.time_s
 
 
 def _ratio_error(error_s: float, error_j: float, power_w: float) -> float:

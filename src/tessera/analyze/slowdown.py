@@ -128,7 +128,7 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     seen = _StepTimes(timeline, windows, tracing_s)
     found = seen.by_steps() or seen.by_events()
     if table is not None and table.idle_j > 0:
-        idle_s = max(table.seconds * seen.devices - table.busy_s, found.idle_s)
+        idle_s = max(table.time_s * seen.devices - table.busy_s, found.idle_s)
         found = dataclasses.replace(found, idle_j=table.idle_j * found.idle_s / idle_s if idle_s > 0 else 0.0)
     return _with_joules(found, seen, power) if power is not None and found.basis == "steps" else found
 
@@ -267,20 +267,20 @@ def _with_joules(found: Slowdown, seen: _StepTimes, power: PowerTrace) -> Slowdo
     own_j, apart_j = untraced.error_j / found.untraced_steps, mean_error(_each(seen, seen.untraced, power))
     known = dataclasses.replace(
         found,
-        untraced_step_j=untraced.joules / found.untraced_steps,
+        untraced_step_j=untraced.energy_j / found.untraced_steps,
         untraced_step_error_j=own_j if math.isnan(apart_j) else math.hypot(own_j, apart_j),
-        untraced_steps_per_s=found.untraced_steps / untraced.seconds,
+        untraced_steps_per_s=found.untraced_steps / untraced.time_s,
     )
     if traced is None:
         return known
-    more_j = traced.joules / found.traced_steps - untraced.joules / found.untraced_steps
+    more_j = traced.energy_j / found.traced_steps - untraced.energy_j / found.untraced_steps
     return dataclasses.replace(known, idle_j=min(found.idle_j, max(more_j, 0.0) * seen.passes))
 
 
 def _each(seen: _StepTimes, steps: Bools, power: PowerTrace) -> list[float]:
     """Joules of some steps one by one, for how they scatter: as in `mean_step`, where each has a row."""
     edges = np.stack([seen.begins[steps], seen.ends[steps]], axis=1)
-    return [spent.joules for spent in accounted_energies(power, seen.timeline, edges.tolist())]
+    return [spent.energy_j for spent in accounted_energies(power, seen.timeline, edges.tolist())]
 
 
 def _sum_joules(seen: _StepTimes, steps: Bools, power: PowerTrace) -> Energy | None:
@@ -288,4 +288,4 @@ def _sum_joules(seen: _StepTimes, steps: Bools, power: PowerTrace) -> Energy | N
     # Steps that follow one another as one: what lies between two (a validation, a data loader) is no step's.
     edges = np.stack(union(seen.begins[steps], seen.ends[steps]), axis=1)
     spent = sum_windows(accounted_energies(power, seen.timeline, edges.tolist()))
-    return spent if spent.coverage >= SEEN and spent.joules > 0 else None
+    return spent if spent.coverage >= SEEN and spent.energy_j > 0 else None

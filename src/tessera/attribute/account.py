@@ -63,12 +63,12 @@ def account_samples(
     """Without kernels and operators: the whole, its regions and its steps. Joules are NaN where there is no power."""
     if power is None:
         return EnergyTable(
-            total_j=math.nan,
-            total_error_j=math.nan,
+            energy_j=math.nan,
+            error_j=math.nan,
             idle_j=math.nan,
             idle_error_j=math.nan,
             kernels=(),
-            seconds=seconds,
+            time_s=seconds,
             busy_s=0.0,
             coverage=0.0,
             notes=[*notes, _NO_POWER],
@@ -81,17 +81,17 @@ def account_samples(
         for r in timeline.rows("region")[:MOST_PASSES].tolist()
         if r not in step_rows
     ]
-    all_steps = [row for step in steps for row in _sum_passes(power, [step], "step", total.joules)]
+    all_steps = [row for step in steps for row in _sum_passes(power, [step], "step", total.energy_j)]
     rows = [row for row in all_steps if not math.isnan(row.energy_j)]
     if len(rows) < len(all_steps):
         missing = len(all_steps) - len(rows)
         notes = [*notes, f"{missing} of {len(all_steps)} steps have no power sample, and no joules here"]
     return EnergyTable(
-        total_j=total.joules,
-        total_error_j=total.error_j,
+        energy_j=total.energy_j,
+        error_j=total.error_j,
         idle_j=math.nan,
         idle_error_j=math.nan,
-        seconds=total.seconds,
+        time_s=total.time_s,
         busy_s=0.0,
         kernels=(),
         source=total.source,
@@ -99,7 +99,7 @@ def account_samples(
         coverage=total.coverage,
         notes=list(notes),
         steps=rows,
-        regions=[r for r in _sum_passes(power, regions, "region", total.joules) if not math.isnan(r.energy_j)],
+        regions=[r for r in _sum_passes(power, regions, "region", total.energy_j) if not math.isnan(r.energy_j)],
     )
 
 
@@ -118,11 +118,11 @@ def _sum_passes(
                 name=name,
                 kind=kind,
                 calls=len(parts),
-                time_s=energy.seconds,
-                energy_j=energy.joules,
-                energy_error_j=energy.error_j,
-                share=energy.joules / total_j if total_j > 0 else 0.0,
-                wall_s=energy.seconds,
+                time_s=energy.time_s,
+                energy_j=energy.energy_j,
+                error_j=energy.error_j,
+                share=energy.energy_j / total_j if total_j > 0 else 0.0,
+                wall_s=energy.time_s,
             )
         )
     return rows

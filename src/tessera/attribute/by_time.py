@@ -34,7 +34,7 @@ def by_time(
     gap_cls = idle_class(gap_start, gap_end, found.classes)
     sharing = Sharing(found.start_ns, found.end_ns)
     share_s, row_j = sharing.of(), sharing.of(lambda at_ns: _joules_at(column, at_ns))
-    mean_w = energy.joules / max(energy.seconds * energy.coverage, 1e-12)
+    mean_w = energy.energy_j / max(energy.time_s * energy.coverage, 1e-12)
     busy_w = float(row_j.sum() / share_s.sum()) if share_s.sum() > 0 else mean_w
     gap_j = _joules_at(column, gap_end) - _joules_at(column, gap_start)
     watts = np.full(found.classes + 2, busy_w)
@@ -44,12 +44,14 @@ def by_time(
     seconds = sum_by_key(found.cls, share_s * weight, len(watts)) + sum_by_key(
         gap_cls, (gap_end - gap_start) * 1e-9, len(watts)
     )
-    level, covariance = conserve_energy(watts, _covariance(column, seen, watts), seconds, energy.joules)
-    unseen_j = energy.joules * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
-    covariance = covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.joules / Z90) ** 2
+    level, covariance = conserve_energy(watts, _covariance(column, seen, watts), seconds, energy.energy_j)
+    unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
+    covariance = (
+        covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
+    )
     return Share(
         device=device, domain=column.domain, activity=told, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=gap_cls,
-        watts=level, covariance=covariance, group=np.full(found.classes, -1, np.int64), joules=energy.joules,
+        watts=level, covariance=covariance, group=np.full(found.classes, -1, np.int64), joules=energy.energy_j,
         error_j=energy.error_j, coverage=energy.coverage,
         fit=PowerFit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
     )  # fmt: skip

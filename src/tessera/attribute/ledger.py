@@ -54,11 +54,11 @@ def table(
     idle = [_idle(p) for p in parts]
     idle_s = sum(i[2] for i in idle)
     return EnergyTable(
-        total_j=total_j,
-        total_error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
+        energy_j=total_j,
+        error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
         idle_j=float(sum(i[0] for i in idle)),
         idle_error_j=float(np.sqrt(sum(i[1] ** 2 for i in idle))),
-        seconds=sum(end_ns - begin_ns for begin_ns, end_ns in windows) * 1e-9,
+        time_s=sum(end_ns - begin_ns for begin_ns, end_ns in windows) * 1e-9,
         busy_s=float(sum(p.activity.busy_s for p in parts)),
         kernels=() if on_host else ledger.kernels(),
         ops=ledger.ops(),
@@ -84,7 +84,7 @@ def _fill(timeline: Timeline, parts: Sequence[Share]) -> None:
         joules[rows], error[rows] = 0.0, 0.0
         np.add.at(joules, rows, p.row_j)
         np.add.at(error, rows, Z90 * p.seconds * sd_w[p.activity.cls])
-    timeline.energy_j, timeline.energy_error_j = joules, error
+    timeline.energy_j, timeline.error_j = joules, error
 
 
 def _idle(part: Share) -> tuple[float, float, float]:
@@ -396,7 +396,7 @@ class _Ledger:
                 variance += _half(seconds, p.covariance) ** 2
         return EnergyRow(
             name=name, kind=line.kind, calls=line.calls, time_s=line.time_s, energy_j=joules,
-            energy_error_j=variance**0.5, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
+            error_j=variance**0.5, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
             with_backward_j=joules + line.later_j if later else None, wall_s=line.wall_s if wall else None,
             idle_s=line.idle_s if wall else None,
         )  # fmt: skip

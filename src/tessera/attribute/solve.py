@@ -185,7 +185,7 @@ def _solve(
     if len(times_ns) == 0:
         return None
     energy = sum_windows([column.energy(begin, end) for begin, end in windows])
-    if math.isnan(energy.joules) or energy.joules <= 0:
+    if math.isnan(energy.energy_j) or energy.energy_j <= 0:
         return None
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
     response = response_of(column.domain, spacing_s)
@@ -198,15 +198,17 @@ def _solve(
     result = problem.solve_with(response)
     covariance = result.covariance + problem.shift(result, response) + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
-    level, covariance = conserve_energy(result.watts, covariance, seconds, energy.joules)
+    level, covariance = conserve_energy(result.watts, covariance, seconds, energy.energy_j)
     # What the sensor's level is off by, every class is off by alike: no sample can tell.
     # What was not seen widens the sum only: it is no part of what the classes are given.
-    unseen_j = energy.joules * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
-    covariance = covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.joules / Z90) ** 2
+    unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
+    covariance = (
+        covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
+    )
     return Share(
         device=device, domain=column.domain, activity=found, gap_start_ns=problem.gap_start_ns,
         gap_end_ns=problem.gap_end_ns, gap_cls=problem.gap_cls, watts=level, covariance=covariance,
-        group=groups(problem.design)[: found.classes], joules=energy.joules, error_j=energy.error_j,
+        group=groups(problem.design)[: found.classes], joules=energy.energy_j, error_j=energy.error_j,
         coverage=energy.coverage, fit=result,
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ class EnergyRow:
     calls: int
     time_s: float
     energy_j: float
-    energy_error_j: float
+    error_j: float
     share: float
     group: int | None = None
     with_backward_j: float | None = None
@@ -50,16 +50,16 @@ class EnergyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyTable:
-    """The joules of a run, conserved: kernels and idle sum to `total_j` (the measured joules).
+    """The joules of a run, conserved: kernels and idle sum to `energy_j` (the measured joules).
 
     `basis` is that of the power samples; `coverage` the share of the time they saw.
     """
 
-    total_j: float
-    total_error_j: float
+    energy_j: float
+    error_j: float
     idle_j: float
     idle_error_j: float
-    seconds: float
+    time_s: float
     busy_s: float
     kernels: Sequence[EnergyRow]
     ops: Sequence[EnergyRow] = ()

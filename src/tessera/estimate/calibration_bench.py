@@ -167,12 +167,12 @@ class CudaBench:
         with energy_scope("calibrate.idle", monitor=self._monitor) as scope:
             time.sleep(seconds)
         energy = scope.energy
-        if energy.basis != "measured" or not energy.joules > 0:
+        if energy.basis != "measured" or not energy.energy_j > 0:
             return Watts(value=None, how=f"the sensor ({energy.source}) gave no joules at rest")
         held = "with a CUDA context" if context else "without a CUDA context"
         return Watts(
-            value=energy.joules / energy.seconds,
-            error_w=energy.error_j / energy.seconds,
+            value=energy.energy_j / energy.time_s,
+            error_w=energy.error_j / energy.time_s,
             how=f"{held}, {seconds:.1f} s, {energy.source}",
         )
 
@@ -214,8 +214,8 @@ class CudaBench:
             measured_s, states = self._repeat(call, each_s, seconds * (1 - _SETTLE), paced)
         energy = scope.energy if scope is not None else None
         watts = None
-        if energy is not None and energy.basis == "measured" and energy.coverage > 0.8 and energy.seconds > 0:
-            watts = energy.joules / energy.seconds
+        if energy is not None and energy.basis == "measured" and energy.coverage > 0.8 and energy.time_s > 0:
+            watts = energy.energy_j / energy.time_s
         clocks = [hz for hz, _ in states if hz is not None]
         capped = [reasons & _POWER_CAP != 0 for _, reasons in states if reasons is not None]
         return Sample(

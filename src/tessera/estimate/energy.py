@@ -83,7 +83,7 @@ def _descriptor(costs: CostModel, cost: SubgraphCost, energy: PowerEstimate, tim
         latency_s=energy.seconds,
         error_j=math.hypot(total * energy.relative_error, _with_time_j(energy) * time_error),
         device_s=energy.seconds,
-        latency_error_s=energy.seconds * time_error,
+        error_s=energy.seconds * time_error,
         utilization=costs.utilization(cost, energy.seconds),
         kind=cost.subgraph.kind,
         flops=cost.flops,
@@ -112,7 +112,7 @@ def _report(
     device = costs.device
     source = f"predicted for {device.id}"
     error_j = math.hypot(power.relative_error * joules, _error_of_sum(descriptors, [_with_time_j(e) for _, e in pairs]))
-    total = Energy(joules=joules, error_j=error_j, seconds=seconds, source=source, basis="predicted")
+    total = Energy(energy_j=joules, error_j=error_j, time_s=seconds, source=source, basis="predicted")
     domain = Domain(name=device.id, source=source, resolution_s=0.0, basis="predicted", gain_error=power.relative_error)
     # Each subgraph alone stays within the limit, and so does any window over several.
     peak_w = highest_mean_w([d.latency_s for d in descriptors], [d.total_energy_j for d in descriptors])
@@ -132,7 +132,7 @@ def _error_of_sum(descriptors: Sequence[EnergyDescriptor], values: Sequence[floa
     """The error of a sum: parts of one kind of kernel have correlated errors, different kinds independent ones."""
     by_kind: defaultdict[str, float] = defaultdict(float)
     for d, value in zip(descriptors, values, strict=True):
-        by_kind[d.kind] += value * d.latency_error_s / d.latency_s if d.latency_s > 0 else 0.0
+        by_kind[d.kind] += value * d.error_s / d.latency_s if d.latency_s > 0 else 0.0
     return math.hypot(*by_kind.values()) if by_kind else 0.0
 
 
@@ -158,7 +158,7 @@ def _prediction(
         mode=report.graph.mode if report else "infer",
         launch="graph",
         batch=report.graph.samples if report else None,
-        latency_error_s=_error_of_sum(descriptors, [d.latency_s for d in descriptors]),
+        error_s=_error_of_sum(descriptors, [d.latency_s for d in descriptors]),
         device_s=seconds,
         host_s=0.0,
         clock=slowed / seconds if seconds > 0 else 1.0,

@@ -47,14 +47,15 @@ def _per_unit(report: EnergyReport) -> tuple[float, float, str]:
     for unit, joules, error in report.per_work():
         if unit == "sample":
             return joules, error, unit
-    return report.total.joules, report.total.error_j, "iteration"
+    return report.total.energy_j, report.total.error_j, "iteration"
 
 
 def _compare(kind: str, action: str, before: EnergyReport, after: EnergyReport) -> Advice:
     old, old_error, unit = _per_unit(before)
     new, new_error, _ = _per_unit(after)
     old_s, new_s = (
-        r.total.seconds * (j / r.total.joules if r.total.joules > 0 else 1.0) for r, j in ((before, old), (after, new))
+        r.total.time_s * (j / r.total.energy_j if r.total.energy_j > 0 else 1.0)
+        for r, j in ((before, old), (after, new))
     )
     return Advice(
         kind=kind,
@@ -68,7 +69,7 @@ def _compare(kind: str, action: str, before: EnergyReport, after: EnergyReport) 
         unit=unit,
         energy_j=old,
         share=1.0,
-        time_s=after.total.seconds,
+        time_s=after.total.time_s,
         by="prediction",
         confidence="medium",
     )
@@ -77,7 +78,7 @@ def _compare(kind: str, action: str, before: EnergyReport, after: EnergyReport) 
 def _least(options: dict[Any, EnergyReport | None]) -> tuple[Any, EnergyReport] | None:
     """The option of the fewest joules, the first of equals; None where none is possible."""
     possible = [(key, report) for key, report in options.items() if report is not None]
-    return min(possible, key=lambda pair: pair[1].total.joules, default=None)
+    return min(possible, key=lambda pair: pair[1].total.energy_j, default=None)
 
 
 def _launch(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
@@ -86,7 +87,7 @@ def _launch(report: EnergyReport, prediction: Prediction, again: Again) -> Advic
     other = _try_change(again, launch="graph")
     if other is None:
         return None
-    share = 1.0 - prediction.device_s / report.total.seconds
+    share = 1.0 - prediction.device_s / report.total.time_s
     action = f"replay a CUDA graph (torch.compile mode='reduce-overhead'): the GPU waits {share:.0%} of the time"
     return _compare("reduce latency", action, report, other)
 

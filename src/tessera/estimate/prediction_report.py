@@ -58,7 +58,7 @@ def build_report(
     time_error = PER_SECOND * latency_error / seconds if seconds else 0.0
     error_j = joules * math.hypot(estimate.power.relative_error, time_error)
     energy = Energy(
-        joules=joules, error_j=error_j, seconds=seconds, source=f"predicted for {device.id}", basis="predicted"
+        energy_j=joules, error_j=error_j, time_s=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
     average = float((busy * solved.device_s).sum() / seconds) if seconds else 0.0
     peak = find_peak(solved, estimate.power, measured=chip(device).calibrated, burst=burst)
@@ -68,7 +68,7 @@ def build_report(
         mode=graph.mode,
         launch=launch,
         batch=graph.samples,
-        latency_error_s=latency_error,
+        error_s=latency_error,
         device_s=float(solved.device_s.sum()),
         host_s=solved.host_s,
         clock=solved.clock,
@@ -126,7 +126,7 @@ def _descriptors(estimate: Estimate, busy: Floats) -> Iterator[EnergyDescriptor]
             latency_s=seconds + float(solved.wait_s[i]),
             error_j=joules * math.hypot(estimate.power.relative_error, PER_SECOND * kernel.relative_error),
             device_s=seconds,
-            latency_error_s=seconds * kernel.relative_error,
+            error_s=seconds * kernel.relative_error,
             utilization=float(busy[i]),
             kind=op.kind,
             flops=float(op.flops),

@@ -339,7 +339,7 @@ def _fill_from_report(row: SweepRow, report: EnergyReport) -> SweepRow:
     return dataclasses.replace(
         row,
         time_s=report.total_latency_s,
-        error_s=of.latency_error_s,
+        error_s=of.error_s,
         energy_j=report.total_energy_j,
         error_j=report.total.error_j,
         compute_energy_j=report.compute_energy_j,

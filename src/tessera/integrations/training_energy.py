@@ -73,9 +73,9 @@ class TrainingEnergy:
 
 def _figures(interval: _Interval) -> dict[str, float]:
     energy = interval.scope.energy
-    if not energy.joules >= 0:
+    if not energy.energy_j >= 0:
         return {}
-    figures = {"energy_j": energy.joules, "energy_error_j": energy.error_j}
-    if energy.watts is not None:
-        figures["power_w"] = energy.watts
-    return figures | {f"j_per_{unit}": energy.joules / n for unit, n in interval.counts.items() if n > 0}
+    figures = {"energy_j": energy.energy_j, "error_j": energy.error_j}
+    if energy.power_w is not None:
+        figures["power_w"] = energy.power_w
+    return figures | {f"j_per_{unit}": energy.energy_j / n for unit, n in interval.counts.items() if n > 0}

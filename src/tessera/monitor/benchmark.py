@@ -375,7 +375,7 @@ def _find_steady_state(monitor: Monitor, windows: list[tuple[Window, int]], *, w
     for window, calls in windows:
         monitor.read(window)
         energy = monitor.total(window)
-        batches.append(MeasuredBatch(calls=calls, time_s=energy.seconds, energy_j=energy.joules))
+        batches.append(MeasuredBatch(calls=calls, time_s=energy.time_s, energy_j=energy.energy_j))
     return find_steady_state(batches, warm=warm)
 
 
@@ -393,8 +393,8 @@ def _note_convergence(steady: SteadyState, target: float, gain: float, spent_s: 
 
 def _add_sensor_error(mean: Uncertain, energies: list[Energy], gain: float) -> Uncertain:
     """Add the error of the sensor's level; a single batch has the sensor's error of that one window."""
-    if mean.error is None and len(energies) == 1 and energies[0].joules:
-        return Uncertain(mean.value, abs(mean.value * energies[0].error_j / energies[0].joules))
+    if mean.error is None and len(energies) == 1 and energies[0].energy_j:
+        return Uncertain(mean.value, abs(mean.value * energies[0].error_j / energies[0].energy_j))
     return mean.with_level(gain)
 
 
@@ -417,7 +417,7 @@ def _energy_by_domain(monitor: Monitor, windows: list[Window], calls: int) -> di
         for name, energy in monitor.read(window, timeout_s=0.0, everything=True).items():
             by_domain.setdefault(name, []).append(energy)
     return {
-        name: Uncertain(sum(e.joules for e in parts) / calls, sum(e.error_j**2 for e in parts) ** 0.5 / calls)
+        name: Uncertain(sum(e.energy_j for e in parts) / calls, sum(e.error_j**2 for e in parts) ** 0.5 / calls)
         for name, parts in by_domain.items()
         if len(parts) == len(windows)
     }

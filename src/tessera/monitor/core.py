@@ -281,7 +281,7 @@ class Monitor:
                 RegionEnergy(
                     name=name,
                     calls=r.calls,
-                    energy=dataclasses.replace(r.energy, error_j=max(r.energy.error_j, gain * abs(r.energy.joules))),
+                    energy=dataclasses.replace(r.energy, error_j=max(r.energy.error_j, gain * abs(r.energy.energy_j))),
                     start_ns=r.start_ns,
                     end_ns=r.end_ns,
                 )

@@ -46,7 +46,7 @@ def _decode(data: bytes) -> RegionsFile:
     """JSON has no NaN: joules that are not known were written as null."""
     raw = msgspec.json.decode(data)
     for region in raw["regions"]:
-        for key in ("joules", "error_j"):
+        for key in ("energy_j", "error_j"):
             if region["energy"][key] is None:
                 region["energy"][key] = math.nan
     return msgspec.convert(raw, RegionsFile)
@@ -72,7 +72,7 @@ def merge_regions(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
 
 def sort_regions(regions: Sequence[RegionEnergy]) -> list[RegionEnergy]:
     """The most joules first; unknown ones last."""
-    return sorted(regions, key=lambda r: math.inf if math.isnan(r.energy.joules) else -r.energy.joules)
+    return sorted(regions, key=lambda r: math.inf if math.isnan(r.energy.energy_j) else -r.energy.energy_j)
 
 
 def _add_up(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:

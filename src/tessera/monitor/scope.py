@@ -114,12 +114,12 @@ class EnergyScope:
         assert self._window is not None and self._monitor is not None
         if self._window.end is not None:
             return self._monitor.total(self._window)
-        return sum_domains(counted, max((e.seconds for e in counted), default=0.0))
+        return sum_domains(counted, max((e.time_s for e in counted), default=0.0))
 
     @property
     def energy_j(self) -> float:
         """Joules of all counted domains."""
-        return self.energy.joules
+        return self.energy.energy_j
 
     joules = energy_j
 
@@ -131,13 +131,13 @@ class EnergyScope:
     @property
     def power_w(self) -> float | None:
         """Mean power, summed over the domains; None for an empty window."""
-        watts = [e.watts for e in self._counted_energies() if e.watts is not None]
+        watts = [e.power_w for e in self._counted_energies() if e.power_w is not None]
         return sum(watts) if watts else None
 
     @property
     def time_s(self) -> float:
         """Length of the window: on the device's clock if the edges were marked in a CUDA stream."""
-        return self.energy.seconds
+        return self.energy.time_s
 
     @property
     def host_time_s(self) -> float:
@@ -197,7 +197,7 @@ class EnergyScope:
         if not self._window.reported:
             return f"<EnergyScope {self.name!r}, {'open' if self._window.end is None else 'not read yet'}>"
         e = self.energy
-        return f"<EnergyScope {self.name!r}: {e.joules:.6g} ± {e.error_j:.2g} J in {e.seconds:.6g} s, {e.source}>"
+        return f"<EnergyScope {self.name!r}: {e.energy_j:.6g} ± {e.error_j:.2g} J in {e.time_s:.6g} s, {e.source}>"
 
 
 def synchronize() -> None:

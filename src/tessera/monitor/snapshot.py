@@ -117,17 +117,17 @@ class EnergyLedger:
             for name, energy in window.so_far(sampler, window.end or Edge(now_ns)).items():
                 parts.setdefault(name, []).append(energy)
         energies = {name: _add_up(links, self._floor_j.get(name, 0.0)) for name, links in parts.items()}
-        self._floor_j.update((name, e.joules) for name, e in energies.items())
+        self._floor_j.update((name, e.energy_j) for name, e in energies.items())
         return energies
 
 
 def _add_up(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
     """One window after the other. Their errors are mostly the level of one sensor, so they add up here."""
     whole = sum_windows(links)
-    seen = [e for e in links if not math.isnan(e.joules)]
-    joules = max(sum(e.joules for e in seen), floor_j)
+    seen = [e for e in links if not math.isnan(e.energy_j)]
+    joules = max(sum(e.energy_j for e in seen), floor_j)
     unseen_j = max(whole.error_j - sum(e.error_j**2 for e in seen) ** 0.5, 0.0) if seen else 0.0
-    return dataclasses.replace(whole, joules=joules, error_j=sum(e.error_j for e in seen) + unseen_j)
+    return dataclasses.replace(whole, energy_j=joules, error_j=sum(e.error_j for e in seen) + unseen_j)
 
 
 class PowerWatch:
@@ -173,7 +173,7 @@ class PowerWatch:
             readings=readings,
             power_w=_sum_known(r.power_w for r in counted),
             mean_w=_sum_known(r.mean_w for r in counted),
-            energy_j=total.joules,
+            energy_j=total.energy_j,
             error_j=total.error_j,
             basis=total.basis,
             missing={c.name: c.reason or "" for c in self._monitor.missing},
@@ -208,7 +208,7 @@ class PowerWatch:
         history = _power_history(series, cell_s, now_ns if lost else series.last_ns) if d.counted else []
         self._top_w[d.name] = max([self._top_w.get(d.name, 0.0), *(w for w in history if w is not None)])
         memory = sampler.series.get(f"{d.name}.memory")
-        seen_s = energy.seconds * energy.coverage
+        seen_s = energy.time_s * energy.coverage
         return DomainReading(
             domain=d.name,
             label=d.label,
@@ -219,8 +219,8 @@ class PowerWatch:
             resolution_s=d.resolution_s,
             power_w=None if lost else _recent_power(series, self._interval_s),
             age_s=age_s,
-            mean_w=energy.joules / seen_s if seen_s > 0 else None,
-            energy_j=energy.joules,
+            mean_w=energy.energy_j / seen_s if seen_s > 0 else None,
+            energy_j=energy.energy_j,
             error_j=energy.error_j,
             coverage=energy.coverage,
             memory_w=None if lost or not memory else _recent_power(memory, self._interval_s),

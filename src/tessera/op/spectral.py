@@ -223,7 +223,7 @@ def _predict_direct(
         return torch.nn.functional.conv2d(a, b, padding=pads, dilation=holes, groups=groups)
 
     total = predict(conv, operands, on=device, launch="graph", check_memory=False).total
-    return total.seconds, total.joules
+    return total.time_s, total.energy_j
 
 
 def _predict_spectral(

@@ -244,7 +244,7 @@ class RunFile:
             meta=self.row_meta,
             notes=self.notes + lost,
             energy_j=joules[0],
-            energy_error_j=joules[1],
+            error_j=joules[1],
             extra={
                 int(at) + row: fields for at, c in zip(starts, chunks, strict=True) for row, fields in c.extra.items()
             },

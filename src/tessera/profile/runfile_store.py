@@ -188,7 +188,7 @@ class Store:
             self._chunk(base + i, columns, len(columns["kind"]))
             pause()
         if timeline.energy_j is not None:
-            error = timeline.energy_error_j if timeline.energy_error_j is not None else np.full(count, np.nan)
+            error = timeline.error_j if timeline.error_j is not None else np.full(count, np.nan)
             self.energy(base, {"energy_j": timeline.energy_j, "energy_error_j": error})
         extra = [(base + int(row), to_json(fields)) for row, fields in timeline.extra.items()]
         self.many("INSERT OR REPLACE INTO extra VALUES (?, ?)", extra)

@@ -55,7 +55,7 @@ FACTS = {
         "exposed_communication_s": "exposed communication",
         "copies_s": "copies",
         "idle_s": "idle",
-        "total_j": "energy of the trace",
+        "energy_j": "energy of the trace",
         "idle_j": "idle energy",
     },
     "overlap": {
@@ -68,7 +68,7 @@ FACTS = {
         "calls": "calls",
         "names": "different kernels",
         "total_s": "kernel time",
-        "total_j": "energy of the trace",
+        "energy_j": "energy of the trace",
         "idle_j": "idle energy",
     },
     "critical_path": {

@@ -52,10 +52,10 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
 
 def headline(table: EnergyTable) -> Text:
     """Joules, watts, seconds, and their source."""
-    seen_s = table.seconds * table.coverage
-    watts = format_error(table.total_j / seen_s, table.total_error_j / seen_s, "W") if seen_s > 0 else "- W"
-    joules = format_energy_error(table.total_j, table.total_error_j)
-    line = Text("   ".join((joules, watts, format_duration(table.seconds))), style="bold")
+    seen_s = table.time_s * table.coverage
+    watts = format_error(table.energy_j / seen_s, table.error_j / seen_s, "W") if seen_s > 0 else "- W"
+    joules = format_energy_error(table.energy_j, table.error_j)
+    line = Text("   ".join((joules, watts, format_duration(table.time_s))), style="bold")
     if table.basis == "measured":
         return line.append(f"   {table.source or 'power samples'}, 90% intervals", style="not bold dim")
     return line.append(f"   {table.basis.upper()}, not measured", style="not bold yellow")
@@ -69,10 +69,10 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
         name="idle",
         kind="idle",
         calls=0,
-        time_s=max(table.seconds - table.busy_s, 0.0),
+        time_s=max(table.time_s - table.busy_s, 0.0),
         energy_j=table.idle_j,
-        energy_error_j=table.idle_error_j,
-        share=table.idle_j / table.total_j if table.total_j > 0 else 0.0,
+        error_j=table.idle_error_j,
+        share=table.idle_j / table.energy_j if table.energy_j > 0 else 0.0,
     )
 
 
@@ -86,7 +86,7 @@ def rest_row(answer: Answer, view: str) -> EnergyRow | None:
         calls=0,
         time_s=0.0,
         energy_j=answer.rest_j,
-        energy_error_j=math.nan,
+        error_j=math.nan,
         share=answer.rest_j / answer.energy_j if answer.energy_j > 0 else 0.0,
     )
 
@@ -122,7 +122,7 @@ def rows_table(
     table.add_column(f"{title}{more}", no_wrap=True, overflow="ellipsis")
     if grouped:
         table.add_column("", no_wrap=True)
-    wide = width >= 80 and not any(math.isnan(r.energy_error_j) for r in rows)
+    wide = width >= 80 and not any(math.isnan(r.error_j) for r in rows)
     headings = ["energy", "share", *(("power", "per call") if wide else ()), "samples" if sampled else "calls"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -141,10 +141,10 @@ def rows_table(
 
 
 def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
-    if math.isnan(row.energy_error_j) and not math.isnan(row.energy_j):
+    if math.isnan(row.error_j) and not math.isnan(row.energy_j):
         spent = f"~{format_energy(row.energy_j, 3)}"  # divided by time, not attributed
     else:
-        spent = format_energy_error(row.energy_j, row.energy_error_j)
+        spent = format_energy_error(row.energy_j, row.error_j)
     share = format_share(row.share)
     calls = f"{row.calls:,}" if row.calls else ""
     if not wide:
@@ -178,7 +178,7 @@ _STYLE = (
 
 def html(table: EnergyTable, *, top: int = 12) -> str:
     """The table for a notebook: the total, and each view folded."""
-    total = f"{format_energy_error(table.total_j, table.total_error_j)} in {format_duration(table.seconds)}"
+    total = f"{format_energy_error(table.energy_j, table.error_j)} in {format_duration(table.time_s)}"
     basis = table.source if table.basis == "measured" else f"{table.basis.upper()}, not measured"
     parts = [f"<style>{_STYLE}</style><p><b>{escape(total)}</b> {escape(basis)}</p>"]
     views = [v for v in VIEWS if table.rows(v)]

@@ -36,11 +36,11 @@ def answer(
     for unit, joules, error in report.per_work():
         table.add_row(f"per {unit}", format_energy_error(joules, error))
     for region in report.regions[:5]:
-        table.add_row("region", _region_text(region.name, region.calls, region.energy, report.total.joules))
-    for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].joules):
+        table.add_row("region", _region_text(region.name, region.calls, region.energy, report.total.energy_j))
+    for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].energy_j):
         table.add_row(name, _domain_text(report, name, energy))
-    if report.idle_w is not None and report.total.seconds > 0:
-        above = report.total.joules - report.idle_w * report.total.seconds
+    if report.idle_w is not None and report.total.time_s > 0:
+        above = report.total.energy_j - report.idle_w * report.total.time_s
         table.add_row("above idle", f"{format_energy(above)} (idle before the run: {format_power(report.idle_w)})")
     for gap in report.gaps[:3]:
         table.add_row("gap", Text(f"{gap.domain}: {gap.reason}", style="yellow"))
@@ -68,27 +68,27 @@ def describe_exit(returncode: int) -> str:
 
 def _headline(report: EnergyReport) -> Text:
     total = report.total
-    error_w = total.error_j / total.seconds if total.seconds > 0 else None
-    power = format_error(total.watts or 0.0, error_w, "W")
-    parts = [format_energy_error(total.joules, total.error_j), power, format_duration(total.seconds)]
+    error_w = total.error_j / total.time_s if total.time_s > 0 else None
+    power = format_error(total.power_w or 0.0, error_w, "W")
+    parts = [format_energy_error(total.energy_j, total.error_j), power, format_duration(total.time_s)]
     if report.peak_w is not None:
         parts.append(f"peak {format_power(report.peak_w)}")
     return Text("   ".join(parts), style="bold").append(f"   {total.source}, 90% intervals", style="dim")
 
 
 def _region_text(name: str, calls: int, energy: Energy, total_j: float) -> str:
-    share = energy.joules / total_j if total_j > 0 else 0.0
-    each = format_energy_error(energy.joules / calls, energy.error_j / calls)
-    return f"{name}: {calls} x {each} = {format_energy(energy.joules)} ({format_share(share)})"
+    share = energy.energy_j / total_j if total_j > 0 else 0.0
+    each = format_energy_error(energy.energy_j / calls, energy.error_j / calls)
+    return f"{name}: {calls} x {each} = {format_energy(energy.energy_j)} ({format_share(share)})"
 
 
 def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
     domain = next((d for d in report.domains if d.name == name), None)
-    share = energy.joules / report.total.joules if report.total.joules > 0 else 0.0
+    share = energy.energy_j / report.total.energy_j if report.total.energy_j > 0 else 0.0
     label = f"  {domain.label}" if domain and domain.label else ""
     inside = "" if domain is None or domain.counted else ", inside another domain"
     seen = "" if energy.coverage > 0.995 else f", measured {energy.coverage:.0%} of the time"
-    return f"{format_energy_error(energy.joules, energy.error_j)} ({format_share(share)}{inside}{seen}){label}"
+    return f"{format_energy_error(energy.energy_j, energy.error_j)} ({format_share(share)}{inside}{seen}){label}"
 
 
 # -- a benchmark ----------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def prediction(
 
 def _headline(report: EnergyReport) -> TextFlow:
     of = report.prediction
-    latency = format_duration_error(report.total_latency_s, of.latency_error_s if of else None)
+    latency = format_duration_error(report.total_latency_s, of.error_s if of else None)
     energy = format_energy_error(report.total_energy_j, report.total.error_j)
     figures = [latency, energy, ", ".join(power_text(report))]
     return TextFlow(*(Text(figure, style="bold") for figure in figures if figure), Text("90% intervals", style="dim"))

@@ -106,7 +106,7 @@ def _report(report: EnergyReport, *, top: int, kind: str = "", opportunities: Se
 def _tiles(report: EnergyReport) -> str:
     of, watts = report.prediction, report.average_power_w
     tiles = [
-        tile(format_duration_error(report.total_latency_s, of.latency_error_s if of else None), "time"),
+        tile(format_duration_error(report.total_latency_s, of.error_s if of else None), "time"),
         tile(format_energy_error(report.total_energy_j, report.total.error_j), "energy, 90% interval"),
     ]
     if watts is not None:
@@ -149,7 +149,7 @@ def _domains(report: EnergyReport, kind: str) -> str:
     """A measurement has no subgraphs: it has power domains and regions."""
     named = [*report.by_domain.items(), *((region.name, region.energy) for region in report.regions)]
     rows = "".join(
-        f"<tr><td class='name'>{escape(name)}</td>{number_cell(format_energy_error(e.joules, e.error_j), e.joules)}"
+        f"<tr><td class='name'>{escape(name)}</td>{number_cell(format_energy_error(e.energy_j, e.error_j), e.energy_j)}"
         f"<td>{escape(e.source)}</td></tr>"
         for name, e in named
     )

@@ -84,7 +84,7 @@ def _headline(result: Answer, width: int) -> Text:
     whole = result.whole
     parts = [format_energy_error(whole.energy_j, whole.error_j)]
     if whole.power_w is not None:
-        parts.append(format_error(whole.power_w, whole.power_error_w, "W"))
+        parts.append(format_error(whole.power_w, whole.error_w, "W"))
     parts.append(format_duration(whole.time_s))
     if whole.steps is not None:
         parts.append(f"{whole.steps:,} step{'' if whole.steps == 1 else 's'}")
@@ -162,10 +162,10 @@ def _facts(result: Answer) -> Table:
         spent = f"{about}{format_energy_error(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
         table.add_row(Text(f"per {per.unit}"), Text(spent))  # Text: the unit is the user's word, not markup
     for region in result.regions[:REGIONS]:
-        each = format_energy_error(region.energy_j / max(region.calls, 1), region.energy_error_j / max(region.calls, 1))
+        each = format_energy_error(region.energy_j / max(region.calls, 1), region.error_j / max(region.calls, 1))
         back = region.with_backward_j
         more = f", {format_energy(back, 3)} with backward" if back is not None and back > region.energy_j * 1.01 else ""
-        about = "~" if result.shared_by and math.isnan(region.energy_error_j) else ""
+        about = "~" if result.shared_by and math.isnan(region.error_j) else ""
         whole = f"{format_energy(region.energy_j, 3)} ({format_share(region.share)}{more})"
         table.add_row("region", Text(f"{region_name(region.name)}: {region.calls:,} x {about}{each} = {about}{whole}"))
     return table

@@ -48,7 +48,7 @@ def page(
     correlation = correlate_recording(recording)
     if result.shared_by:
         table = dataclasses.replace(table, ops=result.ops, kernels=result.kernels)
-    stacks = stacks_of(recording, table.total_j) if result.shared_by and not table.kernels else []
+    stacks = stacks_of(recording, table.energy_j) if result.shared_by and not table.kernels else []
     results = run_analyses(recording) if results is None else results
     view = overview(lines, recording.power, group_telemetry(recording.telemetry), table)
     curves = analyses.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
@@ -114,7 +114,7 @@ def _tiles(result: Answer) -> str:
     tiles = [tile(format_energy_error(whole.energy_j, whole.error_j), "in total, 90% interval")]
     if whole.power_w is not None:
         peak = f", peak {format_power(result.peak_w, 3)}" if result.peak_w is not None else ""
-        tiles.append(tile(format_error(whole.power_w, whole.power_error_w, "W"), f"on average{peak}"))
+        tiles.append(tile(format_error(whole.power_w, whole.error_w, "W"), f"on average{peak}"))
     count = f", {whole.steps:,} step{'' if whole.steps == 1 else 's'}" if whole.steps is not None else ""
     tiles.append(tile(format_duration(whole.time_s), f"wall time{count}"))
     for per in result.per_work:

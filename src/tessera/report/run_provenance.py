@@ -69,7 +69,7 @@ def provenance(
 
 
 def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) -> Iterator[Provenance]:
-    if table.total_j >= 0:
+    if table.energy_j >= 0:
         yield "energy of the run", answer.basis, f"{answer.source}, measured {answer.coverage:.1%} of the time"
     else:
         yield "energy of the run", "missing", "no power was recorded"
@@ -232,7 +232,7 @@ def _known_fields(timeline: Timeline) -> set[str]:
     extra: Iterable[Mapping[str, Any]] = islice(timeline.extra.values(), 2000)
     known = {key for fields in extra for key, value in fields.items() if value is not None}
     if timeline.energy_j is not None:
-        known |= {"energy_j", "energy_error_j", "power_w"}
+        known |= {"energy_j", "error_j", "power_w"}
     if (timeline["shapes"] >= 0).any():
         known |= {"shapes", "flops"}
     if timeline.rows("collective").size == 0:  # without collectives their path is not missing

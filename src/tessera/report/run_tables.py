@@ -85,7 +85,7 @@ def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: 
 
 
 def _error(row: EnergyRow) -> float:
-    return row.energy_error_j if row.energy_error_j > 0 else 0.0
+    return row.error_j if row.error_j > 0 else 0.0
 
 
 def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
@@ -95,9 +95,9 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
     )
     kind = "kidle" if row.kind == "idle" else f"k{CATEGORIES.index(category(row.name, row.kind))}"
     dot = f"<i class='{kind}'></i>" if view in ("kernels", "ops") else ""
-    known = not math.isnan(row.energy_error_j)  # else divided by time
+    known = not math.isnan(row.error_j)  # else divided by time
     watts = mean_w(row) if known else None
-    spent = format_energy_error(row.energy_j, row.energy_error_j) if known else f"~{format_energy(row.energy_j, 3)}"
+    spent = format_energy_error(row.energy_j, row.error_j) if known else f"~{format_energy(row.energy_j, 3)}"
     each = row.j_per_call if row.calls and known else None
     cells = [
         f"<td class='name' title='{escape(fit(row.name, 300))}'>{dot}{escape(name)}"
@@ -135,7 +135,7 @@ def _group_note(table: EnergyTable, rows: Sequence[EnergyRow]) -> str:
     if not shown:
         return ""
     sums = [g for g in table.groups if g.group in shown]
-    totals = "; ".join(f"{group_letter(g.group)} {format_energy_error(g.energy_j, g.energy_error_j)}" for g in sums[:8])
+    totals = "; ".join(f"{group_letter(g.group)} {format_energy_error(g.energy_j, g.error_j)}" for g in sums[:8])
     tail = f" Their sums: {totals}." if totals else ""
     text = f"Kernels with the same letter always ran together: only their sum was measured.{tail}"
     return f"<p class='dim'>{escape(text)}</p>"
@@ -160,7 +160,7 @@ def steps(table: EnergyTable) -> str:
             x, y = 56 + i * step, base - r.energy_j * scale
             middle = x + step * 0.425
             low, up = base - max(r.energy_j - _error(r), 0.0) * scale, base - (r.energy_j + _error(r)) * scale
-            title = f"{r.name}: {format_energy_error(r.energy_j, r.energy_error_j)}"
+            title = f"{r.name}: {format_energy_error(r.energy_j, r.error_j)}"
             marks.append(
                 f"<g><title>{escape(title)}</title><rect x='{x:.1f}' y='{y:.1f}' width='{step * 0.85:.1f}' "
                 f"height='{base - y:.1f}'/><path d='M{middle:.1f} {low:.1f}V{up:.1f}'/></g>"

@@ -234,7 +234,7 @@ class StepPredictor:
             energy_j=report.total_energy_j,
             error_j=report.total.error_j or 0.0,
             time_s=report.total_latency_s,
-            error_s=prediction.latency_error_s,
+            error_s=prediction.error_s,
             peak_bytes=prediction.peak_memory_bytes,
             recomputed=kinds.count("recompute"),
             selective=kinds.count("selective"),

@@ -42,7 +42,7 @@ def _values(answer: Answer) -> dict[str, Value]:
     energy = format_energy_error(whole.energy_j, whole.error_j)
     out: dict[str, Value] = {"energy": (energy, whole.energy_j, whole.error_j)}
     if whole.power_w is not None:
-        error = whole.power_error_w or 0.0
+        error = whole.error_w or 0.0
         out["mean power"] = (format_error(whole.power_w, error, "W"), whole.power_w, error)
     if answer.peak_w is not None:
         out["peak power"] = (f"{answer.peak_w:.0f} W", answer.peak_w, 0.0)

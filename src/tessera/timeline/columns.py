@@ -88,7 +88,7 @@ class Timeline:
     """Records as columns. `notes` says what a reader should know (a truncated file, a clock that was stepped).
 
     `counters` has per-kernel hardware counters by kernel key, where a replay gave them; `energy_j` and
-    `energy_error_j` are filled by attribution (NaN on rows that spend nothing of their own).
+    `error_j` are filled by attribution (NaN on rows that spend nothing of their own).
     """
 
     columns: dict[str, NDArray[Any]]
@@ -98,7 +98,7 @@ class Timeline:
     meta: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     energy_j: NDArray[np.float64] | None = None
-    energy_error_j: NDArray[np.float64] | None = None
+    error_j: NDArray[np.float64] | None = None
     extra: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Fields of single rows that are no column (hardware counters, overlap): row -> {Record field: value}."""
     links: Links | None = field(default=None, repr=False, compare=False)
@@ -192,7 +192,7 @@ class Timeline:
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """The rows piece by piece; `columns` picks some. `energy_j` and `energy_error_j` may be asked for too."""
         wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
-        spent = {"energy_j": self.energy_j, "energy_error_j": self.energy_error_j}
+        spent = {"energy_j": self.energy_j, "energy_error_j": self.error_j}
         for first in range(0, len(self), CHUNK_ROWS):
             count = min(CHUNK_ROWS, len(self) - first)
             values: dict[str, NDArray[Any]] = {}

@@ -35,7 +35,7 @@ def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Ite
         columns = {name: values[block].tolist() for name, values in timeline.columns.items()}
         columns |= {name: getattr(links, name)[block].tolist() for name in _FROM_LINKS}
         columns["energy_j"] = _joules(timeline.energy_j, block)
-        columns["energy_error_j"] = _joules(timeline.energy_error_j, block)
+        columns["error_j"] = _joules(timeline.error_j, block)
         for i, row in enumerate(block.tolist()):
             one = {name: values[i] for name, values in columns.items()}
             fields = _fields(timeline, one, links, modules, hosts)
@@ -95,7 +95,7 @@ def _fields(
         "op": name_of(operator), "region": name_of(one["region"]), "module": modules.get(module),
         "shapes": None if shapes == NONE else names[shapes], "bytes": _none_if_missing(one["bytes"]),
         "value": None if isnan(value) else value, "unit": None if one["unit"] == NONE else names[one["unit"]],
-        "energy_j": joules, "energy_error_j": one["energy_error_j"],
+        "energy_j": joules, "error_j": one["error_j"],
         "power_w": None if joules is None or lasts_ns <= 0 else joules / lasts_ns * 1e9,
     }  # fmt: skip
     if one["launch"] != NONE:

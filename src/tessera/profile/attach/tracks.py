@@ -147,5 +147,5 @@ def _power(trace: PowerTrace, name: str, column: DomainSamples, section: Section
         return None
     return Track(
         name=f"{name}.power", unit="W", scope="device", section=section, times_ns=times[inside],
-        values=column.watts[inside], basis=domain.basis, mean=trace.energy(name).watts,
+        values=column.watts[inside], basis=domain.basis, mean=trace.energy(name).power_w,
     )  # fmt: skip

@@ -144,7 +144,7 @@ def _head(recording: Recording, survey: _Survey, table: EnergyTable | None) -> d
     head["tessera"] = {"run": facts.name, "meta": facts.meta, "notes": [str(n) for n in facts.notes]}
     if table is not None:
         head["tessera"]["energy"] = {
-            "total_j": _number(table.total_j), "total_error_j": _number(table.total_error_j),
+            "energy_j": _number(table.energy_j), "error_j": _number(table.error_j),
             "idle_j": _number(table.idle_j), "basis": table.basis, "source": table.source,
         }  # fmt: skip
     return head

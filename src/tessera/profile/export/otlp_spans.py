@@ -45,7 +45,7 @@ def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
         start_ns, end_ns = min(start_ns, int(rows[0, 1])), max(end_ns, int(rows[:, 2].max()))
     about: dict[str, Any] = _joules(power, start_ns, end_ns)
     if table is not None:
-        about |= _finite({"tessera.energy_j": table.total_j, "tessera.energy_error_j": table.total_error_j})
+        about |= _finite({"tessera.energy_j": table.energy_j, "tessera.energy_error_j": table.error_j})
         about |= _finite({"tessera.idle_j": table.idle_j}) | {"tessera.basis": table.basis}
     made = [Span(service_name(recording.facts), start_ns, end_ns, None, about)]
     open_spans: dict[int, list[tuple[int, int]]] = {}
@@ -79,8 +79,8 @@ def _joules(power: PowerTrace | None, start_ns: int, end_ns: int) -> dict[str, A
         return {}
     energy: Energy = power.energy(None, start_ns, end_ns)
     figures = {
-        "tessera.energy_j": energy.joules, "tessera.energy_error_j": energy.error_j,
-        "tessera.power_w": energy.watts, "tessera.coverage": energy.coverage,
+        "tessera.energy_j": energy.energy_j, "tessera.energy_error_j": energy.error_j,
+        "tessera.power_w": energy.power_w, "tessera.coverage": energy.coverage,
     }  # fmt: skip
     known = _finite(figures)
     return known | {"tessera.basis": energy.basis} if "tessera.energy_j" in known else {}

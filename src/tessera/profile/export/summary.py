@@ -84,7 +84,7 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
         if kind == "region" and name in steps:
             continue
         row = energies.get((_VIEW.get(kind, ""), kind, name)) or energies.get((_VIEW.get(kind, ""), "", name))
-        joules, error = own if row is None else (row.energy_j, row.energy_error_j)
+        joules, error = own if row is None else (row.energy_j, row.error_j)
         # Joules are spent on the device: an operator's watts are over its time there, not the host's.
         over_s = total_s if row is None else _span_s(row)
         whole_s = device_s if kind in ON_DEVICE else seconds
@@ -105,12 +105,12 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
             share = 100.0 * total_s / seconds if seconds > 0 else None
             power_w = r.energy_j / total_s if total_s > 0 else None
             yield SummaryLine(
-                r.name, kind, r.calls, total_s, mean_us, None, None, share, r.energy_j, r.energy_error_j, power_w,
+                r.name, kind, r.calls, total_s, mean_us, None, None, share, r.energy_j, r.error_j, power_w,
                 r.j_per_call, total_s,
             )  # fmt: skip
-    idle_s = table.seconds - table.busy_s
+    idle_s = table.time_s - table.busy_s
     yield SummaryLine(
-        "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / table.seconds if table.seconds > 0 else None,
+        "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / table.time_s if table.time_s > 0 else None,
         energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
         active_s=idle_s,
     )  # fmt: skip

@@ -139,7 +139,7 @@ def _rows(recording: Recording) -> Iterator[Scalar]:
                 place = counts["step\0"] = counts.get("step\0", -1) + 1
                 drawn = joules.get(name)
                 if drawn is None and power is not None and power.is_counted:
-                    drawn = power.energy(None, start_ns, end_ns).joules
+                    drawn = power.energy(None, start_ns, end_ns).energy_j
                 step = int(match[1]) if match[1] else place
                 if drawn is not None and np.isfinite(drawn):
                     yield "energy_j/step", step, end_ns, drawn

@@ -259,14 +259,14 @@ def _concatenate(timelines: Sequence[Timeline], offsets: Sequence[Offset], first
         meta[stream_names.KEY] |= stream_names.of_rank(t.meta.get(stream_names.KEY), offset.rank)
     meta |= {key: sorted(meta[key]) for key in ("modules", "frames")}
     energy_j = _join_energy([t.energy_j for t in timelines], timelines)
-    energy_error_j = _join_energy([t.energy_error_j for t in timelines], timelines)
+    energy_error_j = _join_energy([t.error_j for t in timelines], timelines)
     return Timeline(
         columns={c: np.concatenate([p[c] for p in parts]) for c in (*INTEGERS, *FLOATS)},
         names=list(names),
         launches=list(launches),
         meta=meta,
         energy_j=energy_j,
-        energy_error_j=energy_error_j,
+        error_j=energy_error_j,
         extra={
             row + first: fields
             for t, first in zip(timelines, first_rows, strict=True)
@@ -301,7 +301,7 @@ def select_rank(timeline: Timeline, rank: int) -> Timeline:
     number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
     columns = {c: v[keep] for c, v in timeline.columns.items()}
     columns["parent"] = number[columns["parent"]]
-    joules = [None if e is None else e[keep] for e in (timeline.energy_j, timeline.energy_error_j)]
+    joules = [None if e is None else e[keep] for e in (timeline.energy_j, timeline.error_j)]
     return Timeline(
         columns=columns,
         names=timeline.names,
@@ -310,7 +310,7 @@ def select_rank(timeline: Timeline, rank: int) -> Timeline:
         meta=timeline.meta,
         notes=timeline.notes,
         energy_j=joules[0],
-        energy_error_j=joules[1],
+        error_j=joules[1],
         extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
     )
 
