@@ -56,9 +56,8 @@ def main() -> None:
     monitor.default().settle_all()  # the last steps wait for the sensor
     for region in monitor.default().regions():  # scopes of one name are added up
         if region.name == "step":
-            print(
-                f"step: {region.calls} passes, {region.energy.energy_j / region.calls:.4f} J each, {region.energy.source}"
-            )
+            each_j = region.energy.energy_j / region.calls
+            print(f"step: {region.calls} passes, {each_j:.4f} J each, {region.energy.source}")
 
 
 if __name__ == "__main__":
