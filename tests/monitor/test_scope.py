@@ -213,8 +213,8 @@ def test_a_decorated_function_is_a_region_with_every_call(as_default: Monitor) -
     as_default.settle_all()
     (region,) = as_default.regions()
     assert (region.name, region.calls) == ("work", 4)
-    assert region.energy.seconds >= 0.04
-    assert region.energy.joules == pytest.approx(100.0 * region.energy.seconds)
+    assert region.energy.time_s >= 0.04
+    assert region.energy.joules == pytest.approx(100.0 * region.energy.time_s)
 
 
 def test_a_recursive_function_counts_every_level(as_default: Monitor) -> None:
@@ -227,7 +227,7 @@ def test_a_recursive_function_counts_every_level(as_default: Monitor) -> None:
     as_default.settle_all()
     (region,) = as_default.regions()
     assert region.calls == 3
-    assert region.energy.seconds >= 0.03 + 0.02 + 0.01
+    assert region.energy.time_s >= 0.03 + 0.02 + 0.01
 
 
 def test_a_decorated_function_that_raises_is_counted(as_default: Monitor) -> None:
@@ -255,8 +255,8 @@ def test_a_decorated_coroutine_is_measured_until_it_is_done(as_default: Monitor)
     as_default.settle_all()
     regions = {r.name: r for r in as_default.regions()}
     assert regions["fetch"].calls == 3
-    assert regions["fetch"].energy.seconds >= 0.15
-    assert regions["all"].energy.seconds < regions["fetch"].energy.seconds, "they ran at the same time"
+    assert regions["fetch"].energy.time_s >= 0.15
+    assert regions["all"].energy.time_s < regions["fetch"].energy.time_s, "they ran at the same time"
 
 
 # -- domains -------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_window_longer_than_the_fine_memory_stays_exact() -> None:
     energy = window.energies["gpu0"]
     end = window.end
     assert end is not None
-    assert energy.seconds == pytest.approx(7200.007)
+    assert energy.time_s == pytest.approx(7200.007)
     assert energy.coverage == pytest.approx(1.0)
     # Trapezia of 20 ms under a sine of 1 rad/s are short by dt²/12 of it.
     assert energy.joules == pytest.approx(truth(window.start.host_ns, end.host_ns), rel=1e-6)
@@ -470,7 +470,7 @@ def test_a_sensor_lost_mid_scope_and_back_leaves_a_hole_and_a_wider_error() -> N
     energy = window.energies["gpu0"]
     assert 0.7 < energy.coverage < 0.9
     assert energy.joules == pytest.approx(200.0 * 15.0 * energy.coverage)
-    assert energy.watts == pytest.approx(200.0)
+    assert energy.power_w == pytest.approx(200.0)
     assert energy.joules + energy.error_j >= 200.0 * 15.0 - 1e-6, "what was not seen may have gone on as before"
 
 
@@ -500,7 +500,7 @@ def test_regions_add_up_by_name_and_keep_the_level_error(started: Started) -> No
     assert (regions["a"].calls, regions["b"].calls) == (3, 1)
     assert [r.name for r in m.regions()] == ["a", "b"], "the most joules first"
     a = regions["a"].energy
-    assert a.joules == pytest.approx(100.0 * a.seconds)
+    assert a.joules == pytest.approx(100.0 * a.time_s)
     assert a.error_j == pytest.approx(0.05 * a.joules, rel=1e-6), "repeating does not average a level error away"
     assert a.coverage == pytest.approx(1.0)
 
@@ -769,7 +769,7 @@ def test_the_window_is_when_the_device_worked(gpu: FakeGpu, started: Started) ->
     a, b = energy.start_ns * 1e-9 - begin, energy.end_ns * 1e-9 - begin
     parts = energy.by_domain
     assert parts["gpu0"].joules == pytest.approx(100.0 * (b - a) + 500.0 * (b * b - a * a), rel=1e-3)
-    assert parts["cpu0"].seconds == pytest.approx(energy.host_time_s), "the host's domains go by the host's clock"
+    assert parts["cpu0"].time_s == pytest.approx(energy.host_time_s), "the host's domains go by the host's clock"
     assert parts["cpu0"].joules == pytest.approx(50.0 * energy.host_time_s, rel=0.01)
 
 
