@@ -1,4 +1,4 @@
-"""What activation checkpointing costs and frees, before anything runs: plans by memory, the rule, and larger batches.
+"""Predict what activation checkpointing costs and frees: plans for several memory sizes, the rule, larger batches.
 
 python examples/checkpointing.py [CHIP]
 """
@@ -63,7 +63,7 @@ def by_memory(model: nn.Module, ids: torch.Tensor, chip: str) -> None:
 
 
 def the_rule(model: nn.Module, ids: torch.Tensor, chip: str) -> None:
-    """Joules to compute each operator of a block again, beside those of writing and reading its result once."""
+    """Joules to recompute each operator of a block, compared with writing and reading its result once."""
     graph = capture(model, ids, mode="train")
     report = tessera.predict(graph, on=chip, check_memory=False)
     power = PowerModel.from_device(lookup(chip))
@@ -75,7 +75,7 @@ def the_rule(model: nn.Module, ids: torch.Tensor, chip: str) -> None:
         kept = 2.0 * op.bytes_out * power.hbm_j_per_byte
         print(f"{op.label:34} {1e3 * again:7.2f} mJ {1e3 * kept:7.2f} mJ {again / kept:6.1f}")
         if op.kind == "attention":
-            # The scores, which the fused kernel computes again in its backward instead of writing them.
+            # The scores: the fused kernel recomputes them in its backward pass instead of writing them.
             p = op.params
             scores = p["batch"] * p["heads"] * p["q_len"] * p["kv_len"] * (0.5 if p["causal"] else 1.0)
             again = 2.0 * scores * p["head_dim"] * power.j_per_flop["matrix.bf16"]

@@ -1,4 +1,4 @@
-"""What in a model could run at the same time: branches, stages, tiles, and the path that no schedule can shorten.
+"""What can run at the same time in a model: branches, stages, tiles, and the critical path.
 
 python examples/concurrency.py [CHIP]
 """

@@ -1,4 +1,4 @@
-"""EnergyBenchmark on matrix products: joules a call at steady state, TFLOPS, TFLOPS/W, with an interval on each.
+"""EnergyBenchmark on matrix products: joules per call at steady state, TFLOPS, TFLOPS/W, with an interval on each.
 
     python examples/energy_benchmark.py
     python examples/energy_benchmark.py --size 8192 --precisions fp32,bf16 --max-s 30      # on a GPU

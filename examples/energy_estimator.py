@@ -1,4 +1,4 @@
-"""Where the joules of an image go: two classics on a data-centre GPU and on an edge module, in FP32 and FP16.
+"""Where the energy of an image goes: two common networks on a data-centre GPU and an edge module, in FP32 and FP16.
 
 python examples/energy_estimator.py [CHIP] [OTHER CHIP]
 
@@ -60,7 +60,7 @@ class Separable(nn.Module):
 
 
 def networks() -> dict[str, tuple[Any, Any]]:
-    """ResNet-18 and MobileNet-V2 with an image each, or what stands in for them."""
+    """ResNet-18 and MobileNet-V2 with one image each, or stand-ins for them."""
     try:
         found = {name: load_model(name, InputShape()) for name in ("resnet18", "mobilenet_v2")}
     except MissingExtra:
@@ -76,7 +76,7 @@ def pick(found: Sweep, device: str, precision: str, batch: int) -> SweepRow:
 
 
 def insights(name: str, found: Sweep, chips: tuple[str, str]) -> list[str]:
-    """What the numbers say, computed from them."""
+    """Conclusions, computed from the numbers."""
     lines = []
     for batch in BATCHES:
         rows = sorted((pick(found, chip, "fp32", batch) for chip in chips), key=lambda r: r.energy_per_sample_j or 0)

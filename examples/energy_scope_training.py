@@ -1,4 +1,4 @@
-"""Joules in a training loop: one scope an epoch, one a step, and the joules of a sample beside the loss.
+"""Joules in a training loop: one scope per epoch, one per step, and the joules per sample next to the loss.
 
     python examples/energy_scope_training.py
 
@@ -17,7 +17,7 @@ from tessera import monitor
 
 
 def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: int, device: str) -> float:
-    """Some steps; the last loss."""
+    """Run some steps; return the last loss."""
     loss = torch.zeros(())
     for _ in range(steps):
         x = torch.rand(batch, 64, device=device)
@@ -54,7 +54,7 @@ def main() -> None:
             f"{1e3 * energy.energy_j / samples:.3f} ± {1e3 * energy.error_j / samples:.3f} mJ per sample"
         )
     monitor.default().settle_all()  # the last steps wait for the sensor
-    for region in monitor.default().regions():  # scopes of one name are added up
+    for region in monitor.default().regions():  # scopes of the same name are summed
         if region.name == "step":
             each_j = region.energy.energy_j / region.calls
             print(f"step: {region.calls} passes, {each_j:.4f} J each, {region.energy.source}")

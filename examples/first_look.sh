@@ -1,6 +1,6 @@
 #!/bin/sh
-# The job of `make run`, on any machine: profile a training loop, predict it on three chips that are not here, compare.
-# Every line it prints after a $ is a command to type yourself. Nothing is overwritten: each look has a name of its own.
+# What `make run` does, on any machine: profile a training loop, predict it on three other chips, compare.
+# Every line it prints after a $ is a command that you can type. Nothing is overwritten: each run gets a new name.
 # Arguments go to the training script: sh examples/first_look.sh --steps 10
 set -eu
 mkdir -p runs
@@ -9,10 +9,10 @@ while [ -e "runs/look$n.tessera" ]; do n=$((n + 1)); done
 look=runs/look$n
 model="examples.train:job --mode train --optimizer adamw"
 export COLUMNS="${COLUMNS:-100}"
-# Threads that spin while they wait make torch three times slower where other programs share the cores.
+# Spinning threads make torch three times slower if other programs share the cores.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 
-# One command, its options on lines of their own where they would not fit: printed, not yet run.
+# Print one command; options that do not fit go on their own lines.
 say() { printf '$ tessera %s\n' "$1"; shift; for more in "$@"; do printf '    %s\n' "$more"; done; }
 
 say "run --json --out $look.tessera examples/train.py${*:+ $*} > $look.json"

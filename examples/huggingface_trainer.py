@@ -1,4 +1,4 @@
-"""Joules in the log of Hugging Face's Trainer: every line has the joules of the stretch before it.
+"""Joules in the log of Hugging Face's Trainer: every line has the joules of the interval before it.
 
     pip install '.[models]' accelerate   # in the clone
     python examples/huggingface_trainer.py
@@ -29,7 +29,7 @@ def sequences(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(steps: int, folder: str) -> tuple[Any, EnergyCallback]:
-    """Train; the Trainer and the callback, whose `report` is the whole training."""
+    """Train; return the Trainer and the callback, whose `report` is the whole training."""
     config = GPT2Config(
         vocab_size=WORDS, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -54,7 +54,7 @@ def main() -> None:
             print(f"step {line['step']}: loss {line['loss']:.3f}, {1e3 * line['j_per_token']:.3f} mJ per token")
     report = callback.report
     assert report is not None
-    print(f"in all {report.total.energy_j:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
+    print(f"in total {report.total.energy_j:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
     for unit, joules, error in report.per_work():
         print(f"  {1e3 * joules:.4g} ± {1e3 * error:.2g} mJ per {unit}")
 

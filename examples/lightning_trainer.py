@@ -1,4 +1,4 @@
-"""Joules in the log of PyTorch Lightning: energy/j_per_step and energy/j_per_sample beside the loss.
+"""Joules in the log of PyTorch Lightning: energy/j_per_step and energy/j_per_sample next to the loss.
 
 pip install '.[lightning]'  # in the clone
 python examples/lightning_trainer.py
@@ -24,7 +24,7 @@ from tessera.integrations.lightning import EnergyCallback
 
 
 class Reverser(pl.LightningModule):  # type: ignore[misc]
-    """Learns to turn a vector round."""
+    """Learns to reverse a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Reverser(pl.LightningModule):  # type: ignore[misc]
 
 
 def train(samples: int, folder: str) -> tuple[EnergyCallback, list[dict[str, str]]]:
-    """Train one epoch; the callback, and the lines of the log that have joules."""
+    """Train one epoch; return the callback, and the lines of the log that have joules."""
     data = torch.utils.data.TensorDataset(torch.rand(samples, 64))
     callback, logger = EnergyCallback(), pl.loggers.CSVLogger(folder)
     trainer = pl.Trainer(
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"step {line['step']}: {1e3 * float(line['energy/j_per_sample']):.3f} mJ per sample")
     report = callback.report
     assert report is not None
-    print(f"in all {report.total.energy_j:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
+    print(f"in total {report.total.energy_j:.2f} ± {report.total.error_j:.2f} J, {report.basis}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a training step would hold at its peak, before it runs: by category, over time, and whether it fits.
+"""Predict the peak memory of a training step: by category, over time, and whether it fits.
 
 python examples/memory.py [CHIP ...]
 """

@@ -1,7 +1,7 @@
-"""A loop whose power comes in bursts: find the spikes, what ran in them, and answer the power checklist.
+"""A loop whose power comes in bursts: find the spikes, show what ran in them, and answer the power checklist.
 
     python examples/power_spike.py
-    python examples/power_spike.py --bursts 40     # more spikes, surer answers
+    python examples/power_spike.py --bursts 40     # more spikes, more certain answers
 
 Each round multiplies matrices for a while ("burst") and then waits ("calm"), as a pipeline that waits for its data
 does. Where nothing measures, power is modelled from the CPU time of this process alone: other programs would hide the
@@ -21,7 +21,7 @@ from tessera.sensors.modelled import ModelledSensor
 
 
 def model_this_process() -> bool:
-    """Where no sensor measures, let the modelled one look at this process alone, as often as an H200 samples.
+    """Without a sensor, model the power of this process alone, as often as an H200 samples.
 
     Says whether it does.
     """
@@ -40,11 +40,11 @@ def burst(seconds: float, device: str) -> None:
     while time.monotonic() < until:
         a = torch.tanh(a @ a)
         if device == "cuda":
-            torch.cuda.synchronize()  # else the host runs ahead of the clock it looks at
+            torch.cuda.synchronize()  # otherwise the host runs ahead of the device
 
 
 def hunt(rounds: int, burst_s: float, calm_s: float, device: str) -> Correlation:
-    """Record the bursts, and lay the power beside what ran."""
+    """Record the bursts, and correlate the power with what ran."""
     with profile.session(activities=["cpu", "gpu", "power"], record_shapes=False) as session:
         for _ in range(rounds):
             with profile.region("burst"):
@@ -54,7 +54,7 @@ def hunt(rounds: int, burst_s: float, calm_s: float, device: str) -> Correlation
             session.step()
     power = session.power()
     low_w, high_w = power.percentile(5), power.percentile(95)
-    # The bursts are what is looked for: half-way up. A flat trace is left to the default, which knows noise.
+    # Find the bursts: the threshold is half-way up. For a flat trace the default threshold is used.
     half_w = (low_w + high_w) / 2 if low_w and high_w and high_w > 1.2 * low_w else None
     found: Correlation = session.timeline().correlate(power, threshold_w=half_w)
     return found

@@ -1,4 +1,4 @@
-"""What a precision buys: FLOP per joule of a product, and joules until a small model has learnt as much.
+"""What a lower precision saves: FLOP per joule of a product, and joules until a small model reaches the same loss.
 
 python examples/precision.py [CHIP]
 
@@ -81,7 +81,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 def steps_to_goal(forward: str, backward: str, seed: int) -> tuple[int, list[str]]:
-    """How many steps until the loss is a given part of what it was, and the precision of each."""
+    """How many steps until the loss is a given share of its start, and the precision of each."""
     model = network(seed)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     schedule = precision_schedule(forward, backward=backward) if "," in forward else None

@@ -1,4 +1,4 @@
-"""Where a model stands under the roofs of a chip: which roof is over each subgraph, and what holds it back.
+"""A model on the roofline of a chip: the limit of each subgraph, and how much of it is reached.
 
 python examples/roofline.py [CHIP] [PRECISION]
 """
@@ -33,15 +33,15 @@ def network() -> nn.Module:
 
 
 def reached(d: LatencyDescriptor) -> str:
-    """What it attains, in the unit of its roof."""
+    """What it reaches, in the unit of its roof."""
     if d.roof == "compute":
         return f"{d.attained_flops * 1e-12:.1f} TFLOP/s"
     return f"{d.attained_bandwidth * 1e-12:.2f} TB/s"
 
 
 def show(title: str, report: RooflineReport) -> None:
-    print(f"\n{title}: {report.total_latency_s * 1e6:.0f} µs, mostly held by {report.critical_ceiling}")
-    print(f"  {'subgraph':16} {'µs':>6} {'FLOP/byte':>9} {'roof':>8} {'reached':>13} {'of it':>6}  held by")
+    print(f"\n{title}: {report.total_latency_s * 1e6:.0f} µs, mostly limited by {report.critical_ceiling}")
+    print(f"  {'subgraph':16} {'µs':>6} {'FLOP/byte':>9} {'roof':>8} {'reached':>13} {'of it':>6}  limited by")
     for d in report.latencies:
         print(
             f"  {d.subgraph_name[:16]:16} {d.actual_latency * 1e6:6.1f} {d.arithmetic_intensity:9.1f} {d.roof:>8}"

@@ -24,7 +24,7 @@ BUFFERS = 2  # one is filled while the other is used
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a layer of attention, and its batch."""
+    """The sizes of an attention layer and its batch."""
 
     batch: int = 8
     length: int = 256
@@ -39,7 +39,7 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One attention layer that learns to give back its input, a step at a time."""
+    """One attention layer that learns to reproduce its input, one step at a time."""
 
     sizes: Sizes
     device: torch.device
@@ -59,13 +59,13 @@ class Trainer:
             for rows, columns in ((s.width, 3 * s.width), (s.width, s.width))
         ]
         self.free: list[event.Event | None] = [None] * BUFFERS
-        # Last: a new stream waits for what made all this.
+        # Last: a new stream waits for all the work above.
         self.h2d, self.compute, self.reduce = (
             stream.create(name=name, device=self.device) for name in ("h2d", "compute", "reduce")
         )
 
     def step(self, number: int) -> torch.Tensor:
-        """Copy, forward, backward, reduce, update; the loss, which nobody has waited for."""
+        """Copy, forward, backward, reduce, update; returns the loss without waiting for it."""
         slot = number % BUFFERS
         x, last_read = self.inputs[slot], self.free[slot]
         if last_read is not None:
@@ -97,9 +97,9 @@ class Trainer:
 
 
 def train(sizes: Sizes, device: str, steps: int, folder: Path) -> tuple[list[float], profile.Session]:
-    """The losses of the steps, and the session that saw them; its exports are in the folder."""
+    """The losses of the steps, and the session that recorded them; its exports are in the folder."""
     trainer = Trainer(sizes=sizes, device=torch.device(device))
-    trainer.step(0)  # what is made and compiled once is no step's
+    trainer.step(0)  # allocation and compilation belong to no step
     losses: list[torch.Tensor] = []
     with profile.session(
         path=folder / "run.tessera",

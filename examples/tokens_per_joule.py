@@ -1,4 +1,4 @@
-"""Tokens per joule of text generation, by how many requests run at once: a serving loop in the manner of vLLM.
+"""Tokens per joule of text generation, by the number of concurrent requests: a serving loop like vLLM's.
 
     python examples/tokens_per_joule.py
     python examples/tokens_per_joule.py --slots 1,8,64 --requests 256 --width 1024 --layers 12     # on a GPU
@@ -26,7 +26,7 @@ WORDS = 1000
 
 @dataclass(kw_only=True)
 class Request:
-    """A prompt, how many tokens to answer, and the answer so far."""
+    """A prompt, the length of its answer, and the answer so far."""
 
     prompt: torch.Tensor
     wanted: int
@@ -49,7 +49,7 @@ class Decoder:
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
 
     def __call__(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Read `tokens` (one row a slot) after what the slots hold; the likeliest next token of each."""
+        """Append `tokens` (one row per slot) to the slots; return the likeliest next token of each."""
         rows, count = tokens.shape
         start = self.lengths[slots]
         places = start[:, None] + torch.arange(count, device=self.device)
@@ -76,7 +76,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Served:
-    """What one setting did; what it spent is in the monitor's regions, by the names of its scopes."""
+    """The result of one setting; its energy is in the monitor's regions, by the names of its scopes."""
 
     slots: int
     prompt_tokens: int = 0
@@ -86,7 +86,7 @@ class Served:
 
 @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
 def serve(requests: Sequence[Request], slots: int, *, layers: int, width: int, device: str) -> Served:
-    """Answer all requests with so many at once."""
+    """Answer all requests, a number of them at once."""
     longest = max(len(r.prompt) + r.wanted for r in requests)
     model = Decoder(slots, layers=layers, width=width, longest=longest, device=device)
     waiting, running, done = list(requests), dict[int, Request](), Served(slots=slots)
@@ -153,7 +153,7 @@ def main() -> None:
         whole = spent[f"all {row.slots}"]
         print(
             f"{row.slots:5}  {row.steps:5}  {per_joule(row.answer_tokens, whole)}  "
-            # The first token of each answer is the prefill's.
+            # The prefill produces the first token of each answer.
             f"{per_joule(row.answer_tokens - args.requests, spent[f'decode {row.slots}'])}  "
             f"{per_joule(row.prompt_tokens, spent[f'prefill {row.slots}'])}  {whole.time_s:6.2f}  {whole.basis}"
         )

@@ -34,12 +34,12 @@ class Copier(nn.Module):
 
 
 def job() -> tuple[Copier, torch.Tensor]:
-    """The model and one batch of its tokens: `tessera predict examples.train:job` asks for them."""
+    """The model and one batch of tokens, for `tessera predict examples.train:job`."""
     return Copier(), torch.zeros((32, 64), dtype=torch.int64)
 
 
 def train(steps: int, batch: int, length: int, device: str, fused: bool = False) -> float:
-    """The loss after so many steps."""
+    """Train; return the last loss."""
     torch.manual_seed(0)
     model = Copier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)

@@ -28,7 +28,8 @@ from tessera.cli.diff import command
 from tessera.errors import ArgumentError, RecordingError
 from tessera.monitor.scope import EnergyScope
 from tessera.report.diff import calls_text, percent, quantity, text
-from tessera.report.diff_html import card, page
+from tessera.report.diff_html import diff_card as card
+from tessera.report.diff_html import page
 from tessera.report.predict import report_json
 from tessera.schema import Energy, EnergyDescriptor, EnergyReport, Prediction, RegionEnergy, Work
 

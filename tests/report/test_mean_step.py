@@ -19,7 +19,8 @@ from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.profile.runfile import RunFile
 from tessera.report.console import Console
 from tessera.report.diff import headline, text
-from tessera.report.diff_html import card, page
+from tessera.report.diff_html import diff_card as card
+from tessera.report.diff_html import page
 from tessera.report.run import text as run_text
 
 import synthetic_run

@@ -141,9 +141,9 @@ class Difference(EnergyDiff):
         return text(self)
 
     def _repr_html_(self) -> str:
-        from ..report.diff_html import card
+        from ..report.diff_html import diff_card
 
-        return card(self)
+        return diff_card(self)
 
 
 def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any = None) -> Difference:

@@ -28,7 +28,7 @@ from ..units import (
     format_temperature,
 )
 from .console import open_table, plain_console
-from .html import prose
+from .html import card, card_bar, prose
 
 WIDTH = 100
 TOP = 20
@@ -305,21 +305,12 @@ def _is_uninteresting(key: str, value: Any) -> bool:
 
 # -- a notebook -----------------------------------------------------------------------------------------------------
 
-_STYLE = (
-    ".tessera-a{font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums;color:inherit}"
-    ".tessera-a table{border-collapse:collapse;font-size:13px}.tessera-a p{margin:4px 0}"
-    ".tessera-a th,.tessera-a td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;"
-    "border-bottom:1px solid rgba(128,128,128,.28)}"
-    ".tessera-a .t{text-align:left;max-width:440px;overflow:hidden;text-overflow:ellipsis}"
-    ".tessera-a .n{border-left:3px solid rgba(214,158,46,.8);padding-left:8px}"
-    ".tessera-a i{display:inline-block;height:9px;border-radius:2px;background:#2b8fc4;vertical-align:middle}"
-)
 _BARS = ("share_pct", "pct")
 
 
 def html(result: Result, *, top: int = 50) -> str:
-    """The result for a notebook: nothing is fetched, and colours are those of the page, light or dark."""
-    parts = [f"<style>{_STYLE}</style><p><b>{escape(_one_line(result.title))}</b></p>"]
+    """The result for a notebook."""
+    parts = [f"<p><b>{escape(_one_line(result.title))}</b></p>"]
     facts = _facts(result)
     if facts:
         figures = " &nbsp; ".join(f"{escape(name)} <b>{escape(figure)}</b>" for name, figure in facts)
@@ -329,10 +320,10 @@ def html(result: Result, *, top: int = 50) -> str:
         if len(result.rows) > top:
             parts.append(f"<p>{top} of {len(result.rows)} rows: to_frame() has all of them</p>")
     elif reason := _reason(result):
-        parts.append(f"<p class='n'>{escape(reason)}</p>")
-    parts += [f"<p class='n'>{escape(_one_line(note))}</p>" for note in _notes(result)]
-    parts += [f"<p class='n'><b>{escape(what)}</b> {escape(_one_line(fix))}</p>" for what, fix in _missing(result)]
-    return f"<div class='tessera-a'>{''.join(parts)}</div>"
+        parts.append(f"<p class='note'>{escape(reason)}</p>")
+    parts += [f"<p class='note'>{escape(_one_line(note))}</p>" for note in _notes(result)]
+    parts += [f"<p class='note'><b>{escape(what)}</b> {escape(_one_line(fix))}</p>" for what, fix in _missing(result)]
+    return card(*parts)
 
 
 def _html_table(result: Result, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -346,18 +337,16 @@ def _html_table(result: Result, rows: Sequence[Mapping[str, Any]]) -> str:
         cells = []
         for column, is_text in zip(columns, texts, strict=True):
             full = row.get(column.key) if is_text else None
-            bar = _bar(row[column.key]) if column.key in _BARS and row.get(column.key) is not None else ""
+            bar = (
+                f"{card_bar(row[column.key] / 100)} " if column.key in _BARS and row.get(column.key) is not None else ""
+            )
             cells.append(f"<td{_css(is_text)}{_title(full)}>{bar}{escape(_cell(column, row))}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _bar(percent: float) -> str:
-    return f"<i style='width:{max(0.0, min(100.0, float(percent))) * 0.8:.0f}px'></i> "
-
-
 def _css(is_text: bool) -> str:
-    return " class='t'" if is_text else ""
+    return " class='name'" if is_text else ""
 
 
 def _title(full: Any) -> str:

@@ -24,7 +24,7 @@ from .diff import (
     quantity,
 )
 from .energy import TITLES
-from .html import THEME_BUTTON, capitalize, definitions, document, number_cell, table, tile
+from .html import THEME_BUTTON, capitalize, card, definitions, document, number_cell, table, tile
 
 BARS = 14
 ROWS = 400
@@ -53,13 +53,6 @@ _STYLE = """
 .do.bad { border-color: var(--power); } .do.bad b { color: var(--power); }
 .do.calm { border-color: var(--idle); } .do.calm b { color: var(--dim); }
 """
-_CARD_STYLE = (
-    ".tessera-d{font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}"
-    ".tessera-d table{border-collapse:collapse;font-size:13px}.tessera-d p{margin:4px 0}"
-    ".tessera-d th,.tessera-d td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;"
-    "border-bottom:1px solid rgba(128,128,128,.28)}.tessera-d th:first-child,.tessera-d td:first-child{text-align:left}"
-    ".tessera-d .noise{opacity:.55}.tessera-d .more{color:#c2410c}.tessera-d .less{color:#1d7f55}"
-)
 
 
 def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
@@ -77,24 +70,24 @@ def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
     return document(f"{title} - tessera diff", "".join(parts), style=_STYLE)
 
 
-def card(difference: Difference, *, top: int = 10) -> str:
+def diff_card(difference: Difference, *, top: int = 10) -> str:
     """For a notebook: the headline, and the rows that changed most."""
     figures = "".join(
         f"<p><b>{f.name}</b> {escape(quantity(f.before, f.before_error, f.unit))} → "
         f"{escape(quantity(f.after, f.after_error, f.unit))}: <span class='{f.state}'>{escape(_change_text(f))}</span> "
-        f"<span class='noise'>{STATES[f.state]}</span></p>"
+        f"<span class='dim'>{STATES[f.state]}</span></p>"
         for f in headline(difference)
     )
     head = "".join(f"<th>{h}</th>" for h in (TITLES.get(difference.by, difference.by), "before", "after", "change", ""))
     names, timed = display_names(difference), math.isnan(difference.total.change_j)
     rows = "".join(_card_row(r, names[r.name], timed=timed) for r in list(difference.rows)[:top])
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
-    notes = "".join(f"<p class='noise'>{escape(n)}</p>" for n in all_notes(difference))
+    notes = "".join(f"<p class='dim'>{escape(n)}</p>" for n in all_notes(difference))
     title = f"<p><b>{escape(difference.before)} → {escape(difference.after)}</b> {escape(about(difference))}</p>"
     warning = modelled_warning(difference)
     title += f"<p class='more'>{escape(warning)}</p>" if warning else ""
     verdict = f"<p><b>{escape(difference.verdict().text)}</b></p>"
-    return f"<style>{_CARD_STYLE}</style><div class='tessera-d'>{title}{figures}{body}{notes}{verdict}</div>"
+    return card(title, figures, body, notes, verdict)
 
 
 def _card_row(row: RowChange, name: str, *, timed: bool) -> str:
@@ -102,8 +95,10 @@ def _card_row(row: RowChange, name: str, *, timed: bool) -> str:
     before, after, change, error, share = _numbers(row, timed=timed)
     cells = [quantity(before, math.nan, unit), quantity(after, math.nan, unit)]
     cells += [quantity(change, error, unit, signed=True), percent(share, state=row.state)]
-    sort = "" if is_significant(row, timed=timed) else " class='noise'"
-    return f"<tr{sort}><td>{escape(fit(name, 70))}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
+    sort = "" if is_significant(row, timed=timed) else " class='dim'"
+    return (
+        f"<tr{sort}><td class='name'>{escape(fit(name, 70))}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
+    )
 
 
 def _numbers(row: RowChange, *, timed: bool) -> tuple[float, float, float, float, float | None]:

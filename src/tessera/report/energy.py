@@ -17,6 +17,7 @@ from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.rows import MODULE
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import open_table, plain_console
+from .html import card, card_bar
 
 SUMMARY_NOTE = "Calls are counted while tracing; joules are those of the whole run."
 """The note of a summary (`--mode summary`), which traces only some of the time."""
@@ -165,22 +166,12 @@ def legend(rows: Sequence[EnergyRow]) -> list[RenderableType]:
 
 # -- a notebook -----------------------------------------------------------------------------------------------------
 
-_STYLE = (
-    ".tessera-e{font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}"
-    ".tessera-e table{border-collapse:collapse;font-size:13px}.tessera-e summary{cursor:pointer}"
-    ".tessera-e th,.tessera-e td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;"
-    "border-bottom:1px solid rgba(128,128,128,.28)}"
-    ".tessera-e th:first-child,.tessera-e td:first-child{text-align:left;max-width:440px;overflow:hidden;"
-    "text-overflow:ellipsis}.tessera-e .idle{opacity:.65}.tessera-e p{margin:4px 0}"
-    ".tessera-e i{display:inline-block;height:9px;border-radius:2px;background:#2b8fc4;vertical-align:middle}"
-)
-
 
 def html(table: EnergyTable, *, top: int = 12) -> str:
     """The table for a notebook: the total, and each view folded."""
     total = f"{format_energy_error(table.energy_j, table.error_j)} in {format_duration(table.time_s)}"
     basis = table.source if table.basis == "measured" else f"{table.basis.upper()}, not measured"
-    parts = [f"<style>{_STYLE}</style><p><b>{escape(total)}</b> {escape(basis)}</p>"]
+    parts = [f"<p><b>{escape(total)}</b> {escape(basis)}</p>"]
     views = [v for v in VIEWS if table.rows(v)]
     for view in views:
         rows = table.top(top, view)
@@ -190,7 +181,7 @@ def html(table: EnergyTable, *, top: int = 12) -> str:
         body = _html_rows(rows, view, table)
         parts.append(f"<details{state}><summary>{view}: {more}</summary>{body}</details>")
     parts += [f"<p>{escape(note)}</p>" for note in table.notes]
-    return f"<div class='tessera-e'>{''.join(parts)}</div>"
+    return card(*parts)
 
 
 def _html_rows(rows: Sequence[EnergyRow], view: str, table: EnergyTable) -> str:
@@ -201,9 +192,9 @@ def _html_rows(rows: Sequence[EnergyRow], view: str, table: EnergyTable) -> str:
     lines = []
     for row in [*rows, *([idle] if idle else [])]:
         spent, share, watts, each, calls = _cells(row, wide=True)
-        bar = f"<i style='width:{min(1.0, row.share / longest) * 80:.0f}px'></i>"
+        bar = card_bar(row.share / longest)
         name = f"{names[row.name]} {group_letter(row.group)}".rstrip()
         cells = "".join(f"<td>{c}</td>" for c in (escape(spent), share, bar, escape(watts), escape(each), calls))
-        kind = " class='idle'" if row.kind == "idle" else ""
-        lines.append(f"<tr{kind}><td title='{escape(row.name)}'>{escape(name)}</td>{cells}</tr>")
+        kind = " class='dim'" if row.kind == "idle" else ""
+        lines.append(f"<tr{kind}><td class='name' title='{escape(row.name)}'>{escape(name)}</td>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
