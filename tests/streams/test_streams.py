@@ -646,13 +646,13 @@ def test_cupti_is_asked_before_the_driver(monkeypatch):
             return 0 if handle.value != 10 else 1
 
     both = {"libcupti": Cupti, "libcuda": Driver}
-    monkeypatch.setattr(stream_ids, "_loaded", both.get)
+    monkeypatch.setattr(stream_ids, "_find_loaded", both.get)
     assert [stream_ids.stream_id(h) for h in (4, 9)] == [5, 509]
     del both["libcupti"]
     assert [stream_ids.stream_id(h) for h in (4, 10)] == [504, None]
     monkeypatch.undo()
     assert stream_ids.by_cupti(1) is None and stream_ids.by_driver(1) is None  # neither is loaded here
-    assert stream_ids._loaded("libc") is not None  # and this is how one that is loaded is found
+    assert stream_ids._find_loaded("libc") is not None  # and this is how one that is loaded is found
 
 
 @given(st.integers(0, 15), st.integers(0, 2**40), st.text(min_size=1, max_size=20))
