@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tessera.analyze.roofline import roofline
 from tessera.analyze.run_energy import OLDER, RunTotals, from_summary
-from tessera.attribute.by_time import _joules_at
+from tessera.attribute.share import _joules_at
 from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.joules import DomainSamples

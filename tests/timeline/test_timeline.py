@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tessera.errors import RecordingError
 from tessera.timeline import Builder, Timeline, intervals, shapes, stream, transfers
 from tessera.timeline.columns import NONE
-from tessera.timeline.intervals import Spans, union
+from tessera.timeline.intervals import Nesting, Spans, _scan, _tree, latest, single, union
 from tessera.timeline.kineto import read
 from tessera.timeline.link import link
-from tessera.timeline.nesting import Nesting, _scan, _tree, latest, single
 
 from places import REPOSITORY, TESTS
 
@@ -326,8 +325,8 @@ def test_odd_events():
     ]))  # fmt: skip
     assert timeline.notes == [
         "not read: 1 event of category 'new_thing'",
-        "not read, of phase 'b': 1 event", "not read, without a time: 1 event",
         "with a negative duration, taken as instants: 1 event", "without a duration, taken as instants: 1 event",
+        "not read, of phase 'b': 1 event", "not read, without a time: 1 event",
     ]  # fmt: skip
     assert [timeline.name(r) for r in range(5)] == ["no dur", "negative", "urEnqueue", "bare", ""]
     assert timeline["thread"][2] < NONE and timeline.meta["threads"][int(timeline["thread"][2])] == "worker"

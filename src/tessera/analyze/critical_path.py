@@ -26,7 +26,7 @@ from ..profile.load import Progress, open_recording
 from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE
-from ..timeline.nesting import Nesting
+from ..timeline.intervals import Nesting
 from .collectives import find_meetings
 from .devices import explain_no_device, find_launches, is_blocking_call, list_devices
 from .result import Result, columns

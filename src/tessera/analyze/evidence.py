@@ -19,7 +19,7 @@ from ..errors import TesseraError
 from ..integral import Floats
 from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
-from ..timeline.nesting import Nesting
+from ..timeline.intervals import Nesting
 from ..trace import PowerTrace
 from ..units import format_energy
 from .devices import busy_spans, row_joules, strip_counter

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attribute.activity import shares, sum_by_key
-from ..attribute.host import host_activity
+from ..attribute.activity import host_activity, shares, sum_by_key
 from ..attribute.ledger import NO_OP
 from ..attribute.table import EnergyRow, EnergyTable
 from ..integral import Floats

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..integral import Floats, Ints
 from ..timeline import Timeline
 from ..timeline.columns import NONE
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from ..timeline.link import Links
 
 # Power falls with the clock when the limit holds it: kernels that run slower than their class usually does draw less.
 # The exponent fits four recorded mixtures on an H200 best (benchmarks/measure/attribution.py --fit: 1 to 2).
@@ -162,3 +161,16 @@ def gaps(found: Activity, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
     begin, stop = np.clip(begin, start_ns, end_ns), np.clip(stop, start_ns, end_ns)
     real = stop > begin
     return begin[real], stop[real]
+
+
+def host_activity(timeline: Timeline, links: Links) -> Activity:
+    """Self time of the host's operators as intervals; classes are operators of one name and one set of shapes."""
+    assert links.ops is not None, "what ran on a device has the joules"
+    rows, start, end = links.ops.stretches()
+    order = np.argsort(start, kind="stable")
+    rows, start, end = rows[order], start[order], end[order]
+    first, cls = distinct(timeline["name"][rows], timeline["shapes"][rows])
+    return Activity(
+        rows=rows, start_ns=start, end_ns=end, share_s=shares(start, end), weight=np.ones(len(rows)),
+        cls=cls, names=[timeline.name(int(rows[i])) for i in first], first=rows[first],
+    )  # fmt: skip

@@ -11,12 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..integral import Floats, Ints
 from .response import Response
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # The noise a sample has at least: watts, share of its level, and seconds of jitter of its stamp times the slope of the
 # power. Only their proportions matter (the residuals set the scale); from the residuals of recorded mixtures, flat

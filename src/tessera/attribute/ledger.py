@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..integral import Z90
+from ..integral import Z90, Floats, Ints
 from ..joules import worst_basis
 from ..record import CODE, KINDS
 from ..schema import DeviceId
@@ -24,8 +24,6 @@ from .activity import rank_values, sum_by_key
 from .share import Share
 from .table import EnergyRow, EnergyTable
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 NO_OP = "(no operator)"
 
 

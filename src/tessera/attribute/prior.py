@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from ..device import Device
 from ..errors import TesseraError
 from ..estimate.power import PowerModel
+from ..integral import Floats
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from .work import work_of
-
-Floats = NDArray[np.float64]
 
 # How far a class may lie from its prior (relative standard deviation of what it draws above a waiting board): where its
 # FLOPs and bytes are known, and where only its name and duration are. Kernels of the H200 in steady state scatter by

@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..integral import Floats
 from ..schema import Domain, Hold
-
-Floats = NDArray[np.float64]
 
 # NVML's ring on an H200: of exponentials and boxcars with a dead time those that fit four recorded mixtures of kernels
 # best (benchmarks/measure/attribution.py --fit; the fall of the power in h200/waves.json is met at +26 and +45 ms). The

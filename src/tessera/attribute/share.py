@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..integral import Floats, Ints
-from ..schema import DeviceId, Domain
-from .activity import Activity
-from .fit import PowerFit
+from ..integral import Z90, Floats, Ints, accumulate
+from ..joules import FULL, DomainSamples
+from ..schema import DeviceId, Domain, Energy, Hold
+from ..sensors.modelled import LINE_ERROR
+from .activity import Activity, Sharing, gaps, sum_by_key
+from .fit import PowerFit, conserve_energy
 
 HOST = DeviceId("", "cpu", 0)
 """The device of operators where nothing ran on an accelerator."""
@@ -59,3 +63,71 @@ class Share:
 def idle_class(start_ns: Ints, end_ns: Ints, classes: int) -> Ints:
     """The class of each gap, after those of what ran: short ones, then long ones."""
     return (classes + ((end_ns - start_ns) >= _SHORT_GAP_NS)).astype(np.int64)
+
+
+def by_time(
+    device: DeviceId, column: DomainSamples, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy
+) -> Share:
+    """The share of a device whose power is modelled. `found` lies within `seen`, of which `energy` is."""
+    idle_in = [gaps(found, *stretch) for stretch in seen]
+    none = np.zeros(0, np.int64)
+    gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
+    gap_cls = idle_class(gap_start, gap_end, found.classes)
+    sharing = Sharing(found.start_ns, found.end_ns)
+    share_s, row_j = sharing.of(), sharing.of(lambda at_ns: _joules_at(column, at_ns))
+    mean_w = energy.energy_j / max(energy.time_s * energy.coverage, 1e-12)
+    busy_w = float(row_j.sum() / share_s.sum()) if share_s.sum() > 0 else mean_w
+    gap_j = _joules_at(column, gap_end) - _joules_at(column, gap_start)
+    watts = np.full(found.classes + 2, busy_w)
+    watts[found.classes :] = _idle_w(gap_cls - found.classes, gap_end - gap_start, gap_j, mean_w)
+    weight = np.divide(row_j, share_s * busy_w, out=np.ones(len(row_j)), where=share_s * busy_w > 0)
+    told = dataclasses.replace(found, share_s=share_s, weight=weight)
+    seconds = sum_by_key(found.cls, share_s * weight, len(watts)) + sum_by_key(
+        gap_cls, (gap_end - gap_start) * 1e-9, len(watts)
+    )
+    level, covariance = conserve_energy(watts, _covariance(column, seen, watts), seconds, energy.energy_j)
+    unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
+    covariance = (
+        covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
+    )
+    return Share(
+        device=device, domain=column.domain, activity=told, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=gap_cls,
+        watts=level, covariance=covariance, group=np.full(found.classes, -1, np.int64), joules=energy.energy_j,
+        error_j=energy.error_j, coverage=energy.coverage,
+        fit=PowerFit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
+    )  # fmt: skip
+
+
+def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
+    """The running sum of a column's joules at some times of the program."""
+    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    if len(times) < 2:
+        return np.zeros(len(at_ns))
+    mean = column.domain.hold is Hold.MEAN
+    sums = accumulate(column.times_ns, column.watts, mean=mean).joules
+    i = np.clip(np.searchsorted(times, at_ns, side="right") - 1, 0, len(times) - 2)
+    after_s = np.clip(at_ns - times[i], 0, times[i + 1] - times[i]) * 1e-9
+    lasts_s = np.maximum((times[i + 1] - times[i]) * 1e-9, 1e-12)
+    end_w = column.watts[i + 1]
+    begin_w = np.where(mean | np.isnan(column.watts[i]), end_w, column.watts[i])
+    inside_j = (begin_w + 0.5 * (end_w - begin_w) * after_s / lasts_s) * after_s
+    return np.asarray(sums[i] + np.nan_to_num(inside_j), np.float64)
+
+
+def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats:
+    """Mean watts of the short gaps, and of the long ones."""
+    seconds, joules = sum_by_key(long, length_ns * 1e-9, 2), sum_by_key(long, gap_j, 2)
+    found: Floats = np.divide(joules, seconds, out=np.full(2, mean_w), where=seconds > 0)
+    return found
+
+
+def _covariance(column: DomainSamples, seen: Sequence[tuple[int, int]], watts: Floats) -> Floats:
+    """What classes may differ by, one from another: by what the line misses, and by what the samples spread."""
+    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    inside = np.zeros(len(times), bool)
+    for begin, end in seen:
+        inside |= (times >= begin) & (times <= end)
+    known = column.watts[inside & ~np.isnan(column.watts)]
+    spread_w = float(known.std()) if len(known) > 1 else 0.0
+    found: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
+    return found

@@ -26,13 +26,11 @@ from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.link import Links
 from ..trace import PowerTrace
-from .activity import Activity, activity, gaps, sum_by_key
-from .by_time import by_time
+from .activity import Activity, activity, gaps, host_activity, sum_by_key
 from .fit import PowerFit, conserve_energy, exposure, groups, solve
-from .host import host_activity
 from .prior import Board, Prior, board_of, prior
 from .response import Response, response_of
-from .share import HOST, Share, idle_class
+from .share import HOST, Share, by_time, idle_class
 from .table import EnergyTable
 
 _IDLE_SD_W = 40.0

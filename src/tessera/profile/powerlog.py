@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RecordingError
+from ..integral import Floats, Ints
 from ..joules import DomainSamples
 from ..schema import Basis, Domain, Hold
 from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
 from ..sensors.modelled import MODEL_ERROR
 from ..trace import MOST_NS, MOST_W, PowerTrace, csv_basis, read_csv
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _RING_SPACING_S = (0.012, 0.030)
 # nvidia-smi's `power.draw` on GPUs since Ampere: a 1 s average, refreshed at 10 Hz (docs/measuring.md).

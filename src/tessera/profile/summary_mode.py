@@ -15,7 +15,7 @@ import numpy as np
 
 from ..record import KINDS, ON_DEVICE, Kind
 from ..timeline.columns import Ints, Timeline
-from ..timeline.nesting import Nesting
+from ..timeline.intervals import Nesting
 
 MAX_NAMES = 8192
 OTHER = "(other names)"

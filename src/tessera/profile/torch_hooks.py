@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from ..timeline.columns import Builder, Timeline
-from ..timeline.rows import MODULE
+from ..timeline.kineto import MODULE
 
 
 class OpenRanges:

@@ -14,7 +14,7 @@ from ..analyze.answer import Answer, mean_w
 from ..analyze.kernel_names import distinct, fit_all
 from ..analyze.run_energy import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
-from ..timeline.rows import MODULE
+from ..timeline.kineto import MODULE
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import open_table, plain_console
 from .html import card, card_bar

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..integral import Ints as Ints
 from ..record import CODE, KINDS, ON_DEVICE, Kind, Record
 from ..schema import DeviceId
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ..trace import PowerTrace
     from .link import Links
 
-Ints = NDArray[np.int64]
 CHUNK_ROWS = 65_536
 """Rows of one chunk."""
 NONE = -1

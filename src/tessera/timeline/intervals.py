@@ -5,11 +5,13 @@ An interval holds its start and not its end. A `Spans` is sorted and disjoint, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from .columns import Ints
+from .columns import NONE, Ints
 
 
 class Spans(NamedTuple):
@@ -73,3 +75,153 @@ def covered_ns(spans: Spans, start_ns: Ints, end_ns: Ints) -> Ints:
         return total
 
     return until(np.maximum(start_ns, end_ns)) - until(start_ns)
+
+
+class Nesting:
+    """Intervals of rows, by thread. `parent` is aligned with `rows`: the row each is inside, or `NONE`."""
+
+    def __init__(self, rows: Ints, threads: Ints, starts: Ints, ends: Ints) -> None:
+        order = np.lexsort((rows, -ends, starts, threads))
+        self.rows = rows
+        self.parent = np.full(len(rows), NONE, np.int64)
+        self._threads, first = np.unique(threads[order], return_index=True)
+        self._times: list[Ints] = []
+        self._tops: list[Ints] = []
+        edges = [*first.tolist(), len(rows)]
+        for begin, end in pairwise(edges):
+            part = order[begin:end]
+            mine = rows[part], starts[part], ends[part]
+            parents, times, tops = _tree(*mine) or _scan(*(values.tolist() for values in mine))
+            self.parent[part] = parents
+            self._times.append(times)
+            self._tops.append(tops)
+
+    def at(self, threads: Ints, times: Ints) -> Ints:
+        """The innermost row open on each thread at each time, or `NONE`."""
+        found = np.full(len(times), NONE, np.int64)
+        for thread, changes, tops in zip(self._threads, self._times, self._tops, strict=True):
+            asked = np.flatnonzero(threads == thread)
+            if asked.size:
+                index = np.searchsorted(changes, times[asked], side="right") - 1
+                found[asked] = np.where(index >= 0, tops[index], NONE)
+        return found
+
+    def stretches(self) -> tuple[Ints, Ints, Ints]:
+        """Row, start and end of every stretch in which a row is the innermost of its thread: its self time."""
+        rows, starts, ends = [], [], []
+        for times, tops in zip(self._times, self._tops, strict=True):
+            real = (np.diff(times) > 0) & (tops[:-1] != NONE)
+            rows.append(tops[:-1][real])
+            starts.append(times[:-1][real])
+            ends.append(times[1:][real])
+        none = np.zeros(0, np.int64)
+        return tuple(np.concatenate([none, *part]) for part in (rows, starts, ends))  # type: ignore[return-value]
+
+
+def _tree(rows: Ints, starts: Ints, ends: Ints) -> tuple[Ints, Ints, Ints] | None:
+    """What `_scan` finds, in a quarter of its time, where all that begins in another ends in it; None where not.
+
+    How many are open when one begins is its depth, and the last one before it that is less deep by one holds it.
+    """
+    lasting = np.flatnonzero(ends > starts)  # the others hold nothing, and are never the innermost for any time
+    if not len(lasting) or np.any(ends < starts):
+        return None
+    late = ends[lasting[::-1]]
+    closing = np.argsort(late, kind="stable")  # of those that close together the outermost is the last
+    closed = late[closing]
+    begun: Ints = np.cumsum(ends > starts) - (ends > starts)  # before each
+    depth = begun - np.searchsorted(closed, starts, side="right")
+    parent = np.full(len(rows), NONE, np.int64)
+    by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
+    for outer, inner in pairwise(by_depth):
+        parent[inner] = outer[np.searchsorted(outer, inner) - 1]
+    if np.any((parent != NONE) & (ends > ends[parent])):
+        return None
+    parent = np.where(parent == NONE, NONE, rows[parent])
+    # Where each opening and each closing comes in the order of all: what closes at a time comes before what opens then.
+    opened, place = starts[lasting], np.arange(len(lasting))
+    opening_at = place + np.searchsorted(closed, opened, side="right")
+    closing_at = place + np.searchsorted(opened, closed, side="left")
+    times, tops = np.empty((2, 2 * len(lasting)), np.int64)
+    times[opening_at], tops[opening_at] = opened, rows[lasting]
+    times[closing_at], tops[closing_at] = closed, parent[lasting[::-1][closing]]
+    return parent, times, tops
+
+
+def _scan(rows: list[int], starts: list[int], ends: list[int]) -> tuple[Ints, Ints, Ints]:
+    """Parents of one thread's rows, and when the innermost one changes to which."""
+    parents: list[int] = []
+    times: list[int] = []
+    tops: list[int] = []
+    open_rows: list[int] = [NONE]
+    open_ends: list[int] = [2**63 - 1]  # stays below everything, so that the stack is never empty
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        while (closing := open_ends[-1]) <= start:
+            # One that closed earlier below it (they overlapped) must not come up again.
+            while open_ends[-1] <= closing:
+                open_ends.pop()
+                open_rows.pop()
+            times.append(closing)
+            tops.append(open_rows[-1])
+        inside = len(open_rows) - 1
+        while open_ends[inside] <= start or 2 * (open_ends[inside] - start) < end - start:
+            inside -= 1
+        parents.append(open_rows[inside])
+        open_rows.append(row)
+        open_ends.append(end)
+        times.append(start)
+        tops.append(row)
+    while len(open_ends) > 1:
+        closing = open_ends[-1]
+        while open_ends[-1] <= closing:
+            open_ends.pop()
+            open_rows.pop()
+        times.append(closing)
+        tops.append(open_rows[-1])
+    return np.array(parents, np.int64), np.array(times, np.int64), np.array(tops, np.int64)
+
+
+def climb(up: Ints) -> Ints:
+    """Where following `up` ends (a row that points to itself), for every row: doubling, so a few passes do."""
+    while True:
+        further = up[up]
+        if np.array_equal(further, up):
+            return up
+        up = further
+
+
+def latest(
+    keys: Sequence[Ints], times: Ints, asked_keys: Sequence[Ints], asked_times: Ints, *, strict: bool = False
+) -> Ints:
+    """For each question the entry with the same keys and the latest time not after it (before it, when strict).
+
+    Returns places in the entries, `NONE` where there is none. Of entries at the same time the last one is taken.
+    """
+    count, asked = len(times), len(asked_times)
+    if not count or not asked:
+        return np.full(asked, NONE, np.int64)
+    place = np.arange(count + asked)
+    is_question = place >= count
+    first = ~is_question if strict else is_question  # at equal times, which of the two comes later
+    both = [np.concatenate(pair) for pair in zip(keys, asked_keys, strict=True)]
+    order = np.lexsort((place, first, np.concatenate((times, asked_times)), *both[::-1]))
+    running = np.maximum.accumulate(np.where(is_question[order], -1, np.arange(count + asked)))
+    before = np.full(count + asked, NONE, np.int64)
+    before[order] = np.where(running >= 0, order[running], NONE)
+    found = before[count:]
+    same = found >= 0
+    for key, question in zip(keys, asked_keys, strict=True):
+        same &= key[found] == question
+    return np.where(same, found, NONE)
+
+
+def single(keys: Ints, asked: Ints) -> Ints | None:
+    """For each question the place of the one entry with its key, or `NONE`; None where two entries have one key."""
+    if not len(keys):
+        return np.full(len(asked), NONE, np.int64)
+    order = np.argsort(keys, kind="stable")
+    known = keys[order]
+    if np.any(known[1:] == known[:-1]):
+        return None
+    at = np.searchsorted(known, asked).clip(max=len(known) - 1)
+    return np.where(known[at] == asked, order[at], NONE)

@@ -2,23 +2,291 @@
 
 ::
 
-    file ─► stream (a MB of text) ─► events (typed) ─► rows (columns) ─► Timeline
-                                                  └───► side (counters, marks, names of threads)
+    file ─► stream (typed events) ─► RowReader (columns) ─► Timeline
+                                         └───► side (counters, marks, names of threads)
 
 Times are exact: Kineto writes microseconds with three decimals, and they become integer nanoseconds of the wall clock.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+from numpy.typing import NDArray
 
 from ..errors import RecordingError
 from ..notes import Note
-from .columns import Timeline
-from .rows import RowReader
-from .stream import Events, pieces
+from ..record import CODE, KINDS
+from . import stream_names
+from .columns import NONE, Builder, Ints, Launch, Timeline
+from .shapes import compact
+from .side import NO_TIME, SideEvents
+from .stream import LIMIT_NS, Args, Batch, Events, LateEvent, fit, nanoseconds, pieces
+from .transfers import collective, copy, is_collective
+
+MODULE = "nn.Module: "
+"""How the Python tracer's names of modules begin."""
+
+_SKIP, _FRAME, _UNKNOWN, _ARROW, _FLOW = -1, -2, -3, -4, -5
+_CATEGORIES: dict[str, int] = {
+    "kernel": CODE["kernel"], "concurrent_kernel": CODE["kernel"], "collective_comm": CODE["collective"],
+    "gpu_memcpy": CODE["memcpy"], "gpu_memset": CODE["memset"], "cpu_op": CODE["op"], "operator": CODE["op"],
+    "user_annotation": CODE["region"], "python_function": _FRAME,
+    **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
+}  # fmt: skip
+_ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
+_GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+_COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
+# What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost.
+_EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
+_WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
+
+
+_both = b",".join  # of two JSON texts, either of which may be missing; a third of the time that a tuple of them takes
+
+
+class Known(dict[Any, int]):
+    """Numbers of things, each worked out once: a look-up costs a tenth of the call."""
+
+    def __init__(self, number: Callable[[Any], int]) -> None:
+        super().__init__()
+        self._number = number
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = self._number(key)
+        return number
+
+
+class RowReader:
+    """Collects batches and makes the timeline."""
+
+    def __init__(self, *, frames: bool) -> None:
+        self.seen = 0
+        self._builder = Builder()
+        self._side = SideEvents(self._builder)
+        self._frames = frames
+        self._codes = dict(_CATEGORIES)
+        self._modules: set[int] = set()
+        self._frame_names: set[int] = set()
+        self._left_out: Counter[str] = Counter()
+        self._odd: Counter[str] = Counter()
+        self._launches = Known(self._launch)
+        self._copies = Known(lambda name: self._builder.intern_launch(copy(name)))
+        self._names = Known(self._builder.intern)
+        self._communicates = Known(is_collective)
+        self._shapes = Known(self._shape)
+        self._threads = Known(self._side.thread)
+        self._said: dict[int, Args] = {}
+        self._collectives: list[tuple[int, str, Args]] = []
+
+    def add(self, events: Batch, text: bytes) -> None:
+        """Append the rows of a batch. `text` is its JSON, for the events of which more is wanted."""
+        self.seen += len(events)
+        starts, lasting = _times(events)
+        codes = self._codes
+        kinds = np.array(
+            [codes.get(e.cat, _UNKNOWN) if e.ph == "X" else _ARROWS.get(e.cat, _SKIP) for e in events],
+            np.int64,
+        )
+        for i in np.flatnonzero(kinds == _UNKNOWN).tolist():
+            kinds[i] = self._category(events[i].cat)
+        for i in np.flatnonzero(kinds == _FRAME).tolist():
+            kinds[i] = self._frame(events[i].name)
+        timed = starts != NO_TIME
+        flows = np.flatnonzero((kinds == _FLOW) & timed)
+        self._side.flows([events[i] for i in flows.tolist()], starts[flows].tolist())
+        for i in np.flatnonzero((kinds == _SKIP) & timed).tolist():
+            self._side.add(events[i], int(starts[i]), i, text)
+        for i in np.flatnonzero(~timed).tolist():  # metadata needs no time
+            self._side.add(events[i], NO_TIME, i, text)
+        keep = np.flatnonzero((kinds >= 0) & timed)
+        if keep.size:
+            self._extend([events[i] for i in keep.tolist()], kinds[keep], starts[keep], lasting[keep])
+        self._side.flush()
+
+    def _category(self, category: str) -> int:
+        """The kind of a category seen for the first time; those we have no use for are remembered and counted."""
+        plain = category.lower()
+        if plain.endswith(("_runtime", "_driver")) and not plain.startswith("gpu"):
+            code = CODE["runtime"]
+        else:
+            code = _CATEGORIES.get(plain, _UNKNOWN)
+        if code == _UNKNOWN:
+            self._left_out[category] += 1
+            return _UNKNOWN
+        self._codes[category] = code
+        return code
+
+    def _frame(self, name: str) -> int:
+        if name.startswith(MODULE):
+            self._modules.add(self._builder.intern(name))
+        elif self._frames:
+            self._frame_names.add(self._builder.intern(name))
+        else:
+            self._left_out["python_function"] += 1
+            return _UNKNOWN
+        return CODE["op"]
+
+    def _extend(self, events: Batch, kinds: Ints, starts: Ints, lasting: Ints) -> None:
+        count, first = len(events), len(self._builder)
+        self._odd["without a duration, taken as instants"] += int((lasting == NO_TIME).sum())
+        backwards = (lasting < 0) & (lasting != NO_TIME)
+        self._odd["with a negative duration, taken as instants"] += int(backwards.sum())
+        args = [e.args for e in events]
+        names = self._names
+        columns: dict[str, NDArray[Any]] = {
+            "kind": kinds,
+            "name": np.array([names[e.name] for e in events], np.int64),
+            "start_ns": starts,
+            "end_ns": starts + np.maximum(lasting, 0),
+            "correlation": _ints([a.correlation for a in args]),
+            "external": _ints([a.external for a in args]),
+            **{c: np.full(count, NONE, np.int64) for c in ("device", "stream", "thread", "bytes", "shapes", "launch")},
+            **{c: np.full(count, NONE, np.int64) for c in ("sequence", "forward_thread")},
+        }
+        for column in ("correlation", "external"):  # 0 stands for "none" in them
+            columns[column][columns[column] <= 0] = NONE
+        device = kinds <= CODE["collective"]
+        self._device_rows(np.flatnonzero(device), events, args, columns, first)
+        self._host_rows(np.flatnonzero(~device), events, args, columns)
+        self._builder.extend(columns, count)
+
+    def _host_rows(self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
+        index, kinds, threads, shapes = rows.tolist(), columns["kind"], self._threads, self._shapes
+        columns["thread"][rows] = _ints([threads[events[i].tid] for i in index])
+        for i in np.flatnonzero(kinds == CODE["region"]).tolist():
+            if events[i].name.startswith(_COMMUNICATION):
+                kinds[i] = CODE["op"]
+        ops = np.flatnonzero(kinds == CODE["op"])
+        chosen = [args[i] for i in ops.tolist()]
+        columns["sequence"][ops] = _ints([a.sequence for a in chosen])
+        columns["forward_thread"][ops] = _ints([a.forward_thread for a in chosen])
+        columns["shapes"][ops] = [shapes[_both((a.dims, a.types))] for a in chosen]
+        for a in chosen:
+            if a.collective is not None and a.external > 0:
+                self._said[a.external] = a
+        for i in np.flatnonzero(kinds == CODE["runtime"]).tolist():
+            if events[i].name.startswith(_GRAPH_LAUNCH):
+                kinds[i] = CODE["graph_launch"]
+
+    def _device_rows(
+        self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]], first: int
+    ) -> None:
+        index, kinds = rows.tolist(), columns["kind"]
+        if not index:
+            return
+        given = [(events[i], args[i]) for i in index]
+        # Lists, and one assignment a column: an element at a time costs numpy ten times as much.
+        columns["device"][rows] = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in given])
+        columns["stream"][rows] = _ints([a.stream if a.stream >= 0 else _number(e.tid) for e, a in given])
+        columns["bytes"][rows] = _ints([a.bytes for _, a in given])
+        launches, known, copies, communicates = [], self._launches, self._copies, self._communicates
+        for i, code, (event, a) in zip(index, kinds[rows].tolist(), given, strict=True):
+            number = NONE
+            if code <= CODE["kernel"] and a.collective is None and not communicates[event.name]:
+                number = known[a.grid, a.block, a.registers, a.shared]
+            elif code == CODE["memcpy"]:
+                number = copies[event.name]
+            elif code != CODE["memset"]:
+                kinds[i] = CODE["collective"]
+                self._collectives.append((first + i, event.name, a))
+            launches.append(number)
+        columns["launch"][rows] = launches
+        self._side.devices.update(np.unique(columns["device"][rows]).tolist())
+
+    def _shape(self, key: bytes) -> int:
+        """Of an operator's "Input Dims" and "Input type", as `_both` makes one text of them."""
+        dims, types = key[:-1], b""
+        if not key.endswith(b","):
+            dims, types = msgspec.json.decode(b"[%b]" % key, type=tuple[Raw, Raw]) if key[:1] != b"," else (b"", b"")
+        text = compact(dims, types) if dims else ""
+        return self._builder.intern(text) if text else NONE
+
+    def _launch(self, key: tuple[Any, ...]) -> int:
+        grid, block, registers, shared = key
+        if all(part is None for part in key):
+            return NONE
+        return self._builder.intern_launch(Launch(grid=grid, block=block, registers=registers, shared_bytes=shared))
+
+    def finish(self, meta: dict[str, Any], notes: list[str]) -> Timeline:
+        """The timeline: collectives completed from their operators, times moved to the wall clock."""
+        # c10d writes a collective's size on the operator record_param_comms, not on each kernel.
+        settled = []
+        for row, name, args in self._collectives:
+            launch = collective(name, args, self._said.get(args.external))
+            settled.append((row, self._builder.intern_launch(launch), launch.collective_bytes))
+        self._side.finish()
+        timeline = self._builder.build(last=True)
+        forward_threads = self._side.forward_threads(timeline)
+        for row, number, size in settled:
+            timeline.columns["launch"][row] = number
+            if size is not None:
+                timeline.columns["bytes"][row] = size
+        base = meta.get("baseTimeNanoseconds")
+        base_ns = base if isinstance(base, int) and abs(base) < LIMIT_NS else 0
+        for column in ("start_ns", "end_ns"):
+            timeline.columns[column] += base_ns
+        if len(timeline) and timeline.start_ns < _WALL_CLOCK_NS:
+            notes.append("times are not those of the wall clock: the trace does not say when it began")
+        odd = {c: n for c, n in sorted(self._left_out.items()) if c not in _EXPECTED}
+        notes += [Note(f"not read: {_events(n)} of category {c!r}", "omission") for c, n in odd.items()]
+        notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items()) if n]
+        notes += [f"{what}: {_events(n)}" for what, n in sorted(self._side.odd.items())]
+        notes += [Note(f"not read, {why}: {_events(n)}", "omission") for why, n in sorted(self._side.not_read.items())]
+        info = meta.get("distributedInfo")
+        rank = info.get("rank") if isinstance(info, dict) else None
+        timeline.rank = rank if isinstance(rank, int) else None
+        timeline.notes = notes
+        timeline.meta = meta | {
+            "base_ns": base_ns, "threads": self._side.thread_names, "forward_threads": forward_threads,
+            "modules": sorted(self._modules), "frames": sorted(self._frame_names),
+        }  # fmt: skip
+        if self._side.stream_names:
+            timeline.meta[stream_names.KEY] = self._side.stream_names
+        return timeline
+
+
+def _events(count: int) -> str:
+    return f"{count:,} event{'s' * (count != 1)}"
+
+
+def _times(events: Batch) -> tuple[Ints, Ints]:
+    """Start and duration in nanoseconds; `NO_TIME` where there is none."""
+    if events and isinstance(events[0], LateEvent):  # a batch is all of one sort
+        return _exact([e.ts for e in events]), _exact([e.dur for e in events])
+    return _round_to_ns([e.ts for e in events]), _round_to_ns([e.dur for e in events])
+
+
+def _exact(texts: list[Any]) -> Ints:
+    return np.array([NO_TIME if (ns := nanoseconds(t)) is None else ns for t in texts], np.int64)
+
+
+def _round_to_ns(microseconds: list[Any]) -> Ints:
+    """Exact nanoseconds: whole and fraction apart, since their product with 1000 may not fit a float."""
+    us = np.array(microseconds, np.float64)
+    known = np.abs(us) < LIMIT_NS / 1000  # NaN is not
+    whole = np.floor(np.where(known, us, 0.0))
+    ns: Ints = whole.astype(np.int64) * 1000 + np.rint((np.where(known, us, 0.0) - whole) * 1000).astype(np.int64)
+    ns[~known] = NO_TIME
+    return ns
+
+
+def _ints(values: list[int]) -> Ints:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:  # handles printed as unsigned 64-bit numbers
+        return np.array([fit(v) for v in values], np.int64)
+
+
+def _number(value: int | str) -> int:
+    return value if isinstance(value, int) else NONE
 
 
 def read(

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..record import CODE, ON_DEVICE
 from .columns import NONE, Ints, Timeline
-from .nesting import Nesting, climb, latest, single
+from .intervals import Nesting, climb, latest, single
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _STEP_OF_THE_USER = re.compile(r"(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*(\d+)", re.IGNORECASE)

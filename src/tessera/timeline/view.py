@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ..record import CODE, KINDS, ON_DEVICE, Record
 from .columns import NONE, Ints, Launch, Timeline
 from .intervals import covered_ns, union
+from .kineto import MODULE
 from .link import Links
-from .rows import MODULE
 
 _BLOCK = 4096  # rows turned into lists at once: reading single numbers out of numpy arrays is slow
 _DEVICE = frozenset(CODE[kind] for kind in ON_DEVICE)

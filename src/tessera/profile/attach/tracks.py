@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...integral import Floats, Ints
 from ...joules import DomainSamples
 from ...schema import Basis, Domain, Hold, Telemetry
 from ...trace import PowerTrace
@@ -20,9 +20,6 @@ Scope = Literal["process", "device"]
 Section = Literal["always", "gpu", "mem", "tc", "collectives"]
 SECTIONS: tuple[Section, ...] = ("gpu", "mem", "tc", "collectives")
 MIB = 2.0**20
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

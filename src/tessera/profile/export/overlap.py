@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...integral import Ints
 from ...record import CODE
 from ...timeline.intervals import Spans, covered_ns, union
-
-Ints = NDArray[np.int64]
 
 
 class Overlap:
