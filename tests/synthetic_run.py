@@ -206,7 +206,7 @@ def _groups(kernels: list[EnergyRow]) -> list[EnergyRow]:
     members = [k for k in kernels if k.group == 0]
     joules = sum(k.energy_j for k in members)
     name = " + ".join(k.name for k in members)
-    return [dataclasses.replace(members[0], name=name, kind="group", energy_j=joules, energy_error_j=0.01 * joules)]
+    return [dataclasses.replace(members[0], name=name, kind="group", energy_j=joules, error_j=0.01 * joules)]
 
 
 def _rows(
@@ -240,7 +240,7 @@ def _regions(timeline: Timeline, rows: Any, spent: Any, lengths: Any, total: flo
         joules = old.energy_j + float(spent[inside].sum())
         wall = (old.wall_s or 0.0) + int(timeline["end_ns"][r] - timeline["start_ns"][r]) * 1e-9
         out[name] = dataclasses.replace(
-            old, calls=old.calls + 1, energy_j=joules, energy_error_j=0.04 * joules, share=joules / total, wall_s=wall,
+            old, calls=old.calls + 1, energy_j=joules, error_j=0.04 * joules, share=joules / total, wall_s=wall,
             time_s=old.time_s + float(lengths[inside].sum()),
             with_backward_j=joules * 2.4 if name == "forward" else None,
         )  # fmt: skip

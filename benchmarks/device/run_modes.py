@@ -85,7 +85,7 @@ def ran(script: Path, folder: Path, options: tuple[str, ...], device: str, secon
         {k: row[k] for k in ("kernel_name", "calls", "time_s", "energy_j", "energy_error_j")} for row in kernels[:5]
     ]
     if kernels and answer.get("total_j"):
-        found["parts_over_total"] = parts / answer["total_j"]
+        found["parts_over_total"] = parts / answer["energy_j"]
     found["bytes"] = out.stat().st_size if out.exists() else None
     return found
 

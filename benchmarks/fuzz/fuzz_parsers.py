@@ -451,7 +451,7 @@ def _report_seeds() -> list[bytes]:
 
     from synthetic_run import make
 
-    energy = Energy(joules=10.0, error_j=0.5, seconds=2.0, source="nvml-samples")
+    energy = Energy(energy_j=10.0, error_j=0.5, time_s=2.0, source="nvml-samples")
     work = (Work(unit="step", amount=4.0),)
     report = EnergyReport(name="train.py", total=energy, by_domain={"gpu0": energy}, work=work)
     measured = msgspec.json.encode({"returncode": 0, "report": report})
@@ -464,7 +464,7 @@ def _regions_seeds() -> list[bytes]:
     from tessera.monitor.regions import RegionsFile
     from tessera.schema import Energy, RegionEnergy
 
-    energy = Energy(joules=1.0, error_j=0.1, seconds=1.0, source="x")
+    energy = Energy(energy_j=1.0, error_j=0.1, time_s=1.0, source="x")
     regions = [
         RegionEnergy(name=n, calls=2, energy=energy, start_ns=s, end_ns=s + 5)
         for n, s in (("a", 0), ("a", 3), ("b", 9))

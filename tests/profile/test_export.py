@@ -213,7 +213,7 @@ def test_the_chrome_trace_is_valid_and_says_everything(run, tmp_path):
     assert trace["baseTimeNanoseconds"] + round(power["ts"] * 1000) == T0 - 15 * MS  # when it was drawn, not when shown
     names = {(e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert (0, "GPU 0 NVIDIA H200") in names
-    assert trace["tessera"]["energy"]["total_j"] == 100.0
+    assert trace["tessera"]["energy"]["energy_j"] == 100.0
     arrows = [e for e in trace["traceEvents"] if e["ph"] in "sf"]
     assert Counter(e["ph"] for e in arrows) == {"s": 6, "f": 6}
     marks = [e for e in trace["traceEvents"] if e["ph"] == "i"]

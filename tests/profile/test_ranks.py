@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import sqlite3
 import time
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tessera import profile
 from tessera.cli.merge import command
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
 from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
@@ -114,6 +116,27 @@ def _worker(rank: int, size: int, port: int, folder: str) -> None:
         run.set("clock", settle(start, end).to_dict())
         run.set("shared", [shared.offset_ns, shared.error_ns])
     dist.destroy_process_group()
+
+
+def _session_worker(rank: int, size: int, port: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    os.environ["RANK"] = str(rank)
+    with profile.session(["cpu"], path=Path(folder) / "job.tessera", align_clocks=True):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_session_compares_its_clock_with_the_other_ranks(tmp_path: Path) -> None:
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_session_worker, args=(2, port, str(tmp_path)), nprocs=2, join=True)
+    clock = Offset.from_dict(RunFile(tmp_path / "job.rank1.tessera").get("clock"))
+    assert clock.rank == 1 and clock.source == "exchange" and clock.offset_ns == 0.0, "one host has one clock"
 
 
 def test_two_processes_find_each_others_clocks(tmp_path: Path) -> None:

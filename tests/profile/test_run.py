@@ -16,7 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tessera.cli.run import _steps, command
+from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
 from tessera.profile.launch import LaunchPlan, exit_code
@@ -206,7 +206,7 @@ def test_wrong_arguments_are_said_before_anything_runs(tmp_path, monkeypatch):
 def test_steps_are_read_as_the_help_says():
     context = click.Context(command)
     (option,) = (p for p in command.params if p.name == "steps")
-    assert [_steps(context, option, text) for text in ("10:20", ":20", "10")] == [(10, 20), (0, 20), (0, 10)]
+    assert [_parse_steps(context, option, text) for text in ("10:20", ":20", "10")] == [(10, 20), (0, 20), (0, 10)]
     said = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
     assert "--steps [FIRST:]END" in said and "10 is 0:10" in said
 

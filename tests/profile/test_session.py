@@ -27,9 +27,9 @@ from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
 from tessera.profile.runfile import RunFile
 from tessera.profile.sampling import BUDGET, StackSampler
-from tessera.profile.schedule import between
 from tessera.profile.summary_mode import OTHER, RunSummary
 from tessera.profile.torch_hooks import MainThread, inside_torch
+from tessera.profile.tracing_schedule import between
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder
 
@@ -117,7 +117,7 @@ def test_wrong_words_are_answered_with_the_nearest():
     with pytest.raises(ArgumentError, match="not one of ours"):
         profile.session(schedule=lambda step: 1)
     with pytest.raises(ArgumentError, match="trace nothing"):
-        profile.schedule(active=0)
+        profile.trace_schedule(active=0)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_schedules_are_torchs():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs = torch.profiler.schedule(**{"warmup": 0, **arguments})
-        ours = profile.schedule(**arguments)
+        ours = profile.trace_schedule(**arguments)
         assert [ours.action(i) for i in range(40)] == [words[theirs(i)] for i in range(40)]
 
 
@@ -373,7 +373,7 @@ def test_exporters_write_and_their_errors_come_last(power, path, tmp_path):
 
     class Good:
         def write(self, recording):
-            seen.append((len(recording.timeline), recording.energy().total_j))
+            seen.append((len(recording.timeline), recording.energy().energy_j))
             return tmp_path
 
     class Bad:
@@ -402,7 +402,7 @@ def test_flush_brings_operators_to_the_file_while_it_runs(path):
 
 
 def test_a_schedule_traces_its_steps_only(path):
-    plan = profile.schedule(wait=1, warmup=1, active=2, repeat=2)
+    plan = profile.trace_schedule(wait=1, warmup=1, active=2, repeat=2)
     with profile.session(["cpu"], path=path, schedule=plan) as sess:
         for _ in range(10):
             burn(1)
@@ -430,11 +430,11 @@ def test_a_schedule_traces_its_steps_only(path):
 )
 def test_steps_that_never_came_are_said(steps, said):
     assert between(50, 60).describe_missed(steps) == said
-    assert profile.schedule(active=2).describe_missed(steps) is None, "it began with the session"
+    assert profile.trace_schedule(active=2).describe_missed(steps) is None, "it began with the session"
 
 
 def test_a_session_that_ends_before_its_schedule_says_so(path):
-    with profile.session(["cpu"], path=path, schedule=profile.schedule(wait=98, warmup=1, active=1)) as sess:
+    with profile.session(["cpu"], path=path, schedule=profile.trace_schedule(wait=98, warmup=1, active=1)) as sess:
         for _ in range(3):
             burn(1)
             sess.step()
@@ -443,7 +443,7 @@ def test_a_session_that_ends_before_its_schedule_says_so(path):
 
 
 def test_a_schedules_joules_are_those_of_its_windows(power, path):
-    plan = profile.schedule(wait=3, active=1)
+    plan = profile.trace_schedule(wait=3, active=1)
     with profile.session(path=path, schedule=plan) as sess:
         for _ in range(8):
             with profile.region("work"):
@@ -494,7 +494,7 @@ def test_a_window_that_ends_inside_a_record_function_ends_it(path):
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     original = torch.autograd.profiler.record_function.__enter__
-    with profile.session(["cpu"], path=path, schedule=profile.schedule(active=1)) as sess:
+    with profile.session(["cpu"], path=path, schedule=profile.trace_schedule(active=1)) as sess:
         handle = register_optimizer_step_post_hook(lambda *_: sess.step())
         with torch.profiler.record_function("whole"):
             for _ in range(4):

@@ -137,7 +137,7 @@ def test_an_error_that_both_have_is_not_in_their_difference() -> None:
     def modelled(joules: float, source: str = "cpu model") -> EnergyTable:
         whole = table({"mm": joules})
         error = math.hypot(0.3 * whole.energy_j, 0.1)
-        return dataclasses.replace(whole, basis="modelled", source=source, total_error_j=error)
+        return dataclasses.replace(whole, basis="modelled", source=source, error_j=error)
 
     found = analyze.diff(thrice(modelled(10.0)), thrice(modelled(11.5)))
     level = math.hypot(0.3 * 12.5, 0.1) / 12.5  # the lesser of both, all of which is the model's
@@ -262,8 +262,8 @@ def test_steps_are_compared_by_the_step_and_scatter_counts() -> None:
 
 
 def exact(given: EnergyTable) -> EnergyTable:
-    steps = [dataclasses.replace(s, energy_error_j=0.0) for s in given.steps]
-    return dataclasses.replace(given, total_error_j=0.0, steps=steps)
+    steps = [dataclasses.replace(s, error_j=0.0) for s in given.steps]
+    return dataclasses.replace(given, error_j=0.0, steps=steps)
 
 
 def test_intervals_of_steps_hold() -> None:

@@ -39,9 +39,7 @@ def steps(*joules: float) -> list[EnergyRow]:
 
 def stepped(joules: list[float], seconds: list[float]) -> EnergyTable:
     made = table({"mm": sum(joules) - 1.0}, steps=joules, walls=seconds, seconds=sum(seconds))
-    return dataclasses.replace(
-        made, total_error_j=0.0, steps=[dataclasses.replace(s, energy_error_j=0.0) for s in made.steps]
-    )
+    return dataclasses.replace(made, error_j=0.0, steps=[dataclasses.replace(s, error_j=0.0) for s in made.steps])
 
 
 # -- which steps count ----------------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def test_a_power_cap_and_dear_steps_are_found(made: Made) -> None:
         "what is dear there may be the machine's other load"
     )
     assert find_advice(RunEvidence(table=table(*spent), telemetry={})) == []
-    assert find_advice(RunEvidence(table=dataclasses.replace(table(*spent), total_j=math.nan), telemetry={})) == []
+    assert find_advice(RunEvidence(table=dataclasses.replace(table(*spent), energy_j=math.nan), telemetry={})) == []
 
 
 # -- the screen -----------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_table_as_text_and_html(made: Made) -> None:
     assert "CUDAFunctor_add<bf16>> + vectorized" in shown.text(made.table, by="groups", width=200)
     assert EVIL in "".join(parser.text)
     assert "MODELLED" in shown.html(dataclasses.replace(made.table, basis="modelled"))
-    nothing = dataclasses.replace(made.table, total_j=math.nan, kernels=(), ops=(), regions=(), steps=())
+    nothing = dataclasses.replace(made.table, energy_j=math.nan, kernels=(), ops=(), regions=(), steps=())
     assert "unknown J" in str(nothing)
 
 
@@ -717,7 +717,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
         "energy_j": pytest.approx(said.whole.energy_j), "error_j": pytest.approx(said.whole.error_j),
         "time_s": 2.0, "steps": 20,
     }  # fmt: skip
-    assert data["total_j"] == pytest.approx(spent.energy_j)
+    assert data["energy_j"] == pytest.approx(spent.energy_j)
 
 
 def test_windows_of_a_schedule_are_summed(tmp_path: Path) -> None:
@@ -858,7 +858,7 @@ def test_json_has_the_table_and_the_answer(made: Made, tmp_path: Path) -> None:
     assert not (tmp_path / "train.html").exists()
     assert data["crashed"] is False
     assert {"total_j", "total_error_j", "idle_j", "seconds", "busy_s", "kernels", "ops", "regions"} <= set(data)
-    assert data["total_j"] == pytest.approx(sum(k["energy_j"] for k in data["kernels"]) + data["idle_j"], rel=1e-6)
+    assert data["energy_j"] == pytest.approx(sum(k["energy_j"] for k in data["kernels"]) + data["idle_j"], rel=1e-6)
     assert {"kernel_name", "energy_j", "energy_error_j", "calls", "power_w"} <= set(data["kernels"][0])
     said = data["answer"]
     assert {"energy_j", "error_j", "power_w", "per_work", "advice", "gaps", "parts"} <= set(said)

@@ -180,7 +180,7 @@ def test_every_figure_says_how_it_is_known(html: str, run: RunFile, made: Made) 
     )
     measured = page(with_table(run, made.table), results=counted)
     assert dict(re.findall(r"<td>([^<]+)</td><td><span class='tag (\w+)'", measured))["bytes moved"] == "measured"
-    unknown = dataclasses.replace(made.table, total_j=math.nan, kernels=(), ops=())
+    unknown = dataclasses.replace(made.table, energy_j=math.nan, kernels=(), ops=())
     said = page(with_table(run, unknown), results={})
     assert dict(re.findall(r"<td>([^<]+)</td><td><span class='tag (\w+)'", said))["energy of the run"] == "missing"
 

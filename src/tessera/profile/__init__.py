@@ -26,9 +26,9 @@ from .recorder import Session as Session
 from .region import counter as counter
 from .region import mark as mark
 from .region import region as region
-from .schedule import TracingSchedule as TracingSchedule
-from .schedule import schedule as schedule
 from .session import session as session
+from .tracing_schedule import TracingSchedule as TracingSchedule
+from .tracing_schedule import trace_schedule as trace_schedule
 
 if TYPE_CHECKING:
     from .export import Chrome as chrome  # noqa: N813  (used like functions: exporters=[profile.chrome(path)])
@@ -56,10 +56,10 @@ __all__ = [
     "otlp",
     "parquet",
     "region",
-    "schedule",
     "session",
     "summary",
     "tensorboard",
+    "trace_schedule",
 ]
 
 if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any

@@ -31,8 +31,8 @@ from ..errors import ArgumentError, TesseraError
 from .ending import DROPPED, Patience
 from .options import DEFAULT, Mode, SessionOptions
 from .recorder import Session
-from .schedule import between
 from .script_steps import ScriptSteps
+from .tracing_schedule import between
 
 ENDED, CLOSED = b"e", b"c"
 MISSING = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -32,7 +32,8 @@ class SessionOptions:
     `sample_interval_ms` is the period of the Python stacks (10 by default), and the resolution asked of the power
     samples, which are as fine as the sensor really is. `flush_s` brings the trace to the file that often (it costs:
     see `tracing`), and `limit_s` ends tracing that long after the first step (the start, where there are none); power
-    goes on.
+    goes on. `align_clocks` compares this rank's clock with rank 0's when the session starts and ends: ranks of several
+    hosts are then merged to within microseconds. Every rank of the job must do it, after `init_process_group`.
     """
 
     mode: Mode = "timeline"
@@ -43,6 +44,7 @@ class SessionOptions:
     sample_interval_ms: float | None = None
     flush_s: float | None = None
     limit_s: float | None = None
+    align_clocks: bool = False
 
     def __post_init__(self) -> None:
         _check_word(self.mode, MODES, "mode")
@@ -87,7 +89,7 @@ def _check_word(word: Any, words: Sequence[str], what: str) -> None:
         raise ArgumentError(f"there is no {what} {word!r}{near}", fix=f"one of: {', '.join(words)}")
 
 
-def check_keywords(unknown: dict[str, Any], known: Sequence[str]) -> None:
+def check_keywords(unknown: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse keywords that do not exist."""
     for name in unknown:
         raise ArgumentError(

@@ -24,7 +24,7 @@ from ..errors import MeasurementError, TesseraError
 from . import ending
 from .options import SessionOptions
 from .region import current, install
-from .schedule import TracingSchedule
+from .tracing_schedule import TracingSchedule
 
 if TYPE_CHECKING:
     from ..attribute.table import EnergyTable
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .export import Exporter
     from .nvtx import Pop, Push
     from .power_feed import PowerFeed
+    from .ranks.clocks import ClockReading
     from .runfile import RunWriter
     from .sampling import StackSampler
     from .summary_mode import RunSummary
@@ -60,6 +61,12 @@ def _no_power() -> MeasurementError:
     return MeasurementError(
         "this session measured no power", fix='name it: profile.session(activities=["gpu", "power"])'
     )
+
+
+def _compare_clocks() -> ClockReading:
+    from .ranks.clocks import exchange
+
+    return exchange()
 
 
 def wait_for_device() -> None:
@@ -116,6 +123,7 @@ class Session:
         self._done = threading.Event()
         self._ticker: threading.Thread | None = None
         self._recording: Recording | None = None
+        self._clock: ClockReading | None = None
 
     # -- begin and end ---------------------------------------------------------------------------------------------
 
@@ -149,6 +157,8 @@ class Session:
             if os.environ.get(REPLAY) == "1":
                 return self
             assemble(self)
+            if self.options.align_clocks:
+                self._clock = _compare_clocks()
             install(self)
             ending.stop_at_exit(self)
         self._ticker = threading.Thread(target=self._tick, name="tessera-session", daemon=True)
@@ -254,6 +264,10 @@ class Session:
                 self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
             writer.set("tracing_s", self._tracing.spent_s)
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
+        if self._clock is not None:
+            from .ranks.clocks import settle
+
+            writer.set("clock", settle(self._clock, _compare_clocks()).to_dict())
         writer.set("windows", self._windows)
         writer.set("end_ns", self._end_ns)
         writer.set("notes", self.notes)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Never
 
 from ..errors import ArgumentError
 from .options import Activity, Mode, SessionOptions, check_keywords
 from .recorder import Session
-from .schedule import TracingSchedule
+from .tracing_schedule import TracingSchedule
 
 if TYPE_CHECKING:
     from .export import Exporter
@@ -44,7 +44,8 @@ def session(
     schedule: TracingSchedule | None = None,
     flush_s: float | None = None,
     limit_s: float | None = None,
-    **unknown: Any,
+    align_clocks: bool = False,
+    **unknown: Never,
 ) -> Session:
     """Record a `with` block: kernels, copies, collectives, operators, regions, and the power beside them.
 
@@ -64,7 +65,7 @@ def session(
     if schedule is not None and not isinstance(schedule, TracingSchedule):
         raise ArgumentError(
             f"schedule={schedule!r} is not one of ours",
-            fix="profile.schedule(wait=..., warmup=..., active=..., repeat=...)",
+            fix="profile.trace_schedule(wait=..., warmup=..., active=..., repeat=...)",
         )
     options = SessionOptions(
         mode=mode,
@@ -75,6 +76,7 @@ def session(
         sample_interval_ms=sample_interval_ms,
         flush_s=flush_s,
         limit_s=limit_s,
+        align_clocks=align_clocks,
     )
     writers = _check_exporters(exporters)
     if tensorboard_dir is not None:

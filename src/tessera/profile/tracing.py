@@ -33,8 +33,8 @@ from ..monitor.scope import synchronize
 from ..notes import Note
 from ..timeline.columns import Timeline
 from .kineto_collector import Finished, KinetoCollector
-from .schedule import TracingSchedule
 from .torch_hooks import MainThread, OpenRanges, OtherProfilers, model_runs
+from .tracing_schedule import TracingSchedule
 
 _log = logging.getLogger("tessera")
 

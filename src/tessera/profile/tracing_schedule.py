@@ -1,4 +1,4 @@
-"""`schedule`: which steps are traced, as torch.profiler's: skip, then cycles of wait, warm-up and active steps."""
+"""`trace_schedule`: which steps are traced, as in torch.profiler: skip, then cycles of wait, warm-up, active."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class TracingSchedule:
                 raise ArgumentError(f"{name}={getattr(self, name)!r} is not a number of steps", fix="0 or more")
         if self.active < 1:
             raise ArgumentError(
-                f"active={self.active!r} would trace nothing", fix="at least one, as in schedule(wait=1, active=3)"
+                f"active={self.active!r} would trace nothing",
+                fix="trace at least one: trace_schedule(wait=1, active=3)",
             )
 
     def action(self, step: int) -> Action:
@@ -74,10 +75,12 @@ def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def schedule(*, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0) -> TracingSchedule:
+def trace_schedule(
+    *, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0
+) -> TracingSchedule:
     """Which steps of a session are traced, counted by `sess.step()`; power is recorded in all of them.
 
-    >>> profile.session(schedule=profile.schedule(wait=98, warmup=1, active=1))     # one step in a hundred
+    >>> profile.session(schedule=profile.trace_schedule(wait=98, warmup=1, active=1))     # one step in a hundred
     """
     return TracingSchedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
 
