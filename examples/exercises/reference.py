@@ -50,7 +50,7 @@ def predicted(chip: str, size: int, dtype: torch.dtype) -> Row:
         power_w=report.average_power_w,
         power_error_w=report.total.error_j / report.total_latency_s,
         tflops=tflops,
-        tflops_error=tflops * report.prediction.latency_error_s / report.total_latency_s,
+        tflops_error=tflops * report.prediction.error_s / report.total_latency_s,
     )
 
 

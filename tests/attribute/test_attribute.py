@@ -249,7 +249,7 @@ def test_views_and_json():
     board.mixture(LOADS, 1.0)
     table = attribute(board.timeline(), board.power())
     data = json.loads(json.dumps(table.to_json()))
-    assert {"total_j", "idle_j", "kernels", "ops", "regions"} <= data.keys()
+    assert {"energy_j", "idle_j", "kernels", "ops", "regions"} <= data.keys()
     assert {"kernel_name", "kind", "group", "calls", "time_s", "energy_j", "energy_error_j"} <= data["kernels"][
         0
     ].keys()

@@ -734,7 +734,7 @@ def test_a_real_process_without_steps_on_the_abstract_socket(tmp_path):
     if "belongs to" in (answer["kineto"]["reason"] or ""):
         pytest.skip(answer["kineto"]["reason"])
     assert out.returncode == 0, out.stdout
-    assert answer["kineto"]["figures"]["seconds"] == pytest.approx(0.25, abs=0.12)
+    assert answer["kineto"]["figures"]["time_s"] == pytest.approx(0.25, abs=0.12)
     assert answer["kineto"]["figures"]["ops_with_shapes"] > 20
 
 

@@ -97,7 +97,7 @@ def measured(joules: float, *, regions: dict[str, float] = {}, **work: float) ->
         by_domain={"gpu0": energy},
         work=[Work(amount=n, unit=u) for u, n in work.items()],
         regions=[
-            RegionEnergy(name=n, calls=3, energy=dataclasses.replace(energy, joules=j)) for n, j in regions.items()
+            RegionEnergy(name=n, calls=3, energy=dataclasses.replace(energy, energy_j=j)) for n, j in regions.items()
         ],
     )
 

@@ -153,7 +153,7 @@ def test_watts_of_several_runs_scatter_as_those_of_runs() -> None:
     """Runs of very different length at one power."""
     lengths = (8.0, 10.0, 12.0)
     runs = [
-        [dataclasses.replace(measured(watts * s), total=dataclasses.replace(measured(watts * s).total, seconds=s,
+        [dataclasses.replace(measured(watts * s), total=dataclasses.replace(measured(watts * s).total, time_s=s,
                                                                            error_j=0.0)) for s in lengths]
         for watts in (400.0, 410.0)
     ]  # fmt: skip

@@ -857,7 +857,7 @@ def test_json_has_the_table_and_the_answer(made: Made, tmp_path: Path) -> None:
     data = json.loads(done.stdout)
     assert not (tmp_path / "train.html").exists()
     assert data["crashed"] is False
-    assert {"total_j", "total_error_j", "idle_j", "seconds", "busy_s", "kernels", "ops", "regions"} <= set(data)
+    assert {"energy_j", "error_j", "idle_j", "time_s", "busy_s", "kernels", "ops", "regions"} <= set(data)
     assert data["energy_j"] == pytest.approx(sum(k["energy_j"] for k in data["kernels"]) + data["idle_j"], rel=1e-6)
     assert {"kernel_name", "energy_j", "energy_error_j", "calls", "power_w"} <= set(data["kernels"][0])
     said = data["answer"]
