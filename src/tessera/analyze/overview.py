@@ -156,14 +156,14 @@ def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> 
     for domain, rows in telemetry.items():
         tracks: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for t in rows:
-            found: list[tuple[str, str, float | None]] = [
+            readings: list[tuple[str, str, float | None]] = [
                 *((f"{clock} clock", "MHz", mhz) for clock, mhz in t.clocks_mhz.items() if clock in ("sm", "memory")),
                 ("temperature", "°C", t.temperature_c),
                 ("memory temperature", "°C", t.memory_temperature_c),
                 ("utilisation", "%", t.utilization_pct),
                 ("SM activity", "%", t.sm_activity_pct),
             ]
-            for name, unit, value in found:
+            for name, unit, value in readings:
                 if value is not None:
                     tracks.setdefault((name, unit), []).append((t.time_ns + offset_ns, float(value)))
         for (name, unit), pairs in tracks.items():

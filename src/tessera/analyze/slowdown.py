@@ -34,6 +34,7 @@ from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
 from ..timeline.link import steps_of
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
+from .devices import busy_spans
 from .mean_step import BLOCKS, independent_error, mean_error
 from .run_energy import accounted_energies
 
@@ -125,12 +126,13 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     tracing_s = facts.tracing_s if of_run else None
     if not windows.total_ns > 0:
         return None
-    seen = _StepTimes(timeline, windows, tracing_s)
-    found = seen.by_steps() or seen.by_events()
+    steps = _StepTimes(timeline, windows, tracing_s)
+    slowdown = steps.by_steps() or steps.by_events()
     if table is not None and table.idle_j > 0:
-        idle_s = max(table.time_s * seen.devices - table.busy_s, found.idle_s)
-        found = dataclasses.replace(found, idle_j=table.idle_j * found.idle_s / idle_s if idle_s > 0 else 0.0)
-    return _with_joules(found, seen, power) if power is not None and found.basis == "steps" else found
+        idle_s = max(table.time_s * steps.devices - table.busy_s, slowdown.idle_s)
+        idle_j = table.idle_j * slowdown.idle_s / idle_s if idle_s > 0 else 0.0
+        slowdown = dataclasses.replace(slowdown, idle_j=idle_j)
+    return _add_joules(slowdown, steps, power) if power is not None and slowdown.basis == "steps" else slowdown
 
 
 class _StepTimes:
@@ -253,39 +255,39 @@ def _doubt(seconds: Floats) -> float:
 
 def _busiest(timeline: Timeline) -> Spans:
     """When the device that waited least had something to do: a step is never shorter than that."""
-    found = [EMPTY]
-    for mine in timeline.by_device().values():
-        found.append(union(timeline["start_ns"][mine], timeline["end_ns"][mine]))
-    return max(found, key=lambda spans: spans.total_ns)
+    spans = [busy_spans(timeline, rows) for rows in timeline.by_device().values()]
+    return max([EMPTY, *spans], key=lambda s: s.total_ns)
 
 
-def _with_joules(found: Slowdown, seen: _StepTimes, power: PowerTrace) -> Slowdown:
-    """With those of an untraced step, where the sensor saw them: what a traced one cost beyond is the tracer's."""
-    traced, untraced = (_sum_joules(seen, steps, power) for steps in (seen.traced, seen.untraced))
+def _add_joules(slowdown: Slowdown, steps: _StepTimes, power: PowerTrace) -> Slowdown:
+    """With the joules of an untraced step, where the sensor saw them: what a traced one cost beyond is the tracer's."""
+    traced, untraced = (_sum_joules(steps, chosen, power) for chosen in (steps.traced, steps.untraced))
     if untraced is None:
-        return found
-    own_j, apart_j = untraced.error_j / found.untraced_steps, mean_error(_each(seen, seen.untraced, power))
-    known = dataclasses.replace(
-        found,
-        untraced_step_j=untraced.energy_j / found.untraced_steps,
-        untraced_step_error_j=own_j if math.isnan(apart_j) else math.hypot(own_j, apart_j),
-        untraced_steps_per_s=found.untraced_steps / untraced.time_s,
+        return slowdown
+    count = slowdown.untraced_steps
+    own_j, scatter_j = untraced.error_j / count, mean_error(_each(steps, steps.untraced, power))
+    idle_j = slowdown.idle_j
+    if traced is not None:
+        more_j = traced.energy_j / slowdown.traced_steps - untraced.energy_j / count
+        idle_j = min(idle_j, max(more_j, 0.0) * steps.passes)
+    return dataclasses.replace(
+        slowdown,
+        untraced_step_j=untraced.energy_j / count,
+        untraced_step_error_j=own_j if math.isnan(scatter_j) else math.hypot(own_j, scatter_j),
+        untraced_steps_per_s=count / untraced.time_s,
+        idle_j=idle_j,
     )
-    if traced is None:
-        return known
-    more_j = traced.energy_j / found.traced_steps - untraced.energy_j / found.untraced_steps
-    return dataclasses.replace(known, idle_j=min(found.idle_j, max(more_j, 0.0) * seen.passes))
 
 
-def _each(seen: _StepTimes, steps: Bools, power: PowerTrace) -> list[float]:
+def _each(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> list[float]:
     """Joules of some steps one by one, for how they scatter: as in `mean_step`, where each has a row."""
-    edges = np.stack([seen.begins[steps], seen.ends[steps]], axis=1)
-    return [spent.energy_j for spent in accounted_energies(power, seen.timeline, edges.tolist())]
+    edges = np.stack([steps.begins[chosen], steps.ends[chosen]], axis=1)
+    return [spent.energy_j for spent in accounted_energies(power, steps.timeline, edges.tolist())]
 
 
-def _sum_joules(seen: _StepTimes, steps: Bools, power: PowerTrace) -> Energy | None:
+def _sum_joules(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> Energy | None:
     """Joules of some steps; None where the sensor did not see them."""
     # Steps that follow one another as one: what lies between two (a validation, a data loader) is no step's.
-    edges = np.stack(union(seen.begins[steps], seen.ends[steps]), axis=1)
-    spent = sum_windows(accounted_energies(power, seen.timeline, edges.tolist()))
+    edges = np.stack(union(steps.begins[chosen], steps.ends[chosen]), axis=1)
+    spent = sum_windows(accounted_energies(power, steps.timeline, edges.tolist()))
     return spent if spent.coverage >= SEEN and spent.energy_j > 0 else None
