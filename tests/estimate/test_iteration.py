@@ -70,7 +70,11 @@ def test_only_the_board_whose_limiter_was_recorded_goes_above_its_limit() -> Non
     found, limit_w = _of("h200", [1200.0, 100.0], [0.05, 0.05], measured=True)
     assert limit_w < found.power_w == pytest.approx(965.0, rel=1e-3)
     found, limit_w = _of("a100", [500.0, 100.0], [0.05, 0.05])
-    assert found.power_w == limit_w < 400.0 and "would draw 500 W" in found.note and "not measured on this board" in found.note
+    assert (
+        found.power_w == limit_w < 400.0
+        and "would draw 500 W" in found.note
+        and "not measured on this board" in found.note
+    )
     found, limit_w = _of("a100", [500.0, 100.0], [0.05, 0.05], burst=True)
     assert found.power_w == pytest.approx(500.0) and "a burst ends before the limit acts" in found.note
 
