@@ -438,7 +438,7 @@ def test_a_trace_without_power_is_compared_by_time(files: tuple[Path, Path]) -> 
         ({"report": {"name": "x", "total": 3}}, "not a report"),
         ({"report": {"schema_version": 99, "total": {}}}, "newer Tessera"),
         ({"summary": {}}, "neither a report nor a table"),
-        ({"total_j": 1.0, "kernels": 3}, "not a report"),
+        ({"energy_j": 1.0, "kernels": 3}, "not a report"),
         (b'{"report": ', "cannot read"),
     ],
 )
