@@ -1,0 +1,68 @@
+"""Names a stranger can guess: a class name exists once, functions are verbs, modules are small enough to read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from places import REPOSITORY
+
+SOURCE = REPOSITORY / "src" / "tessera"
+MOST_PARTICIPLES = 20
+MOST_LINES = 450
+NOT_PARTICIPLES = {"need", "speed", "seed", "feed", "embed", "shed", "exceed", "proceed", "succeed"}
+IRREGULAR = re.compile(
+    "held|told|taken|made|given|kept|left|known|seen|found|said|written|drawn|laid|cut|sent|shown|spent|begun|gone|done|"
+    "built|paid|met|lost|chosen|broken|hidden|frozen|grown|thrown|bound|fed|led|driven|heard|meant|brought|caught"
+)
+
+
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
+
+
+def test_a_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def is_participle(name: str) -> bool:
+    word = name.strip("_")
+    return bool(IRREGULAR.fullmatch(word)) or bool(re.fullmatch(r"[a-z]+ed", word) and word not in NOT_PARTICIPLES)
+
+
+def test_functions_are_verbs_and_not_bare_participles() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not node.name.startswith("__")
+        and is_participle(node.name)
+    ]
+    assert len(found) < MOST_PARTICIPLES, "\n".join(found)
+
+
+def test_a_module_fits_in_a_head() -> None:
+    long = {
+        str(path.relative_to(SOURCE)): lines
+        for path in SOURCE.rglob("*.py")
+        if (lines := path.read_text().count("\n")) > MOST_LINES
+    }
+    assert long == {}
+
+
+def test_no_module_of_tests_is_rerun_as_a_whole() -> None:
+    """An intermittent fault must be seen: only single tests may be repeated, each with its reason."""
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"^pytestmark\b.*flaky", text, re.MULTILINE), path
+        for line in (n for n, row in enumerate(text.splitlines()) if "mark.flaky" in row and "def " not in row):
+            near = "\n".join(text.splitlines()[max(line - 2, 0) : line + 2])
+            assert path.name == "test_names.py" or "#" in near or "reason" in near, f"{path}:{line + 1} gives no reason"
