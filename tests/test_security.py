@@ -326,7 +326,7 @@ def test_only_the_exporter_listens_and_on_loopback() -> None:
         for path in SOURCE.rglob("*.py")
         if re.search(r"\.bind\(|HTTPServer|socketserver|create_server|\.listen\(", path.read_text(encoding="utf-8"))
     }
-    assert bound <= {"cli/metrics.py", "report/metrics.py", "profile/attach/ipc.py"}, bound
+    assert bound <= {"cli/metrics.py", "report/metrics.py", "profile/attach/daemon.py"}, bound
     from tessera.cli import metrics
 
     listen = next(p for p in metrics.command.params if p.name == "listen")

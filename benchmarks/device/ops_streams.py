@@ -33,7 +33,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ops_restart import replace_result
 from tessera import event, memcpy, monitor, op, profile, stream
-from tessera.profile import stream_ids
+from tessera.profile import kineto_collector as collector
 from tessera.timeline import stream_names
 
 Row = dict[str, Any]
@@ -175,7 +175,7 @@ def names(report: Report) -> None:
         rows = [r for r in timeline.records() if r.kind == "kernel" and r.op == told[name]]
         seen = {r.stream_id for r in rows}
         label = stream_names.label(timeline.meta, 0, next(iter(seen)), None) if len(seen) == 1 else None
-        ids = {way.__name__: way(s.handle) if s.handle else None for way in (stream_ids.by_cupti, stream_ids.by_driver)}
+        ids = {way.__name__: way(s.handle) if s.handle else None for way in (collector.by_cupti, collector.by_driver)}
         report.add("names", {
             "name": name, "trace_stream": sorted(seen), **ids, "label": label,
             "right": bool(label and label.startswith(f"{name} (stream")) if CUDA else None,

@@ -272,16 +272,16 @@ def _ipmi(data: bytes, _: Path) -> None:
 
 
 def _dynolog(data: bytes, _: Path) -> None:
-    from tessera.profile.attach import ipc
+    from tessera.profile.attach import daemon
 
-    kind, body = ipc.decode(data)
-    if kind == ipc.REQUEST:
-        assert len(ipc.decode_request(body).pids) <= 64
+    kind, body = daemon.decode(data)
+    if kind == daemon.REQUEST:
+        assert len(daemon.decode_request(body).pids) <= 64
 
 
 def _kineto_figures(data: bytes, _: Path) -> None:
-    from tessera.profile.attach.export import split
-    from tessera.profile.attach.tracefile import figures
+    from tessera.profile.attach.request import figures
+    from tessera.profile.attach.tracks import split
 
     figures(data)
     split(data)
@@ -393,11 +393,11 @@ def _redfish_seeds() -> list[bytes]:
 
 
 def _dynolog_seeds() -> list[bytes]:
-    from tessera.profile.attach import ipc
+    from tessera.profile.attach import daemon
 
     return [
-        ipc.encode(ipc.REQUEST, ipc.encode_request(ipc.ACTIVITIES, 0, (1, 2, 3))),
-        ipc.encode(ipc.REGISTER, ipc.encode_context(0, 1, 0)),
+        daemon.encode(daemon.REQUEST, daemon.encode_request(daemon.ACTIVITIES, 0, (1, 2, 3))),
+        daemon.encode(daemon.REGISTER, daemon.encode_context(0, 1, 0)),
     ]
 
 

@@ -25,15 +25,13 @@ import pytest
 
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
 from tessera.profile.attach import AttachOptions, NoProcess, NotYours, TraceFigures, What, attach, process
-from tessera.profile.attach import kineto as kineto_module
-from tessera.profile.attach.daemon import TraceDaemon
-from tessera.profile.attach.export import counters, split, write_summary, write_trace
-from tessera.profile.attach.gpu import ProcessUse
-from tessera.profile.attach.ipc import (
+from tessera.profile.attach import process as kineto_module
+from tessera.profile.attach.daemon import (
     BadMessage,
     Datagram,
     Endpoint,
     SocketTaken,
+    TraceDaemon,
     address,
     decode,
     decode_request,
@@ -41,11 +39,10 @@ from tessera.profile.attach.ipc import (
     encode_context,
     encode_request,
 )
-from tessera.profile.attach.kineto import kineto
-from tessera.profile.attach.process import Target, find
-from tessera.profile.attach.request import Folder, config
-from tessera.profile.attach.tracefile import figures
-from tessera.profile.attach.tracks import Track
+from tessera.profile.attach.process import Target, find, kineto
+from tessera.profile.attach.request import Folder, config, figures
+from tessera.profile.attach.sampling import ProcessUse
+from tessera.profile.attach.tracks import Track, counters, split, write_summary, write_trace
 
 LOOP = """
 import sys, time, torch
@@ -301,10 +298,10 @@ def test_a_launchers_child_is_answered_for_it(me, short):
         assert not process.descends(me.pid, child.pid)
         with Folder(me) as folder:
             launcher = TraceDaemon(in_folder(me, short, torch=False), folder, What())
-            assert launcher._wanted(child.pid)
+            assert launcher._is_wanted(child.pid)
             launcher._endpoint.close()
             itself = TraceDaemon(in_folder(me, short, torch=True), folder, What())
-            assert not itself._wanted(child.pid)
+            assert not itself._is_wanted(child.pid)
             itself._endpoint.close()
     finally:
         child.communicate()

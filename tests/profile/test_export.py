@@ -23,7 +23,7 @@ from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.export import command
 from tessera.errors import ArgumentError, MissingExtra, TesseraError
 from tessera.profile.export import Chrome, Exporter, Otlp, Parquet, SummaryCsv, TensorBoard
-from tessera.profile.export.overlap import Overlap
+from tessera.profile.export.chrome_rows import Overlap
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.record import CODE
 from tessera.schema import Domain, Telemetry
@@ -554,10 +554,11 @@ def test_otlp_sends_metrics_and_spans_of_their_time(run):
     ],
 )  # fmt: skip
 def test_what_a_domain_is(domain, kind, device):
-    from tessera.profile.export.base import device_of
     from tessera.profile.export.otlp_points import component
+    from tessera.schema import DeviceId
 
-    assert (component(domain), device_of(domain)) == (kind, device)
+    found = DeviceId.of_domain(domain)
+    assert (component(domain), found.index if found.is_gpu else None) == (kind, device)
 
 
 def test_otlp_without_power_or_table(tmp_path):
@@ -611,7 +612,7 @@ def test_otlp_says_why_it_failed_and_does_not_hang(run, capfd):
         Otlp(collector.url, timeout_s=0.4).write(with_table(run, None))
     assert time.monotonic() - start < 10
     for bad in ("localhost:4318", "ftp://x", "", "http://"):
-        with pytest.raises(ArgumentError, match="no OTLP endpoint"):
+        with pytest.raises(ArgumentError, match="is not an OTLP endpoint"):
             Otlp(bad).write(with_table(run, None))
     assert capfd.readouterr().err == ""
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, RecordingError, TesseraError
-from tessera.profile.attach import ipc
+from tessera.profile.attach import daemon
 from tessera.profile.runfile import RunFile, RunWriter
 
 from places import REPOSITORY
@@ -185,20 +185,20 @@ def test_any_datagram_is_a_request_or_a_bad_message(size, kind, body, count):
         body = struct.pack("@iiq", 2, count, 0) + body
     data = struct.pack("@Q32s", len(body) if size is None else size, kind) + body
     try:
-        found = ipc.decode_request(ipc.decode(data)[1])
-    except ipc.BadMessage as error:
+        found = daemon.decode_request(daemon.decode(data)[1])
+    except daemon.BadMessage as error:
         assert error.what
     else:
         assert len(found.pids) <= len(body) // 4
 
 
 def test_a_flood_of_nonsense_leaves_the_daemon_listening(tmp_path):
-    with ipc.Endpoint(folder=str(tmp_path)) as endpoint, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+    with daemon.Endpoint(folder=str(tmp_path)) as endpoint, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
         client.bind(str(tmp_path / "client"))
         for data in (b"", b"x", b"\xff" * 65_000, os.urandom(40), struct.pack("@Q32s", 2**63, b"req")):
             client.sendto(data, endpoint.address)
             assert endpoint.receive(0.5) is None
-        client.sendto(ipc.encode("req", ipc.encode_request(2, 0, (1,))), endpoint.address)
+        client.sendto(daemon.encode("req", daemon.encode_request(2, 0, (1,))), endpoint.address)
         message = endpoint.receive(0.5)
         assert message is not None
         assert (message.kind, message.pid, message.uid) == ("req", os.getpid(), os.geteuid())

@@ -29,7 +29,7 @@ from tessera.memcpy import async_copy
 from tessera.memcpy import loader as batches
 from tessera.memcpy.pinned_memory import PinnedPool
 from tessera.monitor import Monitor
-from tessera.profile import stream_ids
+from tessera.profile import kineto_collector as collector
 from tessera.profile.export import Chrome
 from tessera.profile.ranks.merge import merge
 from tessera.profile.runfile import RunFile, RunWriter
@@ -621,14 +621,14 @@ def test_ids_are_asked_of_the_library_and_follow_the_devices_numbers():
     timeline = Builder().build()
     known = {(0, 0xA0): "h2d", (0, 0xB0): "compute", (1, 0xC0): "far", (1, 0xD0): "unknown"}
     timeline.meta[stream_names.KEY] = {"0/7": "read from the trace"}
-    stream_ids.put(timeline, stream_ids.name_streams(known=known, ask={0xA0: 13, 0xB0: 17, 0xC0: 13}.get))
+    collector.add_stream_names(timeline, collector.name_streams(known=known, ask={0xA0: 13, 0xB0: 17, 0xC0: 13}.get))
     read = "read from the trace"
     assert timeline.meta[stream_names.KEY] == {"0/7": read, "0/13": "h2d", "0/17": "compute", "1/13": "far"}
-    stream_ids.renumber(timeline, [3, 5])
+    collector.renumber_streams(timeline, [3, 5])
     assert timeline.meta[stream_names.KEY] == {"3/7": read, "3/13": "h2d", "3/17": "compute", "5/13": "far"}
     plain = Builder().build()
-    stream_ids.put(plain, stream_ids.name_streams(known={}))
-    stream_ids.renumber(plain, [1])
+    collector.add_stream_names(plain, collector.name_streams(known={}))
+    collector.renumber_streams(plain, [1])
     assert stream_names.KEY not in plain.meta
 
 
@@ -646,13 +646,13 @@ def test_cupti_is_asked_before_the_driver(monkeypatch):
             return 0 if handle.value != 10 else 1
 
     both = {"libcupti": Cupti, "libcuda": Driver}
-    monkeypatch.setattr(stream_ids, "_find_loaded", both.get)
-    assert [stream_ids.stream_id(h) for h in (4, 9)] == [5, 509]
+    monkeypatch.setattr(collector, "_find_loaded", both.get)
+    assert [collector.stream_id(h) for h in (4, 9)] == [5, 509]
     del both["libcupti"]
-    assert [stream_ids.stream_id(h) for h in (4, 10)] == [504, None]
+    assert [collector.stream_id(h) for h in (4, 10)] == [504, None]
     monkeypatch.undo()
-    assert stream_ids.by_cupti(1) is None and stream_ids.by_driver(1) is None  # neither is loaded here
-    assert stream_ids._find_loaded("libc") is not None  # and this is how one that is loaded is found
+    assert collector.by_cupti(1) is None and collector.by_driver(1) is None  # neither is loaded here
+    assert collector._find_loaded("libc") is not None  # and this is how one that is loaded is found
 
 
 @given(st.integers(0, 15), st.integers(0, 2**40), st.text(min_size=1, max_size=20))

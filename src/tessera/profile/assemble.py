@@ -39,7 +39,7 @@ def assemble(session: Session) -> None:
             from .sampling import StackSampler
 
             session._stacks = StackSampler(options.interval_ms * 1e-3)
-        from .nvtx import ranges
+        from .region import ranges
 
         session.push, session.pop = ranges()
         torch: Any = sys.modules.get("torch")

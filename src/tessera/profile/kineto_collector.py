@@ -7,12 +7,14 @@ torch's own `events()` and `key_averages()` are never called: they make a Python
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,9 +23,98 @@ import numpy as np
 from ..errors import MeasurementError
 from ..notes import Note
 from ..record import CODE
+from ..stream import names
 from ..timeline.columns import NONE, Timeline
+from ..timeline.stream_names import KEY, key
 from .options import ON_DEVICE, SessionOptions
-from .stream_ids import name_streams, put, renumber
+
+Ask = Callable[[int], int | None]
+"""A stream's pointer to its id; its device is the current one."""
+
+
+def name_streams(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask | None = None) -> dict[str, str]:
+    """Our streams' names by the keys of `timeline.stream_names`; asked while Kineto runs, and CUPTI with it."""
+    handles = names() if known is None else known
+    torch: Any = sys.modules.get("torch")
+    if not handles or (ask is None and (torch is None or not torch.cuda.is_initialized())):
+        return {}
+    found: dict[str, str] = {}
+    for (device, handle), name in handles.items():
+        if ask is not None:
+            number = ask(handle)
+        else:
+            with torch.cuda.device(device):
+                number = stream_id(handle)
+        if number is not None:
+            found[key(device, number)] = name
+    return found
+
+
+def add_stream_names(timeline: Timeline, names_by_key: Mapping[str, str]) -> None:
+    """Put names into a timeline's meta; while its devices have Kineto's numbers."""
+    if names_by_key:
+        timeline.meta[KEY] = {**(timeline.meta.get(KEY) or {}), **names_by_key}
+
+
+def renumber_streams(timeline: Timeline, numbers: list[int]) -> None:
+    """Follow a change of device numbers: `numbers[i]` is what device i is called now."""
+    kept = timeline.meta.get(KEY)
+    if not kept:
+        return
+    moved: dict[str, str] = {}
+    for text, name in kept.items():
+        device, stream = map(int, text.split("/"))
+        moved[key(numbers[device] if device < len(numbers) else device, stream)] = name
+    timeline.meta[KEY] = moved
+
+
+def stream_id(handle: int) -> int | None:
+    """What a trace calls the stream of a pointer; None where nobody says."""
+    for way in (by_cupti, by_driver):
+        number = way(handle)
+        if number is not None:
+            return number
+    return None
+
+
+def by_cupti(handle: int) -> int | None:
+    """CUPTI's own id of a stream of the current context."""
+    library = _find_loaded("libcupti")
+    if library is None or not hasattr(library, "cuptiGetStreamIdEx"):
+        return None
+    number = ctypes.c_uint32()
+    # context NULL: the current one; per-thread default streams: no
+    failed = library.cuptiGetStreamIdEx(None, ctypes.c_void_p(handle), ctypes.c_uint8(0), ctypes.byref(number))
+    return None if failed else int(number.value)
+
+
+def by_driver(handle: int) -> int | None:
+    """The driver's id of a stream."""
+    library = _find_loaded("libcuda")
+    if library is None or not hasattr(library, "cuStreamGetId"):
+        return None
+    number = ctypes.c_ulonglong()
+    failed = library.cuStreamGetId(ctypes.c_void_p(handle), ctypes.byref(number))
+    return None if failed else int(number.value)
+
+
+@functools.lru_cache(maxsize=8)
+def _open(path: str) -> Any:
+    try:
+        return ctypes.CDLL(path)
+    except OSError:
+        return None
+
+
+def _find_loaded(name: str) -> Any:
+    """A library this process has loaded already: a second copy of CUPTI would know nothing of the first's streams."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^\S+ \S+ \S+ \S+ \S+\s+(/\S*/{name}\.so[.\d]*)$", maps, re.MULTILINE)
+    return _open(found[1]) if found else None
+
 
 _LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": ("collective",)}
 
@@ -55,7 +146,7 @@ class Finished:
             self._let_go(prof)
             del prof
             found = kineto.read(path)
-        put(found, self._streams)
+        add_stream_names(found, self._streams)
         _as_sensors_count(found)
         return drop_unasked(found, self._options)
 
@@ -203,7 +294,7 @@ def _as_sensors_count(timeline: Timeline) -> None:
     device = timeline["device"]
     known = (device >= 0) & (device < len(numbers))
     timeline.columns["device"] = np.where(known, np.array([*numbers, NONE])[np.where(known, device, NONE)], device)
-    renumber(timeline, numbers)
+    renumber_streams(timeline, numbers)
     properties = timeline.meta.get("deviceProperties")
     for entry in properties if isinstance(properties, list) else ():
         if isinstance(entry, dict) and entry.get("id") in range(len(numbers)):

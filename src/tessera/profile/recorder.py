@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ..timeline.columns import Timeline
     from ..trace import PowerTrace
     from .export import Exporter
-    from .nvtx import Pop, Push
     from .power_feed import PowerFeed
     from .ranks.clocks import ClockReading
+    from .region import Pop, Push
     from .runfile import RunWriter
     from .sampling import StackSampler
     from .summary_mode import RunSummary

@@ -21,19 +21,23 @@ from ..recording import Facts, Recording, Stack
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
-from .runfile_check import (
+from .runfile_format import (
     DAMAGE,
     DAMAGED_FIX,
     FACTS,
     as_text,
+    bad_file,
     check_columns,
     check_domain,
     check_pairs,
     check_time,
     let_go,
+    merged_meta,
+    open_read_only,
+    renumber_rows,
     row_count,
+    unpack,
 )
-from .runfile_format import bad_file, merged_meta, open_read_only, renumber_rows, unpack
 
 ENERGY = ("energy_j", "energy_error_j")
 

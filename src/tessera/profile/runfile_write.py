@@ -32,8 +32,7 @@ from ..errors import ArgumentError, RecordingError
 from ..record import Kind
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import CHUNK_ROWS, Timeline
-from .runfile_check import FACTS
-from .runfile_format import as_floats, as_ints, to_json
+from .runfile_format import FACTS, as_floats, as_ints, to_json
 from .runfile_store import Mode, Row, Store
 
 COMMIT_S = 0.25

@@ -2,24 +2,25 @@
 
 ::
 
-    process    who it is                                      kineto     whether libkineto waits in it
-    sampling   CPU, memory, NVML's figures of the process     ipc        the datagrams it speaks
-    tracks     figures over time, of process and device       daemon     answers them
-    export     trace with counters, summary                   request    what to record, and the folder for it
-                                                              tracefile  what is in the trace
+    process    the process, its figures in /proc, whether libkineto waits in it
+    sampling   CPU, memory, NVML's figures of the process
+    tracks     figures over time, their summary, and the trace with counters in it
+    daemon     the datagrams that libkineto sends, answered
+    request    what to record, the folder for it, and what is in the trace
+    session    `attach` itself
 """
 
 from __future__ import annotations
 
-from .kineto import Kineto as Kineto
+from .process import Kineto as Kineto
 from .process import NoProcess as NoProcess
 from .process import NotYours as NotYours
 from .process import Target as Target
+from .request import TraceFigures as TraceFigures
 from .request import What as What
 from .session import Attached as Attached
 from .session import AttachOptions as AttachOptions
 from .session import attach as attach
-from .tracefile import TraceFigures as TraceFigures
 from .tracks import SECTIONS as SECTIONS
 from .tracks import Track as Track
 from .tracks import TrackSummary as TrackSummary

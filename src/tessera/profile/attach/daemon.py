@@ -12,26 +12,226 @@ later answer one request late, for ever. Silence to what comes then keeps the tw
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
-from .ipc import (
-    DAEMON,
-    REGISTER,
-    REQUEST,
-    BadMessage,
-    Datagram,
-    Endpoint,
-    SocketTaken,
-    address,
-    decode_request,
-    encode_count,
-    format_address,
-)
-from .kineto import owner_of
-from .process import Target, descends
+from ...errors import ArgumentError, MeasurementError, TesseraError
+from .process import Target, descends, owner_of
 from .request import Folder, What, config
+
+DAEMON = "dynolog"
+REGISTER, REQUEST = "ctxt", "req"
+ACTIVITIES = 0x2
+"""Bit of a request's type: the process's profiler is free and takes a configuration."""
+
+_HEADER = struct.Struct("@Q32s")
+_CONTEXT = struct.Struct("@iiq")
+_REQUEST = struct.Struct("@iiq")
+_COUNT = struct.Struct("@i")
+_CREDENTIALS = struct.Struct("@iII")  # struct ucred: pid, uid, gid
+_SCM_CREDENTIALS = 0x02
+_MAX_BYTES = 1 << 16  # libkineto's requests have about 100
+_MAX_PATH = 107  # sun_path has 108 with its NUL
+_MAX_PIDS = 64  # libkineto names itself and up to ten ancestors
+
+
+class BadMessage(TesseraError):
+    """A datagram that does not follow the protocol."""
+
+
+class SocketTaken(MeasurementError):
+    """Another daemon answers the processes of this machine already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datagram:
+    """A message and who sent it: `pid` and `uid` are the kernel's word (SCM_CREDENTIALS), not the sender's."""
+
+    kind: str
+    body: bytes
+    pid: int
+    uid: int
+    sender: bytes | str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a process asks: `free` when its profiler takes a configuration, and the PIDs it says it has."""
+
+    kind: int
+    job: int
+    pids: tuple[int, ...]
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing is being profiled in the process."""
+        return bool(self.kind & ACTIVITIES)
+
+
+def encode(kind: str, body: bytes) -> bytes:
+    """One datagram."""
+    return _HEADER.pack(len(body), kind.encode()) + body
+
+
+def decode(data: bytes) -> tuple[str, bytes]:
+    """Type and body of one datagram."""
+    if len(data) < _HEADER.size:
+        raise BadMessage(f"a datagram of {len(data)} bytes has no header")
+    size, name = _HEADER.unpack_from(data)
+    body = data[_HEADER.size :]
+    if size != len(body):
+        raise BadMessage(f"the header says {size} bytes, {len(body)} came")
+    return name.split(b"\0", 1)[0].decode("ascii", "replace"), body
+
+
+def decode_request(body: bytes) -> Request:
+    """The body of a "req"."""
+    if len(body) < _REQUEST.size:
+        raise BadMessage(f"a request of {len(body)} bytes is too short")
+    kind, count, job = _REQUEST.unpack_from(body)
+    if not 0 <= count <= _MAX_PIDS or len(body) < _REQUEST.size + 4 * count:
+        raise BadMessage(f"a request that names {count} PIDs in {len(body)} bytes")
+    return Request(kind, job, struct.unpack_from(f"@{count}i", body, _REQUEST.size))
+
+
+def encode_request(kind: int, job: int, pids: tuple[int, ...]) -> bytes:
+    """The body of a "req", as libkineto makes it; for tests and for trying out a daemon."""
+    return _REQUEST.pack(kind, len(pids), job) + struct.pack(f"@{len(pids)}i", *pids)
+
+
+def encode_context(gpu: int, pid: int, job: int) -> bytes:
+    """The body of a "ctxt"."""
+    return _CONTEXT.pack(gpu, pid, job)
+
+
+def encode_count(count: int) -> bytes:
+    """The answer to a "ctxt"."""
+    return _COUNT.pack(count)
+
+
+def address(name: str, folder: str | None) -> str:
+    """Where an endpoint of that name is: a file in `folder`, or in the abstract namespace.
+
+    The folder is taken as it stands, without tidying: libkineto compares the text of an answer's address with it.
+    """
+    if not folder:
+        return f"\0{name}\0"
+    path = f"{folder}/{name}"
+    if len(os.fsencode(path)) > _MAX_PATH:
+        raise ArgumentError(f"the socket path {path} is too long", why=f"a socket's path has {_MAX_PATH} bytes at most")
+    return path
+
+
+class Endpoint:
+    """The bound socket of a daemon. Only the owner may write to one that is a file; leaving removes the file."""
+
+    def __init__(self, name: str = DAEMON, *, folder: str | None = None, owner_uid: int | None = None) -> None:
+        self.address = address(name, folder)
+        self._path = Path(self.address) if folder else None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            # Before bind: what arrives earlier would carry no credentials.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            if self._path is not None:
+                _clear_stale(self._path)
+            self._bind(owner_uid)
+        except OSError as exc:
+            self._socket.close()
+            if exc.errno == errno.EADDRINUSE:
+                raise SocketTaken(
+                    f"another daemon owns the socket {format_address(self.address)}", why=str(exc)
+                ) from exc
+            raise MeasurementError(f"cannot listen at {format_address(self.address)}", why=str(exc)) from exc
+        except TesseraError:
+            self._socket.close()
+            raise
+
+    def _bind(self, owner_uid: int | None) -> None:
+        if self._path is None:
+            self._socket.bind(self.address)
+            return
+        old = os.umask(0o177)  # owner-only from the first moment on
+        try:
+            self._socket.bind(self.address)
+        finally:
+            os.umask(old)
+        if owner_uid is not None and owner_uid != os.geteuid():
+            os.chown(self._path, owner_uid, -1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def receive(self, timeout_s: float) -> Datagram | None:
+        """The next message; None when none came in time, or what came was no message or had no sender to trust."""
+        self._socket.settimeout(timeout_s)
+        try:
+            data, ancillary, flags, sender = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+        except TimeoutError:
+            return None
+        credentials = [d for level, kind, d in ancillary if (level, kind) == (socket.SOL_SOCKET, _SCM_CREDENTIALS)]
+        if flags & socket.MSG_TRUNC or not credentials or not sender:
+            return None
+        pid, uid, _ = _CREDENTIALS.unpack(credentials[0][: _CREDENTIALS.size])
+        try:
+            kind, body = decode(data)
+        except BadMessage:
+            return None
+        return Datagram(kind=kind, body=body, pid=pid, uid=uid, sender=sender)
+
+    def answer(self, to: Datagram, body: bytes) -> bool:
+        """Send an answer of the same type; False where the asker is gone or does not read."""
+        try:
+            self._socket.sendmsg([encode(to.kind, body)], [], socket.MSG_DONTWAIT, to.sender)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave; the socket's file goes too."""
+        if self._socket.fileno() == -1:
+            return
+        self._socket.close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def format_address(where: str) -> str:
+    """An address as `ss -x` shows it: "@" for the NUL that begins an abstract one."""
+    return "@" + where.strip("\0") if where.startswith("\0") else where
+
+
+def _clear_stale(path: Path) -> None:
+    """Remove the file of a daemon that is no more; one that lives is left alone."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise MeasurementError(
+            f"{path} exists and is not a socket", fix="remove it, or set KINETO_IPC_SOCKET_DIR elsewhere"
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except PermissionError as exc:
+            raise SocketTaken(f"another user's daemon owns the socket {path}", why=str(exc)) from exc
+    raise SocketTaken(f"another daemon owns the socket {path}", why="it answers")
+
 
 # Sooner than this after a configuration was sent, an idle process has not read it yet; later it has, and refused it.
 SETTLE_S = 2.0

@@ -19,14 +19,10 @@ from ...schema import Energy
 from ...sensors.base import Sensor
 from ...sensors.discover import DiscoveredSensors, discover
 from .daemon import TraceDaemon
-from .export import write_summary, write_trace
-from .gpu import open_use
-from .kineto import Kineto, kineto
-from .process import NoProcess, Target, descendants, find
-from .request import Folder, What
-from .sampling import ProcessSampler
-from .tracefile import TraceFigures, figures
-from .tracks import SECTIONS, Section, Track, TrackSummary, device_tracks
+from .process import Kineto, NoProcess, Target, descendants, find, kineto
+from .request import Folder, TraceFigures, What, figures
+from .sampling import ProcessSampler, open_use
+from .tracks import SECTIONS, Section, Track, TrackSummary, device_tracks, write_summary, write_trace
 
 DEFAULT_S = 5.0
 """How long to look where there is no trace to wait for."""

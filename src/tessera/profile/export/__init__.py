@@ -7,11 +7,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...errors import ArgumentError
 
 if TYPE_CHECKING:
-    from .base import Exporter as Exporter
+    from ...recording import Recording
     from .chrome import Chrome as Chrome
     from .otlp import Otlp as Otlp
     from .parquet import Parquet as Parquet
@@ -20,7 +26,6 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Chrome": ".chrome",
-    "Exporter": ".base",
     "Otlp": ".otlp",
     "Parquet": ".parquet",
     "SummaryCsv": ".summary",
@@ -36,3 +41,26 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Exporter(Protocol):
+    """Anything that writes a run in another form; says where it went."""
+
+    def write(self, recording: Recording) -> Path | str: ...
+
+
+@contextlib.contextmanager
+def replace_when_written(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes its name once all is written: no reader finds half a file."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        part.replace(path)
+    except OSError as exc:
+        raise ArgumentError(
+            f"cannot write {path}", why=exc.strerror or str(exc), fix="give a path you may write to, with room on it"
+        ) from exc
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)

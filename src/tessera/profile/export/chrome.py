@@ -29,9 +29,8 @@ from ...record import CODE
 from ...schema import DeviceId
 from ...timeline.columns import NONE
 from ...timeline.stream_names import KEY, label
-from .base import replace_when_written
-from .chrome_rows import DEVICE_CODES, LAUNCHERS, RowWriter, device_pid, host_pid, track
-from .overlap import Overlap
+from . import replace_when_written
+from .chrome_rows import DEVICE_CODES, LAUNCHERS, Overlap, RowWriter, device_pid, host_pid, track
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable

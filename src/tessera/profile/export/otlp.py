@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ArgumentError, MissingExtra, TesseraError
 from ..runfile_format import version
-from .otlp_points import MetricPoints, series
-from .otlp_spans import service_name, spans
+from .otlp_points import MetricPoints, series, service_name, spans
 
 if TYPE_CHECKING:
     from ...recording import Facts, Recording

@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import MissingExtra
 from ...record import KINDS
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Chunk, Launch
-from .base import replace_when_written
+from . import replace_when_written
 
 if TYPE_CHECKING:
     from ...recording import Recording, Rows

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...record import CODE, KINDS, ON_DEVICE
-from .base import replace_when_written
+from . import replace_when_written
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyRow, EnergyTable

@@ -19,7 +19,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...record import CODE
 from ..runfile_format import open_read_only
-from .base import replace_when_written
+from . import replace_when_written
 from .chrome import Chrome
 
 if TYPE_CHECKING:
