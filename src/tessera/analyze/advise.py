@@ -55,7 +55,7 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
 _OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
 # The numbers first: a narrow screen cuts what comes last.
 _COLUMNS = columns(
-    ("kind", "Finding"),
+    ("kind", "Advice"),
     ("saves_j", "Saves"),
     ("saves_s", "Saves time", "negative: it costs time"),
     ("confidence", "Confidence"),

@@ -84,11 +84,11 @@ class CategoryShare:
 class Answer:
     """What a run cost. Joules are those of its `EnergyTable`; every error is the half-width of a 90% interval.
 
-    `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure is of that
-    part, as the table is; `traced_steps` of the steps lie in it, and `limited` says that a time limit ended it. The
-    part and what is `outside` sum to the whole, what the counter alone saw in a hole of the samples among them.
-    `ops` and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run)
-    `shared_by` says how the joules were shared out instead, and those rows have no error; `rest_j` are no row's. `cut`
+    `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure describes
+    that part, as the table does; it has `traced_steps` of the steps, and `limited` says that a time limit ended it. The
+    part and what is `outside` sum to the whole, with what only the energy counter saw in a gap of the samples. `ops`
+    and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run),
+    `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row. `cut`
     says why the file ends early, where it does. `tracing` is what tracing did to the program.
     """
 

@@ -122,7 +122,7 @@ class PathWalk:
     def _device_order(self) -> None:
         """For each device row: its launch, what ran before it on its stream, and on its device."""
         t, rows = self._t, self._t.device_rows
-        lasting = t["end_ns"] > t["start_ns"]  # an instant holds nobody up
+        lasting = t["end_ns"] > t["start_ns"]  # an instant delays nothing
         self._launch = dict(zip(rows.tolist(), find_launches(t, rows).tolist(), strict=True))
         self._before_on_stream: dict[int, int] = {}
         self._ended: dict[tuple[int, int], tuple[list[int], list[int]]] = {}

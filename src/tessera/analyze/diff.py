@@ -46,7 +46,7 @@ _LONGEST = 60
 class DiffVerdict:
     """Whether the second is worse than the first by more than a threshold, and whether that is more than noise.
 
-    Not `known`: nobody can say whether it is noise, and `failed` is False.
+    Not `known`: the measurements cannot show whether it is noise, and `failed` is False.
     """
 
     metric: Metric
@@ -331,7 +331,7 @@ def _order_notes(
     *,
     alone: bool,
 ) -> list[str]:
-    """All notes, those first that change how a number is read. `alone`: one run each is said to differ."""
+    """All notes, those first that change how a number is read. `alone`: one run of each side differs."""
     one, two = sides[0], sides[-1]
     first = _compare_batches(one, two, unit)
     if alone:

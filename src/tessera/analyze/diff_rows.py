@@ -35,7 +35,7 @@ class RowChange(DiffRow):
     """One line: joules and seconds before and after, in the difference's unit, and the half-widths of their changes.
 
     What is not known is NaN: joules of a trace without power, the scatter of a single measured run. `state` "unstated":
-    one side does not tell this row apart (a prediction its idle), and nothing can be said of a change.
+    one side does not state this row (a prediction its idle), so its change is unknown.
     """
 
     kind: str = ""
@@ -139,7 +139,7 @@ class ChangeMaker:
         return sorted(changes, key=_weight, reverse=True)
 
     def _errors(self, a: Cell, b: Cell) -> tuple[float, float, float]:
-        """Half-widths of the change in joules, seconds and watts; NaN where nobody knows how a side scatters."""
+        """Half-widths of the change in joules, seconds and watts; NaN where the scatter of a side is not known."""
         if (a.once or b.once) and not self.mixed:
             return _NAN, _NAN, _NAN
         if a.runs and b.runs:

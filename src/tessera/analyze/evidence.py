@@ -32,7 +32,7 @@ LAUNCHING = "launching kernels"
 BEFORE, AFTER = "before the first kernel", "after the last kernel"
 PREPARING = "before the first whole step"
 UNFED = (BEFORE, PREPARING, AFTER)
-"""Gaps that no step has: nobody meant to feed the device then."""
+"""Gaps outside all steps: the program does not feed the device then."""
 STEPS = 3
 """A program of fewer steps may be what comes before them."""
 LAUNCH_GAP_S = 100e-6

@@ -127,7 +127,7 @@ def op_name(name: str) -> str:
 
 
 def region_name(name: str) -> str:
-    """A region's name; those that torch gives its own say the same twice, and name a class nobody knows."""
+    """A region's name; those of torch itself are shortened: they repeat themselves and name internal classes."""
     bare = _LOADER.sub("DataLoader.__next__", name)
     return _OPTIMIZER.sub(r"\2.\1", bare)
 

@@ -172,7 +172,7 @@ class StepSeries:
 class StepRows:
     """The steps of a recording whose rows are known one by one; `places` are those of `table.steps` among all steps.
 
-    `windows` (epoch) are what the table is of.
+    `windows` are the stretches of time that the table covers.
     """
 
     timeline: Timeline

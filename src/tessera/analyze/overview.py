@@ -177,7 +177,7 @@ def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> 
 
 
 def _throttle(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[tuple[str, int, int]]:
-    """Stretches in which a device said it was held back: from one reading that says so to the last that does."""
+    """Stretches in which a device reported throttling: from the first reading that reports it to the last."""
     out: list[tuple[str, int, int]] = []
     for domain, rows in telemetry.items():
         began: dict[str, int] = {}

@@ -145,16 +145,12 @@ def power(
             if timeline is not None and len(timeline)
             else "a timeline of the same time: tessera analyze power TRACE --power LOG"
         )
-    if not readings and not is_run:
-        missing["throttle"] = "throttling is not in a power log: record with `tessera run`"
-    elif not readings and any(d.device.is_gpu for d in log.domains):
-        missing["throttle"] = "the GPU did not report in this run whether it throttled: `tessera doctor`"
+    if not readings:
+        missing |= _explain_no_throttle(log, is_run)
     throttled = _episodes([t for t in readings if focus.curve.start_ns <= t.time_ns <= focus.curve.end_ns])
     step_hz = _step_hz(timeline)
     facts = window.facts(name) | focus.facts(step_hz)
-    facts["throttled_s"] = sum(t.time_s for t in throttled) if readings else None
-    reasons = dict.fromkeys(r for t in throttled for r in t.reasons)
-    facts["throttle_reasons"] = ", ".join(reasons) if readings else None
+    facts |= _throttle_facts(throttled) if readings else dict.fromkeys(("throttled_s", "throttle_reasons"))
     facts |= {"spikes": len(spikes), "spikes_s": sum(s.time_s for s in spikes), "spike_threshold_w": level_w}
     facts["checklist"] = {a.key: a.verdict for a in answers}
     notes += _explain_step_rate(timeline, step_hz)
@@ -398,6 +394,20 @@ def _find_spikes_alone(
     own = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]
     spikes = [add_aftermath(s, own, WITHIN_S) for s in find_spikes(curve, level_w)]
     return level_w, spikes, (check_throttling(spikes, own, WITHIN_S), check_feeds(curve, (), readings))
+
+
+def _explain_no_throttle(log: PowerTrace, is_run: bool) -> dict[str, str]:
+    """Why it is not known whether the device throttled."""
+    if not is_run:
+        return {"throttle": "throttling is not in a power log: record with `tessera run`"}
+    if not any(d.device.is_gpu for d in log.domains):
+        return {}
+    return {"throttle": "the GPU did not report in this run whether it throttled: `tessera doctor`"}
+
+
+def _throttle_facts(episodes: Sequence[ThrottleEpisode]) -> dict[str, Any]:
+    reasons = dict.fromkeys(r for t in episodes for r in t.reasons)
+    return {"throttled_s": sum(t.time_s for t in episodes), "throttle_reasons": ", ".join(reasons)}
 
 
 def _episodes(readings: Sequence[Telemetry]) -> list[ThrottleEpisode]:

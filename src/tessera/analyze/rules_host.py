@@ -51,8 +51,8 @@ LOW_UTILIZATION_PCT = 50.0
 def check_idle(run: RunEvidence) -> Advice | None:
     """The device waited while it was the program's turn, for 12% of the joules or more.
 
-    Late launches, and what lies before and after, are findings of their own; what the tracer explains is nobody's. At
-    best all those joules are saved.
+    Late launches, and the time before and after, have rules of their own; idle time that tracing caused does not count.
+    At best all those joules are saved.
     """
     waiting = [g for g in run.gaps if g.during not in (LAUNCHING, *UNFED)]
     joules = run.program_share * (sum(g.energy_j for g in waiting) if run.gaps else run.table.idle_j)

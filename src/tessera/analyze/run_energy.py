@@ -67,7 +67,7 @@ class Whole:
 
 
 def is_partial(recording: Recording, table: EnergyTable) -> bool:
-    """Whether the table is of less than the run: what was not traced is in no row of it."""
+    """Whether the table covers only a part of the run: no row contains what was not traced."""
     start_ns, end_ns = recording.span_ns
     traced_s = sum(b - a for a, b in recording.accounted_windows) * 1e-9
     return bool(table.kernels or table.ops) and max(traced_s, table.time_s) < FULLY * (end_ns - start_ns) * 1e-9
@@ -102,7 +102,7 @@ def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: Ti
 
 
 def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
-    """One where the script's first step has no row: its optimizer says when a step ends, and nobody when one begins.
+    """One where the script's first step has no row: its optimizer shows when a step ends, but not when it begins.
 
     Steps counted so follow one another without a gap, which regions that a program names itself never do.
     """
@@ -190,7 +190,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
-    """A run that a summary is of: its joules and seconds, and those from its first traced window to its last."""
+    """Joules and seconds of a summarised run, and those from its first traced window to its last."""
 
     total_j: float
     seconds: float

@@ -85,7 +85,7 @@ class RunScatter:
 class Cell:
     """One row of one side: joules and seconds with 90% half-widths (NaN: unknown), calls, and its kind.
 
-    `once`: it was measured once, so that its half-width is the sensor's alone and nobody knows how it scatters.
+    `once`: it was measured once, so that its half-width is the sensor's alone and its scatter is not known.
     `error_w` is that of its mean watts, whose joules and seconds err together; None where that is not known.
     """
 
@@ -107,7 +107,7 @@ class Cell:
 
     @property
     def power_error_w(self) -> float:
-        """Their half-width. Where nobody knows how joules and seconds err together, as if the seconds were exact."""
+        """Their half-width. Where the common error of joules and seconds is not known, as if the seconds were exact."""
         return self.error_w if self.error_w is not None else self.error_j / self.seconds if self.seconds > 0 else _NAN
 
     def __add__(self, other: Cell) -> Cell:
@@ -152,11 +152,11 @@ UNSTATED = Cell(_NAN, _NAN, _NAN, _NAN, 0.0, "idle")
 class DiffSide:
     """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
 
-    `total` is the whole of it, `traced` what its rows are of where that is a part of a run, `stepped` its rows step by
-    step. `span` says what the whole is: a "run" from its start to its end, a "trace" of some part of one, or "" where
-    nobody says. `gain` is the share of the joules by which their level may be off, of which `total.error_j` consists
-    among others; sides of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones err
-    alike. `command` is what was run, word by word; empty where nobody says.
+    `total` is all of it, `traced` the part that its rows cover where that is less than the run, `stepped` its rows step
+    by step. `span` says what the whole is: a "run" from its start to its end, a "trace" of some part of one, or "" where
+    it is not known. `gain` is the share of the joules by which their level may be off, a part of `total.error_j`; sides
+    of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones have the same errors.
+    `command` is what was run, word by word; empty where it is not recorded.
     """
 
     name: str
@@ -270,7 +270,7 @@ def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
 
 
 def _scale_to_step(side: DiffSide, rows: Mapping[str, Cell]) -> dict[str, Cell]:
-    """Rows of all that was traced, scaled to one step: how they lie in steps, and scatter, nobody says."""
+    """Rows of all that was traced, scaled to one step: how they scatter from step to step is not known."""
     whole, steps = side.traced or side.total, _counted_steps(side)
     part_j = math.fsum(s.energy_j for s in steps) / whole.energy_j if whole.energy_j > 0 else _NAN
     part_s = math.fsum(wall_s(s) for s in steps) / whole.seconds if whole.seconds > 0 else _NAN

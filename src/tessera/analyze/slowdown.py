@@ -42,7 +42,7 @@ Bools = NDArray[np.bool_]
 By = Literal["steps", "events"]
 
 HOST: tuple[Kind, ...] = ("op", "runtime", "graph_launch")
-# What one event of the host costs at most: the dearest of benchmarks/device/overhead_why.py. On an H200's host 6,500 a
+# What one event of the host costs at most: the highest of benchmarks/device/overhead_why.py. On an H200's host 6,500 a
 # step of GPT-2 made steps of 36 ms (the launches alone, seen while they run ahead of the device) take 51 to 70 ms; on
 # 2 cores of a Xeon without a device 2,100 a step made 1.5 ms 2.7 to 3.5 ms.
 EVENT_S = {"device": 5.5e-6, "host": 1.0e-6}
@@ -64,7 +64,7 @@ _HALF_WIDTH = 1.645 * math.sqrt(math.pi / 2) * 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """How much longer the program took for being traced: `slowdown` 1.4 is 40% longer; None where nobody knows.
+    """How much longer the program took for being traced: `slowdown` 1.4 is 40% longer; None where it is not known.
 
     `basis` "steps": traced steps against untraced ones of the run, with the half-width of a 90% interval. "events":
     the most it can have been, from the events that were made. `reason` says why untraced steps do not tell. `idle_s`
@@ -87,7 +87,7 @@ class Slowdown:
 
     @property
     def matters(self) -> bool:
-        """Whether a reader must know: slower by 5% or more, and not by chance; or by nobody knows how much."""
+        """Whether a reader must know: slower by 5% or more, and not by chance; or by an unknown factor."""
         if self.slowdown is None:
             return True
         return self.slowdown > MATTERS and self.slowdown - 1.0 > (self.slowdown_error or 0.0)
