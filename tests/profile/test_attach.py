@@ -759,7 +759,7 @@ def test_a_process_that_ends_meanwhile():
     answer = json.loads(out.stdout)
     assert out.returncode == 0
     assert answer["ended"]
-    assert answer["seconds"] < 20
+    assert answer["time_s"] < 20
 
 
 def interrupted(pid: int, after_s: float) -> tuple[int, str, str]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recordings import with_table
-from report.test_run_report import checked
+from report.test_run import checked
 from tessera import analyze
 from tessera.analyze.compare import side_of
 from tessera.analyze.diff import Difference

@@ -34,7 +34,7 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
     if as_json:
         import msgspec
 
-        data = {"calibration": result.calibration, "points": result.rows, "seconds": result.seconds}
+        data = {"calibration": result.calibration, "points": result.rows, "time_s": result.seconds}
         click.echo(msgspec.json.encode({**data, "path": str(path) if path else None}).decode())
         return 0
     from ..report.calibrate import print_calibration

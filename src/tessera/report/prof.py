@@ -164,7 +164,7 @@ def to_json(attached: Attached, files: Mapping[str, Path]) -> str:
             "pid": a.target.pid,
             "command": a.target.command,
             "user": a.target.user,
-            "seconds": a.seconds,
+            "time_s": a.seconds,
             "sample_ms": a.sample_s * 1e3,
             "basis": a.power.basis,
             "metrics": a.metrics,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from recordings import with_table
-from report.test_run_report import GPU, array, checked, data_of
+from report.test_run import GPU, array, checked, data_of
 from tessera.analyze.result import Result
 from tessera.profile.runfile import RunFile
 from tessera.report import run_analyses as sections
