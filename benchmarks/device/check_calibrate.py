@@ -364,9 +364,9 @@ def _recorded_model(
         if view == "shipped" and not replay and not busy_us and p.device_s <= p.host_s:
             return None
         guesses[view] = Guess(
-            before_s=before.total.seconds, after_s=then.total.seconds, before_j=before.total.joules,
-            after_j=then.total.joules, before_error=p.latency_error_s / before.total.seconds,
-            after_error=q.latency_error_s / then.total.seconds,
+            before_s=before.total.time_s, after_s=then.total.time_s, before_j=before.total.joules,
+            after_j=then.total.energy_j, before_error=p.error_s / before.total.time_s,
+            after_error=q.error_s / then.total.time_s,
         )  # fmt: skip
     return Check(
         name=row["name"], launch=launch, copies=1, measured_s=row["ms"] * 1e-3, measured_j=row["J"], clock_hz=None,

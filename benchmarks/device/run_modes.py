@@ -71,9 +71,7 @@ def ran(script: Path, folder: Path, options: tuple[str, ...], device: str, secon
         answer = json.loads(done.stdout)
     except json.JSONDecodeError:
         return found | {"error": (done.stderr or done.stdout)[-2000:]}
-    found |= {
-        k: answer.get(k) for k in ("run", "total_j", "total_error_j", "idle_j", "seconds", "busy_s", "basis", "notes")
-    }
+    found |= {k: answer.get(k) for k in ("run", "energy_j", "error_j", "idle_j", "time_s", "busy_s", "basis", "notes")}
     kernels = answer.get("kernels") or []
     parts = sum(k["energy_j"] or 0.0 for k in kernels) + (answer.get("idle_j") or 0.0)
     found |= {
@@ -82,9 +80,9 @@ def ran(script: Path, folder: Path, options: tuple[str, ...], device: str, secon
         "ops": len(answer.get("ops") or []),
     }
     found["top"] = [
-        {k: row[k] for k in ("kernel_name", "calls", "time_s", "energy_j", "energy_error_j")} for row in kernels[:5]
+        {k: row[k] for k in ("kernel_name", "calls", "time_s", "energy_j", "error_j")} for row in kernels[:5]
     ]
-    if kernels and answer.get("total_j"):
+    if kernels and answer.get("energy_j"):
         found["parts_over_total"] = parts / answer["energy_j"]
     found["bytes"] = out.stat().st_size if out.exists() else None
     return found

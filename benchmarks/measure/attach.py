@@ -111,7 +111,7 @@ def case(python: str, device: str, kind: str, pauses_s: Sequence[float], *, fast
         "runs_s": [round(r["seconds"], 2) for r in rows],
         "to_trace_s": [round(r["to_trace_s"], 2) for r in rows],
         "events": figures["events"],
-        "trace_seconds": figures["seconds"],
+        "trace_seconds": figures["time_s"],
         "ops": figures["ops"],
         "ops_with_shapes": figures["ops_with_shapes"],
         "kernels": figures["kernels"],

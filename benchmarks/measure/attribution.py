@@ -255,7 +255,7 @@ def fit(paths: list[Path]) -> None:
             links = type("L", (), {"op": np.full(len(timeline), -1)})()
             begin = max(f["start_ns"], int(activity.start_ns[0]))
             problem = _Problem.of(timeline, links, activity, [(begin, f["end_ns"])], board_of("NVIDIA H200", column.watts), response, column.times_ns, column.watts)  # fmt: skip
-            noise.append(problem.solved(response).noise_w)
+            noise.append(problem.solve_with(response).noise_w)
         lines.append((float(np.mean(noise)), tau, box, dead, speed, noise))
     for mean, tau, box, dead, speed, noise in sorted(lines)[:12]:
         print(f"tau {tau} ms, box {box} ms, dead {dead} ms, exponent {speed}: {mean:.1f} W  {np.round(noise, 1)}")

@@ -38,7 +38,7 @@ def modes(m: dict[str, Any] | None) -> Goal:
     said = [
         f"{name}: {row['launches']:,}, {row['parts_over_total']:.3f}"
         if row["launches"]
-        else f"{name}: power alone, {row['total_j'] / 1e3:.2f} kJ"
+        else f"{name}: power alone, {row.get('energy_j', row.get('total_j')) / 1e3:.2f} kJ"
         for name, row in m["ways"].items()
     ]
     if "session" in m:

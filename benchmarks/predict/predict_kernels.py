@@ -158,7 +158,7 @@ def main() -> None:
             found[r["case"]].append({
                 "row": {k: v for k, v in r.items() if k not in ("temp_c", "span_s", "graph", "throttle")},
                 "latency": p.total_latency_s * 1e3 / r["ms"] - 1, "energy": p.total_energy_j / r["J"] - 1,
-                "inside": abs(p.total_latency_s * 1e3 - r["ms"]) <= p.prediction.latency_error_s * 1e3,
+                "inside": abs(p.total_latency_s * 1e3 - r["ms"]) <= p.prediction.error_s * 1e3,
                 "inside_energy": abs(p.total_energy_j - r["J"]) <= p.total.error_j,
                 "roofline": roofline_ms(graph) / r["ms"] - 1,
             })  # fmt: skip

@@ -150,7 +150,7 @@ def row_of(r: dict[str, Any], graph: Any, report: Any, took: float) -> Row:
     kind = "device" if replay or bound_by_device else "host"
     return Row(
         r["name"] + (" graph" if replay else ""), kind, r["ms"], r["J"], report.total.seconds * 1e3, report.total.joules,
-        p.latency_error_s * 1e3, report.total.error_j, roofline_ms(graph), r.get("peak_bytes"), p.peak_memory_bytes or 0, p.bound, took,
+        p.error_s * 1e3, report.total.error_j, roofline_ms(graph), r.get("peak_bytes"), p.peak_memory_bytes or 0, p.bound, took,
     )  # fmt: skip
 
 
