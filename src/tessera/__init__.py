@@ -1,4 +1,4 @@
-"""Tessera: energy as a first-class constraint of PyTorch/GPU programs.
+"""Tessera: measure, predict, explain and reduce the energy of PyTorch and GPU programs.
 
 ::
 
@@ -60,10 +60,6 @@ _LAZY = {
     "predict": ".estimate.predict",
     "schedule": ".runtime.schedule",
 }
-_MODULES = (
-    "actuators", "analyze", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor",
-    "op", "profile", "rewrite", "schema", "sensors", "stream", "units",
-)  # fmt: skip
 
 __all__ = [
     "Energy",
@@ -92,9 +88,10 @@ __all__ = [
     "stream",
     "units",
 ]
+_MODULES = frozenset(__all__) - frozenset(_LAZY) - {"__version__"}
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name as Any
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
