@@ -859,7 +859,7 @@ def test_json_has_the_table_and_the_answer(made: Made, tmp_path: Path) -> None:
     assert data["crashed"] is False
     assert {"energy_j", "error_j", "idle_j", "time_s", "busy_s", "kernels", "ops", "regions"} <= set(data)
     assert data["energy_j"] == pytest.approx(sum(k["energy_j"] for k in data["kernels"]) + data["idle_j"], rel=1e-6)
-    assert {"kernel_name", "energy_j", "energy_error_j", "calls", "power_w"} <= set(data["kernels"][0])
+    assert {"kernel_name", "energy_j", "error_j", "calls", "power_w"} <= set(data["kernels"][0])
     said = data["answer"]
     assert {"energy_j", "error_j", "power_w", "per_work", "advice", "gaps", "parts"} <= set(said)
     assert {p["unit"] for p in said["per_work"]} == {"step", "token"}

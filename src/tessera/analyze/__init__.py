@@ -9,7 +9,7 @@
     analyze.diff("before.tessera", "after.tessera") # what changed, and whether it is noise
 
 Each takes a run file, a Kineto trace, a folder of ranks, a session or a timeline, and returns a table with
-`to_frame()`, `to_json()` and a notebook view. `KINDS` are what `tessera analyze KIND` offers.
+`to_frame()`, `to_dict()`, `to_json()` and a notebook view. `KINDS` are what `tessera analyze KIND` offers.
 """
 
 from __future__ import annotations

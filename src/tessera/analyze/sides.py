@@ -153,7 +153,7 @@ class DiffSide:
     """One of two things compared. `work` has its steps, samples, tokens; `steps` each step where they were recorded.
 
     `total` is all of it, `traced` the part that its rows cover where that is less than the run, `stepped` its rows step
-    by step. `span` says what the whole is: a "run" from its start to its end, a "trace" of some part of one, or "" where
+    by step. `span` says what the whole is: a "run" from its start to its end, a "trace" of a part of one, or "" where
     it is not known. `gain` is the share of the joules by which their level may be off, a part of `total.error_j`; sides
     of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones have the same errors.
     `command` is what was run, word by word; empty where it is not recorded.
