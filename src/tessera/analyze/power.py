@@ -43,7 +43,6 @@ from .spikes import NOISE_SIGMAS, Curve, Spike, choose_threshold, find_spikes, m
 TOTAL = "all counted"
 # A dominant frequency this near the step rate (or twice, three times it) is it, where the lines are narrower still.
 SAME = 0.02
-ALIKE = 0.005  # two rates this near read alike in the three digits of a report
 Readings = Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]
 
 COLUMNS = columns(
@@ -153,7 +152,6 @@ def power(
     facts |= _throttle_facts(throttled) if readings else dict.fromkeys(("throttled_s", "throttle_reasons"))
     facts |= {"spikes": len(spikes), "spikes_s": sum(s.time_s for s in spikes), "spike_threshold_w": level_w}
     facts["checklist"] = {a.key: a.verdict for a in answers}
-    notes += _explain_step_rate(timeline, step_hz)
     notes += [f"{a.question} {a.verdict}: {a.evidence}" for a in answers]
     missing |= {f"checklist: {a.key}": a.needs for a in answers if a.needs and (readings or a.key != "throttle")}
     return PowerResult(
@@ -369,19 +367,6 @@ def _step_hz(timeline: Timeline | None) -> float | None:
         return None
     apart_s = float(np.median(np.diff(starts))) * 1e-9
     return 1.0 / apart_s if apart_s > 0 else None
-
-
-def _explain_step_rate(timeline: Timeline | None, step_hz: float | None) -> list[str]:
-    """Why the rate is not the steps/s of a report, where it is not."""
-    if timeline is None or step_hz is None:
-        return []
-    mean_s = float(np.mean([step.end_ns - step.start_ns for step in timeline.linked.steps])) * 1e-9
-    if abs(mean_s * step_hz - 1.0) < ALIKE:
-        return []
-    return [
-        f"{step_hz:.4g} Hz is the rate of the median step, to compare frequencies with; the steps/s of a report are of "
-        "the mean step, long and short ones included"
-    ]
 
 
 def _find_spikes_alone(
