@@ -249,7 +249,7 @@ def test_an_interrupt_that_another_thread_is_handed_is_heard_while_a_trace_is_re
 class _Ended:
     """A tracing that is over but for its readers."""
 
-    begun = False
+    has_begun = False
 
     def __init__(self, readers):
         self._readers = readers
@@ -297,7 +297,7 @@ def test_timelines_that_are_dropped_leave_all_else(tmp_path):
         writer.add_timeline(built.build())
         writer.add_row("region", "kept", 1, 2)
         writer.set("key", "kept")
-        writer._store.execute("BEGIN")  # as an interrupt in the middle of a job leaves it
+        writer._store.db.execute("BEGIN")  # as an interrupt in the middle of a job leaves it
         writer._store.intern("half")
         writer.drop_timelines()
         writer.add_row("region", "later", 3, 4)

@@ -686,7 +686,7 @@ print(json.dumps({{t: [(s.step, s.wall_time, s.value) for s in read.Scalars(t)] 
 
 def test_what_is_not_installed_is_said(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(MissingExtra, match="pyarrow") as caught:
         Parquet(tmp_path / "a.parquet").write(with_table(run, None))
     assert "[parquet]" in str(caught.value.fix)

@@ -46,12 +46,10 @@ class Activity:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which something ran."""
         return float(self.share_s.sum())
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
         return len(self.names)
 
 

@@ -130,7 +130,6 @@ class _Ledger:
         self._windows = np.array(windows, np.int64).reshape(-1, 2)
 
     def kernels(self) -> list[EnergyRow]:
-        """By kind and name."""
         keys = self._timeline["kind"] * len(self._timeline.names) + self._timeline["name"]
         return self._lines(keys, self._kernel_line, groups=True)
 
@@ -139,7 +138,6 @@ class _Ledger:
         return self._timeline.names[name], KINDS[kind]
 
     def ops(self) -> list[EnergyRow]:
-        """By the innermost operator's name."""
         op = self._links.op
         keys = np.where(op == NONE, NONE, self._timeline["name"][op])
         calls = self._op_calls()
@@ -159,7 +157,6 @@ class _Ledger:
         return self._sum_nested(self._links.region, "region", self._links.forward_region)
 
     def modules(self) -> list[EnergyRow]:
-        """By name, each with everything inside it."""
         return self._sum_nested(self._links.module, "module", None)
 
     def steps(self) -> list[EnergyRow]:
@@ -266,7 +263,6 @@ class _Ledger:
 
     @staticmethod
     def _idle_of(line: _Line, part: Share, seconds: Floats) -> None:
-        """Add idle seconds by class to a line."""
         line.seconds[part.device] = line.seconds.get(part.device, 0.0) + seconds
         line.idle_s += float(seconds.sum())
 
@@ -330,7 +326,6 @@ class _Ledger:
                 self._idle_of(lines.setdefault(key, _Line("region")), part, inside[i])
 
     def _named_rows(self, kind: str) -> Ints:
-        """The rows of regions, or of modules."""
         timeline = self._timeline
         if kind == "region":
             return timeline.rows("region")

@@ -37,7 +37,6 @@ class Response:
 
     @property
     def delay_s(self) -> float:
-        """Mean delay."""
         return self.tau_s + 0.5 * self.box_s + self.dead_s
 
     @property
@@ -46,7 +45,6 @@ class Response:
         return max(self.dead_s + self.box_s + _TAIL * self.tau_s, _STEP_S)
 
     def later(self, seconds: float) -> Response:
-        """The same, so much later."""
         return replace(self, dead_s=self.dead_s + seconds)
 
     def step_response(self, since_s: Floats) -> Floats:

@@ -51,12 +51,10 @@ class Share:
 
     @property
     def row_j(self) -> Floats:
-        """Joules of each row of the activity."""
         return self.seconds * self.watts[self.activity.cls]
 
     @property
     def gap_j(self) -> Floats:
-        """Joules of each gap."""
         return (self.gap_end_ns - self.gap_start_ns) * 1e-9 * self.watts[self.gap_cls]
 
 

@@ -44,7 +44,6 @@ class EnergyRow:
 
     @property
     def j_per_call(self) -> float:
-        """Joules of one call."""
         return self.energy_j / self.calls if self.calls else self.energy_j
 
 
@@ -91,7 +90,6 @@ class EnergyTable:
         return {**head, "notes": [str(note) for note in self.notes], **views}
 
     def to_frame(self, by: str = "kernels") -> Any:
-        """A pandas DataFrame of one view."""
         try:
             import pandas as pd
         except ImportError as exc:

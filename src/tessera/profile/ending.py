@@ -66,7 +66,7 @@ class Patience:
         self._before: Any = None
 
     def hold(self) -> None:
-        """Take SIGINT over, unless it is ignored here (a shell's background job). Twice is no error."""
+        """Take SIGINT over, unless it is ignored here (a shell's background job). Safe to call twice."""
         if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, self.on_interrupt):
             return
         self._before = signal.signal(signal.SIGINT, self.on_interrupt)
@@ -80,12 +80,10 @@ class Patience:
         return True
 
     def release(self) -> None:
-        """Give SIGINT back to whoever had it."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
     def on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """The handler."""
         if not self.is_new_interrupt():
             return
         if not self._asked:

@@ -175,7 +175,6 @@ class KinetoCollector:
 
     @property
     def recording(self) -> bool:
-        """Whether events are being recorded now."""
         return self._prof is not None
 
     def prepare(self) -> None:
@@ -228,7 +227,6 @@ class KinetoCollector:
             torch.cuda.synchronize()
 
     def start(self) -> None:
-        """Record from now on."""
         self.prepare()
         try:
             self._prepared.start_trace()
@@ -252,7 +250,6 @@ class KinetoCollector:
         return Finished(prof, self._options, streams)
 
     def cancel(self) -> None:
-        """End a warm-up that nothing followed."""
         prof, self._prepared = self._prepared, None
         if prof is not None:  # Kineto has no other way back
             prof.start_trace()

@@ -59,7 +59,6 @@ class ScriptSteps:
         self._optimized = False
 
     def install(self) -> None:
-        """Wait for torch."""
         if "torch" in sys.modules:
             self._torch_came(sys.modules["torch"])
         else:

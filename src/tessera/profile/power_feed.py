@@ -43,11 +43,9 @@ class PowerFeed:
 
     @property
     def clock_steps(self) -> int:
-        """How often the wall clock was set while we recorded."""
         return self._sampler.epoch.steps - self._clock_steps
 
     def pull(self) -> None:
-        """What is new since the last time."""
         prompt = self._prompt()
         if prompt:
             self._sampler.wait_for(self._clock() - BEHIND_NS, 0.05, prompt)

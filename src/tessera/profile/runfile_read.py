@@ -61,7 +61,6 @@ class RunFile:
         self._lost: list[str] = []
 
     def close(self) -> None:
-        """Let go of the file."""
         self._db.close()
         if self._copy is not None:
             self._copy.cleanup()
@@ -135,7 +134,6 @@ class RunFile:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Everything kept by `RunWriter.set`."""
         rows = self._all("SELECT key, value FROM facts WHERE key NOT IN ('meta', 'timelines')")
         return {str(key): self._fact(str(key), text) for key, text in rows}
 
@@ -165,7 +163,6 @@ class RunFile:
 
     @property
     def rows(self) -> int:
-        """How many rows the timeline has."""
         with self._reading("its number of rows is"):
             return int(self._all("SELECT coalesce(sum(rows), 0) FROM chunks")[0][0])
 
@@ -218,12 +215,10 @@ class RunFile:
 
     @property
     def row_meta(self) -> dict[str, Any]:
-        """What the source of the rows said about threads, modules, streams and devices."""
         return {**merged_meta([p["meta"] for p in self.timelines]), **self.meta}
 
     @property
     def has_energy(self) -> bool:
-        """Whether joules of single rows are known."""
         return bool(self._all("SELECT 1 FROM energy LIMIT 1"))
 
     def timeline(self) -> Timeline:
@@ -270,7 +265,6 @@ class RunFile:
 
     @property
     def domains(self) -> dict[str, Domain]:
-        """The power domains that were recorded."""
         rows = self._all(f"SELECT {as_text('name')}, value FROM domains WHERE value != '' ORDER BY id")
         with self._reading("a domain is"):
             return {name: check_domain(self._decode(text, Domain)) for name, text in rows}
@@ -350,7 +344,6 @@ class RunFile:
             ]  # fmt: skip
 
     def stacks(self) -> list[Stack]:
-        """Sampled Python stacks, in time order."""
         rows = self._all(
             f"SELECT epoch_ns, thread, {as_text('text')}, count FROM stacks JOIN names ON stack = id"
             " ORDER BY epoch_ns, stacks.rowid"

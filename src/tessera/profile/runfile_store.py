@@ -6,7 +6,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,7 +113,7 @@ class Store:
     def recover(self) -> None:
         """After an interrupt in the middle of anything: what was executed counts, and we know again what that was."""
         if self.db.in_transaction:
-            self.execute("COMMIT")
+            self.db.execute("COMMIT")
         self._open_rows = (0, [])
         self._resume()
 
@@ -121,7 +121,7 @@ class Store:
         """Close the file, and mark it as closed cleanly where it was; no side files stay."""
         try:
             if clean:
-                self.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
+                self.db.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
             # Leaves WAL mode, which deletes the side files. Refused while somebody has the file open: then it is whole
             # all the same, beside an empty -wal.
             self.db.execute("PRAGMA busy_timeout=500")
@@ -132,14 +132,6 @@ class Store:
                 raise
         finally:
             self.db.close()
-
-    def execute(self, sql: str, row: Row = ()) -> None:
-        """One statement."""
-        self.db.execute(sql, row)
-
-    def many(self, sql: str, rows: Iterable[Row]) -> None:
-        """One statement for each row."""
-        self.db.executemany(sql, rows)
 
     def rows(self, rows: Sequence[Row]) -> None:
         """Rows as `RunWriter.add_row` took them; with those before, while these are few and nothing lies between."""
@@ -191,33 +183,31 @@ class Store:
             error = timeline.error_j if timeline.error_j is not None else np.full(count, np.nan)
             self.energy(base, {"energy_j": timeline.energy_j, "energy_error_j": error})
         extra = [(base + int(row), to_json(fields)) for row, fields in timeline.extra.items()]
-        self.many("INSERT OR REPLACE INTO extra VALUES (?, ?)", extra)
+        self.db.executemany("INSERT OR REPLACE INTO extra VALUES (?, ?)", extra)
 
     def energy(self, first_row: int, columns: Mapping[str, NDArray[Any]]) -> None:
         """Joules of rows, in place of what these rows had."""
         count = len(columns["energy_j"])
-        self.execute("DELETE FROM energy WHERE first_row >= ? AND first_row < ?", (first_row, first_row + count))
+        self.db.execute("DELETE FROM energy WHERE first_row >= ? AND first_row < ?", (first_row, first_row + count))
         for i in range(0, count, CHUNK_ROWS):
             part = {name: values[i : i + CHUNK_ROWS] for name, values in columns.items()}
             row = (first_row + i, len(part["energy_j"]), *pack(part))
-            self.execute("INSERT INTO energy VALUES (?, ?, ?, ?)", row)
+            self.db.execute("INSERT INTO energy VALUES (?, ?, ?, ?)", row)
 
     def pairs(
         self, table: str, domain: str, about: str | None, times: NDArray[np.int64], values: NDArray[np.float64]
     ) -> None:
-        """Samples or anchors of a domain."""
         row = (self._domain(domain, about), len(times), times.tobytes(), values.tobytes())
-        self.execute(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", row)
+        self.db.execute(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", row)
 
     def intern(self, text: str) -> int:
-        """The number of a text in this file."""
         number = self._names.get(text)
         if number is None:
             number = len(self._names)
             try:
-                self.execute("INSERT INTO names VALUES (?, ?)", (number, text))
+                self.db.execute("INSERT INTO names VALUES (?, ?)", (number, text))
             except UnicodeEncodeError:  # half a surrogate pair, from a file name that is no text
-                self.execute("INSERT INTO names VALUES (?, ?)", (number, text.encode(errors="replace").decode()))
+                self.db.execute("INSERT INTO names VALUES (?, ?)", (number, text.encode(errors="replace").decode()))
             self._names[text] = number
         return number
 
@@ -225,7 +215,7 @@ class Store:
         number = self._launches.get(launch)
         if number is None:
             number = self._launches[launch] = len(self._launches)
-            self.execute("INSERT INTO launches VALUES (?, ?)", (number, to_json(launch)))
+            self.db.execute("INSERT INTO launches VALUES (?, ?)", (number, to_json(launch)))
         return number
 
     def _domain(self, name: str, about: str | None) -> int:
@@ -233,17 +223,16 @@ class Store:
         number = len(self._domains) if known is None else known[0]
         text = about if about is not None else known[1] if known else ""
         if known is None or known[1] != text:  # a domain may learn its true resolution while it runs
-            self.execute("INSERT OR REPLACE INTO domains VALUES (?, ?, ?)", (number, name, text))
+            self.db.execute("INSERT OR REPLACE INTO domains VALUES (?, ?, ?)", (number, name, text))
             self._domains[name] = (number, text)
         return number
 
     def _reserve(self, count: int) -> int:
-        """The numbers of the next rows."""
         self._next_row += count
         return self._next_row - count
 
     def _chunk(self, first_row: int, columns: Mapping[str, NDArray[Any]], rows: int) -> None:
-        self.execute("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", (first_row, rows, *pack(columns)))
+        self.db.execute("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", (first_row, rows, *pack(columns)))
 
     def _note(self, timeline: Timeline, base: int, count: int, ids: NDArray[np.int64]) -> None:
         old = self.db.execute("SELECT value FROM facts WHERE key = 'timelines'").fetchone()
@@ -254,4 +243,4 @@ class Store:
                 meta[key] = ids[np.asarray(meta[key], np.int64)].tolist()
         part = {"first_row": base, "rows": count, "rank": timeline.rank, "meta": meta}
         parts.append({**part, "notes": notes, "kinds": kinds_by_text(notes)})
-        self.execute("INSERT OR REPLACE INTO facts VALUES ('timelines', ?)", (to_json(parts),))
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES ('timelines', ?)", (to_json(parts),))

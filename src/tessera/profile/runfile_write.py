@@ -48,7 +48,7 @@ Floats = Sequence[float] | NDArray[Any]
 class RunWriter:
     """Writes a run file from any thread. Nothing that is recorded waits for the disk.
 
-    `mode` says what to do with a file that is there already: "new" refuses, "replace" deletes it, "append" goes on
+    `mode` says what to do if the file already exists: "new" refuses, "replace" deletes it, "append" goes on
     (e.g. to add the joules of each row after the run). A disk that fills up does not stop the user's program: what
     cannot be written is dropped, and `flush` and `close` raise `RecordingError`.
     """
@@ -58,7 +58,7 @@ class RunWriter:
         self.error: Exception | None = None
         self.refused: list[str] = []
         self._rows: deque[Row] = deque()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], object]] = deque()
         self._lock = threading.RLock()  # held by whoever talks to the database
         self._stop = threading.Event()
         self._closed = False
@@ -108,12 +108,12 @@ class RunWriter:
         """Stretches without data. Their times are monotonic, and stored as epoch."""
         off = epoch_offset_ns
         rows = [(g.domain, g.start_ns + off, None if g.end_ns is None else g.end_ns + off, g.reason) for g in gaps]
-        self._jobs.append(partial(self._store.many, "INSERT INTO gaps VALUES (?, ?, ?, ?)", rows))
+        self._jobs.append(partial(self._store.db.executemany, "INSERT INTO gaps VALUES (?, ?, ?, ?)", rows))
 
     def add_telemetry(self, rows: Sequence[Telemetry], epoch_offset_ns: int) -> None:
         """Clocks, temperatures and the like. `Telemetry.time_ns` is monotonic, and stored as epoch."""
         made = [_telemetry(r, epoch_offset_ns) for r in rows]
-        self._jobs.append(partial(self._store.many, "INSERT INTO telemetry VALUES (?, ?, ?)", made))
+        self._jobs.append(partial(self._store.db.executemany, "INSERT INTO telemetry VALUES (?, ?, ?)", made))
 
     def add_stacks(self, stacks: Iterable[tuple[int, int | str, str, int]]) -> None:
         """Sampled Python stacks: (epoch_ns, thread, folded stack "a;b;c", how many samples)."""
@@ -121,7 +121,7 @@ class RunWriter:
 
         def write() -> None:
             made = [(t, thread, store.intern(stack), count) for t, thread, stack, count in rows]
-            store.many("INSERT INTO stacks VALUES (?, ?, ?, ?)", made)
+            store.db.executemany("INSERT INTO stacks VALUES (?, ?, ?, ?)", made)
 
         self._jobs.append(write)
 
@@ -141,7 +141,7 @@ class RunWriter:
         except msgspec.ValidationError as exc:
             why = f"readers take it for something of their own: {exc}"
             raise ArgumentError(f"the fact {key!r} cannot be kept", why=why, fix="give it another name") from exc
-        self._jobs.append(partial(self._store.execute, "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, text)))
+        self._jobs.append(partial(self._store.db.execute, "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, text)))
 
     def flush(self) -> None:
         """Everything recorded so far is committed when this returns."""
@@ -150,7 +150,7 @@ class RunWriter:
         self._raise()
 
     def close(self) -> None:
-        """Write the rest, mark the file as closed cleanly and leave no side files. Twice is no error."""
+        """Write the rest, mark the file as closed cleanly and leave no side files. Safe to call twice."""
         self._stop.set()
         with self._lock:
             if self._closed:
@@ -167,7 +167,6 @@ class RunWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether the file is closed, or was the parent's."""
         return self._closed
 
     def drop_timelines(self) -> None:
@@ -218,7 +217,7 @@ class RunWriter:
             self._jobs.clear()
             return
         try:
-            self._store.execute("BEGIN")
+            self._store.db.execute("BEGIN")
             self._write_rows()
             for _ in range(len(self._jobs)):
                 self._run_guarded(self._jobs.popleft())
@@ -230,7 +229,7 @@ class RunWriter:
                 with contextlib.suppress(sqlite3.Error):
                     self._store.db.rollback()
 
-    def _run_guarded(self, job: Callable[[], None]) -> bool:
+    def _run_guarded(self, job: Callable[[], object]) -> bool:
         """Something that cannot be kept is refused alone: the rest of the run must not be lost with it."""
         try:
             job()
@@ -245,7 +244,6 @@ class RunWriter:
         return True
 
     def _write_rows(self) -> None:
-        """The live rows so far."""
         while count := min(len(self._rows), CHUNK_ROWS):
             rows = [self._rows.popleft() for _ in range(count)]
             # One bad row must not take its neighbours with it: only then are they written one by one.
@@ -255,7 +253,7 @@ class RunWriter:
                     self._run_guarded(partial(self._store.rows, [row]))
 
     def _commit(self) -> None:
-        self._store.execute("COMMIT")
+        self._store.db.execute("COMMIT")
         self._committed_s = time.monotonic()
 
     def _commit_when_due(self) -> None:
@@ -263,7 +261,7 @@ class RunWriter:
         if time.monotonic() - self._committed_s >= COMMIT_S:
             self._write_rows()
             self._commit()
-            self._store.execute("BEGIN")
+            self._store.db.execute("BEGIN")
 
     def _forget(self) -> None:
         """In a forked child (a DataLoader's worker): the file is the parent's alone."""

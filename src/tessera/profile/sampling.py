@@ -1,6 +1,6 @@
 """Python stacks of all threads, sampled from a thread of our own: what runs, without tracing anything.
 
-Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period is_stretched
+Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period stretched
 until it is at most `BUDGET` of the time.
 """
 
@@ -42,13 +42,12 @@ class StackSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin sampling on a thread."""
         self._thread = threading.Thread(target=self._run, name="tessera-stacks", daemon=True)
         self._thread.start()
         self.take()
 
     def stop(self) -> None:
-        """End sampling; twice is no error."""
+        """End sampling; safe to call twice."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join()

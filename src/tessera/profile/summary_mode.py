@@ -46,7 +46,6 @@ class Totals:
         self.maximum = float("-inf")
 
     def add(self, calls: int, total: float, minimum: float, maximum: float) -> None:
-        """Add what was seen of the name since."""
         self.calls += calls
         self.total += total
         self.minimum = min(self.minimum, minimum)
@@ -68,7 +67,6 @@ class RunSummary:
         return len(self._by_name) + len(self._counters)
 
     def add_window(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
-        """Add the rows of a window up, by kind and name."""
         rows = timeline.rows(*_KINDS)
         keys = (timeline["kind"][rows] << 32) | timeline["name"][rows]
         order = np.argsort(keys, kind="stable")
@@ -90,14 +88,12 @@ class RunSummary:
                 found.own += int(itself)
 
     def add_row(self, kind: Kind, name: str, ns: int) -> None:
-        """One region or mark."""
         with self._lock:
             found = self._of(self._by_name, kind, name)
             found.add(1, ns, ns, ns)
             found.always = True
 
     def add_counter(self, name: str, value: float, unit: str) -> None:
-        """One value of a counter."""
         with self._lock:
             self._of(self._counters, name, unit, general=False).add(1, value, value, value)
 

@@ -57,7 +57,6 @@ class OpenRanges:
         self._open.clear()
 
     def remove(self) -> None:
-        """Leave torch as it was."""
         self._class.__enter__, self._class.__exit__ = self._original
 
 
@@ -71,7 +70,6 @@ class OtherProfilers:
         self._ours = ours
 
     def install(self) -> None:
-        """Be called before any profiler but ours starts."""
         original, ours, call = self._original, self._ours, self._call
 
         def _prepare_trace(this: Any) -> Any:
@@ -82,7 +80,6 @@ class OtherProfilers:
         self._class._prepare_trace = _prepare_trace
 
     def remove(self) -> None:
-        """Leave torch as it was."""
         self._class._prepare_trace = self._original
 
 
@@ -98,7 +95,6 @@ class OptimizerSteps:
         self._handle: Any = None
 
     def install(self) -> None:
-        """Hook into every optimizer there is and will be."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._handle = register_optimizer_step_post_hook(self._after)
@@ -111,7 +107,6 @@ class OptimizerSteps:
             self._call()
 
     def remove(self) -> None:
-        """Leave torch as it was."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -123,7 +118,6 @@ class ModuleHooks:
     _handles: Sequence[Any] = ()
 
     def install(self) -> None:
-        """Hook into every module there is and will be."""
         from torch.nn.modules import module
 
         self._handles = [
@@ -132,7 +126,6 @@ class ModuleHooks:
         ]
 
     def remove(self) -> None:
-        """Leave torch as it was."""
         for handle in self._handles:
             handle.remove()
         self._handles = ()

@@ -97,7 +97,6 @@ class Tracing:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` was called."""
         return self._thread is not None
 
     def begin(self, step: int = 0) -> None:

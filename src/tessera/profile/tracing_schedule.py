@@ -45,7 +45,6 @@ class TracingSchedule:
 
     @property
     def first(self) -> int:
-        """The first step that is traced."""
         return self.skip_first + self.wait + self.warmup
 
     def describe_missed(self, steps: int) -> str | None:

@@ -140,15 +140,12 @@ class Timeline:
 
     @property
     def devices(self) -> list[DeviceId]:
-        """The devices that ran anything."""
         return list(self.by_device())
 
     def name(self, row: int) -> str:
-        """The name of a row."""
         return self.names[int(self.columns["name"][row])]
 
     def kind(self, row: int) -> Kind:
-        """The kind of a row."""
         return KINDS[int(self.columns["kind"][row])]
 
     def text(self, column: str, row: int) -> str | None:
@@ -171,22 +168,18 @@ class Timeline:
 
     @property
     def start_ns(self) -> int:
-        """Start of the first row; 0 when empty."""
         return int(self.columns["start_ns"].min()) if len(self) else 0
 
     @property
     def end_ns(self) -> int:
-        """End of the last row; 0 when empty."""
         return int(self.columns["end_ns"].max()) if len(self) else 0
 
     @property
     def row_meta(self) -> Mapping[str, Any]:
-        """What the source of the rows said about threads, modules, streams and devices."""
         return self.meta
 
     @property
     def has_energy(self) -> bool:
-        """Whether joules of single rows are known."""
         return self.energy_j is not None
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
@@ -236,11 +229,9 @@ class Builder:
         return self._rows
 
     def intern(self, text: str) -> int:
-        """The number of a text."""
         return self._names.setdefault(text, len(self._names))
 
     def intern_launch(self, launch: Launch) -> int:
-        """The number of a launch configuration."""
         return self._launches.setdefault(launch, len(self._launches))
 
     def add(

@@ -22,7 +22,6 @@ class Spans(NamedTuple):
 
     @property
     def total_ns(self) -> int:
-        """How long they last together."""
         return int((self.end_ns - self.start_ns).sum())
 
 

@@ -117,7 +117,6 @@ class SideEvents:
         self._values.append(value)
 
     def flush(self) -> None:
-        """Append what was taken since the last time."""
         if not self._rows:
             return
         table = np.array(self._rows, np.int64)

@@ -333,7 +333,7 @@ class Events:
         return self._scan(buffer)
 
     def _decode_events(self, text: bytes) -> tuple[Batch, bytes] | None:
-        """The events of a list, repair_json if need be, and the text they are in."""
+        """The events of a list, repaired if need be, and the text they are in."""
         if (events := self.decoder(text)) is None:
             text = repair_json(text)
             events = self.decoder(text)

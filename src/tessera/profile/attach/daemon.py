@@ -198,7 +198,6 @@ class Endpoint:
         return True
 
     def close(self) -> None:
-        """Leave; the socket's file goes too."""
         if self._socket.fileno() == -1:
             return
         self._socket.close()
@@ -286,7 +285,6 @@ class TraceDaemon:
                 self.handle(message)
 
     def handle(self, message: Datagram) -> None:
-        """Answer one message, or not."""
         if message.uid != self._target.uid:
             if len(self.strangers) < 16:  # anybody may fill this socket
                 self.strangers.add(message.uid)

@@ -63,7 +63,6 @@ class Target:
         return self.environ.get(SOCKET_VARIABLE) or None
 
     def close(self) -> None:
-        """Let go of the process."""
         if self.pid_fd is not None:
             os.close(self.pid_fd)
 
@@ -183,7 +182,6 @@ class MemoryReader:
         return int(self._file.read(256).split()[1]) * _PAGE
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -61,7 +61,6 @@ class ProcessUse:
         return uses
 
     def close(self) -> None:
-        """Let go of NVML."""
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 

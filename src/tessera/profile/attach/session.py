@@ -82,7 +82,6 @@ class Attached:
 
     @property
     def metrics(self) -> list[TrackSummary]:
-        """The summary's rows."""
         return [t.metric() for t in self.tracks]
 
     @property
@@ -95,7 +94,6 @@ class Attached:
         write_trace(path, self.kineto, self.tracks)
 
     def summary(self, path: Path) -> None:
-        """Write the metrics as CSV."""
         write_summary(path, self.metrics)
 
 

@@ -57,7 +57,6 @@ class Track:
     mean: float | None = None
 
     def metric(self) -> TrackSummary:
-        """Its row of the summary."""
         mean = float(self.values.mean()) if self.mean is None else self.mean
         low, high = float(self.values.min()), float(self.values.max())
         # A mean over time knows the stretch before the first sample too: it may lie beyond all of them.

@@ -96,7 +96,6 @@ class RowWriter:
         self._linked = np.intersect1d(launched, ran)
 
     def events(self, chunk: Chunk) -> Iterator[str]:
-        """The events of a chunk, each a JSON object."""
         kind, start, end = chunk["kind"], chunk["start_ns"], chunk["end_ns"]
         at = device_pid(chunk["rank"], chunk["device"])
         percent = _fields("overlap_pct", self._overlap.pct(kind, start, end, at), 4)

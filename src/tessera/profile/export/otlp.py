@@ -10,15 +10,14 @@ import logging
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ArgumentError, MissingExtra, TesseraError
 from ..runfile_format import version
-from .otlp_points import MetricPoints, series, service_name, spans
+from .otlp_points import MetricPoints, Span, series, service_name, spans
 
 if TYPE_CHECKING:
     from ...recording import Facts, Recording
@@ -49,21 +48,46 @@ class Otlp:
             )
 
     def write(self, recording: Recording) -> str:
-        """Send the run, and say what was sent where."""
+        """Send the run, and return a line about what was sent where."""
         base = _base(self.endpoint)
-        sdk = _Sdk.load()
+        try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+        except ImportError as exc:
+            raise MissingExtra("opentelemetry-exporter-otlp-proto-http", "otel", "profile.otlp") from exc
         _reach(base, self.timeout_s)
-        resource = sdk.resource(_resource(recording.facts))
-        made = list(series(recording, self.period_s))
-        left_out = 0
-        with _capture_logs() as said:
-            points = sdk.metrics(
-                f"{base}/v1/metrics", self.headers, self.timeout_s, resource, made, said
-            )  # fmt: skip
-            chosen, left_out = spans(recording, self.max_spans)
-            sent = sdk.spans(f"{base}/v1/traces", self.headers, self.timeout_s, resource, chosen, said)
+        resource = Resource.create(_resource(recording.facts))
+        metrics = list(series(recording, self.period_s))
+        chosen, left_out = spans(recording, self.max_spans)
+        made_spans = _make_spans(resource, chosen)
+        with _capture_logs() as logs:
+            parts = (_metrics_data(resource, part) for part in _batches(metrics))
+            self._send(OTLPMetricExporter, f"{base}/v1/metrics", parts, logs)
+            batches = (made_spans[i : i + _BATCH] for i in range(0, len(made_spans), _BATCH))
+            self._send(OTLPSpanExporter, f"{base}/v1/traces", batches, logs)
+        points = sum(len(s.points) for s in metrics)
         short = f"; {left_out} shorter regions were left out" if left_out else ""
-        return f"{base}: {points} points of {len({s.name for s in made})} metrics, {sent} spans{short}"
+        names = len({s.name for s in metrics})
+        return f"{base}: {points} points of {names} metrics, {len(made_spans)} spans{short}"
+
+    def _send(self, exporter_class: Any, url: str, parts: Iterable[Any], logs: Sequence[str]) -> None:
+        exporter = exporter_class(endpoint=url, headers=dict(self.headers), timeout=self.timeout_s)
+        try:
+            for part in parts:
+                try:
+                    if exporter.export(part).name == "SUCCESS":
+                        continue
+                    why = logs[-1] if logs else "it gave no reason"
+                except OSError as exc:  # older versions of the SDK let requests' errors through
+                    why = str(exc)
+                raise TesseraError(
+                    f"{url} did not take the run",
+                    why=why,
+                    fix="look into the collector's log; its HTTP receiver takes protobuf at /v1/metrics and /v1/traces",
+                )
+        finally:
+            exporter.shutdown()
 
 
 def _base(endpoint: str) -> str:
@@ -110,121 +134,55 @@ def _resource(facts: Facts) -> dict[str, Any]:
 @contextmanager
 def _capture_logs() -> Iterator[list[str]]:
     """What the SDK logs meanwhile: it says why a request failed nowhere else, and must not say it on our stderr."""
-    said: list[str] = []
+    logs: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logs.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("opentelemetry")
     before = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
     try:
-        yield said
+        yield logs
     finally:
         logger.propagate = before
         logger.removeHandler(handler)
 
 
-def _send(exporter: Any, data: Any, success: Any, url: str, said: Sequence[str]) -> None:
-    try:
-        if exporter.export(data) is success:
-            return
-        why = said[-1] if said else "it gave no reason"
-    except OSError as exc:  # older versions of the SDK let requests' errors through
-        why = str(exc)
-    raise TesseraError(
-        f"{url} did not take the run",
-        why=why,
-        fix="look into the collector's log; its HTTP receiver takes protobuf at /v1/metrics and /v1/traces",
+def _metrics_data(resource: Any, metrics: Sequence[MetricPoints]) -> Any:
+    """The points of some metrics as the SDK's own data."""
+    from opentelemetry.sdk.metrics import export as sdk
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    made = []
+    for m in metrics:
+        attributes = dict(m.attributes)
+        points = [
+            sdk.NumberDataPoint(attributes=attributes, start_time_unix_nano=m.start_ns, time_unix_nano=t, value=v)
+            for t, v in m.points
+        ]
+        cumulative = sdk.AggregationTemporality.CUMULATIVE
+        data = sdk.Sum(points, cumulative, m.monotonic) if m.sums else sdk.Gauge(points)
+        made.append(sdk.Metric(name=m.name, description=m.description, unit=m.unit, data=data))
+    scopes = [sdk.ScopeMetrics(scope=InstrumentationScope("tessera", version()), metrics=made, schema_url="")]
+    return sdk.MetricsData([sdk.ResourceMetrics(resource=resource, scope_metrics=scopes, schema_url="")])
+
+
+def _make_spans(resource: Any, chosen: Sequence[Span]) -> list[Any]:
+    """The regions as spans of one trace, each inside the one it lies in."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON  # whatever the environment says of live traces
+    from opentelemetry.trace import set_span_in_context
+
+    tracer = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False).get_tracer(
+        "tessera", version()
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sdk:
-    """The parts of OpenTelemetry's SDK that are used; Any, since the package is optional."""
-
-    metric: Any
-    metric_exporter: Any
-    resources: Any
-    scope: Any
-    trace: Any
-    trace_api: Any
-    span_exporter: Any
-
-    @classmethod
-    def load(cls) -> _Sdk:
-        try:
-            from opentelemetry import trace as trace_api
-            from opentelemetry.exporter.otlp.proto.http import metric_exporter, trace_exporter
-            from opentelemetry.sdk import resources, trace
-            from opentelemetry.sdk.metrics import export
-            from opentelemetry.sdk.util import instrumentation
-        except ImportError as exc:
-            raise MissingExtra("opentelemetry-exporter-otlp-proto-http", "otel", "profile.otlp") from exc
-        return cls(
-            export, metric_exporter.OTLPMetricExporter, resources, instrumentation.InstrumentationScope, trace,
-            trace_api, trace_exporter.OTLPSpanExporter,
-        )  # fmt: skip
-
-    def resource(self, attributes: Mapping[str, Any]) -> Any:
-        return self.resources.Resource.create(attributes)
-
-    def metrics(
-        self, url: str, headers: Mapping[str, str], timeout_s: float, resource: Any, made: Sequence[MetricPoints],
-        said: Sequence[str],
-    ) -> int:  # fmt: skip
-        """Send the points, and say how many there were."""
-        exporter = self.metric_exporter(endpoint=url, headers=dict(headers), timeout=timeout_s)
-        sent = 0
-        try:
-            for part in _batches(made):
-                data = self._metrics_data(resource, part)
-                _send(exporter, data, self.metric.MetricExportResult.SUCCESS, url, said)
-                sent += sum(len(s.points) for s in part)
-        finally:
-            exporter.shutdown()
-        return sent
-
-    def _metrics_data(self, resource: Any, made: Sequence[MetricPoints]) -> Any:
-        m = self.metric
-        metrics = []
-        for s in made:
-            points = [
-                m.NumberDataPoint(
-                    attributes=dict(s.attributes), start_time_unix_nano=s.start_ns, time_unix_nano=t, value=v
-                )
-                for t, v in s.points
-            ]
-            cumulative = m.AggregationTemporality.CUMULATIVE
-            data = m.Sum(points, cumulative, s.monotonic) if s.sums else m.Gauge(points)
-            metrics.append(m.Metric(name=s.name, description=s.description, unit=s.unit, data=data))
-        scope = self.scope("tessera", version())
-        scopes = [m.ScopeMetrics(scope=scope, metrics=metrics, schema_url="")]
-        return m.MetricsData([m.ResourceMetrics(resource=resource, scope_metrics=scopes, schema_url="")])
-
-    def spans(
-        self, url: str, headers: Mapping[str, str], timeout_s: float, resource: Any, chosen: Sequence[Any],
-        said: Sequence[str],
-    ) -> int:  # fmt: skip
-        """Send the regions as spans of one trace; each inside the one it lies in."""
-        from opentelemetry.sdk.trace.export import SpanExportResult
-        from opentelemetry.sdk.trace.sampling import ALWAYS_ON  # whatever the environment says of live traces
-
-        provider = self.trace.TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-        tracer = provider.get_tracer("tessera", version())
-        made: list[Any] = []
-        for span in chosen:
-            context = None if span.parent is None else self.trace_api.set_span_in_context(made[span.parent])
-            one = tracer.start_span(span.name, context, start_time=span.start_ns, attributes=span.attributes)
-            one.end(span.end_ns)
-            made.append(one)
-        exporter = self.span_exporter(endpoint=url, headers=dict(headers), timeout=timeout_s)
-        source = iter(made)
-        try:
-            while part := list(islice(source, _BATCH)):
-                _send(exporter, part, SpanExportResult.SUCCESS, url, said)
-        finally:
-            exporter.shutdown()
-        return len(made)
+    made: list[Any] = []
+    for span in chosen:
+        context = None if span.parent is None else set_span_in_context(made[span.parent])
+        one = tracer.start_span(span.name, context, start_time=span.start_ns, attributes=span.attributes)
+        one.end(span.end_ns)
+        made.append(one)
+    return made
 
 
 def _batches(made: Sequence[MetricPoints]) -> Iterator[list[MetricPoints]]:

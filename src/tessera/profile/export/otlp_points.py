@@ -45,7 +45,6 @@ class MetricPoints:
     monotonic: bool = False
 
     def split_points(self, count: int) -> tuple[MetricPoints, MetricPoints]:
-        """The first points, and the others."""
         first, rest = self.points[:count], self.points[count:]
         return dataclasses.replace(self, points=first), dataclasses.replace(self, points=rest)
 

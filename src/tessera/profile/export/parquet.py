@@ -33,7 +33,6 @@ class Parquet:
     path: str | Path
 
     def write(self, recording: Recording) -> Path:
-        """Write the table chunk by chunk."""
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -70,7 +69,6 @@ class _Maker:
         self.schema = pa.schema(fields.items(), metadata={"tessera": json.dumps(about, default=str)})
 
     def arrays(self, chunk: Chunk) -> dict[str, Any]:
-        """The columns of a chunk."""
         pa, count = self._pa, len(chunk)
         out: dict[str, Any] = {"row": chunk.first_row + np.arange(count)}
         for column in INTEGERS:

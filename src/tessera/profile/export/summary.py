@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +19,18 @@ if TYPE_CHECKING:
     from ...attribute.table import EnergyRow, EnergyTable
     from ...recording import Recording, Rows
 
-COLUMNS = (
-    "name", "kind", "calls", "total_s", "active_s", "mean_us", "min_us", "max_us", "share_time_pct", "energy_j",
-    "energy_error_j", "power_w", "j_per_call",
-)  # fmt: skip
 _VIEW = {**dict.fromkeys(ON_DEVICE, "kernels"), "op": "ops", "region": "regions"}
 _KEPT = [CODE[k] for k in KINDS if k not in ("mark", "counter")]
 
 
-@dataclass(frozen=True, slots=True)
-class SummaryLine:
-    """One line of the summary; None (an empty cell) where nobody knows."""
+class SummaryLine(NamedTuple):
+    """One line of the summary; None (an empty cell) where nobody knows. The fields are the columns of the file."""
 
     name: str
     kind: str
     calls: int
     total_s: float | None
+    active_s: float | None = None
     mean_us: float | None = None
     min_us: float | None = None
     max_us: float | None = None
@@ -43,7 +39,6 @@ class SummaryLine:
     energy_error_j: float | None = None
     power_w: float | None = None
     j_per_call: float | None = None
-    active_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +55,11 @@ class SummaryCsv:
     path: str | Path
 
     def write(self, recording: Recording) -> Path:
-        """Write the CSV, longest first within each kind."""
         target = Path(self.path)
         with replace_when_written(target) as part, part.open("w", newline="", encoding="utf-8") as f:
             out = csv.writer(f)
-            out.writerow(COLUMNS)
-            for line in lines(recording):
-                out.writerow([_cell(getattr(line, c)) for c in COLUMNS])
+            out.writerow(SummaryLine._fields)
+            out.writerows(map(_format_cell, line) for line in lines(recording))
         return target
 
 
@@ -89,9 +82,9 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
         over_s = total_s if row is None else _span_s(row)
         whole_s = device_s if kind in ON_DEVICE else seconds
         yield SummaryLine(
-            name, kind, calls, total_s, total / calls / 1e3, low / 1e3, high / 1e3,
-            100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
-            joules / over_s if over_s > 0 else None, joules / calls, None if math.isnan(joules) else over_s,
+            name, kind, calls, total_s, None if math.isnan(joules) else over_s, total / calls / 1e3, low / 1e3,
+            high / 1e3, 100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
+            joules / over_s if over_s > 0 else None, joules / calls,
         )  # fmt: skip
     if table is not None:
         yield from _only_attributed(table, seconds)
@@ -105,8 +98,8 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
             share = 100.0 * total_s / seconds if seconds > 0 else None
             power_w = r.energy_j / total_s if total_s > 0 else None
             yield SummaryLine(
-                r.name, kind, r.calls, total_s, mean_us, None, None, share, r.energy_j, r.error_j, power_w,
-                r.j_per_call, total_s,
+                r.name, kind, r.calls, total_s, total_s, mean_us, None, None, share, r.energy_j, r.error_j, power_w,
+                r.j_per_call,
             )  # fmt: skip
     idle_s = table.time_s - table.busy_s
     yield SummaryLine(
@@ -183,7 +176,7 @@ class _SummaryGroups:
             self.error[number] += np.add.reduceat(np.nan_to_num(error[order]), starts)
 
 
-def _cell(value: object) -> object:
+def _format_cell(value: object) -> object:
     """A cell: nine digits are more than anything here is known to."""
     if isinstance(value, float):
         return f"{value:.9g}" if math.isfinite(value) else ""
