@@ -76,7 +76,7 @@ def block(how: str, step: Step, steps: int, folder: Path) -> dict[str, float]:
     t2 = time.perf_counter()
     sess.stop()
     t3 = time.perf_counter()
-    with sess.run() as run:
+    with profile.RunFile(sess.path) as run:
         found = {
             "ms": ms,
             "start_s": t1 - t0,

@@ -108,7 +108,7 @@ class ControlLoop:
             time.sleep(0.01)
 
     def _listen(self) -> None:
-        self.own.listen(any(t.running and t.tokens != "joules" for t in self._trackers))
+        self.own.enable(any(t.running and t.tokens != "joules" for t in self._trackers))
 
     def _choose_tokens(self, trackers: list[CapTracker]) -> None:
         """One bucket for each device: of the tokens that all of these count, or of joules where they differ."""
@@ -303,7 +303,7 @@ class ControlLoop:
     def stop(self) -> None:
         """At exit: nobody must wait for what is queued."""
         self._stopping = True
-        self.own.listen(False)
+        self.own.enable(False)
         if self._thread is not None:
             self._thread.join(timeout=0.5)
         self.release_all()

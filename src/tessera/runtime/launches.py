@@ -175,7 +175,7 @@ class OwnLaunches:
         self._here, self._countdown = here, countdown
         self.tokens = "joules"
 
-    def listen(self, wanted: bool) -> None:
+    def enable(self, wanted: bool) -> None:
         """Start or stop listening."""
         hints.listener = self._on_launch if wanted else None
 
