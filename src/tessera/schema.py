@@ -420,9 +420,9 @@ class EnergyReport:
 
     def diff(self, other: EnergyReport) -> EnergyDiff:
         """What changes from this report to another, by component and subgraph, with intervals."""
-        from .analyze.compare import compare
+        from .analyze.diff import diff
 
-        return compare(self, other)
+        return diff(self, other)
 
     def __str__(self) -> str:
         from .report.predict import text

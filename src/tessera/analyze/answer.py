@@ -386,8 +386,8 @@ def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | Non
     traced = power.energy(start_ns=start_ns, end_ns=end_ns)
     is_seen = traced.coverage > 0 and traced.energy_j > 0
     spent = RunTotals(
-        total_j=spent_j,
-        seconds=table.time_s,
+        energy_j=spent_j,
+        time_s=table.time_s,
         traced_j=traced.energy_j / traced.coverage if is_seen else 0.0,
         traced_s=traced.time_s if is_seen else 0.0,
     )

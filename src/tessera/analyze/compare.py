@@ -29,9 +29,11 @@ from ..monitor.scope import EnergyScope
 from ..profile.load import open_recording
 from ..record import KINDS
 from ..recording import Facts, Recording
-from ..schema import SCHEMA_VERSION, EnergyDiff, EnergyReport
+from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.columns import NONE, Timeline
+from .answer import name_of, work_amounts
 from .mean_step import StepRows, find_step_rows, wall_s
+from .run_energy import is_partial, whole_of
 from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole_errors
 
 _NAN = float("nan")
@@ -51,13 +53,6 @@ _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fie
     "run",
     "summary",
 }
-
-
-def compare(before: EnergyReport, after: EnergyReport) -> EnergyDiff:
-    """What `EnergyReport.diff` gives: see `tessera.analyze.diff`, which takes runs and tables too."""
-    from .diff import diff
-
-    return diff(before, after)
 
 
 def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
@@ -194,9 +189,6 @@ def _of_table(
 
 def _of_recording(recording: Recording) -> DiffSide:
     """A run from its start to its end, whatever part of it was traced; a trace of another tool as it is."""
-    from .answer import name_of, work_amounts
-    from .run_energy import is_partial, whole_of
-
     table, timeline, facts = recording.find_energy(), recording.timeline, recording.facts
     is_run = facts.kind == "run"
     name = f"{name_of(recording)} ({facts.name})" if is_run else facts.name

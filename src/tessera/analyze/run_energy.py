@@ -192,8 +192,8 @@ class TimeShares:
 class RunTotals:
     """Joules and seconds of a summarised run, and those from its first traced window to its last."""
 
-    total_j: float
-    seconds: float
+    energy_j: float
+    time_s: float
     traced_j: float
     traced_s: float
 
@@ -202,7 +202,7 @@ class RunTotals:
         """Mean watts while work was traced; of the run where that is not known."""
         if self.traced_s > 0 and self.traced_j > 0:
             return self.traced_j / self.traced_s
-        return self.total_j / self.seconds if self.seconds > 0 else 0.0
+        return self.energy_j / self.time_s if self.time_s > 0 else 0.0
 
 
 def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
@@ -218,8 +218,8 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
     seen_s = seen_s if seen_s > 1e-9 else 0.0  # times are whole nanoseconds
     step = next((r for r in _with_names(summary.get("regions")) if _STEPS.fullmatch(str(r["name"]))), {})
     steps, steps_s = int(step.get("calls", 0)), float(step.get("time_s", 0.0))
-    worked_s = min(max(steps_s or run.traced_s or run.seconds, seen_s), run.seconds)
-    work = _TracedWork(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.total_j), seen_s=seen_s, run=run)
+    worked_s = min(max(steps_s or run.traced_s or run.time_s, seen_s), run.time_s)
+    work = _TracedWork(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.energy_j), seen_s=seen_s, run=run)
     regions = [work.region(r) for r in _with_names(summary.get("regions")) if r is not step]
     kernels = work.rows(summary.get("kernels"), "kernel", "time_s")
     ops = [] if kernels else work.rows(summary.get("ops"), "op", "self_s")
@@ -227,7 +227,7 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
         return None
     older = None if kernels or ops or not summary.get("ops") else OLDER
     by = "the time of each kernel" if kernels else "the time in each operator itself"
-    rest_j = run.total_j - math.fsum(r.energy_j for r in (*kernels, *ops))
+    rest_j = run.energy_j - math.fsum(r.energy_j for r in (*kernels, *ops))
     return TimeShares(
         by=by if kernels or ops else "time",
         ops=ops,
@@ -237,7 +237,7 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
         steps=steps or None,
         whole_steps=steps - (step.get("min_ns") == 0),
         steps_s=steps_s,
-        steps_j=min(steps_s * run.working_w, run.total_j),
+        steps_j=min(steps_s * run.working_w, run.energy_j),
         note=older,
     )
 
@@ -312,14 +312,14 @@ class _TracedWork:
         """A region's, which overlap: over all its passes, or those in windows scaled to all of the work."""
         seconds = float(row.get("time_s", 0.0))
         if row.get("traced") and self.seen_s > 0:
-            return self._row(row, "region", min(seconds * self.seconds / self.seen_s, self.run.seconds))
-        return self._row(row, "region", min(seconds, self.run.seconds), whole=True)
+            return self._row(row, "region", min(seconds * self.seconds / self.seen_s, self.run.time_s))
+        return self._row(row, "region", min(seconds, self.run.time_s), whole=True)
 
     def _row(self, row: Mapping[str, Any], kind: str, seconds: float, *, whole: bool = False) -> EnergyRow:
         """One row, of so many seconds of the work; `whole`: its calls are all there were."""
         factor = 1.0 if whole or not self.seen_s > 0 else self.seconds / self.seen_s
         watts = self.energy_j / self.seconds if self.seconds > 0 else 0.0
-        joules = min(seconds * watts, self.run.total_j)
+        joules = min(seconds * watts, self.run.energy_j)
         return EnergyRow(
             name=str(row["name"]),
             kind=str(row.get("kind", kind)),
@@ -327,5 +327,5 @@ class _TracedWork:
             time_s=seconds,
             energy_j=joules,
             error_j=_NAN,
-            share=joules / self.run.total_j if self.run.total_j > 0 else 0.0,
+            share=joules / self.run.energy_j if self.run.energy_j > 0 else 0.0,
         )
