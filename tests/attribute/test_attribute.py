@@ -250,9 +250,7 @@ def test_views_and_json():
     table = attribute(board.timeline(), board.power())
     data = json.loads(json.dumps(table.to_json()))
     assert {"energy_j", "idle_j", "kernels", "ops", "regions"} <= data.keys()
-    assert {"kernel_name", "kind", "group", "calls", "time_s", "energy_j", "energy_error_j"} <= data["kernels"][
-        0
-    ].keys()
+    assert {"kernel_name", "kind", "group", "calls", "time_s", "energy_j", "error_j"} <= data["kernels"][0].keys()
     assert data["ops"][0]["name"] == "(no operator)"
     assert [r.energy_j for r in table.top(3)] == sorted((r.energy_j for r in table.kernels), reverse=True)[:3]
     assert len(table.to_frame("kernels")) == len(table.kernels)

@@ -50,11 +50,11 @@ def _drop_partial_steps(table: EnergyTable, timeline: Timeline) -> EnergyTable:
     whole = [r.wall_s is None or r.wall_s >= WHOLE * took_s.get(r.name, 0.0) for r in table.steps]
     if not any(whole) or all(whole):
         return table
-    kept = [r for r, is_whole in zip(table.steps, whole, strict=True) if is_whole]
+    complete = [r for r, is_whole in zip(table.steps, whole, strict=True) if is_whole]
     partial = [r.name for r, is_whole in zip(table.steps, whole, strict=True) if not is_whole]
     names = f"{', '.join(partial[:3])}{' ...' if len(partial) > 3 else ''}"
     note = Note(f"traced only in part, so not among the steps: {names}", "omission")
-    return dataclasses.replace(table, steps=kept, notes=[*table.notes, note])
+    return dataclasses.replace(table, steps=complete, notes=[*table.notes, note])
 
 
 def account_samples(

@@ -80,9 +80,9 @@ def distinct(*columns: Ints) -> tuple[Ints, Ints]:
     """
     number, kinds = np.zeros(len(columns[0]), np.int64), 0
     for column in columns:
-        known, values = rank_values(column)
-        found, number = rank_values(number * max(len(known), 1) + values)
-        kinds = len(found)
+        distinct_values, values = rank_values(column)
+        combinations, number = rank_values(number * max(len(distinct_values), 1) + values)
+        kinds = len(combinations)
     first = np.full(kinds, len(number), np.int64)
     np.minimum.at(first, number, np.arange(len(number)))
     return first, number
@@ -92,8 +92,8 @@ def rank_values(values: Ints) -> tuple[Ints, Ints]:
     """`np.unique(values, return_inverse=True)`; without sorting where the numbers lie close together, as names do."""
     low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
     if high - low > 4 * len(values) + 1024:
-        found, which = np.unique(values, return_inverse=True)
-        return found, which
+        distinct_values, which = np.unique(values, return_inverse=True)
+        return distinct_values, which
     there = np.zeros(high - low + 1, bool)
     there[values - low] = True
     return np.flatnonzero(there) + low, (np.cumsum(there) - 1)[values - low]
@@ -122,8 +122,8 @@ class Sharing:
         dt = np.diff(self._edge) * 1e-9 if so_far is None else np.diff(so_far(self._edge))
         per = np.where(self._count > 0, dt / np.maximum(self._count, 1), 0.0)
         done = np.concatenate([[0.0], np.cumsum(per)])
-        found: Floats = done[self._ended] - done[self._begun]
-        return found
+        seconds: Floats = done[self._ended] - done[self._begun]
+        return seconds
 
 
 def shares(start_ns: Ints, end_ns: Ints) -> Floats:
@@ -149,13 +149,13 @@ def _weights(seconds: Floats, cls: Ints, classes: int) -> Floats:
     return np.where(spread[cls] < _ONE_SPEED, np.exp(SPEED_EXPONENT * clipped), 1.0)
 
 
-def gaps(found: Activity, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
+def gaps(activity: Activity, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
     """The stretches of a window in which nothing ran."""
-    if len(found.start_ns) == 0:
+    if len(activity.start_ns) == 0:
         return np.array([start_ns]), np.array([end_ns])
-    until = np.maximum.accumulate(found.end_ns)
+    until = np.maximum.accumulate(activity.end_ns)
     begin = np.concatenate([[start_ns], until])
-    stop = np.concatenate([found.start_ns, [end_ns]])
+    stop = np.concatenate([activity.start_ns, [end_ns]])
     begin, stop = np.clip(begin, start_ns, end_ns), np.clip(stop, start_ns, end_ns)
     real = stop > begin
     return begin[real], stop[real]

@@ -50,23 +50,23 @@ def exposure(
     origin = int(asked.min()) if asked.size else 0
     where = (asked - origin).astype(np.float64)
     rate = weights / np.diff(edges)
-    found = np.zeros((len(times_ns), classes))
+    design = np.zeros((len(times_ns), classes))
     order = np.argsort(cls, kind="stable")
     bounds = np.searchsorted(cls[order], np.arange(classes + 1))
     for k in range(classes):
-        mine = order[bounds[k] : bounds[k + 1]]
-        if len(mine) == 0:
+        members = order[bounds[k] : bounds[k + 1]]
+        if len(members) == 0:
             continue
-        x = np.empty(2 * len(mine))
-        x[0::2], x[1::2] = start_ns[mine] - origin, end_ns[mine] - origin
-        done = np.cumsum(seconds[mine])
+        x = np.empty(2 * len(members))
+        x[0::2], x[1::2] = start_ns[members] - origin, end_ns[members] - origin
+        done = np.cumsum(seconds[members])
         y = np.empty_like(x)
-        y[1::2], y[0::2] = done, done - seconds[mine]
+        y[1::2], y[0::2] = done, done - seconds[members]
         if np.any(np.diff(x) < 0):  # copies of itself at once, on two streams: their edges interleave
-            x, y = _merge_overlaps(x, seconds[mine])
+            x, y = _merge_overlaps(x, seconds[members])
         sums = np.interp(where, x, y, left=0.0, right=float(done[-1]))
-        found[:, k] = (sums[:, :-1] - sums[:, 1:]) @ rate
-    return found
+        design[:, k] = (sums[:, :-1] - sums[:, 1:]) @ rate
+    return design
 
 
 def _merge_overlaps(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
@@ -93,9 +93,9 @@ def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_
         scale = _scale((samples_w - design @ watts) / sigma, design, weight, precision)
     hessian = design.T @ (design * weight[:, None]) + precision
     covariance: Floats = np.linalg.inv(hessian).astype(np.float64)
-    told = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
+    informed = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
     noise_w = float(np.sqrt(np.mean((samples_w - design @ watts) ** 2))) if len(samples_w) else 0.0
-    return PowerFit(watts=watts, covariance=covariance, told=told, noise_w=noise_w, samples=len(samples_w))
+    return PowerFit(watts=watts, covariance=covariance, told=informed, noise_w=noise_w, samples=len(samples_w))
 
 
 def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats) -> float:
@@ -153,7 +153,7 @@ def groups(design: Floats, alike: float = 0.98) -> Ints:
     unit = centred / np.where(size > 0, size, 1.0)
     same = (unit.T @ unit > alike) & (size > 0)[:, None] & (size > 0)[None, :]
     number = np.full(n, -1, np.int64)
-    found = 0
+    count = 0
     for k in range(n):
         if number[k] >= 0 or same[k].sum() < 2:
             continue
@@ -164,6 +164,6 @@ def groups(design: Floats, alike: float = 0.98) -> Ints:
                 continue
             members.add(i)
             waiting += [int(j) for j in np.flatnonzero(same[i]) if int(j) not in members]
-        number[list(members)] = found
-        found += 1
+        number[list(members)] = count
+        count += 1
     return number

@@ -98,22 +98,22 @@ def _half(seconds: Floats, covariance: Floats) -> float:
 
 
 def _fit_notes(parts: Sequence[Share]) -> list[str]:
-    found = []
+    notes = []
     for p in parts:
         if p.domain.basis == "modelled":
-            found.append(
+            notes.append(
                 f"{p.domain.name}: its power is modelled and knows no operators: they have joules by their time"
             )
             continue
         busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
-        told = p.fit.told[: p.activity.classes]
+        informed = p.fit.told[: p.activity.classes]
         joules = busy * p.watts[: p.activity.classes]
-        if joules.sum() > 0 and float(joules @ told) < 0.5 * float(joules.sum()):
-            found.append(
+        if joules.sum() > 0 and float(joules @ informed) < 0.5 * float(joules.sum()):
+            notes.append(
                 f"{p.domain.name}: {p.fit.samples} samples are too few to split the energy among kernels (the sum is "
                 "measured, most of the split is modelled): record more steps for tighter intervals"
             )
-    return found
+    return notes
 
 
 class _Ledger:
@@ -169,16 +169,16 @@ class _Ledger:
         steps = self._links.steps
         edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
         wall_s = self._wall_s(edges[:, 0], edges[:, 1])
-        found = []
+        rows = []
         for index, line in sorted(lines.items()):
             if index != NONE:
                 line.calls, line.wall_s = 1, float(wall_s[index])
-                found.append(self._row(steps[index].name, line, wall=True))
-        return found
+                rows.append(self._row(steps[index].name, line, wall=True))
+        return rows
 
     def sum_groups(self) -> list[EnergyRow]:
         """One line for each group of kernels that the samples cannot tell apart: their sum, which is known."""
-        found = []
+        rows = []
         number = 0
         for p in self._parts:
             for group in range(int(p.group.max(initial=-1)) + 1):
@@ -187,9 +187,9 @@ class _Ledger:
                 line = _Line("group", calls=int(inside.sum()), time_s=float(p.activity.share_s[inside].sum()))
                 line.seconds[p.device] = sum_by_key(p.activity.cls[inside], p.seconds[inside], len(p.watts))
                 name = " + ".join(dict.fromkeys(p.activity.names[m] for m in members))
-                found.append(self._row(name, line, group=number + group))
+                rows.append(self._row(name, line, group=number + group))
             number += int(p.group.max(initial=-1)) + 1
-        return found
+        return rows
 
     # -- summing ------------------------------------------------------------------------------------------------
 
@@ -204,12 +204,12 @@ class _Ledger:
             if groups:
                 self._note_groups(lines, p, keys, number)
                 number += int(p.group.max(initial=-1)) + 1
-        found = []
+        rows = []
         for key, line in lines.items():
             name, line.kind = named(key)
             line.calls = calls.get(key, line.calls) if calls else line.calls
-            found.append(self._row(name, line, group=min(line.groups) if line.groups else None))
-        return _dearest(found)
+            rows.append(self._row(name, line, group=min(line.groups) if line.groups else None))
+        return _sort_by_energy(rows)
 
     def _note_groups(self, lines: dict[int, _Line], part: Share, keys: Ints, number: int) -> None:
         for cls, group in enumerate(part.group.tolist()):
@@ -222,14 +222,18 @@ class _Ledger:
         """Add every row of a device to the line of its key."""
         if len(keys) == 0:
             return
-        found, where = rank_values(keys)
+        distinct_keys, where = rank_values(keys)
         classes = len(part.watts)
-        flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(found) * classes)
-        by_key = flat.reshape(len(found), classes)
-        time_s = sum_by_key(where, part.activity.share_s, len(found))
+        flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(distinct_keys) * classes)
+        by_key = flat.reshape(len(distinct_keys), classes)
+        time_s = sum_by_key(where, part.activity.share_s, len(distinct_keys))
         on_device = not part.on_host  # there every row is one interval
-        counts = np.bincount(where, minlength=len(found)) if on_device else _distinct(where, rows, len(found))
-        for i, key in enumerate(found.tolist()):
+        counts = (
+            np.bincount(where, minlength=len(distinct_keys))
+            if on_device
+            else _distinct(where, rows, len(distinct_keys))
+        )
+        for i, key in enumerate(distinct_keys.tolist()):
             line = lines.setdefault(key, _Line(kind))
             line.calls += int(counts[i])
             line.time_s += float(time_s[i])
@@ -254,10 +258,10 @@ class _Ledger:
         """Add one idle stretch of every gap to the line of its key."""
         seconds = np.maximum(end_ns - start_ns, 0) * 1e-9
         real = (seconds > 0) & (keys != NONE)
-        found, where = rank_values(keys[real])
+        distinct_keys, where = rank_values(keys[real])
         classes = len(part.watts)
-        by_key = sum_by_key(where * classes + part.gap_cls[real], seconds[real], len(found) * classes)
-        for key, idle_s in zip(found.tolist(), by_key.reshape(-1, classes), strict=True):
+        by_key = sum_by_key(where * classes + part.gap_cls[real], seconds[real], len(distinct_keys) * classes)
+        for key, idle_s in zip(distinct_keys.tolist(), by_key.reshape(-1, classes), strict=True):
             if key in lines:
                 self._idle_of(lines[key], part, idle_s)
 
@@ -286,11 +290,11 @@ class _Ledger:
         self._count_calls(lines, self._named_rows(kind), again)
         if forward is not None:
             self._add_later(lines, innermost, forward)
-        found = [
+        rows = [
             self._row(self._timeline.names[k], line, wall=kind == "region", later=forward is not None)
             for k, line in lines.items()
         ]
-        return _dearest(found)
+        return _sort_by_energy(rows)
 
     def _add_gaps_within(self, lines: dict[int, _Line], part: Share, level: Ints, keys: Ints) -> None:
         """Idle stretches between two kernels of one pass through a region are the region's."""
@@ -314,9 +318,9 @@ class _Ledger:
         named, where = np.unique(self._timeline["name"][rows], return_inverse=True)
         inside = np.zeros((len(named), len(part.watts)))
         for cls in np.unique(part.gap_cls).tolist():
-            mine = part.gap_cls == cls
-            at = np.column_stack([part.gap_start_ns[mine], part.gap_end_ns[mine]]).reshape(-1) - origin
-            length_s = (part.gap_end_ns[mine] - part.gap_start_ns[mine]) * 1e-9
+            of_class = part.gap_cls == cls
+            at = np.column_stack([part.gap_start_ns[of_class], part.gap_end_ns[of_class]]).reshape(-1) - origin
+            length_s = (part.gap_end_ns[of_class] - part.gap_start_ns[of_class]) * 1e-9
             so_far = np.repeat(np.cumsum(length_s), 2)
             so_far[0::2] -= length_s
             begun, ended = (np.interp(edge, at.astype(np.float64), so_far) for edge in edges)
@@ -335,12 +339,12 @@ class _Ledger:
     def _again(self, rows: Ints) -> NDArray[np.bool_]:
         """Which rows lie inside one of their own name, at any depth: what they hold is the outer one's already."""
         names, parent = self._timeline["name"], self._links.parent
-        found = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
+        inside_own_name = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
         outer = parent[rows]
         while np.any(outer != NONE):
-            found[rows] |= (outer != NONE) & (names[outer] == names[rows])
+            inside_own_name[rows] |= (outer != NONE) & (names[outer] == names[rows])
             outer = np.where(outer == NONE, NONE, parent[outer])
-        return found
+        return inside_own_name
 
     def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_]) -> None:
         """Calls of a region are its passes, and their wall time is its own, within the windows of the joules."""
@@ -348,10 +352,10 @@ class _Ledger:
         begun = np.searchsorted(self._windows[:, 0], timeline["end_ns"][rows], side="left")
         over = np.searchsorted(self._windows[:, 1], timeline["start_ns"][rows], side="right")
         rows = rows[begun > over]
-        found, where = rank_values(timeline["name"][rows])
+        names, where = rank_values(timeline["name"][rows])
         wall_s = np.where(again[rows], 0.0, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]))
-        calls, wall_s = np.bincount(where, minlength=len(found)), sum_by_key(where, wall_s, len(found))
-        for key, passes, seconds in zip(found.tolist(), calls.tolist(), wall_s.tolist(), strict=True):
+        calls, wall_s = np.bincount(where, minlength=len(names)), sum_by_key(where, wall_s, len(names))
+        for key, passes, seconds in zip(names.tolist(), calls.tolist(), wall_s.tolist(), strict=True):
             if key in lines:
                 lines[key].calls, lines[key].wall_s = passes, seconds
 
@@ -402,5 +406,5 @@ def _distinct(where: Ints, rows: Ints, count: int) -> Ints:
     return np.bincount(key[key != NONE], minlength=count).astype(np.int64)
 
 
-def _dearest(rows: list[EnergyRow]) -> list[EnergyRow]:
+def _sort_by_energy(rows: list[EnergyRow]) -> list[EnergyRow]:
     return sorted(rows, key=lambda r: r.energy_j, reverse=True)

@@ -90,8 +90,8 @@ def _device(name: str) -> Device | None:
 
 def prior(timeline: Timeline, first: NDArray[np.int64], seconds: Floats, ops: NDArray[np.int64], board: Board) -> Prior:
     """Expected watts of classes: `first` is a row of each, `seconds` its typical duration."""
-    found = [_one(timeline, int(row), float(s), int(ops[row]), board) for row, s in zip(first, seconds, strict=True)]
-    watts, spread = (np.array([f[i] for f in found]) for i in (0, 1))
+    expected = [_one(timeline, int(row), float(s), int(ops[row]), board) for row, s in zip(first, seconds, strict=True)]
+    watts, spread = (np.array([f[i] for f in expected]) for i in (0, 1))
     floor_w = 0.05 * (board.limit_w - board.static_w)
     return Prior(watts=watts, sd_w=np.maximum(spread * (watts - board.static_w), floor_w))
 
@@ -102,9 +102,9 @@ def _one(timeline: Timeline, row: int, seconds: float, op: int, board: Board) ->
     latency = seconds / (seconds + _HALF_S)
     name = timeline.name(row)
     matrix = timeline.kind(row) == "kernel" and _MATRIX.search(name) is not None
-    known = _known_w(timeline, row, seconds, op, board, matrix)
-    if known is not None:
-        return board.static_w + min(known, _BURST * room_w), KNOWN_SPREAD
+    above_static_w = _known_w(timeline, row, seconds, op, board, matrix)
+    if above_static_w is not None:
+        return board.static_w + min(above_static_w, _BURST * room_w), KNOWN_SPREAD
     share = _GUESSED_SHARE["matrix" if matrix else "memory"]
     return board.static_w + share * latency * room_w, GUESSED_SPREAD
 
@@ -131,5 +131,5 @@ def _known_w(timeline: Timeline, row: int, seconds: float, op: int, board: Board
 
 def matrix_flops(op: str, shapes: str) -> tuple[float, str]:
     """FLOPs and dtype of a product, a convolution or an attention; 0 where name and shapes do not say."""
-    found = work_of(op, shapes)
-    return (found.flops, found.dtype) if found and found.matrix and found.flops else (0.0, "")
+    work = work_of(op, shapes)
+    return (work.flops, work.dtype) if work and work.matrix and work.flops else (0.0, "")

@@ -64,23 +64,23 @@ def idle_class(start_ns: Ints, end_ns: Ints, classes: int) -> Ints:
 
 
 def by_time(
-    device: DeviceId, column: DomainSamples, found: Activity, seen: Sequence[tuple[int, int]], energy: Energy
+    device: DeviceId, column: DomainSamples, activity: Activity, seen: Sequence[tuple[int, int]], energy: Energy
 ) -> Share:
-    """The share of a device whose power is modelled. `found` lies within `seen`, of which `energy` is."""
-    idle_in = [gaps(found, *stretch) for stretch in seen]
+    """The share of a device whose power is modelled. `activity` lies within `seen`, of which `energy` is."""
+    idle_in = [gaps(activity, *stretch) for stretch in seen]
     none = np.zeros(0, np.int64)
     gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
-    gap_cls = idle_class(gap_start, gap_end, found.classes)
-    sharing = Sharing(found.start_ns, found.end_ns)
+    gap_cls = idle_class(gap_start, gap_end, activity.classes)
+    sharing = Sharing(activity.start_ns, activity.end_ns)
     share_s, row_j = sharing.of(), sharing.of(lambda at_ns: _joules_at(column, at_ns))
     mean_w = energy.energy_j / max(energy.time_s * energy.coverage, 1e-12)
     busy_w = float(row_j.sum() / share_s.sum()) if share_s.sum() > 0 else mean_w
     gap_j = _joules_at(column, gap_end) - _joules_at(column, gap_start)
-    watts = np.full(found.classes + 2, busy_w)
-    watts[found.classes :] = _idle_w(gap_cls - found.classes, gap_end - gap_start, gap_j, mean_w)
+    watts = np.full(activity.classes + 2, busy_w)
+    watts[activity.classes :] = _idle_w(gap_cls - activity.classes, gap_end - gap_start, gap_j, mean_w)
     weight = np.divide(row_j, share_s * busy_w, out=np.ones(len(row_j)), where=share_s * busy_w > 0)
-    told = dataclasses.replace(found, share_s=share_s, weight=weight)
-    seconds = sum_by_key(found.cls, share_s * weight, len(watts)) + sum_by_key(
+    weighted = dataclasses.replace(activity, share_s=share_s, weight=weight)
+    seconds = sum_by_key(activity.cls, share_s * weight, len(watts)) + sum_by_key(
         gap_cls, (gap_end - gap_start) * 1e-9, len(watts)
     )
     level, covariance = conserve_energy(watts, _covariance(column, seen, watts), seconds, energy.energy_j)
@@ -89,8 +89,8 @@ def by_time(
         covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
     )
     return Share(
-        device=device, domain=column.domain, activity=told, gap_start_ns=gap_start, gap_end_ns=gap_end, gap_cls=gap_cls,
-        watts=level, covariance=covariance, group=np.full(found.classes, -1, np.int64), joules=energy.energy_j,
+        device=device, domain=column.domain, activity=weighted, gap_start_ns=gap_start, gap_end_ns=gap_end,
+        gap_cls=gap_cls, watts=level, covariance=covariance, group=np.full(activity.classes, -1, np.int64), joules=energy.energy_j,
         error_j=energy.error_j, coverage=energy.coverage,
         fit=PowerFit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
     )  # fmt: skip
@@ -115,8 +115,8 @@ def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
 def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats:
     """Mean watts of the short gaps, and of the long ones."""
     seconds, joules = sum_by_key(long, length_ns * 1e-9, 2), sum_by_key(long, gap_j, 2)
-    found: Floats = np.divide(joules, seconds, out=np.full(2, mean_w), where=seconds > 0)
-    return found
+    watts: Floats = np.divide(joules, seconds, out=np.full(2, mean_w), where=seconds > 0)
+    return watts
 
 
 def _covariance(column: DomainSamples, seen: Sequence[tuple[int, int]], watts: Floats) -> Floats:
@@ -125,7 +125,7 @@ def _covariance(column: DomainSamples, seen: Sequence[tuple[int, int]], watts: F
     inside = np.zeros(len(times), bool)
     for begin, end in seen:
         inside |= (times >= begin) & (times <= end)
-    known = column.watts[inside & ~np.isnan(column.watts)]
-    spread_w = float(known.std()) if len(known) > 1 else 0.0
-    found: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
-    return found
+    samples_w = column.watts[inside & ~np.isnan(column.watts)]
+    spread_w = float(samples_w.std()) if len(samples_w) > 1 else 0.0
+    covariance: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
+    return covariance

@@ -56,15 +56,15 @@ def attribute(
     links = timeline.linked
     if windows:
         traced_s = sum(b - a for a, b in windows) * 1e-9
-        said = f"{len(windows)} windows were traced, {traced_s:.3g} s in all: joules and seconds are of those"
-        notes = [*timeline.notes, said] if len(windows) > 1 else list(timeline.notes)
+        note = f"{len(windows)} windows were traced, {traced_s:.3g} s in all: joules and seconds are of those"
+        notes = [*timeline.notes, note] if len(windows) > 1 else list(timeline.notes)
     else:
         begin, end = _window(timeline, power, start_ns, end_ns)
         asked = start_ns is not None and end_ns is not None
         windows, notes = [(begin, end)], [*timeline.notes, *([] if asked else _partly(timeline, begin, end))]
     parts = []
-    for device, column, found in _pairs(timeline, links, power, notes):
-        part = _solve(timeline, links, device, column, found, windows, board)
+    for device, column, ran in _pairs(timeline, links, power, notes):
+        part = _solve(timeline, links, device, column, ran, windows, board)
         if part is None:
             notes.append(f"{column.domain.name}: no sample lies within the trace, so its joules are not known")
         else:
@@ -175,11 +175,11 @@ def _host_pairs(
 
 
 def _solve(
-    timeline: Timeline, links: Links, device: DeviceId, column: DomainSamples, found: Activity,
+    timeline: Timeline, links: Links, device: DeviceId, column: DomainSamples, ran: Activity,
     windows: Sequence[tuple[int, int]], board_name: str | None,
 ) -> Share | None:  # fmt: skip
-    known = ~np.isnan(column.watts)
-    times_ns, watts = column.times_ns[known], column.watts[known]
+    is_known = ~np.isnan(column.watts)
+    times_ns, watts = column.times_ns[is_known], column.watts[is_known]
     if len(times_ns) == 0:
         return None
     energy = sum_windows([column.energy(begin, end) for begin, end in windows])
@@ -188,11 +188,11 @@ def _solve(
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
     response = response_of(column.domain, spacing_s)
     seen = _find_seen(column, windows)
-    found = _clip_activity(found, seen)
+    ran = _clip_activity(ran, seen)
     if column.domain.basis == "modelled":
-        return by_time(device, column, found, seen, energy)
+        return by_time(device, column, ran, seen, energy)
     board = board_of(board_name or column.domain.label or _board_name(timeline, device), watts)
-    problem = _Problem.of(timeline, links, found, seen, board, response, times_ns, watts)
+    problem = _Problem.of(timeline, links, ran, seen, board, response, times_ns, watts)
     result = problem.solve_with(response)
     covariance = result.covariance + problem.shift(result, response) + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
@@ -204,9 +204,9 @@ def _solve(
         covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
     )
     return Share(
-        device=device, domain=column.domain, activity=found, gap_start_ns=problem.gap_start_ns,
+        device=device, domain=column.domain, activity=ran, gap_start_ns=problem.gap_start_ns,
         gap_end_ns=problem.gap_end_ns, gap_cls=problem.gap_cls, watts=level, covariance=covariance,
-        group=groups(problem.design)[: found.classes], joules=energy.energy_j, error_j=energy.error_j,
+        group=groups(problem.design)[: ran.classes], joules=energy.energy_j, error_j=energy.error_j,
         coverage=energy.coverage, fit=result,
     )  # fmt: skip
 
@@ -225,31 +225,31 @@ def _find_seen(column: DomainSamples, windows: Sequence[tuple[int, int]]) -> lis
     Else the joules of the seen part would be spread over all that ran, and every kernel look cheaper than it is.
     """
     times = column.times_ns - column.lag_ns
-    known = ~np.isnan(column.watts)[1:]  # of the stretch up to each sample
-    edge = np.diff(known.astype(np.int64), prepend=0, append=0)
+    is_known = ~np.isnan(column.watts)[1:]  # of the stretch up to each sample
+    edge = np.diff(is_known.astype(np.int64), prepend=0, append=0)
     start, stop = times[np.flatnonzero(edge == 1)], times[np.flatnonzero(edge == -1)]
-    found = []
+    stretches = []
     for begin, end in windows:
         pairs = zip(np.clip(start, begin, end).tolist(), np.clip(stop, begin, end).tolist(), strict=True)
-        found += [(a, b) for a, b in pairs if b > a]
-    return found
+        stretches += [(a, b) for a, b in pairs if b > a]
+    return stretches
 
 
-def _clip_activity(found: Activity, seen: Sequence[tuple[int, int]]) -> Activity:
+def _clip_activity(ran: Activity, seen: Sequence[tuple[int, int]]) -> Activity:
     """What lies within the stretches that were seen; rows that reach over their edges are cut there."""
     places, starts, stops = [], [], []
     for begin, end in seen:
-        inside = np.flatnonzero((found.end_ns > begin) & (found.start_ns < end))
+        inside = np.flatnonzero((ran.end_ns > begin) & (ran.start_ns < end))
         places.append(inside)
-        starts.append(np.maximum(found.start_ns[inside], begin))
-        stops.append(np.minimum(found.end_ns[inside], end))
+        starts.append(np.maximum(ran.start_ns[inside], begin))
+        stops.append(np.minimum(ran.end_ns[inside], end))
     none = np.zeros(0, np.int64)
     inside, start, stop = (np.concatenate([none, *part]) for part in (places, starts, stops))
-    whole = (found.end_ns[inside] - found.start_ns[inside]).astype(np.float64)
+    whole = (ran.end_ns[inside] - ran.start_ns[inside]).astype(np.float64)
     part = np.where(whole > 0, (stop - start) / np.maximum(whole, 1.0), 0.0)
     return dataclasses.replace(
-        found, rows=found.rows[inside], start_ns=start, end_ns=stop, share_s=found.share_s[inside] * part,
-        weight=found.weight[inside], cls=found.cls[inside],
+        ran, rows=ran.rows[inside], start_ns=start, end_ns=stop, share_s=ran.share_s[inside] * part,
+        weight=ran.weight[inside], cls=ran.cls[inside],
     )  # fmt: skip
 
 
@@ -345,15 +345,15 @@ def _usable(times_ns: Ints, seen: Sequence[tuple[int, int]], response: Response)
         inside = np.zeros(len(times_ns), bool)
         for begin, end in seen:
             inside |= (times_ns - back_ns >= begin) & (times_ns <= end)
-        found = np.flatnonzero(inside)
-        if len(found) >= 3:
+        samples = np.flatnonzero(inside)
+        if len(samples) >= 3:
             break
-    if len(found) > _MOST_SAMPLES:
-        found = found[np.linspace(0, len(found) - 1, _MOST_SAMPLES).astype(np.int64)]
-    return found
+    if len(samples) > _MOST_SAMPLES:
+        samples = samples[np.linspace(0, len(samples) - 1, _MOST_SAMPLES).astype(np.int64)]
+    return samples
 
 
-def _typical(found: Activity) -> Floats:
+def _typical(ran: Activity) -> Floats:
     """Mean duration of each class."""
-    seconds = sum_by_key(found.cls, (found.end_ns - found.start_ns) * 1e-9, found.classes)
-    return seconds / np.maximum(np.bincount(found.cls, minlength=found.classes), 1)
+    seconds = sum_by_key(ran.cls, (ran.end_ns - ran.start_ns) * 1e-9, ran.classes)
+    return seconds / np.maximum(np.bincount(ran.cls, minlength=ran.classes), 1)

@@ -76,11 +76,11 @@ class EnergyTable:
         """The rows of one view: kernels, ops, regions, modules or steps."""
         if by not in VIEWS:
             raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
-        found: Sequence[EnergyRow] = getattr(self, by)
-        return found
+        rows: Sequence[EnergyRow] = getattr(self, by)
+        return rows
 
     def top(self, count: int = 10, by: str = "kernels") -> list[EnergyRow]:
-        """The dearest rows of a view."""
+        """The most expensive rows of a view."""
         return sorted(self.rows(by), key=lambda r: r.energy_j, reverse=True)[:count]
 
     def to_json(self) -> dict[str, Any]:

@@ -225,6 +225,6 @@ def _promote_dtype(tensors: Sequence[Tensor], *, in_place: bool) -> str:
     """
     if in_place:
         return tensors[0][1]
-    known = [dtype for shape, dtype in tensors if shape and dtype != "bool"] or [tensors[0][1]]
-    floats = [d for d in known if d.startswith(("f", "bf", "c"))]
-    return max(floats or known, key=lambda d: BYTES.get(d, 4))
+    dtypes = [dtype for shape, dtype in tensors if shape and dtype != "bool"] or [tensors[0][1]]
+    floats = [d for d in dtypes if d.startswith(("f", "bf", "c"))]
+    return max(floats or dtypes, key=lambda d: BYTES.get(d, 4))

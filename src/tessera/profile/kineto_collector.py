@@ -38,7 +38,7 @@ def name_streams(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask
     torch: Any = sys.modules.get("torch")
     if not handles or (ask is None and (torch is None or not torch.cuda.is_initialized())):
         return {}
-    found: dict[str, str] = {}
+    names_by_key: dict[str, str] = {}
     for (device, handle), name in handles.items():
         if ask is not None:
             number = ask(handle)
@@ -46,8 +46,8 @@ def name_streams(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask
             with torch.cuda.device(device):
                 number = stream_id(handle)
         if number is not None:
-            found[key(device, number)] = name
-    return found
+            names_by_key[key(device, number)] = name
+    return names_by_key
 
 
 def add_stream_names(timeline: Timeline, names_by_key: Mapping[str, str]) -> None:
@@ -58,11 +58,11 @@ def add_stream_names(timeline: Timeline, names_by_key: Mapping[str, str]) -> Non
 
 def renumber_streams(timeline: Timeline, numbers: list[int]) -> None:
     """Follow a change of device numbers: `numbers[i]` is what device i is called now."""
-    kept = timeline.meta.get(KEY)
-    if not kept:
+    names_by_key = timeline.meta.get(KEY)
+    if not names_by_key:
         return
     moved: dict[str, str] = {}
-    for text, name in kept.items():
+    for text, name in names_by_key.items():
         device, stream = map(int, text.split("/"))
         moved[key(numbers[device] if device < len(numbers) else device, stream)] = name
     timeline.meta[KEY] = moved
@@ -112,8 +112,8 @@ def _find_loaded(name: str) -> Any:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    found = re.search(rf"^\S+ \S+ \S+ \S+ \S+\s+(/\S*/{name}\.so[.\d]*)$", maps, re.MULTILINE)
-    return _open(found[1]) if found else None
+    match = re.search(rf"^\S+ \S+ \S+ \S+ \S+\s+(/\S*/{name}\.so[.\d]*)$", maps, re.MULTILINE)
+    return _open(match[1]) if match else None
 
 
 _LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": ("collective",)}
@@ -145,10 +145,10 @@ class Finished:
             prof.export_chrome_trace(str(path))
             self._let_go(prof)
             del prof
-            found = kineto.read(path)
-        add_stream_names(found, self._streams)
-        _as_sensors_count(found)
-        return drop_unasked(found, self._options)
+            timeline = kineto.read(path)
+        add_stream_names(timeline, self._streams)
+        _as_sensors_count(timeline)
+        return drop_unasked(timeline, self._options)
 
     def _let_go(self, prof: Any) -> None:
         """Free Kineto's events: 3 us each with shapes, the interpreter's lock held; not where the process ends anyway.
@@ -289,8 +289,10 @@ def _as_sensors_count(timeline: Timeline) -> None:
     except (RuntimeError, TypeError, ValueError, IndexError):  # a part of a GPU (MIG), which NVML has no number for
         return
     device = timeline["device"]
-    known = (device >= 0) & (device < len(numbers))
-    timeline.columns["device"] = np.where(known, np.array([*numbers, NONE])[np.where(known, device, NONE)], device)
+    is_mapped = (device >= 0) & (device < len(numbers))
+    timeline.columns["device"] = np.where(
+        is_mapped, np.array([*numbers, NONE])[np.where(is_mapped, device, NONE)], device
+    )
     renumber_streams(timeline, numbers)
     properties = timeline.meta.get("deviceProperties")
     for entry in properties if isinstance(properties, list) else ():

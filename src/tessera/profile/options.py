@@ -89,9 +89,9 @@ def _check_word(word: Any, words: Sequence[str], what: str) -> None:
         raise ArgumentError(f"there is no {what} {word!r}{near}", fix=f"one of: {', '.join(words)}")
 
 
-def check_keywords(unknown: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_keywords(unknown: Mapping[str, Any], options: Sequence[str]) -> None:
     """Refuse keywords that do not exist."""
     for name in unknown:
         raise ArgumentError(
-            f"a session has no option {name!r}{did_you_mean(name, known)}", fix=f"one of: {', '.join(known)}"
+            f"a session has no option {name!r}{did_you_mean(name, options)}", fix=f"one of: {', '.join(options)}"
         )

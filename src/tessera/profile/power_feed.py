@@ -88,10 +88,10 @@ class PowerFeed:
                 if last is not None and last.time_ns > self._anchored_ns.get(name, 0):
                     self._anchored_ns[name] = last.time_ns
                     self._writer.add_anchors(name, [last.time_ns + offset_ns], [last.joules])
-            told = {name: list(kept) for name, kept in self._sampler.telemetry.items()}
-        for name, kept in told.items():
+            telemetry = {name: list(readings) for name, readings in self._sampler.telemetry.items()}
+        for name, readings in telemetry.items():
             since_ns = self._told_ns.get(name, self._start_ns - BEFORE_NS)
-            fresh = [t for t in kept if t.time_ns > since_ns]
+            fresh = [t for t in readings if t.time_ns > since_ns]
             if self._thin:
                 fresh = fresh[-1:] if fresh and fresh[-1].time_ns > since_ns + THIN_TELEMETRY_NS else []
             if fresh:

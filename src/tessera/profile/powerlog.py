@@ -53,12 +53,12 @@ def read_power(path: str | Path) -> PowerTrace:
 def _own(source: Path) -> dict[str, DomainSamples]:
     samples = read_csv(source)  # first: it says what a file that is not a power log lacks
     basis = csv_basis(source)
-    found = {}
+    columns = {}
     for name, (logged_ns, logged_w) in samples.items():
         once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
-        found[name] = _column(_domain(name, times_ns, basis.get(name)), times_ns, watts)
-    return found
+        columns[name] = _column(_domain(name, times_ns, basis.get(name)), times_ns, watts)
+    return columns
 
 
 def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
@@ -73,10 +73,10 @@ def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
 def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
     """A domain as its name and spacing tell it."""
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
-    said = basis or "measured"
+    stated_basis = basis or "measured"
     counted = "." not in name
     low, high = _RING_SPACING_S
-    if name.startswith("gpu") and low <= spacing_s <= high and said == "measured":
+    if name.startswith("gpu") and low <= spacing_s <= high and stated_basis == "measured":
         return Domain(
             name=name, source="nvml-samples", resolution_s=RING_RESOLUTION_S, lag_s=RING_LAG_S, blur_s=RING_BLUR_S,
             sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted,
@@ -84,12 +84,12 @@ def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
         )  # fmt: skip
     if name.startswith(("cpu", "dram", "package")):  # differences of an energy counter
         return Domain(
-            name=name, source="csv", resolution_s=spacing_s, hold=Hold.MEAN, counted=counted, basis=said,
-            gain_error=MODEL_ERROR if said == "modelled" else 0.0,
+            name=name, source="csv", resolution_s=spacing_s, hold=Hold.MEAN, counted=counted, basis=stated_basis,
+            gain_error=MODEL_ERROR if stated_basis == "modelled" else 0.0,
         )  # fmt: skip
     return Domain(
         name=name, source="csv", resolution_s=spacing_s, lag_s=0.5 * spacing_s, blur_s=spacing_s / math.sqrt(12),
-        counted=counted, basis=said, gain_error=MODEL_ERROR if said == "modelled" else 0.02,
+        counted=counted, basis=stated_basis, gain_error=MODEL_ERROR if stated_basis == "modelled" else 0.02,
         note="a sensor that is not known: each sample is taken as the mean since the one before",
     )  # fmt: skip
 
@@ -142,19 +142,19 @@ def _smi_column(name: str, pairs: list[tuple[int, float]], power: str, label: st
 
 def _fresh(times_ns: Ints, watts: Floats) -> NDArray[np.bool_]:
     """Which readings are new: a value is shown again until the next refresh, and one that stays is refreshed too."""
-    kept = np.zeros(len(watts), bool)
+    is_new = np.zeros(len(watts), bool)
     last_ns, last_w = -(1 << 62), math.nan
     for i, (t, w) in enumerate(zip(times_ns.tolist(), watts.tolist(), strict=True)):
         if w != last_w or t - last_ns >= 1.4 * _REFRESH_S * 1e9:
-            kept[i], last_ns, last_w = True, t, w
-    return kept
+            is_new[i], last_ns, last_w = True, t, w
+    return is_new
 
 
 def _watts(text: str | None, source: Path, line: int) -> float | None:
     if text is None or text.strip().strip("[]").lower() in ("", "n/a", "not supported", "unknown error"):
         return None
-    found = _WATTS.match(text)
-    watts = float(found.group(1)) * (1e-3 if found.group(2) == "mW" else 1.0) if found else math.inf
+    match = _WATTS.match(text)
+    watts = float(match.group(1)) * (1e-3 if match.group(2) == "mW" else 1.0) if match else math.inf
     if abs(watts) > MOST_W:
         raise RecordingError(
             f"{source}, line {line}: {text[:40]!r} is not a power", fix="nvidia-smi writes 300.25 W, or [N/A]"

@@ -34,12 +34,12 @@ _LIBRARIES = (
 
 def ranges() -> tuple[Push | None, Pop | None]:
     """What opens and closes a range in every tool that is there; (None, None) where there is none."""
-    found = [*_torch_ranges(), *_library_ranges()] if "torch" in sys.modules else _library_ranges()
-    if not found:
+    pairs = [*_torch_ranges(), *_library_ranges()] if "torch" in sys.modules else _library_ranges()
+    if not pairs:
         return None, None
-    if len(found) == 1:
-        return found[0]
-    pushes, pops = [p for p, _ in found], [p for _, p in found]
+    if len(pairs) == 1:
+        return pairs[0]
+    pushes, pops = [p for p, _ in pairs], [p for _, p in pairs]
 
     def push(name: str) -> None:
         for each in pushes:
@@ -55,14 +55,14 @@ def ranges() -> tuple[Push | None, Pop | None]:
 def _torch_ranges() -> list[tuple[Push, Pop]]:
     """NVTX of torch (rocTX in a ROCm build) where it has a device, and ITT where Intel's collector is attached."""
     torch: Any = sys.modules["torch"]
-    found: list[tuple[Push, Pop]] = []
+    pairs: list[tuple[Push, Pop]] = []
     nvtx = getattr(torch._C, "_nvtx", None)
     if nvtx is not None and torch.cuda.is_available():
-        found.append((nvtx.rangePushA, nvtx.rangePop))
+        pairs.append((nvtx.rangePushA, nvtx.rangePop))
     itt = getattr(torch._C, "_itt", None)
     if itt is not None and itt.is_available():
-        found.append((itt.rangePush, itt.rangePop))
-    return found
+        pairs.append((itt.rangePush, itt.rangePop))
+    return pairs
 
 
 def _library_ranges() -> list[tuple[Push, Pop]]:

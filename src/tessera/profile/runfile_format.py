@@ -107,22 +107,22 @@ def check_domain(domain: Domain) -> Domain:
 def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int) -> list[str]:
     """That kinds, names and times are such. What else points to something that is not there is let go, with a note."""
     for column, end in (("kind", len(KINDS)), ("name", names)):
-        found = columns.get(column, _NOTHING)
-        if len(found) and not 0 <= found.min() <= found.max() < end:
+        values = columns.get(column, _NOTHING)
+        if len(values) and not 0 <= values.min() <= values.max() < end:
             raise ValueError(f"they point to a {column} that is not there")
     for column in ("start_ns", "end_ns"):
-        if len(found := columns.get(column, _NOTHING)):
-            check_time(int(found.min()), int(found.max()))
+        if len(values := columns.get(column, _NOTHING)):
+            check_time(int(values.min()), int(values.max()))
     return [n for c, end in (("shapes", names), ("unit", names), ("launch", launches)) for n in let_go(columns, c, end)]
 
 
 def let_go(columns: dict[str, NDArray[Any]], column: str, end: int) -> list[str]:
     """Make nothing of what points beyond the end; the note that says so, if there was any."""
-    found = columns.get(column, _NOTHING)
-    if not len(found) or NONE <= found.min() <= found.max() < end:
+    values = columns.get(column, _NOTHING)
+    if not len(values) or NONE <= values.min() <= values.max() < end:
         return []
-    lost = (found < NONE) | (found >= end)
-    columns[column] = np.where(lost, NONE, found)
+    lost = (values < NONE) | (values >= end)
+    columns[column] = np.where(lost, NONE, values)
     return [f"the file is damaged: the {column} of {int(lost.sum())} rows is lost"]
 
 
@@ -281,10 +281,10 @@ def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArr
 def _unzip(data: bytes, most: int) -> bytes:
     """At most so many bytes: a damaged file must not ask for gigabytes."""
     stream = zlib.decompressobj()
-    found = stream.decompress(data, most + 1)
-    if len(found) > most or not stream.eof:
+    unpacked = stream.decompress(data, most + 1)
+    if len(unpacked) > most or not stream.eof:
         raise ValueError("its compressed rows are cut or too many")
-    return found
+    return unpacked
 
 
 def bad_file(path: Path, why: str, fix: str = "give a .tessera file that Tessera wrote") -> RecordingError:
@@ -376,5 +376,5 @@ def renumber_rows(
     """Row numbers of the file as positions in the arrays; `NONE` for a row that was lost."""
     at = np.clip(np.searchsorted(firsts, parent, side="right") - 1, 0, None)
     inside = parent - firsts[at]
-    known = (parent != NONE) & (inside >= 0) & (inside < counts[at])
-    return np.where(known, starts[at] + inside, NONE)
+    present = (parent != NONE) & (inside >= 0) & (inside < counts[at])
+    return np.where(present, starts[at] + inside, NONE)

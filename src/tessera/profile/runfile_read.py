@@ -116,21 +116,21 @@ class RunFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A fact kept by `RunWriter.set`, or of the run's meta; the default where there is none."""
-        found = self._all("SELECT value FROM facts WHERE key = ?", key)
-        return self._fact(key, found[0][0]) if found else self.meta.get(key, default)
+        rows = self._all("SELECT value FROM facts WHERE key = ?", key)
+        return self._fact(key, rows[0][0]) if rows else self.meta.get(key, default)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
         """What the session said of itself when it began."""
-        found = self._all("SELECT value FROM facts WHERE key = 'meta'")
-        meta: dict[str, Any] = self._fact("meta", found[0][0]) if found else {}
+        rows = self._all("SELECT value FROM facts WHERE key = 'meta'")
+        meta: dict[str, Any] = self._fact("meta", rows[0][0]) if rows else {}
         return meta
 
     @property
     def pid(self) -> int:
         """The process that was recorded; 0 where it is not known."""
-        said = self.about.get("pid", "")
-        return int(said) if said.isdecimal() and len(said) < 10 else 0
+        text = self.about.get("pid", "")
+        return int(text) if text.isdecimal() and len(text) < 10 else 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -155,8 +155,8 @@ class RunFile:
     @property
     def timelines(self) -> list[dict[str, Any]]:
         """Where each timeline that was added lies: first_row, rows, rank, meta, notes."""
-        found = self._all("SELECT value FROM facts WHERE key = 'timelines'")
-        parts: list[dict[str, Any]] = self._fact("timelines", found[0][0]) if found else []
+        rows = self._all("SELECT value FROM facts WHERE key = 'timelines'")
+        parts: list[dict[str, Any]] = self._fact("timelines", rows[0][0]) if rows else []
         return parts
 
     # Rows -------------------------------------------------------------------------------------------------------
@@ -193,21 +193,21 @@ class RunFile:
         for (first,) in self._all("SELECT first_row FROM chunks ORDER BY first_row"):
             ((rows, heads, data),) = self._all("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
             with self._reading(f"the rows from {first} on are"):
-                found = unpack(heads, data, row_count(rows), plain)
-                self._lost += check_columns(found, names=self._count("names"), launches=self._count("launches"))
+                values = unpack(heads, data, row_count(rows), plain)
+                self._lost += check_columns(values, names=self._count("names"), launches=self._count("launches"))
                 if joules:
-                    found |= self._energy(first, rows, joules)
+                    values |= self._energy(first, rows, joules)
                 extra = self._all("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
                 fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in extra}
-            yield Chunk(first, found, fields)
+            yield Chunk(first, values, fields)
 
     def _energy(self, first: int, rows: int, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
         out = {c: np.full(rows, np.nan) for c in columns}
-        found = self._all(
+        stored = self._all(
             "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?",
             first + rows, first,
         )  # fmt: skip
-        for start, count, heads, data in found:
+        for start, count, heads, data in stored:
             low, high = max(start, first), min(start + count, first + rows)
             for name, values in unpack(heads, data, row_count(count), columns).items():
                 out[name][low - first : high - first] = values[low - start : high - start]
@@ -223,10 +223,10 @@ class RunFile:
 
     def timeline(self) -> Timeline:
         """All rows as one `Timeline`, in the order they were added."""
-        kept = (*INTEGERS, *FLOATS, *(ENERGY if self.has_energy else ()))
+        wanted = (*INTEGERS, *FLOATS, *(ENERGY if self.has_energy else ()))
         self._lost = []
-        chunks = list(self.chunks(kept))
-        columns = {c: np.concatenate([k[c] for k in chunks]) if chunks else _empty(c) for c in kept}
+        chunks = list(self.chunks(wanted))
+        columns = {c: np.concatenate([k[c] for k in chunks]) if chunks else _empty(c) for c in wanted}
         firsts = np.array([c.first_row for c in chunks], np.int64)
         counts = np.array([len(c) for c in chunks], np.int64)
         starts = np.cumsum(counts) - counts

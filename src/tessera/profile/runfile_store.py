@@ -151,10 +151,10 @@ class Store:
             "end_ns": np.array(ends, np.int64),
             "value": np.array(values, np.float64),
         }
-        given = set().union(*integers) - {"parent"}
-        if unknown := given - set(INTEGERS):
+        used = set().union(*integers) - {"parent"}
+        if unknown := used - set(INTEGERS):
             raise ArgumentError(f"there is no column {min(unknown)!r}", fix=f"one of: {', '.join(INTEGERS)}")
-        for column in sorted(given):
+        for column in sorted(used):
             cells = [i.get(column, NONE) for i in integers]
             if column in TEXTS:
                 cells = [(self.intern(c) if c else NONE) if isinstance(c, str) else c for c in cells]
@@ -168,9 +168,9 @@ class Store:
         launches = np.array([self._intern_launch(launch) for launch in timeline.launches] + [NONE], np.int64)
         base = self._reserve(count)  # in one piece, though live rows are written meanwhile: parents are row numbers
         self._note(timeline, base, count, ids)
-        given = [c for c in (*INTEGERS, *FLOATS) if c in timeline.columns]
+        present = [c for c in (*INTEGERS, *FLOATS) if c in timeline.columns]
         for i in range(0, count, CHUNK_ROWS):
-            columns = {c: timeline.columns[c][i : i + CHUNK_ROWS] for c in given}
+            columns = {c: timeline.columns[c][i : i + CHUNK_ROWS] for c in present}
             for column in (c for c in TEXTS if c in columns):
                 columns[column] = ids[columns[column]]
             if "launch" in columns:
@@ -219,10 +219,10 @@ class Store:
         return number
 
     def _domain(self, name: str, about: str | None) -> int:
-        known = self._domains.get(name)
-        number = len(self._domains) if known is None else known[0]
-        text = about if about is not None else known[1] if known else ""
-        if known is None or known[1] != text:  # a domain may learn its true resolution while it runs
+        stored = self._domains.get(name)
+        number = len(self._domains) if stored is None else stored[0]
+        text = about if about is not None else stored[1] if stored else ""
+        if stored is None or stored[1] != text:  # a domain may learn its true resolution while it runs
             self.db.execute("INSERT OR REPLACE INTO domains VALUES (?, ?, ?)", (number, name, text))
             self._domains[name] = (number, text)
         return number

@@ -112,16 +112,16 @@ class RunWriter:
 
     def add_telemetry(self, rows: Sequence[Telemetry], epoch_offset_ns: int) -> None:
         """Clocks, temperatures and the like. `Telemetry.time_ns` is monotonic, and stored as epoch."""
-        made = [_telemetry(r, epoch_offset_ns) for r in rows]
-        self._jobs.append(partial(self._store.db.executemany, "INSERT INTO telemetry VALUES (?, ?, ?)", made))
+        values = [_telemetry(r, epoch_offset_ns) for r in rows]
+        self._jobs.append(partial(self._store.db.executemany, "INSERT INTO telemetry VALUES (?, ?, ?)", values))
 
     def add_stacks(self, stacks: Iterable[tuple[int, int | str, str, int]]) -> None:
         """Sampled Python stacks: (epoch_ns, thread, folded stack "a;b;c", how many samples)."""
         rows, store = list(stacks), self._store
 
         def write() -> None:
-            made = [(t, thread, store.intern(stack), count) for t, thread, stack, count in rows]
-            store.db.executemany("INSERT INTO stacks VALUES (?, ?, ?, ?)", made)
+            values = [(t, thread, store.intern(stack), count) for t, thread, stack, count in rows]
+            store.db.executemany("INSERT INTO stacks VALUES (?, ?, ?, ?)", values)
 
         self._jobs.append(write)
 
@@ -273,8 +273,8 @@ class RunWriter:
 
 def _telemetry(row: Telemetry, epoch_offset_ns: int) -> Row:
     fields = {f: getattr(row, f) for f in row.__dataclass_fields__ if f not in ("time_ns", "domain")}
-    kept = {f: v for f, v in fields.items() if v is not None and v != {}}
-    return row.domain, row.time_ns + epoch_offset_ns, to_json(kept)
+    present = {f: v for f, v in fields.items() if v is not None and v != {}}
+    return row.domain, row.time_ns + epoch_offset_ns, to_json(present)
 
 
 def _close_all() -> None:

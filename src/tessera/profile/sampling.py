@@ -74,15 +74,15 @@ class StackSampler:
 
     def sample(self) -> None:
         """Count the stack of every thread but our own."""
-        mine, counts, main = self._own, self._counts, threading.main_thread().ident
+        own_threads, counts, main = self._own, self._counts, threading.main_thread().ident
         for thread, top in sys._current_frames().items():
-            if thread in mine:
+            if thread in own_threads:
                 continue
             # A thread that waits where it waited before. Not the main one: it comes to the same line by other ways.
             place = (id(top), top.f_lasti)
-            known = self._waiting.get(thread)
-            if known is not None and known[0] == place and thread != main:
-                counts[known[1]] = counts.get(known[1], 0) + 1
+            before = self._waiting.get(thread)
+            if before is not None and before[0] == place and thread != main:
+                counts[before[1]] = counts.get(before[1], 0) + 1
                 continue
             stack: list[CodeType | int] = []
             frame: FrameType | None = top
@@ -102,7 +102,7 @@ class StackSampler:
         threads = threading.enumerate()
         self._own = {t.ident for t in threads if t.name.startswith(OWN)}
         natives = {t.ident: t.native_id for t in threads}
-        self._waiting = {t: known for t, known in list(self._waiting.items()) if t in natives}
+        self._waiting = {t: before for t, before in list(self._waiting.items()) if t in natives}
         return [
             (since_ns, natives.get(thread) or thread, self._fold_stack(stack), count)
             for (thread, stack), count in list(counts.items())

@@ -104,12 +104,12 @@ def _check_exporters(exporters: Sequence[Exporter]) -> list[Exporter]:
 _FORMS = {".csv": "summary", ".parquet": "parquet"}
 
 
-def _exporter_of(given: object) -> str:
+def _exporter_of(value: object) -> str:
     """How to write what was probably meant."""
-    if not isinstance(given, (str, Path)):
+    if not isinstance(value, (str, Path)):
         return (
-            repr(given) if hasattr(given, "write") and not isinstance(given, type) else 'profile.chrome("trace.json")'
+            repr(value) if hasattr(value, "write") and not isinstance(value, type) else 'profile.chrome("trace.json")'
         )
-    text = str(given)
+    text = str(value)
     form = "otlp" if text.startswith(("http://", "https://")) else _FORMS.get(Path(text).suffix, "chrome")
     return f'profile.{form}("{text}")'

@@ -83,15 +83,15 @@ class RunSummary:
             own = np.add.reduceat(own, first)
             for key, count, total, low, high, itself in zip(keys[first], calls, *parts, own, strict=True):
                 kind, name = KINDS[int(key) >> 32], timeline.names[int(key) & 0xFFFFFFFF]
-                found = self._of(self._by_name, kind, name)
-                found.add(int(count), int(total), int(low), int(high))
-                found.own += int(itself)
+                totals = self._of(self._by_name, kind, name)
+                totals.add(int(count), int(total), int(low), int(high))
+                totals.own += int(itself)
 
     def add_row(self, kind: Kind, name: str, ns: int) -> None:
         with self._lock:
-            found = self._of(self._by_name, kind, name)
-            found.add(1, ns, ns, ns)
-            found.always = True
+            totals = self._of(self._by_name, kind, name)
+            totals.add(1, ns, ns, ns)
+            totals.always = True
 
     def add_counter(self, name: str, value: float, unit: str) -> None:
         with self._lock:
@@ -100,11 +100,11 @@ class RunSummary:
     def _of(self, table: dict[tuple[str, str], Totals], first: str, second: str, general: bool = True) -> Totals:
         """The totals of a name. Names with a number at the end are one: `step_12` is `step_N`."""
         name = _COUNTED.sub("N", second) if general and first in ("region", "mark") else second
-        found = table.get((first, name))
-        if found is None:
+        totals = table.get((first, name))
+        if totals is None:
             key = (first, name) if len(self) < self._max_names else (first if general else OTHER, OTHER)
-            found = table.setdefault(key, Totals())
-        return found
+            totals = table.setdefault(key, Totals())
+        return totals
 
     def to_json(self) -> Mapping[str, Any]:
         """Plain data, as it is kept in the run file: the rows of each view, most time first."""
@@ -132,6 +132,6 @@ def _own_ns(timeline: Timeline) -> Ints:
     ops = ops[~np.isin(timeline["name"][ops], holders)]
     nested = Nesting(ops, timeline["thread"][ops], timeline["start_ns"][ops], timeline["end_ns"][ops])
     rows, start, end = nested.stretches()
-    found = np.zeros(len(timeline), np.int64)
-    np.add.at(found, rows, end - start)
-    return found
+    own_ns = np.zeros(len(timeline), np.int64)
+    np.add.at(own_ns, rows, end - start)
+    return own_ns

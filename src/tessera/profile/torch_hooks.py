@@ -37,10 +37,10 @@ class OpenRanges:
         opened = self._open
 
         def __enter__(this: Any) -> Any:  # noqa: N807
-            found = enter(this)
+            entered = enter(this)
             if threading.get_ident() == self._thread:
                 opened.append(this)
-            return found
+            return entered
 
         def __exit__(this: Any, *error: Any) -> Any:  # noqa: N807
             if this in opened:
@@ -183,7 +183,7 @@ class ModuleRanges(ModuleHooks):
         if _compiling():
             return
         stack: list[tuple[int, dict[int, str], int]] = self._local.__dict__.setdefault("stack", [])
-        names = next((known for _, known, _ in reversed(stack) if id(module) in known), None)
+        names = next((names_by_id for _, names_by_id, _ in reversed(stack) if id(module) in names_by_id), None)
         if names is None:  # called from outside, or held where its parent does not know it (a plain list)
             names = self._models.names(module)
         stack.append((id(module), names, time.time_ns()))
@@ -199,15 +199,15 @@ class ModuleRanges(ModuleHooks):
 
     def take(self) -> Timeline:
         """The calls since the last time, as operator rows that are marked as modules."""
-        made = Builder()
+        builder = Builder()
         names = set()
         for _ in range(len(self._rows)):
             name, start_ns, end_ns, thread = self._rows.popleft()
             text = f"{MODULE}{name}"
-            names.add(made.intern(text))
-            made.add("op", text, start_ns, end_ns, thread=thread)
-        made.meta["modules"] = sorted(names)
-        return made.build()
+            names.add(builder.intern(text))
+            builder.add("op", text, start_ns, end_ns, thread=thread)
+        builder.meta["modules"] = sorted(names)
+        return builder.build()
 
 
 class ModelNames:
@@ -287,13 +287,13 @@ def model_runs(frame: FrameType | None) -> bool:
     """Whether a stack is inside the call of an `nn.Module` that is not being compiled."""
     torch: Any = sys.modules.get("torch")
     call = torch.nn.Module._call_impl.__code__ if torch is not None and hasattr(torch, "nn") else None
-    found = False
+    in_module = False
     while frame is not None:
         if frame.f_code.co_filename.endswith("_dynamo/convert_frame.py"):
             return False
-        found = found or frame.f_code is call
+        in_module = in_module or frame.f_code is call
         frame = frame.f_back
-    return found
+    return in_module
 
 
 def inside_torch(frame: FrameType | None) -> bool:

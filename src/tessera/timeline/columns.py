@@ -239,13 +239,13 @@ class Builder:
     ) -> int:
         """Append a row; integer columns not given are `NONE`. Returns its number."""
         row = len(self)
-        given = {"kind": CODE[kind], "name": self.intern(name), "start_ns": start_ns, "end_ns": end_ns, **integers}
+        cells = {"kind": CODE[kind], "name": self.intern(name), "start_ns": start_ns, "end_ns": end_ns, **integers}
         if not math.isnan(value):
-            given["value"] = value  # type: ignore[assignment]
-        for column in given.keys() - self._columns.keys():
+            cells["value"] = value  # type: ignore[assignment]
+        for column in cells.keys() - self._columns.keys():
             self._begin(column)
         for column, values in self._columns.items():
-            values.append(given.get(column, _missing(column)))
+            values.append(cells.get(column, _missing(column)))
         self._rows += 1
         return row
 
@@ -254,8 +254,8 @@ class Builder:
         for column in columns.keys() - self._columns.keys():
             self._begin(column)
         for column, values in self._columns.items():
-            given = columns.get(column, _missing(column))
-            values.frombytes(np.ascontiguousarray(np.broadcast_to(given, count), _dtype(column)).tobytes())
+            cells = columns.get(column, _missing(column))
+            values.frombytes(np.ascontiguousarray(np.broadcast_to(cells, count), _dtype(column)).tobytes())
         self._rows += count
 
     def _begin(self, column: str) -> None:

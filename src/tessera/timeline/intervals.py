@@ -89,21 +89,21 @@ class Nesting:
         edges = [*first.tolist(), len(rows)]
         for begin, end in pairwise(edges):
             part = order[begin:end]
-            mine = rows[part], starts[part], ends[part]
-            parents, times, tops = _tree(*mine) or _scan(*(values.tolist() for values in mine))
+            of_thread = rows[part], starts[part], ends[part]
+            parents, times, tops = _tree(*of_thread) or _scan(*(values.tolist() for values in of_thread))
             self.parent[part] = parents
             self._times.append(times)
             self._tops.append(tops)
 
     def at(self, threads: Ints, times: Ints) -> Ints:
         """The innermost row open on each thread at each time, or `NONE`."""
-        found = np.full(len(times), NONE, np.int64)
+        innermost = np.full(len(times), NONE, np.int64)
         for thread, changes, tops in zip(self._threads, self._times, self._tops, strict=True):
             asked = np.flatnonzero(threads == thread)
             if asked.size:
                 index = np.searchsorted(changes, times[asked], side="right") - 1
-                found[asked] = np.where(index >= 0, tops[index], NONE)
-        return found
+                innermost[asked] = np.where(index >= 0, tops[index], NONE)
+        return innermost
 
     def stretches(self) -> tuple[Ints, Ints, Ints]:
         """Row, start and end of every stretch in which a row is the innermost of its thread: its self time."""
@@ -207,11 +207,11 @@ def latest(
     running = np.maximum.accumulate(np.where(is_question[order], -1, np.arange(count + asked)))
     before = np.full(count + asked, NONE, np.int64)
     before[order] = np.where(running >= 0, order[running], NONE)
-    found = before[count:]
-    same = found >= 0
+    entry = before[count:]
+    same = entry >= 0
     for key, question in zip(keys, asked_keys, strict=True):
-        same &= key[found] == question
-    return np.where(same, found, NONE)
+        same &= key[entry] == question
+    return np.where(same, entry, NONE)
 
 
 def single(keys: Ints, asked: Ints) -> Ints | None:
@@ -219,8 +219,8 @@ def single(keys: Ints, asked: Ints) -> Ints | None:
     if not len(keys):
         return np.full(len(asked), NONE, np.int64)
     order = np.argsort(keys, kind="stable")
-    known = keys[order]
-    if np.any(known[1:] == known[:-1]):
+    ordered = keys[order]
+    if np.any(ordered[1:] == ordered[:-1]):
         return None
-    at = np.searchsorted(known, asked).clip(max=len(known) - 1)
-    return np.where(known[at] == asked, order[at], NONE)
+    at = np.searchsorted(ordered, asked).clip(max=len(ordered) - 1)
+    return np.where(ordered[at] == asked, order[at], NONE)

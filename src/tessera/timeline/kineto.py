@@ -182,16 +182,16 @@ class RowReader:
         index, kinds = rows.tolist(), columns["kind"]
         if not index:
             return
-        given = [(events[i], args[i]) for i in index]
+        pairs = [(events[i], args[i]) for i in index]
         # Lists, and one assignment a column: an element at a time costs numpy ten times as much.
-        columns["device"][rows] = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in given])
-        columns["stream"][rows] = _ints([a.stream if a.stream >= 0 else _number(e.tid) for e, a in given])
-        columns["bytes"][rows] = _ints([a.bytes for _, a in given])
-        launches, known, copies, communicates = [], self._launches, self._copies, self._communicates
-        for i, code, (event, a) in zip(index, kinds[rows].tolist(), given, strict=True):
+        columns["device"][rows] = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in pairs])
+        columns["stream"][rows] = _ints([a.stream if a.stream >= 0 else _number(e.tid) for e, a in pairs])
+        columns["bytes"][rows] = _ints([a.bytes for _, a in pairs])
+        launches, kernel_launches, copies, communicates = [], self._launches, self._copies, self._communicates
+        for i, code, (event, a) in zip(index, kinds[rows].tolist(), pairs, strict=True):
             number = NONE
             if code <= CODE["kernel"] and a.collective is None and not communicates[event.name]:
-                number = known[a.grid, a.block, a.registers, a.shared]
+                number = kernel_launches[a.grid, a.block, a.registers, a.shared]
             elif code == CODE["memcpy"]:
                 number = copies[event.name]
             elif code != CODE["memset"]:
@@ -271,10 +271,10 @@ def _exact(texts: list[Any]) -> Ints:
 def _round_to_ns(microseconds: list[Any]) -> Ints:
     """Exact nanoseconds: whole and fraction apart, since their product with 1000 may not fit a float."""
     us = np.array(microseconds, np.float64)
-    known = np.abs(us) < LIMIT_NS / 1000  # NaN is not
-    whole = np.floor(np.where(known, us, 0.0))
-    ns: Ints = whole.astype(np.int64) * 1000 + np.rint((np.where(known, us, 0.0) - whole) * 1000).astype(np.int64)
-    ns[~known] = NO_TIME
+    in_range = np.abs(us) < LIMIT_NS / 1000  # NaN is not
+    whole = np.floor(np.where(in_range, us, 0.0))
+    ns: Ints = whole.astype(np.int64) * 1000 + np.rint((np.where(in_range, us, 0.0) - whole) * 1000).astype(np.int64)
+    ns[~in_range] = NO_TIME
     return ns
 
 

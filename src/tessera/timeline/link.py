@@ -141,10 +141,10 @@ def _by_key(timeline: Timeline, column: str, entries: Ints, rows: Ints, times: I
     only = single(keys[entries], keys[rows])
     if only is not None:
         return np.where(only == NONE, NONE, entries[only]) if len(entries) else only
-    found = latest([keys[entries]], starts[entries], [keys[rows]], times)
-    lost = np.flatnonzero(found == NONE)  # a device's clock may be a little early
-    found[lost] = latest([keys[entries]], starts[entries], [keys[rows[lost]]], np.full(len(lost), _FOREVER))
-    return np.where(found == NONE, NONE, entries[found]) if len(entries) else found
+    entry = latest([keys[entries]], starts[entries], [keys[rows]], times)
+    lost = np.flatnonzero(entry == NONE)  # a device's clock may be a little early
+    entry[lost] = latest([keys[entries]], starts[entries], [keys[rows[lost]]], np.full(len(lost), _FOREVER))
+    return np.where(entry == NONE, NONE, entries[entry]) if len(entries) else entry
 
 
 def _forward(timeline: Timeline, ops: Ints, op: Ints, parent: Ints) -> Ints:
@@ -162,16 +162,16 @@ def _forward(timeline: Timeline, ops: Ints, op: Ints, parent: Ints) -> Ints:
     if not len(forward) or not len(nodes):
         return out
     threads = _threads_of(timeline, made_on[nodes])
-    found = latest(
+    entry = latest(
         [sequence[forward], timeline["thread"][forward]], start[forward], [sequence[nodes], threads], start[nodes],
         strict=True,
     )  # fmt: skip
-    lost = np.flatnonzero((found == NONE) & (threads == NONE))
-    found[lost] = latest([sequence[forward]], start[forward], [sequence[nodes[lost]]], start[nodes[lost]], strict=True)
+    lost = np.flatnonzero((entry == NONE) & (threads == NONE))
+    entry[lost] = latest([sequence[forward]], start[forward], [sequence[nodes[lost]]], start[nodes[lost]], strict=True)
     same = (parent != NONE) & (sequence[parent] == sequence) & (made_on[parent] <= 0)
     began = climb(np.where(same, parent, itself))
     of_node = np.full(len(timeline), NONE, np.int64)
-    of_node[nodes] = np.where(found == NONE, NONE, began[forward[found]])
+    of_node[nodes] = np.where(entry == NONE, NONE, began[forward[entry]])
     under = climb(np.where(backward[itself] | (parent == NONE), itself, parent))
     have = op != NONE
     out[have] = of_node[under[op[have]]]
@@ -180,9 +180,9 @@ def _forward(timeline: Timeline, ops: Ints, op: Ints, parent: Ints) -> Ints:
 
 def _threads_of(timeline: Timeline, numbers: Ints) -> Ints:
     """The threads that autograd's thread numbers mean; `NONE` where the trace does not tell."""
-    known = {int(k): int(v) for k, v in timeline.meta.get("forward_threads", {}).items()}
+    thread_by_number = {int(k): int(v) for k, v in timeline.meta.get("forward_threads", {}).items()}
     distinct, inverse = np.unique(numbers, return_inverse=True)
-    return np.array([known.get(int(n), NONE) for n in distinct], np.int64)[inverse]
+    return np.array([thread_by_number.get(int(n), NONE) for n in distinct], np.int64)[inverse]
 
 
 def _origin(forward_op: Ints) -> Ints:

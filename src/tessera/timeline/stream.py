@@ -169,9 +169,9 @@ def _coerce_event(event: Any) -> dict[str, Any]:
             fields[key] = Raw(str(Decimal(str(event[key]))).encode())
         except (KeyError, InvalidOperation):
             continue
-    given = event.get("args")
+    raw_args = event.get("args")
     args: dict[str, Any] = {}
-    for key, value in given.items() if isinstance(given, dict) else ():
+    for key, value in raw_args.items() if isinstance(raw_args, dict) else ():
         if key in _ARGS:
             try:
                 args[key] = msgspec.convert(value, Any if _ARGS[key][1] is Raw else _ARGS[key][1], strict=False)
@@ -349,7 +349,7 @@ class Events:
 
     def _scan(self, buffer: bytes) -> tuple[bytes, list[tuple[Batch, bytes]]]:
         """The slow way: find the events by their brackets, and decode them together or, failing that, one by one."""
-        found = []
+        ways = []
         for token in (_TOKEN, _LINE_TOKEN):
             spans, close = _spans(buffer, token)
             text = b"[" + buffer[spans[0][0] : spans[-1][1]] + b"]" if spans else b"[]"
@@ -358,8 +358,8 @@ class Events:
             lost = self.decoder.unreadable
             singles = [self.decoder.one(buffer[start:end]) for start, end in spans]
             self.decoder.unreadable, lost = lost, self.decoder.unreadable - lost
-            found.append((sum(len(events) for events, _ in singles), -lost, spans, close, singles))
-        _, lost, spans, close, singles = max(found, key=lambda way: way[:2])
+            ways.append((sum(len(events) for events, _ in singles), -lost, spans, close, singles))
+        _, lost, spans, close, singles = max(ways, key=lambda way: way[:2])
         self.decoder.unreadable -= lost
         return self._rest_of(buffer, spans, close), singles
 
@@ -385,8 +385,8 @@ def _guess(buffer: bytes) -> int | None:
     """The end of what looks like the last event that has another one after it."""
     window = 1 << 12
     while True:
-        if found := list(_BETWEEN.finditer(buffer, max(0, len(buffer) - window))):
-            return found[-1].start() + 1
+        if matches := list(_BETWEEN.finditer(buffer, max(0, len(buffer) - window))):
+            return matches[-1].start() + 1
         if window >= len(buffer):
             return None
         window *= 8
@@ -420,13 +420,13 @@ def _meta(head: bytes, tail: bytes, closed: bool) -> dict[str, Any]:
     """The fields beside the events: the object with its list emptied is ordinary JSON."""
     if not head:
         return {}
-    if closed and (found := _object(head + b"[]" + tail)) is not None:
-        return found
+    if closed and (fields := _object(head + b"[]" + tail)) is not None:
+        return fields
     # A file cut after its list has lost keys: drop the last ones until the rest can be read.
     rest = tail if closed else b""
     while True:
-        if (found := _object(head + b"[]" + rest.rstrip(b" \t\r\n,") + b"}")) is not None or not rest:
-            return (found or {}) | {"cut": True}
+        if (fields := _object(head + b"[]" + rest.rstrip(b" \t\r\n,") + b"}")) is not None or not rest:
+            return (fields or {}) | {"cut": True}
         rest = rest[: max(0, rest.rfind(b","))]
 
 
@@ -441,10 +441,10 @@ def _is_unfinished(head: bytes) -> bool:
 def _object(text: bytes) -> dict[str, Any] | None:
     for attempt in (text, repair_json(text)):
         try:
-            found = msgspec.json.decode(attempt)
+            value = msgspec.json.decode(attempt)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
-        if isinstance(found, dict):
-            found.pop("traceEvents", None)
-            return found
+        if isinstance(value, dict):
+            value.pop("traceEvents", None)
+            return value
     return None

@@ -42,9 +42,9 @@ def collective_bytes(args: Args) -> int | None:
     return elements * size if size is not None and 0 < elements < 2**50 else None
 
 
-def collective(name: str, args: Args, said: Args | None) -> Launch:
-    """A collective's launch; `said` are the arguments of the operator that launched it, where its own say nothing."""
-    source = args if args.collective or said is None else said
+def collective(name: str, args: Args, op_args: Args | None) -> Launch:
+    """A collective's launch; `op_args` are those of the operator that launched it, used where its own say nothing."""
+    source = args if args.collective or op_args is None else op_args
     return Launch(
         grid=args.grid, block=args.block, registers=args.registers, shared_bytes=args.shared,
         collective_type=collective_type(source.collective or "") or collective_type(name.partition("(")[0]),

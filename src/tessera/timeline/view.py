@@ -55,12 +55,14 @@ def collective_overlap_pct(timeline: Timeline, rows: Ints) -> dict[int, float]:
     asked = asked[timeline["end_ns"][asked] > timeline["start_ns"][asked]]
     start, end = timeline["start_ns"], timeline["end_ns"]
     kernels = timeline.by_device(timeline.rows("kernel")) if len(asked) else {}
-    found: dict[int, float] = {}
-    for device, mine in timeline.by_device(asked).items():
+    overlap_pct: dict[int, float] = {}
+    for device, rows_here in timeline.by_device(asked).items():
         busy = kernels.get(device, asked[:0])
-        beside = covered_ns(union(start[busy], end[busy]), start[mine], end[mine])
-        found |= dict(zip(mine.tolist(), (100.0 * beside / (end[mine] - start[mine])).tolist(), strict=True))
-    return found
+        beside = covered_ns(union(start[busy], end[busy]), start[rows_here], end[rows_here])
+        overlap_pct |= dict(
+            zip(rows_here.tolist(), (100.0 * beside / (end[rows_here] - start[rows_here])).tolist(), strict=True)
+        )
+    return overlap_pct
 
 
 def _joules(values: NDArray[np.float64] | None, rows: Ints) -> list[float | None]:

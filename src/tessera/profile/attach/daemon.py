@@ -214,10 +214,10 @@ def format_address(where: str) -> str:
 def _clear_stale(path: Path) -> None:
     """Remove the file of a daemon that is no more; one that lives is left alone."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(status.st_mode):
         raise MeasurementError(
             f"{path} exists and is not a socket", fix="remove it, or set KINETO_IPC_SOCKET_DIR elsewhere"
         )

@@ -101,19 +101,19 @@ def _pid_fd(pid: int) -> int | None:
 
 
 def _look(pid: int, pid_fd: int | None) -> Target:
-    said, fields = status(pid), _stat(pid)
-    if not said or not fields or fields[0] in "ZX":
+    info, fields = status(pid), _stat(pid)
+    if not info or not fields or fields[0] in "ZX":
         raise NoProcess(f"process {pid} has ended", fix="give the PID of one that runs")
-    real, effective = (int(u) for u in said["Uid"].split()[:2])
-    mine = os.geteuid()
-    if mine not in (0, real) or mine not in (0, effective):
+    real, effective = (int(u) for u in info["Uid"].split()[:2])
+    own_uid = os.geteuid()
+    if own_uid not in (0, real) or own_uid not in (0, effective):
         raise NotYours(
             f"process {pid} belongs to {_user(real)}, not to you",
             why="a trace shows what a program works on: only its own user, or root, may take one",
             fix=f"sudo -u {_user(real)} tessera-prof --pid {pid}",
         )
     return Target(
-        pid=pid, uid=real, user=_user(real), command=_command(pid, said), environ=_environ(pid),
+        pid=pid, uid=real, user=_user(real), command=_command(pid, info), environ=_environ(pid),
         torch=maps_torch(pid), started=fields[_STARTED], pid_fd=pid_fd,
     )  # fmt: skip
 
@@ -137,12 +137,12 @@ def descendants(pid: int) -> list[int]:
         parent = status(other).get("PPid")
         if parent is not None:
             children.setdefault(int(parent), []).append(other)
-    found, ahead = [], [pid]
+    below_all, ahead = [], [pid]
     while ahead:
         below = children.pop(ahead.pop(0), [])
-        found += below
+        below_all += below
         ahead += below
-    return found
+    return below_all
 
 
 def same_mounts(pid: int) -> bool:
@@ -316,15 +316,15 @@ def owner_of(address: str) -> str | None:
 
 
 def _socket_inodes(pid: int) -> set[str]:
-    found = set()
+    inodes = set()
     try:
         for fd in (PROC / str(pid) / "fd").iterdir():
             kind, _, inode = str(fd.readlink()).partition(":[")
             if kind == "socket":
-                found.add(inode.rstrip("]"))
+                inodes.add(inode.rstrip("]"))
     except OSError:  # another user's, or gone meanwhile
         pass
-    return found
+    return inodes
 
 
 def _unix_sockets(pid: int) -> Iterator[tuple[str, str]]:

@@ -130,10 +130,10 @@ class Folder:
         except OSError:
             return None
         with os.fdopen(fd, "rb") as f:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != self._uid or found.st_nlink != 1:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != self._uid or status.st_nlink != 1:
                 return None
-            f.seek(max(found.st_size - 64, 0))
+            f.seek(max(status.st_size - 64, 0))
             if not f.read().rstrip().endswith(b"}"):
                 return None
             f.seek(0)
@@ -209,8 +209,8 @@ def _find_heaviest(timeline: Timeline) -> list[Heaviest]:
     rows = timeline.device_rows
     rows = rows if len(rows) else timeline.rows("op")
     names = timeline["name"][rows]
-    found = [
+    by_name = [
         Heaviest(name=timeline.names[n], calls=int((names == n).sum()), time_s=_time_s(timeline, rows[names == n]))
         for n in np.unique(names).tolist()
     ]
-    return sorted(found, key=lambda h: -h.time_s)[:_TOP]
+    return sorted(by_name, key=lambda h: -h.time_s)[:_TOP]

@@ -75,8 +75,8 @@ class ProcessUse:
             return None
         ours = [p.usedGpuMemory for p in running if p.pid in self._pids]
         self.others |= len(ours) < len(running)
-        known = [int(m) for m in ours if m is not None]
-        return sum(known) if known else None
+        sizes = [int(m) for m in ours if m is not None]
+        return sum(sizes) if sizes else None
 
     def _shares(self, index: int, handle: Any) -> tuple[float | None, float | None]:
         """Percent of the time since the last look; 0 where NVML has samples of others only, None where it has none."""
@@ -197,11 +197,11 @@ class ProcessSampler:
             self._uses += [(now_ns, use) for use in self._use.read()]
 
     def _collect(self) -> None:
-        for domain, kept in list(self._sampler.telemetry.items()):
+        for domain, readings in list(self._sampler.telemetry.items()):
             ours = self.telemetry.setdefault(domain, [])
             after_ns = ours[-1].time_ns if ours else -1
             if len(ours) < MAX_SAMPLES:
-                ours += [t for t in list(kept) if t.time_ns > after_ns]
+                ours += [t for t in list(readings) if t.time_ns > after_ns]
 
     def device_telemetry(self, start_ns: int, end_ns: int) -> Mapping[str, Sequence[Telemetry]]:
         """What the devices reported between two times (epoch)."""
@@ -214,22 +214,22 @@ class ProcessSampler:
 
     def tracks(self, sections: Collection[Section]) -> list[Track]:
         """CPU always (100% is one core), the rest by section."""
-        found = [track("process.cpu", "%", "process", "always", self._cpu_points(), self._cpu_mean())]
+        tracks = [track("process.cpu", "%", "process", "always", self._cpu_points(), self._cpu_mean())]
         if "mem" in sections:
             points = [(t, float(v)) for t, v in zip(self._times_ns, self._rss, strict=True)]
-            found.append(track("process.rss", "B", "process", "mem", points))
+            tracks.append(track("process.rss", "B", "process", "mem", points))
         for gpu in sorted({u.gpu for _, u in self._uses}):
             here = [(t, u) for t, u in self._uses if u.gpu == gpu]
             if "gpu" in sections:
                 sm = [(t, u.sm_pct) for t, u in here if u.sm_pct is not None]
-                found.append(track(f"process.{gpu}.sm_utilization", "%", "process", "gpu", sm))
+                tracks.append(track(f"process.{gpu}.sm_utilization", "%", "process", "gpu", sm))
             if "mem" in sections:
                 held = [(t, float(u.memory_bytes)) for t, u in here if u.memory_bytes is not None]
-                found.append(track(f"process.{gpu}.memory", "B", "process", "mem", held))
+                tracks.append(track(f"process.{gpu}.memory", "B", "process", "mem", held))
                 busy = [(t, u.memory_pct) for t, u in here if u.memory_pct is not None]
-                found.append(track(f"process.{gpu}.memory_utilization", "%", "process", "mem", busy))
+                tracks.append(track(f"process.{gpu}.memory_utilization", "%", "process", "mem", busy))
         offset_ns = self._sampler.epoch.offset_ns
-        return [dataclasses.replace(t, times_ns=t.times_ns + offset_ns) for t in found if t is not None]
+        return [dataclasses.replace(t, times_ns=t.times_ns + offset_ns) for t in tracks if t is not None]
 
     def _cpu_mean(self) -> float | None:
         if len(self._times_ns) < 2:

@@ -129,8 +129,8 @@ class _Session:
 
     def run(self) -> Attached:
         target, options = self._target, self._options
-        found = _sensors(target, options)
-        monitor = Monitor(found.sensors, found.missing).start()
+        sensors = _sensors(target, options)
+        monitor = Monitor(sensors.sensors, sensors.missing).start()
         try:
             pids = [target.pid] if target.torch else [target.pid, *descendants(target.pid)]
             use = open_use(pids)
@@ -231,8 +231,8 @@ class _Session:
 
 def _sensors(target: Target, options: AttachOptions) -> DiscoveredSensors:
     """The sensors of this machine, with the GPUs that the process may see, asked as often as GPM answers."""
-    found = discover(list(options.sensors) or None)
-    return DiscoveredSensors([_finer(s, target, options) for s in found.sensors], found.missing)
+    discovered = discover(list(options.sensors) or None)
+    return DiscoveredSensors([_finer(s, target, options) for s in discovered.sensors], discovered.missing)
 
 
 def _finer(sensor: Sensor, target: Target, options: AttachOptions) -> Sensor:
@@ -250,18 +250,18 @@ def _finer(sensor: Sensor, target: Target, options: AttachOptions) -> Sensor:
     return finer
 
 
-def _lost_kernels(found: TraceFigures) -> list[str]:
+def _lost_kernels(trace: TraceFigures) -> list[str]:
     """Half of them is more than what was still under way at the edges of the recording."""
-    if found.kernels >= found.launches / 2:
+    if trace.kernels >= trace.launches / 2:
         return []
     return [
-        f"the trace has {found.launches} launches and {found.kernels} kernels: PyTorch's profiler lost the others; "
+        f"the trace has {trace.launches} launches and {trace.kernels} kernels: PyTorch's profiler lost the others; "
         "try --warmup-s 1, a longer --trace-ms, or --steps"
     ]
 
 
-def _use_notes(found: bool, others: bool, missing: Mapping[str, str]) -> list[str]:
+def _use_notes(is_listed: bool, others: bool, missing: Mapping[str, str]) -> list[str]:
     notes = [f"NVML gives no {what}: {why}" for what, why in missing.items()]
-    if others and not found:
+    if others and not is_listed:
         notes.append("NVML lists other processes, not this one (in a container it lists the host's PIDs)")
     return notes

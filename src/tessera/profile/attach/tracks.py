@@ -123,17 +123,17 @@ def device_tracks(
     trace: PowerTrace, telemetry: Mapping[str, Sequence[Telemetry]], sections: Collection[Section]
 ) -> list[Track]:
     """Power of every domain, and what its device says of itself. Power is always in it."""
-    found: list[Track | None] = []
+    tracks: list[Track | None] = []
     for name, column in trace.columns.items():
         memory = name.endswith(".memory")
         if not memory or "mem" in sections:
-            found.append(_power(trace, name, column, "mem" if memory else "always"))
-    for domain, said in telemetry.items():
+            tracks.append(_power(trace, name, column, "mem" if memory else "always"))
+    for domain, readings in telemetry.items():
         for what, unit, section, ask in _OF_DEVICE:
             if section in sections:
-                points = [(t.time_ns, float(v)) for t in said if (v := ask(t)) is not None]
-                found.append(track(f"{domain}.{what}", unit, "device", section, points))
-    return [t for t in found if t is not None]
+                points = [(t.time_ns, float(v)) for t in readings if (v := ask(t)) is not None]
+                tracks.append(track(f"{domain}.{what}", unit, "device", section, points))
+    return [t for t in tracks if t is not None]
 
 
 def _power(trace: PowerTrace, name: str, column: DomainSamples, section: Section) -> Track | None:

@@ -15,4 +15,3 @@ from .merge import merge as merge
 from .names import KernelCounters as KernelCounters
 from .ncu import Replay as Replay
 from .ncu import replay as replay
-from .ncu import replaying as replaying

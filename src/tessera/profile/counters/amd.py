@@ -102,10 +102,10 @@ def normalise(raw: Mapping[str, float], seconds: float | None = None) -> Normali
 def read(path: str | Path) -> list[KernelCounters]:
     """The dispatches of a `rocprofv3 --pmc ...` or `rocprof -i ...` CSV file."""
     try:
-        found = list(csv.DictReader(text_of(path).splitlines(), skipinitialspace=True, restkey=_REST, restval=""))
+        cells = list(csv.DictReader(text_of(path).splitlines(), skipinitialspace=True, restkey=_REST, restval=""))
     except csv.Error as exc:
         raise RecordingError(f"cannot read {path}", why=str(exc), fix="give the CSV that rocprof wrote") from exc
-    rows = [{c: t for c, t in row.items() if c != _REST} for row in found]  # a line with more cells than columns
+    rows = [{c: t for c, t in row.items() if c != _REST} for row in cells]  # a line with more cells than columns
     if not rows or _first(rows[0], _NAMES) is None:
         raise RecordingError(
             f"{path} is not a counter file of rocprof",
@@ -122,10 +122,10 @@ def _kernels(rows: Iterable[Mapping[str, str]]) -> list[KernelCounters]:
         # Dispatches are numbered in each process and, in old files, on each GPU.
         key = (_first(row, ("Process_Id", "pid", "PID")), _first(row, _DEVICES), _first(row, _IDS))
         first.setdefault(key, row)
-        found = counters.setdefault(key, {})
+        values = counters.setdefault(key, {})
         # rocprofv3 has a row for each counter, and repeats the dispatch for several passes.
         pairs = [(row["Counter_Name"], row.get("Counter_Value"))] if "Counter_Name" in row else list(row.items())
-        found |= {name: value for name, text in pairs if (value := number(text or "")) is not None}
+        values |= {name: value for name, text in pairs if (value := number(text or "")) is not None}
     return [_kernel(row, counters[key]) for key, row in first.items()]
 
 

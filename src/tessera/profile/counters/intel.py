@@ -112,12 +112,12 @@ def read(path: str | Path) -> list[KernelCounters]:
 
 
 def _metrics(row: Mapping[str, str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for column, text in row.items():
         match, value = _COLUMN.match(column), number(text)
         if match and value is not None and column != "Kernel":
-            found[match["name"]] = value * _UNITS.get(match["unit"] or "", 1.0)
-    return found
+            metrics[match["name"]] = value * _UNITS.get(match["unit"] or "", 1.0)
+    return metrics
 
 
 def _kernel(name: str, device: int | None, rows: list[dict[str, float]]) -> KernelCounters:
@@ -137,15 +137,15 @@ def _together(rows: list[dict[str, float]]) -> dict[str, float]:
         return rows[0]
     times = [r.get("GpuTime", 1.0) for r in rows]
     total = sum(times) or 1.0
-    found: dict[str, float] = {}
+    combined: dict[str, float] = {}
     for name in {n: None for r in rows for n in r}:
         values = [r.get(name, 0.0) for r in rows]
         share = name in TABLE and TABLE[name].unit == "%"
         if share or name == "XVE_STALL":
-            found[name] = sum(v * t for v, t in zip(values, times, strict=True)) / total
+            combined[name] = sum(v * t for v, t in zip(values, times, strict=True)) / total
         else:
-            found[name] = sum(values)
-    return found
+            combined[name] = sum(values)
+    return combined
 
 
 def _sizes(text: str) -> tuple[int, ...]:

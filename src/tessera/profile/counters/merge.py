@@ -90,7 +90,7 @@ def merge(timeline: Timeline, counters: Iterable[KernelCounters]) -> Merged:
     index = np.full(len(timeline), NONE, np.int32)
     shared: list[Mapping[str, Any]] = []
     kernels: list[KernelCounters] = []
-    known: dict[int, int] = {}  # id of the mean -> its place in `shared`
+    place_of: dict[int, int] = {}  # id of the mean -> its place in `shared`
     lasted_ns = timeline["end_ns"][rows] - timeline["start_ns"][rows]
     names, launches, kinds = (timeline[c][rows].astype(np.int64) for c in ("name", "launch", "kind"))
     # One look-up for each kernel and launch configuration, not for each row.
@@ -104,17 +104,17 @@ def merge(timeline: Timeline, counters: Iterable[KernelCounters]) -> Merged:
     for group, at in enumerate(first):
         row = int(rows[at])
         number = int(launches[at])
-        found = book.look_up(timeline.name(row), timeline.launches[number] if number != NONE else Launch())
-        if isinstance(found, str) or not found.values:
+        counters_or_reason = book.look_up(timeline.name(row), timeline.launches[number] if number != NONE else Launch())
+        if isinstance(counters_or_reason, str) or not counters_or_reason.values:
             kind = timeline.kind(row)
-            why = found if isinstance(found, str) else NOTHING_READ
+            why = counters_or_reason if isinstance(counters_or_reason, str) else NOTHING_READ
             why = COPY if kind in {"memcpy", "memset"} else COLLECTIVE if kind == "collective" else why
             missing_ns[why] = missing_ns.get(why, 0) + int(group_ns[group])
             continue
-        place = known.setdefault(id(found), len(shared))
+        place = place_of.setdefault(id(counters_or_reason), len(shared))
         if place == len(shared):
-            shared.append(found.values)
-            kernels.append(found)
+            shared.append(counters_or_reason.values)
+            kernels.append(counters_or_reason)
         places[group] = place
         matched_rows += int(group_rows[group])
         matched_ns += int(group_ns[group])
@@ -165,8 +165,8 @@ class _Book:
         """The mean for a launch, or why there is none."""
         full, short = demangle_name(name), canonical(name)
         grid, block = _pad_size(launch.grid), _pad_size(launch.block)
-        for known in (full, short):
-            for key in ((known, grid, block), (known, _total(grid), _total(block))):
+        for kernel in (full, short):
+            for key in ((kernel, grid, block), (kernel, _total(grid), _total(block))):
                 if key in self._launches:
                     return self._mean(key)
         sizes = self._sizes.get(full) or self._sizes.get(short)

@@ -88,12 +88,12 @@ def apply(table: Mapping[str, CounterMetric], raw: Mapping[str, float], largest:
     Rows of one field are alternatives in order of preference (chips differ in names), except for the fields in
     `largest`, which take the largest: of several pipes, the busiest.
     """
-    found: dict[str, float] = {}
+    converted: dict[str, float] = {}
     missing: dict[str, str] = {}
     busiest = frozenset(largest)
     for name, metric in table.items():
         value = raw.get(name)
-        if value is None or not math.isfinite(value) or (metric.field in found and metric.field not in busiest):
+        if value is None or not math.isfinite(value) or (metric.field in converted and metric.field not in busiest):
             continue
         value = metric.convert(value)
         if metric.field in PERCENT:
@@ -101,12 +101,12 @@ def apply(table: Mapping[str, CounterMetric], raw: Mapping[str, float], largest:
                 missing[metric.field] = f"{name} gave {value:.4g} %"
                 continue
             value = min(100.0, max(0.0, value))
-        found[metric.field] = max(value, found[metric.field]) if metric.field in found else value
-    for field in {m.field for m in table.values()} & FIELDS - found.keys() - missing.keys():
+        converted[metric.field] = max(value, converted[metric.field]) if metric.field in converted else value
+    for field in {m.field for m in table.values()} & FIELDS - converted.keys() - missing.keys():
         names = [n for n, m in table.items() if m.field == field]
         missing[field] = f"the profiler gave no {' or '.join(names[:2])}"
-    values = {f: v for f, v in found.items() if f in FIELDS}
-    figures = {f: v for f, v in found.items() if f not in FIELDS}
+    values = {f: v for f, v in converted.items() if f in FIELDS}
+    figures = {f: v for f, v in converted.items() if f not in FIELDS}
     return Normalised(values, figures, {f: why for f, why in missing.items() if f not in values})
 
 

@@ -56,17 +56,12 @@ class Replay(list[KernelCounters]):
         self.passes, self.seconds = 0, 0.0
 
 
-def replaying() -> bool:
-    """Whether this process runs under a replay, where nothing is to be recorded."""
-    return os.environ.get(REPLAY_ENV) == "1"
-
-
 def find_ncu() -> str:
     """The path of ncu: on PATH, in CUDA's folders, or of its own package (the newest)."""
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
-    found = shutil.which("ncu") or next((p for h in homes if (p := shutil.which("ncu", path=f"{h}/bin"))), None)
-    if found:
-        return found
+    path = shutil.which("ncu") or next((p for h in homes if (p := shutil.which("ncu", path=f"{h}/bin"))), None)
+    if path:
+        return path
     for root, pattern in (("/usr/local", "cuda*/bin/ncu"), ("/opt/nvidia/nsight-compute", "*/ncu")):
         there = sorted(Path(root).glob(pattern), key=_version)
         if there:
@@ -95,73 +90,72 @@ def chip_metrics(ncu: str) -> frozenset[str]:
     return frozenset(_BASE_NAME.findall(done.stdout))
 
 
-def command(
-    ncu: str, metrics: Sequence[str], log: Path, *, kernels: int | None = 2, launches: int | None = None, skip: int = 0,
-    match: str | None = None, nvtx: str | None = None, clock_control: str = "none", cache_control: str = "all",
-) -> list[str]:  # fmt: skip
-    """The command line before the command itself; see `replay`."""
-    name = f"regex:^(?!.*({NOT_REPLAYED}))" + (f".*({match})" if match else "")
-    options = {
-        "--csv": None, "--page": "raw", "--print-units": "base", "--print-kernel-base": "mangled",
-        "--log-file": str(log), "--metrics": ",".join(metrics), "--target-processes": "all", "--replay-mode": "kernel",
-        "--clock-control": clock_control, "--cache-control": cache_control,
+def _options(
+    metrics: Sequence[str], log: Path, kernels: int | None, match: str | None, nvtx: str | None
+) -> dict[str, str | None]:
+    """The options of ncu; see `replay`."""
+    options: dict[str, str | None] = {
+        "--csv": None,
+        "--page": "raw",
+        "--print-units": "base",
+        "--print-kernel-base": "mangled",
+        "--log-file": str(log),
+        "--metrics": ",".join(metrics),
+        "--target-processes": "all",
+        "--replay-mode": "kernel",
+        "--clock-control": "none",
+        "--cache-control": "all",
         # By the mangled name each instance of a template is a kernel of its own. (By the "function" they are one; by
-        # the "demangle_name" name ncu 2025.3.1 gave some kernels one launch more than asked for.)
-        "--kernel-name-base": "mangled", "--kernel-name": name, "--rename-kernels": "no",
+        # the demangled name ncu 2025.3.1 gave some kernels one launch more than asked for.)
+        "--kernel-name-base": "mangled",
+        "--kernel-name": f"regex:^(?!.*({NOT_REPLAYED}))" + (f".*({match})" if match else ""),
+        "--rename-kernels": "no",
         "--disable-extra-suffixes": None,
-    }  # fmt: skip
-    if launches is not None:
-        options["--launch-count"] = str(launches)
-    elif kernels is not None:
+    }
+    if kernels is not None:
         options |= {"--filter-mode": "per-launch-config", "--launch-count": str(kernels)}
-    if skip:
-        options["--launch-skip"] = str(skip)
     if nvtx is not None:
         options |= {"--nvtx": None, "--nvtx-include": nvtx}
-    return [ncu, *(part for pair in options.items() for part in pair if part is not None)]
+    return options
 
 
 def replay(
-    argv: Sequence[str], *, kernels: int | None = 2, launches: int | None = None, skip: int = 0,
-    match: str | None = None, nvtx: str | None = None, flops: bool = False, clock_control: str = "none",
-    cache_control: str = "all", env: Mapping[str, str] | None = None, timeout_s: float | None = None,
-    progress: Progress | None = None, keep: Path | None = None, ncu: str | None = None,
-) -> Replay:  # fmt: skip
+    argv: Sequence[str],
+    *,
+    kernels: int | None = 2,
+    match: str | None = None,
+    nvtx: str | None = None,
+    flops: bool = False,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+) -> Replay:
     """Run a command again under ncu, and return the counters of the launches it replayed.
 
     A training script launches the same few kernels a million times, so by default each kernel of each launch size is
-    replayed `kernels` times at most (None: every launch), after `skip` of its launches. `launches` instead takes that
-    many launches in all, whatever they are. `match` is a regular expression for mangled kernel names (a function's own
-    name is part of it); `nvtx` an expression of ncu's for the NVTX range launches must lie in, "step 3/" say. `flops`
-    counts floating point operations too, which needs more passes. The command runs to its end, or for `timeout_s`; what
-    was replayed by then is returned where ncu still prints it, and `notes` says so. `keep` is a file for ncu's output.
+    replayed `kernels` times at most (None: every launch). `match` is a regular expression for mangled kernel names (a
+    function's own name is part of it); `nvtx` an expression of ncu's for the NVTX range launches must lie in, "step 3/"
+    say. `flops` counts floating point operations too, which needs more passes. The command runs to its end, or for
+    `timeout_s`; what was replayed by then is returned where ncu still prints it, and `notes` says so.
     """
     if not argv:
         raise ArgumentError("there is no command to replay", fix="replay([sys.executable, 'train.py'])")
-    tool = ncu or find_ncu()
-    wanted = nvidia.metrics(flops)
-    known = chip_metrics(tool)
-    metrics = nvidia.available(wanted, known) if known else wanted
+    ncu, wanted = find_ncu(), nvidia.metrics(flops)
+    chip = chip_metrics(ncu)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder:
         log, output = Path(folder, "ncu.log"), Path(folder, "output.txt")
-        line = command(
-            tool, metrics, log, kernels=kernels, launches=launches, skip=skip, match=match, nvtx=nvtx,
-            clock_control=clock_control, cache_control=cache_control,
-        )  # fmt: skip
-        environment = {**(os.environ if env is None else env), REPLAY_ENV: "1"}
-        code = _run([*line, *argv], environment, output, timeout_s, progress)
+        options = _options(nvidia.available(wanted, chip) if chip else wanted, log, kernels, match, nvtx)
+        line = [ncu, *(part for pair in options.items() for part in pair if part is not None), *argv]
+        code = _run(line, {**os.environ, REPLAY_ENV: "1"}, output, timeout_s, progress)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        said = output.read_text(encoding="utf-8", errors="replace")
-    if keep is not None:
-        keep.write_text(text, encoding="utf-8")
-    found = Replay(parse(text))
-    found.seconds = time.monotonic() - started
-    found.passes = round(sum(raw.get("profiler__replayer_passes", 0.0) for _, raw in _rows(text)))
-    _check(text, said, code, argv, found, timeout_s)
-    if not known:
-        found.notes.append("ncu did not list the metrics of this chip; all were requested")
-    return found
+        printed = output.read_text(encoding="utf-8", errors="replace")
+    replayed = Replay(parse(text))
+    replayed.seconds = time.monotonic() - started
+    replayed.passes = round(sum(raw.get("profiler__replayer_passes", 0.0) for _, raw in _rows(text)))
+    _check(text, printed, code, argv, replayed, timeout_s)
+    if not chip:
+        replayed.notes.append("ncu did not list the metrics of this chip; all were requested")
+    return replayed
 
 
 def _run(
@@ -197,9 +191,11 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
             child.wait(GRACE_S)
 
 
-def _check(text: str, said: str, code: int | None, argv: Sequence[str], found: Replay, timeout_s: float | None) -> None:
+def _check(
+    text: str, printed: str, code: int | None, argv: Sequence[str], replayed: Replay, timeout_s: float | None
+) -> None:
     """Raise what went wrong, or note it where there are counters all the same."""
-    both = text + said
+    both = text + printed
     errors = _ERROR.findall(both)
     if "ERR_NVGPUCTRPERM" in both:
         raise SensorPermission(
@@ -214,25 +210,25 @@ def _check(text: str, said: str, code: int | None, argv: Sequence[str], found: R
             "another tool holds the GPU's performance counters", why=next(iter(errors), None),
             fix="stop it while this runs: dcgmi profile --pause, then --resume; only one profiler can read them",
         )  # fmt: skip
-    tail = "\n".join(said.strip().splitlines()[-8:])
+    tail = "\n".join(printed.strip().splitlines()[-8:])
     if code is None:
         what = f"the replay was stopped after {timeout_s:g} s"
-        if not found:
+        if not replayed:
             fix = "give it longer (timeout_s), fewer kernels (kernels=1, match=...) or a run of fewer steps"
             raise MeasurementError(what, why="ncu had printed nothing by then", fix=fix)
-        found.notes.append(f"{what}: kernels that come later in the run have no counters")
+        replayed.notes.append(f"{what}: kernels that come later in the run have no counters")
     elif code != 0:
         raise MeasurementError(
             f"the command failed under ncu with exit status {code}: {' '.join(argv)}",
             why="; ".join(errors[:3]) or tail or None,
             fix=f"run it with {REPLAY_ENV}=1 and without ncu first; its last lines were:\n{tail}" if tail else None,
         )
-    elif not found:
+    elif not replayed:
         raise MeasurementError(
             "ncu replayed no kernel", why="; ".join([*errors, *_WARNING.findall(both)][:3]) or "it named none",
-            fix="does the command use the GPU? Do match=, nvtx= and skip= leave anything?",
+            fix="does the command use the GPU? Do match= and nvtx= leave anything?",
         )  # fmt: skip
-    found.notes.extend(f"ncu: {w}" for w in dict.fromkeys(_WARNING.findall(text)) if _USUAL not in w)
+    replayed.notes.extend(f"ncu: {w}" for w in dict.fromkeys(_WARNING.findall(text)) if _USUAL not in w)
 
 
 def parse(text: str) -> list[KernelCounters]:
@@ -259,9 +255,9 @@ def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
         elif cells[0].isdigit():
             row = dict(zip(header, cells, strict=True))
             if "Metric Name" in row:  # details: a row for each metric
-                _, found = long.setdefault((row.get("Process ID", ""), row["ID"]), (row, {}))
+                _, metrics = long.setdefault((row.get("Process ID", ""), row["ID"]), (row, {}))
                 _put(
-                    found,
+                    metrics,
                     row["Metric Name"],
                     row.get("Metric Value", ""),
                     row.get("Metric Unit", ""),

@@ -140,8 +140,8 @@ def metrics(flops: bool = False) -> list[str]:
 
 def available(wanted: Iterable[str], base_names: Iterable[str]) -> list[str]:
     """Those a chip has, by the base names that `ncu --query-metrics` lists. Launch attributes are not listed there."""
-    known = frozenset(base_names)
-    return [m for m in wanted if m.partition(".")[0] in known or m.startswith(("launch__", "sm__maximum_"))]
+    on_chip = frozenset(base_names)
+    return [m for m in wanted if m.partition(".")[0] in on_chip or m.startswith(("launch__", "sm__maximum_"))]
 
 
 def normalise(raw: Mapping[str, float]) -> Normalised:
@@ -197,9 +197,9 @@ def device_wide(activity: Mapping[str, float]) -> dict[str, float]:
     shares of the cycles in which its SMs had work. DRAM has no direction, so it stays a share: dram_util_pct.
     """
     result = apply(GPM, activity, LARGEST)
-    found = {**result.values, **result.figures}
+    fields = {**result.values, **result.figures}
     for field, ways in GPM_LINKS.items():
-        known = [activity[w] for w in ways if w in activity]
-        if known:
-            found[field] = sum(known) * _MIB * 1e-9
-    return found
+        rates = [activity[w] for w in ways if w in activity]
+        if rates:
+            fields[field] = sum(rates) * _MIB * 1e-9
+    return fields

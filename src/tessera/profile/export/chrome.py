@@ -91,9 +91,9 @@ class _Survey:
         for chunk in recording.rows.chunks(_LANES):
             starts.append(int(chunk["start_ns"].min()))
             on_device = np.isin(chunk["kind"], DEVICE_CODES)
-            known = chunk["correlation"] != NONE
-            launched.append(chunk["correlation"][np.isin(chunk["kind"], LAUNCHERS) & known])
-            ran.append(chunk["correlation"][on_device & known])
+            correlated = chunk["correlation"] != NONE
+            launched.append(chunk["correlation"][np.isin(chunk["kind"], LAUNCHERS) & correlated])
+            ran.append(chunk["correlation"][on_device & correlated])
             rank, device = chunk["rank"][on_device], chunk["device"][on_device]
             start, end = chunk["start_ns"][on_device], chunk["end_ns"][on_device]
             # Narrow, since there is one of each for every kernel of the run.
@@ -157,11 +157,11 @@ def _names(recording: Recording, survey: _Survey, pid: int) -> Iterator[str]:
     domains = recording.power.domains if recording.power is not None else ()
     labels = {d.device.index: d.label for d in domains if d.device.is_gpu and d.name == str(d.device)}
     meta = recording.rows.row_meta
-    known = {int(t): n for t, n in meta.get("threads", {}).items()}
+    thread_names = {int(t): n for t, n in meta.get("threads", {}).items()}
     for rank in sorted({r for r, _ in survey.threads} | {NONE}):
         yield from _process(host_pid(pid, rank), f"{_of_rank(rank)}python", "CPU", max(rank, 0) * 1000)
     for rank, thread in sorted(survey.threads):
-        shown = known.get(thread, "host" if thread == NONE else f"thread {track(thread)}")
+        shown = thread_names.get(thread, "host" if thread == NONE else f"thread {track(thread)}")
         yield _meta("thread_name", host_pid(pid, rank), track(thread), {"name": shown})
     devices = {(r, max(d, 0)) for r, d, _ in survey.lanes}
     devices |= {(NONE, d.device.index) for d in domains if d.device.is_gpu}

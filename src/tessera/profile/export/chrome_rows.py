@@ -191,8 +191,8 @@ def host_pid(pid: int, rank: Any) -> Any:
 
 def _fields(key: str, values: NDArray[np.float64], digits: int) -> list[str]:
     """Each value as an argument; nothing where it is not known."""
-    known = np.isfinite(values).tolist()
-    return [f',"{key}":{v:.{digits}g}' if k else "" for v, k in zip(values.tolist(), known, strict=True)]
+    finite = np.isfinite(values).tolist()
+    return [f',"{key}":{v:.{digits}g}' if k else "" for v, k in zip(values.tolist(), finite, strict=True)]
 
 
 def _format_bandwidth(size: int, lasts_ns: int) -> str:
@@ -224,8 +224,8 @@ def _collective(launch: Launch) -> dict[str, Any]:
 def comms_args(launch: Launch) -> str:
     """What torch's own trace validator wants of a `record_param_comms`: every field, and which nobody recorded."""
     empty = {"Collective name": "", "dtype": "", "In msg nelems": 0, "Out msg nelems": 0, "Group size": 0}
-    known = {k: v for k, v in _collective(launch).items() if v is not None}
-    return _inside({**empty, **known, "not recorded": [k for k in empty if k not in known]})
+    recorded = {k: v for k, v in _collective(launch).items() if v is not None}
+    return _inside({**empty, **recorded, "not recorded": [k for k in empty if k not in recorded]})
 
 
 def _region_args(row: Any) -> str:

@@ -93,10 +93,10 @@ class Otlp:
 def _base(endpoint: str) -> str:
     try:
         parts = urllib.parse.urlsplit(endpoint)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # half an IPv6 address, a port beyond 65535
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise ArgumentError(f"{endpoint!r} is not an OTLP endpoint", fix='give a URL such as "http://localhost:4318"')
     base = endpoint.rstrip("/")
     for path in ("/v1/metrics", "/v1/traces"):
@@ -153,7 +153,7 @@ def _metrics_data(resource: Any, metrics: Sequence[MetricPoints]) -> Any:
     from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-    made = []
+    sdk_metrics = []
     for m in metrics:
         attributes = dict(m.attributes)
         points = [
@@ -162,8 +162,8 @@ def _metrics_data(resource: Any, metrics: Sequence[MetricPoints]) -> Any:
         ]
         cumulative = sdk.AggregationTemporality.CUMULATIVE
         data = sdk.Sum(points, cumulative, m.monotonic) if m.sums else sdk.Gauge(points)
-        made.append(sdk.Metric(name=m.name, description=m.description, unit=m.unit, data=data))
-    scopes = [sdk.ScopeMetrics(scope=InstrumentationScope("tessera", version()), metrics=made, schema_url="")]
+        sdk_metrics.append(sdk.Metric(name=m.name, description=m.description, unit=m.unit, data=data))
+    scopes = [sdk.ScopeMetrics(scope=InstrumentationScope("tessera", version()), metrics=sdk_metrics, schema_url="")]
     return sdk.MetricsData([sdk.ResourceMetrics(resource=resource, scope_metrics=scopes, schema_url="")])
 
 
@@ -176,20 +176,20 @@ def _make_spans(resource: Any, chosen: Sequence[Span]) -> list[Any]:
     tracer = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False).get_tracer(
         "tessera", version()
     )
-    made: list[Any] = []
+    sdk_spans: list[Any] = []
     for span in chosen:
-        context = None if span.parent is None else set_span_in_context(made[span.parent])
+        context = None if span.parent is None else set_span_in_context(sdk_spans[span.parent])
         one = tracer.start_span(span.name, context, start_time=span.start_ns, attributes=span.attributes)
         one.end(span.end_ns)
-        made.append(one)
-    return made
+        sdk_spans.append(one)
+    return sdk_spans
 
 
-def _batches(made: Sequence[MetricPoints]) -> Iterator[list[MetricPoints]]:
+def _batches(metrics: Sequence[MetricPoints]) -> Iterator[list[MetricPoints]]:
     """MetricPoints cut so that no request has more than a batch of points."""
     part: list[MetricPoints] = []
     room = _BATCH
-    for whole in made:
+    for whole in metrics:
         rest = whole
         while rest.points:
             head, rest = rest.split_points(room)

@@ -72,8 +72,8 @@ def component(domain: str) -> str:
 def hardware(domain: str, label: str = "") -> dict[str, Any]:
     """The attributes that say which component a domain is. A host has metrics of its own and needs no type."""
     kind, parent = component(domain), domain.rpartition(".")[0]
-    given = {"hw.type": "enclosure" if kind == "host" else kind, "hw.name": label, "hw.parent": parent}
-    return {"hw.id": domain, **{k: v for k, v in given.items() if v}}
+    attributes = {"hw.type": "enclosure" if kind == "host" else kind, "hw.name": label, "hw.parent": parent}
+    return {"hw.id": domain, **{k: v for k, v in attributes.items() if v}}
 
 
 def _power(column: DomainSamples, period_s: float) -> Iterator[MetricPoints]:
@@ -100,9 +100,9 @@ def _power(column: DomainSamples, period_s: float) -> Iterator[MetricPoints]:
     text = "Energy consumed by the component."
     yield MetricPoints(f"{prefix}energy", "J", text, attributes, energy, start_ns=at[0], sums=True, monotonic=True)
     seconds = np.diff(seen_s)
-    known = seconds > 0  # nothing is said of a stretch nobody saw
-    mean_w = np.diff(joules)[known] / seconds[known]
-    power = list(zip((grid[1:][known] - lag_ns).tolist(), mean_w.tolist(), strict=True))
+    covered = seconds > 0  # nothing is said of a stretch nobody saw
+    mean_w = np.diff(joules)[covered] / seconds[covered]
+    power = list(zip((grid[1:][covered] - lag_ns).tolist(), mean_w.tolist(), strict=True))
     text = "Power consumed by the component, mean since the point before."
     yield MetricPoints(f"{prefix}power", "W", text, attributes, power)
 
@@ -112,9 +112,9 @@ def _telemetry(recording: Recording) -> Iterator[MetricPoints]:
     for row in recording.telemetry:
         rows.setdefault(row.domain, []).append(row)
     domains = {d.name: d for d in recording.power.domains} if recording.power is not None else {}
-    for domain, found in rows.items():
+    for domain, readings in rows.items():
         label = domains[domain].label if domain in domains else ""
-        yield from _of_domain(hardware(domain, label), found)
+        yield from _of_domain(hardware(domain, label), readings)
 
 
 def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[MetricPoints]:
@@ -168,13 +168,13 @@ def _drop_missing(points: Sequence[tuple[int, float | None]]) -> list[Point]:
 def _counters(rows: Rows) -> Iterator[MetricPoints]:
     """What the user counted, by its name."""
     names = rows.names
-    found: dict[tuple[int, int], list[Point]] = {}
+    points_by_name: dict[tuple[int, int], list[Point]] = {}
     for chunk in rows.chunks(("kind", "name", "unit", "start_ns", "value")):
         these = np.flatnonzero((chunk["kind"] == CODE["counter"]) & np.isfinite(chunk["value"]))
         columns = (chunk[c][these].tolist() for c in ("name", "unit", "start_ns", "value"))
         for name, unit, start_ns, value in zip(*columns, strict=True):
-            found.setdefault((name, unit), []).append((start_ns, value))
-    for (name, unit), points in found.items():
+            points_by_name.setdefault((name, unit), []).append((start_ns, value))
+    for (name, unit), points in points_by_name.items():
         text = names[name]
         plain = _NO_NAME.sub("_", text).strip("_") or "counter"
         about = {"tessera.counter": text}
@@ -223,7 +223,7 @@ def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
     if table is not None:
         about |= _finite({"tessera.energy_j": table.energy_j, "tessera.energy_error_j": table.error_j})
         about |= _finite({"tessera.idle_j": table.idle_j}) | {"tessera.basis": table.basis}
-    made = [Span(service_name(recording.facts), start_ns, end_ns, None, about)]
+    result = [Span(service_name(recording.facts), start_ns, end_ns, None, about)]
     open_spans: dict[int, list[tuple[int, int]]] = {}
     for name, start, end, thread in rows.tolist():
         stack = open_spans.setdefault(thread, [])
@@ -234,9 +234,9 @@ def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
             attributes["thread.id"] = thread
         if (row := attributed.get(names[name])) is not None:
             attributes |= _finite({"tessera.attributed_j_per_call": row.j_per_call}) | {"tessera.calls": row.calls}
-        made.append(Span(names[name], start, end, stack[-1][1] if stack else 0, attributes))
-        stack.append((end, len(made) - 1))
-    return made, left_out
+        result.append(Span(names[name], start, end, stack[-1][1] if stack else 0, attributes))
+        stack.append((end, len(result) - 1))
+    return result, left_out
 
 
 def service_name(facts: Facts) -> str:
@@ -258,8 +258,8 @@ def _joules(power: PowerTrace | None, start_ns: int, end_ns: int) -> dict[str, A
         "tessera.energy_j": energy.energy_j, "tessera.energy_error_j": energy.error_j,
         "tessera.power_w": energy.power_w, "tessera.coverage": energy.coverage,
     }  # fmt: skip
-    known = _finite(figures)
-    return known | {"tessera.basis": energy.basis} if "tessera.energy_j" in known else {}
+    finite = _finite(figures)
+    return finite | {"tessera.basis": energy.basis} if "tessera.energy_j" in finite else {}
 
 
 def _finite(figures: Mapping[str, float | None]) -> dict[str, Any]:

@@ -110,13 +110,13 @@ class _Maker:
     def _extra_types(self, rows: Rows) -> Mapping[str, Any]:
         """The fields that single rows have beside the columns, and whether they are numbers."""
         pa = self._pa
-        found: dict[str, Any] = {}
+        types: dict[str, Any] = {}
         for chunk in rows.chunks(("kind",)):
             for fields in chunk.extra.values():
                 for name, value in fields.items():
                     number = isinstance(value, (int, float)) and not isinstance(value, bool)
                     kind = pa.float64() if number else pa.bool_() if isinstance(value, bool) else pa.string()
-                    if value is not None and found.setdefault(name, kind) != kind:
-                        found[name] = pa.string()
+                    if value is not None and types.setdefault(name, kind) != kind:
+                        types[name] = pa.string()
         taken = {*INTEGERS, *FLOATS, *_ENERGY, *Launch.__struct_fields__}
-        return {name: kind for name, kind in sorted(found.items()) if name not in taken}
+        return {name: kind for name, kind in sorted(types.items()) if name not in taken}

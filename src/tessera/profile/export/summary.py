@@ -116,13 +116,13 @@ def _span_s(row: EnergyRow) -> float:
 
 def _energies(table: EnergyTable | None) -> dict[tuple[str, str, str], EnergyRow]:
     """Attributed rows by (view, kind, name), and by (view, "", name) for those whose kind we call otherwise."""
-    found: dict[tuple[str, str, str], EnergyRow] = {}
+    rows: dict[tuple[str, str, str], EnergyRow] = {}
     for view in ("kernels", "ops", "regions") if table is not None else ():
         for row in table.rows(view) if table is not None else ():
-            found[view, row.kind, row.name] = row
+            rows[view, row.kind, row.name] = row
             if view != "kernels":
-                found[view, "", row.name] = row
-    return found
+                rows[view, "", row.name] = row
+    return rows
 
 
 class _SummaryGroups:
@@ -145,10 +145,10 @@ class _SummaryGroups:
         energy = ("energy_j", "energy_error_j") if rows.has_energy else ()
         self = cls(len(rows.names))
         for chunk in rows.chunks(("kind", "name", "start_ns", "end_ns", *energy)):
-            kept = np.isin(chunk["kind"], _KEPT)
-            lasts = np.maximum(chunk["end_ns"] - chunk["start_ns"], 0)[kept]
-            group = (chunk["kind"] * self._names + chunk["name"])[kept]
-            self._add(group, lasts, *((chunk[c][kept] for c in energy) if energy else (None, None)))
+            counted = np.isin(chunk["kind"], _KEPT)
+            lasts = np.maximum(chunk["end_ns"] - chunk["start_ns"], 0)[counted]
+            group = (chunk["kind"] * self._names + chunk["name"])[counted]
+            self._add(group, lasts, *((chunk[c][counted] for c in energy) if energy else (None, None)))
         used = np.flatnonzero(self.calls)
         used = used[np.lexsort((-self.total[used], used // self._names))]
         unknown = self.known == 0

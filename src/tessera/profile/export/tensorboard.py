@@ -63,7 +63,7 @@ def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
     if run.resolve().is_relative_to(directory.resolve()):
         return
     name = f"{run.stem}.{began_ms}.tessera"
-    source, kept = open_read_only(run)
+    source, temporary = open_read_only(run)
     try:
         target = directory / "plugins" / "tessera" / name
         with replace_when_written(target) as part, closing(sqlite3.connect(part)) as copy:
@@ -75,8 +75,8 @@ def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
         ) from exc
     finally:
         source.close()
-        if kept is not None:
-            kept.cleanup()
+        if temporary is not None:
+            temporary.cleanup()
 
 
 def _write_scalars(directory: Path, values: Iterator[Scalar]) -> int:
@@ -105,10 +105,10 @@ def scalars(recording: Recording) -> Iterator[Scalar]:
     """Everything that TensorBoard draws as a line."""
     start_ns = recording.span_ns[0]
     for name, column in recording.power.columns.items() if recording.power is not None else ():
-        known = np.flatnonzero(column.known)
-        known = known[:: len(known) // _MAX_POINTS + 1]
-        times = column.times_ns[known] - column.lag_ns
-        for t, w in zip(times.tolist(), column.watts[known].tolist(), strict=True):
+        samples = np.flatnonzero(column.known)
+        samples = samples[:: len(samples) // _MAX_POINTS + 1]
+        times = column.times_ns[samples] - column.lag_ns
+        for t, w in zip(times.tolist(), column.watts[samples].tolist(), strict=True):
             yield f"power_w/{name}", (t - start_ns) // 1_000_000, t, w
     for row in recording.telemetry:
         at = ((row.time_ns - start_ns) // 1_000_000, row.time_ns)
