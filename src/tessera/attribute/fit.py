@@ -28,12 +28,12 @@ _ROUNDS = 3
 class PowerFit:
     """Watts by class and their covariance (W^2); `noise_w` is the scale of the residuals, `samples` how many were used.
 
-    `told` is for each class the share of its prior variance that the samples removed: 0 where they said nothing.
+    `informed` is for each class the share of its prior variance that the samples removed: 0 where they said nothing.
     """
 
     watts: Floats
     covariance: Floats
-    told: Floats
+    informed: Floats
     noise_w: float
     samples: int
 
@@ -95,7 +95,7 @@ def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_
     covariance: Floats = np.linalg.inv(hessian).astype(np.float64)
     informed = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
     noise_w = float(np.sqrt(np.mean((samples_w - design @ watts) ** 2))) if len(samples_w) else 0.0
-    return PowerFit(watts=watts, covariance=covariance, told=informed, noise_w=noise_w, samples=len(samples_w))
+    return PowerFit(watts=watts, covariance=covariance, informed=informed, noise_w=noise_w, samples=len(samples_w))
 
 
 def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats) -> float:

@@ -106,7 +106,7 @@ def _fit_notes(parts: Sequence[Share]) -> list[str]:
             )
             continue
         busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
-        informed = p.fit.told[: p.activity.classes]
+        informed = p.fit.informed[: p.activity.classes]
         joules = busy * p.watts[: p.activity.classes]
         if joules.sum() > 0 and float(joules @ informed) < 0.5 * float(joules.sum()):
             notes.append(

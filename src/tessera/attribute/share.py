@@ -90,9 +90,9 @@ def by_time(
     )
     return Share(
         device=device, domain=column.domain, activity=weighted, gap_start_ns=gap_start, gap_end_ns=gap_end,
-        gap_cls=gap_cls, watts=level, covariance=covariance, group=np.full(activity.classes, -1, np.int64), joules=energy.energy_j,
-        error_j=energy.error_j, coverage=energy.coverage,
-        fit=PowerFit(watts=watts, covariance=covariance, told=np.zeros(len(watts)), noise_w=0.0, samples=0),
+        gap_cls=gap_cls, watts=level, covariance=covariance, group=np.full(activity.classes, -1, np.int64),
+        joules=energy.energy_j, error_j=energy.error_j, coverage=energy.coverage,
+        fit=PowerFit(watts=watts, covariance=covariance, informed=np.zeros(len(watts)), noise_w=0.0, samples=0),
     )  # fmt: skip
 
 

@@ -344,17 +344,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         raise bad_file(path, "its tables are missing")
 
 
-def as_ints(values: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    """A contiguous little-endian int64 array, copied: the caller may reuse its buffer."""
-    return np.array(values, dtype="<i8")
-
-
-def as_floats(values: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
-    """A contiguous little-endian float64 array, copied."""
-    return np.array(values, dtype="<f8")
-
-
-def merged_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The meta of several timelines as that of one."""
     out: dict[str, Any] = {}
     for meta in metas:

@@ -32,7 +32,7 @@ from .runfile_format import (
     check_pairs,
     check_time,
     let_go,
-    merged_meta,
+    merge_meta,
     open_read_only,
     renumber_rows,
     row_count,
@@ -215,7 +215,7 @@ class RunFile:
 
     @property
     def row_meta(self) -> dict[str, Any]:
-        return {**merged_meta([p["meta"] for p in self.timelines]), **self.meta}
+        return {**merge_meta([p["meta"] for p in self.timelines]), **self.meta}
 
     @property
     def has_energy(self) -> bool:

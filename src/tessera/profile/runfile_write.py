@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, RecordingError
 from ..record import Kind
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import CHUNK_ROWS, Timeline
-from .runfile_format import FACTS, as_floats, as_ints, to_json
+from .runfile_format import FACTS, to_json
 from .runfile_store import Mode, Row, Store
 
 COMMIT_S = 0.25
@@ -49,7 +50,7 @@ class RunWriter:
     """Writes a run file from any thread. Nothing that is recorded waits for the disk.
 
     `mode` says what to do if the file already exists: "new" refuses, "replace" deletes it, "append" goes on
-    (e.g. to add the joules of each row after the run). A disk that fills up does not stop the user's program: what
+    (to add counters after the run). A disk that fills up does not stop the user's program: what
     cannot be written is dropped, and `flush` and `close` raise `RecordingError`.
     """
 
@@ -98,7 +99,8 @@ class RunWriter:
         self._add_pairs("anchors", domain, None, epoch_ns, joules)
 
     def _add_pairs(self, table: str, domain: str, about: str | None, epoch_ns: Ints, values: Floats) -> None:
-        times, floats = as_ints(epoch_ns), as_floats(values)
+        # Copied: the caller may reuse its buffers.
+        times, floats = np.array(epoch_ns, "<i8"), np.array(values, "<f8")
         if times.shape != floats.shape or times.ndim != 1:
             raise ArgumentError(f"{times.size} times but {floats.size} values of {domain}", fix="give one per sample")
         if len(times):
@@ -124,11 +126,6 @@ class RunWriter:
             store.db.executemany("INSERT INTO stacks VALUES (?, ?, ?, ?)", values)
 
         self._jobs.append(write)
-
-    def add_energy(self, first_row: int, energy_j: Floats, energy_error_j: Floats) -> None:
-        """Joules of rows that are in the file already, from attribution; NaN on rows that spend nothing."""
-        columns = {"energy_j": as_floats(energy_j), "energy_error_j": as_floats(energy_error_j)}
-        self._jobs.append(partial(self._store.energy, first_row, columns))
 
     def set(self, key: str, value: Any) -> None:
         """Keep a fact: anything JSON has. A later value replaces an earlier one."""

@@ -17,6 +17,7 @@ from .link import Links
 
 _BLOCK = 4096  # rows turned into lists at once: reading single numbers out of numpy arrays is slow
 _DEVICE = frozenset(CODE[kind] for kind in ON_DEVICE)
+_FROM_LAUNCH = tuple(f for f in Launch.__struct_fields__ if f in Record.__struct_fields__)
 _FROM_LINKS = ("op", "region", "module", "parent")
 
 
@@ -108,11 +109,7 @@ def _fields(
 
 
 def _launch_fields(launch: Launch) -> dict[str, Any]:
-    return {
-        "grid": launch.grid, "block": launch.block, "registers": launch.registers,
-        "shared_bytes": launch.shared_bytes, "memcpy_dir": launch.memcpy_dir, "pinned": launch.pinned,
-        "collective_type": launch.collective_type, "collective_bytes": launch.collective_bytes,
-    }  # fmt: skip
+    return {name: getattr(launch, name) for name in _FROM_LAUNCH}
 
 
 def _none_if_missing(number: int) -> int | None:
