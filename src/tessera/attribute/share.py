@@ -1,4 +1,8 @@
-"""`Share`: the joules of one device, solved to watts by class."""
+"""`Share`: the joules of one device as watts by class, and `by_time`, which makes one where power is modelled.
+
+Modelled samples know only the utilisation, so they cannot tell operators apart. Every moment has the watts of its
+sample, shared evenly by what runs then; the rest is idle. All rows sum to the modelled joules.
+"""
 
 from __future__ import annotations
 

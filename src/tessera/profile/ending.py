@@ -1,4 +1,4 @@
-"""How a session ends when nobody ends it, and when somebody will not wait for its end.
+"""How a session ends when the program does not end it, and when the user does not wait.
 
 ::
 
@@ -72,7 +72,7 @@ class Patience:
         self._before = signal.signal(signal.SIGINT, self.on_interrupt)
 
     def is_new_interrupt(self) -> bool:
-        """An interrupt has come; whether it is another wish than the one before."""
+        """Whether an interrupt that has just come is a new one, not an echo of the one before."""
         now_s = self._clock()
         if now_s - self._heard_s <= SAME_S:
             return False

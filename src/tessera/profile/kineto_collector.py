@@ -28,6 +28,9 @@ from ..timeline.columns import NONE, Timeline
 from ..timeline.stream_names import KEY, key
 from .options import ON_DEVICE, SessionOptions
 
+# Kineto writes CUPTI's stream id, which is neither torch's id nor the driver's pointer. CUPTI itself gives it for a
+# pointer (cuptiGetStreamIdEx), where Kineto has loaded it; else the driver does (cuStreamGetId, from CUDA 12 on), whose
+# number is the same. Both are called through ctypes. If neither answers, streams are shown by their numbers.
 Ask = Callable[[int], int | None]
 """A stream's pointer to its id; its device is the current one."""
 

@@ -65,7 +65,7 @@ class PowerFeed:
         return [d.name for d in self._sampler.domains if d.resolution_s <= PROMPT_S]
 
     def finish(self, end_ns: int) -> None:
-        """The rest, up to a (monotonic) time: waits until the sensors have caught up, as long as they can."""
+        """Write the rest up to a (monotonic) time; waits up to 3 s for the sensors to catch up."""
         self._sampler.wait_for(end_ns, 3.0, self._sampler.counted_domains())
         if self._thin:
             self.take(end_ns)
@@ -75,7 +75,7 @@ class PowerFeed:
         self._writer.add_gaps(gaps, self._sampler.epoch.offset_ns)
 
     def take(self, end_ns: int | None = None) -> None:
-        """What is there and new. `end_ns`: no more will come, so that the last mean ends there."""
+        """Write the new samples. `end_ns` is given at the end of the run: the last mean ends there."""
         offset_ns = self._sampler.epoch.offset_ns
         with self._sampler.lock:
             for name, series in list(self._sampler.series.items()):

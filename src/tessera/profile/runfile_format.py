@@ -39,14 +39,14 @@ DAMAGE = (
     msgspec.DecodeError,
     sqlite3.Error,
 )
-"""What reading a damaged file may raise."""
+"""The exceptions that reading a damaged file may raise."""
 DAMAGED_FIX = "restore it from a copy, or record the run again"
 MOST_ROWS = 1 << 24
 """Rows of one chunk; a writer puts 65 536 into one."""
 MOST_FIGURE = 1e6
-"""Of a sensor: seconds of its lag, shares of its noise."""
+"""The largest lag (seconds) or noise (share) of a sensor."""
 MOST = 1e30
-"""Of watts and joules: what is larger overflows when it is squared and added."""
+"""The largest watts or joules: larger values overflow when they are squared and added."""
 
 _NOTHING: NDArray[Any] = np.zeros(0, np.int64)
 
@@ -75,7 +75,7 @@ FACTS: Mapping[str, Any] = {
     "summary": dict[str, Any] | None,
     "stack_interval_s": float | None,
 }
-"""Facts that are read as something; what is not of its type is damage. Others are kept as they are."""
+"""The types of the facts that Tessera reads; another type means damage. Other facts have any type."""
 
 
 def as_text(column: str) -> str:
@@ -91,13 +91,13 @@ def row_count(rows: Any) -> int:
 
 
 def check_time(*times_ns: int) -> None:
-    """That a clock can have shown them."""
+    """Raise ValueError for times that no clock can show."""
     if any(abs(t) > MOST_NS for t in times_ns):
         raise ValueError("a time that no clock shows")
 
 
 def check_domain(domain: Domain) -> Domain:
-    """The domain, once its sensor is one that could be."""
+    """Return the domain; raise ValueError if its figures are those of no sensor."""
     figures = (domain.resolution_s, domain.lag_s, domain.blur_s, domain.sample_noise, domain.gain_error)
     if any(not abs(figure) <= MOST_FIGURE for figure in figures):
         raise ValueError(f"no sensor is as {domain.name} is described")
@@ -105,7 +105,7 @@ def check_domain(domain: Domain) -> Domain:
 
 
 def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int) -> list[str]:
-    """That kinds, names and times are such. What else points to something that is not there is let go, with a note."""
+    """Check kinds, names and times. Other references to missing rows are removed; returns notes about them."""
     for column, end in (("kind", len(KINDS)), ("name", names)):
         values = columns.get(column, _NOTHING)
         if len(values) and not 0 <= values.min() <= values.max() < end:
@@ -117,7 +117,7 @@ def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int
 
 
 def let_go(columns: dict[str, NDArray[Any]], column: str, end: int) -> list[str]:
-    """Make nothing of what points beyond the end; the note that says so, if there was any."""
+    """Replace references beyond the end by `NONE`; returns a note about them, if any."""
     values = columns.get(column, _NOTHING)
     if not len(values) or NONE <= values.min() <= values.max() < end:
         return []
@@ -127,7 +127,7 @@ def let_go(columns: dict[str, NDArray[Any]], column: str, end: int) -> list[str]
 
 
 def check_pairs(times: NDArray[np.int64], values: NDArray[np.float64], rows: Sequence[tuple[bytes, bytes]]) -> None:
-    """Times and watts, or joules, of a domain. NaN is right: it says that nothing is known."""
+    """Check times and watts (or joules) of a domain. NaN is allowed: it means unknown."""
     if any(len(t) != len(v) for t, v in rows):
         raise ValueError("there are not as many times as values")
     if len(times):
@@ -188,7 +188,7 @@ class Packed(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def enc_hook(value: Any) -> Any:
-    """Numbers and arrays of numpy and arrays, and paths, as JSON knows them."""
+    """Convert numpy values, sets and paths to what JSON has."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -201,7 +201,7 @@ def enc_hook(value: Any) -> Any:
 
 
 def version() -> str:
-    """Of this Tessera, as it was installed (asking the package itself would import its top from its middle)."""
+    """The version of the installed Tessera."""
     try:
         return importlib.metadata.version("tessera-energy")
     except importlib.metadata.PackageNotFoundError:
@@ -279,7 +279,7 @@ def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArr
 
 
 def _unzip(data: bytes, most: int) -> bytes:
-    """At most so many bytes: a damaged file must not ask for gigabytes."""
+    """Decompress at most `most` bytes: a damaged file must not ask for gigabytes."""
     stream = zlib.decompressobj()
     unpacked = stream.decompress(data, most + 1)
     if len(unpacked) > most or not stream.eof:

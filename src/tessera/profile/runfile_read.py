@@ -374,7 +374,7 @@ class RunFile:
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Whatever damage makes of what is read ends in one error."""
+        """Turn every error that damage causes into one `RecordingError`."""
         try:
             yield
         except DAMAGE as exc:

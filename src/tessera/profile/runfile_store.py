@@ -111,7 +111,7 @@ class Store:
         self._next_row = db.execute("SELECT coalesce(max(first_row + rows), 0) FROM chunks").fetchone()[0]
 
     def recover(self) -> None:
-        """After an interrupt in the middle of anything: what was executed counts, and we know again what that was."""
+        """After an interrupt: commit what was executed, and read again what the file contains."""
         if self.db.in_transaction:
             self.db.execute("COMMIT")
         self._open_rows = (0, [])

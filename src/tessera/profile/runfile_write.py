@@ -167,7 +167,7 @@ class RunWriter:
         return self._closed
 
     def drop_timelines(self) -> None:
-        """Forget the timelines that are still to be written: somebody will not wait for them. All else is kept."""
+        """Drop the timelines that are still to be written; everything else is written."""
         with self._lock:
             if self._closed:
                 return
@@ -227,7 +227,7 @@ class RunWriter:
                     self._store.db.rollback()
 
     def _run_guarded(self, job: Callable[[], object]) -> bool:
-        """Something that cannot be kept is refused alone: the rest of the run must not be lost with it."""
+        """Run a job; one that fails is refused alone, and the rest of the run is still written."""
         try:
             job()
         except (sqlite3.OperationalError, sqlite3.DatabaseError) as exc:
@@ -254,7 +254,7 @@ class RunWriter:
         self._committed_s = time.monotonic()
 
     def _commit_when_due(self) -> None:
-        """Within a long job: live rows are not to wait for a million kernels."""
+        """Commit within a long job, so that live rows do not wait for a million kernels."""
         if time.monotonic() - self._committed_s >= COMMIT_S:
             self._write_rows()
             self._commit()

@@ -1,4 +1,4 @@
-"""RunSummary mode: what each name took, kept in a memory that does not grow with the run.
+"""Summary mode: what each name took, kept in a memory that does not grow with the run.
 
 Every window of the trace is added up by (kind, name) and forgotten. Steps and other names that count themselves
 (`step_12`) are one name, and once there are `MAX_NAMES` the rest share one too.

@@ -163,7 +163,7 @@ class Tracing:
             self._run_guarded(self._open)
 
     def tick(self, now_ns: int) -> None:
-        """From the session's own thread, a few times a second: nobody came to a boundary for long."""
+        """Called by the session's thread a few times a second; asks the main thread if a boundary is overdue."""
         main = threading.main_thread().ident
         if self._lead and model_runs(sys._current_frames().get(main or 0)):
             self._lead = False
@@ -172,7 +172,7 @@ class Tracing:
             self._main.ask()
 
     def finish(self, why: str | None = None) -> None:
-        """Trace no more. The program may go on, and so does all that is not tracing."""
+        """Stop tracing. The program and all other recording go on."""
         if self._over:
             return
         self._over, self.due_ns = True, NEVER
@@ -183,7 +183,7 @@ class Tracing:
             hook.remove()
 
     def end(self) -> None:
-        """Trace no more, and wait until all windows have been read."""
+        """Stop tracing, and wait until all windows have been read."""
         if self.has_begun:
             self.finish()
         for reader in self._readers:
@@ -252,7 +252,7 @@ class Tracing:
                 self.due_ns = self._until_ns
 
     def _run_guarded(self, call: Callable[[], None]) -> None:
-        """The program's own thread must not fail because of us: a trace that cannot go on ends, and says why."""
+        """Call it; if it fails, end the trace with a note: the program's thread must not fail because of us."""
         if self._over and call == self._open:
             return
         try:
@@ -262,7 +262,7 @@ class Tracing:
             self.notes.append(f"tracing ended early: {exc}")
 
     def _yield(self) -> None:
-        """There is one Kineto, and the program's own wishes go first."""
+        """End our trace when the program starts its own profiler: there is only one Kineto."""
         if self._thread == threading.get_ident():
             self.finish("the program started a profiler of its own: our trace ends there")
 

@@ -1,4 +1,4 @@
-"""Unions, intersections and overlaps of time intervals: numpy, exact on integer nanoseconds.
+"""Unions, intersections, overlaps and nesting of time intervals: numpy, exact on integer nanoseconds.
 
 An interval holds its start and not its end. A `Spans` is sorted and disjoint, without empty ones; `union` makes one.
 """
@@ -77,7 +77,12 @@ def covered_ns(spans: Spans, start_ns: Ints, end_ns: Ints) -> Ints:
 
 
 class Nesting:
-    """Intervals of rows, by thread. `parent` is aligned with `rows`: the row each is inside, or `NONE`."""
+    """Intervals of rows, by thread. `parent` is aligned with `rows`: the row each is inside, or `NONE`.
+
+    Of several open intervals the innermost is the one opened last. One is inside another that holds at least half of
+    it: a step that a hook begins just before the optimizer's region ends is not inside that region, and the region,
+    which ends just after the step does, still is inside the step.
+    """
 
     def __init__(self, rows: Ints, threads: Ints, starts: Ints, ends: Ints) -> None:
         order = np.lexsort((rows, -ends, starts, threads))

@@ -7,6 +7,19 @@ so on up to 5.12 s, so that the first request comes 1.7 s after we listen on ave
 Only a configuration is answered. An empty answer, which dynolog sends, tells a process nothing more than none at all;
 and the last of those tries is sent but taken for failed, so that its answer is read at the next request, and each
 later answer one request late, for ever. Silence to what comes then keeps the two in step.
+
+A message is a header and a body in one datagram, in the machine's own byte order:
+
+    size_t   size of the body        8 bytes
+    char[32] type, NUL-padded       32 bytes     "ctxt" registers, "req" asks for a configuration
+    ...      body
+
+    ctxt     int32 gpu, int32 pid, int64 job                       answered by an int32: processes of that job
+    req      int32 type, int32 n, int64 job, int32 pids[n]         answered by the configuration's text, if there is one
+
+The daemon is named `dynolog`: in the abstract namespace, where libkineto counts the NUL behind the name as part of it,
+or as a file in the directory KINETO_IPC_SOCKET_DIR. libkineto ends its process when an answer comes from an address
+it did not expect, so answers leave from the bound socket and from no other.
 """
 
 from __future__ import annotations

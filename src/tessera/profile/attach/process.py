@@ -1,4 +1,4 @@
-"""What /proc knows of a process: whose it is, what it runs, what CPU and memory it uses.
+"""A process as /proc shows it: its user, its command, its CPU and memory, and whether libkineto waits in it.
 
 Nothing here needs more rights than being the process's own user.
 """
@@ -119,7 +119,7 @@ def _look(pid: int, pid_fd: int | None) -> Target:
 
 
 def descends(pid: int, from_pid: int) -> bool:
-    """Whether a process is another one, or a descendant of it."""
+    """Whether `pid` is `from_pid` or one of its descendants."""
     for _ in range(_MAX_DEPTH):
         if pid == from_pid:
             return True
@@ -235,7 +235,7 @@ def maps_torch(pid: int) -> bool:
 
 
 def same(pid: int, what: str) -> bool:
-    """Whether a process shares something with us; what cannot be compared is taken as shared."""
+    """Whether a process shares a namespace or root with us; True if it cannot be compared."""
     try:
         return (PROC / str(pid) / what).readlink() == (PROC / "self" / what).readlink()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a process is told to record, and the private folder in which it leaves the trace."""
+"""What a process is told to record, the private folder in which it leaves the trace, and what is in the trace."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Folder:
         return None
 
     def _read(self, file: Path) -> bytes | None:
-        """A plain file of the process's user and nothing else: root must not be led to read somebody's link."""
+        """Read a plain file of the process's user only: root must not follow somebody's link."""
         try:
             fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:

@@ -162,6 +162,7 @@ _HEAD_BYTES = 1 << 20  # bytes in which the header of a trace must lie
 _COMPRESSION = 3  # of gzip: a trace of 200 MB takes 3 s instead of 10, and is 10% larger
 
 
+# Kineto's times are microseconds since its `baseTimeNanoseconds`, which is of the wall clock. Counters use the same.
 def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track]) -> None:
     """Write the process's own trace with our counters in it; the counters alone where it left none.
 

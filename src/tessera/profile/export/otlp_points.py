@@ -1,4 +1,4 @@
-"""The metrics of a run as plain series of points, by OpenTelemetry's names: what to send, before any SDK."""
+"""The metrics and spans of a run under OpenTelemetry's names, as plain values; `otlp` sends them."""
 
 from __future__ import annotations
 
