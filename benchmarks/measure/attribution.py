@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from tessera.attribute import activity as activity_module
-from tessera.attribute import response as response_module
-from tessera.attribute.response import Response, response_of
+from tessera.attribute import fit as response_module
+from tessera.attribute.fit import Response, response_of
 from tessera.attribute.solve import _Problem, attribute
 from tessera.attribute.table import EnergyTable
 from tessera.joules import DomainSamples

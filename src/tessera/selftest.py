@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .attribute.response import RING_BOX_S, RING_TAU_S, Response
+from .attribute.fit import RING_BOX_S, RING_TAU_S, Response
 from .attribute.solve import attribute
 from .errors import ArgumentError, MissingExtra, TesseraError
 from .joules import DomainSamples

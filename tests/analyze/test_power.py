@@ -24,7 +24,7 @@ from tessera.analyze.spectrum import (
     sensor_gain,
 )
 from tessera.analyze.spikes import make_curve
-from tessera.attribute.response import Response
+from tessera.attribute.fit import Response
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold, Telemetry

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.attribute.activity import activity, distinct, gaps, rank_values, shares
-from tessera.attribute.fit import conserve_energy, exposure, groups
+from tessera.attribute.fit import Response, conserve_energy, exposure, groups, response_of
 from tessera.attribute.prior import board_of, matrix_flops
-from tessera.attribute.response import Response, response_of
 from tessera.attribute.solve import attribute
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.joules import DomainSamples

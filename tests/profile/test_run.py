@@ -207,7 +207,7 @@ def test_steps_are_read_as_the_help_says():
     (option,) = (p for p in command.params if p.name == "steps")
     assert [_parse_steps(context, option, text) for text in ("10:20", ":20", "10")] == [(10, 20), (0, 20), (0, 10)]
     said = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
-    assert "--steps [FIRST:]END" in said and "10 is 0:10" in said
+    assert "--steps [FIRST:]END" in said and "10 means 0:10" in said
 
 
 def test_exit_codes():

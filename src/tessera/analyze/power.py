@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attribute.response import response_of
+from ..attribute.fit import response_of
 from ..errors import ArgumentError, MeasurementError
 from ..profile.load import open_recording
 from ..schema import Telemetry

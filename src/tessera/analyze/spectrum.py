@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..attribute.response import Response
+from ..attribute.fit import Response
 from ..integral import Floats
 from .spikes import Curve
 

@@ -27,9 +27,8 @@ from ..timeline import Timeline
 from ..timeline.link import Links
 from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, host_activity, sum_by_key
-from .fit import PowerFit, conserve_energy, exposure, groups, solve
+from .fit import PowerFit, Response, conserve_energy, exposure, groups, response_of, solve
 from .prior import Board, Prior, board_of, prior
-from .response import Response, response_of
 from .share import HOST, Share, by_time, idle_class
 from .table import EnergyTable
 
