@@ -22,8 +22,8 @@ from tessera import profile
 from tessera.cli.merge import command
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
 from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
+from tessera.profile.ranks.align import END_BIAS_NS, fit, line_up, lines
 from tessera.profile.ranks.clocks import read
-from tessera.profile.ranks.match import END_BIAS_NS, fit, line_up, lines
 from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.schema import Domain, Telemetry

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..profile.load import Progress, open_recording
 from ..profile.ranks.clocks import Offset
-from ..profile.ranks.meet import Meeting, measure_overlap, meetings, summarize
+from ..profile.ranks.collectives import Meeting, measure_overlap, meetings, summarize
 from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE

@@ -21,9 +21,9 @@ from ...timeline import stream_names
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Ints, Launch, Timeline
 from ...trace import PowerTrace
 from ..runfile import RunFile, RunWriter
+from .align import align
 from .clocks import Offset
-from .match import align
-from .meet import Meeting, measure_overlap, meetings, summarize
+from .collectives import Meeting, measure_overlap, meetings, summarize
 from .read import Progress, RankFile, list_names, read_ranks
 
 # Numbers that tie rows together count from 0 on every rank: each rank gets a range of its own.

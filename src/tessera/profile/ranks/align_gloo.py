@@ -24,7 +24,7 @@ import numpy as np
 
 from ...timeline.columns import Ints, Timeline
 from ...timeline.transfers import collective_type
-from .line import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
+from .sequences import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
 
 PREFIX = "gloo:"
 # Ends of two ranks differ in the median by up to this, whichever is late: two processes over loopback on two busy

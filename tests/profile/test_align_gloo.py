@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.profile.ranks import merge
-from tessera.profile.ranks.host import HOST_BIAS_NS, Bounds, host_lines
-from tessera.profile.ranks.match import align
+from tessera.profile.ranks.align import align
+from tessera.profile.ranks.align_gloo import HOST_BIAS_NS, Bounds, host_lines
 from tessera.timeline import kineto
 from tessera.timeline.columns import Builder, Timeline
 

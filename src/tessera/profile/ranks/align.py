@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ...errors import ArgumentError
 from ...timeline.columns import NONE, Ints, Timeline
+from .align_gloo import Bounds, host_lines, within
 from .clocks import Offset, notes
-from .host import Bounds, host_lines, within
-from .line import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
+from .sequences import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
 
 # Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
 # GPUs was at hand to measure it.

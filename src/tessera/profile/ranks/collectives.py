@@ -18,9 +18,9 @@ import numpy as np
 
 from ...timeline.columns import NONE, Timeline
 from ...timeline.intervals import covered_ns, union
+from .align import line_up, lines
 from .clocks import Offset
-from .line import CollectiveSequence, Key
-from .match import line_up, lines
+from .sequences import CollectiveSequence, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
