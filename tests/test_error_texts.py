@@ -242,7 +242,7 @@ def _redfish(**changes: Any) -> Any:
 
 
 def _loaded() -> Any:
-    from tessera.profile.load import load
+    from tessera.profile.open_recording import load
 
     return load("trace.json").energy()
 

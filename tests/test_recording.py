@@ -15,7 +15,7 @@ from tessera.analyze.answer import answer
 from tessera.attribute.solve import attribute
 from tessera.errors import MeasurementError
 from tessera.joules import DomainSamples
-from tessera.profile.load import open_recording
+from tessera.profile.open_recording import open_recording
 from tessera.profile.ranks.merge import merge
 from tessera.profile.runfile import RunWriter
 from tessera.recording import Facts, Recording
@@ -80,6 +80,30 @@ def test_kernels_of_every_host_have_joules(two_hosts: list[Path], tmp_path: Path
         assert recording.energy().energy_j == pytest.approx(800.0, rel=0.05)
     hosts = {r.host for r in merged.records() if r.kind == "kernel" and r.energy_j is not None}
     assert hosts == {"node6", "node7"}
+
+
+def test_ranks_that_take_a_step_together_have_one_step(two_hosts: list[Path], tmp_path: Path) -> None:
+    alone = open_recording(two_hosts[0])
+    for recording in (merge(two_hosts), merge(two_hosts).write(tmp_path / "all.tessera").recording()):
+        steps = recording.energy().steps
+        assert [row.name for row in steps] == [row.name for row in alone.energy().steps]
+        assert steps[3].energy_j == pytest.approx(800.0 * 0.05, rel=0.02) and steps[3].wall_s == pytest.approx(0.05)
+        assert answer(recording).whole.steps == answer(alone).whole.steps == 20
+
+
+def test_a_merge_keeps_what_was_traced(tmp_path: Path) -> None:
+    paths = [write_rank(tmp_path / f"rank{r}.tessera", r, "one") for r in (0, 1)]
+    for path in paths:
+        with RunWriter(path, mode="append") as run:
+            run.set("windows", [[T0 + 100 * MS, T0 + 600 * MS]])
+    merged = merge(paths).write(tmp_path / "all.tessera").recording()
+    assert merged.accounted_windows == [(T0 + 100 * MS, T0 + 600 * MS)]
+    assert merged.energy().energy_j == pytest.approx(150.0, rel=0.02), "what came before the trace is not idle"
+
+
+def test_any_recording_is_opened_by_load(two_hosts: list[Path]) -> None:
+    assert profile.load(two_hosts[0]).energy().energy_j == profile.open_recording(two_hosts[0]).energy().energy_j
+    assert {"load", "chrome"} <= set(dir(profile))
 
 
 def test_ranks_of_one_host_are_never_shifted(tmp_path: Path) -> None:

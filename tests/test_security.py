@@ -23,7 +23,7 @@ from tessera.analyze.answer import answer
 from tessera.analyze.correlate import correlate
 from tessera.cli.main import main
 from tessera.errors import ArgumentError, TesseraError
-from tessera.profile.load import open_recording
+from tessera.profile.open_recording import open_recording
 from tessera.profile.runfile import RunFile
 from tessera.recording import Recording
 

@@ -32,7 +32,7 @@ ROUNDS = 3
 _OURS = """
 import json, sys
 from tessera import analyze
-from tessera.profile.load import open_recording
+from tessera.profile.open_recording import open_recording
 source = open_recording(sys.argv[1])
 kernels, parts, beside = analyze.kernels(source), analyze.breakdown(source), analyze.overlap(source)
 found = {"compute_ns": sum(r["ns"] for r in parts.rows if r["part"].startswith("compute")),

@@ -1,8 +1,21 @@
-"""Joules between two times: the one place where power samples, and the ticks of an energy counter, become energy.
+r"""Joules between two times: the one place where power samples, and the ticks of an energy counter, become energy.
 
-A window's joules are the integral of the samples between its two edges, each moved by the sensor's lag. A counter is
-exact over long spans and blind between its ticks; samples are the other way round. Where a counter was recorded, it
-replaces the samples between its first and last tick inside the window:
+A sample train sees the true power late (lag), smeared (blur), and only now and then (resolution):
+
+    true power   ____/‾‾‾‾‾‾‾‾‾\____
+    samples      ____.__/‾.‾‾‾.‾‾\_.__.___      shifted right by the lag
+    window           |<------->|
+    integrated         |<------->|              the same window, moved by the lag
+
+so a window is moved by the lag, and the sample curve is integrated between the moved edges, with the partial
+intervals at both ends included. Everything is a running sum, kept beside each sample: a window costs two
+look-ups (`mark`), however long it was, and the samples it spans may have been forgotten since.
+
+Three things stay uncertain, and `window_error_j` adds them in quadrature: the level of the sensor, the power
+between two samples, and where within the blur an edge lies.
+
+A counter is exact over long spans and blind between its ticks; samples are the other way round. Where a counter was
+recorded, it replaces the samples between its first and last tick inside the window:
 
     window     |-----------------------------------|
     ticks         ^         ^          ^        ^
@@ -18,9 +31,121 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .integral import Z90, Floats, Ints, Mark, Sums, accumulate, mark, window_error_j
 from .schema import MAX_BOARD_W, Basis, Domain, Energy, Hold
+
+# -- Running sums ----------------------------------------------------------------------------------------------------
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Half-width of a 90% interval of a normal distribution, in standard deviations.
+Z90 = 1.6449
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The running sums at one moment: joules, seconds that were seen, variance (J²), and the swing (W) there.
+
+    `loose_j2` is the variance of the mark itself, within an interval of which only the mean is known.
+    """
+
+    joules: float
+    covered_s: float
+    variance_j2: float
+    swing_w: float
+    loose_j2: float = 0.0
+
+
+ZERO = Mark(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Running sums beside a train of samples, up to and including each sample."""
+
+    joules: Floats
+    covered_s: Floats
+    variance_j2: Floats
+
+
+def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, noise: float = 0.0, start: Mark = ZERO) -> Sums:
+    """Sum up a train of samples, going on from `start` at its first sample.
+
+    Intervals that end in NaN (nothing is known there) add nothing. `mean` says that a sample is the mean since
+    the one before it; otherwise power runs straight between samples, and is known between two of them only to
+    lie near that line: with a uniform prior as high as their difference, one interval's error is |Δw|·dt/√12.
+    `noise` is the relative standard deviation of a single sample, added to that.
+    """
+    n = len(times_ns)
+    joules, covered, variance = np.zeros(n), np.zeros(n), np.zeros(n)
+    if n > 1:
+        dt = np.diff(times_ns) * 1e-9
+        known = ~np.isnan(watts[1:])
+        begin = np.where(np.isnan(watts[:-1]), watts[1:], watts[:-1])  # after a gap: level from its end on
+        level = watts[1:] if mean else 0.5 * (watts[1:] + begin)
+        rise = np.zeros(n - 1) if mean else watts[1:] - begin
+        np.cumsum(np.where(known, level * dt, 0.0), out=joules[1:])
+        np.cumsum(np.where(known, dt, 0.0), out=covered[1:])
+        spread = (rise * dt) ** 2 / 12.0 + (noise * level * dt) ** 2
+        np.cumsum(np.where(known, spread, 0.0), out=variance[1:])
+    return Sums(joules + start.joules, covered + start.covered_s, variance + start.variance_j2)
+
+
+def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool) -> Mark:
+    """The running sums at any time within the samples; beyond them nothing is known and nothing is added."""
+    n = len(times_ns)
+    if n == 0:
+        return ZERO
+    i = int(np.searchsorted(times_ns, x_ns, side="right")) - 1
+    swing = _swing(watts, i)
+    if i < 0 or n == 1:
+        return Mark(float(sums.joules[0]), float(sums.covered_s[0]), float(sums.variance_j2[0]), swing)
+    if i >= n - 1:
+        return Mark(float(sums.joules[-1]), float(sums.covered_s[-1]), float(sums.variance_j2[-1]), swing)
+    j0, c0, v0 = float(sums.joules[i]), float(sums.covered_s[i]), float(sums.variance_j2[i])
+    w0, w1 = float(watts[i]), float(watts[i + 1])
+    if np.isnan(w1):
+        return Mark(j0, c0, v0, swing)
+    inside_s = (x_ns - int(times_ns[i])) * 1e-9  # whole ns: a float of epoch size has steps of 256 ns
+    fraction = inside_s / (float(times_ns[i + 1] - times_ns[i]) * 1e-9)
+    if np.isnan(w0):
+        w0 = w1
+    if mean:
+        # Inside an interval of which only the mean is known, the power may have been anywhere: at its ends the sum is
+        # exact again. The spread is that of the neighbouring means, and at least the mean itself (a burst in idleness).
+        spread_w = max(swing, w1)
+        loose = (spread_w * inside_s * (1.0 - fraction)) ** 2 / 3.0
+        return Mark(j0 + w1 * inside_s, c0 + inside_s, v0, swing, loose)
+    part = (w0 + 0.5 * (w1 - w0) * fraction) * inside_s
+    return Mark(j0 + part, c0 + inside_s, v0 + ((w1 - w0) * inside_s) ** 2 / 12.0, swing)
+
+
+def _swing(watts: Floats, i: int) -> float:
+    """How far the samples next to an edge (two on each side) lie apart."""
+    near = watts[max(i - 1, 0) : i + 3]
+    near = near[~np.isnan(near)]
+    return float(near.max() - near.min()) if len(near) else 0.0
+
+
+def window_error_j(start: Mark, end: Mark, *, gain_error: float, blur_s: float, unseen_s: float = 0.0) -> float:
+    """90% half-width of the joules between two marks.
+
+    An edge is known only within the blur, so it may be off by the blur times the swing of the samples around it
+    (uniform: over √12), and never by more than the window is long. Time that was not seen may have drawn as much as
+    the time that was, so it widens the interval by as much.
+    """
+    joules = end.joules - start.joules
+    edge_s = min(blur_s, max(end.covered_s - start.covered_s, 0.0))
+    edges = (edge_s * start.swing_w) ** 2 / 12.0 + (edge_s * end.swing_w) ** 2 / 12.0
+    between = max(end.variance_j2 - start.variance_j2, 0.0) + start.loose_j2 + end.loose_j2
+    seen_s = end.covered_s - start.covered_s
+    unseen_j = abs(joules) / seen_s * unseen_s if seen_s > 0 and unseen_s > 0 else 0.0
+    return float(np.sqrt((gain_error * joules) ** 2 + Z90**2 * (between + edges))) + unseen_j
+
+
+# -- Joules of a domain ------------------------------------------------------------------------------------------------
 
 # Rounding of edges alone leaves this much of a window: not worth a wider interval.
 FULL = 0.995

@@ -11,8 +11,7 @@ import numpy as np
 
 from .clock import EpochNs
 from .errors import MeasurementError, MissingExtra, RecordingError, did_you_mean
-from .integral import Floats, Ints
-from .joules import BASES, DomainSamples, sum_domains, worst_basis
+from .joules import BASES, DomainSamples, Floats, Ints, sum_domains, worst_basis
 from .schema import Basis, Domain, Energy, Gap, Hold, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")

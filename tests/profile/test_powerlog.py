@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from tessera.cli.main import cli
 from tessera.errors import MeasurementError, RecordingError
-from tessera.profile.load import load
+from tessera.profile.open_recording import load
 from tessera.profile.powerlog import read_power
 
 BASE_NS = 1_790_000_000_000_000_000

@@ -14,9 +14,9 @@
 from __future__ import annotations
 
 from .actuator import Actuator, PowerLimit, find_gpu, list_gpus
-from .claims import OutstandingChange, list_outstanding, restore_outstanding
 from .hold import GpuHold, cap_power, hold_gpus, lock_clocks
 from .journal import Journal
+from .restore import OutstandingChange, list_outstanding, restore_outstanding
 
 __all__ = [
     "Actuator",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ActuatorError, ActuatorPermission
 from . import journal as journals
-from .actuator import Actuator, check_clocks, open_uuid
+from .actuator import Actuator, check_clocks
 from .journal import ROUNDING_W, Claim, ClockChange, Journal, LimitChange
 
 # A restore is tried this often: a driver that is busy (a GPU reset, another tool's call) answers soon after.
@@ -32,24 +32,6 @@ class ClaimOutcome:
     limit_w: float | None = None
     clocks_mhz: tuple[int, int] | None = None
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutstandingChange:
-    """One GPU with a journal. `action`: what restoring would do, or did; `error`: why it failed."""
-
-    gpu: str
-    uuid: str
-    holders: tuple[str, ...] = ()
-    dead: tuple[str, ...] = ()
-    action: str = ""
-    error: str | None = None
-    needs_restore: bool = False
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        return f"{self.gpu}: {self.error or self.action}"
 
 
 def add_claim(actuator: Actuator, claim: Claim) -> ClaimOutcome:
@@ -202,92 +184,3 @@ def _apply_clocks(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -
         journals.write_journal(journal)
         raise
     return dataclasses.replace(journal, clocks=dataclasses.replace(pending, done=True))
-
-
-# -- what is changed on this machine, for `tessera doctor` ------------------------------------------------------------
-
-
-def list_outstanding() -> list[OutstandingChange]:
-    """What is changed now and what `restore_outstanding` would do; changes nothing."""
-    return [_examine(uuid) for uuid in _list_journals()]
-
-
-def restore_outstanding() -> list[OutstandingChange]:
-    """Restore what dead processes left; live ones keep what they hold. A GPU that fails does not stop the others."""
-    changes = (_restore_gpu(uuid) for uuid in _list_journals())
-    return [change for change in changes if change is not None]
-
-
-def _list_journals() -> list[str]:
-    try:
-        return journals.list_journals()
-    except ActuatorError:
-        return []  # no folder, or not ours: then it has nothing of ours
-
-
-def _examine(uuid: str) -> OutstandingChange:
-    try:
-        journal = journals.read_journal(uuid)
-    except ActuatorError as exc:
-        return OutstandingChange(gpu=uuid, uuid=uuid, error=str(exc), needs_restore=True)
-    if journal is None:  # it ended since we listed it
-        return OutstandingChange(gpu=uuid, uuid=uuid, action="nothing")
-    if journal.boot != journals.boot_id():
-        return OutstandingChange(
-            gpu=journal.gpu, uuid=uuid, action="void: the machine was restarted since", needs_restore=True
-        )
-    live = tuple(c for c in journal.claims if journals.is_alive(c.owner))
-    dead = tuple(c for c in journal.claims if c not in live)
-    in_use = bool(live) and not dead
-    return OutstandingChange(
-        gpu=journal.gpu,
-        uuid=uuid,
-        holders=tuple(f"process {c.pid}: {describe_claim(c)}" for c in live),
-        dead=tuple(f"process {c.pid}: {describe_claim(c)}" for c in dead),
-        action="nothing: held by live processes" if in_use else _describe_restore(journal, live),
-        needs_restore=not in_use,
-    )
-
-
-def _describe_restore(journal: Journal, live: tuple[Claim, ...]) -> str:
-    cap_w, clocks_mhz = tightest_limits(live)
-    parts = []
-    if journal.limit is not None:
-        target_w = journal.limit.was_w if cap_w is None else min(cap_w, journal.limit.was_w)
-        parts.append(f"set the limit from {journal.limit.ours_w[-1]:g} W to {target_w:g} W, unless somebody changed it")
-    if journal.clocks is not None and clocks_mhz is None:
-        was = journal.clocks.was_mhz
-        parts.append("unlock the clocks" if was is None else f"lock the clocks to {was[0]}..{was[1]} MHz as before")
-    elif journal.clocks is not None and clocks_mhz != journal.clocks.ours_mhz:
-        parts.append(f"lock the clocks to {clocks_mhz} MHz")
-    return " and ".join(parts) or "forget the claims: nothing was changed"
-
-
-def _restore_gpu(uuid: str) -> OutstandingChange | None:
-    before = _examine(uuid)
-    if not before.needs_restore:
-        return None
-    try:
-        journal = journals.read_journal(uuid)
-        if journal is None:
-            return None
-        if journal.boot != journals.boot_id():
-            journals.remove_journal(uuid)
-            return before
-        actuator = open_uuid(uuid, journal.vendor)
-        try:
-            outcome = remove_claim(actuator, None)
-        finally:
-            actuator.close()
-    except ActuatorError as exc:
-        return dataclasses.replace(before, holders=(), action="", error=str(exc))
-    parts = [note.removeprefix(f"{actuator.gpu}: ") for note in outcome.notes]
-    if journal.limit is not None and outcome.limit_w is not None:
-        parts.append(f"its limit is {outcome.limit_w:g} W")
-    if journal.clocks is not None:
-        parts.append(
-            f"its clocks are locked to {outcome.clocks_mhz}" if outcome.clocks_mhz else "its clocks are unlocked"
-        )
-    return OutstandingChange(
-        gpu=actuator.gpu, uuid=uuid, dead=before.dead, action="; ".join(parts) or "nothing was changed"
-    )

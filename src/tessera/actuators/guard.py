@@ -203,7 +203,7 @@ def watch(pid: str, started: str) -> None:
         signal.signal(signum, signal.SIG_IGN)  # a signal that ends the process may go to its group; we must outlive it
     os.chdir("/")  # keep no folder busy
     _wait_for(int(pid), None if started == "None" else int(started))
-    from .claims import restore_outstanding
+    from .restore import restore_outstanding
 
     for change in restore_outstanding():
         with contextlib.suppress(OSError):  # perhaps nobody is left to read it

@@ -73,3 +73,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every misspelt 
         if name in _MODULES:
             return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
         raise AttributeError(f"module 'tessera.analyze' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

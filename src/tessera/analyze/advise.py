@@ -17,7 +17,7 @@ from ..advice import Advice
 from ..attribute.prior import Board, board_of, prior
 from ..attribute.table import EnergyRow, EnergyTable
 from ..device import Device
-from ..profile.load import Progress, open_recording
+from ..profile.open_recording import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import NONE, Timeline

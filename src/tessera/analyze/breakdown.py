@@ -28,7 +28,7 @@ import numpy as np
 from ..attribute.table import EnergyTable
 from ..errors import ArgumentError
 from ..notes import kind_of
-from ..profile.load import Progress, open_recording
+from ..profile.open_recording import Progress, open_recording
 from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE, Ints

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..profile.load import Progress, open_recording
+from ..profile.open_recording import Progress, open_recording
 from ..profile.ranks.clocks import Offset
 from ..profile.ranks.collectives import Meeting, measure_overlap, meetings, summarize
 from ..recording import Recording
@@ -25,6 +25,7 @@ from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE
 from ..timeline.shapes import parse
 from ..timeline.transfers import ON_HOST, collective_type
+from ..units import format_bytes
 from .devices import explain_no_device, list_devices, split_ranks
 from .result import Result, columns
 
@@ -83,7 +84,10 @@ def collectives(
     unsized = sum(r["bytes"] is None for r in rows)
     notes, missing = list(recording.notes), {}
     if smaller := len(rows) - len(listed) - (unsized if min_bytes else 0):
-        notes.append(f"{smaller} collectives of fewer than {min_bytes} bytes are not listed: the sums contain them")
+        size = format_bytes(min_bytes)
+        notes.append(
+            f"{smaller} collectives under {size} are not listed (--min-bytes 0 lists them); the totals include them"
+        )
     if unsized:
         missing["bytes"] = f"{unsized} collectives do not record their bytes: use a newer PyTorch (>= 2.4)"
     if rows and rows[0]["on"] == "host":

@@ -26,13 +26,13 @@ from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..errors import ArgumentError, RecordingError
 from ..monitor.command import CommandRun
 from ..monitor.scope import EnergyScope
-from ..profile.load import open_recording
+from ..profile.open_recording import open_recording
 from ..record import KINDS
 from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from .answer import name_of, work_amounts
-from .mean_step import StepRows, find_step_rows, wall_s
+from .mean_step import StepRows, find_step_rows, self_time, wall_s
 from .run_energy import is_partial, whole_of
 from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole_errors
 
@@ -236,10 +236,12 @@ def time_table(timeline: Timeline) -> EnergyTable:
     """A table without joules, of a trace without power: calls and seconds by kernel, operator and step."""
     rows, links = timeline.device_rows, timeline.linked
     host = not len(rows)
-    if host:  # innermost operators, as attribution has them on a machine without GPU
-        rows = np.setdiff1d(timeline.rows("op"), np.unique(links.parent[links.parent != NONE]))
-    seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
-    ops = links.op[rows]
+    if host:  # the time of each operator in itself, as attribution has it on a machine without GPU
+        rows, seconds = self_time(timeline)
+        ops = rows
+    else:
+        seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
+        ops = links.op[rows]
     kernels = [] if host else _timed_rows(timeline, timeline["name"][rows], timeline["kind"][rows], seconds)
     has_op = ops != NONE
     by_op = timeline["name"][np.where(has_op, ops, 0)]

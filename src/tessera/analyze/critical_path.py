@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..profile.load import Progress, open_recording
+from ..profile.open_recording import Progress, open_recording
 from ..record import CODE
 from ..timeline import Timeline
 from ..timeline.columns import NONE

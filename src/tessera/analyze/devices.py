@@ -13,7 +13,7 @@ import numpy as np
 from ..attribute.activity import distinct
 from ..attribute.table import EnergyTable
 from ..errors import RecordingError
-from ..integral import Floats
+from ..joules import Floats
 from ..record import CODE
 from ..recording import Recording
 from ..timeline import Launch, Timeline

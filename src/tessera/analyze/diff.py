@@ -335,7 +335,7 @@ def _order_notes(
     one, two = sides[0], sides[-1]
     first = _compare_batches(one, two, unit)
     if alone:
-        first.append(f"the ± is by steps within one run each; what differs from run to run, repeats show: {REPEAT}")
+        first.append(f"± covers variation between steps only; to include variation between runs, repeat each: {REPEAT}")
     if maker.same:
         first.append("one model predicted both: the error that both share is in each ± and cancels in the change")
     else:
@@ -379,7 +379,7 @@ def _compare_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
     if not one or not two or not texts or Counter(before) == Counter(after):
         return []
     only = "only " if len(texts) == 1 else ""
-    return [f"the commands differ: {only}{', '.join(texts)}. So both, and a step of both, may not be the same work"]
+    return [f"the commands differ: {only}{', '.join(texts)}. The two runs may do different work per step"]
 
 
 def _split_words(words: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from ..attribute.table import EnergyRow, EnergyTable
 from ..attribute.work import OpWork
 from ..device import Device
 from ..errors import TesseraError
-from ..integral import Floats
+from ..joules import Floats
 from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.work import OpWork, Shape, is_convolution, work_of
-from ..integral import Floats
+from ..joules import Floats
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.shapes import parse

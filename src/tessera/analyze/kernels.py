@@ -13,9 +13,9 @@ import numpy as np
 
 from ..attribute.activity import distinct, shares
 from ..errors import ArgumentError, did_you_mean
-from ..integral import Floats
+from ..joules import Floats
 from ..profile.counters.nvidia import STALLS
-from ..profile.load import Progress, open_recording
+from ..profile.open_recording import Progress, open_recording
 from ..record import KINDS
 from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..attribute.activity import host_activity, shares, sum_by_key
 from ..attribute.ledger import NO_OP
 from ..attribute.table import EnergyRow, EnergyTable
-from ..integral import Floats
+from ..joules import Floats
 from ..monitor.steady_state import mean_interval, t90
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
@@ -188,7 +188,7 @@ class StepRows:
 
     def _leaves(self, view: str) -> dict[str, StepSeries]:
         timeline, links = self.timeline, self.timeline.linked
-        rows, seconds = _self_time(timeline)
+        rows, seconds = self_time(timeline)
         if view == "kernels" and not len(timeline.device_rows):
             return {}
         joules = np.full(len(rows), math.nan)
@@ -280,7 +280,7 @@ def wall_s(row: EnergyRow) -> float:
     return row.wall_s if row.wall_s is not None else row.time_s
 
 
-def _self_time(timeline: Timeline) -> tuple[Ints, Floats]:
+def self_time(timeline: Timeline) -> tuple[Ints, Floats]:
     """Rows of devices (of the host, where nothing ran on one) with the seconds each has to itself."""
     rows = timeline.device_rows
     if not len(rows):

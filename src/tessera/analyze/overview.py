@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
-from ..integral import Floats
+from ..joules import Floats
 from ..record import ON_DEVICE
 from ..schema import DeviceId, Telemetry
 from ..timeline import stream_names

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..attribute.fit import response_of
 from ..errors import ArgumentError, MeasurementError
-from ..profile.load import open_recording
+from ..profile.open_recording import open_recording
 from ..schema import Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace

@@ -11,8 +11,8 @@ import numpy as np
 from ..device import Device
 from ..errors import ArgumentError, TesseraError, did_you_mean
 from ..hardware import catalogue, identify_board, lookup
-from ..integral import Floats
-from ..profile.load import Progress, open_recording
+from ..joules import Floats
+from ..profile.open_recording import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import explain_no_device, explain_no_power

@@ -76,7 +76,9 @@ def is_partial(recording: Recording, table: EnergyTable) -> bool:
 def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: TimeShares | None) -> Whole:
     """Of the table where that is all; else from the samples of the devices the table is about."""
     timed = recording.timeline.linked.steps
-    steps, whole_steps = len(timed) + _unbegun(recording, timed), len(timed)
+    several = len(np.unique(recording.timeline["rank"])) > 1  # ranks take a step together
+    whole_steps = len({s.name for s in timed}) if several else len(timed)
+    steps = whole_steps + _unbegun(recording, timed)
     if shared is not None and shared.steps:
         steps, whole_steps = shared.steps, shared.whole_steps
     spent = Energy(

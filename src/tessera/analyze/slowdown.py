@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
-from ..integral import Floats
-from ..joules import sum_windows
+from ..joules import Floats, sum_windows
 from ..record import Kind
 from ..recording import Recording
 from ..schema import Energy

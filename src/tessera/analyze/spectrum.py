@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..attribute.fit import Response
-from ..integral import Floats
+from ..joules import Floats
 from .spikes import Curve
 
 BAND_HZ = (0.1, 20.0)

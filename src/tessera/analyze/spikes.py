@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, MeasurementError
-from ..integral import Floats, Ints
+from ..joules import Floats, Ints
 from ..timeline.intervals import Spans, covered_ns, union
 from ..trace import PowerTrace, _between, _shared_grid
 from ..units import format_power

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..errors import MeasurementError
 from ..joules import sum_windows
 from ..notes import Note
@@ -30,7 +32,28 @@ def account_run(timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[i
         table = attribute(timeline, power, windows=windows)
     except MeasurementError as exc:  # for example power of another time than the trace: the sum is still known
         return account_samples(timeline, power, notes=[f"{exc.what}: {exc.why}" if exc.why else exc.what])
-    return _drop_partial_steps(table, timeline)
+    table = _drop_partial_steps(table, timeline)
+    return _join_ranks(table) if len(np.unique(timeline["rank"])) > 1 else table
+
+
+def _join_ranks(table: EnergyTable) -> EnergyTable:
+    """One row for a step of all ranks: they take it together."""
+    by_name: dict[str, list[EnergyRow]] = {}
+    for row in table.steps:
+        by_name.setdefault(row.name, []).append(row)
+    steps = [
+        dataclasses.replace(
+            rows[0],
+            time_s=sum(r.time_s for r in rows),
+            energy_j=sum(r.energy_j for r in rows),
+            error_j=math.hypot(*(r.error_j for r in rows)),
+            share=sum(r.share for r in rows),
+            wall_s=max((r.wall_s for r in rows if r.wall_s is not None), default=None),
+            idle_s=sum(r.idle_s or 0.0 for r in rows),
+        )
+        for rows in by_name.values()
+    ]
+    return dataclasses.replace(table, steps=steps)
 
 
 def is_traced(timeline: Timeline, power: PowerTrace) -> bool:

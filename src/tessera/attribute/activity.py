@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..integral import Floats, Ints
+from ..joules import Floats, Ints
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from ..timeline.link import Links

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..integral import Floats, Ints
+from ..joules import Floats, Ints
 from ..schema import Domain, Hold
 
 # NVML's ring on an H200: of exponentials and boxcars with a dead time those that fit four recorded mixtures of kernels

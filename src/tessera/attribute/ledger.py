@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..integral import Z90, Floats, Ints
-from ..joules import worst_basis
+from ..joules import Z90, Floats, Ints, worst_basis
 from ..record import CODE, KINDS
 from ..schema import DeviceId
 from ..timeline import Timeline
@@ -101,9 +100,7 @@ def _fit_notes(parts: Sequence[Share]) -> list[str]:
     notes = []
     for p in parts:
         if p.domain.basis == "modelled":
-            notes.append(
-                f"{p.domain.name}: its power is modelled and knows no operators: they have joules by their time"
-            )
+            notes.append(f"{p.domain.name}: its power is modelled, so joules are divided among operators by time")
             continue
         busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
         informed = p.fit.informed[: p.activity.classes]

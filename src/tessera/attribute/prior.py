@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..device import Device
 from ..errors import TesseraError
 from ..estimate.power import PowerModel
-from ..integral import Floats
+from ..joules import Floats
 from ..timeline import Timeline
 from ..timeline.columns import NONE
 from .work import work_of

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..integral import Z90, Floats, Ints, accumulate
-from ..joules import FULL, DomainSamples
+from ..joules import FULL, Z90, DomainSamples, Floats, Ints, accumulate
 from ..schema import DeviceId, Domain, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from .activity import Activity, Sharing, gaps, sum_by_key

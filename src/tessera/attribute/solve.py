@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MeasurementError
-from ..integral import Z90, Floats, Ints
-from ..joules import FULL, DomainSamples, sum_windows
+from ..joules import FULL, Z90, DomainSamples, Floats, Ints, sum_windows
 from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.link import Links

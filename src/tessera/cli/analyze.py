@@ -117,7 +117,7 @@ def read(
     kind: str, trace: Path, *, power: Path | None = None, progress: Callable[[float], None] | None = None
 ) -> Recording:
     """Read the recording at a path; several processes read the ranks of a folder."""
-    from ..profile.load import open_recording
+    from ..profile.open_recording import open_recording
 
     if trace.is_dir():
         if power is not None:

@@ -27,7 +27,7 @@ def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -
       tessera attribute trace.json.gz --power power.csv
       tessera attribute trace.json.gz --power smi.csv --by ops --json
     """
-    from ..profile.load import load
+    from ..profile.open_recording import load
 
     table = load(trace, power).energy()
     if as_json:

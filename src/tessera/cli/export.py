@@ -37,7 +37,7 @@ def command(
     A trace opens in https://ui.perfetto.dev and chrome://tracing.
     """
     from ..profile import export
-    from ..profile.load import open_recording
+    from ..profile.open_recording import open_recording
     from .report import check_run
 
     formats = {

@@ -45,7 +45,7 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     readable up to half a second before its end.
     """
     from ..analyze.answer import answer
-    from ..profile.load import open_recording
+    from ..profile.open_recording import open_recording
 
     check_run(run)
     with open_recording(run) as recording:

@@ -246,7 +246,7 @@ def _import_early() -> None:
 
 
 def _read_run(plan: LaunchPlan, stack: contextlib.ExitStack) -> Recording:
-    from ..profile.load import open_recording
+    from ..profile.open_recording import open_recording
 
     recording = stack.enter_context(open_recording(plan.path))
     _print_progress("reading events")

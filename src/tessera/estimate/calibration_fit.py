@@ -21,7 +21,7 @@ import numpy as np
 
 from ..device import Device
 from ..graph.ir import Graph
-from ..integral import Floats
+from ..joules import Floats
 from ..monitor.steady_state import t90
 from .calibration import GROUPS, Calibration, Scale, Watts
 from .calibration_bench import Sample

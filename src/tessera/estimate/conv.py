@@ -18,7 +18,7 @@ import numpy as np
 from ..device import Device
 from ..graph.ir import Op
 from ..hardware import lookup
-from ..integral import Floats
+from ..joules import Floats
 from .data_movement import DataMovement, movement_time
 from .kernel_time import CALIBRATED, ELEMENT_BYTES, Chip, KernelTime, Trees, chip, load_fit
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
-from ..integral import Floats
+from ..joules import Floats
 from .kernel_time import Chip, KernelTime, Trees, find_correction, load_fit
 
 DATA = "h200_stream.json"

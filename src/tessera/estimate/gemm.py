@@ -20,7 +20,7 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError
-from ..integral import Floats
+from ..joules import Floats
 from .kernel_time import (
     ELEMENT_BYTES,
     Chip,

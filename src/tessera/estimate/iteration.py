@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..integral import Floats
+from ..joules import Floats
 from .kernel_time import KernelTime
 from .power import DeviceWork, PowerModel, highest_clock
 

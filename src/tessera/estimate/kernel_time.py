@@ -22,7 +22,7 @@ import numpy as np
 from ..device import Device, Figure, Unit
 from ..errors import ArgumentError, PredictionError
 from ..hardware import lookup
-from ..integral import Floats, Ints
+from ..joules import Floats, Ints
 
 ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0} | {
     "fp8": 1.0,

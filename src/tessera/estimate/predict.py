@@ -12,7 +12,7 @@ from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
 from ..graph.ir import WHAT_IFS, Graph
 from ..hardware import lookup
-from ..integral import Floats
+from ..joules import Floats
 from ..schema import EnergyReport
 from ..units import format_bytes
 from .cache import CACHE_SHARE, count_traffic

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device import Device
 from ..graph.ir import Graph, Op
-from ..integral import Floats
+from ..joules import Floats
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
 from .host import CPU_NOTE, NO_GRAPHS_NOTE, HostModel, is_cpu
 from .iteration import SolvedIteration, find_peak

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ..integral import Mark
-from ..joules import Anchor, apply_correction, correct_by_counter, energy_between, sum_domains, sum_windows
+from ..joules import Anchor, Mark, apply_correction, correct_by_counter, energy_between, sum_domains, sum_windows
 from ..schema import Capability, Domain, Energy, RegionEnergy
 from ..sensors.base import Sensor
 from ..sensors.discover import discover

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..integral import ZERO, Floats, Ints, Mark, Sums, accumulate, mark
-from ..joules import Anchor, DomainSamples
+from ..joules import ZERO, Anchor, DomainSamples, Floats, Ints, Mark, Sums, accumulate, mark
 from ..schema import Domain, Hold
 
 FINE_SAMPLES = 1 << 15

@@ -14,8 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from ..integral import accumulate
-from ..joules import sum_domains, sum_windows
+from ..joules import accumulate, sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
 from ..sensors.discover import DiscoveredSensors
 from .core import Monitor, Window

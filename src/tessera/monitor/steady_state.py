@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..integral import Z90, Floats
+from ..joules import Z90, Floats
 
 # 95% quantile of Student's t (the two-sided 90% interval) by degrees of freedom; any statistics text.
 _T95_TEXT = """

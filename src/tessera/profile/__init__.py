@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .export import Parquet as parquet  # noqa: N813
     from .export import SummaryCsv as summary  # noqa: N813
     from .export import TensorBoard as tensorboard  # noqa: N813
+    from .open_recording import load as load
+    from .open_recording import open_recording as open_recording
     from .runfile import RunFile as RunFile
 
 _EXPORTERS = {
@@ -52,7 +54,9 @@ __all__ = [
     "TracingSchedule",
     "chrome",
     "counter",
+    "load",
     "mark",
+    "open_recording",
     "otlp",
     "parquet",
     "region",
@@ -73,4 +77,14 @@ if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name fo
             from .runfile import RunFile
 
             return RunFile
+        if name in ("load", "open_recording"):
+            import importlib
+
+            module = importlib.import_module(".open_recording", __name__)
+            globals().update(load=module.load, open_recording=module.open_recording)
+            return globals()[name]
         raise AttributeError(f"module 'tessera.profile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

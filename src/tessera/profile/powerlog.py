@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RecordingError
-from ..integral import Floats, Ints
-from ..joules import DomainSamples
+from ..joules import DomainSamples, Floats, Ints
 from ..schema import Basis, Domain, Hold
 from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
 from ..sensors.modelled import MODEL_ERROR

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from ..errors import ArgumentError
-from .options import Activity, Mode, SessionOptions, check_keywords
+from .options import ACTIVITIES, Activity, Mode, SessionOptions, check_keywords
 from .recorder import Session
 from .tracing_schedule import TracingSchedule
 
@@ -61,7 +61,7 @@ def session(
         known = (*SessionOptions.__dataclass_fields__, "exporters", "tensorboard_dir", "path", "schedule")
         check_keywords(unknown, known)
     if isinstance(activities, str):
-        raise ArgumentError(f"activities={activities!r} is one word", fix=f"a list: activities=[{activities!r}]")
+        raise ArgumentError(f"activities={activities!r} is one word", fix=f"give a list of: {', '.join(ACTIVITIES)}")
     if schedule is not None and not isinstance(schedule, TracingSchedule):
         raise ArgumentError(
             f"schedule={schedule!r} is not one of ours",

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..clock import now_ns
 from ..errors import ArgumentError, RecordingError
-from ..integral import Floats, Ints
-from ..joules import DomainSamples
+from ..joules import DomainSamples, Floats, Ints
 from ..schema import Basis, Capability, Domain, Gap
 from ..trace import csv_basis, read_csv
 from .base import Batch

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..analyze.answer import Answer, answer
-from ..profile.load import open_recording
+from ..profile.open_recording import open_recording
 from ..report.run_html import page
 
 SUFFIX = ".tessera"

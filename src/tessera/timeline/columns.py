@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..integral import Ints as Ints
+from ..joules import Ints as Ints
 from ..record import CODE, KINDS, ON_DEVICE, Kind, Record
 from ..schema import DeviceId
 

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 
 from ...errors import ArgumentError, MeasurementError
-from ...integral import Ints
+from ...joules import Ints
 from ...timeline import Timeline, kineto
 from ...timeline.columns import NONE
 from .process import PROC, TRACE_VARIABLE, Target, same_mounts

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from ...errors import RecordingError
-from ...integral import Floats, Ints
-from ...joules import DomainSamples
+from ...joules import DomainSamples, Floats, Ints
 from ...schema import Basis, Domain, Hold, Telemetry
 from ...trace import PowerTrace
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...integral import Ints
+from ...joules import Ints
 from ...record import CODE, KINDS
 from ...timeline.columns import NONE, Chunk, Launch
 from ...timeline.intervals import Spans, covered_ns, union

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...integral import accumulate
-from ...joules import DomainSamples
+from ...joules import DomainSamples, accumulate
 from ...record import CODE
 from ...schema import Energy, Hold, Telemetry
 from ...timeline.columns import NONE

@@ -103,7 +103,7 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
             )  # fmt: skip
     idle_s = table.time_s - table.busy_s
     yield SummaryLine(
-        "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / table.time_s if table.time_s > 0 else None,
+        "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / seconds if seconds > 0 else None,
         energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
         active_s=idle_s,
     )  # fmt: skip

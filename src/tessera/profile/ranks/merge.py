@@ -46,7 +46,7 @@ class MergedRecording(Recording):
             timeline,
             lambda: self._parts().power,
             lambda: self._parts().telemetry,
-            Facts(name=name, kind="run" if all(f.is_run for f in files) else "trace", span_ns=self._span(timeline)),
+            self._facts(timeline, name),
             stacks=lambda: self._parts().stacks,
             ranks=[Recording(t, facts=Facts(name=f"rank {t.rank}")) for t in moved],
         )
@@ -56,15 +56,23 @@ class MergedRecording(Recording):
             self._power_parts = _read_power(self.files, self.offsets)
         return self._power_parts
 
-    def _span(self, timeline: Timeline) -> tuple[EpochNs, EpochNs]:
-        """From the first start of a rank's run to the last end."""
+    def _facts(self, timeline: Timeline, name: str) -> Facts:
+        """From the first start of a rank's run to the last end; traced from the first window of a rank to the last."""
         spans = [(timeline.start_ns, timeline.end_ns)] if len(timeline) else []
+        windows: list[tuple[int, int]] = []
         for file, offset in zip(self.files, self.offsets, strict=True):
             if file.is_run:
                 with RunFile(file.path) as run:
-                    start_ns, end_ns = offset.apply(np.array(run.span_ns, dtype=np.int64)).tolist()
-                spans.append((start_ns, end_ns))
-        return EpochNs(min((s[0] for s in spans), default=0)), EpochNs(max((s[1] for s in spans), default=0))
+                    facts = run.recording().facts
+                spans += [_move_span(run.span_ns, offset)]
+                windows += [_move_span(window, offset) for window in facts.windows]
+        start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
+        return Facts(
+            name=name,
+            kind="run" if all(f.is_run for f in self.files) else "trace",
+            span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
+            windows=[(min(w[0] for w in windows), max(w[1] for w in windows))] if windows else (),
+        )
 
     def match_collectives(self, first_rows: Sequence[int]) -> None:
         """Find the collectives that ranks had in common, and how much of each hid behind compute."""
@@ -103,6 +111,7 @@ class MergedRecording(Recording):
                 start_ns, end_ns = self.span_ns
                 out.set("start_ns", start_ns)
                 out.set("end_ns", end_ns)
+                out.set("windows", self.facts.windows)
         return RunFile(target)
 
 
@@ -219,6 +228,11 @@ def _surer_of(by_work: Offset, by_clock: Offset) -> Offset:
 
 
 # -- Rows -------------------------------------------------------------------------------------------------------------
+
+
+def _move_span(span_ns: tuple[int, int], offset: Offset) -> tuple[int, int]:
+    start_ns, end_ns = offset.apply(np.array(span_ns, dtype=np.int64)).tolist()
+    return start_ns, end_ns
 
 
 def _move(timeline: Timeline, offset: Offset) -> Timeline:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.integral import ZERO, Mark, accumulate, mark, window_error_j
+from tessera.joules import ZERO, Mark, accumulate, mark, window_error_j
 
 from brute_force import brute
 

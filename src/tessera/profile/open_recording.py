@@ -16,11 +16,15 @@ Progress = Callable[[float], None]
 def load(
     trace: str | Path, power: str | Path | PowerTrace | None = None, *, progress: Progress | None = None
 ) -> Recording:
-    """Read a Kineto or Chrome trace, and a power log (epoch_us, domain, watts; nvidia-smi's CSV; or a `PowerTrace`).
+    """Read a Kineto or Chrome trace, or a run file, and a power log of the same time.
+
+    The log is a CSV (epoch_us, domain, watts; or nvidia-smi's) or a `PowerTrace`.
 
     >>> profile.load("trace.json.gz", power="power.csv").energy().top(5)
     """
     path = Path(trace)
+    if path.suffix == ".tessera" or path.is_dir():
+        return open_recording(path, power=power, progress=progress)
     timeline = kineto.read(path, progress=progress)
     return Recording(timeline, _read_power(power), facts=Facts(name=path.name, path=path))
 
