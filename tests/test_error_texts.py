@@ -299,7 +299,7 @@ CALLS = [
     Case("an activity that is none", lambda: _session(activities=["gpus"]), "did you mean 'gpu'"),
     Case("a trace without watts", _loaded, "power="),
     Case("a Redfish address without TLS", lambda: _redfish(url="http://bmc"), "https://"),
-    Case("a password in an address", lambda: _redfish(url="https://reader:hunter2@bmc"), "fields of their own"),
+    Case("a password in an address", lambda: _redfish(url="https://reader:hunter2@bmc"), "separate arguments"),
     Case("a benchmark that ends before it begins", lambda: _benchmark(min_s=9, budget_s=1), "min_s"),
     Case("no counters of the processor", _unavailable, "RAPL"),
     Case("a scripted model", _capture, "nn.Module"),

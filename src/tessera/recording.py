@@ -194,7 +194,7 @@ class Recording:
         if self.power is None:
             raise MeasurementError(
                 "this trace has no power log",
-                why="joules need watts",
+                why="joules are computed from power samples",
                 fix="give a power log of the same time: profile.load(trace, power='power.csv')",
             )
         return attribute(self.timeline, self.power)

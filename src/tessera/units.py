@@ -211,7 +211,7 @@ def parse_range(text: str | list[float] | tuple[float, float], what: str = "rang
         if text[at:].rstrip() != "]":
             raise UnitError(text, at, "']' is expected here, and nothing after it", accepted)
     if not (math.isfinite(low) and math.isfinite(high)) or low > high:
-        raise UnitError(shown, 0, "both must be finite, and low must not exceed high", accepted)
+        raise UnitError(shown, 0, "both numbers must be finite, and low must not exceed high", accepted)
     return low, high
 
 

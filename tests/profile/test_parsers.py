@@ -153,7 +153,7 @@ def test_a_blob_that_unpacks_to_gigabytes_is_not_unpacked(whole, tmp_path):
     db.commit()
     with opened(db.serialize(), tmp_path) as run:
         tracemalloc.start()
-        with pytest.raises(RecordingError, match="cut or too many"):
+        with pytest.raises(RecordingError, match="cut off, or longer than stated"):
             run.timeline()
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         tracemalloc.stop()

@@ -75,7 +75,7 @@ def breakdown(
     >>> analyze.breakdown("trace.json.gz").facts["exposed_communication_s"]
     """
     if by not in (None, "device", "step"):
-        raise ArgumentError(f"a breakdown by {by!r} is unknown", fix="use 'device' or 'step'")
+        raise ArgumentError(f"there is no breakdown by {by!r}", fix="use 'device' or 'step'")
     recording = open_recording(trace, power=power, progress=progress)
     timeline, table = recording.timeline, recording.find_energy()
     gap_ns = max(0, round(kernel_gap_s * 1e9))

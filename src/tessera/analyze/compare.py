@@ -333,7 +333,7 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
     if "rows" in data:
         why = "it is a sweep or an analysis of several things"
     else:
-        why = f"it has {', '.join(list(data)[:5]) or 'nothing'}"
+        why = f"it has the keys: {', '.join(list(data)[:5])}" if data else "it is empty"
     raise RecordingError(
         f"{name} is neither a report nor a table",
         why=why,

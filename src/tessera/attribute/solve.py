@@ -87,7 +87,7 @@ def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns:
     if end <= begin:
         raise MeasurementError(
             "the power log and the trace do not overlap in time",
-            why=f"the trace is {_span(timeline.start_ns, timeline.end_ns)}, the power "
+            why=f"the trace lasts from {_span(timeline.start_ns, timeline.end_ns)}, the power log from "
             f"{_span(power.start_ns, power.end_ns)} (seconds of the epoch)",
             fix="use a power log of the same run; if the clocks of two machines differ, shift one of them",
         )

@@ -107,7 +107,7 @@ def _select_arguments(kind: str, function: Callable[..., Any], options: dict[str
         if name is None:
             flag = option.replace("_", "-")
             raise ArgumentError(
-                f"{kind} has no option --{flag}", fix="run `tessera analyze --help` to see which has it"
+                f"{kind} has no option --{flag}", fix="run `tessera analyze --help` to see which analysis has it"
             )
         arguments[name] = value
     return arguments

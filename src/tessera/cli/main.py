@@ -179,7 +179,9 @@ def explain_usage_error(exc: click.UsageError) -> ArgumentError:
     if isinstance(exc, click.MissingParameter):
         return ArgumentError(f"{path} needs {_parameter_name(exc)}", fix=f"usage: {_usage_with(exc)}")
     if isinstance(exc, click.BadOptionUsage) and exc.ctx is None:  # click's parser does not know the command here
-        return ArgumentError(f"{exc.option_name} needs a value", fix="run the command with --help to see which")
+        return ArgumentError(
+            f"{exc.option_name} needs a value", fix="run the command with --help to see which values it takes"
+        )
     message = exc.message.rstrip(".")
     where = f"{_parameter_name(exc)}: " if isinstance(exc, click.BadParameter) else ""
     kind = getattr(getattr(exc, "param", None), "type", None)
@@ -187,6 +189,7 @@ def explain_usage_error(exc: click.UsageError) -> ArgumentError:
         low = "from" if kind.max is not None else "above" if kind.min_open else "of at least"
         fix = f"give a number {low} {kind.min:g}"
         fix += f" to {kind.max:g}" if kind.max is not None else ""
+        message = message.replace("a valid integer range", "a whole number").replace("a valid float range", "a number")
     return ArgumentError(f"{where}{message[:1].lower()}{message[1:]}", fix=fix)
 
 

@@ -32,9 +32,9 @@ class WordChoice(click.Choice):  # type: ignore[type-arg]
         if value in self.choices:
             return value
         words = list(map(str, self.choices))
-        option = f"{max(param.opts, key=len)} " if isinstance(param, click.Option) else ""
+        option = f" for {max(param.opts, key=len)}" if isinstance(param, click.Option) else ""
         raise ArgumentError(
-            f"unknown value {option}{value!r}{did_you_mean(str(value), words)}", fix=f"one of: {', '.join(words)}"
+            f"unknown value {value!r}{option}{did_you_mean(str(value), words)}", fix=f"one of: {', '.join(words)}"
         )
 
 

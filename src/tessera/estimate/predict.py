@@ -141,7 +141,7 @@ def _precision_name(precision: Any) -> str:
     name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
     if name not in WHAT_IFS:
         raise ArgumentError(
-            f"no what-if precision {name!r}{did_you_mean(name, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}"
+            f"there is no precision {name!r}{did_you_mean(name, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}"
         )
     return name
 

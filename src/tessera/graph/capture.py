@@ -96,8 +96,8 @@ def _eager_form(model: Any) -> Any:
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
             "a scripted module cannot be captured",
-            why="TorchScript runs its own interpreter, which dispatch modes do not see into",
-            fix="pass the nn.Module it was made of",
+            why="TorchScript runs its own interpreter, which torch's dispatch modes cannot observe",
+            fix="pass the nn.Module that it was made from",
         )
     return model
 

@@ -114,7 +114,7 @@ def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b")
         fix = f"{a_name}.mT would fit"
     raise ArgumentError(
         f"op.{op}: {a_name} is {format_shape(a)}, {b_name} is {format_shape(b)}",
-        why=f"the last dimension of {a_name} ({a.shape[-1]}) meets {inner} of {b_name}",
+        why=f"the last dimension of {a_name} is {a.shape[-1]}, but the inner dimension of {b_name} is {inner}",
         fix=fix,
     )
 
@@ -159,7 +159,9 @@ def check_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None
     choices = tuple(choices)
     if value not in choices:
         near = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ArgumentError(f"op.{op}: {name}={value!r}{near}", fix=f"{name} is one of {', '.join(choices)}")
+        raise ArgumentError(
+            f"op.{op}: {name}={value!r} is not accepted{near}", fix=f"{name} is one of {', '.join(choices)}"
+        )
 
 
 def check_broadcast(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:

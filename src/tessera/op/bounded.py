@@ -231,12 +231,12 @@ def _describe(c: Candidate) -> str:
 
 def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> ToleranceError:
     if out in HALVES:
-        why, fix = f"the result is rounded to {out}", "operands in fp32 (a.float(), b.float()), or a larger tolerance"
+        why, fix = f"the result is rounded to {out}", "use fp32 operands (a.float(), b.float()) or a larger tolerance"
     elif dtype == torch.float64:
-        why, fix = "sums of fp64 products are rounded themselves", "a larger tolerance"
+        why, fix = "sums of fp64 products are themselves rounded", "use a larger tolerance"
     else:
-        why, fix = f"sums of {dtype} products are rounded to fp32 themselves", "fp64 operands, or a larger tolerance"
-    what = f"error_tolerance={tolerance:g} is finer than {last.precision} gives: {last.sampled_error:.1e}"
+        why, fix = f"sums of {dtype} products are themselves rounded to fp32", "use fp64 operands or a larger tolerance"
+    what = f"error_tolerance={tolerance:g} is below the error of {last.precision}, {last.sampled_error:.1e}"
     return ToleranceError(what, why=why, fix=fix)
 
 

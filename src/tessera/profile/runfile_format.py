@@ -283,7 +283,7 @@ def _unzip(data: bytes, most: int) -> bytes:
     stream = zlib.decompressobj()
     unpacked = stream.decompress(data, most + 1)
     if len(unpacked) > most or not stream.eof:
-        raise ValueError("its compressed rows are cut or too many")
+        raise ValueError("its compressed rows are cut off, or longer than stated")
     return unpacked
 
 
@@ -339,7 +339,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         raise bad_file(path, "it is a database of another program")
     if version > RUN_VERSION:
         why = f"it has version {version}, and this Tessera reads up to version {RUN_VERSION}"
-        raise bad_file(path, why, "a newer Tessera: git pull and pip install -U . in its clone")
+        raise bad_file(path, why, "use a newer Tessera: run git pull and pip install -U . in its clone")
     if not tables >= {"about", "facts", "chunks"}:
         raise bad_file(path, "its tables are missing")
 

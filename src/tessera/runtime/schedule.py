@@ -181,7 +181,7 @@ class Schedule:
     def __enter__(self) -> Schedule:
         if self.options.policy is not None:
             raise ScheduleError(
-                "a policy tunes a function, and a block cannot be called again",
+                "a policy must call a function many times, and a block cannot be called again",
                 fix="decorate a function with @schedule(policy=...)",
             )
         stack = contextlib.ExitStack()

@@ -58,7 +58,7 @@ class RedfishConfig:
             # The text is not repeated: people put passwords into URLs.
             raise ArgumentError(
                 "the Redfish URL is not of the form https://host[:port]",
-                why="only HTTPS is spoken, and user and password have fields of their own",
+                why="only HTTPS is supported, and username and password are separate arguments",
                 fix='RedfishConfig(url="https://bmc.example", username=..., password=...)',
             )
         if not self.username or ":" in self.username:

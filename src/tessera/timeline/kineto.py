@@ -312,7 +312,7 @@ def read(
     if not events.found:
         raise RecordingError(
             f"{where} is not a trace", why='it has no "traceEvents" and is not a list of events',
-            fix="give a file of torch.profiler (export_chrome_trace) or of tessera run",
+            fix="give a file written by torch.profiler (export_chrome_trace) or tessera run",
         )  # fmt: skip
     if events.cut:
         notes.append(Note(f"the trace was cut: {events.cut_bytes} bytes at its end are not a whole event", "omission"))

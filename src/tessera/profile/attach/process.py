@@ -77,9 +77,7 @@ def find(pid: int) -> Target:
     try:
         pid_fd = _pid_fd(pid)
     except ProcessLookupError:
-        raise NoProcess(
-            f"there is no process {pid}", fix="see `ps -u $USER -o pid,args` for the PIDs there are"
-        ) from None
+        raise NoProcess(f"there is no process {pid}", fix="run `ps -u $USER -o pid,args` to list the PIDs") from None
     try:
         return _look(pid, pid_fd)
     except BaseException:

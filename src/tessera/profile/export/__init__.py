@@ -59,7 +59,9 @@ def replace_when_written(path: Path) -> Iterator[Path]:
         part.replace(path)
     except OSError as exc:
         raise ArgumentError(
-            f"cannot write {path}", why=exc.strerror or str(exc), fix="give a path you may write to, with room on it"
+            f"cannot write {path}",
+            why=exc.strerror or str(exc),
+            fix="give a path that you can write to, on a disk with free space",
         ) from exc
     finally:
         with contextlib.suppress(OSError):

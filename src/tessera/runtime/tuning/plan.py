@@ -99,7 +99,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what `save` wrote."""
-        fix = "plan.save(path) writes one"
+        fix = "give a file that plan.save(path) wrote"
         try:
             raw = msgspec.json.decode(Path(path).read_bytes())
             if isinstance(raw, dict) and raw.get("schema", 1) == 1:
