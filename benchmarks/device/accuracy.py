@@ -139,7 +139,7 @@ def steady(loads: Loads, zeus: Any, kind: str, windows: int = 16) -> None:
                         time.sleep(length)
                     scopes.append(scope)
                     time.sleep(0.013)
-                found[f"tessera {length * 1e3:g} ms"] = [(s.joules, s.seconds) for s in scopes]
+                found[f"tessera {length * 1e3:g} ms"] = [(s.energy_j, s.time_s) for s in scopes]
                 inside = [s.energy for s in scopes]
                 found[f"error {length * 1e3:g} ms"] = [(e.error_j, e.joules) for e in inside]
             end = time.monotonic_ns()
@@ -177,7 +177,7 @@ def against_ticks(
     for count in counts:
         errors, covered = [], []
         for a, b, joules in windows_between_ticks(ticks, start_ns, end_ns, count):
-            e = trace.energy("gpu0", a - COUNTER_LAG_NS, b - COUNTER_LAG_NS)
+            e = trace.energy("gpu0", *(trace.to_epoch(t - COUNTER_LAG_NS) for t in (a, b)))
             errors.append(e.joules / joules - 1)
             covered.append(abs(e.joules - joules) <= e.error_j)
         rows[f"{count * 100} ms"] = pct(errors) | {"within_90pct_interval": sum(covered) / len(covered)}
@@ -241,7 +241,7 @@ def integrals(title: str, jobs: dict[str, Callable[[], object]]) -> None:
             time.sleep(0.12)
         inside = [t for t in truth.ticks() if start <= t[0] <= end]
         (a, ja), (b, jb) = inside[0], inside[-1]
-        e = trace.energy("gpu0", a - COUNTER_LAG_NS, b - COUNTER_LAG_NS)
+        e = trace.energy("gpu0", *(trace.to_epoch(t - COUNTER_LAG_NS) for t in (a, b)))
         rows[name] = {
             "seconds": (b - a) * 1e-9,
             "counter_W": (jb - ja) / ((b - a) * 1e-9),
@@ -317,7 +317,6 @@ def main() -> None:
     sampler = monitor.default().sampler
     results["sampler"] = {
         "cpu_s": sampler.cpu_time_s,
-        "reads": sampler.reads,
         "bytes": sampler.nbytes,
         "anchors": len(sampler.anchors["gpu0"]),
         "gaps": [g.reason for g in sampler.gaps],

@@ -212,12 +212,12 @@ def figures(scope: Any, n: int, state: Row) -> Row:
     """Waits for the sensor. Seconds are the device's, between the edges of the scope in its stream."""
     e = scope.energy
     return {
-        "ms": e.seconds / n * 1e3,
-        "W": e.joules / e.seconds,
-        "J": e.joules / n,
+        "ms": e.time_s / n * 1e3,
+        "W": e.energy_j / e.time_s,
+        "J": e.energy_j / n,
         "J_error": e.error_j / n,
         **state,
-        "span_s": e.seconds,
+        "span_s": e.time_s,
         "iterations": n,
     }
 

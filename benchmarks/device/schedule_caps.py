@@ -214,7 +214,7 @@ def measured(run: Run) -> Iterator[dict[str, float]]:
             end = time.monotonic_ns()
             time.sleep(0.15)
     column = trace.columns[run.domain]
-    times = column.times_ns - round(column.domain.lag_s * 1e9)
+    times = column.times_ns - column.lag_ns - trace.to_epoch(0)  # monotonic, as the counter's
     meter = PowerMeter(WINDOW_S)
     for (t0, w0), (t1, w1) in zip(
         zip(times, column.watts, strict=True), zip(times[1:], column.watts[1:], strict=True), strict=False
@@ -630,7 +630,7 @@ class Worker:
     def _read_errors(self) -> None:
         self.errors += list(self.process.stderr or ())[-8:]
 
-    def begun(self, deadline: float) -> None:
+    def has_begun(self, deadline: float) -> None:
         while not self.lines:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
