@@ -210,6 +210,7 @@ class Session:
         with contextlib.ExitStack() as rest:  # each, whatever the others do
             rest.callback(writer.close)
             rest.callback(self._write_facts, writer)
+            rest.callback(self._write_clock, writer)
             rest.callback(self._finish_feed)
             rest.callback(self._stop_ticker)
             if self._tracing is not None:
@@ -251,6 +252,19 @@ class Session:
                 "more often would have slowed the program"
             )
 
+    def _write_clock(self, writer: RunWriter) -> None:
+        """Compare clocks once more. Not after an interrupt: the other ranks may not come any more."""
+        if self._clock is None:
+            return
+        from .ranks.clocks import settle
+
+        try:
+            end = _compare_clocks()
+        except (MeasurementError, RuntimeError) as exc:  # the process group is gone, or a rank is
+            end = None
+            self.notes.append(f"clocks were compared only at the start: {exc}")
+        writer.set("clock", settle(self._clock, end).to_dict())
+
     def _write_facts(self, writer: RunWriter) -> None:
         from ..timeline.columns import Builder
 
@@ -264,10 +278,6 @@ class Session:
                 self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
             writer.set("tracing_s", self._tracing.spent_s)
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
-        if self._clock is not None:
-            from .ranks.clocks import settle
-
-            writer.set("clock", settle(self._clock, _compare_clocks()).to_dict())
         writer.set("windows", self._windows)
         writer.set("end_ns", self._end_ns)
         writer.set("notes", self.notes)
