@@ -22,6 +22,9 @@ from ..timeline.link import Links
 # The exponent fits four recorded mixtures on an H200 best (benchmarks/measure/attribution.py --fit: 1 to 2).
 SPEED_EXPONENT = 1.7
 _SPEED_RANGE = 0.2
+# The solver's time grows with the cube of the classes (600: a second a round). Models of fixed shapes have 50 to 300;
+# one whose shapes change with the data has thousands, most of them seen once.
+MOST_CLASSES = 600
 # A class whose durations scatter more than this is not slowed and sped up by clocks alone.
 _ONE_SPEED = 0.15
 
@@ -63,14 +66,30 @@ def activity(timeline: Timeline, rows: Ints, ops: Ints) -> Activity:
     size = np.where(
         timeline["bytes"][order] > 0, np.log2(np.maximum(timeline["bytes"][order], 1)).astype(np.int64), NONE
     )
-    first, cls = distinct(
-        timeline["kind"][order], timeline["name"][order], timeline["launch"][order], op_name, shapes, size
-    )
+    kind, name = timeline["kind"][order], timeline["name"][order]
+    cls = distinct(kind, name, timeline["launch"][order], op_name, shapes, size)[1]
     seconds = (end - start) * 1e-9
+    first, cls = merge_rare_classes(cls, seconds, kind * len(timeline.names) + name, kind)
     return Activity(
         rows=order, start_ns=start, end_ns=end, share_s=shares(start, end), weight=_weights(seconds, cls, len(first)),
         cls=cls, names=[timeline.name(int(order[i])) for i in first], first=order[first],
     )  # fmt: skip
+
+
+def merge_rare_classes(cls: Ints, seconds: Floats, *coarser: Ints) -> tuple[Ints, Ints]:
+    """At most about `MOST_CLASSES` classes, as `distinct` gives them: those that took the least time join others.
+
+    They join what has the same value in the first column of `coarser`, then in the next, while there are too many.
+    """
+    first, cls = distinct(cls)
+    for column in coarser:
+        if len(first) <= MOST_CLASSES:
+            break
+        total_s = sum_by_key(cls, seconds, len(first))
+        is_rare = np.ones(len(first), bool)
+        is_rare[np.argsort(-total_s, kind="stable")[: MOST_CLASSES // 2]] = False
+        first, cls = distinct(np.where(is_rare[cls], len(first) + column, cls))
+    return first, cls
 
 
 def distinct(*columns: Ints) -> tuple[Ints, Ints]:
@@ -167,7 +186,8 @@ def host_activity(timeline: Timeline, links: Links) -> Activity:
     rows, start, end = links.ops.stretches()
     order = np.argsort(start, kind="stable")
     rows, start, end = rows[order], start[order], end[order]
-    first, cls = distinct(timeline["name"][rows], timeline["shapes"][rows])
+    cls = distinct(timeline["name"][rows], timeline["shapes"][rows])[1]
+    first, cls = merge_rare_classes(cls, shares(start, end), timeline["name"][rows], np.zeros_like(cls))
     return Activity(
         rows=rows, start_ns=start, end_ns=end, share_s=shares(start, end), weight=np.ones(len(rows)),
         cls=cls, names=[timeline.name(int(rows[i])) for i in first], first=rows[first],
