@@ -182,8 +182,8 @@ class DomainSamples:
 
     @classmethod
     def of(cls, domain: Domain, times_ns: Sequence[int] | Ints, watts: Sequence[float] | Floats) -> DomainSamples:
-        """Plain samples, without a counter."""
-        w = np.asarray(watts, dtype=np.float64)
+        """Plain samples, without a counter. Those that no board can have drawn are gaps."""
+        w = drop_impossible_samples(domain, np.asarray(watts, dtype=np.float64))
         return cls(domain, np.asarray(times_ns, dtype=np.int64), w, w)
 
     @cached_property
@@ -229,6 +229,12 @@ class DomainSamples:
         first, last = (Anchor(times[i], counted_j[i], self.mark(times[i]), epoch=0) for i in (0, -1))
         correction = correct_by_counter(first, last)
         return sampled if correction is None else apply_correction(start, end, correction, self.domain, seconds)
+
+
+def drop_impossible_samples(domain: Domain, watts: Floats) -> Floats:
+    """The samples, with NaN (nothing is known) in place of those below 0 or above `Domain.max_w`."""
+    possible = (watts >= 0.0) & (watts <= domain.max_w)  # NaN is not
+    return watts if possible.all() else np.where(possible, watts, np.nan)
 
 
 def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> Energy:

@@ -26,6 +26,8 @@ from .errors import ArgumentError
 
 # Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset counter fakes.
 MAX_BOARD_W = 10_000.0
+# Samples go above the limit of a board for moments: an H200 of 700 W shows up to 965 W (estimate/iteration.py).
+LIMIT_HEADROOM = 1.5
 SCHEMA_VERSION = 1
 """Version of everything we write to disk; readers refuse a newer one and say so."""
 
@@ -89,7 +91,8 @@ class Domain:
     `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
     `blur_s` the width within which an edge may lie, `sample_noise` the relative standard deviation of one
     sample, `gain_error` the relative 90% error of the level that no averaging removes.
-    `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them.
+    `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them. `limit_w` is
+    the highest power limit that the board accepts, not one that somebody lowered; None where it is not known.
     """
 
     name: str
@@ -104,11 +107,19 @@ class Domain:
     basis: Basis = "measured"
     label: str = ""
     note: str = ""
+    limit_w: float | None = None
 
     @property
     def device(self) -> DeviceId:
         """The device whose power this is, or is a part of."""
         return DeviceId.of_domain(self.name)
+
+    @property
+    def max_w(self) -> float:
+        """The most watts a sample can show: a sample above this, or below 0, is a failed reading and so a gap."""
+        if self.limit_w:
+            return LIMIT_HEADROOM * self.limit_w
+        return MAX_BOARD_W if self.device.is_gpu else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ def test_percentiles_are_by_time(seed: int, mean: bool) -> None:
     rng = np.random.default_rng(seed)
     gaps_ms = rng.uniform(5.0, 60.0, 400)
     times = (np.cumsum(gaps_ms) * MS).astype(np.int64)
-    watts = 300.0 + np.cumsum(rng.normal(0.0, 8.0, 400))
+    watts = np.abs(300.0 + np.cumsum(rng.normal(0.0, 8.0, 400)))
     domain = MEANS if mean else PLAIN
     power = PowerTrace(
         {domain.name: DomainSamples.of(domain, times, watts)}, start_ns=int(times[0]), end_ns=int(times[-1])

@@ -167,3 +167,18 @@ def test_two_gpus_without_their_index_are_not_mixed(tmp_path):
     path.write_text("timestamp, pci.bus_id, power.draw [W]\n" + "\n".join(lines) + "\n")
     with pytest.raises(RecordingError, match="2 GPUs and no index"):
         read_power(path)
+
+
+@pytest.mark.parametrize("rubbish", [4_294_967.295, -5000.0, 20_000.0])
+def test_a_sample_that_no_board_can_have_drawn_is_a_gap(tmp_path, rubbish):
+    energy = read_power(write_own(tmp_path / "p.csv", [500.0] * 50 + [rubbish] + [500.0] * 50)).energy()
+    assert energy.energy_j == pytest.approx(500 * 0.02 * 99, rel=0.01)
+    assert 0.98 < energy.coverage < 1.0
+
+
+def test_the_name_of_the_board_in_a_log_tells_its_limit(tmp_path):
+    rows = [(0.1 * i, 0, f"{2000.0 if i == 20 else 500.0 + i:.2f} W") for i in range(40)]  # an H200 has 700 W
+    trace = read_power(smi(tmp_path / "p.csv", "power.draw.instant", rows))
+    assert trace.columns["gpu0"].domain.limit_w == 700.0
+    assert trace.peak_w == pytest.approx(539.0)
+    assert np.isnan(trace.columns["gpu0"].watts[20])

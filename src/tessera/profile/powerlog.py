@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RecordingError
+from ..errors import ArgumentError, RecordingError
+from ..hardware import identify_board
 from ..joules import DomainSamples, Floats, Ints
 from ..schema import Basis, Domain, Hold
 from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
@@ -135,8 +136,18 @@ def _smi_column(name: str, pairs: list[tuple[int, float]], power: str, label: st
         name=name, source=f"nvidia-smi {power.split(' ', maxsplit=1)[0]}", label=label, resolution_s=_REFRESH_S,
         lag_s=0.5 * (averaged_s + _REFRESH_S), blur_s=max(averaged_s, _REFRESH_S) / math.sqrt(12), gain_error=0.05,
         note="refreshed at 10 Hz" if instant else "a 1 s average, refreshed at 10 Hz: single kernels hardly show",
+        limit_w=_limit_w(label),
     )  # fmt: skip
     return _column(domain, times[fresh], watts[fresh])
+
+
+def _limit_w(label: str) -> float | None:
+    """The power limit of a board by its name; None where the catalogue does not have it."""
+    try:
+        tdp_w = identify_board(label).tdp_w
+    except ArgumentError:
+        return None
+    return None if tdp_w is None else tdp_w.value
 
 
 def _fresh(times_ns: Ints, watts: Floats) -> NDArray[np.bool_]:
