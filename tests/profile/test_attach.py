@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
-from tessera.profile.attach import AttachOptions, NoProcess, NotYours, TraceFigures, What, attach, process
+from tessera.profile.attach import AttachOptions, NoProcess, NotYours, TraceFigures, What, attach, process, stacks
 from tessera.profile.attach import process as kineto_module
 from tessera.profile.attach.daemon import (
     BadMessage,
@@ -745,6 +745,57 @@ def test_a_process_without_the_variable_is_sampled_and_told_how(tmp_path):
     assert "utilization" not in out.stdout, "--mem alone was asked"
     assert len(out.stdout.splitlines()) <= 24
     assert any(e["ph"] == "C" for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"])
+
+
+def test_a_process_without_the_variable_shows_its_python_functions():
+    with running() as child:
+        out = prof("--pid", str(child.pid), "--duration", "2s", "--json")
+    answer = json.loads(out.stdout)
+    refused = [note for note in answer["notes"] if "py-spy" in note]
+    if refused:
+        pytest.skip(refused[0])
+    assert answer["functions"], answer
+    assert sum(f["share"] for f in answer["functions"]) == pytest.approx(1.0)
+    spent_j = sum(e["energy_j"] for e in answer["energy"].values())
+    assert sum(f["energy_j"] for f in answer["functions"]) == pytest.approx(spent_j)
+
+
+def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    with stacks.PySpy(os.getpid()) as spy:
+        pass
+    assert spy.stacks == []
+    assert "pip install 'tessera-energy[attach]'" in (spy.why_not or "")
+
+
+def test_a_py_spy_that_fails_is_quoted(monkeypatch, tmp_path):
+    program = tmp_path / "py-spy"
+    program.write_text(
+        "#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(program))
+    with stacks.PySpy(os.getpid()) as spy:
+        assert spy._process is not None
+        spy._process.wait(60)
+    assert spy.why_not is not None
+    assert spy.why_not.endswith("Permission Denied: Try running again as root")
+
+
+def test_samples_of_py_spy_end_when_its_file_was_written():
+    frames = [
+        {"name": "main", "file": "/a/b/train.py", "line": 9},
+        {"name": "step", "file": "/a/b/train.py", "line": 3},
+    ]
+    thread = {
+        "name": 'Thread 12 "MainThread"',
+        "endValue": 0.15,
+        "samples": [[0], [0, 1], [0, 1]],
+        "weights": [0.05] * 3,
+    }
+    rows = stacks.parse_speedscope({"shared": {"frames": frames}, "profiles": [thread]}, 10**9)
+    assert [row.epoch_ns for row in rows] == [850_000_000, 900_000_000, 950_000_000]
+    assert rows[-1] == (950_000_000, 12, "b/train.py:9 main;b/train.py:3 step", 1)
 
 
 def test_a_process_that_ends_meanwhile():

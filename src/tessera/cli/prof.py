@@ -77,8 +77,10 @@ def command(
       tessera-prof --pid 12345 --sample-ms 10 --gpu --mem --tc --collectives --duration 5s
 
     To be traced, a process must have been started with KINETO_USE_DAEMON=1 in its environment; no privilege is
-    needed. The trace arrives within 8 s, because the process checks for requests every 5 s. Power and activity are
-    those of the whole device. --gpu --mem --tc --collectives choose what to show. [default: all]
+    needed. The trace arrives within 8 s, because the process checks for requests every 5 s. Of a process started
+    without it, Python functions are shown instead if py-spy is installed (the extra `attach`) and may read the
+    process, as a debugger may. Power and activity are those of the whole device. --gpu --mem --tc --collectives
+    choose what to show. [default: all]
 
     Exit code: 1 if the process could not be traced, 2 for a wrong option.
     """

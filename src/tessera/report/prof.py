@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..analyze.run_energy import from_stacks, weigh_stacks
+from ..attribute.table import EnergyRow
 from ..profile.attach import Attached, TraceFigures, TrackSummary
-from ..units import format_bytes, format_duration, format_frequency, format_power
+from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power
 from .console import label_table, open_table
 
 MAX_ROWS = 11
@@ -33,6 +36,13 @@ def answer(attached: Attached, *, files: Mapping[str, Path], next_command: str) 
         notes.add_row(name, text)
     notes.add_row("next", Text(next_command, style="cyan"))
     return Group(_headline(attached), _figures(attached.metrics), notes)
+
+
+def python_functions(a: Attached) -> list[EnergyRow]:
+    """Where the main thread was while the devices spent their joules, most first; [] where no stack was read."""
+    total_j = math.fsum(e.energy_j for e in a.energy.values())
+    shares = from_stacks(weigh_stacks(a.stacks, a.power, total_j, a.target.pid), total_j)
+    return sorted(shares.ops, key=lambda row: row.energy_j, reverse=True) if shares is not None else []
 
 
 def _headline(a: Attached) -> Text:
@@ -94,6 +104,12 @@ def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
         rows.append(("no trace", Text(a.kineto_state.reason, style="yellow")))
         if a.kineto_state.fix:
             rows.append(("do", Text(a.kineto_state.fix, style="bold")))
+    functions = python_functions(a)
+    if functions:
+        top = ", ".join(f"{r.name} {format_energy(r.energy_j, 3)} ({r.share:.0%})" for r in functions[:3])
+        samples = sum(r.calls for r in functions)
+        rows.append(("functions", Text(top)))
+        rows.append(("", Text(f"py-spy read the main thread {samples} times; joules are the devices'", style="dim")))
     if a.traced_pid not in (None, a.target.pid):
         rows.append(("traced", Text(f"its child process {a.traced_pid}: the process itself does not run PyTorch")))
     if a.ended:
@@ -170,6 +186,10 @@ def to_json(attached: Attached, files: Mapping[str, Path]) -> str:
             "metrics": a.metrics,
             "energy": a.energy,
             "kineto": kineto,
+            "functions": [
+                {"name": r.name, "samples": r.calls, "energy_j": r.energy_j, "share": r.share}
+                for r in python_functions(a)
+            ],
             "files": {what: str(path) for what, path in files.items()},
             "ended": a.ended,
             "stopped": a.stopped,

@@ -2,7 +2,8 @@
 
 monitor (power, telemetry) ─┐
 ProcessSampler (/proc, NVML)├─► tracks ──► Attached: metrics, trace, notes
-TraceDaemon ◄─► libkineto ──┘   Kineto's file
+TraceDaemon ◄─► libkineto ──┤   Kineto's file
+PySpy (no trace possible) ──┘   Python stacks
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ...errors import ArgumentError, RecordingError, SensorError, TesseraError
 from ...monitor import LiveTrace, Monitor, power_trace
+from ...recording import Stack
 from ...schema import Energy
 from ...sensors.base import Sensor
 from ...sensors.discover import DiscoveredSensors, discover
@@ -22,6 +24,7 @@ from .daemon import TraceDaemon
 from .process import Kineto, NoProcess, Target, descendants, find, kineto
 from .request import Folder, TraceFigures, What, figures
 from .sampling import ProcessSampler, open_use
+from .stacks import PySpy
 from .tracks import SECTIONS, Section, Track, TrackSummary, device_tracks, write_summary, write_trace
 
 DEFAULT_S = 5.0
@@ -72,6 +75,8 @@ class Attached:
     power: LiveTrace
     kineto_state: Kineto
     kineto: bytes | None = None
+    stacks: Sequence[Stack] = ()
+    """Python stacks that py-spy read, of a process that cannot be traced."""
     figures: TraceFigures | None = None
     trace_s: float | None = None
     """Seconds from the beginning until the trace was complete."""
@@ -126,6 +131,7 @@ class _Session:
         self._trace_s: float | None = None
         self._stopped = False
         self._daemon: TraceDaemon | None = None
+        self._spy: PySpy | None = None
 
     def run(self) -> Attached:
         target, options = self._target, self._options
@@ -151,6 +157,8 @@ class _Session:
         """Until the time is over and the trace is there, given up, or the process is gone."""
         with contextlib.ExitStack() as stack:
             folder = self._listen(stack)
+            if self._kineto.state == "off":
+                self._spy = stack.enter_context(PySpy(self._target.pid))
             looked = time.monotonic()
             while sampler.ended_ns is None:
                 if self._wait(_BEAT_S):
@@ -203,12 +211,24 @@ class _Session:
                 self._notes.append(f"{exc.what}: {exc.why}; it is exported as it is")
         elif self._daemon is not None:
             self._kineto = self._why_not(self._daemon, ended)
+        if self._spy is not None and self._spy.why_not is not None:
+            self._notes.append(f"no Python functions: {self._spy.why_not}")
         return Attached(
-            target=self._target, seconds=power.seconds, sample_s=sampler.interval_s, tracks=tracks, power=power,
-            kineto_state=self._kineto, kineto=self._data, figures=counted, trace_s=self._trace_s,
-            traced_pid=self._daemon.answered_pid if self._daemon else None, ended=ended, stopped=self._stopped,
+            target=self._target,
+            seconds=power.seconds,
+            sample_s=sampler.interval_s,
+            tracks=tracks,
+            power=power,
+            kineto_state=self._kineto,
+            kineto=self._data,
+            stacks=self._spy.stacks if self._spy is not None else (),
+            figures=counted,
+            trace_s=self._trace_s,
+            traced_pid=self._daemon.answered_pid if self._daemon else None,
+            ended=ended,
+            stopped=self._stopped,
             notes=self._notes,
-        )  # fmt: skip
+        )
 
     def _why_not(self, daemon: TraceDaemon, ended: bool) -> Kineto:
         """Why a process that could have been traced was not."""
