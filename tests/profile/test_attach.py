@@ -770,9 +770,7 @@ def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):
 
 def test_a_py_spy_that_fails_is_quoted(monkeypatch, tmp_path):
     program = tmp_path / "py-spy"
-    program.write_text(
-        "#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n"
-    )
+    program.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again as root' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(stacks, "find_py_spy", lambda: str(program))
     with stacks.PySpy(os.getpid()) as spy:
