@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tessera.cli.measure import command
+from tessera.errors import ArgumentError
 from tessera.trace import read_csv
 
+from command_line import invoke
 from fakes.nvml import Scenario, fake_env, missing_compiler
 
 
@@ -245,3 +248,43 @@ def test_a_full_disk_and_an_ascii_terminal_give_no_traceback() -> None:
     assert "Traceback" not in out.stderr
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert "Traceback" not in tessera("doctor", env=ascii_only).stderr
+
+
+def test_two_commands_in_turns_have_a_verdict(gpu: dict[str, str]) -> None:
+    words = ["measure", "--runs", "3", "--samples", "10", "--", "sleep", "0.1", "--", "sleep", "0.3"]
+    out = tessera(*words, env=gpu)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == ""
+    assert re.search(r"verdict +B uses \d+ ± \d+\.?\d*% more joules than A", out.stderr)
+    assert "per sample" in out.stderr and "sleep 0.3" in out.stderr
+
+
+def test_runs_of_one_command_are_compared_by_diff(gpu: dict[str, str], tmp_path: Path) -> None:
+    for name, seconds in (("a", "0.1"), ("b", "0.3")):
+        out = tessera("measure", "--json", "--runs", "3", "--", "sleep", seconds, env=gpu)
+        assert out.returncode == 0, out.stderr
+        (tmp_path / f"{name}.json").write_text(out.stdout)
+    found = tessera("diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json", "--fail-above", "5%")
+    assert found.returncode == 1, found.stderr
+    assert json.loads(found.stdout)["runs"] == [3, 3]
+
+
+def test_a_failing_run_shows_what_it_printed_and_passes_its_code_on() -> None:
+    out = tessera("measure", "--sensor", "modelled", "--runs", "3", "--", "sh", "-c", "echo broken; exit 4")
+    assert out.returncode == 4
+    assert "broken" in out.stderr and "A, run 1 failed with exit code 4" in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["--warmup", "2", "--", "true"], 2, "need --runs"),
+        (["--runs", "2", "--trace", "x.csv", "--", "true"], 2, "single run"),
+        (["--runs", "2", "--", "--"], 2, "no command"),
+        (["--runs", "2", "--", "true", "--", "no-such-program-here"], 127, "no-such-program-here"),
+    ],
+)
+def test_wrong_use_of_runs(args: list[str], code: int, words: str) -> None:
+    done = invoke(command, "--sensor", "modelled", *args)
+    assert words in (done.stderr if code == 127 else str(done.code))
+    assert done.code == code or isinstance(done.code, ArgumentError)

@@ -78,6 +78,18 @@ def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
     return _of_recording(open_recording(given, power=power))
 
 
+def split_runs(given: Any) -> list[Any]:
+    """The reports in the JSON of `tessera measure --runs`; anything else as it is."""
+    data = _read_json(Path(given)) if isinstance(given, (str, Path)) and _is_json(Path(given)) else given
+    commands = data.get("commands") if isinstance(data, Mapping) else None
+    if not isinstance(commands, list):
+        return [given]
+    if len(commands) != 1 or not isinstance(commands[0], Mapping):
+        fix = "measure each in a file of its own; the JSON itself compares the commands (comparisons)"
+        raise RecordingError(f"{given} has the runs of {len(commands)} commands", fix=fix)
+    return list(commands[0].get("reports") or ())
+
+
 # -- reports --------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from ..errors import ArgumentError
 from ..schema import EnergyDiff
 from ..units import format_duration, format_energy, format_share
-from .compare import side_of
+from .compare import side_of, split_runs
 from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, mean_rows
 from .kernel_names import fit
 from .mean_step import select_steps
@@ -206,7 +206,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
 
 def _read_sides(given: Any, power: Any, name: str) -> list[DiffSide]:
     """One thing, or several runs of one program."""
-    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    several = [run for one in (given if isinstance(given, (list, tuple)) else [given]) for run in split_runs(one)]
     if not several:
         raise ArgumentError(f"there is nothing {name}", fix="give at least one run of each")
     sides = [side_of(one, power, name) for one in several]

@@ -25,6 +25,9 @@ _AMOUNT = click.FloatRange(min=0, min_open=True)
 @click.option("--tokens", type=_AMOUNT, help="How many tokens: gives J per token.")
 @click.option("--work", type=_AMOUNT, help="How much work, in your own --unit.")
 @click.option("--unit", help="The unit of --work, such as 'image'.")
+@click.option("--runs", type=click.IntRange(1), help="Measure this many runs of each command.")
+@click.option("--warmup", type=click.IntRange(0), default=0, help="With --runs: runs before them that do not count.")
+@click.option("--show-output", is_flag=True, help="With --runs: show what the commands print.")
 @sensor_option
 @click.option("--trace", type=FILE, help="Write the power samples to this CSV.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, on standard output.")
@@ -35,6 +38,9 @@ def command(
     tokens: float | None,
     work: float | None,
     unit: str | None,
+    runs: int | None,
+    warmup: int,
+    show_output: bool,
     sensors: tuple[str, ...],
     trace: Path | None,
     as_json: bool,
@@ -46,11 +52,16 @@ def command(
     Examples:
       tessera measure -- python train.py
       tessera measure --steps 100 --trace power.csv -- python train.py --epochs 1
+      tessera measure --runs 10 --warmup 2 -- python a.py -- python b.py
 
     Includes the command's child processes. Its output is not changed, and its exit code is passed on. The report is
     printed on standard error, so that pipes keep working; with --json it is printed on standard output, and the
     command's own output goes to standard error. Scopes that the program opens itself (tessera.monitor.energy_scope)
     are listed as regions.
+
+    With --runs, commands are separated by -- and run in turns (A B, B A, ...), and what they print is shown only for a
+    run that fails. That run ends the measurement, and its exit code is passed on; otherwise the exit code is 0. In a
+    command that needs a -- of its own, quote it: sh -c 'git log -- file'.
     """
     if not command or not command[0].strip():
         raise ArgumentError("no command to measure was given", fix="e.g. tessera measure -- python train.py")
@@ -62,10 +73,16 @@ def command(
     work_done = list(works(amounts, work, unit, "e.g. --work 5000 --unit image").values())
     if trace:
         check_writable(trace, "--trace")
+    if runs is None and (warmup or show_output):
+        raise ArgumentError("--warmup and --show-output need --runs", fix="e.g. --runs 10 --warmup 2")
+    if runs is not None and trace:
+        raise ArgumentError("--trace is for a single run", fix="leave out --runs, or --trace")
     from ..monitor import Monitor
     from ..monitor.command import CommandNotRun, measure_command
     from ..sensors.discover import discover
+    from .repeat import measure_in_turns, split_commands
 
+    commands = split_commands(command) if runs is not None else []
     available = discover(list(sensors) or None)
     monitor = Monitor(available.sensors, available.missing).start()
     if not as_json:
@@ -74,6 +91,16 @@ def command(
 
         Console(stderr=True, highlight=False).print(sensors_line(monitor.sampler.domains))
     try:
+        if runs is not None:
+            return measure_in_turns(
+                commands,
+                monitor,
+                runs=runs,
+                warmup=warmup,
+                work=work_done,
+                as_json=as_json,
+                show_output=show_output,
+            )
         run = measure_command(command, monitor, work=work_done, quiet=as_json)
     except CommandNotRun as exc:
         print_error(exc)

@@ -289,7 +289,7 @@ class EnergyBenchmark:
     ) -> BenchmarkResult:
         counted = [w for w, _ in windows[steady.skipped :]]
         total = [monitor.total(w) for w in counted]
-        gain = _level_error(monitor)
+        gain = level_error(monitor)
         notes = [*steady.notes, *_note_convergence(steady, self.target, gain, spent_s)]
         if steady.skipped:
             notes.append(f"{steady.skipped} of {len(windows)} batches were before the steady state and are not counted")
@@ -362,11 +362,12 @@ def _run_batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[W
 def _batch_size(monitor: Monitor, call_s: float, target: float, budget_s: float) -> int:
     slowest = max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
     least_s, best_s = LEAST_RESOLUTIONS * slowest, BATCH_RESOLUTIONS * slowest
-    room_s = 0.0 if _level_error(monitor) > target else budget_s / (FEW_BATCHES + 1)
+    room_s = 0.0 if level_error(monitor) > target else budget_s / (FEW_BATCHES + 1)
     return max(1, round(max(BATCH_S, min(best_s, max(least_s, room_s))) / max(call_s, 1e-9)))
 
 
-def _level_error(monitor: Monitor) -> float:
+def level_error(monitor: Monitor) -> float:
+    """Relative 90% half-width of the level of the least certain sensor that counts."""
     return max((d.gain_error for d in monitor.sampler.domains if d.counted), default=0.0)
 
 

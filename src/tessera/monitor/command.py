@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from ..errors import TesseraError
 from ..schema import EnergyReport, Telemetry, Work
@@ -48,18 +49,23 @@ class CommandRun:
 
 
 def measure_command(
-    argv: Sequence[str], monitor: Monitor, *, work: Sequence[Work] = (), quiet: bool = False
+    argv: Sequence[str],
+    monitor: Monitor,
+    *,
+    work: Sequence[Work] = (),
+    quiet: bool = False,
+    output: IO[bytes] | None = None,
 ) -> CommandRun:
     """Run a command to its end and measure the machine meanwhile. Its children are in it: power is the machine's.
 
     SIGINT and SIGTERM go to the command; what was measured until then is still reported. `quiet` sends what the
-    command prints to standard error, so that standard output is the caller's.
+    command prints to standard error, so that standard output is the caller's; `output` takes all that it prints.
     """
     with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
         env = {**os.environ, REGIONS_VARIABLE: folder}
         scope = EnergyScope(" ".join(argv), monitor=monitor)
         with power_trace(monitor=monitor) as trace, scope:
-            returncode = _run(argv, env, quiet)
+            returncode = _run(argv, env, quiet, output)
         regions = read_regions(Path(folder))
     base = scope.report()
     report = EnergyReport(
@@ -104,17 +110,20 @@ def _level_before(series: PowerSeries, start_ns: int) -> float | None:
     return sum(halves) / 2 if abs(halves[1] - halves[0]) <= IDLE_LEVEL * halves[0] else None
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> int:
+def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool, output: IO[bytes] | None) -> int:
     with forward_signals() as add_child:
-        child = _start(argv, env, quiet)
+        child = _start(argv, env, quiet, output)
         add_child(child)
         code = child.wait()
     return EXIT_SIGNAL - code if code < 0 else code
 
 
-def _start(argv: Sequence[str], env: Mapping[str, str], quiet: bool) -> subprocess.Popen[bytes]:
+def _start(
+    argv: Sequence[str], env: Mapping[str, str], quiet: bool, output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    stdout = output or (STDERR if quiet else None)
     try:
-        return subprocess.Popen(list(argv), env=dict(env), stdout=STDERR if quiet else None)
+        return subprocess.Popen(list(argv), env=dict(env), stdout=stdout, stderr=output)
     except (FileNotFoundError, NotADirectoryError) as exc:
         quoted = " ".join(argv[0].split())
         fix = "check the name after `--`, and your PATH"

@@ -1,0 +1,336 @@
+"""Commands measured several times, in turns: their means, their outliers, and which of them uses fewer joules.
+
+::
+
+    warm-up   A B
+    turn 1    A B      a machine that slowly warms up makes the later runs dearer: with every second turn reversed,
+    turn 2    B A      both commands have as many late runs
+    turn 3    A B ...
+
+Of two commands the ratio of their means is compared, and its interval comes from how each turn differs from that ratio
+(W. G. Cochran, "Sampling Techniques", 1977, chapter 6): what a whole turn has in common cancels, and so does the error
+of the sensor's level.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+
+from ..joules import Floats
+from ..schema import EnergyReport, Work
+from ..units import format_duration, format_energy
+from .benchmark import level_error
+from .command import measure_command
+from .core import Monitor
+from .steady_state import Uncertain, find_drift, mean_interval
+
+OUTLIER = 7.0
+"""Robust standard deviations from the median. Of 10 normal runs one is so far off in 0.8% of all cases, of 5 in 6%."""
+FEWEST = 5
+"""Fewer runs have no outliers: the median deviation of so few says too little."""
+LEAST = 0.05
+"""An outlier is also at least this share away from the median: less is not worth a line."""
+_TO_SIGMA = 1.4826  # the median absolute deviation of a normal distribution is its standard deviation over this
+SHORT = 3.0
+"""A command shorter than so many samples of the sensor is too short to measure."""
+INTERRUPTED = 130
+
+Progress = Callable[[int, int, str], None]
+"""Called before each run: its number, the number of all runs, what runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutlier:
+    """A run far from the median of its command, and what may have caused it. Runs count from 1."""
+
+    run: int
+    energy_j: float
+    time_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedCommand:
+    """The runs of one command; the means have the scatter of the runs and the error of the sensor's level."""
+
+    label: str
+    command: Sequence[str]
+    reports: Sequence[EnergyReport]
+    level_error: float
+    outliers: Sequence[RunOutlier] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """As it would be typed."""
+        return shlex.join(self.command)
+
+    @property
+    def joules(self) -> Floats:
+        """Of each run."""
+        return np.array([r.total.energy_j for r in self.reports])
+
+    @property
+    def seconds(self) -> Floats:
+        """Of each run."""
+        return np.array([r.total.time_s for r in self.reports])
+
+    @property
+    def energy_j(self) -> Uncertain:
+        """Mean joules of a run. A single run has the error of its one measurement."""
+        if len(self.reports) == 1:
+            return Uncertain(self.reports[0].total.energy_j, self.reports[0].total.error_j)
+        return mean_interval(self.joules).with_level(self.level_error)
+
+    @property
+    def time_s(self) -> Uncertain:
+        """Mean seconds of a run."""
+        return mean_interval(self.seconds)
+
+    @property
+    def power_w(self) -> Uncertain:
+        """Mean watts of a run."""
+        return mean_interval(self.joules / self.seconds).with_level(self.level_error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        energy, time, power = self.energy_j, self.time_s, self.power_w
+        return {
+            "label": self.label,
+            "command": list(self.command),
+            "energy_j": energy.value,
+            "error_j": energy.error,
+            "min_j": float(self.joules.min()),
+            "max_j": float(self.joules.max()),
+            "time_s": time.value,
+            "error_s": time.error,
+            "min_s": float(self.seconds.min()),
+            "max_s": float(self.seconds.max()),
+            "power_w": power.value,
+            "error_w": power.error,
+            "basis": self.reports[0].basis,
+            "source": self.reports[0].total.source,
+            "outliers": list(self.outliers),
+            "notes": list(self.notes),
+            "reports": list(self.reports),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandComparison:
+    """How the mean of a later command differs from that of the first, as shares of the first's."""
+
+    label: str
+    reference: str
+    energy_share: Uncertain
+    time_share: Uncertain
+    runs: int
+
+    @property
+    def significant(self) -> bool:
+        """Whether the joules differ by more than noise."""
+        return _differs(self.energy_share)
+
+    @property
+    def text(self) -> str:
+        """The verdict in one sentence."""
+        share, time = self.energy_share, self.time_share
+        if share.error is None:
+            return f"no difference can be told from one run of each: repeat both with --runs {2 * FEWEST}"
+        took = f"takes {_percent(time, 'more', 'less')} time" if _differs(time) else "takes as long within noise"
+        if self.significant:
+            joules = _percent(share, "more", "fewer")
+            return f"{self.label} uses {joules} joules than {self.reference}, and {took}"
+        seen = f"{self.label} measured {share.value:+.1%}, within ± {share.error:.1%}"
+        repeat = f"--runs {4 * self.runs} would show a difference of about {share.error / 2:.1%}"
+        return f"no difference in joules can be told: {seen}; {repeat}. {self.label} {took}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        shares = {"energy": self.energy_share, "time": self.time_share}
+        plain = {f"{k}_{part}": v for k, s in shares.items() for part, v in (("share", s.value), ("error", s.error))}
+        about = {"label": self.label, "reference": self.reference}
+        return {**about, **plain, "significant": self.significant, "text": self.text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedRuns:
+    """All commands. `returncode` is 0, or that of the run that failed: no run was started after it."""
+
+    commands: Sequence[RepeatedCommand]
+    runs: int
+    warmup: int
+    returncode: int = 0
+    failed: str | None = None
+
+    @property
+    def comparisons(self) -> list[CommandComparison]:
+        """Every command beside the first."""
+        return [_compare(self.commands[0], other) for other in self.commands[1:]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what `tessera measure --runs --json` prints."""
+        data: dict[str, Any] = {"returncode": self.returncode, "failed": self.failed}
+        data |= {"runs": self.runs, "warmup": self.warmup}
+        data["commands"] = [c.to_dict() for c in self.commands]
+        return data | {"comparisons": [c.to_dict() for c in self.comparisons]}
+
+
+def measure_repeatedly(
+    commands: Sequence[Sequence[str]],
+    monitor: Monitor,
+    *,
+    runs: int = 10,
+    warmup: int = 0,
+    work: Sequence[Work] = (),
+    output: IO[bytes] | None = None,
+    progress: Progress | None = None,
+) -> RepeatedRuns:
+    """Run commands in turns, `runs` times each after `warmup` turns that do not count, and measure every run.
+
+    Ends at the first run that fails, or at Ctrl-C, with what was measured until then. `output` takes what the commands
+    print, and contains only the last run's.
+    """
+    reports: list[list[EnergyReport]] = [[] for _ in commands]
+    order = range(len(commands))
+    places = [(turn, i) for turn in range(-warmup, runs) for i in (order if turn % 2 == 0 else reversed(order))]
+    returncode, failed = 0, None
+    for number, (turn, i) in enumerate(places):
+        what = f"{label_of(i)}, warm-up" if turn < 0 else f"{label_of(i)}, run {turn + 1}"
+        try:
+            if progress:
+                progress(number, len(places), what)
+            if output:
+                output.seek(0)
+                output.truncate()
+            run = measure_command(commands[i], monitor, work=work, output=output)
+            returncode = run.returncode
+        except KeyboardInterrupt:
+            returncode = INTERRUPTED
+        if returncode:
+            failed = what
+            break
+        if turn >= 0:
+            reports[i].append(run.report)
+    measured = _describe_commands(commands, reports, monitor, warmup)
+    return RepeatedRuns(commands=measured, runs=runs, warmup=warmup, returncode=returncode, failed=failed)
+
+
+def label_of(which: int) -> str:
+    """A, B, C ..., and #27 after Z."""
+    return chr(ord("A") + which) if which < 26 else f"#{which + 1}"
+
+
+# -- what it comes to -----------------------------------------------------------------------------------------------
+
+
+def _describe_commands(
+    commands: Sequence[Sequence[str]], reports: Sequence[Sequence[EnergyReport]], monitor: Monitor, warmup: int
+) -> list[RepeatedCommand]:
+    """Those that have a run."""
+    level = level_error(monitor)
+    resolution_s = max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
+    return [
+        RepeatedCommand(
+            label=label_of(i),
+            command=tuple(command),
+            reports=tuple(own),
+            level_error=level,
+            outliers=find_outliers(own, warmup),
+            notes=_find_weak_points(own, resolution_s),
+        )
+        for i, (command, own) in enumerate(zip(commands, reports, strict=True))
+        if own
+    ]
+
+
+def _compare(first: RepeatedCommand, other: RepeatedCommand) -> CommandComparison:
+    turns = min(len(first.reports), len(other.reports))  # one may have a run more, if the other's failed
+    return CommandComparison(
+        label=other.label,
+        reference=first.label,
+        energy_share=_relative_change(first.joules[:turns], other.joules[:turns]),
+        time_share=_relative_change(first.seconds[:turns], other.seconds[:turns]),
+        runs=turns,
+    )
+
+
+def _relative_change(before: Floats, after: Floats) -> Uncertain:
+    """Mean of `after` over that of `before`, less 1; the same place in both is the same turn."""
+    mean = float(before.mean())
+    if not mean:
+        return Uncertain(math.nan, None)
+    ratio = float(after.mean()) / mean
+    error = mean_interval(after - ratio * before).error
+    return Uncertain(ratio - 1.0, None if error is None else error / mean)
+
+
+def _differs(share: Uncertain) -> bool:
+    return share.error is not None and abs(share.value) > share.error
+
+
+def _percent(share: Uncertain, more: str, less: str) -> str:
+    size, error = 100 * abs(share.value), 100 * (share.error or 0.0)
+    digits = 1 if error < 10 else 0
+    return f"{size:.{digits}f} ± {error:.{digits}f}% {more if share.value > 0 else less}"
+
+
+def find_outliers(reports: Sequence[EnergyReport], warmup: int) -> list[RunOutlier]:
+    """Runs whose joules or seconds are far from the median, by the modified z-score (Iglewicz and Hoaglin, 1993)."""
+    if len(reports) < FEWEST:
+        return []
+    joules, seconds = (np.array(v) for v in zip(*((r.total.energy_j, r.total.time_s) for r in reports), strict=True))
+    far_j, far_s = _scores(joules), _scores(seconds)
+    found = np.flatnonzero((np.abs(far_j) > OUTLIER) | (np.abs(far_s) > OUTLIER)).tolist()
+    medians = float(np.median(joules)), float(np.median(seconds))
+    return [
+        RunOutlier(
+            run=i + 1,
+            energy_j=float(joules[i]),
+            time_s=float(seconds[i]),
+            cause=_guess_cause(i, reports[i], medians, warmup, is_slow=abs(float(far_s[i])) > OUTLIER),
+        )
+        for i in found
+    ]
+
+
+def _scores(values: Floats) -> Floats:
+    """Distances from the median in robust standard deviations; 0 of those that are near it."""
+    median = float(np.median(values))
+    deviation = np.where(np.abs(values - median) < LEAST * median, 0.0, values - median)
+    spread = _TO_SIGMA * float(np.median(np.abs(values - median)))
+    return deviation / max(spread, 1e-9 * median) if median > 0 else np.zeros(len(values))
+
+
+def _guess_cause(run: int, report: EnergyReport, medians: tuple[float, float], warmup: int, *, is_slow: bool) -> str:
+    total, (energy_j, time_s) = report.total, medians
+    usual = f"the median run uses {format_energy(energy_j, 3)} in {format_duration(time_s, 3)}"
+    if total.coverage < 0.95:
+        return f"{usual}; the sensor saw only {total.coverage:.0%} of this run"
+    if run == 0 and warmup == 0 and total.energy_j > energy_j:
+        return f"{usual}; the first run fills caches: --warmup 1 leaves it out"
+    if is_slow and total.time_s > time_s:
+        return f"{usual}; something slowed this run down: another program, a disk, or a hot chip's lower clock"
+    if is_slow:
+        return f"{usual}; this run ended early: does the command do the same work each time?"
+    other = "another program used power meanwhile, or the chip ran at another clock"
+    return f"{usual}; this run took about as long, so {other}"
+
+
+def _find_weak_points(reports: Sequence[EnergyReport], resolution_s: float) -> list[str]:
+    """What a reader should know before trusting the means."""
+    notes = []
+    time_s = float(np.mean([r.total.time_s for r in reports]))
+    if time_s < SHORT * resolution_s:
+        every = format_duration(resolution_s)
+        notes.append(f"takes {format_duration(time_s, 3)}, and the sensor is read every {every}: give it more work")
+    drift = find_drift(np.array([r.total.energy_j for r in reports]))
+    if drift is not None:
+        notes.append(f"its joules drift by {drift:+.1%} over the runs: --warmup, or let the machine settle")
+    return notes
