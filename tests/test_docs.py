@@ -138,6 +138,8 @@ def test_every_command_and_option_exists(page: str) -> None:
         assert words[1] in COMMANDS, f"{page}: {line}"
         command = cli.get_command(context, words[1])
         assert command is not None
+        if isinstance(command, click.Group) and words[2:3] and words[2] in command.commands:
+            command = command.commands[words[2]]
         known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
         script = next((i for i, w in enumerate(words) if w.endswith(".py")), len(words))  # what follows is the script's
         assert {w for w in words[:script] if w.startswith("--")} <= known, f"{page}: {line}"

@@ -23,6 +23,7 @@ COMMANDS = {
     "measure": "Run any command and report its energy: joules, watts, seconds.",
     "run": "Profile a script unchanged: joules by operator and kernel, one screen, an HTML page.",
     "report": "Show a recorded run again, and write its page.",
+    "runs": "List the run files of a folder, compare two, delete old ones.",
     "export": "Write a recorded run as Chrome/Perfetto JSON, CSV, OTLP or Parquet.",
     "attribute": "Assign the joules of a power log to the kernels of a trace.",
     "merge": "Merge the runs of several ranks into one, on one clock.",

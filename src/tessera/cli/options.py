@@ -104,7 +104,7 @@ def duration_option(name: str, help: str, default: str | None = None) -> Callabl
     from ..units import parse_duration
 
     callback = parse_option(parse_duration)
-    parameter = f"{name.removeprefix('--')}_s"
+    parameter = f"{name.removeprefix('--').replace('-', '_')}_s"
     return click.option(
         name, parameter, metavar="TIME", callback=callback, default=default, show_default=bool(default), help=help
     )

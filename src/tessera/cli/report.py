@@ -45,11 +45,13 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     readable up to half a second before its end.
     """
     from ..analyze.answer import answer
+    from ..analyze.run_list import remember_joules
     from ..profile.open_recording import open_recording
 
     check_run(run)
     with open_recording(run) as recording:
         result = answer(recording)
+        remember_joules(recording, result)
         page = html or (None if as_json else run.with_suffix(".html"))
         written = write_page(page, recording, result) if page else None
         if as_json:

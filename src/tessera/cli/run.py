@@ -257,9 +257,11 @@ def _read_run(plan: LaunchPlan, stack: contextlib.ExitStack) -> Recording:
 
 def _report(recording: Recording, code: int, html: Path | None, as_json: bool) -> None:
     from ..analyze.answer import answer
+    from ..analyze.run_list import remember_joules
     from .report import print_answer, write_page
 
     result, path = answer(recording), recording.facts.path
+    remember_joules(recording, result)
     page = html or (None if as_json or path is None else path.with_suffix(".html"))
     written = write_page(page, recording, result) if page else None
     _print_progress("")

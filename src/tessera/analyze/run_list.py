@@ -1,0 +1,188 @@
+"""One line about each run of a folder: when, what, joules, joules a step, host, size, state.
+
+The joules are those of `analyze.answer`, so that a list and a report of one run agree. Computing them reads the whole
+timeline; so they are kept in $XDG_CACHE_HOME/tessera/runs/, for a file of that size and time of change. Of a run whose
+joules are not kept there, a list shows the facts alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..clock import boot_id
+from ..errors import RecordingError
+from ..profile.open_recording import open_recording
+from ..profile.runfile import RunFile
+from ..profile.runfile_format import SIDE_FILES, version
+from ..recording import Recording
+from .answer import Answer, answer, name_of
+
+SUFFIX = ".tessera"
+RunState = Literal["ended", "failed", "running", "killed", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJoules:
+    """The headline of a run, as `tessera report` shows it."""
+
+    energy_j: float | None
+    error_j: float | None
+    step_j: float | None
+    step_error_j: float | None
+    basis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """One run. `joules` is None where nobody has computed them yet; `problem` says why a file cannot be read.
+
+    A run is "failed" if its script ended with an exit code other than 0, "killed" if its file was never closed and its
+    process is gone, and "running" if that process still exists on this machine.
+    """
+
+    path: Path
+    size_bytes: int
+    state: RunState
+    command: str = ""
+    host: str = ""
+    start_ns: int = 0
+    time_s: float | None = None
+    joules: RunJoules | None = None
+    problem: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "joules"}
+        figures = dataclasses.asdict(self.joules) if self.joules else {}
+        empty = dict.fromkeys(f.name for f in dataclasses.fields(RunJoules))
+        return {**data, "path": str(self.path), **empty, **figures}
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The files of a folder that are named like runs; links are not followed."""
+    return sorted(p for p in folder.glob(f"*{SUFFIX}") if p.is_file() and not p.is_symlink())
+
+
+def describe_run(path: Path, *, read: bool = False) -> ListedRun:
+    """The facts of a run, and its joules where they are kept, or `read` from its timeline."""
+    size = size_of(path)
+    try:
+        with open_recording(path) as recording:
+            start_ns, end_ns = recording.span_ns
+            joules = recall_joules(path)
+            if joules is None and read:
+                joules = remember_joules(recording, answer(recording))
+            return ListedRun(
+                path=path,
+                size_bytes=size,
+                state=_state(recording, path),
+                command=name_of(recording),
+                host=recording.facts.host,
+                start_ns=start_ns,
+                time_s=(end_ns - start_ns) * 1e-9,
+                joules=joules,
+            )
+    except (RecordingError, OSError) as exc:
+        return ListedRun(path=path, size_bytes=size, state="unreadable", problem=str(exc).split("\n")[0])
+
+
+def _state(recording: Recording, path: Path) -> RunState:
+    facts = recording.facts
+    if not facts.crashed:
+        return "failed" if facts.returncode else "ended"
+    with RunFile(path) as run:
+        here = run.about.get("boot") == boot_id() and facts.host == socket.gethostname()
+    return "running" if here and facts.pid and Path(f"/proc/{facts.pid}").exists() else "killed"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a run and of the files that SQLite writes beside it."""
+    return sum(p.stat().st_size for p in files_of(path))
+
+
+def files_of(path: Path) -> list[Path]:
+    """A run's file, and those that SQLite writes beside it while the run is written."""
+    return [p for side in ("", *SIDE_FILES) if (p := path.with_name(path.name + side)).is_file()]
+
+
+# -- joules that were computed before -------------------------------------------------------------------------------
+
+
+def remember_joules(recording: Recording, result: Answer) -> RunJoules:
+    """Keep the headline of a run for `tessera runs`; a disk that does not allow it is no error."""
+    step = next((p for p in result.per_work if p.unit == "step"), None)
+    joules = RunJoules(
+        energy_j=_known(result.whole.energy_j),
+        error_j=_known(result.whole.error_j),
+        step_j=_known(step.energy_j) if step else None,
+        step_error_j=_known(step.error_j) if step else None,
+        basis=result.basis,
+    )
+    path = recording.facts.path
+    if path is not None and not recording.facts.crashed:
+        with contextlib.suppress(OSError):
+            target = _joules_path(path)
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(joules))
+            Path(name).replace(target)
+    return joules
+
+
+def recall_joules(path: Path) -> RunJoules | None:
+    """What `remember_joules` kept for this file as it is now; None where it kept nothing."""
+    try:
+        return msgspec.json.decode(_joules_path(path).read_bytes(), type=RunJoules)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _joules_path(path: Path) -> Path:
+    """Another size, time of change or version of Tessera is another name: nothing stale is read."""
+    stat = path.stat()
+    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{version()}"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tessera" / "runs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+# -- what may be deleted --------------------------------------------------------------------------------------------
+
+
+def choose_old_runs(
+    runs: Iterable[ListedRun], *, keep: int = 0, older_than_s: float = 0.0, now_ns: int
+) -> list[ListedRun]:
+    """Runs beyond the newest `keep` that started more than `older_than_s` ago; never one that is being written.
+
+    A file that cannot be read as a run is not one of ours to delete.
+    """
+    ours = sorted((r for r in runs if r.state != "unreadable"), key=lambda r: r.start_ns, reverse=True)
+    return [r for r in ours[keep:] if r.state != "running" and now_ns - r.start_ns >= older_than_s * 1e9]
+
+
+def delete_runs(runs: Sequence[ListedRun]) -> int:
+    """Delete runs with the files SQLite wrote beside them; return how many bytes that frees. Pages stay."""
+    freed = 0
+    for run in runs:
+        with contextlib.suppress(OSError):
+            _joules_path(run.path).unlink(missing_ok=True)
+        for file in files_of(run.path):
+            freed += file.stat().st_size
+            file.unlink()
+    return freed
