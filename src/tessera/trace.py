@@ -12,6 +12,7 @@ import numpy as np
 from .clock import EpochNs
 from .errors import MeasurementError, MissingExtra, RecordingError, did_you_mean
 from .joules import BASES, DomainSamples, Floats, Ints, sum_domains, worst_basis
+from .output import replace_when_written
 from .schema import Basis, Domain, Energy, Gap, Hold, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
@@ -202,7 +203,7 @@ class PowerTrace:
     def to_csv(self, path: str | Path) -> Path:
         """Write epoch_us, domain, watts: the columns `tessera attribute --power` and the replay sensor read."""
         target = Path(path)
-        with target.open("w", newline="") as f:
+        with replace_when_written(target) as part, part.open("w", newline="") as f:
             out = csv.writer(f)
             out.writerow((*CSV_COLUMNS, "basis"))
             for name, column in self.columns.items():

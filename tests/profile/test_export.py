@@ -395,6 +395,14 @@ def test_the_summary_adds_up(run, tmp_path):
     assert not {"mark", "counter"} & {r["kind"] for r in rows}
 
 
+def test_a_name_in_the_summary_is_no_formula(tmp_path):
+    name = '=HYPERLINK("http://evil")'
+    with RunWriter(tmp_path / "a.tessera") as writer:
+        writer.add_row("region", name, 1_000, 2_000)
+    rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(with_table(RunFile(tmp_path / "a.tessera"), None)))
+    assert [r["name"] for r in rows] == [f"'{name}"]
+
+
 def test_the_summary_without_attribution_sums_rows(run, tmp_path):
     rows = read_csv(SummaryCsv(tmp_path / "s.csv").write(with_table(run, None)))
     assert all(r["energy_j"] == "" for r in rows)

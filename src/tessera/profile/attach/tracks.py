@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -19,6 +18,7 @@ import numpy as np
 
 from ...errors import RecordingError
 from ...joules import DomainSamples, Floats, Ints
+from ...output import escape_formula, replace_when_written
 from ...schema import Basis, Domain, Hold, Telemetry
 from ...trace import PowerTrace
 
@@ -174,14 +174,9 @@ def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track]) -> No
         base_ns, head, tail = split(kineto)
         comma = b"" if tail.lstrip().startswith(b"]") else b","
     events = b",\n".join(counters(tracks, -base_ns))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with _open(part, compressed=path.suffix == ".gz") as f:
-            for piece in (head, events, comma if events else b"", tail):
-                f.write(piece)
-        part.replace(path)  # nobody sees half a trace
-    finally:
-        part.unlink(missing_ok=True)
+    with replace_when_written(path) as part, _open(part, compressed=path.suffix == ".gz") as f:
+        for piece in (head, events, comma if events else b"", tail):
+            f.write(piece)
 
 
 def split(kineto: bytes) -> tuple[int, bytes, bytes]:
@@ -214,8 +209,8 @@ def _open(path: Path, *, compressed: bool) -> BinaryIO:
 
 def write_summary(path: Path, metrics: Sequence[TrackSummary]) -> None:
     """A row for each metric: metric, unit, scope, mean, min, max, samples, basis."""
-    with path.open("w", newline="") as f:
+    with replace_when_written(path) as part, part.open("w", newline="") as f:
         out = csv.writer(f)
         out.writerow([column.name for column in fields(TrackSummary)])
         for metric in metrics:
-            out.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in astuple(metric)])
+            out.writerow([f"{v:.6g}" if isinstance(v, float) else escape_formula(v) for v in astuple(metric)])

@@ -25,11 +25,11 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...output import replace_when_written
 from ...record import CODE
 from ...schema import DeviceId
 from ...timeline.columns import NONE
 from ...timeline.stream_names import KEY, label
-from . import replace_when_written
 from .chrome_rows import DEVICE_CODES, LAUNCHERS, Overlap, RowWriter, device_pid, host_pid, track
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ class Chrome:
         rows = RowWriter(recording.rows, table, survey.base_ns, pid, Overlap(survey.intervals))
         rows.link(survey.launched, survey.ran)
         survey.intervals.clear()
-        with replace_when_written(target) as part, _open_text(part, target.name.endswith(".gz")) as out:
+        with (
+            replace_when_written(target, make_folder=True) as part,
+            _open_text(part, target.name.endswith(".gz")) as out,
+        ):
             out.write(json.dumps(_head(recording, survey, table), default=str)[:-1])
             out.write(',"traceEvents":[\n')
             out.write(",\n".join(_names(recording, survey, pid)))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import MissingExtra
+from ...output import replace_when_written
 from ...record import KINDS
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Chunk, Launch
-from . import replace_when_written
 
 if TYPE_CHECKING:
     from ...recording import Recording, Rows
@@ -41,7 +41,10 @@ class Parquet:
         target = Path(self.path)
         recording.find_energy()
         maker = _Maker(pa, recording)
-        with replace_when_written(target) as part, pq.ParquetWriter(part, maker.schema, compression="zstd") as out:
+        with (
+            replace_when_written(target, make_folder=True) as part,
+            pq.ParquetWriter(part, maker.schema, compression="zstd") as out,
+        ):
             for chunk in recording.rows.chunks(maker.columns):
                 out.write_table(pa.table(maker.arrays(chunk), schema=maker.schema))
         return target

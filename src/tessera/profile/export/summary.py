@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...output import escape_formula, replace_when_written
 from ...record import CODE, KINDS, ON_DEVICE
-from . import replace_when_written
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyRow, EnergyTable
@@ -56,7 +56,7 @@ class SummaryCsv:
 
     def write(self, recording: Recording) -> Path:
         target = Path(self.path)
-        with replace_when_written(target) as part, part.open("w", newline="", encoding="utf-8") as f:
+        with replace_when_written(target, make_folder=True) as part, part.open("w", newline="", encoding="utf-8") as f:
             out = csv.writer(f)
             out.writerow(SummaryLine._fields)
             out.writerows(map(_format_cell, line) for line in lines(recording))
@@ -180,4 +180,4 @@ def _format_cell(value: object) -> object:
     """A cell: nine digits are more than anything here is known to."""
     if isinstance(value, float):
         return f"{value:.9g}" if math.isfinite(value) else ""
-    return "" if value is None else value
+    return "" if value is None else escape_formula(value)

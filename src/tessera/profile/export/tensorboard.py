@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ArgumentError
+from ...output import replace_when_written
 from ...record import CODE
 from ..runfile_format import open_read_only
-from . import replace_when_written
 from .chrome import Chrome
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
     source, temporary = open_read_only(run)
     try:
         target = directory / "plugins" / "tessera" / name
-        with replace_when_written(target) as part, closing(sqlite3.connect(part)) as copy:
+        with replace_when_written(target, make_folder=True) as part, closing(sqlite3.connect(part)) as copy:
             source.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
     except sqlite3.Error as exc:

@@ -1,0 +1,88 @@
+"""What leaves for other programs: whole files at the right place, cells that are not formulas."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tessera.errors import ArgumentError
+from tessera.output import escape_formula, remove_controls, replace_when_written
+
+
+def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    target.write_text("old")
+    with replace_when_written(target) as part:
+        part.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
+    old = os.umask(0o027)
+    try:
+        with replace_when_written(target) as part:
+            part.write_text("new")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640, "as any other file that the user makes"
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    for old in (None, "old"):
+        if old is not None:
+            target.write_text(old)
+        with pytest.raises(ArgumentError, match="cannot write"), replace_when_written(target) as part:
+            part.write_text("half")
+            raise OSError(28, "No space left on device")
+        assert list(tmp_path.iterdir()) == ([target] if old else [])
+    assert target.read_text() == "old"
+
+
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    target = folder / "s.csv"
+    for name in ("s.csv", f".s.csv.{os.getpid()}.part"):
+        (folder / name).symlink_to(victim)
+    with replace_when_written(target) as part:
+        assert not part.is_symlink()
+        part.write_text("joules")
+    assert victim.read_text() == "mine" and not target.is_symlink() and target.read_text() == "joules"
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    with replace_when_written(Path("/dev/null")) as part:
+        assert part == Path("/dev/null")
+    program = (
+        "import sys; from pathlib import Path; from tessera.output import replace_when_written\n"
+        "with replace_when_written(Path('/dev/stdout')) as part: part.write_text('joules')"
+    )
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        subprocess.run([sys.executable, "-c", program], stdout=file, check=True, timeout=60)
+    assert out.read_text() == "joules" and Path("/dev/stdout").is_symlink()
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError) as caught, replace_when_written(tmp_path / "new" / "x.csv"):
+        pass
+    assert caught.value.fix == f"mkdir -p {tmp_path / 'new'}" and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("cell", ["=HYPERLINK(1)", "+1", "-2", "@x", "\t=1", "\r=1"])
+def test_a_formula_becomes_text(cell: str) -> None:
+    assert escape_formula(cell) == f"'{cell}"
+
+
+def test_other_cells_stay() -> None:
+    assert [escape_formula(v) for v in ("mm", "a=b", "", -1.5, None)] == ["mm", "a=b", "", -1.5, None]
+
+
+def test_a_text_without_controls() -> None:
+    assert remove_controls("a\x1b]8;;http://x\x07b\u202e\n\t") == "a ]8;;http://x b \n\t"
