@@ -212,8 +212,8 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch):
 # -- the server --------------------------------------------------------------------------------------------------
 
 
-def get(url: str, method: str = "GET", accept: str = "*/*") -> tuple[int, str]:
-    request = urllib.request.Request(url, method=method, headers={"Accept": accept})
+def get(url: str, method: str = "GET", accept: str = "*/*", **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(url, method=method, headers={"Accept": accept, **headers})
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.status, answer.read().decode()
@@ -299,3 +299,18 @@ def test_a_snapshot_is_taken_at_each_scrape_not_at_registration():
     assert count == [0]
     report.import_client().generate_latest(own)
     assert count == [1]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:9400", 200), ("127.0.0.1:9400", 200), ("[::1]:9400", 200),
+        ("evil.example", 421), ("localhost.evil.example:9400", 421), ("127.0.0.1.evil.example", 421), ("[x", 421),
+    ],
+)  # fmt: skip
+def test_a_page_that_rebinds_its_name_reads_nothing(host: str, status: int):
+    server = report.bind(socket.AF_INET, ("127.0.0.1", 0))
+    with server, report.serve(server, report.SnapshotCollector(lambda: shot([board()]))):
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        found, text = get(url, Host=host)
+        assert found == status and ("joules" in text) == (status == 200)

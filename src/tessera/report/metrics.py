@@ -8,12 +8,14 @@ metrics of their own, `tessera_overlapping_*`.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from .. import __version__
@@ -184,6 +186,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ipaddress.ip_address(self.server_name.partition("%")[0]).is_loopback
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is not our error; the WSGI handler reports everything else."""
 
@@ -196,7 +203,7 @@ def bind(family: socket.AddressFamily, address: tuple[str, int]) -> _Server:
 @contextlib.contextmanager
 def serve(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
     """Answer in a thread of its own inside the `with`."""
-    server.set_app(_only_metrics(import_client().make_wsgi_app(registry(collector))))
+    server.set_app(_only_metrics(import_client().make_wsgi_app(registry(collector)), local=server.is_loopback))
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="tessera-metrics", daemon=True)
     thread.start()
     try:
@@ -206,14 +213,20 @@ def serve(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
         thread.join()
 
 
-def _only_metrics(metrics: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics."""
+def _only_metrics(metrics: Callable[..., Iterable[bytes]], *, local: bool) -> Callable[..., Iterable[bytes]]:
+    """GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics.
+
+    `local`: only this machine reaches us, and only requests that name it are answered.
+    """
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path, text = environ.get("PATH_INFO", ""), [("Content-Type", "text/plain; charset=utf-8")]
         if environ["REQUEST_METHOD"] != "GET":
             start_response("405 Method Not Allowed", [*text, ("Allow", "GET")])
             return [b"only GET is answered\n"]
+        if local and not _names_loopback(environ.get("HTTP_HOST", "")):
+            start_response("421 Misdirected Request", text)
+            return [b"ask for http://localhost: other names are not answered here\n"]
         if path == "/metrics":
             return metrics(environ, start_response)
         if path == "/":
@@ -223,3 +236,18 @@ def _only_metrics(metrics: Callable[..., Iterable[bytes]]) -> Callable[..., Iter
         return [b"not found: the metrics are at /metrics\n"]
 
     return app
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether a Host header is an address, localhost or this machine's name.
+
+    A web page may have its own name resolve to this machine ("DNS rebinding") and then read what only this machine
+    may: its requests carry the page's name.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name not in ("", "localhost", socket.gethostname().lower()):
+            ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
