@@ -152,5 +152,5 @@ def _show_progress(trace: Path, *, quiet: bool) -> Iterator[Callable[[float], No
     from ..report.console import Console
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"reading {trace.name}", total=1.0)
+        task = bar.add_task("reading the recording", total=1.0)
         yield lambda share: bar.update(task, completed=share)

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..estimate.calibrate import CalibrationResult, CalibrationRow
 from ..estimate.calibration import LIMIT, Calibration, Scale
 from ..units import format_duration
-from .console import label_table, open_table
+from .console import Console, label_table, open_table
 
 
 def print_calibration(result: CalibrationResult, path: Path | None, console: Console) -> None:

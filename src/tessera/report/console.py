@@ -1,7 +1,8 @@
 """The console that everything is printed on, and layouts that fit a narrow terminal.
 
-Names from traces, processes and drivers cannot control the terminal. Lines never break between a number and its unit,
-and a table drops whole columns rather than cutting cells.
+Names from traces, processes and drivers cannot control the terminal: `Console` prints them, and neither rich's own
+console nor its markup is used anywhere else (tests/report/test_console.py). Lines never break between a number and its
+unit, and a table drops whole columns rather than cutting cells.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
@@ -17,6 +19,8 @@ from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from ..output import remove_controls
 
 PIPED_COLUMNS = 100
 """The width of output that goes to a log or an issue: rich's own 80 would break most of our lines."""
@@ -27,7 +31,15 @@ _WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:W|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*
 
 
 class Console(RichConsole):
-    """rich's console; control characters inside a text (a kernel named so) are replaced by blanks."""
+    """rich's console, on which a text is only text.
+
+    Control characters inside it (a kernel named so) are replaced by blanks, and nothing in it is markup: "[link=...]"
+    and ":smile:" are printed as they are. A style is given by `Text(..., style=...)`.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Every str that is printed comes here: a line, a cell, a heading."""
+        return super().render_str(text, **{**options, "markup": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments whose text is only text."""
@@ -61,9 +73,7 @@ def open_console() -> Console:
 
 
 def _remove_controls(segment: Segment) -> Segment:
-    if segment.control or segment.text.isprintable() or segment.text == "\n":
-        return segment
-    return Segment("".join(c if c.isprintable() or c in "\n\t" else " " for c in segment.text), segment.style)
+    return segment if segment.control else Segment(remove_controls(segment.text), segment.style)
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------

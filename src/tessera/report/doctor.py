@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from ..actuators import OutstandingChange
@@ -12,7 +11,7 @@ from ..schema import Capability, Domain
 from ..selftest import SelfCheck
 from ..sensors.health import Health, MachineCheck, SensorHealth
 from ..units import format_duration
-from .console import HangingText
+from .console import Console, HangingText
 
 _MARKS = {"ok": ("✓", "green"), "no permission": ("!", "yellow"), "missing": ("·", "dim")}
 _VERDICTS = {"pass": "pass", "fail": "FAIL", "skipped": "skip"}

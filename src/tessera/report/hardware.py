@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from ..device import Device, Figure
 from ..units import format_bytes, format_si
-from .console import HangingText, TableColumn, build_table, dropped_note, fit_columns
+from .console import Console, HangingText, TableColumn, build_table, dropped_note, fit_columns
 
 _ENDINGS = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_hz", "Hz"), ("_w", "W"))
 
