@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 import tessera
 from tessera.cli import prof
-from tessera.cli.main import ASCII_ERRORS, main, replace_non_ascii, run_command, to_ascii
+from tessera.cli.main import ASCII_ERRORS, COMMANDS, main, replace_non_ascii, run_command, to_ascii
 from tessera.cli.options import check_writable
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
 
@@ -24,8 +25,8 @@ from tessera.errors import ArgumentError, MeasurementError, RecordingError
     ("raised", "code", "said"),
     [
         (ArgumentError("no \x1b[31mfile", fix="another"), 2, "error: no  [31mfile\n  fix: another\n"),
-        (PermissionError(13, "Permission denied", "x"), 1, "error: cannot use x: Permission denied\n"),
-        (OSError(28, "No space left on device"), 1, "error: cannot write the output: No space left"),
+        (PermissionError(13, "Permission denied", "x"), 1, "error: cannot use x\n  why: Permission denied\n"),
+        (OSError(28, "No space left on device"), 1, "error: cannot write the output\n  why: No space left"),
         (RecordingError("no run", fix="another"), 2, "error: no run\n  fix: another\n"),
         (MeasurementError("no power", fix="another"), 1, "error: no power\n  fix: another\n"),
         (
@@ -38,8 +39,7 @@ from tessera.errors import ArgumentError, MeasurementError, RecordingError
 )
 def test_errors_are_messages_and_codes(raised: Exception, code: int, said: str, capsys: Any) -> None:
     @click.command()
-    @click.option("--debug", is_flag=True)
-    def fails(debug: bool) -> None:
+    def fails() -> None:
         raise raised
 
     with pytest.raises(SystemExit) as ended:
@@ -65,14 +65,51 @@ def test_a_path_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     check_writable(new)
     check_writable(old)
     assert not new.exists() and old.read_text() == "kept"
-    with pytest.raises(ArgumentError) as caught:
-        check_writable(deep, "--html")
-    assert caught.value.fix == "give --html a path you can write to"
-    with pytest.raises(ArgumentError) as caught:
-        check_writable(old / "below", parents=True)
-    assert caught.value.fix == "give a path you can write to"
-    check_writable(deep, parents=True)
-    assert deep.parent.is_dir() and not deep.exists()
+    for path in (deep, old / "below"):
+        with pytest.raises(ArgumentError) as caught:
+            check_writable(path)
+        assert caught.value.fix == f"mkdir -p {path.parent}"
+    assert not deep.parent.exists(), "a folder that nobody asked for is not made"
+    (tmp_path / "link.csv").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArgumentError):
+        check_writable(tmp_path / "link.csv")
+    assert not (tmp_path / "elsewhere").exists(), "written through a link"
+
+
+WRONG = {
+    "measure": ["measure", "--json", "--", "no-such-command-here"],
+    "diff": ["diff", "--json", "a.tessera", "b.tessera"],
+    "an option's value": ["analyze", "no-such-analysis", "x", "--json"],
+    "a missing option": ["diff", "--json", "--by"],
+    "an unknown option, before --json": ["report", "--htlm", "x", "run.tessera", "--json"],
+    "a group's command": ["hardware", "show", "--json", "no-such-chip"],
+    "merge": ["merge", "--json", "nowhere", "--out", "x"],
+}
+
+
+@pytest.mark.parametrize("words", WRONG.values(), ids=list(WRONG))
+def test_an_error_with_json_is_one_object(words: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert ended.value.code == error["exit_code"] != 0
+    assert error["what"] and error["fix"] and error["kind"].endswith(("Error", "NotRun")), error
+    assert "error:" not in printed.err
+
+
+def test_debug_and_json_of_the_command_that_runs_are_its_own(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):  # no traceback, no JSON: both words are the script's
+        main(["run", str(tmp_path / "none.py"), "--debug", "--json"])
+    assert "error: there is no script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*COMMANDS])
+def test_every_command_takes_debug(name: str, capsys: Any) -> None:
+    sub = {"hardware": ["list"]}.get(name, [])
+    with pytest.raises(SystemExit) as ended:
+        main([name, *sub, "--debug", "--help"])
+    assert ended.value.code == 0 and "--debug" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError, TesseraError
-from .main import print_error
+from .failures import WRONG_USAGE, report_failure
 from .options import FILE, WordChoice, choice_option, json_option, missing_file, save_page
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def command(
                 _check_exists(log, (".csv",), "give the power log of the same time as the trace")
         difference = diff(before, after, by=by, power_a=power_a, power_b=power_b)
     except (TesseraError, OSError) as exc:  # not 1: a baseline that cannot be read is not a regression
-        print_error(exc)
-        return 2
+        return report_failure(exc, WRONG_USAGE, as_json=as_json)
     verdict = difference.verdict(metric, fail_above)
     if html is not None:
         from ..report.diff_html import page

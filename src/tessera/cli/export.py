@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from ..errors import ArgumentError
-from .options import FILE
+from ..output import remove_controls
+from .options import FILE, check_writable
 
 
 @click.command("export")
@@ -51,6 +52,9 @@ def command(
     if not exporters:
         raise ArgumentError("no output format was given", fix="e.g. tessera export RUN.tessera --chrome trace.json")
     check_run(run)
+    for path in (chrome, csv, parquet):
+        if path is not None:
+            check_writable(path)
     with open_recording(run) as recording:
         recording.find_energy()
         notes = [str(note) for note in recording.notes]
@@ -63,6 +67,6 @@ def command(
     from ..report.console import Console
 
     for note in notes:
-        Console(highlight=False, stderr=True).print(f"note: {note}", markup=False, soft_wrap=True)
+        Console(highlight=False, stderr=True).print(f"note: {note}", soft_wrap=True)
     for name, where in written.items():
-        print(f"{name}: {where}")
+        print(remove_controls(f"{name}: {where}"))

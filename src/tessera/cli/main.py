@@ -15,7 +15,8 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from .. import __version__
-from ..errors import ArgumentError, RecordingError, TesseraError, did_you_mean
+from ..errors import ArgumentError, TesseraError, did_you_mean
+from .failures import INTERRUPTED, ErrorStyle, accept_style, explain_usage_error, report_failure
 from .options import WordChoice
 
 # Name -> one line of help. The line stands here so that --help need not import the module of the same name.
@@ -38,7 +39,6 @@ COMMANDS = {
     "hardware": "Show the chips in the catalogue: peaks, memory, watts, each with its source.",
     "completion": "Print the script that completes commands, options and chips in a shell.",
 }
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 ASCII_ERRORS = "tessera-ascii"
 """The name of our replacement of non-ASCII characters, for `open(..., errors=ASCII_ERRORS)`."""
 
@@ -50,7 +50,7 @@ _ASCII = {**_BARS, **_LINES, **_SIGNS, **_QUOTES}
 
 
 class NearestGroup(click.Group):
-    """A group that answers a wrong name with the nearest one."""
+    """A group that answers a wrong name with the nearest one. All its commands take --debug."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -59,7 +59,8 @@ class NearestGroup(click.Group):
         if args and not args[0].startswith("-") and args[0] not in names:
             fix = f"`tessera --help` lists all {len(names)}" if len(names) > 5 else f"one of: {', '.join(names)}"
             raise ArgumentError(f"there is no command {args[0]!r}{did_you_mean(args[0], names)}", fix=fix)
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, None if command is None else accept_style(command), rest
 
 
 class LazyGroup(NearestGroup):
@@ -86,8 +87,7 @@ class LazyGroup(NearestGroup):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="tessera")
-@click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
-def cli(debug: bool) -> None:
+def cli() -> None:
     """Where every joule goes: measure, predict, explain and act on the energy of GPU programs.
 
     \b
@@ -127,89 +127,38 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_command(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
-    """Run a command; print errors as messages, and a traceback only with --debug.
+    """Run a command; print errors as messages (as JSON with --json), and a traceback only with --debug.
 
     Exit code 2: an option, a value or a file cannot be used. Exit code 1: a run, a prediction or a check failed.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     replace_non_ascii()
-    # Only before the command's own arguments: `tessera measure -- prog --debug` is prog's flag.
-    debug = "--debug" in args[: args.index("--")] if "--" in args else "--debug" in args
+    style = ErrorStyle()
     try:
-        code = command.main(args, prog_name=name, standalone_mode=False)
+        code = accept_style(command).main(args, prog_name=name, standalone_mode=False, obj=style)
     except click.exceptions.Abort:
         code = INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as exc:  # the help itself, and no mistake to explain
         exc.show(file=sys.stderr)
         code = exc.exit_code
     except click.UsageError as exc:
-        print_error(explain_usage_error(exc))
-        code = WRONG_USAGE
+        # The options were not read to the end: --json may come after the mistake.
+        as_json = style.as_json or "--json" in args[: args.index("--") if "--" in args else None]
+        code = report_failure(explain_usage_error(exc), as_json=as_json)
     except TesseraError as exc:
-        if debug:
+        if style.debug:
             raise
-        print_error(exc)
-        code = WRONG_USAGE if isinstance(exc, ArgumentError | RecordingError) else FAILED
+        code = report_failure(exc, as_json=style.as_json)
     except BrokenPipeError:  # `tessera ... | head`: not an error of ours
         sys.stderr.close()
         code = 0
     except OSError as exc:
-        if debug:
+        if style.debug:
             raise
         what = "cannot write the output" if exc.filename is None else f"cannot use {exc.filename}"
-        print_error(f"{what}: {exc.strerror}\n  fix: run it again with --debug to see where")
-        code = FAILED
+        error = TesseraError(what, why=exc.strerror, fix="run it again with --debug to see where")
+        code = report_failure(error, as_json=style.as_json)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def print_error(error: Exception | str) -> None:
-    """Print an error on standard error, without characters that would control the terminal."""
-    text = "".join(c if c.isprintable() or c == "\n" else " " for c in str(error))
-    print(f"error: {text}", file=sys.stderr)
-
-
-def explain_usage_error(exc: click.UsageError) -> ArgumentError:
-    """Click's usage error as one of ours: what is wrong and what to do, without printing the whole usage."""
-    path = exc.ctx.command_path if exc.ctx is not None else "tessera"
-    fix = f"run `{path} --help` to see how it is used"
-    if isinstance(exc, click.NoSuchOption):
-        # From all options: click's own list for `--htlm` offers `--help` before `--html`.
-        options = [o for p in exc.ctx.command.get_params(exc.ctx) for o in p.opts] if exc.ctx is not None else []
-        what = f"{path} has no option {exc.option_name}{did_you_mean(exc.option_name, options)}"
-        return ArgumentError(what, fix=f"run `{path} --help` to see its options")
-    if isinstance(exc, click.MissingParameter):
-        return ArgumentError(f"{path} needs {_parameter_name(exc)}", fix=f"usage: {_usage_with(exc)}")
-    if isinstance(exc, click.BadOptionUsage) and exc.ctx is None:  # click's parser does not know the command here
-        return ArgumentError(
-            f"{exc.option_name} needs a value", fix="run the command with --help to see which values it takes"
-        )
-    message = exc.message.rstrip(".")
-    where = f"{_parameter_name(exc)}: " if isinstance(exc, click.BadParameter) else ""
-    kind = getattr(getattr(exc, "param", None), "type", None)
-    if isinstance(kind, click.IntRange | click.FloatRange):
-        low = "from" if kind.max is not None else "above" if kind.min_open else "of at least"
-        fix = f"give a number {low} {kind.min:g}"
-        fix += f" to {kind.max:g}" if kind.max is not None else ""
-        message = message.replace("a valid integer range", "a whole number").replace("a valid float range", "a number")
-    return ArgumentError(f"{where}{message[:1].lower()}{message[1:]}", fix=fix)
-
-
-def _parameter_name(exc: click.UsageError) -> str:
-    """The option's longest spelling, or the argument's name in capitals, as the usage shows it."""
-    param = getattr(exc, "param", None)
-    if isinstance(param, click.Option):
-        return max(param.opts, key=len)
-    return "the value" if param is None else param.metavar or str(param.name).upper()
-
-
-def _usage_with(exc: click.MissingParameter) -> str:
-    """How the command is typed, with the option that is missing."""
-    if exc.ctx is None:
-        return "--help"
-    usage = exc.ctx.command.get_usage(exc.ctx).removeprefix("Usage: ")
-    if not isinstance(exc.param, click.Option):
-        return usage
-    return usage.replace("[OPTIONS]", f"{_parameter_name(exc)} {exc.param.make_metavar(exc.ctx)} [OPTIONS]")
 
 
 # -- terminals that have ASCII only (LC_ALL=C): "84 +-51 us", not "84 ? 51 ?s" ----------------------------------------

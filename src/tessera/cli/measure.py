@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError
-from .main import print_error
+from .failures import print_error, report_failure
 from .options import FILE, check_writable, sensor_option
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def command(
     amounts = {"step": steps, "sample": samples, "token": tokens}
     work_done = list(works(amounts, work, unit, "e.g. --work 5000 --unit image").values())
     if trace:
-        check_writable(trace, "--trace")
+        check_writable(trace)
     if runs is None and (warmup or show_output):
         raise ArgumentError("--warmup and --show-output need --runs", fix="e.g. --runs 10 --warmup 2")
     if runs is not None and trace:
@@ -103,16 +103,15 @@ def command(
             )
         run = measure_command(command, monitor, work=work_done, quiet=as_json)
     except CommandNotRun as exc:
-        print_error(exc)
-        return exc.exit_code
+        return report_failure(exc, exc.exit_code, as_json=as_json)
     finally:
         monitor.stop()
     _print_report(run, trace, as_json)
     if trace:
         try:
             run.trace.to_csv(trace)
-        except OSError as exc:  # the disk filled up meanwhile: the report above stands
-            print_error(f"cannot write the power samples to {trace}: {exc.strerror}")
+        except ArgumentError as exc:  # the disk filled up meanwhile: the report stands
+            print_error(exc)
     return run.returncode
 
 

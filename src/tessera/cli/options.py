@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import ArgumentError, TesseraError, UnitError, did_you_mean
+from ..output import cannot_write, replace_when_written
+from .failures import print_error
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 SUGGESTED = 5
@@ -171,25 +172,23 @@ def _neighbours(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(p for p in folder.iterdir() if not suffixes or (p.is_file() and p.suffix in suffixes))
 
 
-def check_writable(path: Path, option: str = "", *, parents: bool = False) -> None:
+def check_writable(path: Path) -> None:
     """Fail before the work rather than after it. Leaves no empty file."""
     try:
-        if parents:
-            path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()
-        path.open("ab").close()
+        path.open("ab" if existed else "xb").close()
         if not existed:
             path.unlink()
     except OSError as exc:
-        target = f"give {option} a path" if option else "give a path"
-        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix=f"{target} you can write to") from exc
+        raise cannot_write(path, exc) from exc
 
 
 def save_page(page: Path, text: str) -> bool:
     """Write a page; print why and return False where that fails: the screen is still worth having."""
     try:
-        page.write_text(text, encoding="utf-8")
-    except OSError as exc:
-        print(f"error: cannot write the page to {page}: {exc.strerror}", file=sys.stderr)
+        with replace_when_written(page) as part:
+            part.write_text(text, encoding="utf-8")
+    except ArgumentError as exc:
+        print_error(exc)
         return False
     return True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
+from ..output import remove_controls, replace_when_written
 from .options import FILE, check_writable, choice_option, complete_devices, json_option
 
 if TYPE_CHECKING:
@@ -125,10 +126,10 @@ def command(
     for device in devices:
         lookup(device)  # fail on a wrong name before torch is imported
     if html:
-        check_writable(html, "--html")
+        check_writable(html)
     loaded = load_model(model, InputShape(input=shape, seq=seq), training=mode == "train")
     if loaded.note:
-        print(f"note: {loaded.note}", file=sys.stderr)
+        print(remove_controls(f"note: {loaded.note}"), file=sys.stderr)
     options = {"mode": mode, "launch": launch, "optimizer": optimizer, "burst": burst}
     if len(devices) * len(precisions or (1,)) * len(batches or (1,)) == 1:
         one = {"on": devices[0], "precision": (precisions or (None,))[0], "batch": (batches or (None,))[0]}
@@ -240,8 +241,6 @@ def _typed_command(**changes: Any) -> str:
 
 
 def _write_page(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ArgumentError(f"cannot write {path}", why=str(exc.strerror), fix="give --html another path") from exc
+    with replace_when_written(path) as part:
+        part.write_text(text, encoding="utf-8")
     print(f"wrote {path}", file=sys.stderr)

@@ -12,7 +12,8 @@ import click
 
 from .. import __version__
 from ..errors import ArgumentError, TesseraError
-from .main import print_error, run_command
+from .failures import print_error
+from .main import run_command
 from .options import FILE, check_writable, duration_option, sensor_option
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 @duration_option("--timeout", "How long to wait for the trace.", default="30s")
 @sensor_option
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-@click.option("--debug", is_flag=True, help="Show a traceback when something goes wrong.")
 def command(
     pid: int,
     sample_ms: float,
@@ -67,7 +67,6 @@ def command(
     timeout_s: float,
     sensors: tuple[str, ...],
     as_json: bool,
-    debug: bool,
 ) -> int:
     """Show power, clocks, activity and memory of a running process; record a Kineto trace of a PyTorch process.
 
@@ -119,10 +118,12 @@ def _show_progress(as_json: bool) -> Iterator[Callable[[str], None]]:
     if as_json or not sys.stderr.isatty():
         yield lambda _text: None
         return
+    from rich.text import Text
+
     from ..report.console import Console
 
     with Console(stderr=True).status("sampling") as status:
-        yield status.update
+        yield lambda text: status.update(Text(text))  # a str would be markup
 
 
 def _write_files(attached: Attached, files: dict[str, Path]) -> None:

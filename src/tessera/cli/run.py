@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError, TesseraError
-from .main import print_error
+from .failures import report_failure
 from .options import FILE, check_writable, choice_option
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def command(
         raise ArgumentError(f"there is no script {target!r}", fix="give a Python file, or -m and the name of a module")
     for path in (out, html):
         if path is not None:
-            check_writable(path, parents=True)
+            check_writable(path)
     chosen = next(m for m in MODES if m == mode)
     plan = LaunchPlan(
         target=target,
@@ -173,8 +173,7 @@ def _run_and_report(
             _add_counters(plan)
         _report(read[0] if read else _read_run(plan, stack), code, html, as_json)
     except TesseraError as exc:
-        print_error(exc)
-        return code or 1
+        return report_failure(exc, code or 1, as_json=as_json)
     return code
 
 

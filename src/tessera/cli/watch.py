@@ -19,6 +19,7 @@ import click
 
 from ..errors import ArgumentError
 from ..monitor.snapshot import PowerWatch, Snapshot
+from ..output import remove_controls
 from ..report import watch as report
 from ..sensors.discover import discover
 from ..units import parse_duration
@@ -73,7 +74,7 @@ def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bo
             _print(watch.take_snapshot(), as_json)
         elif live:
             _show_screen(watch, _wait_intervals(quit_, interval_s, until_s))
-            print(report.summary(watch.take_snapshot()))
+            print(remove_controls(report.summary(watch.take_snapshot())))
         else:
             for _ in _wait_intervals(quit_, interval_s, until_s):
                 _print(watch.take_snapshot(), as_json)
@@ -101,7 +102,7 @@ def _print(snapshot: Snapshot, as_json: bool) -> None:
         console.print(report.screen(snapshot, width=console.width, keys=False))
     else:
         for line in report.plain_lines(snapshot):
-            print(line, flush=True)
+            print(remove_controls(line), flush=True)
 
 
 def _show_screen(watch: PowerWatch, intervals: Iterator[None]) -> None:
