@@ -106,12 +106,13 @@ def command(
         return report_failure(exc, exc.exit_code, as_json=as_json)
     finally:
         monitor.stop()
-    _print_report(run, trace, as_json)
     if trace:
         try:
             run.trace.to_csv(trace)
-        except ArgumentError as exc:  # the disk filled up meanwhile: the report stands
+        except ArgumentError as exc:  # the disk filled up meanwhile: the report is still worth having
             print_error(exc)
+            trace = None
+    _print_report(run, trace, as_json)
     return run.returncode
 
 

@@ -133,8 +133,8 @@ def _write_files(attached: Attached, files: dict[str, Path]) -> None:
             try:
                 write(files[what])
             except (OSError, TesseraError) as exc:
-                path = files.pop(what)
-                print_error(f"cannot write {path}: {exc}")
+                del files[what]
+                print_error(exc)
 
 
 def _print_answer(attached: Attached, files: dict[str, Path], as_json: bool) -> None:
