@@ -12,7 +12,7 @@ import pytest
 
 from tessera.errors import ScheduleError
 from tessera.runtime.controller import PaceCommand
-from tessera.runtime.node_bucket import STALE_NS, NodeBucket, NodeMember, NodeView, domain_key, job_key
+from tessera.runtime.node_bucket import STALE_NS, NodeBucket, NodeMember, NodeView, job_key
 
 from places import TESTS
 
@@ -114,7 +114,7 @@ def test_ranks_of_one_job_wait_together(tmp_path):
 # -- the file ---------------------------------------------------------------------------------------------------
 
 
-def member(cap_w=900.0, *, ratio=0.0, job=0, power_w=None):
+def member(cap_w=900.0, *, ratio=0.0, job="", power_w=None):
     return NodeMember(os.getpid(), cap_w, 0.2, ratio, job, power_w or {})
 
 
@@ -124,7 +124,7 @@ def test_the_first_to_look_leads_and_its_command_is_everybodys(tmp_path):
     view = bucket.look(member(), now)
     assert view is not None and view.leads
     assert view.cap is not None and view.cap.power_w == 900.0
-    bucket.set_command(PaceCommand(1.5, 0.002), 880.0, now)
+    bucket.set_command(PaceCommand(1.5, 0.002), now)
     again = bucket.look(member(), now + 1)
     assert again is not None and again.command == PaceCommand(1.5, 0.002)
     bucket.close()
@@ -138,8 +138,9 @@ from tessera.runtime.node_bucket import NodeMember, NodeBucket
 import os, fcntl
 bucket = NodeBucket(Path(sys.argv[1]))
 while True:
-    bucket.look(NodeMember(os.getpid(), 700.0, 0.1, 0.0, 0, {5: (300.0, time.monotonic_ns())}), time.monotonic_ns())
-    bucket.set_command(PaceCommand(2.5, 0.003), 300.0, time.monotonic_ns())
+    now = time.monotonic_ns()
+    bucket.look(NodeMember(os.getpid(), 700.0, 0.1, 0.0, "", {"gpu5": (300.0, now)}), now)
+    bucket.set_command(PaceCommand(2.5, 0.003), time.monotonic_ns())
     if sys.argv[2] == "locked":
         fcntl.flock(bucket._fd, fcntl.LOCK_EX)
         print("locked", flush=True)
@@ -218,7 +219,7 @@ def test_a_file_of_before_a_reboot_is_begun_anew(tmp_path):
     bucket = NodeBucket(tmp_path / "b")
     now = time.monotonic_ns()
     bucket.look(member(), now + 10**15)  # the clock of a machine that had run for long
-    bucket.set_command(PaceCommand(9.0, 0.001), 0.0, now + 10**15)
+    bucket.set_command(PaceCommand(9.0, 0.001), now + 10**15)
     view = bucket.look(member(), now)
     assert view is not None and view.leads and view.command.ratio == 0.0
 
@@ -229,6 +230,28 @@ def test_garbage_in_the_file_is_begun_anew(tmp_path):
     path.chmod(0o600)
     view = NodeBucket(path).look(member(), time.monotonic_ns())
     assert view is not None and view.leads and len(view.members) == 1
+
+
+CUT = """
+import os, sys, time
+from pathlib import Path
+from tessera.runtime.node_bucket import NodeBucket, NodeMember
+path, what = Path(sys.argv[1]), sys.argv[2]
+bucket = NodeBucket(path)
+me = NodeMember(os.getpid(), 700.0, 0.1, 0.0, "", {})
+bucket.look(me, time.monotonic_ns())
+path.unlink() if what == "removed" else os.truncate(path, 0 if what == "emptied" else 10)
+view = bucket.look(me, time.monotonic_ns())
+assert view.leads and [m.pid for m in view.members] == [os.getpid()] and path.exists(), view
+bucket.close()
+"""
+
+
+@pytest.mark.parametrize("what", ["emptied", "truncated", "removed"])
+def test_a_file_cut_while_it_is_in_use_is_begun_anew(tmp_path, what):
+    """In a process of its own: a mapped file that is cut ends it with SIGBUS."""
+    done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path / "b"), what], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_file_others_may_write_or_a_link_is_refused(tmp_path):
@@ -256,10 +279,10 @@ def test_leaving_gives_the_slot_and_the_lead_back(tmp_path, holder):
 
 def test_a_domain_seen_by_two_counts_once_and_a_stale_one_not_at_all():
     now = 10**12
-    key = domain_key("gpu0")
+    key = "gpu0"
     members = (
-        NodeMember(1, 900.0, 0.2, 0.0, 0, {key: (300.0, now - 50), domain_key("gpu1"): (200.0, now - 10)}),
-        NodeMember(2, 800.0, 0.1, 0.0, 0, {key: (310.0, now - 20), domain_key("gpu2"): (999.0, now - 2 * STALE_NS)}),
+        NodeMember(1, 900.0, 0.2, 0.0, "", {key: (300.0, now - 50), "gpu1": (200.0, now - 10)}),
+        NodeMember(2, 800.0, 0.1, 0.0, "", {key: (310.0, now - 20), "gpu2": (999.0, now - 2 * STALE_NS)}),
     )
     view = NodeView(True, members, PaceCommand(), 0.0)
     assert view.power_w(now) == 510.0
@@ -271,6 +294,6 @@ def test_a_domain_seen_by_two_counts_once_and_a_stale_one_not_at_all():
 
 def test_ranks_know_their_job_by_the_launchers_variables():
     rank = {"WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": "3"}
-    assert job_key(rank) == job_key({**rank, "RANK": "5"}) != 0
+    assert job_key(rank) == job_key({**rank, "RANK": "5"}) != ""
     assert job_key(rank) != job_key({**rank, "MASTER_PORT": "29501"})
-    assert job_key({"WORLD_SIZE": "1"}) == job_key({}) == 0
+    assert job_key({"WORLD_SIZE": "1"}) == job_key({}) == ""

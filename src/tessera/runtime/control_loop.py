@@ -258,7 +258,7 @@ class ControlLoop:
         # our own reading, with the power of everybody's domains
         reading = None if reading is None or power_w is None else replace(reading, power_w=power_w)
         zone.steer(sampler, reading, now, cap=view.cap)
-        node.set_command(zone.command, power_w or 0.0, now)
+        node.set_command(zone.command, now)
 
     def _command(self, now: int) -> None:
         """Give each pacer the strictest command of its zones, or the job's if that is stricter still."""

@@ -1,41 +1,35 @@
-"""One bucket for all processes of a node: a small mapped file; the kernel releases its lock when a process dies.
+"""One bucket for all processes of a node: a small file under a lock that the kernel releases when a process dies.
 
-Every process that holds a `node:` cap, or belongs to a job of several ranks, has a slot. It publishes the power of the
-domains it can see and the ratio it would use by itself. One process leads: it adds up the newest power of every
+Every process that holds a `node:` cap, or belongs to a job of several ranks, has an entry. It publishes the power of
+the domains it can see and the ratio it would use by itself. One process leads: it adds up the newest power of every
 domain, and its controller sets one ratio for all, so each process is slowed down by the same share of its own demand,
 and ranks of one job wait together. If the leader dies, its beat stops, and the next process that looks takes over from
 the same ratio.
 
 Ranks of one job (same MASTER_ADDR, port and run) on a node use the highest ratio that any of them asks for, with any
 cap: the others would only spin in the next collective. Nothing is exchanged between nodes.
+
+The file is read and written whole, and not mapped: a mapped file that somebody truncates ends the process (SIGBUS).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import stat
-import struct
 import time
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from ..actuators.guard import process_start
 from ..actuators.journal import runtime_folder
 from ..errors import ScheduleError
 from .controller import Cap, PaceCommand
 
-_HEAD = struct.Struct("<8sqqqddd")  # magic, leader's pid and start, beat, ratio, slice, power
-_SLOT = struct.Struct("<qqqdddqq")  # pid, start, beat, cap, window, own ratio, job, domains
-_POWER = struct.Struct("<qdq")  # domain, watts, time
-_MAGIC = b"tsbuckt1"  # the last character is the layout
-SLOTS, DOMAINS = 128, 24
-_SLOT_BYTES = _SLOT.size + DOMAINS * _POWER.size
-_BYTES = 64 + SLOTS * _SLOT_BYTES
 # A process without a beat for this long is stopped or dying: it neither leads nor counts. Beats come every 20 ms while
 # work runs and at least ten times a second.
 SILENT_NS = 400_000_000
@@ -45,14 +39,26 @@ _LOCK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class NodeMember:
-    """What one process publishes."""
+    """What one process publishes. `started` tells it from a later process with the same PID."""
 
     pid: int
     cap_w: float
     window_s: float
     ratio: float
-    job: int
-    power_w: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # domain -> watts, time
+    job: str
+    power_w: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # domain -> watts, time
+    started: int = 0
+    beat_ns: int = 0
+
+
+@dataclass(slots=True)
+class _BucketFile:
+    """What is in the file."""
+
+    leader: tuple[int, int] = (0, 0)  # PID and start
+    beat_ns: int = 0
+    command: PaceCommand = field(default_factory=PaceCommand)
+    members: dict[int, NodeMember] = field(default_factory=dict)  # by PID
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,13 @@ class NodeView:
         caps = [m for m in self.members if m.cap_w > 0]
         return Cap(min(m.cap_w for m in caps), min(m.window_s for m in caps)) if caps else None
 
-    def power_w(self, now_ns: int, own: Mapping[int, tuple[float, int]] | None = None) -> float | None:
+    def power_w(self, now_ns: int, own: Mapping[str, tuple[float, int]] | None = None) -> float | None:
         """The sum of every domain's power; None where nothing is fresh.
 
         Our own domains (`own`) count as we read them, so that each of our spans is paid for once; domains that only
         others see count as those last read them.
         """
-        newest: dict[int, tuple[float, int]] = {}
+        newest: dict[str, tuple[float, int]] = {}
         for member in self.members:
             for domain, (power_w, time_ns) in member.power_w.items():
                 if now_ns - time_ns < STALE_NS and time_ns > newest.get(domain, (0.0, 0))[1]:
@@ -85,146 +91,100 @@ class NodeView:
         return sum(p for p, _ in newest.values()) if newest else None
 
 
-def domain_key(name: str) -> int:
-    """A domain's number in the file; board indices are the node's, whatever a process can see."""
-    return zlib.crc32(name.encode())
-
-
-def job_key(environ: Mapping[str, str] | None = None) -> int:
-    """The job of this rank, from the variables of torch's launchers; 0 where it is alone."""
+def job_key(environ: Mapping[str, str] | None = None) -> str:
+    """The job of this rank, from the variables of torch's launchers; empty where it is alone."""
     env = os.environ if environ is None else environ
     if int(env.get("WORLD_SIZE") or "1") < 2:
-        return 0
-    return zlib.crc32("/".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")).encode())
+        return ""
+    return "/".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
 
 
 class NodeBucket:
-    """This process's slot in the node's file. All processes must use the same clock."""
+    """This process's entry in the node's file. All processes must use the same clock."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or runtime_folder() / "node.bucket"
         self._fd = _open(self.path)
-        try:
-            self._map = mmap.mmap(self._fd, _BYTES)
-        except (OSError, ValueError) as exc:
-            os.close(self._fd)
-            raise ScheduleError(f"the node's bucket cannot be mapped: {self.path}", why=str(exc)) from exc
         self._me = (os.getpid(), process_start(os.getpid()) or 0)
-        self._slot: int | None = None
 
     def look(self, member: NodeMember, now_ns: int) -> NodeView | None:
         """Publish, and see the others; None when the file was busy (a process was stopped while it held the lock)."""
-        with self._lock() as locked:
-            if not locked:
+        with self._change(now_ns) as file:
+            if file is None:
                 return None
-            self._begin(now_ns)
-            self._write(member, now_ns)
-            members = tuple(self._live_members(now_ns))
-            head = _HEAD.unpack_from(self._map, 0)
-            leads = self._lead(head, now_ns)
+            file.members[self._me[0]] = replace(member, started=self._me[1], beat_ns=now_ns)
+            file.members = {p: m for p, m in file.members.items() if self._is_alive(p, m.started)}
+            members = tuple(m for m in file.members.values() if abs(now_ns - m.beat_ns) <= SILENT_NS)
+            silent = abs(now_ns - file.beat_ns) >= SILENT_NS
+            if file.leader != self._me and (silent or not self._is_alive(*file.leader)):
+                file.leader, file.beat_ns = self._me, now_ns
             job = [m.ratio for m in members if member.job and m.job == member.job]
-            return NodeView(leads, members, PaceCommand(head[4], max(head[5], 1e-6)), max(job, default=0.0))
+            return NodeView(file.leader == self._me, members, file.command, max(job, default=0.0))
 
-    def set_command(self, command: PaceCommand, power_w: float, now_ns: int) -> None:
+    def set_command(self, command: PaceCommand, now_ns: int) -> None:
         """As the leader: set what all processes do from now on."""
-        with self._lock() as locked:
-            if locked and _HEAD.unpack_from(self._map, 0)[1:3] == self._me:
-                self._put_head(now_ns, command, power_w)
+        with self._change(now_ns) as file:
+            if file is not None and file.leader == self._me:
+                file.command, file.beat_ns = command, now_ns
 
     def leave(self) -> None:
-        """Free the slot."""
-        with self._lock() as locked:
-            if locked and self._slot is not None:
-                self._map[self._at(self._slot) : self._at(self._slot) + _SLOT_BYTES] = bytes(_SLOT_BYTES)
-                self._slot = None
-                head = _HEAD.unpack_from(self._map, 0)
-                if head[1:3] == self._me:
-                    _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, *head[4:])
+        """Remove our entry, and give up the lead."""
+        with self._change() as file:
+            if file is not None:
+                file.members.pop(self._me[0], None)
+                file.leader = (0, 0) if file.leader == self._me else file.leader
 
     def close(self) -> None:
-        """Leave and unmap."""
+        """Leave and close."""
         self.leave()
-        self._map.close()
         os.close(self._fd)
 
+    def _is_alive(self, pid: int, started: int) -> bool:
+        return (pid, started) == self._me or process_start(pid) == started
+
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[bool]:
-        """flock, which the kernel releases however the holder ends. Waits no longer than a tick."""
-        give_up = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    yield False
-                    return
-                time.sleep(0.0005)
+    def _change(self, now_ns: int | None = None) -> Iterator[_BucketFile | None]:
+        """The file's content, written back after the body. Waits no longer than a tick for the lock, then gives None.
+
+        A file that is new, damaged, or from before a reboot (its clock is ahead of ours) begins empty.
+        """
+        if not self._lock():
+            yield None
+            return
         try:
-            yield True
+            try:
+                file = msgspec.msgpack.decode(os.pread(self._fd, 1 << 20, 0), type=_BucketFile)
+            except (msgspec.DecodeError, ValueError):
+                file = _BucketFile()
+            if now_ns is not None and file.beat_ns > now_ns + STALE_NS:
+                file = _BucketFile()
+            yield file
+            text = msgspec.msgpack.encode(file)
+            os.pwrite(self._fd, text, 0)
+            os.ftruncate(self._fd, len(text))
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    # -- the rest runs with the lock held -------------------------------------------------------------------
-
-    def _begin(self, now_ns: int) -> None:
-        """Clear a file that is new, has another layout, or is from before a reboot (its clock is ahead of ours)."""
-        head = _HEAD.unpack_from(self._map, 0)
-        if head[0] != _MAGIC or head[3] > now_ns + STALE_NS:
-            self._map[:] = bytes(_BYTES)
-            _HEAD.pack_into(self._map, 0, _MAGIC, 0, 0, 0, 0.0, PaceCommand().slice_s, 0.0)
-
-    def _at(self, slot: int) -> int:
-        return 64 + slot * _SLOT_BYTES
-
-    def _write(self, member: NodeMember, now_ns: int) -> None:
-        if self._slot is None or _SLOT.unpack_from(self._map, self._at(self._slot))[:2] != self._me:
-            self._slot = self._free_slot()
-        at = self._at(self._slot)
-        powers = list(member.power_w.items())[:DOMAINS]
-        _SLOT.pack_into(
-            self._map, at, *self._me, now_ns, member.cap_w, member.window_s, member.ratio, member.job, len(powers)
-        )
-        for i, (domain, (power_w, time_ns)) in enumerate(powers):
-            _POWER.pack_into(self._map, at + _SLOT.size + i * _POWER.size, domain, power_w, time_ns)
-
-    def _free_slot(self) -> int:
-        for slot in range(SLOTS):
-            pid, started = _SLOT.unpack_from(self._map, self._at(slot))[:2]
-            if (pid, started) == self._me or pid == 0 or process_start(pid) != started:
-                return slot
-        raise ScheduleError(
-            f"the node's bucket is full: {SLOTS} processes hold a cap", fix="one process per GPU is the usual number"
-        )
-
-    def _live_members(self, now_ns: int) -> Iterator[NodeMember]:
-        for slot in range(SLOTS):
-            at = self._at(slot)
-            pid, started, beat, cap_w, window_s, ratio, job, count = _SLOT.unpack_from(self._map, at)
-            if pid == 0 or abs(now_ns - beat) > SILENT_NS:
+    def _lock(self) -> bool:
+        """flock, which the kernel releases however the holder ends; of a new file, where ours was removed."""
+        give_up = time.monotonic() + _LOCK_S
+        while time.monotonic() <= give_up:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(self._fd), self.path.stat()):
+                    return True
+            except BlockingIOError:
+                time.sleep(0.0005)
                 continue
-            if (pid, started) != self._me and process_start(pid) != started:
-                _SLOT.pack_into(self._map, at, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
-                continue
-            powers = (_POWER.unpack_from(self._map, at + _SLOT.size + i * _POWER.size) for i in range(count))
-            yield NodeMember(pid, cap_w, window_s, ratio, job, {d: (w, t) for d, w, t in powers})
-
-    def _lead(self, head: tuple[bytes, int, int, int, float, float, float], now_ns: int) -> bool:
-        """Whether we lead: already, or because the leader is silent or dead."""
-        pid, started, beat = head[1:4]
-        if (pid, started) == self._me:
-            return True
-        if pid and abs(now_ns - beat) < SILENT_NS and process_start(pid) == started:
-            return False
-        self._put_head(now_ns, PaceCommand(head[4], head[5]), head[6])
-        return True
-
-    def _put_head(self, now_ns: int, command: PaceCommand, power_w: float) -> None:
-        _HEAD.pack_into(self._map, 0, _MAGIC, *self._me, now_ns, command.ratio, command.slice_s, power_w)
+            except FileNotFoundError:
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd, self._fd = self._fd, _open(self.path)
+            os.close(fd)
+        return False
 
 
 def _open(path: Path) -> int:
-    """Open or create the file: only ours, not a link, long enough."""
+    """Open or create the file: only ours, not a link."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
@@ -237,6 +197,4 @@ def _open(path: Path) -> int:
             why="a user who can write there could stop our work",
             fix=f"rm {path}",
         )
-    if status.st_size < _BYTES:
-        os.ftruncate(fd, _BYTES)
     return fd

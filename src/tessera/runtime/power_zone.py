@@ -24,7 +24,6 @@ from ..monitor.sampler import Sampler
 from ..units import format_power
 from .cap_report import MeanPower
 from .controller import FIRST_BURST, MIN_DUTY, STUCK_DUTY, Cap, Controller, PaceCommand
-from .node_bucket import domain_key
 from .pacer import PaceCounts, Pacer
 
 # Without a reading for this long while work runs, the duty follows what is known of the load.
@@ -53,7 +52,7 @@ class PowerZone:
     observed_ns: int = 0
     blind: bool = False
     running: bool = False  # whether a call is under way
-    latest: dict[int, tuple[float, int]] = field(default_factory=dict)
+    latest: dict[str, tuple[float, int]] = field(default_factory=dict)
     tally: TokenTally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
     _points: int = -1  # points that had ended at the last reading
@@ -89,7 +88,7 @@ class PowerZone:
         if any(b.covered_s <= a.covered_s for a, b in marks):
             return None  # a gap: nothing is known of this span
         powers = [(b.joules - a.joules) / (b.covered_s - a.covered_s) for a, b in marks]
-        self.latest = {domain_key(s.domain.name): (p, end_ns) for s, p in zip(series, powers, strict=True)}
+        self.latest = {s.domain.name: (p, end_ns) for s, p in zip(series, powers, strict=True)}
         return MeanPower(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
 
     def steer(self, sampler: Sampler, reading: MeanPower | None, now_ns: int, *, cap: Cap | None = None) -> PaceCommand:
