@@ -1,6 +1,7 @@
 """Random schedules against the fake NVML with faults injected: every GPU is as it was, every time, or it fails.
 
 python benchmarks/measure/actuator_faults.py [TRIALS] [--seed N] [--only SEED]     (1,000 by default: 90 s of CPU, minutes of waiting)
+python benchmarks/measure/actuator_faults.py --moments 200     random moments of one process, with its watcher, instead
 
 A trial has one to three GPUs whose limits somebody set before, and one to four schedules at once, each a process with
 one or two threads that hold caps and clocks, nested and on several GPUs. The driver refuses, fails half-way, or fails
@@ -8,17 +9,23 @@ and applies the change all the same. Schedules return, raise, exit, are signalle
 or are killed. Then, where one was killed or the driver kept failing, the watcher, the next schedule or `tessera doctor
 --restore` comes. Checked: while a cap is held the limit is at most that cap; at the end limits and clocks are as they
 were and no journal is left; where nothing was killed and the driver answered again, without any help.
+
+A moment is a trial with one schedule, no faults and a watcher: at a random time it is killed or signalled, in two of
+three trials after its journal or the whole runtime folder was removed. Nothing but the watcher helps.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +83,7 @@ class Trial:
     schedules: tuple[Schedule, ...]
     help: str
     foreign: bool = False
+    removed: str = ""  # "journal" or "folder", before the signal
 
 
 @dataclass
@@ -103,6 +111,22 @@ def draw(seed: int) -> Trial:
         schedules=tuple(_schedule(chance, gpus, foreign) for _ in range(count)),
         help=chance.choices(("heal", "next", "watcher", "doctor"), (12, 6, 1, 1))[0],
         foreign=foreign,
+    )
+
+
+def draw_moment(seed: int) -> Trial:
+    chance = random.Random(f"moment {seed}")
+    gpus = chance.choice((1, 2))
+    way = chance.choice(("kill", "kill", "term", "hup"))
+    return Trial(
+        seed=seed,
+        limits_w=tuple(chance.choice(LIMITS_W) for _ in range(gpus)),
+        faults={},
+        lasting=False,
+        cost_us=chance.choice((0, 500, 2000)),
+        schedules=(dataclasses.replace(_schedule(chance, gpus, False), way=way, rounds=10_000),),
+        help="only the watcher",
+        removed=chance.choice(("", "journal", "folder")),
     )
 
 
@@ -285,7 +309,7 @@ def run(trial: Trial) -> Ran:
         folder = Path(name)
         env = fake_env(Scenario()) | {
             "TESSERA_RUNTIME_DIR": str(folder / "run"),
-            "TESSERA_WATCHER": "1" if by == "watcher" else "0",
+            "TESSERA_WATCHER": "1" if "watcher" in by else "0",
             "FAKE_NVML_SCENARIO": scenario(trial, folder, faults=False),
             LOG: str(folder / "log"),
         }
@@ -319,9 +343,18 @@ def _run_schedules(trial: Trial, env: dict[str, str], ran: Ran) -> None:
         if schedule.way in SIGNALLED:
             os.read(ready, 1)  # it holds, was refused, or has ended
             time.sleep(chance.random() * 0.006)
+            _remove(trial.removed, Path(env["TESSERA_RUNTIME_DIR"]))
+            time.sleep(chance.choice((0, 0, 0.002)) * chance.random())
             os.kill(pid, _signal(schedule.way))
     for schedule, pid, ready in children:
         _wait(pid, ready, ran, schedule.way, schedule)
+
+
+def _remove(what: str, folder: Path) -> None:
+    if what == "folder":
+        shutil.rmtree(folder, ignore_errors=True)
+    for journal in folder.glob("*.json") if what == "journal" else ():
+        journal.unlink(missing_ok=True)
 
 
 def _wait(pid: int, ready: int, ran: Ran, what: str, schedule: Schedule | None = None) -> None:
@@ -344,11 +377,11 @@ def _wait(pid: int, ready: int, ran: Ran, what: str, schedule: Schedule | None =
 
 
 def _help(by: str, env: dict[str, str], ran: Ran, restored: Callable[[], bool]) -> None:
-    if by == "watcher":
-        deadline = time.monotonic() + 10
+    if "watcher" in by:
+        deadline = time.monotonic() + (10 if by == "watcher" else 60)
         while not restored() and time.monotonic() < deadline:
             time.sleep(0.02)
-        if not restored():  # a lasting fault was in its way, too
+        if by == "watcher" and not restored():  # a lasting fault was in its way, too
             by = "heal"
     if by == "heal":
         _wait(*fork(lambda _: _heal(), env), ran, "heal")
@@ -395,17 +428,18 @@ def _judge(trial: Trial, folder: Path, start: list[tuple[int, int, int]], ran: R
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    options = {arguments[i]: int(arguments[i + 1]) for i in range(len(arguments) - 1) if arguments[i].startswith("--")}
-    trials = int(arguments[0]) if arguments and not arguments[0].startswith("--") else 1000
-    seeds = (
-        [options["--only"]]
-        if "--only" in options
-        else range(options.get("--seed", 0), options.get("--seed", 0) + trials)
-    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trials", nargs="?", type=int, default=1000)
+    parser.add_argument("--moments", type=int, help="random moments of one process instead of whole worlds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    asked = parser.parse_args()
+    make, count = (draw_moment, asked.moments) if asked.moments else (draw, asked.trials)
+    seeds = range(asked.seed, asked.seed + count) if asked.only is None else [asked.only]
     build_fake()
     began = time.monotonic()
-    found = [run(draw(seed)) for seed in seeds]
+    trials = [make(seed) for seed in seeds]
+    found = [run(trial) for trial in trials]
     bad = [ran for ran in found if ran.problems]
     result = {
         "trials": len(found),
@@ -413,13 +447,18 @@ def main() -> None:
         "restored": len(found) - len(bad),
         "restored_by": dict(collections.Counter(r.by for r in found)),
         "ways_out": dict(collections.Counter(w for r in found for w in r.ways)),
-        "with_faults": sum(bool(draw(r.seed).faults) for r in found),
+        "removed": dict(collections.Counter(t.removed or "nothing" for t in trials)),
+        "with_faults": sum(bool(t.faults) for t in trials),
         "seconds": round(time.monotonic() - began, 1),
     }
-    for ran in bad:
-        print(f"seed {ran.seed} ({', '.join(ran.ways)}; {draw(ran.seed).faults}): {'; '.join(ran.problems)}")
-    if len(found) >= 1000:
-        write_result(BENCHMARKS / "results" / "actuator_faults.json", result)
+    for ran, trial in zip(found, trials, strict=True):
+        if ran.problems:
+            what = f"{', '.join(ran.ways)}; {trial.faults or trial.removed}"
+            print(f"seed {ran.seed} ({what}): {'; '.join(ran.problems)}")
+    if len(found) >= 1000 or (asked.moments or 0) >= 200:
+        name = "actuator_moments.json" if asked.moments else "actuator_faults.json"
+        write_result(BENCHMARKS / "results" / name, result)
+    print(f"limits and clocks restored {result['restored']} of {result['trials']}")
     print(json.dumps(result))
     sys.exit(bool(bad))
 

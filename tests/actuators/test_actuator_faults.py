@@ -17,11 +17,13 @@ from places import REPOSITORY
 SCRIPT = REPOSITORY / "benchmarks" / "measure" / "actuator_faults.py"
 
 
-@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
-def test_every_gpu_is_as_it_was():
+pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+
+
+def run_trials(*arguments: str) -> dict:
     # A process of its own: it forks, and this one may have threads (torch's) that do not survive that.
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "60", "--seed", "5000"],
+        [sys.executable, str(SCRIPT), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -34,7 +36,19 @@ def test_every_gpu_is_as_it_was():
             os.killpg(process.pid, signal.SIGKILL)  # what it forked would go on for ever
     assert process.returncode == 0, said
     result = json.loads(said.splitlines()[-1])
-    assert result["restored"] == result["trials"] == 60
+    assert result["restored"] == result["trials"]
+    return result
+
+
+def test_every_gpu_is_as_it_was():
+    result = run_trials("60", "--seed", "5000")
+    assert result["trials"] == 60
     assert {"kill", "term", "int", "hup", "return", "raise", "sys_exit", "thread", "os_exit"} == set(result["ways_out"])
     assert result["with_faults"] > 15
     assert result["restored_by"]["itself"] > 30 and result["restored_by"]["heal"] > 0
+
+
+def test_limits_are_restored_after_a_kill_and_a_removed_folder():
+    result = run_trials("--moments", "10", "--seed", "5000")
+    assert result["restored_by"]["only the watcher"] > 2
+    assert {"kill", "term"} <= set(result["ways_out"]) and {"folder", "journal", "nothing"} == set(result["removed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pynvml as nv
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -516,6 +518,125 @@ def test_claims_are_described():
     assert claims.tightest_limits([]) == (None, None)
 
 
+# ---- the journal or its folder is removed while a limit is held
+
+
+def remove(run_dir: Path, what: str) -> None:
+    if what == "folder":
+        shutil.rmtree(run_dir)
+    elif what == "journal":
+        (run_dir / f"{UUID.format(0)}.json").unlink()
+    else:
+        (run_dir / f"{UUID.format(0)}.json").write_text("{")
+
+
+@pytest.mark.parametrize("what", ["folder", "journal", "half of it"])
+def test_a_removed_journal_is_known_to_its_holder(fake, run_dir, what):
+    set_limit(555)
+    with actuators.hold_gpus("gpu0", cap_w=300, clocks_mhz=(345, 900)) as hold:
+        remove(run_dir, what)
+        hold.change(cap_w=280)
+        remove(run_dir, what)
+        assert limit_w() == 280
+    assert (limit_w(), fake.locked_clocks(0), journals(run_dir)) == (555, None, [])
+
+
+def test_a_holder_whose_folder_was_removed_is_alive(fake, run_dir):
+    with actuators.cap_power("gpu0", cap_w=300) as hold:
+        shutil.rmtree(run_dir)
+        with actuators.cap_power("gpu0", cap_w=280):
+            pass
+        assert limit_w() == 300
+        assert not any("ended without releasing" in note for note in hold.notes)
+    assert limit_w() == 700
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_a_journal_written_anew_by_somebody_who_did_not_know_of_us(fake, run_dir, monkeypatch, first):
+    """Their "what was" is our cap; in the end the limit is what it was before both."""
+    with ExitStack() as ours, ExitStack() as theirs:
+        ours.enter_context(actuators.cap_power("gpu0", cap_w=300))
+        (run_dir / f"{UUID.format(0)}.json").unlink()
+        other = Claim(id="theirs", owner=journal.owner_name(), pid=1, cap_w=250)
+        text = Journal(
+            uuid=UUID.format(0),
+            gpu="gpu0",
+            vendor="nvidia",
+            boot=journal.boot_id(),
+            claims=(other,),
+            limit=LimitChange(was_w=300, ours_w=(250,)),
+        )
+        (run_dir / f"{UUID.format(0)}.json").write_bytes(msgspec.json.encode(text))
+        set_limit(250)
+        theirs.callback(claims.remove_claim, actuators.find_gpu("gpu0"), "theirs")
+        (ours if first == "ours" else theirs).close()
+        assert limit_w() == (250 if first == "ours" else 300)
+    assert (limit_w(), journals(run_dir)) == (700, [])
+
+
+# ---- containers: other folders, the same device
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    monkeypatch.setattr("tessera.actuators.nvml.NODE", str(tmp_path / "nvidia{}"))
+    (tmp_path / "nvidia0").touch()
+    return tmp_path / "nvidia0"
+
+
+def test_processes_with_another_folder_do_not_control_a_held_gpu(world, run_dir, node):
+    env, seen = world
+    named = f"import tessera.actuators.nvml; tessera.actuators.nvml.NODE = {str(node.parent / 'nvidia{}')!r}; "
+    elsewhere = env | {"TESSERA_RUNTIME_DIR": str(run_dir.parent / "other")}
+    child = start(env, named + "hold()")
+    try:
+        code = named + "from tessera import actuators\nwith actuators.cap_power('gpu0', cap_w=250): pass"
+        refused = subprocess.run(
+            [sys.executable, "-c", code], env=elsewhere, capture_output=True, text=True, check=False
+        )
+        assert "another process of Tessera holds it" in refused.stderr and "TESSERA_RUNTIME_DIR" in refused.stderr
+        assert seen()[0] == (300, 900)
+        shared = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert shared.returncode == 0, shared.stderr
+    finally:
+        child.send_signal(signal.SIGTERM)
+        finish(child)
+    assert subprocess.run([sys.executable, "-c", code], env=elsewhere, check=False).returncode == 0
+    assert seen() == [(700, 0)] * 2
+
+
+def test_a_node_that_others_cannot_lock_needs_a_shared_folder(fake, run_dir, node, monkeypatch):
+    monkeypatch.delenv("TESSERA_RUNTIME_DIR")
+    monkeypatch.setattr(journal, "_folder_path", lambda: run_dir)
+    with pytest.raises(ActuatorError, match="belongs to this container alone"), actuators.cap_power("gpu0", cap_w=300):
+        pytest.fail("the body must not run")
+    assert (limit_w(), journals(run_dir)) == (700, [])
+    device = node.stat().st_dev
+    mounts = node.with_name("mountinfo")
+    mounts.write_text(f"24 27 {os.major(device)}:{os.minor(device)} / /dev rw shared:1 - devtmpfs udev rw\n")
+    monkeypatch.setattr(journal, "_MOUNTS", mounts)
+    with actuators.cap_power("gpu0", cap_w=300):
+        assert journal.is_node_locked(node)
+    assert (limit_w(), journal.is_node_locked(node)) == (700, False)
+
+
+def test_doctor_reports_a_limit_that_nobody_holds(fake, run_dir, node):
+    assert actuators.check_limits() == []
+    with actuators.cap_power("gpu0", cap_w=300):
+        assert actuators.check_limits() == []
+        shutil.rmtree(run_dir)
+        monitored = journal._state.kept
+        journal._state.kept = {}  # as another process sees it
+        (held,) = actuators.check_limits()
+        assert held.ok and "a process of Tessera holds it" in held.detail
+        journal._state.kept = monitored
+    set_limit(300)
+    (left,) = actuators.check_limits()
+    assert (left.name, left.ok) == ("gpu0 power limit", False)
+    assert "300 W, and the default is 700 W: no process of Tessera holds it" in left.detail
+    assert left.fix.endswith(f"sudo nvidia-smi -i {UUID.format(0)} -pl 700")
+
+
 # ---- signals in this process
 
 
@@ -634,16 +755,19 @@ def test_a_hold_of_another_thread_ends_with_the_program(world):
 
 
 @pytest.mark.parametrize(
-    ("code", "signum"),
+    ("code", "signum", "removed"),
     [
-        ("hold()", signal.SIGKILL),
-        ("threading.Thread(target=hold, daemon=True).start(); time.sleep(60)", signal.SIGTERM),
+        ("hold()", signal.SIGKILL, False),
+        ("hold()", signal.SIGKILL, True),
+        ("threading.Thread(target=hold, daemon=True).start(); time.sleep(60)", signal.SIGTERM, False),
     ],
-    ids=["kill -9", "SIGTERM, held on a thread where no handler can be set"],
+    ids=["kill -9", "kill -9, the folder removed", "SIGTERM, held on a thread where no handler can be set"],
 )
-def test_the_watcher_restores(world, run_dir, code, signum):
+def test_the_watcher_restores(world, run_dir, code, signum, removed):
     env, seen = world
     child = start(env | {"TESSERA_WATCHER": "1"}, code)
+    if removed:
+        shutil.rmtree(run_dir)
     child.send_signal(signum)
     assert finish(child) == -signum
     deadline = time.monotonic() + 10

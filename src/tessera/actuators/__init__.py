@@ -16,7 +16,7 @@ from __future__ import annotations
 from .actuator import Actuator, PowerLimit, find_gpu, list_gpus
 from .hold import GpuHold, cap_power, hold_gpus, lock_clocks
 from .journal import Journal
-from .restore import OutstandingChange, list_outstanding, restore_outstanding
+from .restore import OutstandingChange, check_limits, list_outstanding, restore_outstanding
 
 __all__ = [
     "Actuator",
@@ -25,6 +25,7 @@ __all__ = [
     "OutstandingChange",
     "PowerLimit",
     "cap_power",
+    "check_limits",
     "find_gpu",
     "hold_gpus",
     "list_gpus",

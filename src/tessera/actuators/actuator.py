@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ..errors import ActuatorError, did_you_mean
@@ -55,6 +56,8 @@ class Actuator(Protocol):
     """The vendor whose library it needs: "nvidia" or "amd"."""
     uuid: str
     """Its UUID, which does not depend on how GPUs are numbered."""
+    node: Path | None
+    """Its device node, which containers that share the GPU can lock; None where it has none."""
 
     def power_limit(self) -> PowerLimit:
         """Read the limit and its range."""

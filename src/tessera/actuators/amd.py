@@ -8,6 +8,7 @@ both, as `amd-smi reset --clocks` does. Setting needs root.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
@@ -30,6 +31,8 @@ class AmdActuator:
             raise ActuatorError(f"no AMD GPU {uuid!r}", why=f"AMD SMI lists {len(machine)}", fix="see `amd-smi list`")
         self._handle = match._handle
         self.gpu, self.uuid = gpu or match.name, uuid
+        render = Path(f"/sys/bus/pci/devices/{match.bdf}/drm").glob("renderD*")
+        self.node = next((Path("/dev/dri", path.name) for path in render), None)
 
     def power_limit(self) -> PowerLimit:
         info = self._call("read its power cap", "amdsmi_get_power_cap_info")

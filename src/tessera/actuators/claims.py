@@ -44,6 +44,7 @@ def add_claim(actuator: Actuator, claim: Claim) -> ClaimOutcome:
         outcome = ClaimOutcome()
         before = _live_claims(actuator, outcome)
         others = tuple(c for c in before if c.id != claim.id)
+        journals.lock_node(actuator.uuid, actuator.gpu, actuator.node)
         try:
             return _apply(actuator, (*others, claim), outcome)
         except ActuatorError as exc:

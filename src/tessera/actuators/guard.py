@@ -5,8 +5,8 @@
     exception, return    the `with` block itself
     sys.exit, the end    atexit, for holds of other threads
     SIGTERM/INT/HUP      restore, then call the previous handler; if that returns, hold again
-    kill -9, os._exit,   the watcher, a small separate process; if that was killed too, `tessera doctor --restore` or
-    a crash in C           the next hold on that GPU
+    kill -9, os._exit,   the watcher, a small separate process that is told what we hold (the journal may be removed);
+    a crash in C           if it was killed too, `tessera doctor --restore` or the next hold on that GPU
     fork                 the child holds nothing
 
 Python runs signal handlers in the main thread between two of its steps. So a handler may come in the middle of our own
@@ -52,6 +52,7 @@ class _GuardState:
     depth: int = 0  # of `defer_signals`, in the main thread
     pending: list[tuple[Handler, int]] = field(default_factory=list)
     handlers: dict[int, tuple[Handler, Any]] = field(default_factory=dict)  # our handler and the previous one
+    mutex: threading.Lock = field(default_factory=threading.Lock)  # while the watcher is started
     watched_pid: int = 0
     at_exit: bool = False
     ending: bool = False
@@ -72,7 +73,8 @@ def register(hold: GpuHold) -> None:
         _state.at_exit = True
         atexit.register(_release_all)
     _install_handlers()
-    _start_watcher()
+    with _state.mutex:  # a second thread changes nothing before the watcher can be told
+        _start_watcher()
 
 
 def unregister(hold: GpuHold) -> None:
@@ -169,7 +171,7 @@ def _reset_after_fork() -> None:
         hold.disown()
     _state.holds.clear()
     _state.pending.clear()
-    _state.depth, _state.ending = 0, False
+    _state.depth, _state.ending, _state.mutex = 0, False, threading.Lock()
     journal.reset_locks()
 
 
@@ -187,14 +189,17 @@ def _start_watcher() -> None:
     code = "import sys; sys.path.append(sys.argv[1]); from tessera.actuators.guard import watch; watch(*sys.argv[2:])"
     root = str(Path(__file__).parents[2])
     python = [sys.executable, "-P", "-c", code, root, str(os.getpid()), str(process_start(os.getpid()))]
+    read, write = os.pipe()
     with contextlib.suppress(OSError):  # no /bin/sh: then the journal alone has to do
-        subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", *python],
+        subprocess.run(  # a shell gives /dev/null to what it starts with &, unless another stdin is named
+            ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *python],
             check=False,
-            stdin=subprocess.DEVNULL,
+            stdin=read,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+    os.close(read)
+    journal.connect_watcher(write)
 
 
 def watch(pid: str, started: str) -> None:
@@ -202,7 +207,7 @@ def watch(pid: str, started: str) -> None:
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # a signal that ends the process may go to its group; we must outlive it
     os.chdir("/")  # keep no folder busy
-    _wait_for(int(pid), None if started == "None" else int(started))
+    _follow(int(pid), None if started == "None" else int(started))
     from .restore import restore_outstanding
 
     for change in restore_outstanding():
@@ -210,19 +215,23 @@ def watch(pid: str, started: str) -> None:
             sys.stderr.write(f"tessera: {change.text}\n")
 
 
-def _wait_for(pid: int, started: int | None) -> None:
-    """Return once that process has ended; sleeps in the kernel until then."""
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:  # it has ended, or the kernel is older than 5.3
-        while process_start(pid) == started is not None:
-            time.sleep(_POLL_S)
-        return
-    try:
-        if process_start(pid) == started:
-            select.select([fd], [], [])
-    finally:
-        os.close(fd)
+def _follow(pid: int, started: int | None) -> None:
+    """Note what that process says on our stdin that it holds, until it has ended; sleeps in the kernel meanwhile."""
+    pipe, pidfd, text = [sys.stdin.fileno()], [], b""
+    with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3
+        pidfd = [os.pidfd_open(pid)]
+    ended = started is None or process_start(pid) != started
+    while pipe or not ended:
+        ready = select.select([*pipe, *pidfd], [], [], 0 if ended else None if pidfd else _POLL_S)[0]
+        if pipe and pipe[0] in ready:
+            chunk = os.read(pipe[0], 1 << 16)
+            *lines, text = (text + chunk).split(b"\n")
+            for line in lines:
+                journal.receive_line(line)
+            pipe = pipe if chunk else []
+        elif ended:  # everything is read; a child that it forked may keep the pipe open
+            return
+        ended = ended or (pidfd[0] in ready if pidfd else process_start(pid) != started)
 
 
 def process_start(pid: int) -> int | None:

@@ -2,12 +2,18 @@
 
 The journal says what was changed on a GPU, by whom, and what it was before. It is written and synced before the
 hardware is touched: one file per GPU, `<folder>/<uuid>.json`, replaced whole (write, fsync, rename, fsync of the
-folder), so a crash at any moment leaves the old text or the new. No file means that nothing is changed.
+folder), so a crash at any moment leaves the old text or the new. No file means that nothing is changed, unless this
+process holds something: it keeps its own part in memory, and its watcher has a copy, because a file can be removed.
 
 Locks are POSIX record locks (fcntl.lockf), not flock: a forked child (a DataLoader's worker) inherits a flock and
 would keep it after its parent was killed. A record lock ends with the process that took it, and works across the PID
 namespaces of containers. Record locks are per process, so threads also take a lock of their own, and no file is
 opened twice in one process.
+
+Two containers may have two folders, and neither would see what the other changed. So a process that holds something
+also locks the GPU's device node (/dev/nvidia0), at a byte that stands for its folder: whoever finds another byte
+locked leaves the GPU alone. That lock is one of the open file (F_OFD_SETLK): NVML opens and closes the same node, which
+would end a record lock of the process.
 """
 
 from __future__ import annotations
@@ -18,10 +24,11 @@ import fcntl
 import os
 import re
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -37,6 +44,7 @@ LOCK_TIMEOUT_S = 10.0
 _POLL_S = 0.002
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SAFE = re.compile(r"[A-Za-z0-9._-]+")
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +138,29 @@ def gpu_file(uuid: str, suffix: str) -> Path:
 
 
 def read_journal(uuid: str) -> Journal | None:
-    """The journal of a GPU; None if nothing is changed."""
+    """The journal of a GPU; None if nothing is changed. What this process holds is in it even if the file is not."""
     path = gpu_file(uuid, ".json")
+    kept = _state.kept.get(path)
     try:
-        text = path.read_bytes()
+        journal = msgspec.json.decode(path.read_bytes(), type=Journal)
     except FileNotFoundError:
-        return None
-    try:
-        return msgspec.json.decode(text, type=Journal)
+        return kept
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        if kept is not None:
+            return kept
         raise ActuatorError(
             f"the journal {path} cannot be read",
             why=str(exc),
             fix=f"compare `nvidia-smi -q -d POWER,CLOCK` with {path}, correct the GPU, and remove the file",
         ) from exc
+    if kept is None or {c.id for c in kept.claims} <= {c.id for c in journal.claims}:
+        return journal
+    # The file was removed, and somebody who did not know of us wrote a new one: our value may be its "what was".
+    limit = journal.limit or kept.limit
+    if journal.limit is not None and kept.limit is not None and kept.limit.wrote(journal.limit.was_w):
+        limit = replace(journal.limit, was_w=kept.limit.was_w)
+    claims = (*kept.claims, *(c for c in journal.claims if c not in kept.claims))
+    return replace(journal, claims=claims, limit=limit, clocks=journal.clocks or kept.clocks)
 
 
 def write_journal(journal: Journal) -> None:
@@ -167,6 +184,8 @@ def write_journal(journal: Journal) -> None:
             why=str(exc),
             fix=f"free some space there, or set {VARIABLE}",
         ) from exc
+    own = tuple(c for c in journal.claims if _state.owner is not None and c.owner == _state.owner[0].stem)
+    _keep(path, replace(journal, claims=own) if own or not journal.claims else None)
 
 
 def remove_journal(uuid: str) -> None:
@@ -177,11 +196,39 @@ def remove_journal(uuid: str) -> None:
         _sync(path.parent)
     except OSError as exc:
         raise ActuatorError(f"the journal {path} cannot be removed", why=str(exc), fix=f"rm {path}") from exc
+    _keep(path, None)
 
 
 def list_journals() -> list[str]:
-    """UUIDs of the GPUs that have a journal."""
-    return sorted(p.stem for p in runtime_folder().glob("*.json")) if _folder_path().exists() else []
+    """UUIDs of the GPUs that have a journal, on disk or in memory."""
+    folder = _folder_path()
+    on_disk = runtime_folder().glob("*.json") if folder.exists() else ()
+    return sorted({path.stem for path in (*on_disk, *_state.kept) if path.parent == folder})
+
+
+def _keep(path: Path, journal: Journal | None) -> None:
+    """Keep what this process holds of a GPU; None: it holds nothing there any more. The watcher is told."""
+    if journal is None:
+        _state.kept.pop(path, None)
+        if path.stem in _state.nodes:
+            os.close(_state.nodes.pop(path.stem))
+    else:
+        _state.kept[path] = journal
+    if _state.watcher is not None:
+        with contextlib.suppress(OSError):  # it was killed, or its pipe is full: then the file has to do
+            os.write(_state.watcher, msgspec.json.encode((str(path), journal)) + b"\n")
+
+
+def receive_line(line: bytes) -> None:
+    """In the watcher: one line of `_keep`."""
+    path, journal = msgspec.json.decode(line, type=tuple[str, Journal | None])
+    _keep(Path(path), journal)
+
+
+def connect_watcher(pipe: int) -> None:
+    """From now on tell the watcher at the other end what this process holds."""
+    os.set_blocking(pipe, False)
+    _state.watcher = pipe
 
 
 def _sync(path: Path) -> None:
@@ -197,11 +244,14 @@ def _sync(path: Path) -> None:
 
 @dataclass(slots=True)
 class _LockState:
-    """One lock per GPU for this process's threads, and the file that shows the process is alive."""
+    """One lock per GPU for this process's threads, the file that shows the process is alive, and what it holds."""
 
     mutex: threading.Lock = field(default_factory=threading.Lock)
     threads: dict[str, threading.Lock] = field(default_factory=dict)
     owner: tuple[Path, int] | None = None
+    kept: dict[Path, Journal] = field(default_factory=dict)  # by the path of the journal
+    nodes: dict[str, int] = field(default_factory=dict)  # open device nodes, by UUID
+    watcher: int | None = None  # the pipe to it
 
 
 _state = _LockState()
@@ -221,12 +271,11 @@ def lock_gpu(uuid: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     if not thread_lock.acquire(timeout=timeout_s):
         raise busy
     try:
-        fd = _open(gpu_file(uuid, ".lock"))
+        while (fd := _lock_file(gpu_file(uuid, ".lock"))) is None:
+            if time.monotonic() > deadline:
+                raise busy
+            time.sleep(_POLL_S)
         try:
-            while not _try_lock(fd):
-                if time.monotonic() > deadline:
-                    raise busy
-                time.sleep(_POLL_S)
             yield
         finally:
             os.close(fd)  # this also unlocks
@@ -234,9 +283,22 @@ def lock_gpu(uuid: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         thread_lock.release()
 
 
+def _lock_file(path: Path) -> int | None:
+    """Open and lock a file; None where it is taken, or was removed meanwhile: a new one has another lock."""
+    fd = _open(path)
+    with contextlib.suppress(FileNotFoundError):
+        if _try_lock(fd) and os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    os.close(fd)
+    return None
+
+
 def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed just now: once more
+            return os.open(path, flags, 0o600)
+        return os.open(runtime_folder() / path.name, flags, 0o600)
     except OSError as exc:
         raise ActuatorError(f"the file {path} cannot be opened", why=str(exc), fix=f"set {VARIABLE}") from exc
 
@@ -253,14 +315,16 @@ def owner_name() -> str:
     """This process's name in claims. From the first call on, the file of that name stays locked while it is alive."""
     with _state.mutex:
         place = runtime_folder()
-        # Somebody may have cleaned up the folder, or it is another one now.
-        if _state.owner is None or _state.owner[0].parent != place or not _state.owner[0].exists():
+        path, fd = _state.owner or (None, None)
+        if path is None or path.parent != place:
             path = place / f"{os.getpid()}-{os.urandom(4).hex()}.owner"
-            fd = _open(path)
-            fcntl.lockf(fd, fcntl.LOCK_EX)
-            if _state.owner is not None:
-                os.close(_state.owner[1])
-            _state.owner = (path, fd)
+        elif path.exists():
+            return path.stem
+        # The first call, or another folder now, or somebody has cleaned up the folder: then under the same name.
+        _state.owner = (path, _open(path))
+        fcntl.lockf(_state.owner[1], fcntl.LOCK_EX)
+        if fd is not None:
+            os.close(fd)
         return _state.owner[0].stem
 
 
@@ -292,4 +356,68 @@ def reset_locks() -> None:
     """In a forked child: it holds nothing, and locks of the parent's threads are not its own."""
     if _state.owner is not None:
         os.close(_state.owner[1])
-    _state.mutex, _state.threads, _state.owner = threading.Lock(), {}, None
+    for fd in (*_state.nodes.values(), *([] if _state.watcher is None else [_state.watcher])):
+        os.close(fd)
+    _state.mutex, _state.threads, _state.owner, _state.watcher = threading.Lock(), {}, None, None
+    _state.kept, _state.nodes = {}, {}
+
+
+# -- the device node --------------------------------------------------------------------------------------------------
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux (fcntl.h): type, whence, start, length, PID
+
+
+def lock_node(uuid: str, gpu: str, node: Path | None) -> None:
+    """Mark the GPU as ours until nothing of it is held any more; an ActuatorError where others have marked it.
+
+    `node` is None where the GPU has no device node: then only the folder tells processes of each other.
+    """
+    if node is None or uuid in _state.nodes:
+        return
+    if not os.environ.get(VARIABLE) and not _is_shared(node):
+        raise ActuatorError(
+            f"{gpu} is not changed",
+            why=f"{node} belongs to this container alone, so other containers cannot see who holds the GPU",
+            fix=f"mount one folder into every container that uses the GPU, and set {VARIABLE} to it",
+        )
+    folder = runtime_folder().stat()
+    byte = 1 + (folder.st_dev << 32 ^ folder.st_ino) % 2**48
+    try:
+        fd = os.open(node, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
+    except OSError as exc:
+        raise ActuatorError(f"{gpu} is not changed: {node} cannot be locked", why=str(exc)) from exc
+    if _is_locked(fd, 0, byte) or _is_locked(fd, byte + 1, 0):
+        os.close(fd)
+        raise ActuatorError(
+            f"{gpu} is not changed: another process of Tessera holds it",
+            why="that process has another folder for locks and journals, or its folder was removed",
+            fix=f"wait until it ends, or set {VARIABLE} to one folder for all that use the GPU",
+        )
+    _state.nodes[uuid] = fd
+
+
+def is_node_locked(node: Path | None) -> bool:
+    """Whether some process holds the GPU with this device node, whichever folder it has."""
+    try:
+        fd = os.open(node or "", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return _is_locked(fd, 0, 0)
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int, start: int, length: int) -> bool:
+    """Whether another open file has a lock in this range; a length of 0 means up to the end."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _is_shared(node: Path) -> bool:
+    """Whether this is the machine's own node, perhaps mounted into a container, and not one made for the container."""
+    device = node.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.split() for line in _MOUNTS.read_text().splitlines())
+    return any(m[2] == number and m[m.index("-") + 1] == "devtmpfs" for m in mounts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
@@ -16,6 +17,7 @@ from ..sensors._visible import VisibleBoard, visible_boards
 from ..sensors.nvml import import_nvml, read_boards, translate_error
 from .actuator import PowerLimit
 
+NODE = "/dev/nvidia{}"
 _PERMISSION_FIX = (
     "run as root (`sudo -E python ...`), in a container also with --cap-add SYS_ADMIN; or ask an administrator to run "
     "`sudo nvidia-smi -i {uuid} -pl WATTS` (clocks: -lgc LOW,HIGH); without either, a schedule uses pacing instead"
@@ -35,6 +37,8 @@ class NvmlActuator:
         try:
             self._open()
             self.gpu = gpu or f"gpu{self._nvml.nvmlDeviceGetIndex(self._handle)}"
+            node = Path(NODE.format(self._nvml.nvmlDeviceGetMinorNumber(self._handle)))
+            self.node = node if node.exists() else None  # WSL has none
         except self._nvml.NVMLError as exc:
             self.close()
             raise self._error("find it", exc, gpu or uuid) from exc

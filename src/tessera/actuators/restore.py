@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 
 from ..errors import ActuatorError
+from ..sensors.health import MachineCheck
 from . import journal as journals
-from .actuator import open_uuid
+from .actuator import find_gpu, list_gpus, open_uuid
 from .claims import describe_claim, remove_claim, tightest_limits
-from .journal import Claim, Journal
+from .journal import ROUNDING_W, Claim, Journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,34 @@ def restore_outstanding() -> list[OutstandingChange]:
     """Restore what dead processes left; live ones keep what they hold. A GPU that fails does not stop the others."""
     changes = (_restore_gpu(uuid) for uuid in _list_journals())
     return [change for change in changes if change is not None]
+
+
+def check_limits() -> list[MachineCheck]:
+    """GPUs whose power limit is not the default although no journal here says who changed it."""
+    checks = []
+    journals_here = _list_journals()
+    try:
+        gpus = list_gpus()
+    except ActuatorError:
+        return []
+    for gpu, uuid in gpus.items():
+        try:
+            with contextlib.closing(find_gpu(gpu)) as actuator:
+                limit, node, vendor = actuator.power_limit(), actuator.node, actuator.vendor
+        except ActuatorError:
+            continue
+        if uuid in journals_here or abs(limit.now_w - limit.default_w) <= ROUNDING_W:
+            continue
+        detail = f"{limit.now_w:g} W, and the default is {limit.default_w:g} W: "
+        if journals.is_node_locked(node):
+            detail += "a process of Tessera holds it, with another folder for journals or with none any more"
+            checks.append(MachineCheck(name=f"{gpu} power limit", ok=True, detail=detail))
+            continue
+        detail += "no process of Tessera holds it. Somebody set it, or a killed process left it and its journal is gone"
+        command = f"nvidia-smi -i {uuid} -pl" if vendor == "nvidia" else f"amd-smi set -g {gpu[3:]} --power-cap"
+        fix = f"if nobody wants that limit: sudo {command} {limit.default_w:g}"
+        checks.append(MachineCheck(name=f"{gpu} power limit", ok=False, detail=detail, fix=fix))
+    return checks
 
 
 def _list_journals() -> list[str]:

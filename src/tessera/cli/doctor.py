@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import click
 
 from .options import json_option
@@ -29,6 +31,7 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
 
     control = actuators.restore_outstanding() if restore else actuators.list_outstanding()
     health = examine(sensors or None)
+    health = dataclasses.replace(health, checks=[*health.checks, *actuators.check_limits()])
     if as_json:
         import msgspec
 
