@@ -23,10 +23,10 @@ MONITOR = {
     "power_trace", "use",
 }  # fmt: skip
 FLAGS = {
-    "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--trace", "--json", "command"},
+    "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--scope", "--trace", "--json", "command"},
     "run": {
         "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--memory", "--counters",
-        "--out", "--html", "--json", "target", "arguments",
+        "--scope", "--out", "--html", "--json", "target", "arguments",
     },
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
     "export": {"run", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},

@@ -22,6 +22,8 @@ from .device import Figure as Figure
 from .device import Link as Link
 from .device import Memory as Memory
 from .device import OperatingPoint as OperatingPoint
+from .energy_diff import DiffRow as DiffRow
+from .energy_diff import EnergyDiff as EnergyDiff
 from .errors import ArgumentError
 
 # Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset counter fakes.
@@ -32,6 +34,8 @@ SCHEMA_VERSION = 1
 """Version of everything we write to disk; readers refuse a newer one and say so."""
 
 Basis = Literal["measured", "modelled", "simulated", "predicted"]
+Scope = Literal["process", "machine"]
+"""Whose power a domain is: that of a process with its children, or that of everything on the machine."""
 
 
 class Hold(enum.Enum):
@@ -92,7 +96,8 @@ class Domain:
     `blur_s` the width within which an edge may lie, `sample_noise` the relative standard deviation of one
     sample, `gain_error` the relative 90% error of the level that no averaging removes.
     `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them. `limit_w` is
-    the highest power limit that the board accepts, not one that somebody lowered; None where it is not known.
+    the highest power limit that the board accepts, not one that somebody lowered; None where it is not known. `scope`
+    says whether it is the power of one process and its children or, as every sensor has it, that of all that ran.
     """
 
     name: str
@@ -108,6 +113,7 @@ class Domain:
     label: str = ""
     note: str = ""
     limit_w: float | None = None
+    scope: Scope = "machine"
 
     @property
     def device(self) -> DeviceId:
@@ -198,13 +204,17 @@ class Energy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionEnergy:
-    """All the passes through one named region of a program, together, from its first start to its last end."""
+    """All the passes through one named region of a program, together, from its first start to its last end.
+
+    `overlaps`: regions of other threads were open at the same time, and each contains the joules of all of them.
+    """
 
     name: str
     calls: int
     energy: Energy
     start_ns: int = 0
     end_ns: int = 0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,36 +314,6 @@ class Prediction:
 
 def _prediction(values: dict[str, Any]) -> Prediction:
     return Prediction(**values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffRow:
-    """One line of a comparison: joules and seconds before and after, and whether the change is more than noise."""
-
-    name: str
-    before_j: float
-    after_j: float
-    before_s: float
-    after_s: float
-    error_j: float
-    significant: bool
-
-    @property
-    def change_j(self) -> float:
-        """Joules after less joules before."""
-        return self.after_j - self.before_j
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnergyDiff:
-    """Two reports side by side: the total, the components, and the subgraphs that changed most."""
-
-    before: str
-    after: str
-    total: DiffRow
-    components: Sequence[DiffRow]
-    subgraphs: Sequence[DiffRow]
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,41 @@ def test_modelled_is_said_on_the_first_line() -> None:
     assert out.stderr.splitlines()[0].startswith("MODELLED")
 
 
+BUSY = "import time\nt = time.process_time()\nwhile time.process_time() - t < 0.5: pass"
+
+
+def test_a_sleeping_command_is_not_charged_for_its_neighbours() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
+        out = tessera("measure", "--json", "--sensor", "modelled", "--", "sleep", "0.5")
+        machine = tessera("measure", "--json", "--sensor", "modelled", "--scope", "machine", "--", "sleep", "0.5")
+        neighbour.kill()
+    own, whole = (json.loads(run.stdout)["report"] for run in (out, machine))
+    assert {d["scope"] for d in own["domains"]} == {"process"}
+    assert {d["scope"] for d in whole["domains"]} == {"machine"}
+    assert own["total"]["energy_j"] < 0.1 * whole["total"]["energy_j"]
+
+
+def test_modelled_joules_are_the_cpu_time_of_the_command_and_its_children() -> None:
+    argv = ["sh", "-c", f"{sys.executable} -S -c '{BUSY}'; true"]
+    out = tessera("measure", "--json", "--sensor", "modelled", "--", *argv)
+    report = json.loads(out.stdout)["report"]
+    idle_w, full_w = map(float, re.search(r"x ([\d.]+)-([\d.]+) W", report["domains"][0]["note"]).groups())
+    second_j = full_w / (os.cpu_count() or 1)
+    assert 0.5 * second_j <= report["total"]["energy_j"] <= 0.8 * second_j
+    idle_j = report["by_domain"]["cpu0.idle_share"]["energy_j"]
+    assert idle_j == pytest.approx(report["total"]["energy_j"] * idle_w / full_w)
+
+
+def test_the_screen_says_whose_joules_they_are() -> None:
+    own = tessera("measure", "--sensor", "modelled", *sleeper(0.1)).stderr
+    whole = tessera("measure", "--sensor", "modelled", "--scope", "machine", *sleeper(0.1)).stderr
+    assert "the CPU time of the program and its children times a power curve" in own
+    assert re.search(r"cpu0 +\S.*the program and its children", own)
+    assert re.search(r"cpu0.idle_share .*share of the machine's idle power", own)
+    assert "the utilisation of everything on the machine" in whole
+    assert re.search(r"cpu0 +\S.*everything on the machine", whole)
+
+
 def test_exit_code_and_output_pass_through(gpu: dict[str, str]) -> None:
     out = tessera("measure", "--", sys.executable, "-c", "import sys; print('hello'); sys.exit(7)", env=gpu)
     assert out.returncode == 7

@@ -951,3 +951,40 @@ def test_a_scope_is_a_region_of_the_session_that_records(started: Started) -> No
         assert began - MS < start_ns < end_ns < time.time_ns() + MS
         assert end_ns - start_ns >= 10 * MS
         assert thread == threading.get_native_id()
+
+
+def test_scopes_of_several_threads_say_that_each_contains_all(started: Started) -> None:
+    monitor = started()
+    both = threading.Barrier(2)
+    scopes = [energy_scope(f"thread {i}", monitor=monitor) for i in range(2)]
+
+    def work(scope: tm.EnergyScope) -> None:
+        with scope:
+            both.wait(10)
+            both.wait(10)
+
+    threads = [threading.Thread(target=work, args=(scope,)) for scope in scopes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for scope in scopes:
+        assert any("scopes of other threads" in note for note in scope.report().notes)
+    assert all(r.overlaps for r in monitor.regions())
+
+
+def test_scopes_inside_each_other_or_one_after_another_do_not(started: Started) -> None:
+    monitor = started()
+    inner, after = energy_scope("inner", monitor=monitor), energy_scope("after", monitor=monitor)
+    with energy_scope("outer", monitor=monitor) as outer, inner:
+        pass
+
+    def work() -> None:
+        with after:
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not any(scope.report().notes for scope in (outer, inner, after))
+    assert not any(r.overlaps for r in monitor.regions())

@@ -222,7 +222,26 @@ def test_redfish_without_an_address_says_what_to_set(monkeypatch):
 def test_the_model_of_this_machine():
     found = discover(["modelled"], {})
     assert found.modelled_only
-    assert [d.basis for d in found.sensors[0].domains()] == ["modelled"]
+    assert {d.basis for d in found.sensors[0].domains()} == {"modelled"}
+
+
+@pytest.mark.parametrize(
+    ("scope", "environ", "expected"),
+    [
+        (None, {}, "process"),
+        (None, {"TESSERA_SCOPE": "machine"}, "machine"),
+        ("process", {"TESSERA_SCOPE": "machine"}, "process"),
+        ("machine", {}, "machine"),
+    ],
+)
+def test_modelled_energy_is_the_processs_unless_the_machine_is_asked_for(scope, environ, expected):
+    (sensor,) = discover(["modelled"], environ, scope=scope).sensors
+    assert {d.scope for d in sensor.domains()} == {expected}
+
+
+def test_a_scope_that_there_is_not_is_refused():
+    with pytest.raises(ArgumentError, match="TESSERA_SCOPE=job"):
+        discover(["modelled"], {"TESSERA_SCOPE": "job"})
 
 
 def test_nvidia_gpus(fake_nvml: FakeNvml, monkeypatch):

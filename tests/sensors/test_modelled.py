@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 from tessera.device import ASSUMED_ERROR
 from tessera.errors import SensorLost, SensorUnavailable
 from tessera.hardware import host_cpu, lookup
-from tessera.schema import Device, Figure, Hold
+from tessera.schema import Device, Domain, Figure, Hold
 from tessera.sensors.base import Sensor
-from tessera.sensors.modelled import LINE_ERROR, MODEL_ERROR, ModelledSensor, model_error, proc_stat_busy
+from tessera.sensors.modelled import (
+    LINE_ERROR,
+    MODEL_ERROR,
+    ModelledSensor,
+    ProcessShare,
+    model_error,
+    proc_stat_busy,
+)
+
+from fakes.sensor import ScriptSensor
 
 CPU = Device(
     id="cpu", name="A CPU", kind="cpu", vendor="?",
@@ -218,3 +227,56 @@ def test_no_proc_stat_at_all(tmp_path):
     with pytest.raises(SensorUnavailable) as caught:
         proc_stat_busy(tmp_path / "stat")
     assert caught.value.fix == "the modelled sensor needs Linux"
+
+
+class Tree:
+    """The CPU time of a process tree, as the test says."""
+
+    def __init__(self):
+        self.cpu_s = 0.0
+
+    def poll(self):
+        return self.cpu_s
+
+
+@pytest.mark.parametrize("neighbours", [0.0, 0.5])
+def test_a_process_has_its_own_share_whatever_its_neighbours_do(machine, neighbours):
+    tree = Tree()
+    sensor = machine.sensor(tree=tree)
+    cpu, idle = sensor.domains()
+    assert (cpu.scope, cpu.counted, idle.name, idle.counted) == ("process", True, "cpu0.idle_share", False)
+    assert {n: len(s) for n, s in sensor.read().samples.items()} == {"cpu0": 1, "cpu0.idle_share": 1}
+    machine.run(1.0, neighbours)
+    tree.cpu_s += 0.25 * os.cpu_count()
+    samples = sensor.read().samples
+    assert samples["cpu0"][0][1] == pytest.approx(0.25 * 300.0)
+    assert samples["cpu0.idle_share"][0][1] == pytest.approx(0.25 * 100.0)
+
+
+def test_a_process_that_sleeps_is_not_charged_for_a_busy_machine(machine):
+    sensor = machine.sensor(tree=Tree())
+    sensor.read()
+    machine.run(2.0, 1.0)
+    assert sensor.read().samples["cpu0"][0][1] == 0.0
+
+
+def test_a_measured_package_is_divided_by_cpu_time(machine):
+    package = Domain(name="cpu0", source="rapl", resolution_s=0.001, gain_error=0.05, hold=Hold.MEAN)
+    rapl = ScriptSensor(lambda t: 80.0, clock=lambda: machine.ns, step_ms=100.0, period_s=0.1, domain=package)
+    tree = Tree()
+    shared = ProcessShare(rapl, tree, busy=machine.busy)
+    shared.start()
+    assert isinstance(shared, Sensor)
+    own, whole = shared.domains()
+    assert (own.name, own.basis, own.scope, own.counted) == ("cpu0", "modelled", "process", True)
+    assert (whole.name, whole.basis, whole.scope, whole.counted) == ("cpu0.machine", "measured", "machine", False)
+    assert own.gain_error > whole.gain_error
+    shared.read()
+    machine.run(1.0, 0.5)
+    tree.cpu_s += 0.5  # of the 2 s that the four CPUs were busy
+    samples = shared.read().samples
+    assert {w for _, w in samples["cpu0.machine"]} == {80.0}
+    assert {w for _, w in samples["cpu0"]} == {20.0}
+    machine.ns += 10**8  # no tick of /proc/stat yet
+    assert {w for _, w in shared.read().samples["cpu0"]} == {0.0}
+    shared.stop()

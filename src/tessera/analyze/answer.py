@@ -19,7 +19,7 @@ from ..advice import Advice
 from ..attribute.table import EnergyRow, EnergyTable
 from ..notes import order_notes
 from ..recording import Facts, Recording
-from ..schema import Basis
+from ..schema import Basis, Scope
 from ..trace import PowerTrace
 from .advise import find_advice
 from .evidence import HostGap, RunEvidence, find_host_gaps, group_telemetry
@@ -89,7 +89,8 @@ class Answer:
     part and what is `outside` sum to the whole, with what only the energy counter saw in a gap of the samples. `ops`
     and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run),
     `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row. `cut`
-    says why the file ends early, where it does. `tracing` is what tracing did to the program.
+    says why the file ends early, where it does. `scope` says whether CPU joules are those of the program and its
+    children, or of everything on the machine. `tracing` is what tracing did to the program.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Answer:
     basis: Basis
     source: str
     coverage: float
+    scope: Scope
     energy_j: float
     error_j: float
     time_s: float
@@ -182,6 +184,7 @@ def answer(recording: Recording) -> Answer:
         basis=table.basis,
         source=table.source,
         coverage=table.coverage,
+        scope=_scope(power),
         energy_j=table.energy_j,
         error_j=error_j,
         time_s=table.time_s,
@@ -219,6 +222,12 @@ def answer(recording: Recording) -> Answer:
         returncode=facts.returncode,
         notes=notes,
     )
+
+
+def _scope(power: PowerTrace | None) -> Scope:
+    """Of the program alone, where any of its power is."""
+    domains = power.domains if power is not None else ()
+    return "process" if any(d.counted and d.scope == "process" for d in domains) else "machine"
 
 
 def _peak_w(power: PowerTrace | None, table: EnergyTable, whole: Whole) -> float | None:

@@ -11,10 +11,11 @@ import click
 
 from ..errors import ArgumentError
 from .failures import print_error, report_failure
-from .options import FILE, check_writable, sensor_option
+from .options import FILE, check_writable, scope_option, sensor_option
 
 if TYPE_CHECKING:
     from ..monitor.command import CommandRun
+    from ..schema import Scope
 
 _AMOUNT = click.FloatRange(min=0, min_open=True)
 
@@ -29,6 +30,7 @@ _AMOUNT = click.FloatRange(min=0, min_open=True)
 @click.option("--warmup", type=click.IntRange(0), default=0, help="With --runs: runs before them that do not count.")
 @click.option("--show-output", is_flag=True, help="With --runs: show what the commands print.")
 @sensor_option
+@scope_option
 @click.option("--trace", type=FILE, help="Write the power samples to this CSV.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, on standard output.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -42,11 +44,12 @@ def command(
     warmup: int,
     show_output: bool,
     sensors: tuple[str, ...],
+    scope: Scope | None,
     trace: Path | None,
     as_json: bool,
     command: tuple[str, ...],
 ) -> int:
-    """Run any command, measure the machine while it runs, and report the energy.
+    """Run any command and report its energy.
 
     \b
     Examples:
@@ -54,7 +57,8 @@ def command(
       tessera measure --steps 100 --trace power.csv -- python train.py --epochs 1
       tessera measure --runs 10 --warmup 2 -- python a.py -- python b.py
 
-    Includes the command's child processes. Its output is not changed, and its exit code is passed on. The report is
+    Includes the command's child processes. What a sensor measures is everything that ran meanwhile on the chip; see
+    --scope for the CPU. The command's output is not changed, and its exit code is passed on. The report is
     printed on standard error, so that pipes keep working; with --json it is printed on standard output, and the
     command's own output goes to standard error. Scopes that the program opens itself (tessera.monitor.energy_scope)
     are listed as regions.
@@ -80,10 +84,11 @@ def command(
     from ..monitor import Monitor
     from ..monitor.command import CommandNotRun, measure_command
     from ..sensors.discover import discover
+    from ..sensors.processes import ProcessTree
     from .repeat import measure_in_turns, split_commands
 
     commands = split_commands(command) if runs is not None else []
-    available = discover(list(sensors) or None)
+    available = discover(list(sensors) or None, scope=scope, tree=ProcessTree(with_root=False))
     monitor = Monitor(available.sensors, available.missing).start()
     if not as_json:
         from ..report.console import Console

@@ -53,7 +53,7 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
     report.import_client()  # fails at once if the package is not installed
     with contextlib.ExitStack() as stack:
         server = None if once else stack.enter_context(_bind_server(Address.parse(listen)))
-        available = discover(sensors or None)
+        available = discover(sensors or None, scope="machine")
         quit_ = stack.enter_context(Quit())
         watch = stack.enter_context(PowerWatch(available, NEWEST_S))
         collector = report.SnapshotCollector(watch.take_snapshot, requested=sensors)

@@ -120,6 +120,12 @@ sensor_option = click.option(
     shell_complete=complete_sensors,
     help="Use only this sensor (nvml, rapl, modelled, replay:FILE.csv, ...); may be repeated.",
 )
+scope_option = click.option(
+    "--scope",
+    type=WordChoice(["process", "machine"]),
+    help="CPU energy of the program and its children, or of all that runs. "
+    "[default: process if it is modelled, machine if it is measured]",
+)
 
 
 # -- paths ----------------------------------------------------------------------------------------------------------

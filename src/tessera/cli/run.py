@@ -16,12 +16,13 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from .failures import report_failure
-from .options import FILE, check_writable, choice_option
+from .options import FILE, check_writable, choice_option, scope_option
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
     from ..profile.launch import LaunchPlan
     from ..recording import Recording
+    from ..schema import Scope
 
 STDERR = 2
 EXIT_SIGNAL = 128
@@ -89,6 +90,7 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
 @click.option("--modules", is_flag=True, help="Record which nn.Module launched each kernel.")
 @click.option("--memory", is_flag=True, help="Record every allocation: shows memory over time on the page.")
 @click.option("--counters", is_flag=True, help="Run it a second time under ncu for hardware counters (NVIDIA).")
+@scope_option
 @click.option("--out", type=FILE, help="The run file. [default: runs/NAME.tessera]")
 @click.option("--html", type=FILE, help="Where to write the page. [default: next to the run file]")
 @click.option("--json", "as_json", is_flag=True, help="Print the joules as JSON, on standard output.")
@@ -105,6 +107,7 @@ def command(
     modules: bool,
     memory: bool,
     counters: bool,
+    scope: Scope | None,
     out: Path | None,
     html: Path | None,
     as_json: bool,
@@ -147,6 +150,7 @@ def command(
         steps=steps,
         flush_s=flush_s or None,
         limit_s=None if steps or chosen == "summary" else limit_s or None,
+        scope=scope,
     )
     if os.environ.get("RANK", "0") != "0":
         return _run_script(plan, as_json, None)
@@ -196,12 +200,14 @@ def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | N
     import msgspec
 
     from ..monitor.command import forward_signals
+    from ..sensors.discover import SCOPE_VARIABLE
 
+    env = {**os.environ, SCOPE_VARIABLE: plan.scope} if plan.scope else None
     reader, writer = os.pipe()
     argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode(), str(writer)]
     with forward_signals() as started:
         try:
-            child = subprocess.Popen(argv, stdout=STDERR if quiet else None, pass_fds=(writer,))
+            child = subprocess.Popen(argv, env=env, stdout=STDERR if quiet else None, pass_fds=(writer,))
         finally:
             os.close(writer)
         started(child)

@@ -67,7 +67,7 @@ def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bo
     """
     until_s = math.inf if duration_s is None else duration_s
     live = sys.stdout.isatty() and not (once or as_json)
-    available = discover(sensors or None)
+    available = discover(sensors or None, scope="machine")
     with Quit(keys=live) as quit_, PowerWatch(available, interval_s) as watch:
         if once:
             quit_.wait(ONCE_S)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +17,19 @@ from types import FrameType
 from typing import IO
 
 from ..errors import TesseraError
-from ..schema import EnergyReport, Telemetry, Work
+from ..schema import EnergyReport, Hold, Telemetry, Work
+from ..sensors.discover import SCOPE_VARIABLE
 from ..trace import PowerTrace
 from .core import Monitor
 from .regions import REGIONS_VARIABLE, read_regions
-from .scope import EnergyScope, power_trace
+from .scope import OVERLAPS, EnergyScope, power_trace
 from .series import PowerSeries
 
 # Power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
 IDLE_WINDOW_NS = 600_000_000
 IDLE_LEVEL = 0.1
+# How long a read at the edges of the command may take: RAPL and /proc answer within a millisecond.
+EDGE_S = 0.05
 EXIT_NOT_FOUND = 127  # as shells do
 EXIT_NOT_EXECUTABLE = 126
 STDERR = 2
@@ -56,16 +60,20 @@ def measure_command(
     quiet: bool = False,
     output: IO[bytes] | None = None,
 ) -> CommandRun:
-    """Run a command to its end and measure the machine meanwhile. Its children are in it: power is the machine's.
+    """Run a command to its end and measure meanwhile. Its children are in it.
 
     SIGINT and SIGTERM go to the command; what was measured until then is still reported. `quiet` sends what the
     command prints to standard error, so that standard output is the caller's; `output` takes all that it prints.
+    The scopes that the command opens itself are of the same processes or machine as the monitor's sensors.
     """
+    own = any(d.scope == "process" for d in monitor.sampler.domains)
     with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
-        env = {**os.environ, REGIONS_VARIABLE: folder}
+        env = {**os.environ, REGIONS_VARIABLE: folder, SCOPE_VARIABLE: "process" if own else "machine"}
         scope = EnergyScope(" ".join(argv), monitor=monitor)
+        _read_means(monitor)
         with power_trace(monitor=monitor) as trace, scope:
             returncode = _run(argv, env, quiet, output)
+            _read_means(monitor)
         regions = read_regions(Path(folder))
     base = scope.report()
     report = EnergyReport(
@@ -80,10 +88,16 @@ def measure_command(
         gaps=base.gaps,
         missing=base.missing,
         events=list(monitor.sampler.events),
-        notes=_notes(trace),
+        notes=[*_notes(trace), *([OVERLAPS] if any(r.overlaps for r in regions) else [])],
     )
     telemetry = {name: trace.telemetry(name) for name in trace.columns}
     return CommandRun(report=report, trace=trace, telemetry=telemetry, returncode=returncode)
+
+
+def _read_means(monitor: Monitor) -> None:
+    """Have the sensors of means read now: a mean that reaches over an edge would lose a part of a short command."""
+    means = [d.name for d in monitor.sampler.domains if d.hold is Hold.MEAN and d.counted]
+    monitor.sampler.wait_for(time.monotonic_ns(), EDGE_S, means)
 
 
 def _notes(trace: PowerTrace) -> list[str]:

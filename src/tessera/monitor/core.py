@@ -48,10 +48,23 @@ class Window:
 
     Each edge is marked in the running sums as soon as the samples have passed it, so a window may last for days or be
     read hours later, and needs no samples to be kept. `settle` is called by the sampler's thread after each read, and
-    by whoever reads the result.
+    by whoever reads the result. `overlaps`: a window of another thread was open at the same time, so that both contain
+    what both did.
     """
 
-    __slots__ = ("_ends", "_firsts", "_starts", "end", "energies", "name", "reported", "start")
+    __slots__ = (
+        "_ends",
+        "_firsts",
+        "_starts",
+        "end",
+        "energies",
+        "met",
+        "name",
+        "overlaps",
+        "reported",
+        "start",
+        "thread",
+    )
 
     def __init__(self, name: str, start: Edge) -> None:
         self.name = name
@@ -59,6 +72,9 @@ class Window:
         self.end: Edge | None = None
         self.energies: dict[str, Energy] = {}
         self.reported = False
+        self.overlaps = False
+        self.thread = threading.get_ident()
+        self.met = 0
         self._starts: dict[str, Mark] = {}
         self._ends: dict[str, Mark] = {}
         self._firsts: dict[str, Anchor] = {}
@@ -128,16 +144,18 @@ class Window:
 class _RegionTotal:
     """All windows of one name, added up as they settle."""
 
-    __slots__ = ("calls", "end_ns", "energy", "start_ns")
+    __slots__ = ("calls", "end_ns", "energy", "overlaps", "start_ns")
 
     def __init__(self, energy: Energy, window: Window) -> None:
         self.calls = 1
         self.energy = energy
+        self.overlaps = window.overlaps
         self.start_ns = window.start.host_ns
         self.end_ns = window.end.host_ns if window.end else self.start_ns
 
     def add(self, energy: Energy, window: Window) -> None:
         self.calls += 1
+        self.overlaps |= window.overlaps
         self.energy = sum_windows([self.energy, energy])
         self.start_ns = min(self.start_ns, window.start.host_ns)
         self.end_ns = max(self.end_ns, window.end.host_ns if window.end else 0)
@@ -153,6 +171,8 @@ class Monitor:
         self._lock = threading.Lock()
         self._pending: dict[int, Window] = {}
         self._warned_untracked = False
+        self._open_counts: dict[int, int] = {}  # open windows by thread
+        self._met = 0  # how often a window was opened beside one of another thread
         self._regions: dict[str, _RegionTotal] = {}
         self.sampler.on_read(self._after_read)
         _monitors.add(self)
@@ -183,6 +203,11 @@ class Monitor:
     def open(self, name: str) -> Window:
         """Begin a window now: two clock readings at most on the caller's thread."""
         window = Window(name, self.clocks.edge())
+        window.met = self._met
+        own = self._open_counts.get(window.thread, 0)
+        if len(self._open_counts) > (own > 0):
+            self._met += 1
+        self._open_counts[window.thread] = own + 1
         if len(self._pending) < MAX_PENDING:
             self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
         elif not self._warned_untracked:
@@ -197,6 +222,12 @@ class Monitor:
     def close(self, window: Window) -> None:
         """End a window now."""
         window.end = self.clocks.edge()
+        window.overlaps = window.met != self._met
+        left = self._open_counts.get(window.thread, 0) - 1
+        if left > 0:
+            self._open_counts[window.thread] = left
+        else:
+            self._open_counts.pop(window.thread, None)
 
     def read(self, window: Window, timeout_s: float = 5.0, everything: bool = False) -> dict[str, Energy]:
         """The joules of a window by domain; waits for the sensor to catch up. An open window gives those so far.
@@ -283,6 +314,7 @@ class Monitor:
                     energy=dataclasses.replace(r.energy, error_j=max(r.energy.error_j, gain * abs(r.energy.energy_j))),
                     start_ns=r.start_ns,
                     end_ns=r.end_ns,
+                    overlaps=r.overlaps,
                 )
                 for name, r in self._regions.items()
             ]

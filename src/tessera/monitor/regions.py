@@ -82,4 +82,5 @@ def _add_up(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:
         energy=sum_windows([p.energy for p in parts]),
         start_ns=parts[0].start_ns,
         end_ns=max(p.end_ns for p in parts),
+        overlaps=any(p.overlaps for p in parts),
     )

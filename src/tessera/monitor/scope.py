@@ -17,6 +17,10 @@ from ..schema import Basis, Energy, EnergyReport, Gap, Telemetry
 from ..trace import PowerTrace
 from .core import Monitor, Window, default
 
+OVERLAPS = (
+    "scopes of other threads were open at the same time: each contains what all threads of this process did, so their "
+    "joules must not be added"
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -29,7 +33,8 @@ class EnergyScope:
 
     Entering and leaving note the clock and, if CUDA is initialised, an event in the current stream: nothing is
     synchronised (unless `sync=True`) and no sensor is read. Reading a result waits until the sensor has caught up.
-    Inside the block it is the joules so far.
+    Inside the block it is the joules so far. A sensor does not see threads: scopes that overlap each contain all that
+    this process did meanwhile, and `report().notes` says so where they were opened by different threads.
     """
 
     __slots__ = ("__weakref__", "_given", "_monitor", "_open", "_sync", "_window", "name")
@@ -189,6 +194,7 @@ class EnergyScope:
             domains=sampler.domains,
             gaps=sampler.gaps_between(self.start_ns, self.end_ns),
             missing=self._monitor.missing,
+            notes=[OVERLAPS] if self._window is not None and self._window.overlaps else (),
         )
 
     def __repr__(self) -> str:

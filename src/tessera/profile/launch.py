@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ArgumentError, TesseraError
+from ..schema import Scope
 from .ending import DROPPED, Patience
 from .options import DEFAULT, Mode, SessionOptions
 from .recorder import Session
@@ -184,6 +185,7 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     steps: tuple[int, int] | None = None
     flush_s: float | None = None
     limit_s: float | None = None
+    scope: Scope | None = None
 
 
 class Terminated(SystemExit):

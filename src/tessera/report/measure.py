@@ -11,18 +11,27 @@ from rich.text import Text
 
 from ..monitor.benchmark import BenchmarkResult
 from ..monitor.steady_state import Uncertain
-from ..schema import Domain, Energy, EnergyReport
+from ..schema import Domain, Energy, EnergyReport, RegionEnergy
+from ..sensors.modelled import IDLE_PART, MACHINE_PART
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import Console, label_table
+
+SCOPES = {"process": "the program and its children", "machine": "everything on the machine"}
+"""Whose power a domain is, in words."""
 
 
 def sensors_line(domains: Sequence[Domain]) -> Text:
     """One line on which sensors measure, or a warning that none does."""
     counted = [d for d in domains if d.counted]
-    modelled = ", ".join(d.name for d in counted if d.basis != "measured")
+    modelled = [d for d in counted if d.basis != "measured"]
     if modelled:
-        warning = f"MODELLED, not measured: no power sensor is readable; {modelled} is utilisation times a power curve."
-        return Text(warning, style="yellow")
+        which = ", ".join(d.name for d in modelled)
+        if all(d.source == "modelled" for d in modelled):
+            of = "CPU time" if modelled[0].scope == "process" else "utilisation"
+            how = f"no power sensor is readable; {which} is the {of} of {SCOPES[modelled[0].scope]} times a power curve"
+        else:
+            how = f"{which} is the share of {SCOPES['process']} in what was measured, by CPU time"
+        return Text(f"MODELLED, not measured: {how}.", style="yellow")
     names = [f"{d.name} ({d.source}, {format_duration(d.resolution_s)})" for d in counted[:4]]
     more = f" and {len(counted) - 4} more" if len(counted) > 4 else ""
     return Text(f"measuring {', '.join(names)}{more}", style="dim")
@@ -36,7 +45,7 @@ def answer(
     for unit, joules, error in report.per_work():
         table.add_row(f"per {unit}", format_energy_error(joules, error))
     for region in report.regions[:5]:
-        table.add_row("region", _region_text(region.name, region.calls, region.energy, report.total.energy_j))
+        table.add_row("region", _region_text(region, report.total.energy_j))
     for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].energy_j):
         table.add_row(name, _domain_text(report, name, energy))
     if report.idle_w is not None and report.total.time_s > 0:
@@ -76,19 +85,32 @@ def _headline(report: EnergyReport) -> Text:
     return Text("   ".join(parts), style="bold").append(f"   {total.source}, 90% intervals", style="dim")
 
 
-def _region_text(name: str, calls: int, energy: Energy, total_j: float) -> str:
+def _region_text(region: RegionEnergy, total_j: float) -> str:
+    energy, calls = region.energy, region.calls
     share = energy.energy_j / total_j if total_j > 0 else 0.0
     each = format_energy_error(energy.energy_j / calls, energy.error_j / calls)
-    return f"{name}: {calls} x {each} = {format_energy(energy.energy_j)} ({format_share(share)})"
+    with_others = ", with what other threads' scopes did meanwhile" if region.overlaps else ""
+    return f"{region.name}: {calls} x {each} = {format_energy(energy.energy_j)} ({format_share(share)}{with_others})"
 
 
 def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
     domain = next((d for d in report.domains if d.name == name), None)
     share = energy.energy_j / report.total.energy_j if report.total.energy_j > 0 else 0.0
     label = f"  {domain.label}" if domain and domain.label else ""
-    inside = "" if domain is None or domain.counted else ", inside another domain"
+    if domain is not None and domain.counted and domain.device.kind == "cpu":
+        label += f", {SCOPES[domain.scope]}"
+    inside = "" if domain is None or domain.counted else f", {_inside(domain)}"
     seen = "" if energy.coverage > 0.995 else f", measured {energy.coverage:.0%} of the time"
     return f"{format_energy_error(energy.energy_j, energy.error_j)} ({format_share(share)}{inside}{seen}){label}"
+
+
+def _inside(domain: Domain) -> str:
+    """How a domain that is not counted relates to those that are."""
+    if domain.name.endswith(IDLE_PART):
+        return f"of {domain.name.removesuffix(IDLE_PART)}: share of the machine's idle power"
+    if domain.name.endswith(MACHINE_PART):
+        return f"of {SCOPES['machine']}, measured"
+    return "inside another domain"
 
 
 # -- a benchmark ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
 from .energy import SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
-from .measure import describe_exit
+from .measure import SCOPES, describe_exit
 from .predict import format_rate
 
 BAR = 30
@@ -137,10 +137,16 @@ def _where(part: Outside) -> str:
     return f"{place} (imports, setup)" if part.where == "before" else place
 
 
+def basis_text(result: Answer) -> str:
+    """That the joules are not measured, and whose they are."""
+    whose = f"joules are those of {SCOPES[result.scope]}; run `tessera doctor` to see which sensors are available"
+    return f"{result.basis.upper()}, not measured: {whose}"
+
+
 def _warnings(result: Answer) -> list[RenderableType]:
     lines = []
     if result.basis != "measured":
-        lines.append(f"{result.basis.upper()}, not measured: run `tessera doctor` to see which sensors are available")
+        lines.append(basis_text(result))
     if result.cut:
         lines.append(f"INCOMPLETE: {result.cut}")
     if result.returncode:

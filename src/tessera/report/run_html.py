@@ -21,7 +21,7 @@ from .energy import SUMMARY_NOTE
 from .html import THEME_BUTTON, capitalize, document, note, prose, tile
 from .measure import describe_exit
 from .predict import format_rate
-from .run import limit_cut, mode_text, outside_text, traced_text
+from .run import basis_text, limit_cut, mode_text, outside_text, traced_text
 from .run_provenance import find_missing, missing_section, provenance, run_analyses
 from .run_tables import gaps, steps, tables
 from .run_timeline import payload
@@ -95,7 +95,7 @@ def _traced_note(result: Answer) -> str:
 def _warnings(result: Answer) -> str:
     lines = []
     if result.basis != "measured":
-        lines.append(f"{result.basis.upper()}, not measured: run `tessera doctor` to see which sensors are available.")
+        lines.append(f"{basis_text(result)}.")
     if result.cut:
         lines.append(f"Incomplete: {result.cut}.")
     if result.shared_by:

@@ -20,6 +20,7 @@ from ..recording import Recording
 from ..timeline.columns import Timeline
 from ..units import format_duration, format_power
 from .html import capitalize, prose
+from .measure import SCOPES
 
 ANALYSES = ("roofline", "stalls", "collectives", "memory")
 """The analyses that the page shows."""
@@ -32,7 +33,7 @@ _HOW = (
     "ran together, so that only their sum is accurate."
 )
 _HOW_MODELLED = (
-    "Joules are {known} over the {span}: the power is modelled from the host's utilisation, which cannot distinguish "
+    "Joules are {known} over the {span}: the power is modelled from CPU time, which cannot distinguish "
     "what ran. So each row has a share in proportion to its time; idle is what was drawn while nothing ran; all rows "
     "sum to the total. ± is the half-width of a 90% interval."
 )
@@ -77,6 +78,8 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
         detail = f"{domain.source}, every {format_duration(domain.resolution_s, 3)}"
         detail += f", {domain.label}" if domain.label else ""
         detail += f"; {domain.note}" if domain.note else ""
+        if domain.device.kind == "cpu" and domain.counted:
+            detail += f"; of {SCOPES[domain.scope]}"
         inside = "" if domain.counted else " (inside another domain)"
         yield f"power of {domain.name}", domain.basis, f"{detail}{inside}"
     if answer.shared_by:

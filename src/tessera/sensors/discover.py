@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, SensorError, SensorPermission, SensorUnavailable, did_you_mean
-from ..schema import Capability
+from ..schema import Capability, Scope
 from .base import Sensor
+from .processes import ProcessTree
 
 VARIABLE = "TESSERA_SENSORS"
 """Environment variable that picks sensors: "nvml,rapl", "replay:power.csv", "modelled"."""
+
+SCOPE_VARIABLE = "TESSERA_SCOPE"
+"""Environment variable with the scope of CPU energy: "process" or "machine"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,23 @@ KINDS: dict[str, Callable[[], Sensor]] = {  # a vendor's module is imported only
 ON_REQUEST = ("redfish", "ipmi", "modelled")
 
 
-def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> DiscoveredSensors:
+def discover(
+    names: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    scope: Scope | None = None,
+    tree: ProcessTree | None = None,
+) -> DiscoveredSensors:
     """Start the named sensors, or all that this machine has; the modelled one if there is no other.
 
     Two sensors that claim one domain name (an NVIDIA and an Intel GPU are both gpu0) do not mix: the first wins.
+    `scope` "process" is the CPU energy of a process `tree` (this process and its children by default), "machine" that
+    of all that ran. Without it, modelled energy is the process's and measured packages are the machine's.
     """
     env = os.environ if environ is None else environ
     wanted = list(names) if names is not None else [n.strip() for n in env.get(VARIABLE, "").split(",") if n.strip()]
     automatic = not wanted
+    scope = scope or _read_scope(env)
     started: list[Sensor] = []
     missing: list[Capability] = []
     try:
@@ -94,7 +107,32 @@ def discover(names: Sequence[str] | None = None, environ: Mapping[str, str] | No
             why="; ".join(f"{c.name}: {c.reason}" for c in missing),
             fix="run `tessera doctor` to see what each one needs, or use the modelled sensor",
         )
-    return DiscoveredSensors(started, missing)
+    return DiscoveredSensors([_narrow(s, scope, tree) for s in started], missing)
+
+
+def _read_scope(env: Mapping[str, str]) -> Scope | None:
+    word = env.get(SCOPE_VARIABLE, "")
+    if word not in ("", "process", "machine"):
+        raise ArgumentError(f"{SCOPE_VARIABLE}={word} is not a scope", fix="set it to process or machine")
+    return word or None  # type: ignore[return-value]
+
+
+def _narrow(sensor: Sensor, scope: Scope | None, tree: ProcessTree | None) -> Sensor:
+    """The sensor for a scope: a modelled one for a process tree unless the machine is asked for, RAPL if asked."""
+    wanted = scope or ("process" if sensor.name == "modelled" else "machine")
+    if sensor.name not in ("modelled", "rapl") or wanted == "machine":
+        return sensor
+    from .modelled import ModelledSensor, ProcessShare
+
+    try:
+        tree = tree or ProcessTree()
+    except SensorUnavailable:  # no /proc/PID here: the machine's is what there is, and its domain says so
+        return sensor
+    if sensor.name == "rapl":
+        return ProcessShare(sensor, tree)
+    narrowed = ModelledSensor(tree=tree)
+    narrowed.start()
+    return narrowed
 
 
 def make(name: str) -> Sensor:

@@ -1,22 +1,29 @@
 """A modelled sensor for machines that have none: utilisation times a device's power curve, always marked.
 
-Power is idle + (maximum - idle) x utilisation of all CPUs. It is a model and every figure that comes from it says
-so (`basis="modelled"`). Its error is that of the two figures, and what a straight line between them misses.
+The machine's power is idle + (maximum - idle) x utilisation of all CPUs. A process has the same share of both parts as
+it has of the machine's CPU time: (maximum - idle) x share for what it runs, and idle x share. So its joules do not
+depend on what its neighbours do, and the processes of a busy machine sum to the machine. It is a model and every figure
+that comes from it says so (`basis="modelled"`). Its error is that of the two figures, and what a straight line between
+them misses.
+
+`ProcessShare` divides a measured package among processes by their CPU time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..clock import now_ns
+from ..clock import NS_PER_S, now_ns
 from ..device import ASSUMED_ERROR
 from ..errors import SensorLost, SensorUnavailable
 from ..hardware import host_cpu
 from ..schema import Capability, Device, Domain, Figure, Hold, Telemetry
-from .base import Batch
+from .base import Batch, Sensor
+from .processes import ProcessTree
 
 LINE_ERROR = 0.15
 """The relative error of a straight line by utilisation, from one program to the next at the same utilisation.
@@ -26,6 +33,8 @@ LINE_ERROR = 0.15
 MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
 """The relative error of modelled power whose curve is unknown (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
+IDLE_PART, MACHINE_PART = ".idle_share", ".machine"
+"""What the names of the domains beside a process's own end in."""
 
 
 def model_error(device: Device) -> float:
@@ -54,7 +63,10 @@ def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 
 class ModelledSensor:
-    """The host's CPUs by their utilisation. `device` has the power curve; `busy` returns busy and total seconds."""
+    """The host's CPUs by their utilisation, or the share of a process `tree` in them. `device` has the power curve.
+
+    `busy` returns busy and total seconds of the machine; a tree is measured against the clock times the CPUs.
+    """
 
     name = "modelled"
     period_s = 0.1
@@ -63,12 +75,14 @@ class ModelledSensor:
         self,
         device: Device | None = None,
         *,
+        tree: ProcessTree | None = None,
         busy: Callable[[], tuple[float, float]] = proc_stat_busy,
         domain: str = "cpu0",
         clock: Callable[[], int] = now_ns,
     ) -> None:
         self._device = device
-        self._busy = busy
+        self._tree = tree
+        self._busy = busy if tree is None else self._read_tree
         self._clock = clock
         self._name = domain
         self._last: tuple[float, float] | None = None
@@ -91,20 +105,24 @@ class ModelledSensor:
         d = self._device
         assert d.idle_w is not None and d.tdp_w is not None
         error = model_error(d)
-        curve = f"utilisation x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}"
+        of = "utilisation" if self._tree is None else "CPU time of the process and its children"
+        curve = f"{of} x {d.idle_w.value:g}-{d.tdp_w.value:g} W, {d.tdp_w.source}"
         line = f"between them a straight line, which alone is off by {LINE_ERROR:.0%}: ±{error:.0%} in all"
-        return [
-            Domain(
-                name=self._name,
-                source="modelled",
-                label=d.name,
-                resolution_s=self.period_s,
-                hold=Hold.MEAN,
-                gain_error=error,
-                basis="modelled",
-                note=f"{curve}; {line}",
-            )
-        ]
+        domain = Domain(
+            name=self._name,
+            source="modelled",
+            label=d.name,
+            resolution_s=self.period_s,
+            hold=Hold.MEAN,
+            gain_error=error,
+            basis="modelled",
+            note=f"{curve}; {line}",
+            scope="machine" if self._tree is None else "process",
+        )
+        if self._tree is None:
+            return [domain]
+        note = f"of {self._name}: its share of the {d.idle_w.value:g} W that the machine draws when idle"
+        return [domain, dataclasses.replace(domain, name=self._name + IDLE_PART, counted=False, label="", note=note)]
 
     def capabilities(self) -> Sequence[Capability]:
         return []
@@ -122,16 +140,92 @@ class ModelledSensor:
         # The kernel may take back a few ticks of idle time, not seconds: then the counters began anew (a container
         # that was moved).
         if last is None or total_s < last[1] - _RESET_S:
-            batch.add(self._name, t, math.nan)
+            for domain in self.domains():
+                batch.add(domain.name, t, math.nan)
             return batch
         if total_s <= last[1]:  # /proc/stat counts in ticks of 10 ms: nothing new yet
             self._last = last
             return batch
         share = min(max((busy_s - last[0]) / (total_s - last[1]), 0.0), 1.0)
         idle_w, full_w = self._device.idle_w.value, self._device.tdp_w.value
-        batch.add(self._name, t, idle_w + (full_w - idle_w) * share)
+        if self._tree is None:
+            batch.add(self._name, t, idle_w + (full_w - idle_w) * share)
+        else:
+            batch.add(self._name, t, full_w * share)
+            batch.add(self._name + IDLE_PART, t, idle_w * share)
         batch.telemetry.append(Telemetry(time_ns=t, domain=self._name, utilization_pct=100.0 * share))
         return batch
 
+    def _read_tree(self) -> tuple[float, float]:
+        assert self._tree is not None
+        return self._tree.poll(), (os.cpu_count() or 1) * self._clock() / NS_PER_S
+
     def stop(self) -> None:
         """Nothing to release."""
+
+
+class ProcessShare:
+    """A sensor of CPU packages, whose counted domains are divided by CPU time: the share of a process tree.
+
+    Each keeps its name, and the whole package is beside it as "cpu0.machine". What is left of a measurement is the sum:
+    who spent it is modelled, at the same watts for every second of CPU time.
+    """
+
+    def __init__(
+        self, sensor: Sensor, tree: ProcessTree, *, busy: Callable[[], tuple[float, float]] = proc_stat_busy
+    ) -> None:
+        self._sensor = sensor
+        self._tree = tree
+        self._busy = busy
+        self._last: tuple[float, float] | None = None
+        self.name = sensor.name
+
+    @property
+    def period_s(self) -> float:
+        return self._sensor.period_s
+
+    def start(self) -> None:
+        """Start the sensor behind it."""
+        self._sensor.start()
+        self._last = None
+
+    def domains(self) -> Sequence[Domain]:
+        parts = []
+        for d in self._sensor.domains():
+            if d.counted:
+                parts.append(
+                    dataclasses.replace(
+                        d,
+                        source=f"{d.source}, shared by CPU time",
+                        basis="modelled",
+                        gain_error=math.hypot(d.gain_error, LINE_ERROR),
+                        resolution_s=max(d.resolution_s, self.period_s),
+                        scope="process",
+                        note="; ".join(filter(None, (d.note, "divided by CPU time: the share of the process tree"))),
+                    )
+                )
+            parts.append(dataclasses.replace(d, name=d.name + MACHINE_PART, counted=False) if d.counted else d)
+        return parts
+
+    def capabilities(self) -> Sequence[Capability]:
+        return self._sensor.capabilities()
+
+    def read(self) -> Batch:
+        """The power of each package since the last read, and the tree's share of it."""
+        counted = {d.name for d in self._sensor.domains() if d.counted}
+        batch = self._sensor.read()
+        now = self._tree.poll(), self._busy()[0]
+        last = self._last or now
+        busy_s = now[1] - last[1]
+        if busy_s > 0 or self._last is None:
+            self._last = now
+        share = min(max((now[0] - last[0]) / busy_s, 0.0), 1.0) if busy_s > 0 else 0.0
+        for name in counted & batch.samples.keys():
+            samples = batch.samples[name]
+            batch.samples[name + MACHINE_PART] = samples
+            batch.samples[name] = [(t, w * share) for t, w in samples]
+        return batch
+
+    def stop(self) -> None:
+        """Stop the sensor behind it."""
+        self._sensor.stop()

@@ -20,6 +20,7 @@ from ...recording import Stack
 from ...schema import Energy
 from ...sensors.base import Sensor
 from ...sensors.discover import DiscoveredSensors, discover
+from ...sensors.processes import ProcessTree
 from .daemon import TraceDaemon
 from .process import Kineto, NoProcess, Target, descendants, find, kineto
 from .request import Folder, TraceFigures, What, figures
@@ -251,7 +252,7 @@ class _Session:
 
 def _sensors(target: Target, options: AttachOptions) -> DiscoveredSensors:
     """The sensors of this machine, with the GPUs that the process may see, asked as often as GPM answers."""
-    discovered = discover(list(options.sensors) or None)
+    discovered = discover(list(options.sensors) or None, tree=ProcessTree(target.pid))
     return DiscoveredSensors([_finer(s, target, options) for s in discovered.sensors], discovered.missing)
 
 

@@ -1,0 +1,224 @@
+"""The CPU time of processes, and whose they are: user, Slurm job and Kubernetes pod. Everything is read from /proc.
+
+`ProcessTree` counts the CPU time of a process, its threads and its children. A child that ends takes nothing away: the
+kernel adds its time to its parent (`cutime` of /proc/PID/stat), and the tree counts only what it had not seen before.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pwd
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import SensorUnavailable
+
+PROC = Path("/proc")
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+# Looking for new children costs a file for each thread (5 us); what ran between two looks is in the parent's `cutime`.
+LOOK_S = 0.5
+SHORT_LIVED = "(short-lived)"
+"""The name of children that began and ended between two looks."""
+KEPT_NAMES = 100
+
+_SLURM_JOB = re.compile(r"/job_(?P<job>\d+)")
+_POD = re.compile(r"pod(?P<pod>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStat:
+    """One process now: the CPU seconds of its threads (`own_s`) and of the children it has waited for."""
+
+    pid: int
+    parent: int
+    name: str
+    began: int
+    own_s: float
+    children_s: float
+
+
+def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
+    """A process by its number; None when there is none any more."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
+        head, _, rest = text.rpartition(")")  # a name may contain spaces and brackets
+        fields = rest.split()
+        user, system, child_user, child_system = (int(v) * TICK_S for v in fields[11:15])
+        return ProcessStat(
+            pid=pid,
+            parent=int(fields[1]),
+            name=head.partition("(")[2],
+            began=int(fields[19]),
+            own_s=user + system,
+            children_s=child_user + child_system,
+        )
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def list_processes(proc: Path = PROC) -> Iterator[ProcessStat]:
+    """Every process that can be seen here."""
+    for folder in proc.iterdir():
+        if folder.name.isdigit() and (stat := read_stat(int(folder.name), proc)) is not None:
+            yield stat
+
+
+class ProcessTree:
+    """A process and everything it started, from now on. `with_root=False` counts only what it started."""
+
+    def __init__(
+        self,
+        root: int | None = None,
+        *,
+        with_root: bool = True,
+        proc: Path = PROC,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = os.getpid() if root is None else root
+        self._with_root = with_root
+        self._proc = proc
+        self._clock = clock
+        self._looked_s = -LOOK_S
+        self._members: dict[int, ProcessStat] = {}  # a parent before its children
+        self._counted_s: dict[int, float] = {}
+        self._ended: dict[str, tuple[int, float]] = {}
+        self._owed_s = 0.0
+        if read_stat(self.root, proc) is None:
+            raise SensorUnavailable(
+                f"cannot read the CPU time of process {self.root}",
+                why=f"{proc}/{self.root}/stat cannot be read",
+                fix="the process must be running, and /proc mounted (Linux)",
+            )
+        self._baseline = True
+        self.poll()
+        self._baseline = False
+
+    def poll(self) -> float:
+        """Count what has come since the last call; CPU seconds since the tree was made."""
+        pids = self._find_members()
+        before, self._members = self._members, {}
+        waited_s, gone = 0.0, dict(before)
+        for pid in pids:
+            now, last = self._read(pid), before.get(pid)
+            if now is None or (last is not None and last.began != now.began):
+                continue
+            self._members[pid] = now
+            gone.pop(pid, None)
+            start = now if self._baseline else last
+            waited_s += now.children_s - (start.children_s if start else 0.0)
+            self._counted_s.setdefault(pid, 0.0)
+            self._counted_s[pid] += now.own_s - (start.own_s if start else 0.0)
+        ended_s = sum(p.own_s + p.children_s for p in gone.values())
+        for process in gone.values():
+            self._add_ended(process.name, 1, self._counted_s.pop(process.pid, 0.0))
+        # A process that ends adds all its time to its parent, with what was counted here before. Where the parent was
+        # read just before that, it comes with the next look: what is owed is kept for one.
+        unseen_s = waited_s - ended_s - self._owed_s
+        self._owed_s = max(ended_s - waited_s, 0.0)
+        if unseen_s > 0:
+            self._add_ended(SHORT_LIVED, 0, unseen_s)
+        return self.cpu_s
+
+    def _read(self, pid: int) -> ProcessStat | None:
+        """A process; of this one, microseconds and not ticks of 10 ms."""
+        stat = read_stat(pid, self._proc)
+        if stat is None or pid != os.getpid() or self._proc != PROC:
+            return stat
+        own, waited = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        own_s, children_s = own.ru_utime + own.ru_stime, waited.ru_utime + waited.ru_stime
+        return replace(stat, own_s=own_s, children_s=children_s)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds so far, as of the last `poll`."""
+        own = 0.0 if self._with_root else self._counted_s.get(self.root, 0.0)
+        return sum(self._counted_s.values()) - own + sum(seconds for _, seconds in self._ended.values())
+
+    def children(self) -> dict[str, tuple[int, float]]:
+        """How many children of each name there were, and their CPU seconds, the most first."""
+        totals = dict(self._ended)
+        for pid, stat in self._members.items():
+            if pid != self.root:
+                count, seconds = totals.get(stat.name, (0, 0.0))
+                totals[stat.name] = (count + 1, seconds + self._counted_s[pid])
+        return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+
+    def _add_ended(self, name: str, count: int, seconds: float) -> None:
+        name = name if name in self._ended or len(self._ended) < KEPT_NAMES else SHORT_LIVED
+        had, had_s = self._ended.get(name, (0, 0.0))
+        self._ended[name] = (had + count, had_s + seconds)
+
+    def _find_members(self) -> list[int]:
+        """The root, what it started, and what those started; one whose parent has ended stays."""
+        known = list(self._members) or [self.root]
+        if self._clock() - self._looked_s < LOOK_S:
+            return known
+        self._looked_s = self._clock()
+        members = dict.fromkeys(known)
+        parents = None if self._list_children(self.root) is not None else self._read_parents()
+        queue = list(members)
+        for pid in queue:  # grows while it is read
+            children = parents.get(pid, []) if parents is not None else self._list_children(pid) or []
+            new = [child for child in children if child not in members]
+            members |= dict.fromkeys(new)
+            queue += new
+        return list(members)
+
+    def _list_children(self, pid: int) -> list[int] | None:
+        """The children that the kernel lists by thread; None where it does not (CONFIG_PROC_CHILDREN)."""
+        found: list[int] | None = None
+        for file in (self._proc / str(pid) / "task").glob("*/children"):
+            try:
+                found = [*(found or []), *map(int, file.read_text().split())]
+            except (OSError, ValueError):
+                continue  # the thread has ended
+        return found
+
+    def _read_parents(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for stat in list_processes(self._proc):
+            children.setdefault(stat.parent, []).append(stat.pid)
+        return children
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOwner:
+    """Whose a process is: its user, and its Slurm job and Kubernetes pod where it has one."""
+
+    user: str | None = None
+    job: str | None = None
+    pod: str | None = None
+
+
+def find_owner(pid: int, proc: Path = PROC) -> ProcessOwner:
+    """Whose a process is; what cannot be read (another user's environment, a process that ended) is None."""
+    folder = proc / str(pid)
+    groups = _read(folder / "cgroup")
+    job = re.search(r"(?:^|\0)SLURM_JOB_ID=(\d+)", _read(folder / "environ")) or _SLURM_JOB.search(groups)
+    pod = _POD.search(groups) if "kubepods" in groups else None
+    uid = re.search(r"^Uid:\s+(\d+)", _read(folder / "status"), re.MULTILINE)
+    return ProcessOwner(
+        user=_user_name(int(uid[1])) if uid else None,
+        job=job[1] if job else None,
+        pod=pod["pod"].replace("_", "-") if pod else None,
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
