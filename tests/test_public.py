@@ -23,7 +23,10 @@ MONITOR = {
     "power_trace", "use",
 }  # fmt: skip
 FLAGS = {
-    "measure": {"--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--scope", "--trace", "--json", "command"},
+    "measure": {
+        "--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--scope", "--trace", "--json", "command",
+        "--runs", "--warmup", "--show-output",
+    },
     "run": {
         "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--memory", "--counters",
         "--scope", "--out", "--html", "--json", "target", "arguments",
