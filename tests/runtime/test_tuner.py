@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tessera import schedule
 from tessera.errors import ArgumentError, RecordingError, ScheduleError
 from tessera.rewrite.compare import compare
 from tessera.rewrite.state import State
@@ -187,6 +188,32 @@ def test_the_best_of_a_functions_own_arguments(quick: None, tmp_path: Path) -> N
     other = Plan.load(plan.save(tmp_path / "p.json"))
     assert other == plan
     fn.close()
+
+
+def test_the_report_of_a_tuned_function_and_its_progress(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line on a terminal from the first moment on, with the most that it takes; none in a pipe, but a log."""
+    options: dict[str, Any] = {"policy": "energy", "search": {"way": ["slow", "fast"]}, "compile_modes": False}
+    step = schedule(**options, budget_s=30)(slow_and_fast)
+    assert str(step.report()) == "no cap\n0 calls"
+    x = torch.randn(64, 64)
+    with caplog.at_level("INFO", logger="tessera"):
+        step(x)
+    assert capsys.readouterr().err == ""
+    said = [r.message for r in caplog.records if r.message.startswith("tun")]
+    assert said[0] == "tuning slow_and_fast for energy: at most 30 s" and "2/2, at most" in said[2]
+    for _ in range(20):
+        step(x)
+    report = step.report()
+    assert report.calls == 21 and report.plan == step.plan()
+    text = str(report)
+    assert text.startswith("tuned for energy: way=fast\n") and "21 calls" in text and "no cap" not in text
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    schedule(**options, budget_s=30, cache=False)(slow_and_fast)(x)
+    line = capsys.readouterr().err
+    assert line.startswith("\r\033[Ktessera: tuning slow_and_fast for energy: at most 30 s")
+    assert line.count("\n") == 1 and line.endswith("\n")
 
 
 def test_training_goes_on_as_if_nothing_had_happened(quick: None) -> None:

@@ -8,8 +8,9 @@ from ..units import format_duration, format_energy, format_power
 
 
 def schedule_text(report: ScheduleReport) -> str:
-    """A few lines: the cap, the power that was reached, what waiting cost."""
-    lines = [_cap_line(report)]
+    """A few lines: the plan, the cap, the power that was reached, what waiting cost."""
+    lines = _plan_lines(report.plan) if report.plan is not None else []
+    lines += [_cap_line(report)] if report.cap is not None or report.plan is None else []
     lines += [_zone_line(report, zone) for zone in report.zones]
     if report.how == "token_bucket" and not report.waits:
         lines.append("nothing had to wait")
@@ -22,6 +23,11 @@ def schedule_text(report: ScheduleReport) -> str:
     each = report.energy_per_call_j
     lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
     return "\n".join([*lines, *report.notes])
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    setting = ", ".join(f"{knob}={format_value(value)}" for knob, value in plan.setting.items()) or "unchanged"
+    return [f"tuned for {plan.policy}: {setting}", _outcome(plan)]
 
 
 def _cap_line(report: ScheduleReport) -> str:

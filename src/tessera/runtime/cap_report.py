@@ -14,6 +14,7 @@ from .pacer import PaceCounts, Pacer
 
 if TYPE_CHECKING:
     from .power_zone import PowerZone
+    from .tuning.plan import Plan
 
 # The controller needs this long to find the load's duty; windows before it are reported separately.
 FIRST_S = 1.0
@@ -124,7 +125,7 @@ class ScheduleReport:
     `how` is "token_bucket", "driver" or None (nothing is limited). The cap applies to the mean over `window_s`, which
     is the schedule's own or, where `window_from` is "sensor", the shortest that the sensor can resolve. `slowdown` is
     the time waited over the time worked: the most that waiting adds to the run time, as clocks may rise after a pause.
-    `tokens` is None for a bucket of joules.
+    `tokens` is None for a bucket of joules, `plan` without a policy or before the first call.
     """
 
     cap: ScopedPower | None = None
@@ -139,6 +140,7 @@ class ScheduleReport:
     waited_s: float = 0.0
     slowdown: float = 0.0
     tokens: TokenReport | None = None
+    plan: Plan | None = None
     notes: tuple[str, ...] = ()
 
     @property

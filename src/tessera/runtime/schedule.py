@@ -81,39 +81,17 @@ def schedule(
     Hardware and kernels: `dvfs` shapes clocks ("auto", "shape:sm_down_200MHz@flash_attention"). `cp_async_depth` and
     `warp_mma_concurrency` are hints for Tessera's own kernels. `dry_run` prints what would be done, and does nothing.
     """
+    options = {name: value for name, value in locals().items() if name not in ("bare", "unknown")}
     if bare:
         raise ArgumentError(
             "schedule takes its options by name only",
             fix='use parentheses above a function: @schedule(power_cap="275W"), or policy="throughput_per_watt"',
         )
-    names = [f.name for f in dataclasses.fields(ScheduleOptions)]
     for name in unknown:
         raise ArgumentError(
-            f"schedule has no option {name!r}{did_you_mean(name, names)}", fix=f"options: {', '.join(names)}"
+            f"schedule has no option {name!r}{did_you_mean(name, options)}", fix=f"options: {', '.join(options)}"
         )
-    return Schedule(
-        ScheduleOptions(
-            power_cap=power_cap,
-            policy=policy,
-            dvfs=dvfs,
-            cap_policy=cap_policy,
-            cap_window_ms=cap_window_ms,
-            max_slowdown=max_slowdown,
-            max_temp_c=max_temp_c,
-            cp_async_depth=cp_async_depth,
-            warp_mma_concurrency=warp_mma_concurrency,
-            tokens=tokens,
-            points=points,
-            allow_control=allow_control,
-            error_tolerance=error_tolerance,
-            budget_s=budget_s,
-            search=search or {},
-            per=per,
-            compile_modes=compile_modes,
-            cache=cache,
-            dry_run=dry_run,
-        )
-    )
+    return Schedule(ScheduleOptions(**{**options, "search": search or {}}))
 
 
 class Schedule:
@@ -154,6 +132,7 @@ class Schedule:
         if not options.limits:
 
             def direct(*args: Any, **kwargs: Any) -> Any:
+                self._calls += 1
                 return target(*args, **kwargs)
 
             return direct
@@ -238,12 +217,9 @@ class Schedule:
     def _clock_rules(self) -> str | Sequence[str] | None:
         """The `dvfs=` option; "auto" becomes the operators for which the plan says that a lower clock is enough."""
         dvfs = self.options.dvfs
-        if self._tuned is None or dvfs is None:
-            return dvfs
-        try:
-            plan = self._tuned.plan()
-        except ScheduleError:
-            return dvfs  # not tuned before the first call
+        plan = self._tuned.chosen if self._tuned is not None else None
+        if plan is None or dvfs is None:
+            return dvfs  # not tuned, or not before the first call
         parts = [part.strip() for text in ([dvfs] if isinstance(dvfs, str) else dvfs) for part in text.split(";")]
         low = [f"shape:sm_down_{LOW_MHZ}MHz@{op.op}" for op in plan.ops if op.clock == "low"]
         return [*(p for p in parts if p != "auto"), *low] if low and "auto" in parts else dvfs
@@ -251,18 +227,19 @@ class Schedule:
     # -- results --------------------------------------------------------------------------------------------
 
     def report(self) -> ScheduleReport:
-        """What was asked, held, waited and spent so far."""
+        """What was asked, tuned, held, waited and spent so far."""
         from .cap_report import ScheduleReport
 
         notes = tuple(self._driver.notes) if self._driver is not None else ()
+        plan = self._tuned.chosen if self._tuned is not None else None
         if self._tracker is not None and self._tracker.calls:
             from .control_loop import get_loop
 
             get_loop().wait_for_readings(self._tracker)
-            return self._tracker.report(notes)
+            return dataclasses.replace(self._tracker.report(notes), plan=plan)
         how = self._driver.how if self._driver is not None else None
         where = "by the driver's power limit" if how else None
-        return ScheduleReport(cap=self.options.cap, how=how, where=where, calls=self._calls, notes=notes)
+        return ScheduleReport(cap=self.options.cap, how=how, where=where, calls=self._calls, plan=plan, notes=notes)
 
     def plan(self) -> Plan:
         """The plan that the tuner chose."""

@@ -11,6 +11,7 @@ import datetime
 import functools
 import gc
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from ...monitor import Monitor
 from ...monitor.core import default
 from ...monitor.iteration import measure_iteration
 from ...rewrite.state import State
+from ...units import format_duration
 from ..options import ScheduleOptions
 from .changes import apply_setting
 from .knobs import find_knobs, watch_call
@@ -90,6 +92,11 @@ class TunedFunction:
             )
         return self._plan
 
+    @property
+    def chosen(self) -> Plan | None:
+        """The plan; None before the first call."""
+        return self._plan
+
     def use(self, plan: Plan, *args: Any, **kwargs: Any) -> None:
         """Follow a plan that was loaded, without a search; the arguments are those of a call."""
         self._adopt(plan, find_parts(self._fn, args, kwargs))
@@ -131,6 +138,16 @@ class TunedFunction:
         self, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: dict[str, str]
     ) -> Plan:
         options, begun = self._options, time.monotonic()
+        name = getattr(self._fn, "__name__", type(self._fn).__name__)
+        _show_progress(f"tuning {name} for {options.policy}: at most {format_duration(options.budget_s)}")
+
+        def seconds_left() -> float:
+            return options.budget_s - (time.monotonic() - begun)
+
+        def show_trial(done: int, total: int, trial: TuningTrial) -> None:
+            left = format_duration(max(seconds_left(), 0.0))
+            _show_progress(f"tuning {name} {done}/{total}, at most {left} more: {_describe_trial(trial)}")
+
         bench = TrialBench(
             fn=self._fn,
             args=args,
@@ -155,9 +172,10 @@ class TunedFunction:
             knobs,
             bench,
             make_goal(options),
-            progress=self._progress or _print_progress,
-            seconds_left=lambda: options.budget_s - (time.monotonic() - begun),
+            progress=self._progress or show_trial,
+            seconds_left=seconds_left,
         )
+        _show_progress(f"tuned {name} in {format_duration(time.monotonic() - begun)}: {len(result.trials)} trials", "\n")
         if result.trials[0].refused:
             raise ScheduleError(
                 "the function cannot be measured",
@@ -217,16 +235,20 @@ def make_goal(options: ScheduleOptions) -> TuningGoal:
     )
 
 
-def _print_progress(done: int, total: int, trial: TuningTrial) -> None:
-    """Progress for people: a line on a terminal, the log elsewhere."""
+def _describe_trial(trial: TuningTrial) -> str:
     what = ", ".join(f"{k}={v}" for k, v in trial.setting.items()) or "as it is"
     figures = trial.refused or f"{(trial.time_s or 0) * 1e3:.3g} ms" + (
         f", {trial.energy_j:.3g} J" if trial.energy_j is not None else ""
     )
-    line = f"tuning {done}/{total}: {what}: {figures}"
+    return f"{what}: {figures}"
+
+
+def _show_progress(line: str, end: str = "") -> None:
+    """One line that is written over on a terminal; elsewhere the log, which shows it if the program asks for INFO."""
     _log.info(line)
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{line[:118]}" + ("\n" if done >= total else ""))
+        sys.stderr.write(f"\r\033[Ktessera: {line[: shutil.get_terminal_size().columns - 10]}{end}")
+        sys.stderr.flush()
 
 
 # -- one trial --------------------------------------------------------------------------------------------------------
