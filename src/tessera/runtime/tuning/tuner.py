@@ -175,7 +175,8 @@ class TunedFunction:
             progress=self._progress or show_trial,
             seconds_left=seconds_left,
         )
-        _show_progress(f"tuned {name} in {format_duration(time.monotonic() - begun)}: {len(result.trials)} trials", "\n")
+        took = format_duration(time.monotonic() - begun)
+        _show_progress(f"tuned {name} in {took}: {len(result.trials)} trials", end="\n")
         if result.trials[0].refused:
             raise ScheduleError(
                 "the function cannot be measured",
