@@ -31,6 +31,7 @@ from tessera.cli import prof
 from tessera.cli.main import cli, main
 from tessera.errors import TesseraError
 from tessera.profile.runfile import RunWriter
+from tessera.profile.runfile_open import unseal
 
 from synthetic_run import make
 
@@ -362,6 +363,7 @@ def prepare(folder: Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text)
     make(steps=2, layers=2).write(folder / "run.tessera").close()
+    unseal(folder / "run.tessera")
     whole = (folder / "run.tessera").read_bytes()
     (folder / "newer.tessera").write_bytes(whole[:60] + b"\0\0\0\x63" + whole[64:])  # SQLite keeps user_version there
     db = sqlite3.connect(":memory:")

@@ -18,6 +18,7 @@ from tessera.joules import DomainSamples
 from tessera.profile.open_recording import open_recording
 from tessera.profile.ranks.merge import merge
 from tessera.profile.runfile import RunWriter
+from tessera.profile.runfile_open import unseal
 from tessera.recording import Facts, Recording
 from tessera.schema import DeviceId, Domain
 from tessera.timeline import Builder, Launch, Timeline
@@ -56,6 +57,7 @@ def write_rank(path: Path, rank: int, host: str, *, watts: float = 300.0, jitter
         run.add_samples(samples.domain, samples.times_ns, samples.watts)
         for key, value in {"rank": rank, "start_ns": T0, "end_ns": T0 + 1000 * MS}.items():
             run.set(key, value)
+    unseal(path)
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE about SET value = ? WHERE key IN ('host', 'boot')", (host,))
         db.commit()

@@ -25,6 +25,7 @@ from tessera.cli.main import main
 from tessera.errors import ArgumentError, TesseraError
 from tessera.profile.open_recording import open_recording
 from tessera.profile.runfile import RunFile
+from tessera.profile.runfile_open import unseal
 from tessera.recording import Recording
 
 from synthetic_run import make
@@ -62,6 +63,7 @@ def infested(path: Path, evil: str) -> Path:
     """A run in which every text that a program, a driver or another tool could have put there ends in `evil`."""
     facts = {"host": "node7", "device": "H200", "notes": ["a note"], "work": {"token": 8}, "odd": {"k": ["v"]}}
     make(steps=4, layers=2).write(path, **facts).close()
+    unseal(path)
     with sqlite3.connect(path) as db:
         db.create_function("evil", 1, lambda text: _evil_json(text, evil))
         db.execute("UPDATE names SET text = text || ?", (evil,))

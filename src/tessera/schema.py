@@ -123,9 +123,8 @@ class Domain:
     @property
     def max_w(self) -> float:
         """The most watts a sample can show: a sample above this, or below 0, is a failed reading and so a gap."""
-        if self.limit_w:
-            return LIMIT_HEADROOM * self.limit_w
-        return MAX_BOARD_W if self.device.is_gpu else math.inf
+        most_w = MAX_BOARD_W if self.device.is_gpu else math.inf
+        return LIMIT_HEADROOM * self.limit_w if self.limit_w else most_w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from tessera.profile.ranks.align import END_BIAS_NS, fit, line_up, lines
 from tessera.profile.ranks.clocks import read
 from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
+from tessera.profile.runfile_open import unseal
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline
 
@@ -285,6 +286,7 @@ def test_groups_with_one_name_and_other_members_are_not_mixed() -> None:
 
 def move_to_host(path: Path, host: str) -> Path:
     """Say that a run was recorded on another machine, which has a clock of its own."""
+    unseal(path)
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE about SET value = ? WHERE key IN ('host', 'boot')", (host,))
         db.commit()

@@ -18,6 +18,7 @@ import pytest
 
 from tessera.errors import ArgumentError, RecordingError
 from tessera.profile.runfile import RunFile, RunWriter
+from tessera.profile.runfile_open import RunDatabase, unseal
 from tessera.record import KINDS
 from tessera.schema import Domain, Gap, Hold, Telemetry
 from tessera.timeline.columns import INTEGERS, Builder, Launch, Timeline
@@ -376,22 +377,20 @@ def test_a_killed_run_in_a_directory_nobody_may_write(tmp_path, with_index, monk
     if not with_index:  # e.g. copied from elsewhere
         Path(f"{path}-shm").unlink()
     if os.getuid() == 0:  # nothing is read-only for root: SQLite's refusal is played
-        from tessera.profile import runfile_format
+        real = RunDatabase._connect
 
-        real = runfile_format._connect
-
-        def refuse(at, path, mode):
+        def refuse(self, at, mode):
             if at.parent == home:
                 raise sqlite3.OperationalError("attempt to write a readonly database")
-            return real(at, path, mode)
+            return real(self, at, mode)
 
-        monkeypatch.setattr(runfile_format, "_connect", refuse)
+        monkeypatch.setattr(RunDatabase, "_connect", refuse)
     home.chmod(0o555)
     before = sorted(p.name for p in home.iterdir())
     try:
         with RunFile(path) as back:
             assert back.rows == rows > 0
-            copy = back._copy
+            copy = back._db.folder
         assert copy is None or not Path(copy.name).exists()
         assert sorted(p.name for p in home.iterdir()) == before
     finally:
@@ -404,6 +403,7 @@ def test_a_timeline_cut_by_a_kill_has_no_wrong_parents(tmp_path):
         run.add_timeline(make_timeline(200_000))
         run.flush()
         run.add_row("mark", "after", T0, T0)
+    unseal(path)
     db = sqlite3.connect(path)
     db.execute("DELETE FROM chunks WHERE first_row = 65536")  # as if it had never been committed
     db.commit()
@@ -463,6 +463,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 def test_a_newer_version_is_refused(tmp_path):
     path = tmp_path / "a.tessera"
     RunWriter(path).close()
+    unseal(path)
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version=99")
     db.close()
@@ -475,6 +476,7 @@ def test_a_damaged_file_says_so(tmp_path):
     path = tmp_path / "a.tessera"
     with RunWriter(path) as run:
         run.add_timeline(make_timeline(50_000))
+    unseal(path)  # as a killed run, and one of an old version, is
     whole = path.read_bytes()
     for size in (100, 5_000, len(whole) // 2):  # cut
         path.write_bytes(whole[:size])

@@ -25,7 +25,8 @@ from ..clock import boot_id
 from ..errors import RecordingError
 from ..profile.open_recording import open_recording
 from ..profile.runfile import RunFile
-from ..profile.runfile_format import SIDE_FILES, version
+from ..profile.runfile_format import version
+from ..profile.runfile_open import SIDE_FILES
 from ..recording import Recording
 from .answer import Answer, answer, name_of
 

@@ -8,10 +8,7 @@ be read without us: `select columns from chunks`, then base + little-endian inte
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import sqlite3
-import tempfile
-import urllib.parse
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +18,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RecordingError
 from ..notes import NoteKind
 from ..record import KINDS
 from ..schema import Domain
@@ -40,8 +36,7 @@ DAMAGE = (
     sqlite3.Error,
 )
 """The exceptions that reading a damaged file may raise."""
-DAMAGED_FIX = "restore it from a copy, or record the run again"
-MOST_ROWS = 1 << 24
+MOST_ROWS = 1 << 18
 """Rows of one chunk; a writer puts 65 536 into one."""
 MOST_FIGURE = 1e6
 """The largest lag (seconds) or noise (share) of a sensor."""
@@ -147,9 +142,6 @@ NAME_LISTS = ("modules", "frames")
 """Parts of a timeline's meta that are numbers of names, and so change with them."""
 BY_NUMBER = ("threads", "forward_threads")
 """Parts of a timeline's meta whose keys are numbers, which JSON makes text of."""
-SIDE_FILES = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a file that is open, and what a killed writer leaves."""
-
 DESCRIPTION = (
     "A run recorded by Tessera: kernels, operators, regions, marks and counters (chunks), power samples, telemetry and"
     " Python stacks. Times are nanoseconds of the wall clock (epoch). Read it with tessera.profile.runfile.RunFile."
@@ -285,63 +277,6 @@ def _unzip(data: bytes, most: int) -> bytes:
     if len(unpacked) > most or not stream.eof:
         raise ValueError("its compressed rows are cut off, or longer than stated")
     return unpacked
-
-
-def bad_file(path: Path, why: str, fix: str = "give a .tessera file that Tessera wrote") -> RecordingError:
-    """The error for a file that is not ours or is broken."""
-    return RecordingError(f"cannot read {path} as a run", why=why, fix=fix)
-
-
-def open_read_only(path: Path) -> tuple[sqlite3.Connection, tempfile.TemporaryDirectory[str] | None]:
-    """Open a run, and check that it is one that we can read.
-
-    Where SQLite would have to write (to recover what a killed writer left, in a directory that nobody may write to),
-    a copy is opened; it is gone when the directory that comes with it is cleaned up.
-    """
-    if not path.is_file():
-        raise RecordingError(f"there is no run file {path}", fix="give a run's .tessera file")
-    try:
-        return _connect(path, path, "ro"), None
-    except sqlite3.OperationalError as exc:
-        if "locked" in str(exc):
-            raise bad_file(path, str(exc), "try again when its writer is done") from exc
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:
-        raise bad_file(path, str(exc)) from exc
-    copy = tempfile.TemporaryDirectory(prefix="tessera-")
-    try:
-        target = Path(copy.name) / "run.tessera"
-        for side in ("", "-wal", "-journal"):  # the -shm is an index of the -wal, made anew
-            if (source := Path(f"{path}{side}")).exists():
-                shutil.copyfile(source, f"{target}{side}")
-        return _connect(target, path, "rw"), copy
-    except (OSError, sqlite3.Error, UnicodeDecodeError) as exc:
-        copy.cleanup()
-        raise bad_file(path, str(exc)) from exc
-
-
-def _connect(at: Path, path: Path, mode: str) -> sqlite3.Connection:
-    uri = f"file:{urllib.parse.quote(str(at.absolute()))}?mode={mode}"
-    db = sqlite3.connect(uri, uri=True, timeout=5.0, check_same_thread=False, isolation_level=None)
-    try:
-        _check(db, path)
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _check(db: sqlite3.Connection, path: Path) -> None:
-    mark, version = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("application_id", "user_version"))
-    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
-    if not tables and mark == 0:
-        raise bad_file(path, "it is empty: nothing was written to it")
-    if mark != APPLICATION_ID:
-        raise bad_file(path, "it is a database of another program")
-    if version > RUN_VERSION:
-        why = f"it has version {version}, and this Tessera reads up to version {RUN_VERSION}"
-        raise bad_file(path, why, "use a newer Tessera: run git pull and pip install -U . in its clone")
-    if not tables >= {"about", "facts", "chunks"}:
-        raise bad_file(path, "its tables are missing")
 
 
 def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sqlite3
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,29 @@ from numpy.typing import NDArray
 from ..clock import EpochNs
 from ..joules import DomainSamples
 from ..notes import kind_of, restore_kinds
+from ..read_limits import JSON_BYTES
 from ..recording import Facts, Recording, Stack
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
 from .runfile_format import (
     DAMAGE,
-    DAMAGED_FIX,
     FACTS,
     as_text,
-    bad_file,
     check_columns,
     check_domain,
     check_pairs,
     check_time,
     let_go,
     merge_meta,
-    open_read_only,
     renumber_rows,
     row_count,
     unpack,
 )
+from .runfile_open import DAMAGED_FIX, RunDatabase, bad_file
 
 ENERGY = ("energy_j", "energy_error_j")
+_FIRST = itemgetter(0)  # sorted here and not by SQLite, which would keep rows without number
 
 
 class RunFile:
@@ -51,20 +51,18 @@ class RunFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._db, self._copy = open_read_only(self.path)
+        self._db = RunDatabase(self.path)
         try:
-            self.about: dict[str, str] = dict(self._all(f"SELECT {as_text('key')}, {as_text('value')} FROM about"))
+            self.about: dict[str, str] = dict(self._db.rows(f"SELECT {as_text('key')}, {as_text('value')} FROM about"))
         except BaseException:
             self.close()
             raise
         self.crashed = "closed_epoch_ns" not in self.about
         self._lost: list[str] = []
+        self._unpacked = 0
 
     def close(self) -> None:
         self._db.close()
-        if self._copy is not None:
-            self._copy.cleanup()
-            self._copy = None
 
     def __enter__(self) -> RunFile:
         return self
@@ -116,13 +114,13 @@ class RunFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A fact kept by `RunWriter.set`, or of the run's meta; the default where there is none."""
-        rows = self._all("SELECT value FROM facts WHERE key = ?", key)
+        rows = self._db.rows("SELECT value FROM facts WHERE key = ?", key)
         return self._fact(key, rows[0][0]) if rows else self.meta.get(key, default)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
         """What the session said of itself when it began."""
-        rows = self._all("SELECT value FROM facts WHERE key = 'meta'")
+        rows = self._db.rows("SELECT value FROM facts WHERE key = 'meta'")
         meta: dict[str, Any] = self._fact("meta", rows[0][0]) if rows else {}
         return meta
 
@@ -134,11 +132,13 @@ class RunFile:
 
     @property
     def facts(self) -> dict[str, Any]:
-        rows = self._all("SELECT key, value FROM facts WHERE key NOT IN ('meta', 'timelines')")
+        rows = self._db.rows("SELECT key, value FROM facts WHERE key NOT IN ('meta', 'timelines')")
         return {str(key): self._fact(str(key), text) for key, text in rows}
 
     def _fact(self, key: str, text: str) -> Any:
         with self._reading(f"the fact {key!r} is"):
+            if len(text) > JSON_BYTES:
+                raise ValueError(f"{len(text):,} characters are too many")
             return msgspec.json.decode(text, type=FACTS.get(key, Any))
 
     @property
@@ -150,12 +150,14 @@ class RunFile:
                 "the file was never closed: its program was killed or is still running; it is complete up to"
                 " half a second before the end"
             )
+            if self._db.log_is_missing:
+                notes.append(f"{self.path.name}-wal is not beside it: what was recorded last is in that file")
         return notes + [n for part in self.timelines for n in restore_kinds(part["notes"], part.get("kinds") or {})]
 
     @property
     def timelines(self) -> list[dict[str, Any]]:
         """Where each timeline that was added lies: first_row, rows, rank, meta, notes."""
-        rows = self._all("SELECT value FROM facts WHERE key = 'timelines'")
+        rows = self._db.rows("SELECT value FROM facts WHERE key = 'timelines'")
         parts: list[dict[str, Any]] = self._fact("timelines", rows[0][0]) if rows else []
         return parts
 
@@ -164,12 +166,12 @@ class RunFile:
     @property
     def rows(self) -> int:
         with self._reading("its number of rows is"):
-            return int(self._all("SELECT coalesce(sum(rows), 0) FROM chunks")[0][0])
+            return int(self._db.rows("SELECT coalesce(sum(rows), 0) FROM chunks")[0][0])
 
     @property
     def names(self) -> list[str]:
         """The texts that the columns `name`, `shapes` and `unit` point to."""
-        rows = self._all(f"SELECT id, {as_text('text')} FROM names ORDER BY id")
+        rows = self._db.rows(f"SELECT id, {as_text('text')} FROM names ORDER BY id")
         if any(number != i for i, (number, _) in enumerate(rows)):
             raise bad_file(self.path, "some of its names are lost", DAMAGED_FIX)
         return [text for _, text in rows]
@@ -177,7 +179,7 @@ class RunFile:
     @property
     def launches(self) -> list[Launch]:
         """The launch configurations that the column `launch` points to."""
-        rows = self._all("SELECT value FROM launches ORDER BY id")
+        rows = self._db.rows("SELECT value FROM launches ORDER BY id")
         return [self._decode(text, Launch) for (text,) in rows]
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
@@ -187,29 +189,33 @@ class RunFile:
         `parent` are numbers of the file, which has holes where a writer was killed; `timeline()` has none.
         """
         wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
+        self._unpacked = 0
+        self._db.budget.check_rows(self.rows)
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]
         # One query each: a cursor held open would keep a live writer from checkpointing.
-        for (first,) in self._all("SELECT first_row FROM chunks ORDER BY first_row"):
-            ((rows, heads, data),) = self._all("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
+        for (first,) in self._db.rows("SELECT first_row FROM chunks ORDER BY first_row"):
+            ((rows, heads, data),) = self._db.rows("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
             with self._reading(f"the rows from {first} on are"):
                 values = unpack(heads, data, row_count(rows), plain)
                 self._lost += check_columns(values, names=self._count("names"), launches=self._count("launches"))
                 if joules:
                     values |= self._energy(first, rows, joules)
-                extra = self._all("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
+                extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
                 fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in extra}
             yield Chunk(first, values, fields)
 
     def _energy(self, first: int, rows: int, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
         out = {c: np.full(rows, np.nan) for c in columns}
-        stored = self._all(
+        stored = self._db.rows(
             "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?",
             first + rows, first,
         )  # fmt: skip
         for start, count, heads, data in stored:
+            self._unpacked += row_count(count)
+            self._db.budget.check_rows(self._unpacked // 8)  # joules lie as rows do: each is unpacked once or twice
             low, high = max(start, first), min(start + count, first + rows)
-            for name, values in unpack(heads, data, row_count(count), columns).items():
+            for name, values in unpack(heads, data, count, columns).items():
                 out[name][low - first : high - first] = values[low - start : high - start]
         return out
 
@@ -219,7 +225,7 @@ class RunFile:
 
     @property
     def has_energy(self) -> bool:
-        return bool(self._all("SELECT 1 FROM energy LIMIT 1"))
+        return bool(self._db.rows("SELECT 1 FROM energy LIMIT 1"))
 
     def timeline(self) -> Timeline:
         """All rows as one `Timeline`, in the order they were added."""
@@ -265,7 +271,7 @@ class RunFile:
 
     @property
     def domains(self) -> dict[str, Domain]:
-        rows = self._all(f"SELECT {as_text('name')}, value FROM domains WHERE value != '' ORDER BY id")
+        rows = self._db.rows(f"SELECT {as_text('name')}, value FROM domains WHERE value != '' ORDER BY id")
         with self._reading("a domain is"):
             return {name: check_domain(self._decode(text, Domain)) for name, text in rows}
 
@@ -278,10 +284,8 @@ class RunFile:
         return self._pairs("anchors", "joules", domain)
 
     def _pairs(self, table: str, column: str, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        rows = self._all(
-            f"SELECT epoch_ns, {column} FROM {table} JOIN domains ON domain = id WHERE name = ? ORDER BY {table}.rowid",
-            domain,
-        )
+        number = "(SELECT id FROM domains WHERE name = ?)"
+        rows = self._db.rows(f"SELECT epoch_ns, {column} FROM {table} WHERE domain = {number} ORDER BY rowid", domain)
         with self._reading(f"the {table} of {domain} are"):
             times = np.frombuffer(b"".join(t for t, _ in rows), "<i8").astype(np.int64)
             values = np.frombuffer(b"".join(v for _, v in rows), "<f8").astype(np.float64)
@@ -300,11 +304,12 @@ class RunFile:
         columns = {name: self._column(domain) for name, domain in self.domains.items()}
         columns = {name: c for name, c in columns.items() if len(c.times_ns)}
         start_ns, end_ns = self.span_ns
-        rows = self._all("SELECT domain, start_ns, end_ns, reason FROM gaps ORDER BY start_ns")
-        gaps = [
-            self._convert({"domain": d, "start_ns": start, "end_ns": end, "reason": reason}, Gap)
-            for d, start, end, reason in rows
-        ]
+        rows = self._db.rows("SELECT start_ns, end_ns, domain, reason FROM gaps")
+        with self._reading("a Gap is"):
+            gaps = [
+                msgspec.convert({"domain": domain, "start_ns": start, "end_ns": end, "reason": reason}, Gap)
+                for start, end, domain, reason in sorted(rows, key=_FIRST)
+            ]
         asked_ms = self.get("asked_ms")
         return PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=gaps, asked_ms=asked_ms)
 
@@ -334,33 +339,27 @@ class RunFile:
     def telemetry(self, domain: str | None = None) -> list[Telemetry]:
         """Clocks, temperatures and the like, of one domain or all, in time order; `time_ns` is epoch."""
         where, args = ("WHERE domain = ?", (domain,)) if domain is not None else ("", ())
-        rows = self._all(f"SELECT epoch_ns, domain, value FROM telemetry {where} ORDER BY epoch_ns, rowid", *args)
+        rows = self._db.rows(f"SELECT epoch_ns, domain, value FROM telemetry {where}", *args)
         # One decode per row, into the dataclass itself: times and domain join the JSON text in front.
         with self._reading("its telemetry is"):
             return [
                 self._decode(f'{{"time_ns":{t},"domain":{msgspec.json.encode(d).decode()}{"," if v != "{}" else ""}'
                              f'{v[1:]}', Telemetry)
-                for t, d, v in rows
+                for t, d, v in sorted(rows, key=_FIRST)
             ]  # fmt: skip
 
     def stacks(self) -> list[Stack]:
-        rows = self._all(
-            f"SELECT epoch_ns, thread, {as_text('text')}, count FROM stacks JOIN names ON stack = id"
-            " ORDER BY epoch_ns, stacks.rowid"
-        )
-        return [self._convert(row, Stack) for row in rows]
+        rows = self._db.rows("SELECT epoch_ns, thread, stack, count FROM stacks")
+        with self._reading("a stack is"):
+            rows.sort(key=_FIRST)
+            names = dict(enumerate(self.names))
+            return [msgspec.convert((t, thread, names[stack], count), Stack) for t, thread, stack, count in rows]
 
     # SQLite -----------------------------------------------------------------------------------------------------
 
-    def _all(self, sql: str, *args: Any) -> list[Any]:
-        try:
-            return self._db.execute(sql, args).fetchall()
-        except sqlite3.Error as exc:
-            raise bad_file(self.path, str(exc)) from exc
-
     def _count(self, table: str) -> int:
         """How many names or launches there are by now: a live writer adds them before the rows that point to them."""
-        return int(self._all(f"SELECT coalesce(max(id) + 1, 0) FROM {table}")[0][0])
+        return int(self._db.rows(f"SELECT coalesce(max(id) + 1, 0) FROM {table}")[0][0])
 
     def _decode(self, text: str, kind: Any) -> Any:
         try:  # once for each row of telemetry: a context manager would cost more than the decoding

@@ -22,18 +22,15 @@ from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, NONE, Launch, Timel
 from .runfile_format import (
     APPLICATION_ID,
     DESCRIPTION,
-    INDEXES,
     NAME_LISTS,
     OPEN_ROWS,
     RUN_VERSION,
-    SIDE_FILES,
-    TABLES,
     TEXTS,
-    open_read_only,
     pack,
     to_json,
     version,
 )
+from .runfile_open import DDL, SIDE_FILES, RunDatabase, check_journal, seal, unseal
 
 Mode = Literal["new", "replace", "append"]
 Row = tuple[Any, ...]
@@ -65,8 +62,9 @@ class Store:
             for side in ("", *SIDE_FILES):  # a stale -wal would be replayed into the new file
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
         if mode == "append" and exists:
-            db, _ = open_read_only(self.path)  # refuses what is not ours, and a newer version
-            db.close()
+            check_journal(self.path, self.path)
+            RunDatabase(self.path).close()  # refuses what is not ours, and a newer version
+            unseal(self.path)
         # Autocommit mode: we say BEGIN and COMMIT ourselves.
         db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
         # Where the file system cannot share memory (some network mounts) SQLite stays with a rollback journal, which
@@ -93,10 +91,8 @@ class Store:
         self.db.execute("BEGIN")
         self.db.execute(f"PRAGMA application_id={APPLICATION_ID}")
         self.db.execute(f"PRAGMA user_version={RUN_VERSION}")
-        for table, columns in TABLES.items():
-            self.db.execute(f"CREATE TABLE {table} {columns}")
-        for number, columns in enumerate(INDEXES):
-            self.db.execute(f"CREATE INDEX by_{number} ON {columns}")
+        for statement in DDL.values():
+            self.db.execute(statement)
         self.db.executemany("INSERT INTO about VALUES (?, ?)", [(k, str(v)) for k, v in about.items()])
         self.db.execute("INSERT INTO facts VALUES ('meta', ?)", (to_json(dict(meta)),))
         self.db.execute("COMMIT")
@@ -132,6 +128,8 @@ class Store:
                 raise
         finally:
             self.db.close()
+        if clean:
+            seal(self.path)
 
     def rows(self, rows: Sequence[Row]) -> None:
         """Rows as `RunWriter.add_row` took them; with those before, while these are few and nothing lies between."""

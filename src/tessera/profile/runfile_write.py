@@ -158,7 +158,7 @@ class RunWriter:
             _OPEN.discard(self)
             try:
                 self._store.finish(clean=self.error is None)
-            except sqlite3.Error as exc:
+            except (sqlite3.Error, OSError) as exc:
                 self.error = self.error or exc
         self._raise()
 

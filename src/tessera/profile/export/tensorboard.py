@@ -19,7 +19,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...output import replace_when_written
 from ...record import CODE
-from ..runfile_format import open_read_only
+from ..runfile_open import RunDatabase, seal
 from .chrome import Chrome
 
 if TYPE_CHECKING:
@@ -63,20 +63,17 @@ def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
     if run.resolve().is_relative_to(directory.resolve()):
         return
     name = f"{run.stem}.{began_ms}.tessera"
-    source, temporary = open_read_only(run)
     try:
         target = directory / "plugins" / "tessera" / name
-        with replace_when_written(target, make_folder=True) as part, closing(sqlite3.connect(part)) as copy:
-            source.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
+        with closing(RunDatabase(run)) as source, replace_when_written(target, make_folder=True) as part:
+            with closing(sqlite3.connect(part)) as copy:
+                source.db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
+            seal(Path(part))
     except sqlite3.Error as exc:
         raise ArgumentError(
             f"cannot copy the run into {directory}", why=str(exc), fix="give a directory you may write to, with room"
         ) from exc
-    finally:
-        source.close()
-        if temporary is not None:
-            temporary.cleanup()
 
 
 def _write_scalars(directory: Path, values: Iterator[Scalar]) -> int:

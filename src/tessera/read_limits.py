@@ -1,0 +1,70 @@
+"""What reading one file may cost. Every reader of a file that somebody else may have written asks here.
+
+A small file can ask for much: gzip grows a thousandfold, a table can list one page a million times, text that is
+damaged in the right way is read again and again. A budget follows from the size of the file alone, and is several times
+what any file needs that a profiler wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .errors import RecordingError
+
+JSON_BYTES = 16 << 20
+"""The longest JSON that is read without knowing its types: objects take twenty times their text."""
+SECONDS, SECONDS_PER_BYTE = 4.0, 1.6e-7
+"""CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
+ROWS, BYTES_PER_ROW = 1_000_000, 6
+"""Rows of a timeline. A run file and a compressed trace take about 17 bytes for each."""
+INFLATED_BYTES, INFLATION = 64 << 20, 64
+"""Bytes that compressed data may become. Traces shrink 10 to 25 times."""
+
+
+@dataclass(slots=True)
+class ReadBudget:
+    """What may still be spent on the file `name` of `size` bytes; the checks raise `RecordingError` beyond that."""
+
+    name: str
+    size: int
+    slow_s: float = 0.0
+    _since_s: float = math.inf
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse so many rows in all."""
+        if rows > ROWS + self.size / BYTES_PER_ROW:
+            raise self.refuse(f"it has {rows:,} rows, more than a recording of {self.size:,} bytes can hold")
+
+    def check_inflated(self, count: int) -> None:
+        """Refuse so many bytes out of the compressed ones of the file."""
+        if count > INFLATED_BYTES + INFLATION * self.size:
+            raise self.refuse(f"its {self.size:,} bytes become more than {count:,}: no recording shrinks so well")
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Time what may take long: `is_spent` is asked meanwhile."""
+        self._since_s = time.thread_time()  # not the wall clock: a busy machine must not make a file unreadable
+        try:
+            yield
+        finally:
+            self.slow_s += time.thread_time() - self._since_s
+            self._since_s = math.inf
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether `slowly` took too long, by now or in all."""
+        return self.slow_s + max(0.0, time.thread_time() - self._since_s) > SECONDS + SECONDS_PER_BYTE * self.size
+
+    def refuse_slow(self) -> RecordingError:
+        """The error for a file that takes too long."""
+        return self.refuse("it takes too long to read for its size: it is damaged, or made to be slow")
+
+    def refuse(self, why: str) -> RecordingError:
+        """The error for a file that costs too much."""
+        packed = self.name.endswith((".gz", ".gzip"))
+        fix = "decompress it first (gunzip), if you trust it" if packed else "record it again; do not trust this file"
+        return RecordingError(f"{self.name} is not read to its end", why=why, fix=fix)

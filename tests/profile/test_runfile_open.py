@@ -1,0 +1,299 @@
+"""Run files made to do harm, and run files that were damaged: refused or right."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import textwrap
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tessera.errors import RecordingError
+from tessera.profile.export.tensorboard import _copy_run
+from tessera.profile.runfile import RunFile, RunWriter
+from tessera.profile.runfile_format import APPLICATION_ID
+from tessera.profile.runfile_open import DDL, unseal
+from tessera.schema import Domain
+
+T0 = 1_790_000_000_000_000_000
+GPU = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02)
+
+
+def write_run(path: Path, rows: int = 300) -> Path:
+    with RunWriter(path, meta={"a": 1}) as run:
+        for i in range(rows):
+            run.add_row("region", f"step {i % 7}", T0 + i * 10**6, T0 + i * 10**6 + 900_000 + i)
+        times = T0 + np.arange(500) * 20_000_000
+        run.add_samples(GPU, times, 300.0 + np.arange(500) % 17)
+        run.add_stacks([(T0, 1, "a;b", 2), (T0 + 5, 1, "a;b", 1)])
+        run.set("start_ns", T0)
+        run.set("end_ns", T0 + 10**10)
+    return path
+
+
+def read_all(path: Path) -> tuple[object, ...]:
+    with RunFile(path) as run:
+        timeline = run.timeline()
+        columns = {name: values.tobytes() for name, values in timeline.columns.items()}
+        return columns, timeline.names, run.power().energy_j, run.facts, run.about, run.stacks(), run.telemetry()
+
+
+# -- A journal ------------------------------------------------------------------------------------------------------
+
+
+def write_journal(run: Path, victim: Path | None) -> None:
+    """A hot journal beside a run, which names a file that SQLite deletes after it has rolled back."""
+    magic = bytes.fromhex("d9d505f920a163d7")
+    pages = run.stat().st_size // 4096
+    journal = (magic + struct.pack(">IIIII", 0, 0, pages, 512, 4096)).ljust(512, b"\0")
+    if victim is not None:
+        name = str(victim).encode()
+        lock_page = 0x40000000 // 4096 + 1
+        journal += struct.pack(">I", lock_page) + name + struct.pack(">II", len(name), sum(name)) + magic
+    Path(f"{run}-journal").write_bytes(journal)
+
+
+def use(path: Path, how: str, folder: Path) -> None:
+    if how == "read":
+        RunFile(path).close()
+    elif how == "append":
+        RunWriter(path, mode="append").close()
+    else:
+        _copy_run(path, 0, folder)
+
+
+@pytest.mark.parametrize("how", ["read", "append", "tensorboard"])
+def test_a_journal_that_names_a_file_deletes_nothing(tmp_path, how):
+    run = write_run(tmp_path / "a.tessera")
+    unseal(run)
+    victim = tmp_path / "thesis.tex"
+    victim.write_text("ten years of work")
+    write_journal(run, victim)
+    with pytest.raises(RecordingError, match=r"a\.tessera-journal names another file") as caught:
+        use(run, how, tmp_path / "tb")
+    assert victim.read_text() == "ten years of work"
+    assert "do not trust" in str(caught.value.fix)
+
+
+def test_the_journal_of_a_killed_run_is_recovered(tmp_path):
+    """Where a file system has no shared memory, SQLite keeps a rollback journal; a kill leaves it."""
+    path = tmp_path / "a.tessera"
+    script = f"""
+        import os, sqlite3
+        db = sqlite3.connect({str(path)!r}, isolation_level=None)
+        db.execute("PRAGMA cache_size=1")
+        db.execute("BEGIN")
+        db.execute("DELETE FROM chunks"); db.execute("UPDATE facts SET value = '[]'")
+        db.executemany("INSERT INTO names VALUES (?, ?)", [(1000 + i, "x" * 3000) for i in range(50)])
+        os._exit(9)
+    """
+    write_run(path)
+    unseal(path)
+    expected = read_all(path)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    assert Path(f"{path}-journal").stat().st_size > 512
+    assert read_all(path) == expected
+
+
+# -- Foreign tables -------------------------------------------------------------------------------------------------
+
+HANG = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, i, i, i FROM n"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"DROP TABLE gaps; CREATE VIEW gaps AS {HANG}",
+        f"CREATE VIEW other AS {HANG}",
+        "CREATE TRIGGER t AFTER INSERT ON names BEGIN DELETE FROM chunks; END",
+        "DROP TABLE stacks; CREATE VIRTUAL TABLE stacks USING fts4(epoch_ns, thread, stack, count)",
+        "DROP TABLE gaps; CREATE TABLE gaps (domain TEXT, start_ns AS (length(zeroblob(1e9))), end_ns, reason)",
+        "CREATE INDEX own ON names (length(text))",
+    ],
+)
+def test_only_our_own_tables_are_read(tmp_path, statement):
+    run = write_run(tmp_path / "a.tessera")
+    unseal(run)
+    with closing(sqlite3.connect(run)) as db:
+        db.executescript(statement)
+    with pytest.raises(RecordingError, match="that Tessera does not make"):
+        RunFile(run)
+
+
+def test_nothing_but_reading_our_tables_is_allowed(tmp_path):
+    with RunFile(write_run(tmp_path / "a.tessera")) as run:
+        for sql in (
+            "SELECT load_extension('x')",
+            "ATTACH '/tmp/x' AS x",
+            "PRAGMA writable_schema=1",
+            "DELETE FROM names",
+        ):
+            with pytest.raises(RecordingError):
+                run._db.rows(sql)
+
+
+def test_a_long_query_hears_ctrl_c(tmp_path):
+    with RunFile(write_run(tmp_path / "a.tessera", rows=3000)) as run:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        old = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run._db.rows(
+                    "SELECT max(a.epoch_ns) FROM " + ", ".join(f"stacks {c}" for c in "abcdefghijklmnopqrstuvwxyz")
+                )
+        finally:
+            signal.signal(signal.SIGALRM, old)
+
+
+def test_a_query_that_takes_too_long_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("tessera.read_limits.SECONDS", 0.01)
+    with RunFile(write_run(tmp_path / "a.tessera")) as run, pytest.raises(RecordingError, match="too long"):
+        run._db.rows("SELECT max(a.epoch_ns) FROM " + ", ".join(f"stacks {c}" for c in "abcdefghijklmnopqrstuvwxyz"))
+
+
+# -- Small files that are large -------------------------------------------------------------------------------------
+
+
+def test_a_small_run_of_many_rows_is_refused(tmp_path):
+    path = tmp_path / "a.tessera"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        for statement in DDL.values():
+            db.execute(statement)
+        heads = '[["kind",0],["name",0],["start_ns",5],["end_ns",0]]'
+        db.executemany("INSERT INTO chunks VALUES (?, ?, ?, x'')", [(i << 18, 1 << 18, heads) for i in range(400)])
+        db.execute("INSERT INTO names VALUES (0, 'a')")
+        db.commit()
+    assert path.stat().st_size < 100_000
+    with RunFile(path) as run, pytest.raises(RecordingError, match="104,857,600 rows"):
+        run.timeline()
+
+
+def test_pages_that_are_listed_again_and_again_are_refused(tmp_path):
+    """A page of a table's tree may name one leaf a hundred times: four levels of that are a hundred million rows."""
+    path = tmp_path / "a.tessera"
+    with RunWriter(path) as run:
+        run.add_gaps([], 0)
+    unseal(path)
+    with closing(sqlite3.connect(path)) as db:
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'gaps'").fetchone()[0]
+        db.executemany("INSERT INTO gaps VALUES ('gpu0', 1, 2, ?)", [("x" * 20,)] * 20)
+        db.commit()
+        db.execute("CREATE TABLE more (a)")  # pages of our own
+        db.executemany("INSERT INTO more VALUES (zeroblob(3000))", [()] * 8)
+        db.commit()
+        db.execute("PRAGMA writable_schema=ON")
+        db.execute("DELETE FROM sqlite_master WHERE name = 'more'")
+        db.commit()
+    data = bytearray(path.read_bytes())
+    leaf = data[(root - 1) * 4096 : root * 4096]
+    last = len(data) // 4096
+    pages = [root, last, last - 1, last - 2]
+    for at, below in zip(pages, [*pages[1:], 0], strict=True):
+        if not below:
+            data[(at - 1) * 4096 : at * 4096] = leaf
+            continue
+        page = bytearray(4096)
+        count = 400
+        page[0], page[3:5], page[5:7] = 5, struct.pack(">H", count), struct.pack(">H", 4096 - 5 * count)
+        page[8:12] = struct.pack(">I", below)
+        for i in range(count):
+            offset = 4096 - 5 * (i + 1)
+            page[12 + 2 * i : 14 + 2 * i] = struct.pack(">H", offset)
+            page[offset : offset + 5] = struct.pack(">IB", below, 127)
+        data[(at - 1) * 4096 : at * 4096] = page
+    path.write_bytes(bytes(data))
+    with RunFile(path) as run, pytest.raises(RecordingError, match="again and again"):
+        run.power()
+
+
+# -- Damage ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_that_flips_is_never_a_wrong_answer(tmp_path):
+    path = write_run(tmp_path / "a.tessera")
+    whole = path.read_bytes()
+    expected = read_all(path)
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(100):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(data))
+        try:
+            assert read_all(path) == expected
+        except RecordingError as error:
+            assert error.fix
+            refused += 1
+    assert refused >= 99  # a flip in the seal's own mark leaves a file without a checksum, and right
+
+
+def test_a_file_without_a_checksum_is_read(tmp_path):
+    path = write_run(tmp_path / "a.tessera")
+    expected = read_all(path)
+    unseal(path)  # as those of earlier versions are
+    assert path.stat().st_size % 4096 == 0
+    assert read_all(path) == expected
+    unseal(path)
+    assert read_all(path) == expected
+
+
+def test_a_run_that_is_added_to_is_sealed_again(tmp_path):
+    path = write_run(tmp_path / "a.tessera")
+    with RunWriter(path, mode="append") as run:
+        assert path.stat().st_size % 4096 == 0
+        run.set("more", 1)
+    assert path.stat().st_size % 4096 == 20
+    with RunFile(path) as back:
+        assert back.get("more") == 1
+
+
+def test_a_killed_run_without_its_log_says_which_file_to_copy(tmp_path):
+    home = tmp_path / "node"
+    home.mkdir()
+    path = home / "train.tessera"
+    script = f"""
+        import os
+        from tessera.profile.runfile import RunWriter
+        run = RunWriter({str(path)!r})
+        run.add_row("mark", "m", 1, 2)
+        run.flush()
+        os._exit(9)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    copy = Path(shutil.copy(path, tmp_path))
+    with pytest.raises(RecordingError, match=r"its data are in train\.tessera-wal") as caught:
+        RunFile(copy)
+    assert "copy train.tessera-wal too" in str(caught.value.fix)
+    shutil.copy(f"{path}-wal", tmp_path)
+    assert RunFile(copy).rows == 1
+
+
+def test_a_run_whose_log_was_lost_later_says_so(tmp_path):
+    path = tmp_path / "a.tessera"
+    writer = RunWriter(path)
+    writer.add_row("mark", "m", 1, 2)
+    writer.flush()
+    writer._store.db.execute("PRAGMA wal_checkpoint")  # as it does by itself after 64 MB
+    copy = Path(shutil.copy(path, tmp_path / "b.tessera"))
+    writer.close()
+    with RunFile(copy) as run:
+        assert run.rows == 1
+        assert any("b.tessera-wal is not beside it" in note for note in run.notes)
+
+
+def test_reading_takes_little_memory(tmp_path):
+    """No query holds more than the file has."""
+    run = write_run(tmp_path / "a.tessera")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    read_all(run)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
