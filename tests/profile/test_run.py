@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
-from tessera.profile.launch import AfterImport, LaunchPlan, exit_code
+from tessera.profile.launch import LAUNCH, AfterImport, LaunchPlan, exit_code
 from tessera.profile.torch_hooks import ModuleCalls, OptimizerSteps, model_runs
 
 CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"
@@ -48,7 +48,7 @@ def script(tmp_path):
 def run(tmp_path, *arguments, env=None):
     """The command line; (exit code, stdout, stderr)."""
     done = subprocess.run(
-        [sys.executable, "-c", CLI, "run", *arguments], cwd=tmp_path, env={**os.environ, **(env or {})},
+        [sys.executable, "-P", "-c", CLI, "run", *arguments], cwd=tmp_path, env={**os.environ, **(env or {})},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -60,7 +60,7 @@ def launch(tmp_path, target, *argv, module=False, **plan):
     import msgspec
 
     return subprocess.Popen(
-        [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(given).decode()], cwd=tmp_path,
+        [sys.executable, "-c", LAUNCH, msgspec.json.encode(given).decode()], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_a_script_finds_its_world_as_python_makes_it(tmp_path, script):
     out, err = child.communicate(timeout=60)
     assert child.returncode == 0, err
     assert out.splitlines() == [
-        f"['folder/script.py', '--flag', 'x'] folder/script.py 7 {tmp_path / 'folder'}",
+        f"['folder/script.py', '--flag', 'x'] {tmp_path / 'folder/script.py'} 7 {tmp_path / 'folder'}",
         "[(8, '__mp_main__')]",
         "[(10, '__main__')]",
         "thread done",
@@ -118,6 +118,38 @@ def test_a_module_runs_as_with_python_m(tmp_path, script):
     assert child.returncode == 2 and "cannot run the module 'no.such.module'" in err
 
 
+def test_nothing_is_imported_from_the_working_folder(tmp_path, script):
+    (tmp_path / "here").mkdir()
+    for name in ("msgspec", "numpy", "logging", "tessera"):
+        script(f"raise SystemExit('{name} of the working folder')", f"here/{name}.py")
+    script("VALUE = 7", "beside.py")
+    script("import sys; from beside import VALUE; print(sys.path[0], VALUE)", "x.py")
+    code, out, err = run(tmp_path / "here", "--out", str(tmp_path / "run.tessera"), "../x.py")
+    assert (code, out) == (0, f"{tmp_path} 7\n"), err
+
+
+def test_a_script_may_change_its_directory(tmp_path, script):
+    name = script("import os; os.chdir('/'); print(open(__file__).read()[:9]); raise KeyError('mine')")
+    child = launch(tmp_path, name)
+    out, err = child.communicate(timeout=60)
+    assert out == "import os\n" and "raise KeyError('mine')" in err, "the traceback has the script's lines"
+
+
+def test_six_runs_at_once_all_run(tmp_path, script):
+    name = script("print('ran')")
+    words = [sys.executable, "-c", CLI, "run", "--mode", "sampling", name]
+    children = [
+        subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(6)
+    ]
+    assert [child.communicate(timeout=120)[0] for child in children] == [b"ran\n"] * 6
+    assert len(list((tmp_path / "runs").glob("*.tessera"))) == 6
+
+
+def test_a_script_that_never_began_leaves_no_file(tmp_path, script):
+    code, _, err = run(tmp_path, script("def f(:"))
+    assert code == 1 and "SyntaxError" in err and not list((tmp_path / "runs").iterdir())
+
+
 def test_its_exit_code_and_traceback_are_its_own(tmp_path, script):
     child = launch(tmp_path, script("import sys; sys.exit(3)"))
     child.communicate(timeout=60)
@@ -133,7 +165,7 @@ def test_its_exit_code_and_traceback_are_its_own(tmp_path, script):
         assert found.get("returncode") == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_it_and_the_run_is_written(tmp_path, script, number, code):
     name = script(
         """
@@ -186,6 +218,7 @@ def test_ranks_write_their_own_files_and_one_prints(tmp_path, script):
     name = script("import time; time.sleep(0.6)")
     code, out, err = run(tmp_path, name, env={"RANK": "1", "WORLD_SIZE": "2"})
     assert code == 0 and out == "" and "tessera report" not in err
+    assert "tessera: rank 1 wrote runs/script.rank1.tessera" in err
     with RunFile(tmp_path / "runs/script.rank1.tessera") as found:
         assert found.get("rank") == 1 and found.get("world_size") == 2
 

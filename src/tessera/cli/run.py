@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import ArgumentError, TesseraError
+from ..errors import ArgumentError, RecordingError, TesseraError
+from ..output import cannot_write
 from .failures import report_failure
 from .options import FILE, check_writable, choice_option, scope_option
 
@@ -140,7 +141,8 @@ def command(
         target=target,
         module=module,
         argv=list(arguments),
-        path=str(_choose_path(out, target, module)),
+        path=str(_claim_path(out, target, module)),
+        claimed=True,
         mode=chosen,
         command=["python", *(["-m"] if module else []), target, *arguments],
         shapes=shapes,
@@ -152,8 +154,12 @@ def command(
         limit_s=None if steps or chosen == "summary" else limit_s or None,
         scope=scope,
     )
-    if os.environ.get("RANK", "0") != "0":
-        return _run_script(plan, as_json, None)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        code = _run_script(plan, as_json, None)
+        if _is_written(plan):
+            print(f"tessera: rank {rank} wrote {plan.path}", file=sys.stderr)
+        return code
     with contextlib.ExitStack() as stack_:
         return _run_and_report(plan, counters, html, as_json, stack_)
 
@@ -170,7 +176,7 @@ def _run_and_report(
             read.append(_read_run(plan, stack))
 
     code = _run_script(plan, as_json, None if counters else read_early)
-    if not Path(plan.path).exists():
+    if not _is_written(plan):
         return code or 1  # the script's process has printed why
     try:
         if counters:
@@ -181,15 +187,31 @@ def _run_and_report(
     return code
 
 
-def _choose_path(out: Path | None, target: str, module: bool) -> Path:
+def _claim_path(out: Path | None, target: str, module: bool) -> Path:
+    """Where the run goes, made as an empty file at once: others may run the same script at the same moment."""
+    from ..profile.runfile_store import claim
     from ..profile.session import default_path, with_rank
 
-    if out is None:
-        return default_path(target.replace(".", "-") if module else Path(target).stem or "run")
-    path = with_rank(out)
-    if path.exists():
-        raise ArgumentError(f"{path} already exists", fix="delete it, or give --out another name")
-    return path
+    while True:
+        name = target.replace(".", "-") if module else Path(target).stem or "run"
+        path = default_path(name) if out is None else with_rank(out)
+        try:
+            claim(path)
+        except RecordingError as exc:
+            if out is None:
+                continue
+            raise ArgumentError(f"{path} already exists", fix="delete it, or give --out another name") from exc
+        except OSError as exc:
+            raise cannot_write(path, exc) from exc
+        return path
+
+
+def _is_written(plan: LaunchPlan) -> bool:
+    """Whether a run was recorded; the empty file of one that never began is removed."""
+    path = Path(plan.path)
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
+    return path.exists()
 
 
 def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | None) -> int:
@@ -200,11 +222,12 @@ def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | N
     import msgspec
 
     from ..monitor.command import forward_signals
+    from ..profile.launch import LAUNCH
     from ..sensors.discover import SCOPE_VARIABLE
 
     env = {**os.environ, SCOPE_VARIABLE: plan.scope} if plan.scope else None
     reader, writer = os.pipe()
-    argv = [sys.executable, "-m", "tessera.profile.launch", msgspec.json.encode(plan).decode(), str(writer)]
+    argv = [sys.executable, "-c", LAUNCH, msgspec.json.encode(plan).decode(), str(writer)]
     with forward_signals() as started:
         try:
             child = subprocess.Popen(argv, env=env, stdout=STDERR if quiet else None, pass_fds=(writer,))

@@ -26,6 +26,7 @@ from ..units import parse_duration
 from .options import duration_option, parse_option, sensor_option
 
 MIN_INTERVAL_S = 0.05
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONCE_S = 1.2  # telemetry comes once a second, and SM activity is what lies between two of them
 
 
@@ -120,7 +121,7 @@ def _show_screen(watch: PowerWatch, intervals: Iterator[None]) -> None:
 
 
 class Quit:
-    """Waits for a time, or for Ctrl-C, SIGTERM or (with `keys`, on a terminal) the key q, whichever comes first.
+    """Waits for a time, or for Ctrl-C, SIGTERM, SIGHUP or (with `keys`, on a terminal) the key q.
 
     Inside the `with`, keys arrive at once and are not echoed; leaving it restores the terminal and the signal handlers.
     Signals only wake `wait`: nothing is interrupted half-way.
@@ -139,7 +140,7 @@ class Quit:
                 end.setblocking(False)
                 undo.callback(end.close)
             undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False))
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _ENDINGS:
                 undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
             self._fds = [ours.fileno()]
             if self._keys and sys.stdin.isatty():
@@ -171,7 +172,7 @@ def _wants_to_quit(fd: int, signals: bool) -> bool:
     except OSError:  # the terminal is gone
         return True
     if signals:
-        return bool({signal.SIGINT, signal.SIGTERM} & set(data))  # other signals wake us too
+        return bool(set(_ENDINGS) & set(data))  # other signals wake us too
     return not data or bool(set(b"qQ\x03\x04") & set(data))
 
 

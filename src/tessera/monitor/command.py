@@ -62,7 +62,7 @@ def measure_command(
 ) -> CommandRun:
     """Run a command to its end and measure meanwhile. Its children are in it.
 
-    SIGINT and SIGTERM go to the command; what was measured until then is still reported. `quiet` sends what the
+    SIGINT, SIGTERM and SIGHUP go to the command; what was measured until then is still reported. `quiet` sends what the
     command prints to standard error, so that standard output is the caller's; `output` takes all that it prints.
     The scopes that the command opens itself are of the same processes or machine as the monitor's sensors.
     """
@@ -164,7 +164,9 @@ def _terminal_interrupts() -> bool:
 def forward_signals(
     child: subprocess.Popen[bytes] | None = None,
 ) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Pass SIGTERM on, and SIGINT if no terminal sends it to both; restore the handlers afterwards.
+    """Pass SIGTERM and SIGHUP on, and SIGINT if no terminal sends it to both; restore the handlers afterwards.
+
+    Not those that are ignored (`nohup`, a shell's background job): the child is to ignore them too.
 
     Pass a child that starts inside the block to the function that this yields. A signal that comes while it starts
     would otherwise end us and leave the child running: it goes to the child as soon as it can, or to us if none starts.
@@ -188,7 +190,8 @@ def forward_signals(
         while early:
             one.send_signal(early.pop(0))
 
-    old = {signum: signal.signal(signum, forward) for signum in (signal.SIGTERM, signal.SIGINT)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    old = {signum: signal.signal(signum, forward) for signum in heard}
     try:
         yield add_child
     finally:

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..errors import RecordingError
 from .options import ON_DEVICE
 from .recorder import wait_for_device
 
@@ -70,7 +71,14 @@ def _writer(session: Session) -> RunWriter:
         "world_size": int(world) if world and world.isdigit() else None,
         **session._facts,
     }
-    return RunWriter(session.path, meta={k: v for k, v in meta.items() if v is not None})
+    known = {k: v for k, v in meta.items() if v is not None}
+    while True:
+        try:
+            return RunWriter(session.path, meta=known, mode="claimed" if session.claimed else "new")
+        except RecordingError as exc:  # another process was faster: take the next name
+            if session.next_path is None or not isinstance(exc.__cause__, FileExistsError):
+                raise
+            session.path = session.next_path()
 
 
 def _cwd() -> str | None:

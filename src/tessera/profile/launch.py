@@ -1,8 +1,9 @@
 """Runs a script or module unchanged, with a session around it: the child process of `tessera run`.
 
-    python -m tessera.profile.launch PLAN_JSON [FD]
+    python -c LAUNCH PLAN_JSON [FD]
 
-`FD` is a pipe of `tessera run`'s: a byte `ENDED` when the script has ended, and `CLOSED` when the run file is whole.
+`LAUNCH` and not `-m`, which would import from the working directory. `FD` is a pipe of `tessera run`'s: a byte `ENDED`
+when the script has ended, and `CLOSED` when the run file is whole.
 
 The script finds `__main__`, `sys.argv` and `sys.path` as Python would have made them, also in what it pickles and
 spawns. Its exit code, its traceback and the signal that ended it are its own. torch is not imported before the script
@@ -164,6 +165,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+LAUNCH = """import sys
+if not sys.flags.safe_path:
+    del sys.path[0]
+from tessera.profile.launch import main
+main()"""
+"""What the child runs. Before anything is imported it drops the working directory, where anybody's files may lie."""
 ENDED, CLOSED = b"e", b"c"
 MISSING = 2
 """Python's exit code for a script that is not there."""
@@ -176,6 +183,7 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     module: bool = False
     argv: list[str] = []
     path: str
+    claimed: bool = False
     command: list[str] = []
     mode: Mode = "timeline"
     shapes: bool = True
@@ -189,7 +197,11 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class Terminated(SystemExit):
-    """SIGTERM, as an exception: `finally` blocks run, and the session writes what it has."""
+    """SIGTERM or SIGHUP, as an exception: `finally` blocks run, and the session writes what it has."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
 
 
 def main() -> None:
@@ -264,6 +276,7 @@ def _session(plan: LaunchPlan) -> Session:
     return Session(
         options,
         path=Path(plan.path),
+        claimed=plan.claimed,
         schedule=between(*plan.steps) if plan.steps else None,
         facts={"command": plan.command, "steps": plan.steps},
         begin_tracing=False,
@@ -289,18 +302,18 @@ def load(plan: LaunchPlan) -> tuple[CodeType, ModuleType]:
 
 
 def _script(target: str, program: ModuleType) -> CodeType:
-    path = Path(target)
+    path = Path.cwd() / target  # absolute, as Python's own: a script may change its directory
     if path.is_dir():  # like `python folder`
         _put_first(str(path.resolve()))
         path = path / "__main__.py"
     else:
         _put_first(str(path.resolve().parent))
+    name = str(path)
     try:
-        with io.open_code(str(path)) as file:
+        with io.open_code(name) as file:
             source = file.read()
     except OSError as exc:
         raise ArgumentError(f"cannot open {target!r}", why=exc.strerror, fix="give a Python script") from exc
-    name = str(path) if path != Path(target) else target
     program.__dict__.update(
         __file__=name, __builtins__=__builtins__, __cached__=None, __loader__=SourceFileLoader("__main__", name)
     )
@@ -328,9 +341,9 @@ def _module(target: str, program: ModuleType) -> CodeType:
 
 
 def _put_first(folder: str) -> None:
-    """Where the script's own imports come from; `python -m` left the working directory there."""
+    """Where the script's own imports come from."""
     if not sys.flags.safe_path:
-        sys.path[0] = folder
+        sys.path.insert(0, folder)
 
 
 def _join_threads() -> None:
@@ -350,23 +363,25 @@ def _join_threads() -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the script like an exception, unless it has its own idea of it."""
+    """SIGTERM and SIGHUP end the script like an exception, unless it has its own idea of them."""
 
     def terminate(signum: int, frame: FrameType | None) -> None:
-        raise Terminated(128 + signum)
+        handle_with(signal.SIG_IGN)  # once is enough: the file is being written
+        raise Terminated(signum)
 
-    def die() -> None:
-        if signal.getsignal(signal.SIGTERM) is terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def handle_with(handler: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is terminate:
+                signal.signal(number, handler)
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
-        os.register_at_fork(after_in_child=die)  # a pool ends its workers so, and waits for them
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
+            signal.signal(number, terminate)
+    os.register_at_fork(after_in_child=lambda: handle_with(signal.SIG_DFL))  # a pool ends its workers so, and waits
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the file is being written
+        handle_with(signal.SIG_IGN)
 
 
 def exit_code(outcome: BaseException | None) -> int:
@@ -417,7 +432,7 @@ def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience)
 def _leave(outcome: BaseException | None) -> None:
     """End as the script did: by its exit code, or by the signal."""
     if isinstance(outcome, (KeyboardInterrupt, Terminated)):
-        number = signal.SIGTERM if isinstance(outcome, Terminated) else signal.SIGINT
+        number = outcome.number if isinstance(outcome, Terminated) else signal.SIGINT
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

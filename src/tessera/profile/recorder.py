@@ -94,8 +94,12 @@ class Session:
         monitor: Monitor | None = None,
         facts: dict[str, Any] | None = None,
         begin_tracing: bool = True,
+        claimed: bool = False,
+        next_path: Callable[[], Path] | None = None,
     ) -> None:
+        """`claimed`: `path` is an empty file made for this run. `next_path`: another path if this one is taken."""
         self.options = options
+        self.claimed, self.next_path = claimed, next_path
         self.path = path
         self.notes: list[str] = []
         self.push: Push | None = None

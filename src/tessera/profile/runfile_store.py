@@ -32,8 +32,17 @@ from .runfile_format import (
 )
 from .runfile_open import DDL, SIDE_FILES, RunDatabase, check_journal, seal, unseal
 
-Mode = Literal["new", "replace", "append"]
+Mode = Literal["new", "claimed", "replace", "append"]
 Row = tuple[Any, ...]
+
+
+def claim(path: Path) -> None:
+    """Make the file, empty, so that no other process takes its name; raises where it exists already."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    except FileExistsError as exc:
+        raise RecordingError(f"{path} already exists", fix="give another name") from exc
 
 
 class Store:
@@ -56,8 +65,8 @@ class Store:
     def _open(self, mode: Mode) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         exists = self.path.exists()
-        if exists and mode == "new":
-            raise RecordingError(f"{self.path} already exists", fix="give another name")
+        if mode == "new":
+            claim(self.path)
         if mode == "replace":
             for side in ("", *SIDE_FILES):  # a stale -wal would be replayed into the new file
                 Path(f"{self.path}{side}").unlink(missing_ok=True)

@@ -50,8 +50,8 @@ class RunWriter:
     """Writes a run file from any thread. Nothing that is recorded waits for the disk.
 
     `mode` says what to do if the file already exists: "new" refuses, "replace" deletes it, "append" goes on
-    (to add counters after the run). A disk that fills up does not stop the user's program: what
-    cannot be written is dropped, and `flush` and `close` raise `RecordingError`.
+    (to add counters after the run), "claimed" takes the empty file that `claim` has made. A disk that fills up does not
+    stop the user's program: what cannot be written is dropped, and `flush` and `close` raise `RecordingError`.
     """
 
     def __init__(self, path: str | Path, *, meta: Mapping[str, Any] | None = None, mode: Mode = "new") -> None:

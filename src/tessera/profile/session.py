@@ -83,8 +83,9 @@ def session(
         from .export import TensorBoard
 
         writers.append(TensorBoard(tensorboard_dir))
-    target = with_rank(Path(path)) if path is not None else default_path()
-    return Session(options, exporters=writers, path=target, schedule=schedule)
+    if path is not None:
+        return Session(options, exporters=writers, path=with_rank(Path(path)), schedule=schedule)
+    return Session(options, exporters=writers, path=default_path(), next_path=default_path, schedule=schedule)
 
 
 def _check_exporters(exporters: Sequence[Exporter]) -> list[Exporter]:
