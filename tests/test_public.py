@@ -15,8 +15,8 @@ from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
     "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
-    "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize",
-    "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
+    "config", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize", "predict",
+    "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
@@ -32,6 +32,10 @@ FLAGS = {
         "--scope", "--out", "--html", "--json", "target", "arguments",
     },
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
+    "runs": set(),
+    "runs list": {"folder", "--top", "--read", "--json"},
+    "runs diff": {"files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
+    "runs prune": {"folder", "--keep", "--older-than", "--yes"},
     "export": {"run", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
     "merge": {"paths", "-o", "--force", "--json"},

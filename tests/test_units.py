@@ -355,3 +355,19 @@ def test_any_value_is_read_or_refused(value):
             parse(value)
         except UnitError as error:
             assert error.fix
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [
+        (3.5e6, "3.5 MJ"), (3.6e6, "1 kWh"), (4.32e9, "1.2 MWh"), (3.6e9, "1 MWh"), (-7.2e6, "-2 kWh"),
+        (4.32e12, "1.2 GWh"),
+    ],
+)  # fmt: skip
+def test_large_energies_are_kilowatt_hours_as_people_say(joules, text):
+    assert units.format_energy(joules) == text
+    assert units.parse_energy(text) == pytest.approx(joules)
+
+
+def test_the_error_has_the_unit_of_its_energy():
+    assert units.format_energy_error(4.32e9, 3.6e8) == "1.20 ± 0.10 MWh"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import actuators as actuators
     from . import analyze as analyze
+    from . import config as config
     from . import errors as errors
     from . import estimate as estimate
     from . import event as event
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "actuators",
     "analyze",
+    "config",
     "errors",
     "estimate",
     "event",

@@ -44,11 +44,17 @@ _POWER = _Dimension(
     show=("MW", "kW", "W", "mW", "µW"),
     minimum=0.0,
 )
+J_PER_KWH = 3.6e6
+_WATT_HOURS = {unit: 3600.0 * factor for unit, factor in _with_prefixes("Wh", "m", "k", "M", "G").items()}
 _ENERGY = _Dimension(
     name="energy",
-    units={**_with_prefixes("J", "m", "u", "µ", "n", "p", "k", "M"), "Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9},
+    units={**_with_prefixes("J", "m", "u", "µ", "n", "p", "k", "M"), **_WATT_HOURS},
     example="'4.1J', '12 mJ' or '2kWh'",
-    show=("MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),
+    show=("GWh", "MWh", "kWh", "MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),  # from a kilowatt-hour on, people say so
+)
+_ELECTRICITY = _Dimension(name="energy", units=_WATT_HOURS, example="'2kWh'", show=("GWh", "MWh", "kWh", "Wh", "mWh"))
+_MASS = _Dimension(
+    name="mass", units={**_with_prefixes("g", "m", "k"), "t": 1e6}, example="'3kg'", show=("t", "kg", "g", "mg")
 )
 _DURATION = _Dimension(
     name="duration",
@@ -223,7 +229,7 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
         if abs(float(f"{value / dim.units[unit]:.{digits}g}")) >= 1:
             break
     else:
-        unit = dim.show[-1] if value else next(u for u in dim.show if dim.units[u] == 1.0)
+        unit = dim.show[-1] if value else next((u for u in dim.show if dim.units[u] == 1.0), dim.show[-1])
     scaled = value / dim.units[unit]
     text = f"{scaled:.{digits}g}"
     if "e" in text and digits < 15 and abs(scaled) >= 1:  # a smaller value must not read "0"
@@ -237,8 +243,18 @@ def format_power(power_w: float, digits: int = 4) -> str:
 
 
 def format_energy(energy_j: float, digits: int = 4) -> str:
-    """Joules for people: 0.0123 -> "12.3 mJ"."""
+    """Joules for people: 0.0123 -> "12.3 mJ"; from a kilowatt-hour on in kWh, MWh: 4.32e9 -> "1.2 MWh"."""
     return _format(energy_j, _ENERGY, digits)
+
+
+def format_watt_hours(energy_j: float, digits: int = 3) -> str:
+    """Joules as electricity is billed: 412 -> "114 mWh", 4.32e9 -> "1.2 MWh"."""
+    return _format(energy_j, _ELECTRICITY, digits)
+
+
+def format_mass(mass_g: float, digits: int = 3) -> str:
+    """Grams for people: 1200 -> "1.2 kg"."""
+    return _format(mass_g, _MASS, digits)
 
 
 def format_duration(duration_s: float, digits: int = 4) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tessera.config import Config
 from tessera.errors import ArgumentError, SensorLost
 from tessera.monitor import EnergyBenchmark, Monitor, benchmark
-from tessera.monitor.benchmark import BenchmarkResult, CostFactors
+from tessera.monitor.benchmark import BenchmarkResult
 from tessera.monitor.steady_state import MeasuredBatch, Uncertain, find_steady_state
 from tessera.schema import Domain, Energy, Telemetry, Work
 from tessera.sensors.base import Batch
@@ -40,7 +41,8 @@ def result(**kwargs: object) -> BenchmarkResult:
         target=0.02,
         basis="measured",
         source="script",
-        factors=CostFactors(price_per_kwh=0.30, gco2e_per_kwh=350.0, nodes=4),
+        factors=Config(price_per_kwh=0.30, gco2e_per_kwh=350.0),
+        nodes=4,
     )
     return dataclasses.replace(default, **kwargs)  # type: ignore[arg-type]
 
@@ -63,7 +65,7 @@ def test_every_figure_by_hand() -> None:
 
 
 def test_what_was_not_given_is_none_not_zero() -> None:
-    r = result(work={}, factors=CostFactors())
+    r = result(work={}, factors=Config(), nodes=None)
     assert r.tflops is None and r.tflops_per_w is None and r.samples_per_j is None
     assert r.gco2e_per_call is None and r.cost_per_call is None
     assert not {"tflops", "cost_per_call", "gco2e_per_call"} & set(r.measures())

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..advice import Advice
 from ..attribute.table import EnergyRow, EnergyTable
+from ..config import find_cost
 from ..notes import order_notes
 from ..recording import Facts, Recording
 from ..schema import Basis, Scope
@@ -143,7 +144,8 @@ class Answer:
         """Plain data, without the rows that the table has already."""
         rows = ("ops", "kernels", "regions", "modules") if self.shared_by is None else ("regions", "modules")
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
-        return {**data, "notes": [str(note) for note in self.notes]}
+        cost = find_cost(self.whole.energy_j, self.whole.error_j)
+        return {**data, "notes": [str(note) for note in self.notes], "cost": cost}
 
 
 def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict[str, Any]:

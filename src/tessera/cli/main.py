@@ -87,13 +87,19 @@ class LazyGroup(NearestGroup):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="tessera")
-def cli() -> None:
+@click.option("--config", "settings", multiple=True, metavar="KEY=VALUE", help="A setting, such as price_per_kwh=0.30.")
+def cli(settings: tuple[str, ...]) -> None:
     """Where every joule goes: measure, predict, explain and act on the energy of GPU programs.
 
     \b
     Example:
       tessera measure -- python train.py
     """
+    from .. import config
+
+    for setting in settings:
+        config.set_value(setting)
+    config.load()  # a mistake in a file is told before the work
 
 
 @cli.command("completion")

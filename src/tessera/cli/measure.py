@@ -125,8 +125,12 @@ def _print_report(run: CommandRun, trace: Path | None, as_json: bool) -> None:
     if as_json:
         import msgspec
 
+        from ..config import find_cost
+
         sys.stdout.flush()
-        click.echo(msgspec.json.encode({"returncode": run.returncode, "report": run.report}).decode())
+        total = run.report.total
+        data = {"returncode": run.returncode, "report": run.report, "cost": find_cost(total.energy_j, total.error_j)}
+        click.echo(msgspec.json.encode(data).decode())
         return
     from ..analyze.rules_host import advise_measurement
     from ..report.console import Console

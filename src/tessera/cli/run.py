@@ -313,11 +313,14 @@ def _add_counters(plan: LaunchPlan) -> None:
 def _print_json(recording: Recording, result: Answer, code: int) -> None:
     import msgspec
 
+    from ..config import find_cost
+
     sys.stdout.flush()
     facts = recording.facts
     data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_dict()}
     data |= recording.energy().to_json()
     data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
+    data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
     if facts.summary:
         data["summary"] = facts.summary
     click.echo(msgspec.json.encode(data).decode())

@@ -12,11 +12,13 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
+from ..config import Config, load
 from ..errors import ArgumentError, MissingExtra
 from ..schema import Basis, Energy, Work, works
+from ..units import J_PER_KWH
 from .core import Monitor, Window, default
 from .scope import synchronize
 from .steady_state import MeasuredBatch, SteadyState, Uncertain, find_steady_state
@@ -24,7 +26,6 @@ from .steady_state import MeasuredBatch, SteadyState, Uncertain, find_steady_sta
 P = ParamSpec("P")
 R = TypeVar("R")
 
-J_PER_KWH = 3.6e6
 # A batch must span several samples: the edges of a window then matter little (see integral.window_error_j). Fewer are
 # enough if the level is less certain than the target, or if the budget would otherwise not hold five batches.
 BATCH_S = 0.25
@@ -35,15 +36,6 @@ MIN_BATCHES = 9
 # for the steady state, which would flatter among so few (see steady_state.NEAR_BEST).
 LONG_S = 0.5
 FEW_BATCHES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostFactors:
-    """The user's factors from joules to money and CO2, and how many nodes one run takes."""
-
-    price_per_kwh: float | None = None
-    gco2e_per_kwh: float | None = None
-    nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +54,8 @@ class BenchmarkResult:
     target: float
     basis: Basis
     source: str
-    factors: CostFactors = field(default_factory=CostFactors)
+    factors: Config = field(default_factory=Config)
+    nodes: int | None = None
     notes: Sequence[str] = ()
     spread_j: float | None = None
     """Half-width of the joules per call by scatter alone: two results of one sensor share the rest of the error."""
@@ -101,13 +94,13 @@ class BenchmarkResult:
 
     @property
     def kwh_per_call(self) -> Uncertain:
-        """Kilowatt-hours of one call."""
-        return self.energy_per_call_j.times(1 / J_PER_KWH)
+        """Kilowatt-hours of one call, with the PUE of the data centre where that is known."""
+        return self.energy_per_call_j.times((self.factors.pue or 1.0) / J_PER_KWH)
 
     @property
     def node_hours_per_call(self) -> Uncertain:
         """Node-hours of one call."""
-        return self.time_per_call_s.times(self.factors.nodes / 3600.0)
+        return self.time_per_call_s.times((self.nodes or 1) / 3600.0)
 
     @property
     def gco2e_per_call(self) -> Uncertain | None:
@@ -123,7 +116,7 @@ class BenchmarkResult:
 
     def measures(self) -> dict[str, Uncertain]:
         """Every figure that is known, by name; kWh, node-hours, CO2 and cost when any factor was given."""
-        any_factor = self.factors != CostFactors()
+        any_factor = self.factors != Config() or self.nodes is not None
         measures: dict[str, Uncertain | None] = {
             "power_w": self.power_w,
             "energy_per_call_j": self.energy_per_call_j,
@@ -163,7 +156,7 @@ class EnergyBenchmark:
     `target` is how well the figures must repeat: the relative half-width of the 90% intervals of time and energy, by
     their scatter alone. The error of the sensor's level is part of the result's ± as well, and no repetition makes it
     smaller. A function is measured for at least `min_s` and at most about `budget_s` seconds. Results have money, CO2
-    and node-hours if you pass the factors; nothing is looked up in a network.
+    and node-hours if you pass the factors or state them once (`tessera.config`); nothing is looked up in a network.
 
     >>> bench = EnergyBenchmark()
     >>> @bench.measure(samples=64)
@@ -179,7 +172,7 @@ class EnergyBenchmark:
         budget_s: float = 30.0,
         price_per_kwh: float | None = None,
         gco2e_per_kwh: float | None = None,
-        nodes: int = 1,
+        nodes: int | None = None,
         monitor: Monitor | None = None,
     ) -> None:
         if not 0 < target < 1:
@@ -192,7 +185,13 @@ class EnergyBenchmark:
         self.target = target
         self.min_s = min_s
         self.budget_s = budget_s
-        self.factors = CostFactors(price_per_kwh=price_per_kwh, gco2e_per_kwh=gco2e_per_kwh, nodes=nodes)
+        stated = load()
+        self.factors = replace(
+            stated,
+            price_per_kwh=stated.price_per_kwh if price_per_kwh is None else price_per_kwh,
+            gco2e_per_kwh=stated.gco2e_per_kwh if gco2e_per_kwh is None else gco2e_per_kwh,
+        )
+        self.nodes = nodes
         self._monitor = monitor
         self.results: list[BenchmarkResult] = []
 
@@ -310,6 +309,7 @@ class EnergyBenchmark:
             basis=total[-1].basis,
             source=total[-1].source,
             factors=self.factors,
+            nodes=self.nodes,
             notes=notes,
             spread_j=steady.energy_j.error,
             level_error=gain,

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from ..config import find_cost
 from ..joules import Floats
 from ..schema import EnergyReport, Work
 from ..units import format_duration, format_energy
@@ -114,6 +115,7 @@ class RepeatedCommand:
             "max_s": float(self.seconds.max()),
             "power_w": power.value,
             "error_w": power.error,
+            "cost": find_cost(energy.value, energy.error),
             "basis": self.reports[0].basis,
             "source": self.reports[0].total.source,
             "outliers": list(self.outliers),

@@ -27,7 +27,7 @@ PIPED_COLUMNS = 100
 LEAST = 24
 """Columns that a hanging text needs: with a deeper indent than that leaves, it begins further left."""
 # A number and the unit after it are one word.
-_WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:W|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*|\S+")
+_WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:Wh?|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*|\S+")
 
 
 class Console(RichConsole):

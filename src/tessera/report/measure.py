@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..config import find_cost
 from ..monitor.benchmark import BenchmarkResult
 from ..monitor.steady_state import Uncertain
 from ..schema import Domain, Energy, EnergyReport, RegionEnergy
@@ -44,6 +45,8 @@ def answer(
     table = label_table()
     for unit, joules, error in report.per_work():
         table.add_row(f"per {unit}", format_energy_error(joules, error))
+    if cost := find_cost(report.total.energy_j, report.total.error_j):
+        table.add_row("cost", cost.text)
     for region in report.regions[:5]:
         table.add_row("region", _region_text(region, report.total.energy_j))
     for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].energy_j):

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..advice import Advice
+from ..config import find_cost
 from ..errors import ArgumentError
 from ..estimate.iteration import WINDOW_S
 from ..estimate.search import SweepRow
@@ -69,6 +70,7 @@ def report_json(report: EnergyReport, opportunities: Sequence[Advice] | None = N
     of = report.prediction
     plain = dataclasses.replace(report, prediction=dataclasses.replace(of, again=None) if of else None)
     data: dict[str, Any] = {"summary": {name: getattr(report, name) for name in SUMMARY}, "report": plain}
+    data["cost"] = find_cost(report.total.energy_j, report.total.error_j)
     if opportunities is not None:
         data["opportunities"] = list(opportunities)
     return msgspec.json.encode(data).decode()
@@ -124,12 +126,22 @@ def _facts(report: EnergyReport) -> Table:
         amount = next(w.amount for w in report.work if w.unit == unit)
         rate = amount / report.total_latency_s if report.total_latency_s > 0 else 0.0
         table.add_row(f"per {unit}", TextFlow(format_energy_error(joules, error), f"{format_rate(rate)} {unit}s/s"))
+    if cost := million_cost(report):
+        table.add_row(*cost)
     if of is None:
         return table
     if of.peak_memory_bytes is not None:
         table.add_row("memory", memory_text(of.peak_memory_bytes, of.memory_capacity_bytes))
     table.add_row("bound by", bound_text(report))
     return table
+
+
+def million_cost(report: EnergyReport) -> tuple[str, str] | None:
+    """What a million samples (or runs) cost, by the user's factors: one costs too little to read."""
+    work = next(iter(report.work), None)
+    each_j = report.total.energy_j / work.amount if work else report.total.energy_j
+    cost = find_cost(1e6 * each_j)
+    return None if cost is None else (f"1M {work.unit if work else 'run'}s", cost.text)
 
 
 def _bar(name: str, joules: float, share: float) -> Text:

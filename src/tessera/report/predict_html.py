@@ -17,6 +17,7 @@ from .predict import (
     consumers,
     describe_setting,
     memory_text,
+    million_cost,
     power_text,
     provenance,
     saving_text,
@@ -112,6 +113,9 @@ def _tiles(report: EnergyReport) -> str:
     if watts is not None:
         tiles.append(tile(format_power(watts, 3), ", ".join(("average", *power_text(report)[1:]))))
     tiles += [tile(format_energy_error(joules, error), f"per {unit}") for unit, joules, error in report.per_work()]
+    if cost := million_cost(report):
+        electricity, *parts = cost[1].split("   ")
+        tiles.append(tile(electricity, ", ".join((f"for {cost[0]}", *parts))))
     if of is not None:
         if of.peak_memory_bytes is not None:
             value, _, rest = memory_text(of.peak_memory_bytes, of.memory_capacity_bytes).partition(" of ")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..config import find_cost
 from ..monitor.repeat import RepeatedCommand, RepeatedRuns
 from ..units import format_duration, format_duration_error, format_energy, format_energy_error, format_error
 from .console import TableColumn, WidthDependent, build_table, dropped_note, fit_columns, label_table
@@ -73,6 +74,8 @@ def _details(result: RepeatedRuns) -> RenderableType:
         style = "bold green" if comparison.significant and comparison.energy_share.value < 0 else "bold"
         table.add_row("verdict", Text(comparison.text, style=style))
     for c in result.commands:
+        if cost := find_cost(c.energy_j.value, c.energy_j.error):
+            table.add_row("cost", f"{c.label}, a run: {cost.text}")
         for far in c.outliers:
             spent = f"{format_energy(far.energy_j, 3)} in {format_duration(far.time_s, 3)}"
             table.add_row("outlier", Text(f"{c.label}, run {far.run}: {spent}; {far.cause}", style="yellow"))

@@ -14,6 +14,7 @@ from ..analyze.answer import Answer, answer
 from ..analyze.kernel_names import fit, region_name
 from ..analyze.run_energy import Outside
 from ..attribute.table import EnergyTable
+from ..config import find_cost
 from ..notes import kind_of
 from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
@@ -156,6 +157,8 @@ def _warnings(result: Answer) -> list[RenderableType]:
 
 def _facts(result: Answer) -> Table:
     table = label_table()
+    if cost := find_cost(result.whole.energy_j, result.whole.error_j):
+        table.add_row("cost", cost.text)
     for per in result.per_work:
         rate = format_rate(per.rate_per_s)
         spread = _spread(result, per.left_out) if per.unit == "step" else ""

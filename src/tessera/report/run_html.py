@@ -14,6 +14,7 @@ from ..analyze.kernel_names import CATEGORIES, category, fit
 from ..analyze.overview import EnergyNode, build_energy_tree, build_stack_tree, overview
 from ..analyze.result import Result
 from ..analyze.spikes import format_level
+from ..config import find_cost
 from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from . import run_analyses as analyses
@@ -117,6 +118,9 @@ def _tiles(result: Answer) -> str:
         tiles.append(tile(format_error(whole.power_w, whole.error_w, "W"), f"on average{peak}"))
     count = f", {whole.steps:,} step{'' if whole.steps == 1 else 's'}" if whole.steps is not None else ""
     tiles.append(tile(format_duration(whole.time_s), f"wall time{count}"))
+    if cost := find_cost(whole.energy_j, whole.error_j):
+        electricity, *rest = cost.text.split("   ")
+        tiles.append(tile(electricity, ", ".join(rest) or "electricity"))
     for per in result.per_work:
         rate = format_rate(per.rate_per_s)
         of = f" (of {per.amount:,.0f} traced)" if result.partial and per.unit == "step" else ""

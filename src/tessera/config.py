@@ -1,0 +1,191 @@
+"""The user's settings: factors from joules to kilowatt-hours, money and CO2. Nothing is looked up in a network.
+
+::
+
+    tessera --config KEY=VALUE  >  TESSERA_KEY  >  [tool.tessera] in pyproject.toml  >  ~/.config/tessera/config.toml
+
+>>> from tessera import config
+>>> config.load().price_per_kwh
+>>> config.load().cost_of(3.6e6)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ArgumentError, did_you_mean
+from .units import J_PER_KWH, format_mass, format_watt_hours
+
+PREFIX = "TESSERA_"
+"""How the name of an environment variable begins: TESSERA_PRICE_PER_KWH."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyCost:
+    """What joules cost, by the user's factors; each error is the half-width of a 90% interval. None: no factor."""
+
+    kwh: float
+    kwh_error: float
+    cost: float | None
+    cost_error: float | None
+    currency: str
+    gco2e: float | None
+    gco2e_error: float | None
+    pue: float | None
+
+    @property
+    def text(self) -> str:
+        """As a screen shows it: "0.114 Wh   0.000034 EUR   0.043 g CO2e"."""
+        parts = [format_watt_hours(self.kwh * J_PER_KWH)]
+        if self.cost is not None:
+            parts.append(f"{_format_money(self.cost)} {self.currency}".rstrip())
+        if self.gco2e is not None:
+            parts.append(f"{format_mass(self.gco2e)} CO2e")
+        return "   ".join(parts) + (f"   with a PUE of {self.pue:g}" if self.pue is not None else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The settings. `price_per_kwh` is in `currency`; `gco2e_per_kwh` are grams of CO2 equivalent of your grid.
+
+    `pue` is the power usage effectiveness of your data centre: the building draws so many joules for one of a machine.
+    Kilowatt-hours, money and CO2 are the building's; joules on a screen are always the machine's.
+    """
+
+    price_per_kwh: float | None = None
+    currency: str = ""
+    gco2e_per_kwh: float | None = None
+    pue: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, example in (("price_per_kwh", 0, "0.30"), ("gco2e_per_kwh", 0, "380"), ("pue", 1, "1.2")):
+            value: Any = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and least <= value < math.inf):
+                what = f"{name} = {value!r} is not a number of at least {least}"
+                raise ArgumentError(what, fix=f"e.g. {name} = {example}")
+        word: Any = self.currency  # from a file it may be anything
+        if not isinstance(word, str) or not word.isprintable() or len(word) > 8:
+            raise ArgumentError(f"currency = {word!r} is not a short word", fix='e.g. currency = "EUR"')
+
+    def cost_of(self, energy_j: float, error_j: float | None = None) -> EnergyCost | None:
+        """Kilowatt-hours, money and CO2 of some joules; None without a factor, or of unknown joules."""
+        if (self.price_per_kwh, self.gco2e_per_kwh, self.pue) == (None, None, None) or math.isnan(energy_j):
+            return None
+        factor = (self.pue or 1.0) / J_PER_KWH
+        kwh, error = energy_j * factor, (error_j or 0.0) * factor
+        price, grams = self.price_per_kwh, self.gco2e_per_kwh
+        return EnergyCost(
+            kwh=kwh,
+            kwh_error=error,
+            cost=None if price is None else kwh * price,
+            cost_error=None if price is None else error * price,
+            currency=self.currency,
+            gco2e=None if grams is None else kwh * grams,
+            gco2e_error=None if grams is None else error * grams,
+            pue=self.pue,
+        )
+
+
+KEYS = tuple(f.name for f in dataclasses.fields(Config))
+
+
+def load(folder: str | Path | None = None) -> Config:
+    """The settings in force in a folder (the current one): each key from the first place that states it."""
+    stated: dict[str, Any] = {}
+    for where, values in _read_places(Path(folder or Path.cwd())):
+        for key in values:
+            if key not in KEYS:
+                raise ArgumentError(
+                    f"{where} has an unknown key {key!r}{did_you_mean(key, KEYS)}", fix=f"one of: {', '.join(KEYS)}"
+                )
+        try:
+            Config(**values)
+        except ArgumentError as exc:
+            exc.what = f"{where}: {exc.what}"
+            raise
+        stated = {**values, **stated}
+    return Config(**stated)
+
+
+def find_cost(energy_j: float, error_j: float | None = None) -> EnergyCost | None:
+    """What joules cost by the settings in force. Settings that cannot be read give a warning, not an error."""
+    try:
+        return load().cost_of(energy_j, error_j)
+    except ArgumentError as exc:  # a screen at the end of a long run is worth more than a price
+        warnings.warn(str(exc), stacklevel=2)
+        return None
+
+
+def user_file() -> Path:
+    """$XDG_CONFIG_HOME/tessera/config.toml, or that in ~/.config."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "tessera" / "config.toml"
+
+
+def set_value(text: str) -> None:
+    """Set "price_per_kwh=0.30" for this process and those it starts."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or key not in KEYS:
+        near = did_you_mean(key, KEYS)
+        fix = f"write KEY=VALUE, such as price_per_kwh=0.30; keys: {', '.join(KEYS)}"
+        raise ArgumentError(f"--config {text!r} is not a setting{near}", fix=fix)
+    os.environ[PREFIX + key.upper()] = value.strip()
+
+
+# -- the places -----------------------------------------------------------------------------------------------------
+
+
+def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every place that states something, the strongest first."""
+    for key in KEYS:
+        text = os.environ.get(PREFIX + key.upper())
+        if text:
+            yield f"${PREFIX}{key.upper()}", {key: text if key == "currency" else _parse_number(key, text)}
+    for path in (parent / "pyproject.toml" for parent in (folder.absolute(), *folder.absolute().parents)):
+        if path.is_file():
+            table = _read_toml(path, "tool.tessera")
+            if table is not None:
+                yield f"[tool.tessera] of {path}", table
+                break
+    path = user_file()
+    if path.is_file():
+        yield str(path), _read_toml(path) or {}
+
+
+def _parse_number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"{PREFIX}{key.upper()}={text!r} is not a number", fix="write it as 1.25") from None
+
+
+def _read_toml(path: Path, section: str = "") -> Mapping[str, Any] | None:
+    """A file, or one section of it; None where it has no such section."""
+    import tomllib
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        if section not in text:  # another tool's mistake in its own section is not ours to report
+            return None
+        data: Any = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ArgumentError(f"cannot read {path}", why=str(exc), fix='write lines such as: currency = "EUR"') from exc
+    for name in section.split(".") if section else ():
+        data = data.get(name) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else None
+
+
+def _format_money(amount: float) -> str:
+    if amount >= 100:
+        return f"{amount:,.0f}"
+    if 0 < amount < 1e-4:
+        return "<0.0001"
+    return f"{amount:.2f}" if amount >= 0.1 else f"{amount:.2g}"
