@@ -77,7 +77,8 @@ PAGE_SOURCES = {
     "docs/operators.md": ("op_host_cost.json",),
     "docs/precision.md": ("error_bounds.json",),
     "docs/rewrites.md": ("checkpoint_plan.json", "checkpoint_reorder.json", "predict_heldout2_after.json"),
-    "docs/schedules.md": ("schedule_plant.json", "schedule_cost.json", "actuator_faults.json"),
+    "docs/schedules.md": ("schedule_plant.json", "schedule_cost.json"),
+    "docs/schedules-internals.md": ("schedule_plant.json", "actuator_faults.json", "actuator_moments.json"),
 }
 SWEEP, ATTRIBUTE = "$ tessera predict resnet18 ", "$ tessera attribute gpt2_train.kineto.json.gz "
 SHOWN_IN = {SWEEP: ROOT / "docs" / "predicting.md", ATTRIBUTE: ROOT / "docs" / "profiling.md"}

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 TARGET = 0.985
 # A window may exceed the mean by this share because work comes in slices: sets how long a slice may be. Three times as
 # much would still be little, but an H200's ring shows a multiple of it: it samples every 20 ms through a filter of
-# 11 ms, and beats with slices and waits of milliseconds (docs/schedules.md).
+# 11 ms, and beats with slices and waits of milliseconds (docs/schedules-internals.md).
 RIPPLE = 0.003
 # Slices are at least SHORT_S where a slice and its wait take less than PERIOD_S: the filter's input are moments about
 # half a millisecond apart (inferred: tests/fakes/plant.py), which beat with slices of that length.
