@@ -40,7 +40,7 @@ from tessera.device import Device, Figure
 from tessera.estimate import calibrate
 from tessera.estimate.calibrate import CalibrationResult, Measurements
 from tessera.estimate.calibration import Calibration, Watts
-from tessera.estimate.calibration_bench import CudaBench, KernelBench, Machine, Sample
+from tessera.estimate.calibration_bench import CudaBench, Machine, Sample
 from tessera.estimate.calibration_fit import MeasuredPoint, calibrated_outcome, case_of
 from tessera.estimate.calibration_kernels import (
     CalibrationPoint,
@@ -269,9 +269,7 @@ def hosts(device: Device) -> list[tuple[CalibrationPoint, Launch]]:
     return [(point, "eager") for point in host_points(device)]
 
 
-def run_all(
-    bench: KernelBench, device: Device, wanted: Iterable[tuple[CalibrationPoint, Launch]]
-) -> list[MeasuredPoint]:
+def run_all(bench: CudaBench, device: Device, wanted: Iterable[tuple[CalibrationPoint, Launch]]) -> list[MeasuredPoint]:
     found = []
     for point, launch in wanted:
         case, copies = calibrate.predict_point(device, point, launch)

@@ -3,7 +3,7 @@
 ::
 
     points ──► predicted (on meta tensors, from the catalogue) ──┐
-           └─► measured (KernelBench) ───────────────────────────┴──► factors by group ──► Calibration
+           └─► measured (CudaBench) ─────────────────────────────┴──► factors by group ──► Calibration
                      `measure`                                                `fit_measurements`
 
 The GPU's state is not changed: no clock, no limit, no mode.
@@ -24,7 +24,7 @@ from ..device import Device
 from ..errors import ArgumentError, MeasurementError, MissingExtra
 from ..hardware import identify_board
 from .calibration import Calibration, Watts
-from .calibration_bench import KernelBench, Machine
+from .calibration_bench import CudaBench, Machine
 from .calibration_fit import CalibrationCase, MeasuredPoint, calibrated_outcome, calibration_alone, case_of, fit
 from .predict import Launch
 
@@ -99,7 +99,7 @@ class Measurements:
 
 
 def calibrate(
-    bench: KernelBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
+    bench: CudaBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
 ) -> CalibrationResult:
     """Measure the bench's GPU for about `seconds`; `calibration.save` writes the result.
 
@@ -109,7 +109,7 @@ def calibrate(
 
 
 def measure(
-    bench: KernelBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
+    bench: CudaBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
 ) -> Measurements:
     """Every point, predicted and measured."""
     try:
@@ -206,7 +206,7 @@ def _row(m: MeasuredPoint, blank: Calibration, calibration: Calibration) -> Cali
     )
 
 
-def _check_idle(bench: KernelBench, machine: Machine) -> None:
+def _check_idle(bench: CudaBench, machine: Machine) -> None:
     why = bench.busy()
     if why is not None:
         raise MeasurementError(
@@ -239,7 +239,7 @@ def predict_point(
 class _CalibrationSteps:
     """The steps of one calibration: reports each to `progress`, and notes what could not be measured."""
 
-    def __init__(self, bench: KernelBench, device: Device, steps: int, progress: Progress | None) -> None:
+    def __init__(self, bench: CudaBench, device: Device, steps: int, progress: Progress | None) -> None:
         self._bench, self._device = bench, device
         self._done, self._steps, self._progress = 0, steps, progress
         self.notes: list[str] = []

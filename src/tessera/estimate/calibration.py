@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..errors import ArgumentError, RecordingError
+from ..output import replace_when_written
 
 if TYPE_CHECKING:
     from .host import HostModel
@@ -200,22 +200,13 @@ def path_of(device_id: str) -> Path:
 def save(calibration: Calibration) -> Path:
     """Replace the device's calibration file atomically; returns its path."""
     path = path_of(calibration.device)
-    text = msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n"
-    draft: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
-            draft = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as exc:
-        if draft is not None:
-            draft.unlink(missing_ok=True)
+        with replace_when_written(path, make_folder=True) as draft:
+            draft.write_bytes(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
+    except ArgumentError as exc:
         raise RecordingError(
             f"the calibration could not be written to {path}",
-            why=str(exc),
+            why=exc.why,
             fix="make the folder writable, or set XDG_CONFIG_HOME to another folder",
         ) from exc
     return path

@@ -1,7 +1,7 @@
 """The bench of a calibration: it runs a callable in steady state and returns seconds, joules and clock per call.
 
-Code that only needs the protocol `KernelBench` is tested with a simulated bench. `CudaBench`, on a real GPU, does not
-change the GPU's state: no clock, limit or mode.
+It does not change the GPU's state: no clock, limit or mode. Tests of what uses it have a simulated bench with the same
+methods (tests/fakes/calibration.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra, SensorError
 from ..hardware import host_cpu
@@ -65,28 +65,6 @@ class Machine:
     host_cpu: str
 
 
-class KernelBench(Protocol):
-    """Measures callables; `where` is the torch device for their inputs."""
-
-    @property
-    def where(self) -> str:
-        """The torch device."""
-
-    def machine(self) -> Machine:
-        """Board, driver, torch and host."""
-
-    def busy(self) -> str | None:
-        """Why the GPU is busy with other work, or None."""
-
-    def idle(self, seconds: float, *, context: bool) -> Watts:
-        """The board's power at rest, with or without a CUDA context of this process."""
-
-    def run(
-        self, fn: Callable[..., Any], inputs: tuple[Any, ...], *, launch: Literal["eager", "graph"], seconds: float
-    ) -> Sample:
-        """Call `fn(*inputs)` repeatedly for about `seconds`; the cost of one call in steady state."""
-
-
 class CudaBench:
     """A GPU of this machine: CUDA graphs (or eager calls), CUDA events for time, `energy_scope` and NVML.
 
@@ -134,6 +112,7 @@ class CudaBench:
 
     @property
     def where(self) -> str:
+        """The torch device for the inputs of what is measured."""
         return f"cuda:{self._index}"
 
     def machine(self) -> Machine:
@@ -143,6 +122,7 @@ class CudaBench:
         return Machine(board=name, driver=driver, torch=str(self._torch.__version__), host_cpu=host_cpu().name)
 
     def busy(self) -> str | None:
+        """Why the GPU is busy with other work, or None."""
         if self._board is None:
             return None
         used, drawn = self._board.utilization_pct(), self._board.power_share()
@@ -157,6 +137,7 @@ class CudaBench:
     # -- power at rest ------------------------------------------------------------------------------------------
 
     def idle(self, seconds: float, *, context: bool) -> Watts:
+        """The board's power at rest, with or without a CUDA context of this process."""
         if self._monitor is None:
             return Watts(value=None, how="no power sensor of this GPU is readable: tessera doctor")
         if context:
@@ -193,6 +174,7 @@ class CudaBench:
     def run(
         self, fn: Callable[..., Any], inputs: tuple[Any, ...], *, launch: Literal["eager", "graph"], seconds: float
     ) -> Sample:
+        """Call `fn(*inputs)` repeatedly for about `seconds`; the cost of one call in steady state."""
         torch = self._torch
         try:
             with torch.cuda.device(self._index), torch.no_grad():

@@ -243,19 +243,10 @@ def _reductions(half: str) -> list[CalibrationPoint]:
 # -- the host -----------------------------------------------------------------------------------------------------
 
 
-class ConvChain(nn.Module):  # type: ignore[misc]  # torch is not followed
+def _conv_chain() -> nn.Module:
     """Convolution, batch norm, ReLU, repeated on an image of a few pixels: many launches, little work."""
-
-    def __init__(self, depth: int = 12, width: int = 16) -> None:
-        super().__init__()
-        parts: list[nn.Module] = []
-        for _ in range(depth):
-            parts += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-        self.body = nn.Sequential(*parts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The features."""
-        return self.body(x)
+    layers = ((nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(True)) for _ in range(12))
+    return nn.Sequential(*(layer for group in layers for layer in group))
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -277,23 +268,15 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Blocks(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A few transformer blocks, too narrow to keep a GPU busy."""
-
-    def __init__(self, depth: int = 6, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The features."""
-        return self.body(x)
-
-
 def host_points(device: Device) -> list[CalibrationPoint]:
     """Two networks that are bound by the host on any GPU."""
     half = half_of(device)
-    chain = _network("conv-bn-relu chain", ConvChain, (1, 16, 8, 8), "fp32")
-    return [chain, _network("transformer blocks", Blocks, (1, 16, 64), half)]
+    chain = _network("conv-bn-relu chain", _conv_chain, (1, 16, 8, 8), "fp32")
+
+    def blocks() -> nn.Module:  # too narrow to keep a GPU busy
+        return nn.Sequential(*(Block(64, 4) for _ in range(6)))
+
+    return [chain, _network("transformer blocks", blocks, (1, 16, 64), half)]
 
 
 def _network(name: str, kind: Callable[[], nn.Module], shape: Shape, precision: str) -> CalibrationPoint:

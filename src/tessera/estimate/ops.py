@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, PredictionError, did_you_mean
@@ -259,15 +260,20 @@ STORED: Mapping[str, str] = {**WHAT_IFS, "fp6": "bf16", "fp4": "bf16", "int4": "
 _FLOATS = frozenset({"fp64", "fp32", "tf32", "bf16", "fp16"})
 
 
+def precision_name(precision: Any, known: Collection[str] = WHAT_IFS) -> str:
+    """Our name of a number format: a string, a `Precision`, or a torch dtype."""
+    text = str(getattr(precision, "value", precision)).lower().removeprefix("torch.")
+    name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
+    if name not in known:
+        raise ArgumentError(
+            f"there is no precision {name!r}{did_you_mean(name, known)}", fix=f"one of {', '.join(known)}"
+        )
+    return name
+
+
 def parse_precision(precision: str | Precision | None, device: Device) -> str | None:
     """The precision as a plain string; a precision that the chip lacks is refused, with those it has."""
-    if precision is None:
-        return None
-    name = str(precision.value if isinstance(precision, Precision) else precision).lower()
-    if name not in PRECISIONS:
-        raise ArgumentError(
-            f"no precision {name!r}{did_you_mean(name, PRECISIONS)}", fix=f"one of {', '.join(PRECISIONS)}"
-        )
+    name = None if precision is None else precision_name(precision, PRECISIONS)
     check_precision(device, name)
     return name
 

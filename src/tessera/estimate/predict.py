@@ -21,7 +21,7 @@ from .data_movement import count_launches
 from .host import HostModel, host_times, is_cpu, widen_for_cpu
 from .iteration import Iteration
 from .memory import MemoryEstimator, MemoryReport
-from .ops import QUANTISED, OpModel, recast
+from .ops import QUANTISED, OpModel, precision_name, recast
 from .power import PowerModel
 from .prediction_report import Estimate, build_report
 
@@ -70,7 +70,7 @@ def predict(
     one; None does not.
     """
     device = _find_device(on)
-    precision = None if precision is None else _precision_name(precision)
+    precision = None if precision is None else precision_name(precision)
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int)):
         raise ArgumentError(f"batch={batch!r}", fix="batch must be a whole number of samples")
     check_launch(launch)
@@ -133,17 +133,6 @@ def _find_calibration(calibration: Calibration | Literal["auto"] | None, device:
             fix="calibration='auto' takes the calibration of the chip, where there is one",
         )
     return measured
-
-
-def _precision_name(precision: Any) -> str:
-    """Our name of a number format: a string, a `Precision`, or a torch dtype."""
-    text = str(getattr(precision, "value", precision)).removeprefix("torch.")
-    name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
-    if name not in WHAT_IFS:
-        raise ArgumentError(
-            f"there is no precision {name!r}{did_you_mean(name, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}"
-        )
-    return name
 
 
 def check_launch(launch: str) -> None:

@@ -11,10 +11,11 @@ import msgspec
 
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
-from ..graph.ir import WHAT_IFS, Graph
+from ..graph.ir import Graph
 from ..hardware import lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
+from .ops import precision_name
 from .predict import Launch, check_launch, import_capture, predict
 
 Mode = Literal["infer", "train"]
@@ -286,8 +287,8 @@ def _combinations(
         if isinstance(values, str) or not values:
             raise ArgumentError(f"{what}={values!r}", fix=f"give {what} a list with at least one entry")
     for p in precisions:
-        if p is not None and p not in WHAT_IFS:
-            raise ArgumentError(f"no precision {p!r}{did_you_mean(p, WHAT_IFS)}", fix=f"one of {', '.join(WHAT_IFS)}")
+        if p is not None:
+            precision_name(p)
     for p in accuracy or ():
         if p not in precisions:
             names = [q for q in precisions if q is not None]

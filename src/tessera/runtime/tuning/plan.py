@@ -1,22 +1,23 @@
 """`Plan`: a schedule as data: what was chosen, what was tried, and why. It saves and loads.
 
-Plans are stored in $XDG_CACHE_HOME/tessera/plans/<digest of what they are valid for>.json, readable by the owner only.
+Plans are stored in $XDG_CACHE_HOME/tessera/plans/<digest of what they are valid for>.json, in the owner's own folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...errors import RecordingError
+from ...errors import ArgumentError, RecordingError
+from ...output import replace_when_written
 
 if TYPE_CHECKING:
     from .parts import FunctionParts
@@ -91,10 +92,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
-        return target
+        with replace_when_written(Path(path), make_folder=True) as draft:
+            draft.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -180,16 +180,9 @@ def load_plan(key: Mapping[str, str]) -> Plan | None:
 
 def store_plan(plan: Plan) -> Path | None:
     """Write a plan where the next process finds it; None where the disk does not allow it."""
-    target = _plan_path(plan.key)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(plan), indent=1))
-        Path(name).replace(target)
-    except OSError:
-        return None
-    return target
+    with contextlib.suppress(ArgumentError):
+        return plan.save(_plan_path(plan.key))
+    return None
 
 
 def _plan_path(key: Mapping[str, str]) -> Path:
