@@ -59,6 +59,8 @@ while True:
     time.sleep(0.005)
 """
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+
 
 # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ def test_a_launchers_child_is_answered_for_it(me, short):
         child.communicate()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@needs_root
 def test_another_users_datagram_is_refused_by_the_kernels_word(me):
     """It says it is us, in the message; SCM_CREDENTIALS says who it is. The abstract namespace has no permissions."""
     name = f"tessera-test-{os.getpid()}"
@@ -334,7 +336,7 @@ s.sendto({encode("req", encode_request(3, 0, (os.getpid(),)))!r}, "\\0{name}\\0"
         assert daemon.strangers == {65534}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@needs_root
 def test_another_users_process_is_refused():
     os.seteuid(65534)
     try:
@@ -378,6 +380,64 @@ def test_root_is_not_led_to_another_file(me, tmp_path):
         os.link(secret, folder.path / "b.json")
         os.mkfifo(folder.path / "c.json")
         assert folder.take() is None
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def theirs(me, short):
+    """A process of another user, whose environment names a folder of its own."""
+    from dataclasses import replace
+
+    os.chown(short, NOBODY, NOBODY)
+    environ = {"KINETO_ONDEMAND_TRACE_DIR": str(short), "KINETO_IPC_SOCKET_DIR": str(short)}
+    return replace(me, uid=NOBODY, gid=NOBODY, user="nobody", environ=environ)
+
+
+@needs_root
+def test_root_gives_no_file_away(theirs, short, tmp_path, monkeypatch):
+    """The target puts a link in the place of the folder that root has just made."""
+    victim = tmp_path / "victim"
+    victim.write_text("root's")
+
+    def swap(prefix, dir):
+        made = Path(dir) / prefix
+        made.symlink_to(victim)
+        return str(made)
+
+    monkeypatch.setattr("tempfile.mkdtemp", swap)
+    with pytest.raises(MeasurementError):
+        Folder(theirs)
+    assert victim.stat().st_uid == 0 and victim.read_text() == "root's"
+
+
+@needs_root
+def test_root_makes_nothing_where_the_target_could_not(theirs, tmp_path):
+    from dataclasses import replace
+
+    tmp_path.chmod(0o755)
+    places = {"KINETO_ONDEMAND_TRACE_DIR": str(tmp_path), "KINETO_IPC_SOCKET_DIR": str(tmp_path)}
+    led = replace(theirs, environ=places)
+    with pytest.raises(MeasurementError):
+        Folder(led)
+    with pytest.raises(MeasurementError):
+        Endpoint(folder=str(tmp_path), owner=led)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_root
+def test_what_root_makes_for_the_target_is_the_targets(theirs, short):
+    with Folder(theirs) as folder, Endpoint(folder=str(short), owner=theirs):
+        assert {p.stat().st_uid for p in short.iterdir()} == {NOBODY}
+        assert stat.S_IMODE((short / "dynolog").stat().st_mode) == 0o600
+        (folder.path / "trace_1.json").write_text('{"traceEvents": []}')
+        assert folder.take() is None, "a file of root's in it is not the process's"
+        os.chown(folder.path / "trace_1.json", NOBODY, NOBODY)
+        assert folder.take() == b'{"traceEvents": []}'
+    assert not list(short.iterdir())
+    (short / "mine").touch()
+    assert (short / "mine").stat().st_uid == 0, "root is root again"
 
 
 def test_the_process_may_name_its_own_folder_for_traces(me, tmp_path):

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Self
 
 from ...errors import ArgumentError, MeasurementError, TesseraError
-from .process import Target, descends, owner_of
+from .process import Target, descends, files_as, owner_of
 from .request import Folder, What, config
 
 DAEMON = "dynolog"
@@ -144,18 +144,23 @@ def address(name: str, folder: str | None) -> str:
 
 
 class Endpoint:
-    """The bound socket of a daemon. Only the owner may write to one that is a file; leaving removes the file."""
+    """The bound socket of a daemon. Only the owner may write to one that is a file; leaving removes the file.
 
-    def __init__(self, name: str = DAEMON, *, folder: str | None = None, owner_uid: int | None = None) -> None:
+    `owner`: the process whose user the file is to belong to; none is ours.
+    """
+
+    def __init__(self, name: str = DAEMON, *, folder: str | None = None, owner: Target | None = None) -> None:
         self.address = address(name, folder)
         self._path = Path(self.address) if folder else None
+        self._owner = owner
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
             # Before bind: what arrives earlier would carry no credentials.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            if self._path is not None:
-                _clear_stale(self._path)
-            self._bind(owner_uid)
+            with self._as_owner():
+                if self._path is not None:
+                    _clear_stale(self._path)
+                self._bind()
         except OSError as exc:
             self._socket.close()
             if exc.errno == errno.EADDRINUSE:
@@ -167,7 +172,10 @@ class Endpoint:
             self._socket.close()
             raise
 
-    def _bind(self, owner_uid: int | None) -> None:
+    def _as_owner(self) -> contextlib.AbstractContextManager[None]:
+        return files_as(self._owner) if self._owner is not None else contextlib.nullcontext()
+
+    def _bind(self) -> None:
         if self._path is None:
             self._socket.bind(self.address)
             return
@@ -176,8 +184,6 @@ class Endpoint:
             self._socket.bind(self.address)
         finally:
             os.umask(old)
-        if owner_uid is not None and owner_uid != os.geteuid():
-            os.chown(self._path, owner_uid, -1)
 
     def __enter__(self) -> Self:
         return self
@@ -215,7 +221,7 @@ class Endpoint:
             return
         self._socket.close()
         if self._path is not None:
-            with contextlib.suppress(OSError):
+            with self._as_owner(), contextlib.suppress(OSError):
                 self._path.unlink()
 
 
@@ -333,7 +339,7 @@ class TraceDaemon:
 
 def _listen(target: Target) -> Endpoint:
     try:
-        return Endpoint(folder=target.socket_dir, owner_uid=target.uid)
+        return Endpoint(folder=target.socket_dir, owner=target)
     except SocketTaken as exc:
         where = address(DAEMON, target.socket_dir)
         owner = owner_of(where)

@@ -5,6 +5,8 @@ Nothing here needs more rights than being the process's own user.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import pwd
 import select
@@ -36,12 +38,39 @@ class NotYours(MeasurementError):
     """The process is another user's."""
 
 
+@contextlib.contextmanager
+def files_as(target: Target) -> Iterator[None]:
+    """Inside, this thread has no more rights to files than the target's user; what it makes is that user's.
+
+    Root must not make, give away or remove files where the target's environment says: the target may put a link there
+    at any moment. With the file system's user ID (setfsuid(2), of one thread) such a link leads nowhere that the target
+    could not go itself. Root's supplementary groups stay: by default root is in none but its own.
+    """
+    if target.uid == os.geteuid():
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    old_gid, old_uid = libc.setfsgid(target.gid), libc.setfsuid(target.uid)
+    try:
+        if libc.setfsuid(-1) != target.uid or libc.setfsgid(-1) != target.gid:  # -1 changes nothing: it only tells
+            raise NotYours(
+                f"cannot make files as {target.user}, whose process {target.pid} is",
+                why="this system does not let root take another user's rights to files",
+                fix=f"sudo -u {target.user} tessera-prof --pid {target.pid}",
+            )
+        yield
+    finally:
+        libc.setfsuid(old_uid)
+        libc.setfsgid(old_gid)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """The process to look at. `environ` is what matters here of the one it was started with: others' keys are in it."""
 
     pid: int
     uid: int
+    gid: int
     user: str
     command: str
     environ: Mapping[str, str] = field(repr=False)
@@ -111,8 +140,8 @@ def _look(pid: int, pid_fd: int | None) -> Target:
             fix=f"sudo -u {_user(real)} tessera-prof --pid {pid}",
         )
     return Target(
-        pid=pid, uid=real, user=_user(real), command=_command(pid, info), environ=_environ(pid),
-        torch=maps_torch(pid), started=fields[_STARTED], pid_fd=pid_fd,
+        pid=pid, uid=real, gid=int(info["Gid"].split()[0]), user=_user(real), command=_command(pid, info),
+        environ=_environ(pid), torch=maps_torch(pid), started=fields[_STARTED], pid_fd=pid_fd,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ...errors import ArgumentError, MeasurementError
 from ...joules import Ints
 from ...timeline import Timeline, kineto
 from ...timeline.columns import NONE
-from .process import PROC, TRACE_VARIABLE, Target, same_mounts
+from .process import PROC, TRACE_VARIABLE, Target, files_as, same_mounts
 
 # A libkineto of June 2026 or later writes on-demand traces nowhere but here (or in KINETO_ONDEMAND_TRACE_DIR).
 TRACE_ROOT = "/tmp"
@@ -80,7 +80,6 @@ class Folder:
     """A folder (0700) of the process's user, where the process writes its trace; removed at the end."""
 
     def __init__(self, target: Target) -> None:
-        self._uid = target.uid
         root = target.environ.get(TRACE_VARIABLE) or TRACE_ROOT
         if not root.startswith("/") or any(part in root for part in _NOT_IN_A_CONFIG):
             raise ArgumentError(
@@ -88,12 +87,15 @@ class Folder:
             )
         # In another mount namespace (a container) the process's own /tmp is reached through /proc.
         outside = Path(root) if same_mounts(target.pid) else PROC / str(target.pid) / "root" / root.lstrip("/")
+        self._target = target
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="tessera-prof-", dir=outside))
-            if target.uid != os.geteuid():
-                os.chown(self.path, target.uid, -1)
+            with files_as(target):
+                self.path = Path(tempfile.mkdtemp(prefix="tessera-prof-", dir=outside))
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as exc:
-            raise MeasurementError(f"cannot make a folder in {outside} for the trace", why=str(exc)) from exc
+            raise MeasurementError(
+                f"cannot make a folder in {outside} for the trace, as {target.user}", why=str(exc)
+            ) from exc
         self.file = f"{root.rstrip('/')}/{self.path.name}/{FILE}"
         """The trace's path as the process knows it; libkineto puts its PID before the ".json"."""
 
@@ -101,20 +103,22 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+        with files_as(self._target):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def has_begun(self) -> bool:
         """Whether the process has begun to record: libkineto opens its file then."""
         try:
-            return any(self.path.iterdir())
+            return bool(os.listdir(self._fd))  # noqa: PTH208  (by descriptor: the path may lead elsewhere by now)
         except OSError:
             return False
 
     def take(self) -> bytes | None:
         """The trace, once it is complete. libkineto renames a finished file; an old one writes it in place."""
         try:
-            names = [p for p in self.path.iterdir() if p.name.endswith(".json")]
+            names = [n for n in os.listdir(self._fd) if n.endswith(".json")]  # noqa: PTH208
         except OSError:
             return None
         for name in names:
@@ -123,15 +127,15 @@ class Folder:
                 return data
         return None
 
-    def _read(self, file: Path) -> bytes | None:
+    def _read(self, name: str) -> bytes | None:
         """Read a plain file of the process's user only: root must not follow somebody's link."""
         try:
-            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:
             return None
         with os.fdopen(fd, "rb") as f:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != self._uid or status.st_nlink != 1:
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != self._target.uid or status.st_nlink != 1:
                 return None
             f.seek(max(status.st_size - 64, 0))
             if not f.read().rstrip().endswith(b"}"):
