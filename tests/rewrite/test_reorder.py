@@ -55,7 +55,6 @@ def test_hot_and_cool_work_is_interleaved():
     found = reorder.find_order(tasks, [], window_s=0.002)
     assert found.peak_w_before == pytest.approx(700.0)
     assert found.peak_w_after == pytest.approx(450.0)
-    assert found.rewrites[0].rule == "reorder" and "450 W" in found.rewrites[0].after
     assert str(found).startswith("peak 700 W before, 450 W after (mean over 2 ms); ")
     assert len(str(found)) < 140  # the places of all operators are not in it
 
@@ -63,7 +62,7 @@ def test_hot_and_cool_work_is_interleaved():
 def test_a_chain_has_one_order():
     tasks = [ScheduledTask(float(i % 2), 0.001, frozenset({i - 1} if i else ())) for i in range(12)]
     found = reorder.find_order(tasks, [], window_s=0.002)
-    assert (found.free, found.moved, found.rewrites) == (0, 0, [])
+    assert (found.free, found.moved) == (0, 0)
     assert "chain" in found.why
 
 

@@ -8,7 +8,6 @@ one order, and then the result is the program's own order, with the reason.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from ..device import Device
 from ..errors import ArgumentError
 from ..estimate.iteration import WINDOW_S, highest_mean_w
 from ..graph.ir import Graph
-from ..graph.rewrites import Rewrite
 
-# How far ahead of the program's own order an operator may be taken, in operators, and the power that is aimed at, from
-# the mean (0) to the peak of the program's own order (1). All are tried; the best one that fits is kept.
-REACHES = (4, 16, 64, 1 << 30)
-LEVELS = (0.0, 0.3, 0.6, 0.85)
+# How far ahead of the program's own order an operator may be taken, in operators. A longer reach holds more memory: all
+# are tried, and the best order that fits is kept.
+REACHES = (2, 4, 8, 16, 64, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +61,6 @@ class ReorderPlan:
         peaks = f"peak {self.peak_w_before:.0f} W before, {self.peak_w_after:.0f} W after"
         moved = f"{self.moved} of {len(self.order)} operators moved"
         return f"{peaks} (mean over {1e3 * self.window_s:.3g} ms); {moved}: {self.why}"
-
-    @property
-    def rewrites(self) -> list[Rewrite]:
-        """One rewrite, or none where the order is the program's own."""
-        if not self.moved:
-            return []
-        return [
-            Rewrite(
-                rule="reorder",
-                before=f"{self.peak_w_before:.0f} W over {1e3 * self.window_s:.3g} ms",
-                after=f"{self.peak_w_after:.0f} W",
-                by="tessera",
-                times=self.moved,
-                saved_bytes=float(self.peak_bytes_before - self.peak_bytes_after),
-                why=f"{self.why}; joules and seconds are assumed to stay the same",
-            )
-        ]
 
 
 def plan(
@@ -169,9 +149,8 @@ def find_order(
     free = _count_free(tasks)
     best, best_w, best_bytes = own, before_w, before_bytes
     whole_s = sum(t.time_s for t in tasks)
-    mean_w = sum(t.energy_j for t in tasks) / whole_s if whole_s > 0 else 0.0
-    for reach, level in itertools.product(REACHES, LEVELS) if free and window_s < whole_s else ():
-        tried = _order_greedily(tasks, buffers, window_s, bound, reach, mean_w + level * (before_w - mean_w))
+    for reach in REACHES if free and window_s < whole_s else ():
+        tried = _interleave(tasks, reach)
         watts, nbytes = compute_peak_w(tasks, tried, window_s), compute_peak_bytes(buffers, tried)
         if watts < best_w * (1 - 1e-9) and nbytes <= bound:
             best, best_w, best_bytes = tried, watts, nbytes
@@ -218,106 +197,38 @@ def compute_peak_bytes(buffers: Sequence[TaskBuffer], order: Sequence[int]) -> i
 
 def _count_free(tasks: Sequence[ScheduledTask]) -> int:
     """Count tasks that take time and could stand before or after another such task: neither needs the other."""
-    timed = sum(1 << i for i, t in enumerate(tasks) if t.time_s > 0)
     before: list[int] = []  # a bit for every task needed, directly or not
-    followers = [0] * len(tasks)
-    for task in tasks:
-        bits = 0
+    timed = free = 0
+    for i, task in enumerate(tasks):
+        before.append(sum(1 << j for j in task.after))
         for j in task.after:
-            bits |= before[j] | (1 << j)
-        before.append(bits)
-        rest = bits & timed if task.time_s > 0 else 0
-        while rest:
-            low = rest & -rest
-            followers[low.bit_length() - 1] += 1
-            rest ^= low
-    total = timed.bit_count()
-    fixed = [(before[i] & timed).bit_count() + followers[i] + 1 for i in range(len(tasks))]
-    return sum(fixed[i] < total for i, t in enumerate(tasks) if t.time_s > 0)
+            before[i] |= before[j]
+        if task.time_s > 0:
+            unrelated = timed & ~before[i]
+            free |= unrelated | (1 << i if unrelated else 0)
+            timed |= 1 << i
+    return free.bit_count()
 
 
-def _order_greedily(
-    tasks: Sequence[ScheduledTask],
-    buffers: Sequence[TaskBuffer],
-    window_s: float,
-    bound: float,
-    reach: int,
-    level_w: float,
-) -> list[int]:
-    """At every place take the ready task that brings the mean over the last window nearest to a level of power."""
+def _interleave(tasks: Sequence[ScheduledTask], reach: int) -> list[int]:
+    """At every place take the ready task that keeps the joules so far nearest to those of the mean power."""
+    mean_w = sum(t.energy_j for t in tasks) / sum(t.time_s for t in tasks)
+    excess_j = [t.energy_j - mean_w * t.time_s for t in tasks]
     missing = [len(t.after) for t in tasks]
-    followers: list[list[int]] = [[] for _ in tasks]
+    followers: defaultdict[int, list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
         for j in task.after:
             followers[j].append(i)
     ready = [i for i, n in enumerate(missing) if n == 0]
-    memory, recent = _LiveMemory(buffers, len(tasks)), _RecentPower(window_s)
-    order: list[int] = []
-    done = [False] * len(tasks)
-    oldest = 0
+    order, balance_j = list[int](), 0.0
     while ready:
-        while done[oldest]:
-            oldest += 1
-        near = ready[: bisect_left(ready, oldest + reach)] or ready[:1]
-        fits = [i for i in near if memory.bytes_during(i) <= bound] or near[:1]
-        distance = {i: abs(recent.mean_after(tasks[i]) - level_w) if tasks[i].time_s > 0 else -1.0 for i in fits}
-        i = min(fits, key=lambda i: (distance[i], i))
-        ready.remove(i)
+        near = [i for i in ready if i < min(ready) + reach]
+        i = min(near, key=lambda i: (tasks[i].time_s > 0, abs(balance_j + excess_j[i]), i))
+        balance_j += excess_j[i]
         order.append(i)
-        done[i] = True
-        memory.run(i)
-        recent.run(tasks[i])
+        ready.remove(i)
         for j in followers[i]:
             missing[j] -= 1
             if missing[j] == 0:
-                insort(ready, j)
+                ready.append(j)
     return order
-
-
-class _RecentPower:
-    """Joules of the last window."""
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._times, self._joules = [0.0], [0.0]
-
-    def run(self, task: ScheduledTask) -> None:
-        self._times.append(self._times[-1] + task.time_s)
-        self._joules.append(self._joules[-1] + task.energy_j)
-
-    def mean_after(self, task: ScheduledTask) -> float:
-        """Return mean watts over the window that ends with the task, or over what there is."""
-        if task.time_s >= self._window_s:
-            return task.energy_j / task.time_s
-        begin = self._times[-1] + task.time_s - self._window_s
-        if begin <= 0:
-            return (self._joules[-1] + task.energy_j) / (self._times[-1] + task.time_s)
-        at = bisect_left(self._times, begin)
-        span = self._times[at] - self._times[at - 1]
-        part = (begin - self._times[at - 1]) / span if span > 0 else 0.0
-        past = self._joules[at - 1] + part * (self._joules[at] - self._joules[at - 1])
-        return (self._joules[-1] + task.energy_j - past) / self._window_s
-
-
-class _LiveMemory:
-    """Bytes allocated now, and while a task runs."""
-
-    def __init__(self, buffers: Sequence[TaskBuffer], count: int) -> None:
-        self._buffers = buffers
-        self._of: list[list[int]] = [[] for _ in range(count)]
-        self._left = [len(b.users) for b in buffers]
-        self._now = 0
-        for k, b in enumerate(buffers):
-            for i in b.users:
-                self._of[i].append(k)
-
-    def bytes_during(self, i: int) -> int:
-        new = (self._buffers[k] for k in self._of[i] if self._left[k] == len(self._buffers[k].users))
-        return self._now + sum(b.nbytes for b in new)
-
-    def run(self, i: int) -> None:
-        self._now = self.bytes_during(i)
-        for k in self._of[i]:
-            self._left[k] -= 1
-            if self._left[k] == 0 and not self._buffers[k].stays:
-                self._now -= self._buffers[k].nbytes
