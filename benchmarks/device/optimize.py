@@ -197,25 +197,6 @@ def explained(fast: Any) -> dict[str, Any]:
         if before and after and before != after:
             found[f"explained_{name}"] = 1.0 - abs(told - (before - after)) / abs(before - after)
             found[f"told_over_true_{name}"] = told / (before - after)
-    modelled = None if fast.trace is None else fast.trace.modelled_j
-    if (
-        modelled and eager.energy_j and chosen.energy_j
-    ):  # before the measured joules were shared out: the model's own word
-        found["modelled_over_true_j"] = (modelled[0] - modelled[1]) / (eager.energy_j - chosen.energy_j)
-    return found
-
-
-def looked(trace: Any) -> dict[str, Any]:
-    """What kernels took beside what the model says, by group, both programs: empty where they were not looked at."""
-    found: dict[str, Any] = {}
-    for side, rows in (("before", trace.checks_before), ("after", trace.checks_after)):
-        if rows:
-            found[f"busy_{side}_ms"] = sum(row.seen_s for row in rows) * 1e3
-            found[f"modelled_busy_{side}_ms"] = sum(row.modelled_s for row in rows) * 1e3
-            found[f"groups_{side}"] = {
-                row.name: {"pieces": row.ops, "modelled_ms": row.modelled_s * 1e3, "ms": row.seen_s * 1e3}
-                for row in rows
-            }
     return found
 
 
@@ -252,8 +233,8 @@ def optimized(
     trace = fast.trace
     told = {} if trace is None else {
         "basis": trace.basis, "told_before_ms": (trace.before_s or 0) * 1e3, "told_after_ms": (trace.after_s or 0) * 1e3,
-        "told_before_j": trace.before_j, "told_after_j": trace.after_j, **looked(trace),
-        "launches": [trace.launches_before, trace.launches_after], "host_pace": trace.host_pace,
+        "told_before_j": trace.before_j, "told_after_j": trace.after_j,
+        "launches": [trace.launches_before, trace.launches_after],
     }  # fmt: skip
     return {"chosen": fast.chosen, "prepare_s": prepare_s, **now, **explained(fast), **told,
             "rewrites": fast.to_dict(), "eager_kernel_ms": kernel_ms(load.iteration(load.model)),

@@ -22,7 +22,6 @@ from tessera.rewrite.checkpoint_search import (
     KEEP,
     RECOMPUTE,
     BlockChoice,
-    KnapsackOption,
     StepPredictor,
     list_choices,
     solve_knapsack,
@@ -255,10 +254,6 @@ def test_repeated_blocks_are_found():
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
     assert list(find_blocks(encoder)) == [f"layers.{i}" for i in range(4)]
     assert list(find_blocks(Stack(2), ["head"])) == ["head"]
-    assert list(find_blocks(Stack(2), Block)) == ["layers.0", "layers.1"]
-    assert list(find_blocks(Stack(2), lambda name, _: name.startswith("layers.1") and name.count(".") == 1)) == [
-        "layers.1"
-    ]
 
 
 def test_stages_of_a_resnet_are_its_blocks():
@@ -282,16 +277,16 @@ def test_wrong_blocks_are_refused():
 
 
 def test_the_knapsack_is_exact_against_brute_force():
-    option = st.builds(KnapsackOption, st.integers(0, 20).map(float), st.integers(0, 30).map(float))
+    option = st.tuples(st.integers(0, 30).map(float), st.integers(0, 20).map(float))  # bytes and cost
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(st.lists(option, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 90))
     def check(items, budget):
         best = min(
             (
-                sum(o.cost for o in picks)
+                sum(cost for _, cost in picks)
                 for picks in itertools.product(*items)
-                if sum(o.nbytes for o in picks) <= budget
+                if sum(nbytes for nbytes, _ in picks) <= budget
             ),
             default=None,
         )
@@ -301,8 +296,8 @@ def test_the_knapsack_is_exact_against_brute_force():
             return
         assert found is not None
         chosen = [options[k] for options, k in zip(items, found, strict=True)]
-        assert sum(o.nbytes for o in chosen) <= budget
-        assert sum(o.cost for o in chosen) == best
+        assert sum(nbytes for nbytes, _ in chosen) <= budget
+        assert sum(cost for _, cost in chosen) == best
 
     check()
 

@@ -478,7 +478,7 @@ def test_queries_are_left_alone_where_a_constant_mask_shows_each_a_key() -> None
     calls: list[str] = []
 
     def noted(module: Any) -> Any:
-        found = fuse_attention(module, ask=False)
+        found = fuse_attention(module)
         calls.extend(str(n.target) for n in module.graph.nodes)
         return found
 
@@ -509,9 +509,7 @@ def test_masks_of_few_dimensions_and_of_many(case: str) -> None:
         return put_on((q @ k.transpose(-2, -1)) * 0.3, mask).softmax(-1) @ v
 
     watch, given = Compilation(), [*(t.detach() for t in heads()), torch.randn(2, 6, 6)]
-    found = torch.compile(attend, backend=make_recorder(watch, [lambda module: fuse_attention(module, ask=False)]))(
-        *given
-    )
+    found = torch.compile(attend, backend=make_recorder(watch, [fuse_attention]))(*given)
     torch.testing.assert_close(found, attend(*given))
     assert len(watch.replacements) == times
 
@@ -521,9 +519,7 @@ def test_a_mask_that_makes_the_result_larger_is_left_alone() -> None:
         return ((q @ k.transpose(-2, -1)) * 0.3 + mask).softmax(-1) @ v
 
     watch, given = Compilation(), [*(t.detach()[:1] for t in heads()), torch.randn(3, 1, 6, 6)]
-    found = torch.compile(attend, backend=make_recorder(watch, [lambda module: fuse_attention(module, ask=False)]))(
-        *given
-    )
+    found = torch.compile(attend, backend=make_recorder(watch, [fuse_attention]))(*given)
     torch.testing.assert_close(found, attend(*given))
     assert not watch.replacements
 

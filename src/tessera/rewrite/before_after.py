@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .compilation import Compilation, Replacement
 from .eager_ops import EagerOp
-from .kernel_times import KernelGroup, KernelProfile, group_by_kernel, group_by_operator
+from .kernel_times import KernelProfile, group_by_kernel, group_by_operator
 from .program_cost import (
     HostWork,
     OpCost,
@@ -31,22 +31,11 @@ _ATTENTION_SHAPE = ("batch", "heads", "q_len", "kv_len", "head_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelCheck:
-    """Some kernels of a program: what the model says they take, and what they were seen to take."""
-
-    name: str
-    ops: int
-    modelled_s: float
-    seen_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeAfter:
     """Both programs priced; `launched` is the one after without a replay.
 
     `ours` is what each replacement of our passes saves, `ours_timed` the numbers of those whose kernels were profiled,
-    `extra` what `before` lacks because our passes came first. `modelled_j` are the joules of both as the model has them
-    for the measured seconds.
+    `extra` what `before` lacks because our passes came first. `basis` says what the seconds are.
     """
 
     before: ProgramCost
@@ -56,14 +45,7 @@ class BeforeAfter:
     extra: OpCost
     pace: float = 1.0
     ours_timed: frozenset[int] = frozenset()
-    checks_before: tuple[KernelCheck, ...] = ()
-    checks_after: tuple[KernelCheck, ...] = ()
-    modelled_j: tuple[float, float] | None = None
-
-    @property
-    def basis(self) -> str:
-        """What the seconds are: "timed" where the kernels were profiled, else "modelled"."""
-        return TIMED if self.checks_before else "modelled"
+    basis: str = "modelled"
 
 
 def price_by_model(
@@ -124,19 +106,18 @@ def price_by_profile(
         replaced = compilation.replacements[n].ops_before
         spans[n] = range(len(eager), len(eager) + len(replaced))
         eager += [_prefix_memory(op, n) for op in replaced]
-    before, checks_before = _set_times(
+    before = set_kernel_times(
         estimate_program(eager, device, host),
         group_by_operator(dict(enumerate(eager)), old_profile.kernels),
         old_profile.iteration_s,
     )
-    later, checks_after = _set_times(
+    later = set_kernel_times(
         estimate_program(after, device, replayed=replayed),
         group_by_kernel(compilation.kernels, compilation.ops, new_profile.kernels, replayed=replayed),
         new_profile.iteration_s,
     )
     owned, _ = compilation.assign_ops()
     later = _copy_work(compilation, owned, dict(zip(kept, before.costs, strict=False)), later)
-    modelled_j = before.energy_j, later.energy_j
     same = _find_unchanged_calls(compilation, owned, kept)
     before, later = share_measured_joules(before, later, same, old_profile.iteration_j, new_profile.iteration_j)
     costs = dict(zip(kept, before.costs, strict=False))  # those of the replaced operators come behind
@@ -151,9 +132,7 @@ def price_by_profile(
         ours=ours,
         extra=add_up(ours[n] for n in inserted),
         ours_timed=frozenset(inserted),
-        checks_before=checks_before,
-        checks_after=checks_after,
-        modelled_j=modelled_j,
+        basis=TIMED,
     )
 
 
@@ -187,21 +166,6 @@ def _find_unchanged_calls(
             continue
         if call.channels_last == compilation.ops[launching[0]].channels_last:
             yield place[launching[0]], k
-
-
-def _set_times(
-    program: ProgramCost, groups: Sequence[KernelGroup], iteration_s: float
-) -> tuple[ProgramCost, tuple[KernelCheck, ...]]:
-    checks = [
-        KernelCheck(
-            name=group.name,
-            ops=len(group.members),
-            seen_s=group.time_s,
-            modelled_s=sum(program.costs[i].time_s for i in group.members),
-        )
-        for group in groups
-    ]
-    return set_kernel_times(program, groups, iteration_s), tuple(sorted(checks, key=lambda check: -check.seen_s))
 
 
 def _find_inserted_ops(compilation: Compilation) -> dict[int, list[int]]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..device import Device
@@ -44,9 +44,6 @@ POLICIES = ("energy", "memory", "latency")
 # What "as little memory as possible" may exceed the least by, so that a block is not recomputed for nothing.
 LEAST_SLACK = 1.002
 
-BlockFilter = Sequence[str] | type | Callable[[str, Any], bool] | None
-"""Names of modules, a class of them, a predicate of (name, module), or None for the repeated ones."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
@@ -57,6 +54,7 @@ class BlockPlan:
     """
 
     name: str
+    kind: str
     choice: BlockChoice
     saved_bytes: float
     spent_j: float
@@ -76,7 +74,6 @@ class CheckpointPlan:
     blocks: tuple[BlockPlan, ...]
     settings: Mapping[str, CheckpointSetting]
     notes: tuple[str, ...] = ()
-    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def choices(self) -> dict[str, BlockChoice]:
@@ -89,7 +86,7 @@ class CheckpointPlan:
         groups: defaultdict[tuple[str, str], list[BlockPlan]] = defaultdict(list)
         for b in self.blocks:
             if b.choice.name != "keep":
-                groups[self.kinds.get(b.name, "block"), b.choice.name].append(b)
+                groups[b.kind, b.choice.name].append(b)
         none = self.settings["none"]
         error = none.error_j / none.energy_j if none.energy_j > 0 else 0.0
         return [_make_rewrite(kind, choice, members, error) for (kind, choice), members in groups.items()]
@@ -141,7 +138,7 @@ def plan(
     on: str | Device | None = None,
     memory_bytes: float | None = None,
     policy: CheckpointPolicyName = "energy",
-    blocks: BlockFilter = None,
+    blocks: Sequence[str] | None = None,
     selective: bool = True,
     optimizer: Any = "sgd",
     precision: str | None = None,
@@ -150,8 +147,8 @@ def plan(
     """Choose, block by block, what to keep and what to recompute; nothing is run and the model is left as it is.
 
     `policy` is what is minimised within `memory_bytes` (default: the chip's memory): joules, seconds, or the peak
-    itself. `blocks` are names, a class or a predicate; None finds the repeated ones. `selective=False` considers whole
-    blocks only. `on=None` is this machine's GPU, else an H200. The other arguments are those of `predict`.
+    itself. `blocks` are names of modules; None finds the repeated ones. `selective=False` considers whole blocks only.
+    `on=None` is this machine's GPU, else an H200. The other arguments are those of `predict`.
     """
     if policy not in POLICIES:
         raise ArgumentError(f"policy={policy!r}{did_you_mean(policy, POLICIES)}", fix=f"one of {', '.join(POLICIES)}")
@@ -173,14 +170,15 @@ def plan(
         device=device.id,
         policy=policy,
         memory_bytes=budget,
-        blocks=tuple(_make_block_plan(n, best, table, kept, device, budget) for n in predictor.names),
+        blocks=tuple(
+            _make_block_plan(n, type(modules[n]).__name__, best, table, kept, device, budget) for n in predictor.names
+        ),
         settings={"none": kept.setting, "chosen": best.setting, "all": whole.setting},
         notes=kept.notes,
-        kinds={name: type(m).__name__ for name, m in modules.items()},
     )
 
 
-def _predict_all_recomputed(predictor: StepPredictor, names: Iterable[str]) -> PredictedPlan:
+def _predict_all_recomputed(predictor: StepPredictor, names: Mapping[str, Any]) -> PredictedPlan:
     try:
         return predictor.predict(dict.fromkeys(names, RECOMPUTE), "all")
     except CaptureError as e:
@@ -193,7 +191,7 @@ def _predict_all_recomputed(predictor: StepPredictor, names: Iterable[str]) -> P
         ) from e
 
 
-def every(model: nn.Module, blocks: BlockFilter = None) -> dict[str, BlockChoice]:
+def every(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[str, BlockChoice]:
     """Return a plan for `apply` that recomputes all blocks."""
     return dict.fromkeys(find_blocks(model, blocks), RECOMPUTE)
 
@@ -232,6 +230,7 @@ def _check_fits(least: int, budget: float | None) -> None:
 
 def _make_block_plan(
     name: str,
+    kind: str,
     best: PredictedPlan,
     table: ChoiceTable,
     kept: PredictedPlan,
@@ -246,6 +245,7 @@ def _make_block_plan(
     bytes_j = 2.0 * max(0.0, -freed.kept_bytes) * PowerModel.from_device(device).hbm_j_per_byte
     return BlockPlan(
         name=name,
+        kind=kind,
         choice=choice,
         saved_bytes=-cost.kept_bytes,
         spent_j=cost.energy_j,
@@ -269,30 +269,23 @@ def _explain_choice(
 # -- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def find_blocks(model: nn.Module, wanted: BlockFilter = None) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the blocks by their path in the model, in its order; none lies within another."""
-    modules, fix = dict(model.named_modules()), "blocks=None looks for repeated ones"
-    if wanted is None:
-        blocks = _find_repeated(model)
-        why, fix = "no container of two or more equal modules was found", 'blocks=["layer1", "layer2"] names them'
-    elif isinstance(wanted, type):
-        blocks = {name: m for name, m in modules.items() if isinstance(m, wanted)}
-        why = f"the model has no {wanted.__name__}"
-    elif callable(wanted):
-        blocks = {name: m for name, m in modules.items() if wanted(name, m)}
-        why = "blocks= returned False for every module"
-    else:
-        unknown = next((name for name in wanted if name not in modules), None)
-        if unknown is not None:
-            raise ArgumentError(
-                f"blocks={unknown!r}: no such module{did_you_mean(unknown, modules)}",
-                fix="a path as model.named_modules() gives it",
-            )
-        blocks = {name: module for name, module in modules.items() if name in set(wanted)}
-        why = "blocks= is empty"
-    blocks.pop("", None)
+    modules = dict(model.named_modules())
+    unknown = next((name for name in wanted or () if name not in modules), None)
+    if unknown is not None:
+        raise ArgumentError(
+            f"blocks={unknown!r}: no such module{did_you_mean(unknown, modules)}",
+            fix="a path as model.named_modules() gives it",
+        )
+    chosen = set(_find_repeated(model) if wanted is None else wanted) - {""}
+    blocks = {name: module for name, module in modules.items() if name in chosen}
     if not blocks:
-        raise RewriteError(f"{type(model).__name__} has no blocks to checkpoint", why=why, fix=fix)
+        raise RewriteError(
+            f"{type(model).__name__} has no blocks to checkpoint",
+            why="no container of two or more equal modules was found" if wanted is None else "blocks= is empty",
+            fix='blocks=["layer1", "layer2"] names them',
+        )
     for inner in blocks:
         outer = next((o for o in blocks if inner.startswith(f"{o}.")), None)
         if outer is not None:
@@ -304,24 +297,21 @@ def find_blocks(model: nn.Module, wanted: BlockFilter = None) -> dict[str, nn.Mo
     return blocks
 
 
-def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
+def _find_repeated(model: nn.Module) -> list[str]:
     """Return children of one class, at least two, of the outermost containers: the layers of a transformer."""
     from torch import nn
 
-    blocks: dict[str, nn.Module] = {}
+    blocks: list[str] = []
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for name, module in model.named_modules():
-        if any(name == inside or name.startswith(f"{inside}.") for inside in blocks):
+        if not isinstance(module, containers) or any(f"{name}.".startswith(f"{block}.") for block in blocks):
             continue
-        kinds: dict[type, list[str]] = {}
-        for child, m in module.named_children() if isinstance(module, containers) else ():
-            if any(True for _ in m.children()) and any(True for _ in m.parameters()) and not isinstance(m, containers):
-                kinds.setdefault(type(m), []).append(f"{name}.{child}" if name else child)
-        for names in kinds.values():
-            if len(names) > 1:
-                blocks.update((n, model.get_submodule(n)) for n in names)
-    order = [name for name, _ in model.named_modules()]
-    return dict(sorted(blocks.items(), key=lambda item: order.index(item[0])))
+        kinds: defaultdict[type, list[str]] = defaultdict(list)
+        for child, m in module.named_children():
+            if next(m.children(), None) and next(m.parameters(), None) is not None and not isinstance(m, containers):
+                kinds[type(m)].append(f"{name}.{child}" if name else child)
+        blocks += [block for alike in kinds.values() if len(alike) > 1 for block in alike]
+    return blocks
 
 
 # -- applying -------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from .checkpoint_forward import apply_choices, unify_attention_name
 MAX_TRIES = 4
 # Levels of saved operators that are offered for one block: more would differ by less than the model errs.
 MAX_LEVELS = 12
-# States kept from item to item of the knapsack. Beyond it one is kept for each part of the budget: what is chosen fits
-# all the same, and may cost more than the best by what such parts are worth.
+# Beyond so many states of the knapsack one is kept for each part of the budget: what is chosen fits all the same, and
+# may cost more than the best by what such parts are worth.
 MAX_STATES = 20_000
 
 OpKey = tuple[str, int]
@@ -307,8 +307,7 @@ def _choose(table: ChoiceTable, room_bytes: float, goal: str) -> dict[str, Block
     names = list(table)
     least = {n: min(c.kept_bytes for _, c in table[n]) for n in names}
     items = [
-        [KnapsackOption(c.time_s if goal == "latency" else c.energy_j, c.kept_bytes - least[n]) for _, c in table[n]]
-        for n in names
+        [(c.kept_bytes - least[n], c.time_s if goal == "latency" else c.energy_j) for _, c in table[n]] for n in names
     ]
     budget = math.inf if math.isinf(room_bytes) else room_bytes - sum(least.values())
     picks = solve_knapsack(items, budget) if budget >= 0 else None
@@ -324,57 +323,25 @@ def _choose(table: ChoiceTable, room_bytes: float, goal: str) -> dict[str, Block
     return {name: table[name][k][0] for name, k in zip(names, picks, strict=True)}
 
 
-@dataclass(frozen=True, slots=True)
-class KnapsackOption:
-    """What one choice costs, and the bytes it holds."""
-
-    cost: float
-    nbytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class _PartialSolution:
-    nbytes: float
-    cost: float
-    picks: tuple[int, ...]
-
-
-def solve_knapsack(items: Sequence[Sequence[KnapsackOption]], budget_bytes: float) -> list[int] | None:
-    """Return the option of each item with the least cost that fits, fewest bytes among equals; None if none does.
+def solve_knapsack(items: Sequence[Sequence[tuple[float, float]]], budget_bytes: float) -> list[int] | None:
+    """Return which option (bytes, cost) of each item makes the least cost that fits; None if none does.
 
     States that hold more and cost more than another are dropped, so items that are alike stay few.
     """
-    states = [_PartialSolution(0.0, 0.0, ())]
-    least = [min((o.nbytes for o in options), default=0.0) for options in items]
+    states: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    least = [min(nbytes for nbytes, _ in options) for options in items]
     for i, options in enumerate(items):
-        room = budget_bytes - sum(least[i + 1 :])
+        room = (budget_bytes - sum(least[i + 1 :])) * (1 + 1e-12)
         grown = [
-            _PartialSolution(s.nbytes + o.nbytes, s.cost + o.cost, (*s.picks, k))
-            for s in states
-            for k, o in enumerate(options)
-            if s.nbytes + o.nbytes <= room * (1 + 1e-12)
+            (held + nbytes, spent + cost, (*picks, k))
+            for held, spent, picks in states
+            for k, (nbytes, cost) in enumerate(options)
+            if held + nbytes <= room
         ]
-        states = _drop_dominated(grown)
-        if len(states) > MAX_STATES:
-            states = _thin_out(states, budget_bytes)
-    return list(min(states, key=lambda s: (s.cost, s.nbytes)).picks) if states else None
-
-
-def _drop_dominated(states: list[_PartialSolution]) -> list[_PartialSolution]:
-    """Keep those that no other beats in bytes and cost at once, from few bytes to many."""
-    frontier: list[_PartialSolution] = []
-    for state in sorted(states, key=lambda s: (s.nbytes, s.cost)):
-        if not frontier or state.cost < frontier[-1].cost:
-            frontier.append(state)
-    return frontier
-
-
-def _thin_out(states: list[_PartialSolution], budget_bytes: float) -> list[_PartialSolution]:
-    """Keep the cheapest state for each part of the budget."""
-    part = max(budget_bytes, 1.0) / MAX_STATES
-    best: dict[int, _PartialSolution] = {}
-    for state in states:
-        key = int(state.nbytes / part)
-        if key not in best or state.cost < best[key].cost:
-            best[key] = state
-    return [best[key] for key in sorted(best)]
+        states, part = [], max(budget_bytes, 1.0) / MAX_STATES if len(grown) > MAX_STATES else 0.0
+        for state in sorted(grown):
+            if not states or state[1] < states[-1][1]:
+                if part and states and state[0] // part == states[-1][0] // part:
+                    states.pop()  # the cheapest for each part of the budget stays
+                states.append(state)
+    return list(states[-1][2]) if states else None

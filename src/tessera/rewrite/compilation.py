@@ -19,15 +19,11 @@ _HEAVY = ("gemm", "conv", "softmax", "norm", "batch_norm", "reduce", "pool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """One place a pass of ours changed: what eager torch would have launched there, and what it launches now.
-
-    With `by="inductor"` nothing was changed: a pass of torch's is expected to do it.
-    """
+    """One place a pass of ours changed: what eager torch would have launched there, and what it launches now."""
 
     rule: str
     before: str
     after: str
-    by: str = "tessera"
     graph: int = 0
     where: str = ""
     why: str = ""
@@ -61,7 +57,7 @@ class Compilation:
 
     A program is several of Dynamo's graphs, counted in `graphs`. Each is an aten graph with a number of its own, which
     stands before the names of its nodes ("0/addmm"); `graph_of` maps it to Dynamo's. `ran` are the graphs of Dynamo's
-    that ran since it was cleared. `left_to_inductor` counts the replacements that Inductor is expected to make.
+    that ran since it was cleared.
     """
 
     observe: bool = True
@@ -71,8 +67,6 @@ class Compilation:
     kernels: list[InductorKernel] = field(default_factory=list)
     remaining_nodes: set[str] = field(default_factory=set)
     replacements: list[Replacement] = field(default_factory=list)
-    left_to_inductor: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
     lowered: list[tuple[int, Any]] = field(default_factory=list)
     reused_bytes: list[tuple[int, float]] = field(default_factory=list)
     graphs: int = 0

@@ -1,7 +1,7 @@
 """Run our passes before torch's compiler, and observe what it does while it works.
 
 Three places are observed, each by a hook that torch offers: the aten graph before any pass (the program as eager torch
-would run it), the kernels after fusion, and torch's counters. What the hooks are handed is private to torch: where
+would run it), the kernels after fusion, and the plan of memory. What the hooks are handed is private to torch: where
 another version answers otherwise, the compiled program is the same and the `Compilation` notes what is missing.
 """
 
@@ -45,13 +45,12 @@ def make_backend(
             apply_passes(module, passes, Compilation())
             return compile_fx(module, inputs, config_patches=dict(options or {}))
         apply_passes(module, passes, compilation)
-        with _count_matches(compilation):
-            if not compilation.observe:
-                return compile_fx(module, inputs, config_patches=dict(options or {}))
-            config = {**(options or {}), **_make_hooks(compilation)}
-            inner = _make_inner_compile(compilation)
-            with _disable_autograd_cache():
-                compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=config)
+        if not compilation.observe:
+            return compile_fx(module, inputs, config_patches=dict(options or {}))
+        config = {**(options or {}), **_make_hooks(compilation)}
+        inner = _make_inner_compile(compilation)
+        with _disable_autograd_cache():
+            compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=config)
         return note_runs(compiled, compilation, compilation.graphs)
 
     return compile_graph
@@ -69,15 +68,13 @@ def note_runs(compiled: Any, compilation: Compilation, graph: int) -> Any:
 
 
 def apply_passes(module: Any, passes: Sequence[Pass], compilation: Compilation) -> None:
-    """Run our passes, and note what they changed and how much they left to Inductor."""
+    """Run our passes, and note what they changed."""
     compilation.graphs += 1
-    replacements = [each for run in passes for each in run(module)]
-    ours = [replace(each, graph=compilation.graphs) for each in replacements if each.by == "tessera"]
-    if ours:
+    replacements = [replace(each, graph=compilation.graphs) for run in passes for each in run(module)]
+    if replacements:
         module.graph.lint()
         module.recompile()
-    compilation.replacements += ours
-    compilation.left_to_inductor += len(replacements) - len(ours)
+    compilation.replacements += replacements
 
 
 def list_mode_options(mode: str) -> dict[str, Any]:
@@ -131,20 +128,6 @@ def _make_inner_compile(compilation: Compilation) -> Any:
         return compiled
 
     return compile_inner
-
-
-@contextlib.contextmanager
-def _count_matches(compilation: Compilation) -> Iterator[None]:
-    """Read torch's own counters of what its passes matched."""
-    from torch._dynamo.utils import counters
-
-    before = dict(counters["inductor"])
-    try:
-        yield
-    finally:
-        for name, count in counters["inductor"].items():
-            if count > before.get(name, 0):
-                compilation.counters[name] = compilation.counters.get(name, 0) + count - before.get(name, 0)
 
 
 # -- what the hooks are handed --------------------------------------------------------------------------------------

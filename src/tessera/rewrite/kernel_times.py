@@ -1,20 +1,23 @@
 """Profile the kernels of an iteration with torch.profiler, and tell which operators each of them runs.
 
-`profile_kernels` is the only part that needs torch. A kernel is listed with the operators around the call that launched
-it, the outermost last; inside a CUDA graph none are known, and generated kernels are known by their names.
+A kernel is listed with the operators around the call that launched it, the outermost last; inside a CUDA graph none
+are known, and generated kernels are known by their names.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import MeasurementError
 from ..graph.op_kinds import KINDS, kind_of
+from ..timeline.columns import Timeline
+from ..timeline.intervals import union
+from ..timeline.kineto import read
 from .compilation import InductorKernel
 from .eager_ops import EagerOp
 
@@ -38,27 +41,6 @@ _ALIASES = {
     "miopen_batch_norm_backward _batch_norm_impl_index_backward",
 }
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
-
-
-@dataclass(frozen=True, slots=True)
-class HostRange:
-    """An operator or a marked range on the host; kernels name the one that launched them by its `id`."""
-
-    id: int
-    thread: int
-    name: str
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpan:
-    """A kernel, copy or fill on the device; `op` is 0 where it is not known what launched it."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-    op: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +91,10 @@ def profile_kernels(
     PROFILED_S.append(iteration_s)
     try:
         _run_profiler(iteration, 1)  # CUPTI starts with the first one, which is thrown away
-        ranges, spans = _run_profiler(iteration, count)
+        kernels = sum_kernels(_run_profiler(iteration, count), count)
     except RuntimeError as e:  # what Kineto raises where it cannot start
         first = (str(e).splitlines() or ["no message"])[0]
         raise MeasurementError(what, why=f"torch.profiler: {first}", fix="end other profilers of this process") from e
-    kernels = sum_kernels(ranges, spans, count)
     if not kernels:
         raise MeasurementError(
             what,
@@ -123,7 +104,7 @@ def profile_kernels(
     return KernelProfile(kernels=kernels, iteration_s=iteration_s, iteration_j=iteration_j)
 
 
-def _run_profiler(iteration: Callable[[], object], count: int) -> tuple[list[HostRange], list[DeviceSpan]]:
+def _run_profiler(iteration: Callable[[], object], count: int) -> Timeline:
     # Kineto announces each start and stop on standard error; 99 is above all its levels.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
@@ -135,64 +116,26 @@ def _run_profiler(iteration: Callable[[], object], count: int) -> tuple[list[Hos
             iteration()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    return read_events(session.profiler.kineto_results.events())
+    with tempfile.TemporaryDirectory() as folder:
+        session.export_chrome_trace(f"{folder}/trace.json")
+        return read(f"{folder}/trace.json")
 
 
-def read_events(events: Iterable[Any]) -> tuple[list[HostRange], list[DeviceSpan]]:
-    """Return Kineto's own events as plain data: operators of the host, and what ran on the device."""
-    from torch.autograd import DeviceType
-
-    ranges, spans = [], []
-    for event in events:
-        start, end = int(event.start_ns()), int(event.start_ns() + event.duration_ns())
-        if event.device_type() != DeviceType.CPU:
-            is_mark = getattr(event, "is_user_annotation", None)  # a marked range, drawn over its kernels
-            if is_mark is None or not is_mark():
-                spans.append(DeviceSpan(str(event.name()), start, end, int(event.linked_correlation_id())))
-        elif not event.is_async() and not event.linked_correlation_id():  # with a link it is a call of the driver
-            thread = int(event.start_thread_id())
-            ranges.append(HostRange(int(event.correlation_id()), thread, str(event.name()), start, end))
-    return ranges, spans
-
-
-def sum_kernels(ranges: Sequence[HostRange], spans: Sequence[DeviceSpan], iterations: int) -> tuple[KernelTotal, ...]:
+def sum_kernels(timeline: Timeline, iterations: int) -> tuple[KernelTotal, ...]:
     """Sum up kernels by name and the operators around them. Together they take as long as the device was busy."""
-    around = _list_operators_around(ranges)
-    marks = {each.name for each in ranges}
-    kernels = [s for s in spans if s.name not in marks or _GENERATED.fullmatch(s.name)]
-    sums: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-    for span in kernels:
-        sums[span.name, around.get(span.op, ())] += span.end_ns - span.start_ns
+    links, rows = timeline.linked, timeline.device_rows
+    start_ns, end_ns = timeline["start_ns"][rows], timeline["end_ns"][rows]
+    sums: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
+    for row, took_ns in zip(rows.tolist(), (end_ns - start_ns).tolist(), strict=True):
+        around = [timeline.name(op) for op in reversed(links.path(links.op[row]))]
+        sums[timeline.name(row), tuple(filter(_OPERATOR.fullmatch, around))] += took_ns
     # Kernels of several streams, and those that begin before the one before them ends, overlap.
-    all_ns = sum(sums.values())
-    share = _count_covered_ns(kernels) / all_ns if all_ns else 0.0
+    share = union(start_ns, end_ns).total_ns / max(1, sum(sums.values()))
     return tuple(
         KernelTotal(name, total_ns * 1e-9 * share / iterations, operators)
         for (name, operators), total_ns in sums.items()
         if total_ns
     )
-
-
-def _list_operators_around(ranges: Iterable[HostRange]) -> dict[int, tuple[str, ...]]:
-    """Return for each operator its own name and those of the operators it runs in, the outermost last."""
-    around: dict[int, tuple[str, ...]] = {}
-    open_ranges: dict[int, list[HostRange]] = defaultdict(list)
-    for each in sorted(ranges, key=lambda each: (each.start_ns, -each.end_ns)):
-        stack = open_ranges[each.thread]
-        while stack and stack[-1].end_ns < each.end_ns:
-            stack.pop()
-        stack.append(each)
-        around[each.id] = tuple(o.name for o in reversed(stack) if _OPERATOR.fullmatch(o.name))
-    return around
-
-
-def _count_covered_ns(spans: Iterable[DeviceSpan]) -> int:
-    """Return the nanoseconds in which any of them ran."""
-    covered, until = 0, 0
-    for span in sorted(spans, key=lambda s: s.start_ns):
-        covered += max(0, span.end_ns - max(span.start_ns, until))
-        until = max(until, span.end_ns)
-    return covered
 
 
 # -- whose kernels they are ----------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@
     softmax(q @ k^T [* or / scale] [+ mask | masked_fill | where] [in fp32, cast back]) [dropout] @ v
         ->  scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, enable_gqa)
 
-Whether Inductor has a rule for an attention is not guessed: the pattern is traced alone and given to Inductor's own
-passes. They are asked about inference; their rules for training are made from the same patterns. Rewriting before
-autograd gives the backward too.
+Inductor has rules of its own for some of these. Whether ours pay beside them is measured (`variants.py`). Rewriting
+before autograd gives the backward too.
 
 Models of transformers leave a mask that says what `is_causal` says out when they run eagerly, and make it where they
 are compiled (5.17 looks at `is_tracing`, for exported programs' sake; 5.22 no longer with torch 2.14). Attention then
@@ -25,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import fx
 
 from ..device import Device
-from .attention_pattern import MATMUL, AttentionMatch, compute_constant, find_attention, get_argument, name_of, value_of
+from .attention_pattern import AttentionMatch, compute_constant, find_attention, get_argument, name_of, value_of
 from .compilation import Replacement
 from .eager_ops import EagerOp, attention_params, list_eager_ops, size_of, spec_of
 from .inductor import PRIVATE_ERRORS, Pass
@@ -34,39 +33,22 @@ _SDPA = "scaled_dot_product_attention"
 _MASK, _CAUSAL = 3, 5  # the positions of its arguments
 _SPECTRAL_DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# A pattern as a program of its own, and fake inputs for it.
-_Pattern = tuple[fx.GraphModule, list[Any]]
-
 
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-def fuse_attention(module: fx.GraphModule, *, ask: bool = True) -> list[Replacement]:
-    """Replace every attention Inductor has no rule for (every one with `ask=False`); a `Pass`.
-
-    What is left to Inductor is in the result too, so that it can be seen whether it does it.
-    """
-    replacements = []
-    for node in list(module.graph.nodes):
-        match = find_attention(node)
-        if match is None:
-            continue
-        pattern = _extract_pattern(match)
-        # No rule of Inductor's leaves out the copies of keys and values that grouped heads share.
-        if ask and pattern is not None and _find_ungrouped(match) is None and _has_inductor_rule(*pattern):
-            before = " + ".join(reversed(match.written))
-            replacements.append(Replacement(rule="flash_attention", by="inductor", before=before, after=_SDPA))
-        else:
-            replacements.append(_replace_attention(module, match, pattern))
-    return replacements
+def fuse_attention(module: fx.GraphModule) -> list[Replacement]:
+    """Replace every attention that is written out in a graph by torch's fused call; a `Pass`."""
+    matches = (find_attention(node) for node in list(module.graph.nodes))
+    return [_replace_attention(module, match) for match in matches if match is not None]
 
 
-def _replace_attention(module: fx.GraphModule, match: AttentionMatch, pattern: _Pattern | None) -> Replacement:
+def _replace_attention(module: fx.GraphModule, match: AttentionMatch) -> Replacement:
     causal = _is_causal(match)
     ungrouped = _find_ungrouped(match) if match.mask is None or causal else None
     k, v = ungrouped or (match.k, match.v)
     train = torch.is_grad_enabled() and any(getattr(value_of(n), "requires_grad", False) for n in (match.q, k, v))
-    ops_before = _list_ops_before(pattern, train) if pattern is not None else ()
+    ops_before = _list_ops_before(match, train)
     graph = module.graph
     with graph.inserting_before(match.out):
         if not match.k_transposed:
@@ -91,7 +73,6 @@ def _replace_attention(module: fx.GraphModule, match: AttentionMatch, pattern: _
         where=_find_module(match.out),
         ops_before=ops_before,
         ops_after=_list_ops_after(match, k, v, causal, mask, train),
-        why="Inductor has no rule for it",
     )
 
 
@@ -183,68 +164,34 @@ def _find_unrepeated(node: fx.Node) -> fx.Node | None:
     return source if tuple(after.shape) == expected and before.shape[0] == value.shape[0] else None
 
 
-# -- the attention alone: asked about at Inductor, and priced before and after ---------------------------------------
+def _list_ops_before(match: AttentionMatch, train: bool) -> tuple[EagerOp, ...]:
+    """Return what eager torch launches for the attention as written; forward and backward in training."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-
-def _extract_pattern(match: AttentionMatch) -> _Pattern | None:
-    """Return the matched nodes as a program of their own; None where something is not traced."""
-    inside, graph = set(match.nodes), fx.Graph()
-    edge = [n for p in match.nodes if name_of(p) in MATMUL for n in p.all_input_nodes if n not in inside]
-    while edge:  # Inductor's rules begin before the heads are transposed
-        node = edge.pop()
-        if name_of(node) in ("transpose", "permute", "swapaxes"):
-            inside.add(node)
-            edge += node.all_input_nodes
-    order = [n for n in match.out.graph.nodes if n in inside]
-    outside = [n for n in dict.fromkeys(i for node in order for i in node.all_input_nodes) if n not in inside]
-    values = [value_of(n) for n in outside]
-    if any(not isinstance(v, torch.Tensor) for v in values):
-        return None
+    order = [node for node in match.out.graph.nodes if node in match.nodes]
+    outside = [n for n in dict.fromkeys(i for node in order for i in node.all_input_nodes) if n not in order]
+    graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in outside}
     for node in order:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(copies[match.out])
-    return fx.GraphModule(torch.nn.Module(), graph), values
+    program = fx.GraphModule(torch.nn.Module(), graph)
 
-
-def _has_inductor_rule(program: fx.GraphModule, values: list[Any]) -> bool:
-    """Tell whether Inductor's passes turn the pattern into a fused attention; False where they cannot be asked."""
-    try:
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-
-        traced = _trace_aten(program, values, select_decomp_table())
-        joint_graph_passes(traced)
-        return any("scaled_dot_product" in str(n.target) for n in traced.graph.nodes)
-    except (ImportError, *PRIVATE_ERRORS):
-        return False
-
-
-def _trace_aten(program: Any, values: list[Any], table: Any = None, *, backward: bool = False) -> Any:
-    """Return a program as an aten graph, traced on fake tensors like those it was traced with."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def run_backward(*inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         out = program(*inputs)
-        wanted = [x for x in inputs if x.is_floating_point()]
-        return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+        wanted = [x for x in inputs if x.requires_grad]
+        return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True) if train else out
 
     def make_fake(value: Any) -> Any:
         shape, stride = [size_of(s) for s in value.shape], [size_of(s) for s in value.stride()]
         fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-        return fake.requires_grad_(backward and value.is_floating_point())
+        return fake.requires_grad_(train and value.is_floating_point())
 
-    with FakeTensorMode(), torch.set_grad_enabled(backward):
-        fakes = [make_fake(value) for value in values]
-        return make_fx(run_backward if backward else program, decomposition_table=table)(*fakes)
-
-
-def _list_ops_before(pattern: _Pattern, train: bool) -> tuple[EagerOp, ...]:
-    """Return what eager torch launches for the pattern as written; forward and backward in training."""
     try:
-        return tuple(list_eager_ops(_trace_aten(*pattern, backward=train).graph))
-    except PRIVATE_ERRORS:
+        with FakeTensorMode(), torch.set_grad_enabled(train):
+            return tuple(list_eager_ops(make_fx(run)(*(make_fake(value_of(n)) for n in outside)).graph))
+    except PRIVATE_ERRORS:  # something that is not a tensor, or not traced
         return ()
 
 

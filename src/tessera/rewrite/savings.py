@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
-from .before_after import TIMED, BeforeAfter, KernelCheck, price_by_model, price_by_profile
+from .before_after import TIMED, BeforeAfter, price_by_model, price_by_profile
 from .compilation import Compilation, InductorKernel, Replacement
 from .eager_ops import EagerOp
 from .program_cost import HostWork, OpCost, ProgramCost, add_up, count_flops
@@ -34,8 +34,7 @@ _HOST_ERROR = 0.5  # hosts of one kind were found at 0.83 to 1.5 times the const
 class RewriteTrace:
     """What was rewritten, and both programs as they were priced; the rewrites add up to the difference.
 
-    With `basis` "timed" seconds and joules are measured; `checks_before` and `checks_after` tell how far off the model
-    was in seconds, `modelled_j` (before and after) what it has for the joules in the measured seconds.
+    With `basis` "timed" seconds and joules are measured, else they are "modelled".
     """
 
     rewrites: list[Rewrite]
@@ -46,11 +45,7 @@ class RewriteTrace:
     launches_before: int = 0
     launches_after: int = 0
     device: str = ""
-    host_pace: float = 1.0
     basis: str = "modelled"
-    checks_before: tuple[KernelCheck, ...] = ()
-    checks_after: tuple[KernelCheck, ...] = ()
-    modelled_j: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -97,11 +92,7 @@ def trace_rewrites(
         launches_before=both.before.launches,
         launches_after=both.after.launches,
         device=device.id,
-        host_pace=both.pace,
         basis=both.basis,
-        checks_before=both.checks_before,
-        checks_after=both.checks_after,
-        modelled_j=both.modelled_j,
         notes=tuple(compilation.missing),
     )
 

@@ -25,7 +25,6 @@ from .compare import OUTSIDE, Comparison, Reference
 from .compilation import Compilation, Replacement
 from .cudagraph import ReplayedProgram
 from .inductor import Pass, list_mode_options, make_backend
-from .passes import fuse_attention
 from .program import Program, cannot_repeat, first_line
 
 EAGER = "eager"
@@ -243,12 +242,6 @@ class VariantSearch:
             return variant
         self.say(f"compiling: {variant.name}")
         self._compile(variant)
-        compilation = variant.compilation
-        if compilation is not None and compilation.left_to_inductor and not compilation.counters.get("fuse_attention"):
-            # Inductor takes the pattern alone but not in this program (its backward, its strides): then ours does.
-            forced = [functools.partial(fuse_attention, ask=False) if p is fuse_attention else p for p in passes]
-            variant = Variant(mode=mode, ours=ours, passes=forced)
-            self._compile(variant)
         return variant if variant.ok else self._retry_without_ours(variant)
 
     def _retry_without_ours(self, variant: Variant) -> Variant:
