@@ -295,16 +295,13 @@ def test_a_batch_norm_with_fixed_statistics_in_a_generated_kernel_is_elementwise
     assert line.before == "batch_norm + relu"
 
 
-@pytest.mark.parametrize(("times", "pace"), [(1.3, 1.3), (0.1, 1.0), (50.0, 1.0)])
-def test_the_measured_eager_time_says_how_fast_the_host_is(convolved, times, pace):
+@pytest.mark.parametrize("times", [1.3, 0.1, 50.0])
+def test_the_measured_eager_time_says_how_long_the_device_waits(convolved, times):
     """A step that takes longer than any host would make it, or less than the device alone, says nothing of the host."""
     device = lookup("h200")
     usual = trace_rewrites(convolved, device, replayed=True)
     here = trace_rewrites(convolved, device, replayed=True, eager_s=usual.before_s * times)
-    assert (here.before_s != usual.before_s) == (pace != 1.0)
-    if times == 1.3:
-        assert here.before_s == pytest.approx(usual.before_s * times, rel=0.02)
-        assert "this host takes 1.3 times" in next(r.why for r in here.rewrites if r.rule == "cuda_graph")
+    assert here.before_s == pytest.approx(usual.before_s * (times if times == 1.3 else 1.0))
     assert here.after_s == usual.after_s
     assert sum(r.saved_s or 0.0 for r in here.rewrites) == pytest.approx(here.before_s - here.after_s, rel=1e-2)
 

@@ -153,8 +153,8 @@ def attention_params(
     """What decides the cost of one attention over (..., heads, sequence, dim)."""
     params = {
         "batch": prod(q.shape[:-3]),
-        "heads": q.shape[-3] if q.dim() > 2 else 1,
-        "kv_heads": k.shape[-3] if k.dim() > 2 else 1,
+        "heads": q.shape[-3] if len(q.shape) > 2 else 1,
+        "kv_heads": k.shape[-3] if len(k.shape) > 2 else 1,
         "q_len": q.shape[-2],
         "kv_len": k.shape[-2],
         "head_dim": q.shape[-1],

@@ -15,7 +15,6 @@ from .program_cost import (
     ProgramCost,
     add_up,
     estimate_program,
-    fit_host_pace,
     set_kernel_times,
     share_measured_joules,
 )
@@ -43,7 +42,6 @@ class BeforeAfter:
     after: ProgramCost
     ours: Sequence[OpCost]
     extra: OpCost
-    pace: float = 1.0
     ours_timed: frozenset[int] = frozenset()
     basis: str = "modelled"
 
@@ -57,17 +55,14 @@ def price_by_model(
     eager_s: float | None,
 ) -> BeforeAfter:
     """Price both programs by the model alone; `eager_s` is the measured time of the first."""
-    if eager_s is not None:
-        host = fit_host_pace(compilation.ops, device, host, eager_s)
-    launched = estimate_program(after, device)
+    before, launched = estimate_program(compilation.ops, device, host), estimate_program(after, device)
     ours = [_price_replacement(replacement, device) for replacement in compilation.replacements]
     return BeforeAfter(
-        before=estimate_program(compilation.ops, device, host),
+        before=before if eager_s is None else before.set_time(eager_s),
         launched=launched,
         after=estimate_program(after, device, replayed=True) if replayed else launched,
         ours=ours,
         extra=add_up(ours),
-        pace=host.pace,
     )
 
 

@@ -208,27 +208,8 @@ def _read_attention_params(node: Any, short: str) -> dict[str, Any]:
     # Beside q, k, v a forward reads only a mask; what it saves for a backward comes out, it does not go in.
     masked = not backward and len([t for t in tensors if len(t.shape) >= 2]) > 3
     causal = any(flags) and not masked
-    return attention_params(q, k, q.shape[-1], causal=causal, mask=masked, dropout=False) | {"backward": backward}
-
-
-def attention_params(
-    q: TensorSpec, k: TensorSpec, v_dim: int, *, causal: bool, mask: bool, dropout: float
-) -> dict[str, Any]:
-    """Return the parameters that decide the cost of a fused attention."""
-    batch, heads, q_len, head_dim = (*(1,) * (4 - len(q.shape)), *q.shape)
-    return {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": k.shape[-3] if len(k.shape) > 2 else 1,
-        "q_len": q_len,
-        "kv_len": k.shape[-2],
-        "head_dim": head_dim,
-        "v_dim": v_dim,
-        "causal": causal,
-        "mask": mask,
-        "backward": False,
-        "dropout": dropout,
-    }
+    mask = tensors[3] if masked else None
+    return flops.attention_params(q, k, q, mask, causal) | {"backward": backward}
 
 
 def make_graph(name: str, ops: Sequence[EagerOp]) -> Graph:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..errors import RewriteError
 from .compare import TOLERANCE
@@ -32,7 +33,6 @@ from .compare import TOLERANCE
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _MIN_CUDNN = 8300
 _MAX_ELEMENTS = 2**31  # ConvShared.cpp, setConvolutionParams: sizes are ints
-_MAX_SHAPES = 64  # remembered for one call
 
 
 class ConvNormPair:
@@ -41,29 +41,25 @@ class ConvNormPair:
     def __init__(self, conv: nn.Conv2d, bn: Any = None) -> None:
         self.conv, self.bn = conv, bn
 
-    def places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return where the modules hold the sources of the folded weights: a dictionary and a key each."""
-        own = self.conv._parameters
-        places = [(own, "weight"), (own, "bias")]
-        if self.bn is not None:
-            norm, kept = self.bn._parameters, self.bn._buffers
-            places += [(norm, "weight"), (norm, "bias"), (kept, "running_mean"), (kept, "running_var")]
-        return places
+    def sources(self) -> list[torch.Tensor | None]:
+        """Return the tensors the folded weights come from, as the modules hold them now."""
+        own, bn = self.conv._parameters, self.bn
+        sources = [own["weight"], own["bias"]]
+        if bn is not None:
+            kept = bn._buffers
+            sources += [kept["running_mean"], kept["running_var"], bn._parameters["weight"], bn._parameters["bias"]]
+        return sources
 
     def fold(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias with the batch norm folded in, in fp64 (fp32 where the device has none)."""
         wide = torch.float32 if self.conv.weight.device.type == "mps" else torch.float64
-        held = [owner[key] for owner, key in self.places()]
-        given: list[Any] = [None if t is None else t.detach().to(wide) for t in held]
+        given: list[Any] = [None if t is None else t.detach().to(wide) for t in self.sources()]
         weight, bias = given[:2]
         if self.bn is None:
             return weight, bias
-        gamma, beta, mean, var = given[2:]
-        scale = torch.rsqrt(var + self.bn.eps)
-        scale = scale if gamma is None else scale * gamma
-        shift = -mean if bias is None else bias - mean
-        shift = shift * scale
-        return weight * scale[:, None, None, None], shift if beta is None else shift + beta
+        mean, var, gamma, beta = given[2:]
+        weight, bias = fuse_conv_bn_weights(weight, bias, mean, var, self.bn.eps, gamma, beta)
+        return weight.detach(), bias.detach()
 
 
 class FoldedConvolution(nn.Module):
@@ -84,33 +80,29 @@ class FoldedConvolution(nn.Module):
         # Between its own kernel for depthwise convolutions and cuDNN's torch chooses (Convolution.cpp,
         # use_cudnn_depthwise); the fused operators would take that choice away.
         self._depthwise = conv.groups > 1 and conv.groups == conv.in_channels
-        self._stamps: list[tuple[dict[str, Any], str, torch.Tensor | None, int, int]] = []
+        self._folded_from: list[tuple[int, int, int] | None] = []
+        self._held: list[torch.Tensor | None] = []  # so that no other tensor gets their ids
         self._weight: torch.Tensor
         self._bias: torch.Tensor | None = None
         self._fits: dict[Any, bool] = {}
 
     def sources(self) -> list[torch.Tensor | None]:
         """Return every tensor the folded weights come from, as the modules hold it now."""
-        return [owner[key] for pair in (self._pair, *self.others) for owner, key in pair.places()]
+        return [source for pair in (self._pair, *self.others) for source in pair.sources()]
 
     def refresh(self) -> bool:
         """Fold again if a source is another tensor, lies elsewhere or was written to; into the same memory if it fits.
 
         A write through `parameter.data` leaves no trace and is not seen.
         """
-        if self._stamps and not self._is_stale():
+        sources = self.sources()
+        stamps = [None if t is None else (id(t), t._version, t.data_ptr()) for t in sources]
+        if stamps == self._folded_from:
             return False
         with torch.inference_mode(False), torch.no_grad():  # folded under inference_mode they could never be refolded
             self._fold()
-        places = [place for pair in (self._pair, *self.others) for place in pair.places()]
-        self._stamps = [(owner, key, t := owner[key], *_read_stamp(t)) for owner, key in places]
+        self._folded_from, self._held = stamps, sources
         return True
-
-    def _is_stale(self) -> bool:
-        for owner, key, t, version, address in self._stamps:  # before every call: plain and short
-            if owner[key] is not t or (t is not None and (t._version != version or t.data_ptr() != address)):
-                return True
-        return False
 
     def _fold(self) -> None:
         weight, bias = self._pair.fold()
@@ -127,7 +119,7 @@ class FoldedConvolution(nn.Module):
                 fix="keep this model as it is, or convert it to bfloat16 or float32",
             )
         kept = getattr(self, "_weight", None)
-        if kept is not None and _has_same_layout(kept, folded):
+        if kept is not None and (_get_form(kept), kept.stride()) == (_get_form(folded), folded.stride()):
             kept.copy_(folded)  # a captured CUDA graph reads this memory
             if offset is not None and self._bias is not None:
                 self._bias.copy_(offset)
@@ -144,15 +136,11 @@ class FoldedConvolution(nn.Module):
             if fits is None:
                 fits = self._compare(x, z)
                 if not _is_capturing(x):
-                    self._remember(key, fits)
+                    self._fits[key] = fits
             if fits:
-                return self._by_cudnn(x, z)
+                operator, args = self.cudnn_call(x, z)
+                return operator(*args)
         return self._by_torch(x, z)
-
-    def _remember(self, key: Any, fits: bool) -> None:
-        if len(self._fits) >= _MAX_SHAPES:
-            self._fits.clear()
-        self._fits[key] = fits
 
     @property
     def falls_back(self) -> bool:
@@ -173,10 +161,6 @@ class FoldedConvolution(nn.Module):
             return aten.cudnn_convolution_relu.default, (x, self._weight, self._bias, *self._how)
         return aten.cudnn_convolution_add_relu.default, (x, self._weight, z, 1.0, self._bias, *self._how)
 
-    def _by_cudnn(self, x: torch.Tensor, z: torch.Tensor | None) -> Any:
-        operator, args = self.cudnn_call(x, z)
-        return operator(*args)
-
     def _by_torch(self, x: Any, z: Any) -> Any:
         out = F.conv2d(x, self._weight, self._bias, *self._how)
         if self.adds:
@@ -192,37 +176,27 @@ class FoldedConvolution(nn.Module):
         if (x.dtype, x.device) != (weight.dtype, weight.device) or not 0 < x.numel() < _MAX_ELEMENTS:
             return False
         expected = F.conv2d(x, weight, self._bias, *self._how)
-        if self.adds:
-            if type(z) is not torch.Tensor or (z.shape, z.dtype, z.device) != (
-                expected.shape,
-                expected.dtype,
-                expected.device,
-            ):
-                return False
-            expected.add_(z)
+        if self.adds and (type(z) is not torch.Tensor or _get_form(z) != _get_form(expected)):
+            return False
         if not 0 < expected.numel() < _MAX_ELEMENTS:
             return False
-        expected.relu_()
+        expected = (expected.add_(z) if self.adds else expected).relu_()
         try:
             nans = [torch.full_like(expected, float("nan")) for _ in range(2)]
             del nans  # the result of the next call most likely lies there
-            return is_close(self._by_cudnn(x, z), expected)
+            operator, args = self.cudnn_call(x, z)
+            return is_close(operator(*args), expected)
         except RuntimeError:  # "unable to find an engine to execute this computation", or no memory to compare in
             return False
 
 
-def _read_stamp(t: torch.Tensor | None) -> tuple[int, int]:
-    """Return how often a tensor was written to, and where it lies."""
-    return (0, 0) if t is None else (t._version, t.data_ptr())
-
-
-def _has_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+def _get_form(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device
 
 
 def is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
     """Tell whether two results are the same within the rounding of their format; a NaN is never the same."""
-    if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+    if _get_form(result) != _get_form(expected):
         return False
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
     return bool(norm(result - expected) <= TOLERANCE[expected.dtype] * norm(expected))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import RewriteError
+from ..graph.nested import find_leaves, map_tensors
 from ..graph.rewrites import Rewrite, announce_rewrites
 from .compare import compare
 from .folded_conv import ConvNormPair, FoldedConvolution, needs_gradients
@@ -101,8 +101,9 @@ class FusedModel:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
             with torch.no_grad():  # on copies: a forward may write into its input
-                before = _list_tensors(self._own(*_copy_tensors(args)))
-                after = _list_tensors(self._forward(*_copy_tensors(args)))
+                before, after = (
+                    find_leaves(run(*map_tensors(torch.clone, args)), "result") for run in (self._own, self._forward)
+                )
             comparison = compare(before, after)
         except BaseException:
             self.undo()
@@ -222,15 +223,6 @@ def _make_rewrite(call: FoldedConvolution) -> Rewrite:
     return Rewrite(rule="fused_conv", before=call.name, after=call.operator, by="tessera", why=why)
 
 
-def _copy_tensors(args: tuple[Any, ...]) -> Any:
-    return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, args)
-
-
-def _list_tensors(result: Any) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_leaves(dict(result) if isinstance(result, dict) else result)
-    return {f"result[{i}]": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-
-
 # -- which convolutions can be fused with what follows them ---------------------------------------------------------
 
 
@@ -282,7 +274,7 @@ def find_chains(module: fx.GraphModule) -> list[FusableChain]:
     """
     nodes = list(module.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    read = {id(_get_attribute(module, node)) for node in nodes if node.op == "get_attr"}
+    read = {id(operator.attrgetter(str(node.target))(module)) for node in nodes if node.op == "get_attr"}
     chains: list[FusableChain] = []
     taken: set[fx.Node] = set()
     for node in reversed(nodes):  # of two convolutions that are added the later one needs to move less far
@@ -334,13 +326,6 @@ def _find_longest_chain(conv: fx.Node, module: fx.GraphModule, read: set[int], t
 
 def _get_only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _get_attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _get_plain_layer(node: fx.Node, module: fx.GraphModule, read: set[int]) -> nn.Module | None:

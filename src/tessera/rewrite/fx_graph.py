@@ -121,41 +121,32 @@ class _RefuseRandom(TorchDispatchMode):
 @contextlib.contextmanager
 def _restore_attributes(module: nn.Module) -> Iterator[None]:
     """Put the attributes of a module and its parts back; raise if the forward wrote any."""
-    before = [
-        (name, m, {k: (v, _copy_container(v)) for k, v in m.__dict__.items()}) for name, m in module.named_modules()
+    saved = [
+        (name, vars(m), vars(m).copy(), {k: v.copy() for k, v in vars(m).items() if isinstance(v, (dict, list))})
+        for name, m in module.named_modules()
     ]
+    wrote: list[str] = []
     try:
         yield
     finally:
-        wrote = None
-        for name, m, attributes in before:
-            for key in [k for k in m.__dict__ if k not in attributes]:
-                del m.__dict__[key]
-                wrote = wrote if key.startswith(_CONSTANT) else f"{name}.{key}".lstrip(".")
-            for key, (value, copy) in attributes.items():
-                if m.__dict__.get(key) is not value or not _is_unchanged(value, copy):
-                    m.__dict__[key] = value
-                    if copy is not None:
-                        refill(value, copy)
-                    wrote = f"{name}.{key}".lstrip(".")
-    if wrote is not None:
+        for name, now, before, contents in saved:
+            changed = [k for k in now.keys() | before.keys() if now.get(k) is not before.get(k)]
+            changed += [k for k, items in contents.items() if not _is_same(before[k], items)]
+            wrote += [f"{name}.{k}".lstrip(".") for k in changed if not k.startswith(_CONSTANT)]
+            refill(now, before)
+            for k, items in contents.items():
+                refill(before[k], items)
+    if wrote:
         raise RewriteError(
-            f"the forward of {type(module).__name__} writes {wrote}",
+            f"the forward of {type(module).__name__} writes {wrote[0]}",
             why="a traced forward would not write it again",
             fix="pass a submodule whose forward only returns its result",
         )
 
 
-def _copy_container(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, list)) else None
-
-
-def _is_unchanged(container: Any, copy: Any) -> bool:
-    """Tell whether a container holds the same objects as its copy; anything else is unchanged."""
-    if copy is None:
-        return True
+def _is_same(container: Any, copy: Any) -> bool:
     now, before = ([x for item in c.items() for x in item] if isinstance(c, dict) else c for c in (container, copy))
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def may_write(node: fx.Node, module: nn.Module) -> bool:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..device import Device
     from .inductor import Pass
     from .kernel_times import KernelProfile
-    from .program import Program
     from .program_cost import HostWork
     from .savings import RewriteTrace
     from .variants import Variant, VariantSearch
@@ -162,15 +161,17 @@ class Optimized:
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, wrap_errors: bool = False) -> None:
         try:
             import torch
+            from torch.utils import _pytree as pytree
         except ImportError as e:
             raise MissingExtra("torch", "torch", "tessera.optimize") from e
 
         from .kernel_times import PROFILED_S
-        from .program import Program
+        from .program import Program, first_line
         from .variants import VariantSearch, choose_modes
 
         options, program = self._options, Program.of(self.original, args, kwargs, self._options.mode)
-        cuda = any(t.is_cuda for t in _list_tensors(program, args, kwargs))
+        held = (*pytree.tree_leaves((args, kwargs)), *(p for m in program.modules for p in m.parameters()))
+        cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in held)
         self.priced_for = _find_chip(options.on, cuda)
         modes = choose_modes(program, options.launch, options.variants, cuda)
         search = VariantSearch(
@@ -188,12 +189,16 @@ class Optimized:
         except Exception as e:
             if not wrap_errors or search.reference is not None or isinstance(e, TesseraError):
                 raise
-            raise _does_not_run(e) from e  # the original has not run once
+            raise RewriteError(  # the original has not run once
+                "the program does not run on these inputs",
+                why=first_line(e),
+                fix="inputs it can be called with: a tensor, a tuple of positional or a dict of keyword arguments",
+            ) from e
         if profiled_before and cuda:
             note = "a profiler ran in this process before: variants that launch were measured slower than alone"
             search.notes.append(note)
         self.variants, self.chosen, self.notes = search.tried, best.name, search.notes
-        self._call = _without_gradients(best) if program.mode == "infer" else best.call
+        self._call = torch.no_grad()(best.call) if program.mode == "infer" else best.call
         self._explain(search, best)
         if best.compilation is not None:
             best.compilation.closed = True
@@ -360,37 +365,6 @@ def _recreate(original: Callable[..., Any], options: OptimizeOptions, undone: bo
     if undone:
         optimized.undo()
     return optimized
-
-
-def _does_not_run(error: Exception) -> RewriteError:
-    from .program import first_line
-
-    return RewriteError(
-        "the program does not run on these inputs",
-        why=first_line(error),
-        fix="inputs it can be called with: a tensor, a tuple of positional or a dict of keyword arguments",
-    )
-
-
-def _without_gradients(best: Variant) -> Callable[..., Any]:
-    import torch
-
-    call = best.call
-    assert call is not None
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return call(*args, **kwargs)
-
-    return run
-
-
-def _list_tensors(program: Program, args: Any, kwargs: Any) -> list[Any]:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    inputs = [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    return inputs + [p for m in program.modules for p in m.parameters()]
 
 
 def _find_chip(on: str | Device | None, cuda: bool) -> Device | None:

@@ -24,9 +24,10 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import fx
 
 from ..device import Device
+from ..graph.flops import attention_params
 from .attention_pattern import AttentionMatch, compute_constant, find_attention, get_argument, name_of, value_of
 from .compilation import Replacement
-from .eager_ops import EagerOp, attention_params, list_eager_ops, size_of, spec_of
+from .eager_ops import EagerOp, list_eager_ops, size_of, spec_of
 from .inductor import PRIVATE_ERRORS, Pass
 
 _SDPA = "scaled_dot_product_attention"
@@ -200,7 +201,7 @@ def _list_ops_after(match: AttentionMatch, k: Any, v: Any, causal: bool, mask: A
     q, key, value = (spec_of(value_of(n)) for n in (match.q, k, v))
     if q is None or key is None or value is None:
         return ()
-    params = attention_params(q, key, value.shape[-1], causal=causal, mask=mask is not None, dropout=match.dropout)
+    params = attention_params(q, key, value, mask, causal, dropout=match.dropout)
     forward = EagerOp(
         name="aten._scaled_dot_product_flash_attention",
         nodes=("fused",),

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ..estimate.power import PowerModel
 
 
-# Hosts of one kind were found at 0.83 to 1.5 times the shipped constants (estimate/host.py): beyond twice, either way,
-# it is not the host.
-PACES = (0.5, 2.0)
+# Hosts of one kind were found at 0.83 to 1.5 times the shipped constants (estimate/host.py): where a program takes more
+# than twice what it is estimated to, it is not the host that it waits for.
+MAX_RATIO = 2.0
 # What a wait adds, of what the board draws while it waits: 105 to 109 W of 127, for ResNet-50's convolutions with 0, 6
 # and 30 us behind each (`gaps` of benchmarks/device/trace_lines.py). Kernels that follow closely are hotter, and leak.
 WAIT_SHARE = 0.85
@@ -31,7 +31,6 @@ FACTORS = (0.4, 2.5)
 # How much of the model's error is common to an operator's kernel and to the one that takes its place: assumed, between
 # the same kernel (1) and any other (0).
 COMMON_ERROR = 0.5
-_HALVINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,13 @@ class ProgramCost:
         """Joules of the iteration."""
         return sum(c.energy_j for c in self.costs) + self.other.energy_j + self.wait_j
 
+    def set_time(self, measured_s: float) -> ProgramCost:
+        """Let the device wait for the host for what its kernels leave of a measured time, where that is plausible."""
+        wait_s = self.wait_s + measured_s - self.time_s
+        if wait_s <= 0 or measured_s > MAX_RATIO * self.time_s:
+            return self
+        return replace(self, wait_s=wait_s, wait_j=self.static_w * wait_s)
+
     def scale_joules(self, chosen: frozenset[int], factor: float, other_factor: float) -> ProgramCost:
         """Scale the joules of the chosen operators by one factor, those of the others by another."""
         factors = (factor if i in chosen else other_factor for i in range(len(self.costs)))
@@ -113,14 +119,10 @@ class ProgramCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """What eager Python does beside dispatching: module calls and torch functions of one iteration.
-
-    `pace` is how many times as long as the shipped constants the host takes.
-    """
+    """What eager Python does beside dispatching: module calls and torch functions of one iteration."""
 
     modules: int = 0
     functions: int = 0
-    pace: float = 1.0
 
 
 def add_up(costs: Iterable[OpCost]) -> OpCost:
@@ -140,13 +142,12 @@ def estimate_program(
     if host is not None and graph.ops:
         first = replace(graph.ops[0], host_modules=host.modules, host_functions=host.functions)
         graph = replace(graph, ops=(first, *graph.ops[1:]))
-    host_model = None if replayed else _choose_host(device, host)
     solution = estimate(
         graph,
         device,
         OpModel(device),
         launch="graph" if replayed else "eager",
-        host=host_model,
+        host=_make_compiled_host() if host is None and not replayed else None,  # None: the shipped or calibrated one
         calibration=find(device.id),
     )
     result, power, costs = solution.solved, solution.power, {}
@@ -258,38 +259,6 @@ def _fit_factors(
 def _scale_all(program: ProgramCost, factor: float) -> ProgramCost:
     scaled = program.scale_joules(frozenset(), factor, factor)
     return replace(scaled, other=program.other.scale_joules(factor), wait_j=factor * program.wait_j)
-
-
-def fit_host_pace(ops: Sequence[EagerOp], device: Device, host: HostWork, measured_s: float) -> HostWork:
-    """Return the host at the pace that makes the program take its measured time, within `PACES`.
-
-    A device that is itself slower than that tells nothing about its host.
-    """
-
-    def estimate_s(pace: float) -> float:
-        return estimate_program(ops, device, replace(host, pace=pace)).time_s
-
-    low, high = PACES
-    if not estimate_s(low) < measured_s <= estimate_s(high):
-        return host
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if estimate_s(middle) >= measured_s else (middle, high)
-    return replace(host, pace=high)
-
-
-def _choose_host(device: Device, host: HostWork | None) -> HostModel | None:
-    """Return the host that launches; None for the shipped or calibrated one, which `estimate` finds by itself."""
-    if host is None:
-        return _make_compiled_host()
-    if host.pace == 1.0:
-        return None
-    from ..estimate.calibration import find
-    from ..estimate.host import HostModel
-
-    usual, calibration = HostModel.of_device(device), find(device.id)
-    usual = usual if calibration is None else calibration.scale_host(usual)
-    return usual.scale(host.pace, "by the measured time of the eager program", usual.relative_error)
 
 
 def _make_compiled_host() -> HostModel:

@@ -61,10 +61,10 @@ def trace_rewrites(
     """Return the rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs.
 
     `profiles` are the kernels of the program before and after, on this chip. Without them `eager_s`, the measured time
-    of the program before, tells how fast this host is, where it kept the device waiting.
+    of the program before, tells how long it kept the device waiting.
     """
     if not compilation.complete:
-        rewrites = [_make_unpriced_rewrite(r) for r in compilation.replacements]
+        rewrites = [replacement_to_rewrite(r) for r in compilation.replacements]
         return RewriteTrace(rewrites=rewrites, notes=tuple(compilation.missing))
     after = compilation.list_ops_after()
     if device is None:
@@ -232,8 +232,6 @@ def _make_launch_line(both: BeforeAfter, replayed: bool) -> Rewrite:
         return f"{program.launches} launches, {wait if timed else f'{program.host_s * 1e3:.2f} ms of the host'}"
 
     why = "" if saved_s else "the device is never kept waiting: launches cost the host's time alone"
-    if saved_s and both.pace != 1.0:
-        why = f"this host takes {both.pace:.2g} times the shipped constants, by the measured eager time"
     saved = OpCost(saved_s, saved_j, abs(saved_j) * (before.watts_error if timed else _HOST_ERROR))
     rule, result = ("cuda_graph", "replayed") if replayed else ("fewer_launches", describe(after))
     return replace(_make_line(rule, describe(before), result, [saved]), why=why)
@@ -251,12 +249,7 @@ def _list_ours(compilation: Compilation, both: BeforeAfter) -> list[Rewrite]:
     ]
 
 
-def _make_unpriced_rewrite(replacement: Replacement) -> Rewrite:
-    why = replacement.why or "Inductor did not say what it fused: nothing to price"
-    return replacement_to_rewrite(replacement, why)
-
-
-def replacement_to_rewrite(replacement: Replacement, why: str) -> Rewrite:
+def replacement_to_rewrite(replacement: Replacement, why: str = "") -> Rewrite:
     """Return a replacement of ours as a rewrite without savings."""
     return Rewrite(
         rule=replacement.rule,
@@ -264,7 +257,7 @@ def replacement_to_rewrite(replacement: Replacement, why: str) -> Rewrite:
         after=replacement.after,
         by="tessera",
         where=replacement.where,
-        why=why,
+        why=why or replacement.why or "Inductor did not say what it fused: nothing to price",
     )
 
 
@@ -292,7 +285,7 @@ def _list_rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_
 def _trace_bytes(compilation: Compilation, after: Sequence[EagerOp]) -> RewriteTrace:
     """Return bytes alone, where no chip is known to price them for."""
     old, new = ([OpCost(nbytes=float(_count_bytes(op))) for op in ops] for ops in (compilation.ops, after))
-    lines = [*_list_fusions(compilation, old, new), *map(_make_unpriced_rewrite, compilation.replacements)]
+    lines = [*_list_fusions(compilation, old, new), *map(replacement_to_rewrite, compilation.replacements)]
     why = "no joules of single rewrites: this machine's chip is not in the catalogue; name one: on='h200'"
     bare = [replace(r, saved_j=None, saved_s=None, saved_error_j=None, why=r.why or why) for r in lines]
     return RewriteTrace(
