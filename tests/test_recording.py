@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +21,7 @@ from tessera.profile.ranks.merge import merge
 from tessera.profile.runfile import RunWriter
 from tessera.profile.runfile_open import unseal
 from tessera.recording import Facts, Recording
-from tessera.schema import DeviceId, Domain
+from tessera.schema import DeviceId, Domain, Hold
 from tessera.timeline import Builder, Launch, Timeline
 from tessera.trace import PowerTrace
 
@@ -101,6 +102,67 @@ def test_a_merge_keeps_what_was_traced(tmp_path: Path) -> None:
     merged = merge(paths).write(tmp_path / "all.tessera").recording()
     assert merged.accounted_windows == [(T0 + 100 * MS, T0 + 600 * MS)]
     assert merged.energy().energy_j == pytest.approx(150.0, rel=0.02), "what came before the trace is not idle"
+
+
+def test_a_merge_does_not_call_time_idle_that_no_rank_traced(tmp_path: Path) -> None:
+    """Rank 0 traced two windows, rank 1 another one: what lies between them is not traced."""
+    windows = {0: [[T0 + 100 * MS, T0 + 200 * MS], [T0 + 800 * MS, T0 + 900 * MS]], 1: [[T0 + 150 * MS, T0 + 250 * MS]]}
+    paths = [write_rank(tmp_path / f"rank{r}.tessera", r, "one") for r in (0, 1)]
+    for rank, path in enumerate(paths):
+        with RunWriter(path, mode="append") as run:
+            run.set("windows", windows[rank])
+            run.set("scheduled", True)
+    traced = [(T0 + 100 * MS, T0 + 250 * MS), (T0 + 800 * MS, T0 + 900 * MS)]
+    merged = merge(paths)
+    for recording in (merged, merged.write(tmp_path / "all.tessera").recording()):
+        assert recording.accounted_windows == traced
+        table = recording.energy()
+        assert table.time_s == pytest.approx(0.25)
+        assert table.untraced_s == pytest.approx(0.75)
+        assert table.untraced_j == pytest.approx(225.0, rel=0.02)
+
+
+def test_cpu_power_of_the_ranks_own_processes_is_added_up(tmp_path: Path) -> None:
+    paths = [write_rank(tmp_path / f"rank{r}.tessera", r, "one") for r in (0, 1)]
+    cpu = Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled", scope="process")
+    for rank, path in enumerate(paths):
+        first = T0 + (0, 37)[rank] * MS
+        times = [first + i * 100 * MS for i in range(11 - rank)]
+        with RunWriter(path, mode="append") as run:
+            run.add_samples(cpu, times, [math.nan, *[20.0 + 10.0 * rank] * (len(times) - 1)])
+    merged = merge(paths)
+    assert merged.power is not None
+    assert merged.power.columns["gpu0"].watts[0] == 300.0, "a board is one board"
+    joules = merged.power.columns["cpu0"].energy(T0, T0 + 1000 * MS).energy_j
+    assert joules == pytest.approx(20.0 * 1.0 + 30.0 * 0.9)
+
+
+def test_regions_and_counters_do_not_make_a_trace_longer() -> None:
+    """0.5 s were traced; the program's own steps and counters went on for a second."""
+    traced, all_steps = make_timeline(steps=10), make_timeline(steps=20)
+    build = Builder()
+    for r in all_steps.rows("region").tolist():
+        build.add("region", all_steps.name(r), int(all_steps["start_ns"][r]), int(all_steps["end_ns"][r]), thread=1)
+    build.add("counter", "loss", T0 + 1000 * MS, T0 + 1000 * MS, value=1.0)
+    for r in traced.device_rows.tolist():
+        build.add("kernel", traced.name(r), int(traced["start_ns"][r]), int(traced["end_ns"][r]), device=0, stream=7)
+    power = PowerTrace({"gpu0": make_samples()}, start_ns=T0, end_ns=T0 + 1000 * MS)
+    table = Recording(build.build(), power).energy()
+    assert table.time_s == pytest.approx(0.495)
+    assert table.idle_j / table.energy_j < 0.25
+    assert (table.untraced_s, table.untraced_j) == (pytest.approx(0.505), pytest.approx(151.5, rel=0.02))
+    assert "not traced: 152 J in 505 ms of the power log" in " ".join(str(table).split())
+    assert "not traced" in table._repr_html_()
+    assert table.to_json()["untraced_s"] == pytest.approx(0.505)
+
+
+def test_what_kineto_marks_is_a_part_of_its_trace() -> None:
+    build = Builder()
+    build.add("mark", "Iteration Start: PyTorch Profiler", T0, T0)
+    build.add("kernel", "gemm", T0 + 100 * MS, T0 + 200 * MS, device=0, stream=7)
+    build.add("mark", "Record Window End", T0 + 300 * MS, T0 + 300 * MS)
+    build.add("mark", "epoch", T0 + 900 * MS, T0 + 900 * MS)
+    assert build.build().traced_span == (T0, T0 + 300 * MS)
 
 
 def test_any_recording_is_opened_by_load(two_hosts: list[Path]) -> None:

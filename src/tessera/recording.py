@@ -170,10 +170,11 @@ class Recording:
     @property
     def accounted_windows(self) -> list[tuple[int, int]]:
         """The stretches of time whose joules `energy()` shares out."""
-        windows = self.facts.accounted_windows
-        if windows or self.power is None:
+        is_trace = self.facts.kind == "trace" and not self.facts.windows
+        windows = [self.timeline.traced_span] if is_trace else self.facts.accounted_windows
+        if self.power is None or not is_trace:
             return windows or [self.span_ns]
-        start_ns, end_ns = self.span_ns
+        ((start_ns, end_ns),) = windows
         return [(max(start_ns, self.power.start_ns), min(end_ns, self.power.end_ns))]
 
     def energy(self) -> EnergyTable:

@@ -20,7 +20,7 @@ from ..joules import Floats
 from ..record import ON_DEVICE
 from ..schema import DeviceId, Telemetry
 from ..timeline import stream_names
-from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.columns import KINETO_MARKS, NONE, Ints, Timeline
 from ..trace import PowerTrace
 from .devices import region_paths, row_joules
 from .kernel_names import op_name, short_name
@@ -35,8 +35,6 @@ LANES = 10
 REGIONS = 3000
 """Bars of one lane of regions that are drawn each on its own."""
 MARKS = 400
-KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
-"""What Kineto marks by itself, in words that need no knowledge of it."""
 SMALLEST = 0.0015
 """Share of all joules below which branches of one parent become one: narrower than two pixels."""
 

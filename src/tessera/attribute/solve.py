@@ -46,8 +46,9 @@ def attribute(
 ) -> EnergyTable:  # fmt: skip
     """Assign the joules of a run to kernels, operators, regions, modules and steps; fills `timeline.energy_j`.
 
-    `start_ns` and `end_ns` (epoch) bound what is accounted for: by default where the timeline and the samples overlap.
+    `start_ns` and `end_ns` (epoch) bound what is accounted for: by default where the trace and the samples overlap.
     `windows` are several such stretches, in order, where not all steps were traced: what lies between is no part of it.
+    What the samples tell of other times is `untraced_j` of the table: whether anything ran then is not known.
     """
     from .ledger import table
 
@@ -77,17 +78,30 @@ def attribute(
             "no joules can be attributed", why="no power sample lies within the trace",
             fix="record power with the trace: tessera run, or --power with a log of the same time",
         )  # fmt: skip
-    return table(timeline, links, parts, windows, notes)
+    spent = table(timeline, links, parts, windows, notes)
+    untraced = [power.columns[p.domain.name].energy(*span) for p in parts for span in _list_untraced(power, windows)]
+    return dataclasses.replace(
+        spent,
+        untraced_j=sum_windows(untraced).energy_j if untraced else 0.0,
+        untraced_s=sum(end - begin for begin, end in _list_untraced(power, windows)) * 1e-9,
+    )
+
+
+def _list_untraced(power: PowerTrace, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The stretches of a power log outside the windows."""
+    edges = [power.start_ns, *(edge for window in windows for edge in window), power.end_ns]
+    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end > begin]
 
 
 def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns: int | None) -> tuple[int, int]:
     """The epoch window: as asked, or where both the timeline and the power have something."""
-    begin = max(timeline.start_ns, power.start_ns) if start_ns is None else start_ns
-    end = min(timeline.end_ns, power.end_ns) if end_ns is None else end_ns
+    first_ns, last_ns = timeline.traced_span
+    begin = max(first_ns, power.start_ns) if start_ns is None else start_ns
+    end = min(last_ns, power.end_ns) if end_ns is None else end_ns
     if end <= begin:
         raise MeasurementError(
             "the power log and the trace do not overlap in time",
-            why=f"the trace lasts from {_span(timeline.start_ns, timeline.end_ns)}, the power log from "
+            why=f"the trace lasts from {_span(first_ns, last_ns)}, the power log from "
             f"{_span(power.start_ns, power.end_ns)} (seconds of the epoch)",
             fix="use a power log of the same run; if the clocks of two machines differ, shift one of them",
         )

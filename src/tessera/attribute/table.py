@@ -49,9 +49,11 @@ class EnergyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyTable:
-    """The joules of a run, conserved: kernels and idle sum to `energy_j` (the measured joules).
+    """The joules of what was traced, conserved: kernels and idle sum to `energy_j` (the measured joules).
 
-    `basis` is that of the power samples; `coverage` the share of the time they saw.
+    `time_s` is the traced time. `untraced_j` and `untraced_s` are what the power samples tell of other times: they are
+    in no row and not idle, since nobody looked at what ran. `basis` is that of the power samples; `coverage` the share
+    of the time they saw.
     """
 
     energy_j: float
@@ -70,6 +72,8 @@ class EnergyTable:
     basis: Basis = "measured"
     coverage: float = 1.0
     idle_w: float | None = None
+    untraced_j: float = 0.0
+    untraced_s: float = 0.0
     notes: Sequence[str] = ()
 
     def rows(self, by: str = "kernels") -> Sequence[EnergyRow]:
@@ -84,7 +88,7 @@ class EnergyTable:
         return sorted(self.rows(by), key=lambda r: r.energy_j, reverse=True)[:count]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: `total_j`, `idle_j`, and the rows of every view."""
+        """Plain data: `energy_j`, `idle_j`, `untraced_j` ..., and the rows of every view."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
         views = {v: [_row(r) for r in self.rows(v)] for v in VIEWS}
         return {**head, "notes": [str(note) for note in self.notes], **views}

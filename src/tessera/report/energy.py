@@ -22,6 +22,7 @@ from .html import card, card_bar
 SUMMARY_NOTE = "Calls are counted while tracing; joules are those of the whole run."
 """The note of a summary (`--mode summary`), which traces only some of the time."""
 WIDTH = 100
+UNTRACED_SHARE = 0.02
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TITLES = {
     "kernels": "kernel",
@@ -47,8 +48,18 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
     if rows:
         parts += [rows_table(rows, view, width=width, total=len(table.rows(view)), idle=idle_row(table, view))]
         parts += legend(rows)
+    if line := untraced_text(table):
+        parts.append(Text(line, style="yellow"))
     parts += [Text(f"note  {note}", style="yellow") for note in list(table.notes)[:3]]
     return Group(*parts)
+
+
+def untraced_text(table: EnergyTable) -> str:
+    """What the power log has beside the trace; "" where that is next to nothing."""
+    if table.untraced_s <= UNTRACED_SHARE * table.time_s:
+        return ""
+    spent = f"{format_energy(table.untraced_j, 3)} in {format_duration(table.untraced_s, 3)}"
+    return f"not traced: {spent} of the power log lie outside the trace, and are neither in a row nor idle"
 
 
 def headline(table: EnergyTable) -> Text:
@@ -180,7 +191,7 @@ def html(table: EnergyTable, *, top: int = 12) -> str:
         state = " open" if view == views[0] else ""
         body = _html_rows(rows, view, table)
         parts.append(f"<details{state}><summary>{view}: {more}</summary>{body}</details>")
-    parts += [f"<p>{escape(note)}</p>" for note in table.notes]
+    parts += [f"<p>{escape(note)}</p>" for note in (untraced_text(table), *table.notes) if note]
     return card(*parts)
 
 

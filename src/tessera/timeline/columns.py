@@ -66,6 +66,8 @@ INTEGERS = (
     "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
 )  # fmt: skip
 FLOATS = ("value",)  # of counters; NaN elsewhere
+KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
+"""What Kineto marks by itself, in words that need no knowledge of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,20 @@ class Timeline:
     @property
     def end_ns(self) -> int:
         return int(self.columns["end_ns"].max()) if len(self) else 0
+
+    @property
+    def traced_span(self) -> tuple[int, int]:
+        """From the first to the last row that a tracer made; of all rows, where none did.
+
+        A program's own regions, marks and counters go on while nothing is traced: no kernel there means nothing.
+        """
+        code, names = self.columns["kind"], self.columns["name"]
+        by_tracer = [i for i, name in enumerate(self.names) if name in KINETO_MARKS or name.startswith("ProfilerStep#")]
+        own = np.isin(code, [CODE[kind] for kind in ("region", "mark", "counter")])
+        rows = np.flatnonzero(~own | np.isin(names, by_tracer))
+        if not np.any(~own):
+            return self.start_ns, self.end_ns
+        return int(self.columns["start_ns"][rows].min()), int(self.columns["end_ns"][rows].max())
 
     @property
     def row_meta(self) -> Mapping[str, Any]:

@@ -57,7 +57,7 @@ class MergedRecording(Recording):
         return self._power_parts
 
     def _facts(self, timeline: Timeline, name: str) -> Facts:
-        """From the first start of a rank's run to the last end; traced from the first window of a rank to the last."""
+        """From the first start of a rank's run to the last end; traced where any rank was."""
         spans = [(timeline.start_ns, timeline.end_ns)] if len(timeline) else []
         windows: list[tuple[int, int]] = []
         for file, offset in zip(self.files, self.offsets, strict=True):
@@ -65,13 +65,14 @@ class MergedRecording(Recording):
                 with RunFile(file.path) as run:
                     facts = run.recording().facts
                 spans += [_move_span(run.span_ns, offset)]
-                windows += [_move_span(window, offset) for window in facts.windows]
+                windows += [_move_span(window, offset) for window in facts.accounted_windows if facts.windows]
         start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
         return Facts(
             name=name,
             kind="run" if all(f.is_run for f in self.files) else "trace",
             span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
-            windows=[(min(w[0] for w in windows), max(w[1] for w in windows))] if windows else (),
+            windows=_join_windows(windows),
+            scheduled=True,
         )
 
     def match_collectives(self, first_rows: Sequence[int]) -> None:
@@ -112,6 +113,7 @@ class MergedRecording(Recording):
                 out.set("start_ns", start_ns)
                 out.set("end_ns", end_ns)
                 out.set("windows", self.facts.windows)
+                out.set("scheduled", self.facts.scheduled)
         return RunFile(target)
 
 
@@ -148,6 +150,17 @@ def merge(
     if collectives:
         merged.match_collectives(first_rows)
     return merged
+
+
+def _join_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Windows in order, those that overlap as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(windows):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _name_hosts(files: Sequence[RankFile]) -> None:
@@ -342,7 +355,8 @@ class _PowerParts:
 def _read_power(files: Sequence[RankFile], offsets: Sequence[Offset]) -> _PowerParts:
     """Power, telemetry and stacks of the ranks' run files, on the common clock.
 
-    Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it.
+    Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it. What is the
+    power of each rank's own processes is added up.
     """
     several = len({f.host for f in files}) > 1
     columns: dict[str, DomainSamples] = {}
@@ -363,6 +377,9 @@ def _read_power(files: Sequence[RankFile], offsets: Sequence[Offset]) -> _PowerP
             for name in dict.fromkeys((*power.columns, *told)):
                 full = f"{file.host}.{name}" if several else name
                 samples = power.columns.get(name)
+                if samples is not None and samples.domain.scope == "process" and full in columns:
+                    columns[full] = _add_samples(columns[full], _move_samples(samples, full, offset))
+                    continue
                 if _count(samples, told.get(name)) <= _count(columns.get(full), readings.get(full)):
                     continue
                 if samples is not None:
@@ -384,6 +401,18 @@ def _read_power(files: Sequence[RankFile], offsets: Sequence[Offset]) -> _PowerP
 
 def _count(samples: DomainSamples | None, readings: Sequence[Telemetry] | None) -> int:
     return (0 if samples is None else len(samples.times_ns)) + len(readings or ())
+
+
+def _add_samples(one: DomainSamples, other: DomainSamples) -> DomainSamples:
+    """The power of two ranks on one host together: means, each until the next sample of either; 0 before and after."""
+    times_ns = np.union1d(one.times_ns, other.times_ns)
+    watts = np.zeros(len(times_ns))
+    for part in (one, other):
+        place = np.searchsorted(part.times_ns, times_ns)
+        inside = (place > 0) & (place < len(part.times_ns))
+        watts[inside] += part.watts[place[inside]]
+    watts[0] = np.nan  # nothing is known before
+    return dataclasses.replace(one, times_ns=times_ns, watts=watts, peaks_w=watts)
 
 
 def _move_samples(samples: DomainSamples, name: str, offset: Offset) -> DomainSamples:
