@@ -22,6 +22,9 @@ MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
     "power_trace", "use",
 }  # fmt: skip
+_DIFF = {
+    "files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json", "--github",
+}  # fmt: skip
 FLAGS = {
     "measure": {
         "--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--scope", "--trace", "--json", "command",
@@ -34,7 +37,7 @@ FLAGS = {
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
     "runs": set(),
     "runs list": {"folder", "--top", "--read", "--json"},
-    "runs diff": {"files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
+    "runs diff": _DIFF,
     "runs prune": {"folder", "--keep", "--older-than", "--yes"},
     "export": {"run", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
@@ -43,7 +46,7 @@ FLAGS = {
         "kind", "trace", "--by", "--group-by", "--min-bytes", "--on", "--power", "--sort", "--threshold",
         "--top", "--json",
     },
-    "diff": {"files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json"},
+    "diff": _DIFF,
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from itertools import takewhile
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..analyze.diff import Difference, DiffVerdict, Metric
 
 VIEWS = ("ops", "kernels", "regions", "modules")
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
+"""The file whose Markdown GitHub shows on the page of a workflow's run."""
 AFTER = "tessera.diff.after"
 # Not `exists`: click would answer with its usage, and not with the files that are there.
 _PATH = click.Path(path_type=Path)
@@ -69,6 +72,9 @@ class _SidesCommand(click.Command):
 @click.option("--top", type=click.IntRange(1), default=12, show_default=True, help="How many rows to print.")
 @json_option
 @click.option("--html", type=FILE, help="Write a self-contained page here.")
+@click.option(
+    "--github", is_flag=True, help="Add a Markdown summary to $GITHUB_STEP_SUMMARY; print it where that is not set."
+)
 @click.option("--power-a", type=_PATH, help="Power log of the same time, if A is a Kineto trace.")
 @click.option("--power-b", type=_PATH, help="The same for B.")
 @click.pass_context
@@ -81,6 +87,7 @@ def command(
     top: int,
     as_json: bool,
     html: Path | None,
+    github: bool,
     power_a: Path | None,
     power_b: Path | None,
 ) -> int:
@@ -118,9 +125,11 @@ def command(
         if not save_page(html, page(difference, verdict=verdict)):
             return 2
         print(f"wrote {html}", file=sys.stderr)
+    if github:
+        _write_summary(difference, verdict)
     if as_json:
         _print_json(difference, verdict)
-    else:
+    elif not github or os.environ.get(STEP_SUMMARY):
         from ..report.console import Console
         from ..report.diff import renderable
 
@@ -129,6 +138,20 @@ def command(
         console = Console(highlight=False)
         console.show(renderable(difference, verdict=verdict, next_command=next_command, top=top, width=console.width))
     return 1 if verdict.failed else 0
+
+
+def _write_summary(difference: Difference, verdict: DiffVerdict) -> None:
+    from ..report.diff_markdown import markdown
+
+    text, path = markdown(difference, verdict), os.environ.get(STEP_SUMMARY)
+    if not path:
+        print(text)
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as exc:  # the verdict is the exit code: a summary that cannot be written does not change it
+        print(f"error: cannot write the summary to {path}: {exc.strerror}", file=sys.stderr)
 
 
 def _split_sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path], list[Path]]:

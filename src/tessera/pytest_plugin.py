@@ -1,0 +1,172 @@
+"""The pytest plugin: joules of tests that are marked, limits on them, and a table at the end.
+
+::
+
+    @pytest.mark.energy(max_j=20, runs=5, warmup=1)
+    def test_inference(model): ...
+
+    pytest --energy-json energy.json
+
+A test fails if it uses more than `max_j` joules a run by more than the measurement's error. pytest loads this module at
+every start: it imports nothing but pytest until a marked test runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .schema import Energy
+
+PROPERTY = "tessera_energy"
+"""The user property of a test's report that has its figures: pytest-xdist brings it to the main process."""
+_ARGUMENTS = {"max_j": None, "runs": 1, "warmup": 0}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add our option."""
+    group = parser.getgroup("tessera", "energy of tests (tessera)")
+    group.addoption("--energy-json", metavar="FILE", help="Write the joules of the tests marked with energy as JSON.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    text = "energy(max_j=None, runs=1, warmup=0): measure the test's joules; fail if a run uses more than max_j."
+    config.addinivalue_line("markers", text)
+    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist hands its reports to the main process
+        config.pluginmanager.register(EnergyResults(config.getoption("--energy-json")), "tessera-energy-results")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Measure a marked test, as often as its marker asks."""
+    marker = pyfuncitem.get_closest_marker("energy")
+    if marker is None:
+        return (yield)
+    asked = _read_marker(marker)
+    spent: list[Energy] = []
+    test = pyfuncitem.obj
+    pyfuncitem.obj = _repeat(test, pyfuncitem.nodeid, asked["runs"], asked["warmup"], spent)
+    try:
+        result = yield
+    finally:
+        pyfuncitem.obj = test
+    figures = _summarize(spent, pyfuncitem.nodeid, asked["max_j"])
+    pyfuncitem.user_properties.append((PROPERTY, figures))
+    if figures["above"]:
+        pytest.fail(f"a run used {_joules(figures)}, above the limit of {asked['max_j']:g} J", pytrace=False)
+    return result
+
+
+def _read_marker(marker: pytest.Mark) -> dict[str, Any]:
+    from .errors import did_you_mean
+
+    names = ", ".join(_ARGUMENTS)
+    for name in marker.kwargs:
+        if name not in _ARGUMENTS:
+            raise pytest.UsageError(f"mark.energy has no argument {name!r}{did_you_mean(name, _ARGUMENTS)} ({names})")
+    if marker.args:
+        raise pytest.UsageError(f"mark.energy takes arguments by name only: {names}")
+    asked = {**_ARGUMENTS, **marker.kwargs}
+    limit = asked["max_j"]
+    if (limit is not None and not limit > 0) or asked["runs"] < 1 or asked["warmup"] < 0:
+        raise pytest.UsageError("mark.energy needs max_j above 0, runs of at least 1 and warmup of at least 0")
+    return asked
+
+
+def _repeat(test: Callable[..., Any], name: str, runs: int, warmup: int, spent: list[Energy]) -> Callable[..., Any]:
+    """The test as a function that runs it several times and measures the runs after the warm-up."""
+    from .monitor import energy_scope
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> Any:
+        for _ in range(warmup):
+            test(**arguments)
+        for _ in range(runs):
+            with energy_scope(name, sync=True) as scope:
+                result = test(**arguments)
+            spent.append(scope.energy)
+        return result
+
+    @functools.wraps(test)
+    async def run_async(**arguments: Any) -> Any:
+        for _ in range(warmup):
+            await test(**arguments)
+        for _ in range(runs):
+            with energy_scope(name, sync=True) as scope:
+                result = await test(**arguments)
+            spent.append(scope.energy)
+        return result
+
+    return run_async if inspect.iscoroutinefunction(test) else run
+
+
+def _summarize(spent: list[Energy], nodeid: str, max_j: float | None) -> dict[str, Any]:
+    """Means of a run. The error is the sensor's for one run, and the scatter of the runs beside it."""
+    import numpy as np
+
+    from .monitor.steady_state import mean_interval
+
+    joules = mean_interval(np.array([e.energy_j for e in spent]))
+    error_j = float(np.hypot(np.mean([e.error_j for e in spent]), joules.error or 0.0))
+    return {
+        "test": nodeid,
+        "runs": len(spent),
+        "energy_j": None if np.isnan(joules.value) else joules.value,  # no sensor saw it: unknown is not 0
+        "error_j": None if np.isnan(error_j) else error_j,
+        "time_s": float(np.mean([e.time_s for e in spent])),
+        "max_j": max_j,
+        "above": bool(max_j is not None and joules.value - error_j > max_j),
+        "basis": spent[0].basis,
+        "source": spent[0].source,
+    }
+
+
+class EnergyResults:
+    """The figures of all tests, in the main process: a section of the terminal's summary, and a file."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.tests: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what a test reported."""
+        if report.when == "call":
+            self.tests += [v for name, v in report.user_properties if name == PROPERTY and isinstance(v, dict)]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the joules of each test, most first."""
+        if self.tests:
+            terminalreporter.section("energy, a run of each test (90% intervals)")
+            for figures in sorted(self.tests, key=lambda f: -(f["energy_j"] or 0.0)):
+                terminalreporter.line(_describe(figures), red=figures["above"])
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        if self.path is not None:
+            Path(self.path).write_text(json.dumps({"tests": self.tests}, indent=1) + "\n", encoding="utf-8")
+
+
+def _describe(figures: dict[str, Any]) -> str:
+    from .units import format_duration
+
+    parts = [_joules(figures), format_duration(figures["time_s"], 3), figures["test"]]
+    if figures["runs"] > 1:
+        parts.append(f"{figures['runs']} runs")
+    if figures["max_j"] is not None:
+        parts.append(f"{'above' if figures['above'] else 'within'} the limit of {figures['max_j']:g} J")
+    return "   ".join(parts) + ("" if figures["basis"] == "measured" else f"   {figures['basis'].upper()}")
+
+
+def _joules(figures: dict[str, Any]) -> str:
+    from .units import format_energy_error
+
+    energy_j = figures["energy_j"]
+    return format_energy_error(float("nan") if energy_j is None else energy_j, figures["error_j"])
