@@ -125,19 +125,14 @@ def add_kernels(parts: list[KernelTime]) -> KernelTime:
     """Kernels that run one after another, as one."""
     if len(parts) == 1:
         return parts[0]
-    seconds = sum(t.seconds for t in parts)
+    summed = ("seconds", "overhead_s", "compute_s", "memory_s", "clock_s", "hbm_bytes", "l2_bytes")
+    sums = {name: sum(getattr(t, name) for t in parts) for name in summed}
     return KernelTime(
-        seconds=seconds,
-        overhead_s=sum(t.overhead_s for t in parts),
-        compute_s=sum(t.compute_s for t in parts),
-        memory_s=sum(t.memory_s for t in parts),
-        clock_s=sum(t.clock_s for t in parts),
-        busy=sum(t.busy * t.seconds for t in parts) / seconds,
+        **sums,
+        busy=sum(t.busy * t.seconds for t in parts) / sums["seconds"],
         flops=sum(t.flops for t in parts if t.unit == parts[0].unit),
         unit=parts[0].unit,
-        hbm_bytes=sum(t.hbm_bytes for t in parts),
-        l2_bytes=sum(t.l2_bytes for t in parts),
-        relative_error=sum(t.relative_error * t.seconds for t in parts) / seconds,
+        relative_error=sum(t.relative_error * t.seconds for t in parts) / sums["seconds"],
         provenance=parts[0].provenance,
     )
 

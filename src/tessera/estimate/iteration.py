@@ -140,16 +140,10 @@ def _waits(device: Floats, host_s: Floats | None, synced: Sequence[bool], draine
     return waits
 
 
-@dataclass(frozen=True, slots=True)
-class PeakPower:
-    """The highest mean over `WINDOW_S`, and a note for the reader ("" for none)."""
-
-    power_w: float
-    note: str = ""
-
-
-def find_peak(solved: SolvedIteration, power: PowerModel, *, measured: bool, burst: bool = False) -> PeakPower | None:
-    """The peak of a solved iteration; `measured`: the limiter is the H200's, whose bursts above its limit are known."""
+def find_peak(
+    solved: SolvedIteration, power: PowerModel, *, measured: bool, burst: bool = False
+) -> tuple[float | None, list[str]]:
+    """The highest mean over `WINDOW_S` in watts, and notes; `measured`: the limiter is the H200's, as recorded."""
     waits_j = power.static_w * solved.wait_s
     runs_j = solved.static_j + solved.compute_j + solved.memory_j - waits_j
     # The wait comes before its kernel: the two alternate.
@@ -157,11 +151,11 @@ def find_peak(solved: SolvedIteration, power: PowerModel, *, measured: bool, bur
     joules = np.stack((waits_j, runs_j), axis=1).ravel()
     mean_w = highest_mean_w(seconds, joules)
     if mean_w is None:
-        return None
+        return None, []
     ceiling_w = math.inf if burst else _BURST * power.limit_w if measured else power.limit_w
     average_w = float(joules.sum() / seconds.sum())
-    note = _note_above_limit(mean_w, measured, burst) if mean_w > _NOTED * power.limit_w else ""
-    return PeakPower(max(average_w, min(mean_w, ceiling_w)), note)
+    notes = [_note_above_limit(mean_w, measured, burst)] if mean_w > _NOTED * power.limit_w else []
+    return max(average_w, min(mean_w, ceiling_w)), notes
 
 
 def _note_above_limit(mean_w: float, measured: bool, burst: bool) -> str:

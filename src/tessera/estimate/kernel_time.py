@@ -309,10 +309,7 @@ def find_correction(of: Chip, trees: Trees, features_on: Callable[[Chip], Floats
 
 def stack_columns(columns: Sequence[Any], rows: int) -> Floats:
     """Columns, each an array or one number, side by side."""
-    stacked = np.empty((rows, len(columns)))
-    for i, column in enumerate(columns):
-        stacked[:, i] = column
-    return stacked
+    return np.stack([np.broadcast_to(np.asarray(column, float), (rows,)) for column in columns], axis=1)
 
 
 def kernel_error(data: Mapping[str, Any], of: Chip, native: bool, seconds: float, source: str) -> float:

@@ -61,7 +61,7 @@ def build_report(
         energy_j=joules, error_j=error_j, time_s=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
     average = float((busy * solved.device_s).sum() / seconds) if seconds else 0.0
-    peak = find_peak(solved, estimate.power, measured=chip(device).calibrated, burst=burst)
+    peak_w, peak_notes = find_peak(solved, estimate.power, measured=chip(device).calibrated, burst=burst)
     prediction = Prediction(
         device=device.id,
         precision=precision,
@@ -92,9 +92,9 @@ def build_report(
             Domain(name=device.id, source="predicted", resolution_s=seconds, basis="predicted", label=device.name),
         ),
         work=_work(graph),
-        peak_w=peak.power_w if peak else None,
+        peak_w=peak_w,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=(*_notes(graph, estimate, device, launch, burst), *((peak.note,) if peak and peak.note else ())),
+        notes=(*_notes(graph, estimate, device, launch, burst), *peak_notes),
         descriptors=descriptors,
         prediction=prediction,
     )

@@ -222,13 +222,26 @@ def sweep(
     failures: list[CaptureError] = []
     titles: list[str] = []
     graphs: dict[tuple[str | None, int | None], Graph | CaptureError] = {}
+    capture = import_capture()
     for done, (batch, precision, chip) in enumerate(points):
         if progress:
             progress(done, len(points), _label(chip.id, precision, batch))
         key = (_CAPTURED_AS.get(precision or "", precision), batch)
         if key not in graphs:
             graphs = {k: g for k, g in graphs.items() if k[1] == batch}  # those of the last batch are not needed again
-            graphs[key] = _capture(model, inputs, key, mode=mode, launch=launch, optimizer=optimizer, name=name)
+            try:
+                graphs[key] = capture(
+                    model,
+                    inputs,
+                    mode=mode,
+                    precision=key[0],
+                    batch=batch,
+                    optimizer=optimizer,
+                    replay=launch == "graph",
+                    name=name,
+                )
+            except CaptureError as exc:
+                graphs[key] = exc
         graph = graphs[key]
         row = SweepRow(on=chip.id, precision=precision, batch=batch, accuracy=(accuracy or {}).get(precision))
         if isinstance(graph, CaptureError):
@@ -298,25 +311,6 @@ def _combinations(
             )
     chosen = dict.fromkeys(precisions)
     return [(b, p, chip) for b in dict.fromkeys(batches) for p in chosen for chip in chips.values()]
-
-
-def _capture(
-    model: Any,
-    inputs: Any,
-    key: tuple[str | None, int | None],
-    *,
-    mode: Any,
-    launch: str,
-    optimizer: Any,
-    name: str | None,
-) -> Graph | CaptureError:
-    capture, (precision, batch), replay = import_capture(), key, launch == "graph"
-    try:
-        return capture(
-            model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=replay, name=name
-        )
-    except CaptureError as e:
-        return e
 
 
 def _predict_row(row: SweepRow, graph: Graph, chip: Device, launch: Any, burst: bool) -> SweepRow:

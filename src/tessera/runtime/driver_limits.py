@@ -227,15 +227,8 @@ def _warn_once(text: str) -> None:
 # -- limits that stay for a moment after their block ------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Parked:
-    limits: DriverLimits
-    stack: contextlib.ExitStack
-    timer: threading.Timer
-
-
 _mutex = threading.Lock()
-_parked: dict[Hashable, _Parked] = {}
+_parked: dict[Hashable, tuple[DriverLimits, contextlib.ExitStack, threading.Timer]] = {}
 
 
 def _take_parked(key: Hashable) -> tuple[DriverLimits, contextlib.ExitStack] | None:
@@ -244,8 +237,9 @@ def _take_parked(key: Hashable) -> tuple[DriverLimits, contextlib.ExitStack] | N
         parked = _parked.pop(key, None)
     if parked is None:
         return None
-    parked.timer.cancel()
-    return parked.limits, parked.stack
+    limits, stack, timer = parked
+    timer.cancel()
+    return limits, stack
 
 
 def _park(key: Hashable, limits: DriverLimits, stack: contextlib.ExitStack, linger_s: float) -> None:
@@ -254,7 +248,7 @@ def _park(key: Hashable, limits: DriverLimits, stack: contextlib.ExitStack, ling
         if linger_s > 0 and key not in _parked:
             timer = threading.Timer(linger_s, _restore_parked, (key, stack))
             timer.daemon, timer.name = True, "tessera-linger"
-            _parked[key] = _Parked(limits, stack, timer)
+            _parked[key] = (limits, stack, timer)
             timer.start()
             return
     stack.close()
@@ -262,7 +256,7 @@ def _park(key: Hashable, limits: DriverLimits, stack: contextlib.ExitStack, ling
 
 def _restore_parked(key: Hashable, stack: contextlib.ExitStack) -> None:
     with _mutex:
-        if key not in _parked or _parked[key].stack is not stack:
+        if key not in _parked or _parked[key][1] is not stack:
             return  # somebody took it in the last moment
         del _parked[key]
     stack.close()
