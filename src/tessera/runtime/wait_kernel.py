@@ -57,10 +57,17 @@ def _wait_ns(control, busy_ns):
 
 
 @triton.jit
+def _add(state, stats, amount):
+    """Add to a word of STATE, and show the sum to the host."""
+    total = tl.load(state) + amount
+    tl.store(state, total)
+    tl.store(stats, total)
+
+
+@triton.jit
 def tessera_pace(control, state, stats, restart: tl.constexpr):
     """One pace point. `restart` ignores the time since the last one: the stream had nothing to do."""
     began = _now_ns()
-    points = tl.load(state + 1) + 1
     resume = tl.load(state)
     if restart:
         resume = began
@@ -76,19 +83,12 @@ def tessera_pace(control, state, stats, restart: tl.constexpr):
             now = _nap(tl.minimum(left // 2 + 1, _NAP_NS).to(tl.int32))
             wait = _wait_ns(control, busy)
             naps += 1
-        waits = tl.load(state + 2) + tl.where(naps > 0, 1, 0)
-        waited = tl.load(state + 3) + (now - began)
-        worked = tl.load(state + 4) + busy
-        tl.store(state + 2, waits)
-        tl.store(state + 3, waited)
-        tl.store(state + 4, worked)
-        tl.store(stats + 2, waits)
-        tl.store(stats + 3, waited)
-        tl.store(stats + 4, worked)
+        _add(state + 2, stats + 2, tl.where(naps > 0, 1, 0))
+        _add(state + 3, stats + 3, now - began)
+        _add(state + 4, stats + 4, busy)
         resume = now
     tl.store(state, resume)
-    tl.store(state + 1, points)
-    tl.store(stats + 1, points)
+    _add(state + 1, stats + 1, 1)
 
 
 def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> Any:
@@ -146,23 +146,13 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
     tl.atomic_add(bucket, newest - cost)
     released = tl.load(control, volatile=True) == 0
     tl.atomic_min(bucket, tl.where(released, now, now + longest))  # released: nothing is owed
-    waits = tl.load(state + 2) + tl.where(naps > 0, 1, 0)
-    waited = tl.load(state + 3) + (now - began)
-    worked = tl.load(state + 4) + busy
-    counted = tl.load(state + 5) + tokens
-    points = tl.load(state + 1) + 1
     tl.store(state, now)
-    tl.store(state + 1, points)
-    tl.store(state + 2, waits)
-    tl.store(state + 3, waited)
-    tl.store(state + 4, worked)
-    tl.store(state + 5, counted)
     tl.store(stats, now)
-    tl.store(stats + 1, points)
-    tl.store(stats + 2, waits)
-    tl.store(stats + 3, waited)
-    tl.store(stats + 4, worked)
-    tl.store(stats + 5, counted)
+    _add(state + 2, stats + 2, tl.where(naps > 0, 1, 0))
+    _add(state + 3, stats + 3, now - began)
+    _add(state + 4, stats + 4, busy)
+    _add(state + 5, stats + 5, tokens)
+    _add(state + 1, stats + 1, 1)
 
 
 def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> Any:

@@ -221,6 +221,7 @@ def _watch_gradients(parts: FunctionParts) -> Iterator[list[bool]]:
 @contextlib.contextmanager
 def _watch_attention() -> Iterator[dict[str | None, list[int]]]:
     """The kernel of each attention, by the preferred one; None for no preference."""
+    import torch
     from torch.nn import attention, functional
     from torch.overrides import TorchFunctionMode
 
@@ -235,28 +236,11 @@ def _watch_attention() -> Iterator[dict[str | None, list[int]]]:
             if func is functional.scaled_dot_product_attention:
                 for value, seen in kernels.items():
                     with prefer_attention(value) if value is not None else contextlib.nullcontext():
-                        seen.append(_choose_kernel(*args, **kwargs))
+                        seen.append(int(torch._fused_sdp_choice(*args, **kwargs)))  # it takes the same arguments
             return func(*args, **kwargs)
 
     with AttentionMode():
         yield kernels
-
-
-def _choose_kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> int:
-    """The kernel that torch chooses for these tensors."""
-    import torch
-
-    more = {"scale": scale, "enable_gqa": enable_gqa}
-    return int(torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **more))
 
 
 def _find_different(kernels: dict[str | None, list[int]]) -> tuple[str, ...]:
