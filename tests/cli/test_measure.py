@@ -133,13 +133,19 @@ def test_no_such_command() -> None:
 
 
 def test_sigterm_still_reports(gpu: dict[str, str]) -> None:
+    program = "print('running', flush=True); import time; time.sleep(120)"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tessera", "measure", *sleeper(30)],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, **gpu},
-    )  # fmt: skip
-    time.sleep(2.0)
+        [sys.executable, "-m", "tessera", "measure", "--", sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **gpu},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    time.sleep(1.0)  # so long that there is power to report
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM
     assert re.search(r"± [\d.]+ W", err)
 
