@@ -4,9 +4,12 @@
 >>> from tessera.integrations.huggingface import EnergyCallback
 >>> Trainer(model, args, train_dataset=data, callbacks=[EnergyCallback()]).train()
 
-Each log line gains energy_j, power_w, j_per_step and j_per_sample of the interval before it (and j_per_token if the
-Trainer counts tokens: `include_num_input_tokens_seen`). `callback.report` is the whole training. The Trainer calls its
-own reporters (W&B, TensorBoard) before `callbacks=`; to have the joules in them too, use `callback.attach(trainer)`.
+A log line gains energy_j, power_w, j_per_step and j_per_sample of the training steps since the line before that had
+them (and j_per_token if the Trainer counts tokens: `include_num_input_tokens_seen`), if those took a second or more;
+the Trainer's last line has the rest. Evaluation and saving are not the steps': the next line has them as
+evaluation_energy_j and saving_energy_j. `callback.report` is all the steps; evaluation and saving are its regions. The
+Trainer calls its own reporters (W&B, TensorBoard) before `callbacks=`; to have the joules in them too, use
+`callback.attach(trainer)`.
 """
 
 from __future__ import annotations
@@ -16,25 +19,30 @@ from typing import Any
 from ..errors import MissingExtra
 from ..monitor.core import Monitor
 from ..schema import EnergyReport
-from .training_energy import TrainingEnergy
+from .training_energy import EVALUATION, LEAST_S, SAVING, STEPS, TrainingEnergy
 
 try:
-    from transformers import TrainerCallback
+    from transformers import DefaultFlowCallback, TrainerCallback
 except ImportError as exc:  # pragma: no cover  (the tests have it)
     raise MissingExtra("transformers", "models", "tessera.integrations.huggingface") from exc
 
 
 class HuggingFaceEnergyCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds joules to the Trainer's log; `report` is an EnergyReport after training."""
+    """Adds joules to the Trainer's log; `report` is an EnergyReport after training.
 
-    def __init__(self, monitor: Monitor | None = None) -> None:
-        self._energy = TrainingEnergy("training", monitor)
+    `least_s`: a log line has joules if its steps took at least so long, since they wait for the sensor.
+    """
+
+    def __init__(self, monitor: Monitor | None = None, *, least_s: float = LEAST_S) -> None:
+        self._energy = TrainingEnergy("training", monitor, least_s=least_s)
         self._tokens = 0.0
         self.report: EnergyReport | None = None
 
     def attach(self, trainer: Any) -> HuggingFaceEnergyCallback:
         """Add it before the callbacks that report to other tools, so that they log the joules too."""
-        trainer.callback_handler.callbacks.insert(0, self)
+        callbacks = trainer.callback_handler.callbacks
+        # After the one that decides whether the Trainer evaluates or saves next.
+        callbacks.insert(1 + next((i for i, c in enumerate(callbacks) if isinstance(c, DefaultFlowCallback)), -1), self)
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -42,23 +50,49 @@ class HuggingFaceEnergyCallback(TrainerCallback):  # type: ignore[misc]
         self._tokens = float(getattr(state, "num_input_tokens_seen", 0) or 0)
         self._energy.begin()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Whatever came before is over."""
+        self._energy.switch(STEPS)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One optimizer step, with the samples it accumulated."""
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * max(args.n_gpu, 1)
         seen = float(getattr(state, "num_input_tokens_seen", 0) or 0)
         self._energy.add(step=1, sample=samples, token=seen - self._tokens if seen > self._tokens else None)
         self._tokens = seen
+        self._expect(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluation or saving may come next."""
+        self._expect(control)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A batch of an evaluation that another callback asked for."""
+        self._energy.switch(EVALUATION)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The evaluation is over."""
+        self._energy.switch(SAVING if control.should_save else STEPS)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The checkpoint is written."""
+        self._energy.switch(STEPS)
+
+    def _expect(self, control: Any) -> None:
+        """What the Trainer does next, as its flow has decided."""
+        self._energy.switch(EVALUATION if control.should_evaluate else SAVING if control.should_save else STEPS)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the joules to a line of the training log (not to lines of evaluation)."""
-        if logs is not None and "loss" in logs:
-            figures = {k: round(v, 6) for k, v in self._energy.log().items()}
+        last = logs is not None and "train_runtime" in logs
+        if logs is not None and (last or "loss" in logs):
+            figures = {k: round(v, 6) for k, v in self._energy.log(last=last).items()}
             logs.update(figures)
             if state.log_history:  # the Trainer has already stored a copy of the line
                 state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The whole training."""
+        """All the steps, and what evaluation and saving took."""
         self.report = self._energy.end()
 
 

@@ -4,18 +4,21 @@
 >>> from tessera.integrations.lightning import EnergyCallback
 >>> Trainer(callbacks=[EnergyCallback()]).fit(model, data)
 
-Logs energy/energy_j, energy/power_w, energy/j_per_step and (if the batch size is known) energy/j_per_sample of the
-interval before, every `log_every_n_steps`. `callback.report` is the whole training.
+Every `log_every_n_steps` it logs energy/energy_j, energy/power_w, energy/j_per_step and (if the batch size is known)
+energy/j_per_sample of the training steps since it last did, if those took a second or more; at the end, of the rest.
+Evaluation and saving are not the steps': energy/evaluation_energy_j and energy/saving_energy_j. `callback.report` is
+all the steps; evaluation and saving are its regions.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ..errors import MissingExtra
 from ..monitor.core import Monitor
 from ..schema import EnergyReport
-from .training_energy import TrainingEnergy
+from .training_energy import EVALUATION, LEAST_S, SAVING, STEPS, TrainingEnergy
 
 try:
     from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
@@ -27,29 +30,53 @@ except ImportError:
 
 
 class LightningEnergyCallback(Callback):  # type: ignore[misc]
-    """Logs joules through the trainer's own loggers; `report` is an EnergyReport after fitting."""
+    """Logs joules through the trainer's own loggers; `report` is an EnergyReport after fitting.
 
-    def __init__(self, monitor: Monitor | None = None) -> None:
+    `least_s`: joules are logged if the steps took at least so long, since they wait for the sensor.
+    """
+
+    def __init__(self, monitor: Monitor | None = None, *, least_s: float = LEAST_S) -> None:
         super().__init__()
-        self._energy = TrainingEnergy("training", monitor)
+        self._energy = TrainingEnergy("training", monitor, least_s=least_s)
         self.report: EnergyReport | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start counting."""
+        """Start counting; what writes a checkpoint is timed."""
         self._energy.begin()
+        save = trainer.save_checkpoint
+
+        @functools.wraps(save)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            with self._energy.phase(SAVING):
+                return save(*args, **kwargs)
+
+        trainer.save_checkpoint = save_checkpoint
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """One batch; its first tensor gives the number of samples."""
         self._energy.add(step=1, sample=_count_samples(batch))
         every = max(int(trainer.log_every_n_steps or 0), 1)
         if (batch_idx + 1) % every == 0:
-            figures = self._energy.log()
-            if figures and trainer.loggers:
-                trainer.logger.log_metrics({f"energy/{k}": v for k, v in figures.items()}, step=trainer.global_step)
+            self._log(trainer)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """What comes is not the steps'."""
+        self._energy.switch(EVALUATION)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Steps again."""
+        self._energy.switch(STEPS)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The whole training."""
+        """All the steps, and what evaluation and saving took."""
+        vars(trainer).pop("save_checkpoint", None)
+        self._log(trainer, last=True)
         self.report = self._energy.end()
+
+    def _log(self, trainer: Any, *, last: bool = False) -> None:
+        figures = self._energy.log(last=last)
+        if figures and trainer.loggers:
+            trainer.logger.log_metrics({f"energy/{k}": v for k, v in figures.items()}, step=trainer.global_step)
 
 
 def _count_samples(batch: Any) -> float | None:

@@ -1,81 +1,146 @@
-"""Joules of a training loop between its log lines, without waiting for a sensor.
+"""Joules of a training loop between its log lines: those of its steps, and apart from them evaluation and saving.
 
-A sensor catches up with a window only some time after it has closed. A log line therefore has the energy of the
-interval that the line before it closed; the report at the end has all of them.
+::
+
+    begin ── steps ── log ── steps ─┬─ evaluation ─┬─ saving ─┬─ steps ── log ── steps ── log(last) ── end
+                                    └─ phase(...) ─┴──────────┘
+
+A line tells of all steps since the line before that had joules. The sensor must catch up for that, which takes up to a
+tenth of a second: so a line has joules only if its steps took `LEAST_S` or more, or if it is the last one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from ..joules import sum_windows
 from ..monitor.core import Monitor
 from ..monitor.scope import EnergyScope
-from ..schema import EnergyReport, Work
+from ..schema import Energy, EnergyReport, RegionEnergy, Work
 
-
-@dataclass(slots=True)
-class _Interval:
-    scope: EnergyScope
-    counts: dict[str, float] = field(default_factory=dict)
+LEAST_S = 1.0
+"""Steps of a log line that has joules: waiting for the sensor then costs a few percent at most."""
+STEPS, EVALUATION, SAVING = "steps", "evaluation", "saving"
 
 
 class TrainingEnergy:
-    """Counts work and joules: call `begin`, then `add` for every step, `log` for every log line, and `end`."""
+    """Counts work and joules: call `begin`, then `add` for every step, `log` for every log line, and `end`.
 
-    def __init__(self, name: str, monitor: Monitor | None = None) -> None:
+    Everything inside `with energy.phase(EVALUATION)` is not the steps'; `switch` does the same for a framework that
+    only says when something begins.
+    """
+
+    def __init__(self, name: str, monitor: Monitor | None = None, *, least_s: float = LEAST_S) -> None:
         self._name = name
         self._monitor = monitor
-        self._whole: EnergyScope | None = None
-        self._current: _Interval | None = None
-        self._closed: _Interval | None = None
+        self._least_s = least_s
+        self._current: EnergyScope | None = None
+        self._phase = STEPS
+        self._scopes: dict[str, list[EnergyScope]] = {}
+        self._logged: dict[str, int] = {}  # how many scopes of each phase were in a line
+        self._line: dict[str, float] = {}
+        self._line_s = 0.0
+        self._opened_s = 0.0
         self.counts: dict[str, float] = {}
 
     def begin(self) -> None:
         """Start counting; a second call starts again from zero."""
-        self._whole = EnergyScope(self._name, monitor=self._monitor)
-        self._whole.__enter__()
-        self.counts, self._closed = {}, None
-        self._current = self._open_interval()
+        self._scopes = {phase: [] for phase in (STEPS, EVALUATION, SAVING)}
+        self._logged = dict.fromkeys(self._scopes, 0)
+        self.counts, self._line, self._line_s = {}, {}, 0.0
+        self._open(STEPS)
 
     def add(self, **work: float | None) -> None:
         """Add work that was done: step=1, sample=64, token=8192. None means unknown, and is not counted."""
-        for counts in (self.counts, self._current.counts if self._current else {}):
+        for counts in (self.counts, self._line):
             for unit, amount in work.items():
                 if amount is not None:
                     counts[unit] = counts.get(unit, 0.0) + amount
 
-    def log(self) -> dict[str, float]:
-        """Close the current interval and return the figures of the one before it; empty at the first call."""
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """A block that is not the steps'."""
+        before = self._phase
+        self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def switch(self, phase: str) -> None:
+        """What comes now is steps, evaluation or saving; nothing happens before `begin` and after `end`."""
+        if self._current is not None and phase != self._phase:
+            self._close()
+            self._open(phase)
+
+    def log(self, *, last: bool = False) -> dict[str, float]:
+        """The figures of the steps since the last line that had any; empty where they were too short a time."""
         if self._current is None:
             return {}
-        self._current.scope.__exit__(None, None, None)
-        figures = _figures(self._closed) if self._closed is not None else {}
-        self._closed, self._current = self._current, self._open_interval()
+        open_s = time.monotonic() - self._opened_s if self._phase == STEPS else 0.0
+        if not last and (not self._line or self._line_s + open_s < self._least_s):
+            return {}
+        if in_steps := self._phase == STEPS:
+            self._close()
+        figures = _list_figures(self._take_new(STEPS), self._line) if self._line else {}
+        for other in (EVALUATION, SAVING):
+            if spent := self._take_new(other):
+                figures[f"{other}_energy_j"] = sum_windows([s.energy for s in spent]).energy_j
+        self._line, self._line_s = {}, 0.0
+        if in_steps:
+            self._open(STEPS)
         return figures
 
     def end(self) -> EnergyReport | None:
-        """Everything from begin to end; waits until the sensor has caught up."""
-        if self._whole is None or self._current is None:
+        """The steps from begin to end, with evaluation and saving as regions; waits until the sensor has caught up."""
+        if self._current is None:
             return None
-        self._current.scope.__exit__(None, None, None)
-        self._whole.__exit__(None, None, None)
-        work = [Work(unit=unit, amount=amount) for unit, amount in self.counts.items()]
-        report = dataclasses.replace(self._whole.report(), work=work)
-        self._whole = self._current = None
-        return report
+        self._close()
+        steps = self._scopes[STEPS]
+        names = dict.fromkeys(name for scope in steps for name in scope.by_domain)
+        return dataclasses.replace(
+            steps[-1].report(),
+            name=self._name,
+            total=sum_windows([s.energy for s in steps]),
+            by_domain={name: sum_windows([s.by_domain[name] for s in steps if name in s.by_domain]) for name in names},
+            regions=[_describe_phase(phase, scopes) for phase, scopes in self._scopes.items() if scopes],
+            gaps=list(dict.fromkeys(gap for s in steps for gap in s.report().gaps)),
+            work=[Work(unit=unit, amount=amount) for unit, amount in self.counts.items()],
+        )
 
-    def _open_interval(self) -> _Interval:
-        interval = _Interval(EnergyScope(f"{self._name} log", monitor=self._monitor))
-        interval.scope.__enter__()
-        return interval
+    def _open(self, phase: str) -> None:
+        self._phase, self._opened_s = phase, time.monotonic()
+        self._current = EnergyScope(f"{self._name} {phase}", monitor=self._monitor)
+        self._current.__enter__()
+
+    def _close(self) -> None:
+        assert self._current is not None
+        self._current.__exit__(None, None, None)
+        self._scopes[self._phase].append(self._current)
+        self._line_s += self._current.host_time_s if self._phase == STEPS else 0.0
+        self._current = None
+
+    def _take_new(self, phase: str) -> Sequence[EnergyScope]:
+        scopes, since = self._scopes[phase], self._logged[phase]
+        self._logged[phase] = len(scopes)
+        return scopes[since:]
 
 
-def _figures(interval: _Interval) -> dict[str, float]:
-    energy = interval.scope.energy
+def _describe_phase(phase: str, scopes: Sequence[EnergyScope]) -> RegionEnergy:
+    energy = sum_windows([s.energy for s in scopes])
+    return RegionEnergy(
+        name=phase, calls=len(scopes), energy=energy, start_ns=scopes[0].start_ns, end_ns=scopes[-1].end_ns
+    )
+
+
+def _list_figures(scopes: Sequence[EnergyScope], work: dict[str, float]) -> dict[str, float]:
+    energy: Energy = sum_windows([s.energy for s in scopes])
     if not energy.energy_j >= 0:
         return {}
     figures = {"energy_j": energy.energy_j, "error_j": energy.error_j}
     if energy.power_w is not None:
         figures["power_w"] = energy.power_w
-    return figures | {f"j_per_{unit}": energy.energy_j / n for unit, n in interval.counts.items() if n > 0}
+    return figures | {f"j_per_{unit}": energy.energy_j / n for unit, n in work.items() if n > 0}
