@@ -76,6 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             self._send(401, b"{}")
             return
+        if self.server.drip is not None:
+            self.server.drip(self)
+            return
         answer = self.server.resources.get(self.path)
         if answer is None:
             self._send(404, b"{}")
@@ -97,6 +100,7 @@ class RedfishServer(ThreadingHTTPServer):
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(pki.chain_file)
         self.resources = dict(resources)
+        self.drip = None  # answers instead, byte by byte
         self.requests: list[tuple[str, str]] = []
         self._open: list = []
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import math
+import threading
 import time
 from dataclasses import replace
 
@@ -407,6 +408,33 @@ def test_a_dripping_server_is_cut_off(serve, pki):
     with pytest.raises(RequestFailed, match="no answer within"):
         client.get(ROOT)
     client.close()
+
+
+def test_a_dripping_head_is_cut_off(serve, pki):
+    """Each byte comes in time, and the answer never."""
+    over = threading.Event()
+
+    def drip(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        while not over.wait(0.01):
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+
+    server = serve(old_service())
+    server.drip = drip
+    config = RedfishConfig(url=server.url, username=USER, password=PASSWORD, ca_file=str(pki.ca_file), timeout_s=0.2)
+    client = RedfishClient(config)
+    with pytest.raises(RequestFailed, match="no answer within"):
+        client.get(ROOT)
+    client.close()
+    over.set()
+
+
+def test_a_service_that_describes_itself_for_ever_is_given_up(serve, start, monkeypatch):
+    monkeypatch.setattr("tessera.sensors.redfish.START_S", -1.0)
+    with pytest.raises(SensorUnavailable) as caught:
+        start(serve(old_service()))
+    assert "to describe itself" in str(caught.value.why)
 
 
 def test_the_password_shows_nowhere(serve, start, caplog):

@@ -182,6 +182,29 @@ def test_a_first_start_that_fails_says_why_and_starts_no_thread():
     assert inner.stops, "what a failed start took is released too"
 
 
+def test_a_start_that_takes_long_goes_on_in_the_background():
+    inner = Bmc(sample(7))
+    inner.hold_start.clear()
+    slow = SlowSensor(inner, wait_s=0.0)
+    slow.start()
+    assert slow.pending and slow.read() == Batch() and not inner.starts
+    inner.hold_start.set()
+    until(lambda: not slow.pending)
+    until(lambda: slow.read().samples)
+    slow.stop()
+
+
+def test_a_start_that_fails_late_is_a_loss():
+    inner = Bmc()
+    inner.hold_start.clear()
+    inner.on_start = SensorUnavailable("no answer", fix="look")
+    slow = SlowSensor(inner, wait_s=0.0)
+    slow.start()
+    inner.hold_start.set()
+    until(lambda: is_lost(slow))
+    slow.stop()
+
+
 def test_after_a_loss_starting_again_does_not_block_and_stays_lost_until_it_works(run):
     """The sampler calls start on the thread that reads the GPUs: a BMC that times out must not cost samples."""
     inner = Bmc(SensorLost("gone"))

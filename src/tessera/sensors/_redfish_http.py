@@ -8,10 +8,13 @@ goes into one header and nowhere else: not into errors, representations or logs.
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import os
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ Json = dict[str, Any]
 
 # The largest resources are log collections, tens of KiB a page; more than this is an error or an attack.
 MAX_BODY_BYTES = 4 << 20
-# The socket's timeout bounds one wait; a server that drips bytes is bounded by this many of them altogether.
+# The socket's timeout bounds one wait; a server that drips its head or its body is cut off after this many of them.
 DEADLINE_TIMEOUTS = 2.0
 _CHUNK_BYTES = 1 << 16
 
@@ -173,9 +176,22 @@ class RedfishClient:
             "OData-Version": "4.0",
             "User-Agent": "tessera",
         }
-        deadline_s = self._monotonic_s() + DEADLINE_TIMEOUTS * config.timeout_s
-        self._connection.request("GET", path, headers=headers)
-        response = self._connection.getresponse()
+        limit_s = DEADLINE_TIMEOUTS * config.timeout_s
+        deadline_s = self._monotonic_s() + limit_s
+        cut_off = threading.Timer(limit_s, _hang_up, [self._connection])
+        cut_off.daemon = True
+        cut_off.start()
+        try:
+            self._connection.request("GET", path, headers=headers)
+            return self._receive(self._connection.getresponse(), path, deadline_s)
+        except (OSError, http.client.HTTPException):
+            if self._monotonic_s() > deadline_s:
+                raise TimeoutError from None
+            raise
+        finally:
+            cut_off.cancel()
+
+    def _receive(self, response: http.client.HTTPResponse, path: str, deadline_s: float) -> tuple[int, bytes]:
         content = bytearray()
         while chunk := response.read1(_CHUNK_BYTES):
             content += chunk
@@ -184,6 +200,8 @@ class RedfishClient:
                 raise RequestFailed("malformed", f"{path} answers with more than {MAX_BODY_BYTES >> 20} MiB")
             if self._monotonic_s() > deadline_s:
                 raise TimeoutError
+        if self._monotonic_s() > deadline_s:  # cut off: the end is not the answer's own
+            raise TimeoutError
         response.read()  # read1 stops at the last byte; only a read past it frees the connection
         if response.will_close:
             self.close()
@@ -201,6 +219,13 @@ class RedfishClient:
         if isinstance(error, OSError):
             return RequestFailed("unreachable", f"cannot connect: {error.strerror or type(error).__name__}")
         return RequestFailed("malformed", f"not an HTTP answer: {type(error).__name__}")
+
+
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    """From another thread: whoever waits for bytes there is told at once that none come."""
+    with contextlib.suppress(OSError):
+        if connection.sock is not None:
+            connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _check(status: int, path: str) -> None:

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, SensorError, SensorPermission, SensorUnavail
 from ..schema import Capability, Scope
 from .base import Sensor
 from .processes import ProcessTree
+from .slow import WAIT_S, SlowSensor
 
 VARIABLE = "TESSERA_SENSORS"
 """Environment variable that picks sensors: "nvml,rapl", "replay:power.csv", "modelled"."""
@@ -40,7 +41,6 @@ def _load(module: str, sensor: str) -> Sensor:
 
 def _load_redfish() -> Sensor:
     from .redfish import RedfishConfig, RedfishSensor
-    from .slow import SlowSensor
 
     config = RedfishConfig.from_env()
     if config is None:
@@ -53,8 +53,6 @@ def _load_redfish() -> Sensor:
 
 
 def _load_ipmi() -> Sensor:
-    from .slow import SlowSensor
-
     return SlowSensor(_load("ipmi", "IpmiSensor"))
 
 
@@ -168,4 +166,7 @@ def _try(name: str, started: list[Sensor], missing: list[Capability]) -> None:
         reason = f"another sensor already has its domains: {', '.join(clash)}"
         missing.append(Capability(name=name, available=False, reason=reason, fix=f"set {VARIABLE}={name} to prefer it"))
         return
+    if isinstance(sensor, SlowSensor) and sensor.pending:
+        reason = f"it has not answered within {WAIT_S:g} s: its power appears once it has"
+        missing.append(Capability(name=name, available=False, reason=reason, fix="check the address and the network"))
     started.append(sensor)

@@ -12,6 +12,7 @@ to seconds, so `read` belongs on a background thread; a dead service costs it on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -37,6 +38,8 @@ GAIN_ERROR = 0.03
 # A PDU has tens of circuits at one request each; they take turns so that one read stays short.
 CIRCUITS_PER_READ = 8
 EVENTS_PERIOD_S = 10.0
+# A slow BMC answers some 60 requests of a second each at first.
+START_S = 120.0
 # One lost answer is common while a BMC is busy; three in a row are not.
 FAILURES_TO_LOSE = 3
 
@@ -133,10 +136,22 @@ class RedfishSensor:
         self.stop()
         self._client = RedfishClient(self._config)
         try:
-            self._adopt(Walker(self._client.get).walk())
+            self._adopt(Walker(self._get_until(time.monotonic() + START_S)).walk())
         except RequestFailed as error:
             self.stop()
             raise self._refusal(error) from None
+
+    def _get_until(self, deadline_s: float) -> Callable[[object], Json]:
+        """The client's `get`, which fails after a time: a hostile service may describe itself for ever."""
+        client = self._client
+        assert client is not None
+
+        def get(uri: object) -> Json:
+            if time.monotonic() > deadline_s:
+                raise RequestFailed("unreachable", f"it took longer than {START_S:g} s to describe itself")
+            return client.get(uri)
+
+        return get
 
     def _adopt(self, survey: Survey) -> None:
         if not survey.points:

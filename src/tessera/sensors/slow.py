@@ -1,7 +1,8 @@
 """Reads sensors that use the network or run a program on a thread of their own, so that they do not stall the others.
 
 The sampler reads everything on one thread, and NVML's ring holds 2.4 s: a BMC that takes 5 s to time out would cost
-GPU samples. A slow sensor is therefore read on a thread of its own, and the sampler only collects the batches.
+GPU samples. A slow sensor is therefore read on a thread of its own, and the sampler only collects the batches. That
+thread starts the sensor too: a service that takes long to describe itself, or never ends, delays nobody.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from ..errors import SensorError, SensorLost
+from ..errors import ArgumentError, SensorError, SensorLost
 from ..schema import Capability, Domain
 from .base import Batch, Sensor
 
 _KEPT_BATCHES = 256
+WAIT_S = 3.0
+"""How long `start` waits for a sensor; one that takes longer is started in the background."""
 
 
 class SlowSensor:
     """Wraps a sensor whose `read` may block: reads it in the background and hands over what has come."""
 
-    def __init__(self, inner: Sensor) -> None:
+    def __init__(self, inner: Sensor, *, wait_s: float = WAIT_S) -> None:
         self.inner = inner
+        self._wait_s = wait_s
+        self._ready = threading.Event()
+        self._refusal: Exception | None = None
         self._batches: deque[Batch] = deque(maxlen=_KEPT_BATCHES)
         self._lost: SensorLost | None = None
         self._stop = threading.Event()
@@ -40,38 +46,55 @@ class SlowSensor:
     def start(self) -> None:
         """Start the wrapped sensor, and the thread that reads it.
 
-        The first time this may block, and raises what is wrong. After a loss it is the sampler that calls, and must
-        not wait: the thread starts the sensor again, and `read` goes on raising the loss until it has.
+        The first time this waits a moment, and raises what is wrong by then. After a loss it is the sampler that calls,
+        and must not wait: the thread starts the sensor again, and `read` goes on raising the loss until it has.
         """
         if self._lost is not None and not self._stop.is_set():
             if self._thread is None or not self._thread.is_alive():
-                self._spawn(again=True)
+                self._spawn()
             return
         self.stop()
         if self._thread is not None:  # hangs in a time-out: two threads must not use one connection
             self._thread.join()
         self._lost = None
         self._batches.clear()
-        self.inner.start()
-        self._spawn(again=False)
+        thread = self._spawn()
+        if self._ready.wait(self._wait_s) and self._refusal is not None:
+            thread.join()
+            self._thread = None
+            raise self._refusal
 
-    def _spawn(self, *, again: bool) -> None:
-        self._stop = threading.Event()
-        arguments = (self._stop, again)
-        self._thread = threading.Thread(target=self._run, args=arguments, name=f"tessera-{self.name}", daemon=True)
+    @property
+    def pending(self) -> bool:
+        """Whether the sensor is still being started: it has no domains yet."""
+        return not self._ready.is_set()
+
+    def _spawn(self) -> threading.Thread:
+        self._stop, self._ready, self._refusal = threading.Event(), threading.Event(), None
+        self._thread = threading.Thread(
+            target=self._run, args=(self._stop, self._ready), name=f"tessera-{self.name}", daemon=True
+        )
         self._thread.start()
+        return self._thread
 
-    def _run(self, stop: threading.Event, again: bool) -> None:
+    def _run(self, stop: threading.Event, ready: threading.Event) -> None:
         try:
-            if again:
+            try:
                 self.inner.start()
-                self._lost = None
+            except Exception as exc:
+                self._refusal = exc
+                raise
+            self._lost = None
+            ready.set()
             while not stop.is_set():
                 self._batches.append(self.inner.read())
                 stop.wait(self.inner.period_s)
         except SensorError as exc:
             self._lost = exc if isinstance(exc, SensorLost) else SensorLost(exc.what, why=exc.why, fix=exc.fix)
+        except ArgumentError as exc:  # wrong settings, such as a CA file that cannot be read
+            self._lost = SensorLost(exc.what, why=exc.why, fix=exc.fix)
         finally:
+            ready.set()
             if stop.is_set():  # `stop` may not have waited for us
                 self.inner.stop()
 
