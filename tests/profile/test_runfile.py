@@ -500,7 +500,95 @@ def test_where_nothing_can_be_written(tmp_path):
     assert caught.value.fix
 
 
-def test_a_full_disk_does_not_stop_the_program(tmp_path):
+def fill(run, full):
+    """Make the database full, or not any more."""
+    with run._lock:
+        pages = run._store.db.execute("PRAGMA page_count").fetchone()[0]
+        run._store.db.execute(f"PRAGMA max_page_count={pages if full else 1 << 30}")
+
+
+def test_a_disk_that_is_full_for_a_while_delays_and_loses_nothing(tmp_path):
+    path = tmp_path / "a.tessera"
+    with RunWriter(path) as run:
+        run.add_row("mark", "before", 1, 1)
+        run.flush()
+        fill(run, full=True)
+        for i in range(40):
+            run.add_row("region", f"meanwhile_{i}" * 500, 10 * i, 10 * i + 5)
+        run.add_timeline(make_timeline(1000))
+        with pytest.raises(RecordingError, match="could not be written"):
+            run.flush()
+        fill(run, full=False)
+        run.add_row("mark", "after", 9, 9)
+        run.flush()
+        assert run.error is None and len(run.stalls) == 1
+        assert "nothing was lost" in run.stalls[0] and "full" in run.stalls[0]
+    with RunFile(path) as found:
+        rows = found.timeline()
+        names = [rows.name(i)[:12] for i in range(len(rows))]
+        assert not found.crashed
+    ours = [n for n in names if n.startswith(("before", "meanwhile_", "after"))]
+    assert sorted(ours) == sorted(["before", *((f"meanwhile_{i}" * 2)[:12] for i in range(40)), "after"]), "each once"
+    assert len(names) == 1042
+
+
+def test_a_lock_that_lasts_delays_and_loses_nothing(tmp_path):
+    path = tmp_path / "a.tessera"
+    with RunWriter(path) as run:
+        run._store.db.execute("PRAGMA busy_timeout=1")
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        run.add_row("mark", "meanwhile", 1, 1)
+        with pytest.raises(RecordingError, match="could not be written"):
+            run.flush()
+        other.execute("ROLLBACK")
+        other.close()
+        run.flush()
+        assert "locked" in run.stalls[0] and run.error is None
+    with RunFile(path) as found:
+        assert len(found.timeline()) == 1
+
+
+def test_a_timeline_that_is_half_committed_is_written_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("tessera.profile.runfile_write.COMMIT_S", 0.0)  # a commit after each chunk
+    monkeypatch.setattr("tessera.profile.runfile_store.CHUNK_ROWS", 2)
+    path = tmp_path / "a.tessera"
+    with RunWriter(path) as run, run._lock:  # the writer's own thread waits
+        run.add_timeline(make_timeline(7))
+        run.add_row("mark", "live", 1, 1)
+        chunk, left = run._store._chunk, [2]
+
+        def fail_third(*args):
+            left[0] -= 1
+            if left[0] < 0:
+                raise sqlite3.OperationalError("disk I/O error")
+            chunk(*args)
+
+        monkeypatch.setattr(run._store, "_chunk", fail_third)
+        with pytest.raises(RecordingError, match="disk I/O"):
+            run.flush()
+        monkeypatch.setattr(run._store, "_chunk", chunk)
+        run.flush()
+    with RunFile(path) as found:
+        rows = found.timeline()
+        assert len(rows) == 8 and sum(rows.name(i) == "live" for i in range(8)) == 1
+        assert len(found.get("timelines")) == 1
+
+
+def test_what_does_not_fit_into_memory_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("tessera.profile.runfile_write.MAX_WAITING", 10)
+    monkeypatch.setattr("tessera.profile.runfile_write.LAST_TRY_S", 0.0)
+    run = RunWriter(tmp_path / "a.tessera")
+    fill(run, full=True)
+    for i in range(30):
+        run.add_row("mark", f"{i}" * 5000, i, i)
+    with pytest.raises(RecordingError) as caught:
+        run.close()
+    assert "30 entries are lost" in str(caught.value.why)
+
+
+def test_a_full_disk_does_not_stop_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr("tessera.profile.runfile_write.LAST_TRY_S", 0.0)
     run = RunWriter(tmp_path / "a.tessera")
     run.add_row("mark", "before", T0, T0)
     run.flush()

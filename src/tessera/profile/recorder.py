@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MeasurementError, TesseraError
+from ..errors import MeasurementError, RecordingError, TesseraError
 from . import ending
 from .options import SessionOptions
 from .region import current, install
@@ -272,6 +272,9 @@ class Session:
     def _write_facts(self, writer: RunWriter) -> None:
         from ..timeline.columns import Builder
 
+        with contextlib.suppress(RecordingError):  # `close` raises it
+            writer.flush()
+        self.notes += writer.stalls
         if self._feed is not None and self._feed.clock_steps:
             self.notes.append("the wall clock was set during the run: times before and after it do not fit together")
         if self._summary is not None:

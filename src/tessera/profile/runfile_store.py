@@ -113,12 +113,13 @@ class Store:
         launches = db.execute("SELECT id, value FROM launches")
         self._launches = {msgspec.json.decode(text, type=Launch): i for i, text in launches}
         self._domains = {name: (i, text) for i, name, text in db.execute("SELECT id, name, value FROM domains")}
-        self._next_row = db.execute("SELECT coalesce(max(first_row + rows), 0) FROM chunks").fetchone()[0]
+        stored = db.execute("SELECT coalesce(max(first_row + rows), 0) FROM chunks").fetchone()[0]
+        self._next_row = max(self._next_row, stored)  # a timeline that is half written keeps its numbers
 
-    def recover(self) -> None:
-        """After an interrupt: commit what was executed, and read again what the file contains."""
+    def recover(self, *, commit: bool) -> None:
+        """After an interrupt or an error: commit what was executed or undo it, and read what the file contains."""
         if self.db.in_transaction:
-            self.db.execute("COMMIT")
+            self.db.execute("COMMIT" if commit else "ROLLBACK")
         self._open_rows = (0, [])
         self._resume()
 
@@ -168,12 +169,17 @@ class Store:
             columns[column] = np.array(cells, np.int64)
         self._chunk(first, columns, len(rows))
 
-    def timeline(self, timeline: Timeline, pause: Callable[[], None]) -> None:
-        """A whole timeline; `pause` is called after each chunk, and may write rows and commit."""
+    def timeline(self, timeline: Timeline, place: list[int], pause: Callable[[], None]) -> None:
+        """A whole timeline; `pause` is called after each chunk, and may write rows and commit.
+
+        `place` keeps the number of its first row, so that a second attempt replaces what a first has committed.
+        """
         count = len(timeline)
         ids = np.array([self.intern(n) for n in timeline.names] + [NONE], np.int64)  # [-1] is NONE again
         launches = np.array([self._intern_launch(launch) for launch in timeline.launches] + [NONE], np.int64)
-        base = self._reserve(count)  # in one piece, though live rows are written meanwhile: parents are row numbers
+        if not place:  # in one piece, though live rows are written meanwhile: parents are row numbers
+            place.append(self._reserve(count))
+        base = place[0]
         self._note(timeline, base, count, ids)
         present = [c for c in (*INTEGERS, *FLOATS) if c in timeline.columns]
         for i in range(0, count, CHUNK_ROWS):
@@ -243,7 +249,7 @@ class Store:
 
     def _note(self, timeline: Timeline, base: int, count: int, ids: NDArray[np.int64]) -> None:
         old = self.db.execute("SELECT value FROM facts WHERE key = 'timelines'").fetchone()
-        parts = msgspec.json.decode(old[0]) if old else []
+        parts = [p for p in msgspec.json.decode(old[0]) if p["first_row"] != base or not count] if old else []
         meta, notes = dict(timeline.meta), timeline.notes
         for key in NAME_LISTS:
             if key in meta:

@@ -5,9 +5,10 @@
     user's threads ──► deque (rows) ─┐                       every 0.25 s
     sampler, Kineto ─► deque (jobs) ─┴─► one writer thread ──► one transaction ──► runs/NAME.tessera (+ -wal)
 
-A killed process loses what was not yet committed: a quarter of a second, more when the disk stalls. A transaction is
-whole or absent, so the file is always readable. Commits do not wait for the disk (SQLite's synchronous=NORMAL), so a
-machine that loses its power may lose more, but not the file.
+A disk that is full or a file that is locked for a while delays it: everything waits in memory, and is written when that
+is possible again. A killed process loses what was not yet committed: a quarter of a second, or all that waits. A
+transaction is whole or absent, so the file is always readable. Commits do not wait for the disk (SQLite's
+synchronous=NORMAL), so a machine that loses its power may lose more, but not the file.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ from .runfile_store import Mode, Row, Store
 
 COMMIT_S = 0.25
 """How often the thread writes: half of what is promised, since a busy interpreter wakes it late."""
+LAST_TRY_S = 8.0
+"""How long `close` goes on trying: longer than SQLite waits for a lock."""
+MAX_WAITING = 200_000
+"""Rows, and other entries, that wait in memory while nothing can be written: minutes of a busy program."""
 _NAN = float("nan")
 _OPEN: set[RunWriter] = set()  # those that nobody closes are closed at exit
 _INHERITED: list[object] = []  # connections of the parent, which a forked child must never close
@@ -51,19 +56,27 @@ class RunWriter:
 
     `mode` says what to do if the file already exists: "new" refuses, "replace" deletes it, "append" goes on
     (to add counters after the run), "claimed" takes the empty file that `claim` has made. A disk that fills up does not
-    stop the user's program: what cannot be written is dropped, and `flush` and `close` raise `RecordingError`.
+    stop the user's program: what cannot be written waits (`stalls` says for how long, and what did not fit into
+    memory), and `flush` and `close` raise `RecordingError` while it cannot.
     """
 
     def __init__(self, path: str | Path, *, meta: Mapping[str, Any] | None = None, mode: Mode = "new") -> None:
         self.path = Path(path)
         self.error: Exception | None = None
+        """Why nothing can be written now."""
+        self.stalls: list[str] = []
+        """For each time that nothing could be written: how long, why, and what was lost."""
         self.refused: list[str] = []
         self._rows: deque[Row] = deque()
         self._jobs: deque[Callable[[], object]] = deque()
         self._lock = threading.RLock()  # held by whoever talks to the database
         self._stop = threading.Event()
         self._closed = False
-        self._committed_s = time.monotonic()
+        self._committed_s = self._failed_s = time.monotonic()
+        self._taken_rows: list[Row] = []  # since the last commit: put back if the next one fails
+        self._taken_jobs: list[Callable[[], object]] = []
+        self._running: Callable[[], object] | None = None
+        self._lost = 0
         try:
             self._store = Store(self.path, mode, meta or {})
         except (OSError, sqlite3.Error) as exc:
@@ -88,7 +101,7 @@ class RunWriter:
         Written on the writer's thread: do not change the arrays afterwards (other arrays may take their place).
         """
         now = dataclasses.replace(timeline, columns=dict(timeline.columns), links=None)
-        self._jobs.append(partial(self._store.timeline, now, self._commit_when_due))
+        self._jobs.append(partial(self._store.timeline, now, [], self._commit_when_due))
 
     def add_samples(self, domain: Domain, epoch_ns: Ints, watts: Floats) -> None:
         """Power samples of one domain; NaN watts: nothing is known since the sample before."""
@@ -152,8 +165,13 @@ class RunWriter:
         with self._lock:
             if self._closed:
                 return
+            until_s = time.monotonic() + LAST_TRY_S
             self._drain()
+            while isinstance(self.error, sqlite3.OperationalError) and time.monotonic() < until_s:
+                time.sleep(COMMIT_S)
+                self._drain()
             self._closed = True
+            self._lost += len(self._rows) + len(self._jobs)
             self._rows, self._jobs = deque(maxlen=0), deque(maxlen=0)  # what comes later is nobody's
             _OPEN.discard(self)
             try:
@@ -173,7 +191,8 @@ class RunWriter:
                 return
             timeline = self._store.timeline
             self._jobs = deque(j for j in self._jobs if getattr(j, "func", None) != timeline)
-            self._store.recover()
+            self._store.recover(commit=True)
+            self._taken_rows, self._taken_jobs, self._running = [], [], None
 
     def __enter__(self) -> RunWriter:
         return self
@@ -185,7 +204,7 @@ class RunWriter:
         if self.error is not None:
             raise RecordingError(
                 f"part of the run could not be written to {self.path}",
-                why=str(self.error),
+                why=f"{self.error}; {self._lost} entries are lost" if self._closed else str(self.error),
                 fix="free space on the disk or write elsewhere; what was committed before can be read",
             ) from self.error
         if self.refused:
@@ -209,22 +228,46 @@ class RunWriter:
         """Write all that is queued in one transaction (more, where a long job commits on its way)."""
         if self._closed:
             return
-        if self.error is not None:
+        if self.error is not None and not isinstance(self.error, sqlite3.OperationalError):  # the file is destroyed
+            self._lost += len(self._rows) + len(self._jobs)
             self._rows.clear()
             self._jobs.clear()
             return
         try:
+            if self.error is not None:
+                self._store.recover(commit=False)
             self._store.db.execute("BEGIN")
             self._write_rows()
             for _ in range(len(self._jobs)):
-                self._run_guarded(self._jobs.popleft())
+                self._running = self._jobs.popleft()
+                self._taken_jobs.append(self._running)
+                self._run_guarded(self._running)
+                self._running = None
                 self._commit_when_due()
             self._commit()
-        except sqlite3.Error as exc:  # a full disk: the user's program goes on, and hears of it when it closes
-            self.error = exc
-            if self._store.db.in_transaction:
-                with contextlib.suppress(sqlite3.Error):
-                    self._store.db.rollback()
+        except sqlite3.Error as exc:  # a full disk, a lock: the user's program goes on, and we try again
+            self._put_back(exc)
+            return
+        if self.error is not None:
+            lost = f"{self._lost} entries were lost" if self._lost else "nothing was lost"
+            stalled_s = time.monotonic() - self._failed_s
+            self.stalls.append(f"the run file could not be written for {stalled_s:.1f} s ({self.error}): {lost}")
+            self.error, self._lost = None, 0
+
+    def _put_back(self, error: sqlite3.Error) -> None:
+        """What was not committed waits for the next attempt, the newest of it where it is too much."""
+        if self.error is None:
+            self._failed_s = time.monotonic()
+        self.error, self._running = error, None
+        with contextlib.suppress(sqlite3.Error):
+            self._store.db.rollback()
+        self._rows.extendleft(reversed(self._taken_rows))
+        self._jobs.extendleft(reversed(self._taken_jobs))
+        self._taken_rows, self._taken_jobs = [], []
+        for queue in (self._rows, self._jobs):
+            for _ in range(len(queue) - MAX_WAITING):
+                queue.popleft()
+                self._lost += 1
 
     def _run_guarded(self, job: Callable[[], object]) -> bool:
         """Run a job; one that fails is refused alone, and the rest of the run is still written."""
@@ -243,6 +286,7 @@ class RunWriter:
     def _write_rows(self) -> None:
         while count := min(len(self._rows), CHUNK_ROWS):
             rows = [self._rows.popleft() for _ in range(count)]
+            self._taken_rows += rows
             # One bad row must not take its neighbours with it: only then are they written one by one.
             if not self._run_guarded(partial(self._store.rows, rows)):
                 self.refused.pop()
@@ -252,6 +296,8 @@ class RunWriter:
     def _commit(self) -> None:
         self._store.db.execute("COMMIT")
         self._committed_s = time.monotonic()
+        self._taken_rows = []
+        self._taken_jobs = [] if self._running is None else [self._running]  # a timeline of which this is a part
 
     def _commit_when_due(self) -> None:
         """Commit within a long job, so that live rows do not wait for a million kernels."""
