@@ -25,6 +25,7 @@ from .record import Record
 from .schema import DeviceId, Telemetry
 from .timeline.columns import Chunk, Launch, Timeline
 from .trace import PowerTrace
+from .units import format_energy_error
 
 Span = tuple[EpochNs, EpochNs]
 
@@ -159,8 +160,11 @@ class Recording:
         self.close()
 
     def __repr__(self) -> str:
-        domains = ", ".join(self.power.columns) if self.power is not None else "no power"
-        return f"<Recording {self.facts.name}: {len(self.timeline)} rows, {domains}>"
+        """Without reading what has not been read: a timeline may have millions of rows."""
+        rows = f"{len(self.timeline)} rows" if "timeline" in self.__dict__ else "not read yet"
+        table = self._energy
+        spent = "" if table is None else f", {format_energy_error(table.energy_j, table.error_j)}"
+        return f"<Recording {self.facts.name}: {rows}{spent}>"
 
     @property
     def span_ns(self) -> Span:

@@ -25,6 +25,7 @@ from .device import OperatingPoint as OperatingPoint
 from .energy_diff import DiffRow as DiffRow
 from .energy_diff import EnergyDiff as EnergyDiff
 from .errors import ArgumentError
+from .units import format_duration, format_energy_error, format_power
 
 # Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset counter fakes.
 MAX_BOARD_W = 10_000.0
@@ -195,6 +196,11 @@ class Energy:
         seen_s = self.time_s * self.coverage
         return self.energy_j / seen_s if seen_s > 0 else None
 
+    def __str__(self) -> str:
+        power = "" if self.power_w is None else f", {format_power(self.power_w, 3)}"
+        energy = format_energy_error(self.energy_j, self.error_j)
+        return f"{energy}{power}, {format_duration(self.time_s, 3)}, {self.source}"
+
     @property
     def joules(self) -> float:
         """`energy_j`, by the name that the energy guide uses."""
@@ -305,6 +311,10 @@ class Prediction:
     assumptions: tuple[str, ...] = ()
     again: Callable[..., EnergyReport] | None = None
 
+    def __repr__(self) -> str:
+        of = [self.mode, self.launch, self.precision, None if self.batch is None else f"batch {self.batch}"]
+        return f"<Prediction for {self.device}: {', '.join(filter(None, of))}, bound by {self.bound}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # `again` holds the model: a report that travels to another process keeps its figures, not that.
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "again"}
@@ -413,6 +423,10 @@ class EnergyReport:
         from .analyze.diff import diff
 
         return diff(self, other)
+
+    def __repr__(self) -> str:
+        where = f" on {self.prediction.device}" if self.prediction else ""
+        return f"<EnergyReport {self.name}{where}: {self.total}; print() shows more>"
 
     def __str__(self) -> str:
         from .report.predict import text

@@ -72,7 +72,7 @@ _COLUMNS = columns(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AdviceResult(Result):
     """A `Result` whose rows are the `advice`, one by one."""
 

@@ -22,6 +22,7 @@ from ..notes import order_notes
 from ..recording import Facts, Recording
 from ..schema import Basis, Scope
 from ..trace import PowerTrace
+from ..units import format_duration, format_energy_error
 from .advise import find_advice
 from .evidence import HostGap, RunEvidence, find_host_gaps, group_telemetry
 from .kernel_names import CATEGORIES, category
@@ -134,6 +135,10 @@ class Answer:
     cut: str | None = None
     returncode: int | None = None
     notes: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        spent = format_energy_error(self.whole.energy_j, self.whole.error_j)
+        return f"<Answer {self.name}: {spent} in {format_duration(self.whole.time_s, 3)}, {self.basis}>"
 
     def rows(self, by: str) -> Sequence[EnergyRow]:
         """The rows of one view, most joules first."""

@@ -113,6 +113,9 @@ class Correlation:
             rows.append({**row, "time_s": spike.time_s, **top})
         return make_frame(rows, None, "Correlation.to_frame")
 
+    def __repr__(self) -> str:
+        return f"<Correlation of {len(self.spikes)} power spikes and what ran meanwhile; print() shows them>"
+
     def __str__(self) -> str:
         from ..report.analysis import correlation_text
 

@@ -135,6 +135,9 @@ class Difference(EnergyDiff):
         """A pandas DataFrame of the rows."""
         return make_frame([r.to_dict() for r in self.rows], list(self.total.to_dict()), "analyze.diff(...).to_frame")
 
+    def __repr__(self) -> str:
+        return f"<Difference {self.before} → {self.after}: {self.verdict().text}>"
+
     def __str__(self) -> str:
         from ..report.diff import text
 

@@ -81,7 +81,7 @@ class ThrottleEpisode:
         return (self.end_ns - self.start_ns) * 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PowerResult(Result):
     """A `Result` whose rows are domains; `facts` are of `domain`, the one looked at closely.
 

@@ -102,6 +102,9 @@ class Result:
         """A pandas DataFrame of the rows."""
         return make_frame(self.rows, [c.key for c in self.columns], f"analyze.{self.kind}(...).to_frame")
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.kind}: {self.title}; {len(self.rows)} rows; print() shows them>"
+
     def __str__(self) -> str:
         from ..report.analysis import text
 

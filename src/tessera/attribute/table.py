@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError, MissingExtra
 from ..schema import Basis
+from ..units import format_duration, format_energy_error
 
 VIEWS = ("kernels", "ops", "regions", "modules", "steps", "groups")
 
@@ -99,6 +100,12 @@ class EnergyTable:
         except ImportError as exc:
             raise MissingExtra("pandas", "frame", "EnergyTable.to_frame") from exc
         return pd.DataFrame([_row(r) for r in self.rows(by)])
+
+    def __repr__(self) -> str:
+        views = ("kernels", "ops", "regions", "modules", "steps")
+        counts = ", ".join(f"{len(rows)} {view}" for view in views if (rows := getattr(self, view)))
+        spent = format_energy_error(self.energy_j, self.error_j)
+        return f"<EnergyTable {spent} in {format_duration(self.time_s, 3)}: {counts or 'no rows'}; print() shows more>"
 
     def __str__(self) -> str:
         from ..report.energy import text

@@ -94,6 +94,9 @@ class Sweep:
     rows: Sequence[SweepRow]
     schema_version: int = field(default=SCHEMA_VERSION)
 
+    def __repr__(self) -> str:
+        return f"<Sweep of {self.name}: {len(self.feasible)} of {len(self.rows)} combinations are possible>"
+
     @property
     def feasible(self) -> list[SweepRow]:
         """The rows that are possible."""

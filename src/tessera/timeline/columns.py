@@ -109,6 +109,10 @@ class Timeline:
     def __len__(self) -> int:
         return len(self.columns["kind"])
 
+    def __repr__(self) -> str:
+        seconds = (self.end_ns - self.start_ns) * 1e-9 if len(self) else 0.0
+        return f"<Timeline {len(self)} rows over {seconds:.3f} s, {len(self.names)} names>"
+
     def __getitem__(self, column: str) -> NDArray[Any]:
         return self.columns[column]
 
