@@ -22,9 +22,9 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
       sudo tessera doctor --restore
 
     Also shows whether GPU performance counters are readable, whether the host's clock is synchronised, and which power
-    limits or clocks Tessera's processes hold now, or left behind when they were killed. Changes nothing without
-    --restore. Exit code: 0 if a sensor here measures power, 1 if joules would be modelled; with --restore, 0 if
-    everything was put back, 1 otherwise.
+    limits or clocks Tessera's processes hold now, or left behind when they were killed, or nobody holds although they
+    are not the default. Changes nothing without --restore. Exit code: 0 if a sensor here measures power, 1 if joules
+    would be modelled; with --restore, 0 if everything was put back, 1 otherwise.
     """
     from .. import actuators
     from ..sensors.health import examine

@@ -124,19 +124,13 @@ def _fp8(m: int, n: int, k: int, device: str) -> Call:
 
 
 def _attention(half: str) -> list[CalibrationPoint]:
-    def full(q: Any, k: Any, v: Any) -> Any:
-        return F.scaled_dot_product_attention(q, k, v)
-
-    def causal(q: Any, k: Any, v: Any) -> Any:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    sizes = [(full, 32, 12, 512, 512, 64), (full, 4, 16, 2048, 2048, 64)]
-    sizes += [(causal, 2, 32, 2048, 2048, 128), (full, 16, 32, 1, 4096, 128)]
+    sizes = [("full", 32, 12, 512, 512, 64), ("full", 4, 16, 2048, 2048, 64)]
+    sizes += [("causal", 2, 32, 2048, 2048, 128), ("full", 16, 32, 1, 4096, 128)]
     points = []
-    for fn, b, h, q, kv, d in sizes:
-        name = f"attention {fn.__name__} {b}x{h}x{q}/{kv}x{d} {half}"
-        make = _of(fn, half, (b, h, q, d), (b, h, kv, d), (b, h, kv, d))
-        points.append(CalibrationPoint(name=name, group="attention", make=make))
+    for which, b, h, q, kv, d in sizes:
+        fn = functools.partial(F.scaled_dot_product_attention, is_causal=which == "causal")
+        name = f"attention {which} {b}x{h}x{q}/{kv}x{d} {half}"
+        points.append(_point(name, "attention", fn, half, (b, h, q, d), (b, h, kv, d), (b, h, kv, d)))
     return points
 
 
@@ -149,13 +143,10 @@ def _convolutions(half: str) -> list[CalibrationPoint]:
 def _convolution(precision: str, batch: int, inputs: int, outputs: int, size: int, window: int) -> CalibrationPoint:
     layout = torch.contiguous_format if precision == "fp32" else torch.channels_last
 
-    def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, w, padding=window // 2)
-
     def make(device: str) -> Call:
         x = _random((batch, inputs, size, size), precision, device).to(memory_format=layout)
         w = _random((outputs, inputs, window, window), precision, device).to(memory_format=layout)
-        return convolve, (x, w)
+        return functools.partial(F.conv2d, padding=window // 2), (x, w)
 
     name = f"conv {window}x{window} {inputs}->{outputs} {batch}x{size}x{size} {precision}"
     return CalibrationPoint(name=name, group="conv", make=make)
@@ -171,29 +162,16 @@ def _sizes(cache_bytes: float, *shares: float) -> list[int]:
 
 def _copies(cache_bytes: float, half: str) -> list[CalibrationPoint]:
     """Plain copies (a memcpy), and the copies that models make: to another order, another format, or side by side."""
-
-    def transpose(x: torch.Tensor) -> torch.Tensor:
-        return x.t().contiguous()
-
-    def split_heads(x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2).contiguous()
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.float32 if x.dtype != torch.float32 else torch.float64)
-
-    def concatenate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.cat((x, y), -1)
-
     # One plain size within the cache and one beyond: more would add nothing new, and would outweigh the others.
     cases: list[tuple[str, Any, tuple[Shape, ...]]] = [
         (f"copy {size / _MIB:.3g} MiB", torch.clone, ((size // DTYPES[half].itemsize,),))
         for size in _sizes(cache_bytes, 1 / 8, 6)
     ]
     cases += [
-        ("transpose 4096x4096", transpose, ((4096, 4096),)),
-        ("heads 32x512x12x64", split_heads, ((32, 512, 12, 64),)),
-        ("cast 8192x4096", cast, ((8192, 4096),)),
-        ("cat 2 of 8192x2048", concatenate, ((8192, 2048),) * 2),
+        ("transpose 4096x4096", lambda x: x.t().contiguous(), ((4096, 4096),)),
+        ("heads 32x512x12x64", lambda x: x.transpose(1, 2).contiguous(), ((32, 512, 12, 64),)),
+        ("cast 8192x4096", lambda x: x.double() if x.dtype == torch.float32 else x.float(), ((8192, 4096),)),
+        ("cat 2 of 8192x2048", lambda x, y: torch.cat((x, y), -1), ((8192, 2048),) * 2),
     ]
     return [_point(f"{name} {half}", "copy", fn, half, *shapes) for name, fn, shapes in cases]
 
@@ -222,21 +200,13 @@ def _norms(half: str) -> list[CalibrationPoint]:
 
 
 def _reductions(half: str) -> list[CalibrationPoint]:
-    def row_sum(x: torch.Tensor) -> torch.Tensor:
-        return x.sum(-1)
-
-    def row_max(x: torch.Tensor) -> torch.Tensor:
-        return x.amax(-1)
-
-    def row_mean(x: torch.Tensor) -> torch.Tensor:
-        return x.mean(-1)
-
-    def column_sum(x: torch.Tensor) -> torch.Tensor:
-        return x.sum(0)
-
-    cases = [("sum", row_sum, 65536, 1024, half), ("amax", row_max, 16384, 4096, half)]
-    cases += [("mean", row_mean, 32768, 2048, "fp32"), ("mean", row_mean, 8192, 1024, half)]
-    cases += [("column sum", column_sum, 16384, 2048, half)]
+    cases: list[tuple[str, Callable[..., Any], int, int, str]] = [
+        ("sum", lambda x: x.sum(-1), 65536, 1024, half),
+        ("amax", lambda x: x.amax(-1), 16384, 4096, half),
+        ("mean", lambda x: x.mean(-1), 32768, 2048, "fp32"),
+        ("mean", lambda x: x.mean(-1), 8192, 1024, half),
+        ("column sum", lambda x: x.sum(0), 16384, 2048, half),
+    ]
     return [_point(f"{name} {rows}x{width} {p}", "reduce", fn, p, (rows, width)) for name, fn, rows, width, p in cases]
 
 
