@@ -153,7 +153,14 @@ def test_regions_and_counters_do_not_make_a_trace_longer() -> None:
     assert (table.untraced_s, table.untraced_j) == (pytest.approx(0.505), pytest.approx(151.5, rel=0.02))
     assert "not traced: 152 J in 505 ms of the power log" in " ".join(str(table).split())
     assert "not traced" in table._repr_html_()
-    assert table.to_json()["untraced_s"] == pytest.approx(0.505)
+    data = table.to_json()
+    assert (data["covers"], data["untraced_s"]) == ("trace", pytest.approx(0.505))
+    assert len(data["steps"]) == 10 and not data["regions"], "a step is no region"
+
+
+def test_a_table_of_a_whole_run_says_so() -> None:
+    power = PowerTrace({"gpu0": make_samples()}, start_ns=T0, end_ns=T0 + 1000 * MS)
+    assert Recording(make_timeline(), power).energy().to_json()["covers"] == "run"
 
 
 def test_what_kineto_marks_is_a_part_of_its_trace() -> None:

@@ -149,7 +149,7 @@ def window_error_j(start: Mark, end: Mark, *, gain_error: float, blur_s: float, 
 
 # Rounding of edges alone leaves this much of a window: not worth a wider interval.
 FULL = 0.995
-BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated")
+BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated", "timed")
 
 # Two seconds hold twenty ticks of an H200's counter: a tick misplaced by its ±3 ms is then under 0.2% of the span.
 MIN_SPAN_NS = 2_000_000_000

@@ -34,7 +34,8 @@ LIMIT_HEADROOM = 1.5
 SCHEMA_VERSION = 1
 """Version of everything we write to disk; readers refuse a newer one and say so."""
 
-Basis = Literal["measured", "modelled", "simulated", "predicted"]
+Basis = Literal["measured", "modelled", "simulated", "predicted", "timed"]
+"""How joules are known; "timed": they are not, only seconds are."""
 Scope = Literal["process", "machine"]
 """Whose power a domain is: that of a process with its children, or that of everything on the machine."""
 

@@ -429,6 +429,8 @@ def test_a_trace_without_power_is_compared_by_time(files: tuple[Path, Path]) -> 
     assert math.isnan(mixed.total.change_j) and {r.state for r in mixed.rows} == {"both"}
     assert "unknown" in text(mixed) and checked(page(mixed))
     assert found.to_dict()["total"]["change_j"] is None
+    assert found.basis == ("timed", "timed"), "nothing was measured but time"
+    assert "time only, no power" in text(found) and "; measured;" not in text(found)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def _words(command: str) -> list[str]:
 
 def time_table(timeline: Timeline) -> EnergyTable:
     """A table without joules, of a trace without power: calls and seconds by kernel, operator and step."""
-    rows, links = timeline.device_rows, timeline.linked
+    rows, links, traced_ns = timeline.device_rows, timeline.linked, timeline.traced_span
     host = not len(rows)
     if host:  # the time of each operator in itself, as attribution has it on a machine without GPU
         rows, seconds = self_time(timeline)
@@ -268,7 +268,8 @@ def time_table(timeline: Timeline) -> EnergyTable:
         idle_j=_NAN,
         idle_error_j=_NAN,
         busy_s=float(seconds.sum()),
-        time_s=(timeline.end_ns - timeline.start_ns) * 1e-9,
+        time_s=(traced_ns[1] - traced_ns[0]) * 1e-9,
+        basis="timed",
         kernels=kernels,
         steps=steps,
         coverage=0.0,

@@ -150,8 +150,10 @@ class _Ledger:
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
     def regions(self) -> list[EnergyRow]:
-        """By name, each with everything inside it; kernels count for all regions around their launch."""
-        return self._sum_nested(self._links.region, "region", self._links.forward_region)
+        """By name, each with everything inside it; kernels count for all regions around their launch. Without steps."""
+        steps = {s.name for s in self._links.steps}
+        rows = self._sum_nested(self._links.region, "region", self._links.forward_region)
+        return [row for row in rows if row.name not in steps]
 
     def modules(self) -> list[EnergyRow]:
         return self._sum_nested(self._links.module, "module", None)

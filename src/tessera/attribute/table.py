@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ArgumentError, MissingExtra
 from ..schema import Basis
 from ..units import format_duration, format_energy_error
 
+UNTRACED_SHARE = 0.02
+"""A table that leaves out more than this share of its time covers a trace, not the whole run."""
 VIEWS = ("kernels", "ops", "regions", "modules", "steps", "groups")
 
 
@@ -77,6 +79,11 @@ class EnergyTable:
     untraced_s: float = 0.0
     notes: Sequence[str] = ()
 
+    @property
+    def covers(self) -> Literal["run", "trace"]:
+        """Whether `energy_j` and the rows are those of the whole run, or only of what was traced of it."""
+        return "trace" if self.untraced_s > UNTRACED_SHARE * self.time_s else "run"
+
     def rows(self, by: str = "kernels") -> Sequence[EnergyRow]:
         """The rows of one view: kernels, ops, regions, modules or steps."""
         if by not in VIEWS:
@@ -92,7 +99,7 @@ class EnergyTable:
         """Plain data: `energy_j`, `idle_j`, `untraced_j` ..., and the rows of every view."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
         views = {v: [_row(r) for r in self.rows(v)] for v in VIEWS}
-        return {**head, "notes": [str(note) for note in self.notes], **views}
+        return {**head, "covers": self.covers, "notes": [str(note) for note in self.notes], **views}
 
     def to_frame(self, by: str = "kernels") -> Any:
         try:

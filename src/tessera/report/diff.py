@@ -130,12 +130,13 @@ def about(difference: Difference) -> str:
         per += " per run" if max(difference.runs) > 1 else ""
     if max(difference.runs) > 1:
         per += f", {difference.runs[0]} and {difference.runs[1]} runs"
-    basis = (
-        difference.basis[0]
-        if difference.basis[0] == difference.basis[1]
-        else f"{difference.basis[0]} → {difference.basis[1]}"
-    )
+    basis = " → ".join(dict.fromkeys(basis_text(word) for word in difference.basis))
     return f"{per}; {basis}; 90% intervals"
+
+
+def basis_text(basis: str) -> str:
+    """How the joules of a side are known, in words."""
+    return "time only, no power" if basis == "timed" else basis
 
 
 def modelled_warning(difference: Difference) -> str | None:

@@ -14,6 +14,7 @@ from .diff import (
     DiffFigure,
     about,
     all_notes,
+    basis_text,
     calls_text,
     display_names,
     headline,
@@ -245,8 +246,8 @@ def _row(row: RowChange, name: str, *, timed: bool) -> str:
 def _origin(difference: Difference) -> str:
     w = difference.whole
     rows = [
-        ("before", f"{difference.before} ({difference.basis[0]})"),
-        ("after", f"{difference.after} ({difference.basis[1]})"),
+        ("before", f"{difference.before} ({basis_text(difference.basis[0])})"),
+        ("after", f"{difference.after} ({basis_text(difference.basis[1])})"),
         ("whole, before", f"{quantity(w.before_j, w.before_error_j, 'J')} in {format_duration(w.before_s)}"),
         ("whole, after", f"{quantity(w.after_j, w.after_error_j, 'J')} in {format_duration(w.after_s)}"),
     ]

@@ -22,7 +22,6 @@ from .html import card, card_bar
 SUMMARY_NOTE = "Calls are counted while tracing; joules are those of the whole run."
 """The note of a summary (`--mode summary`), which traces only some of the time."""
 WIDTH = 100
-UNTRACED_SHARE = 0.02
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TITLES = {
     "kernels": "kernel",
@@ -56,7 +55,7 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
 
 def untraced_text(table: EnergyTable) -> str:
     """What the power log has beside the trace; "" where that is next to nothing."""
-    if table.untraced_s <= UNTRACED_SHARE * table.time_s:
+    if table.covers == "run":
         return ""
     spent = f"{format_energy(table.untraced_j, 3)} in {format_duration(table.untraced_s, 3)}"
     return f"not traced: {spent} of the power log lie outside the trace, and are neither in a row nor idle"
