@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 
 from recordings import with_table
+from tessera import analyze
+from tessera.estimate.search import Sweep, SweepRow
+from tessera.report.diff_html import page as diff_page
+from tessera.report.predict_html import page as predict_page
 from tessera.report.run_html import page
+from tessera.schema import Energy, EnergyReport, Work
 
 from browser import SHOTS, Browser, chromium
 from synthetic_run import EVIL, make, results
@@ -245,6 +250,43 @@ def test_a_point_leads_to_its_row(window: Browser) -> None:
     window.js("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", point)
     assert window.js("return document.querySelector('tr.hit').id") == to
     assert window.js("return document.querySelector('tr.hit td').title") == point.get_attribute("data-n")
+
+
+CONTRAST = """
+const lum = c => { const v = c.map(x => (x /= 255) <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
+  return .2126 * v[0] + .7152 * v[1] + .0722 * v[2]; };
+const rgb = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+const paper = rgb(getComputedStyle(document.body).backgroundColor);
+return [...document.querySelectorAll('h1, h2, th, td, .tile b, .tile span, .dim, dt, dd, text')].map(e => {
+  const style = getComputedStyle(e); let opacity = 1;
+  for (let at = e; at; at = at.parentElement) opacity *= Number(getComputedStyle(at).opacity);
+  const own = rgb(e.tagName === 'text' ? style.fill : style.color);
+  const ink = own.map((x, i) => x * opacity + paper[i] * (1 - opacity));
+  const [low, high] = [lum(ink), lum(paper)].sort((a, b) => a - b);
+  return [(high + .05) / (low + .05), `${e.tagName} ${e.className} ${e.textContent}`.slice(0, 60)];
+}).sort((a, b) => a[0] - b[0])[0];
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_text_of_every_page_can_be_read(browser: Browser, tmp_path: Path, scheme: str) -> None:
+    """WCAG's least contrast for text, 4.5 to 1, on the pages of a run, a comparison, a prediction and a sweep."""
+    made = make(steps=3, layers=3)
+    run = made.write(tmp_path / "x.tessera").recording()
+    total = Energy(energy_j=1.0, error_j=0.1, time_s=1.0, source="x")
+    report = EnergyReport(name="x", total=total, by_domain={"gpu0": total}, work=[Work(amount=8, unit="sample")])
+    rows = [SweepRow(on=chip, precision=None, batch=8, time_s=1e-3, error_s=1e-4, energy_j=j, error_j=0.1,
+                     compute_energy_j=j / 2, memory_energy_j=j / 4, static_energy_j=j / 4, average_power_w=9.0)
+            for chip, j in (("h200", 1.0), ("a100", 2.0))]  # fmt: skip
+    sweep = Sweep(name="x", mode="infer", launch="eager", rows=rows)
+    pages = {"run": page(run), "diff": diff_page(analyze.diff(report, report))}
+    pages |= {"predict": predict_page(report), "sweep": predict_page(sweep)}
+    browser.scheme(scheme)
+    for name, text in pages.items():
+        (tmp_path / f"{name}.html").write_text(text)
+        browser.open(tmp_path / f"{name}.html")
+        contrast, where = browser.js(CONTRAST)
+        assert contrast >= 4.5, (name, where, contrast)
 
 
 def test_dark_mode(window: Browser) -> None:

@@ -48,7 +48,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
 
 Labels = Mapping[str, str]
 Sample = tuple[str, Labels, float | None]
-_INDEX = b'<!doctype html><title>tessera</title><p>tessera serves <a href="/metrics">/metrics</a></p>\n'
+_INDEX = (
+    b'<!doctype html><meta name="color-scheme" content="light dark"><title>tessera</title>'
+    b'<p>tessera serves <a href="/metrics">/metrics</a></p>\n'
+)
 
 
 def import_client() -> Any:

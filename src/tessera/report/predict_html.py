@@ -59,7 +59,7 @@ font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-n
 """
 # In addition to the style of all pages.
 _PAGE_STYLE = """
-main{max-width:1120px}.tessera #theme{float:right}.tessera .dim{opacity:1}
+main{max-width:1120px}.tessera #theme{float:right}.tessera .dim,.tessera .tile span{opacity:1}
 section+section{border-top:1px solid rgba(128,128,128,.28);margin-top:34px;padding-top:26px}
 """
 
