@@ -12,7 +12,7 @@ from ..errors import MeasurementError
 from ..joules import sum_windows
 from ..notes import Note
 from ..schema import Energy
-from ..timeline.columns import Timeline
+from ..timeline.columns import NONE, Timeline
 from ..trace import PowerTrace
 from .solve import attribute
 from .table import EnergyRow, EnergyTable
@@ -102,7 +102,7 @@ def account_samples(
     regions = [
         (timeline.name(r), int(timeline["start_ns"][r]), int(timeline["end_ns"][r]))
         for r in timeline.rows("region")[:MOST_PASSES].tolist()
-        if r not in step_rows
+        if r not in step_rows and not _is_nested(timeline, r)
     ]
     all_steps = [row for step in steps for row in _sum_passes(power, [step], "step", total.energy_j)]
     rows = [row for row in all_steps if not math.isnan(row.energy_j)]
@@ -124,6 +124,15 @@ def account_samples(
         steps=rows,
         regions=[r for r in _sum_passes(power, regions, "region", total.energy_j) if not math.isnan(r.energy_j)],
     )
+
+
+def _is_nested(timeline: Timeline, row: int) -> bool:
+    """Whether a region lies within another of its name, which has its joules already."""
+    parent, names = timeline.linked.parent, timeline["name"]
+    above = int(parent[row])
+    while above != NONE and names[above] != names[row]:
+        above = int(parent[above])
+    return above != NONE
 
 
 def _sum_passes(

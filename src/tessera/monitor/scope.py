@@ -7,7 +7,9 @@ import functools
 import inspect
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from ..clock import EpochNs
@@ -24,12 +26,14 @@ OVERLAPS = (
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_MAX_AROUND = 64  # nobody nests deeper but by mistake
+_around: ContextVar[tuple[weakref.ref[EnergyScope], ...]] = ContextVar("tessera_scopes_around", default=())
 on_close: Callable[[str, int, int], None] | None = None
 """Called with the name and the two (monotonic) host times of every scope that ends. Set by a recording session."""
 
 
 class EnergyScope:
-    """The joules between entering and leaving. A context manager, and a decorator that opens one per call.
+    """The joules between entering and leaving. A context manager (`async with` too), and a decorator: one per call.
 
     Entering and leaving note the clock and, if CUDA is initialised, an event in the current stream: nothing is
     synchronised (unless `sync=True`) and no sensor is read. Reading a result waits until the sensor has caught up.
@@ -52,8 +56,11 @@ class EnergyScope:
         monitor = self._monitor = default() if self._given is None else self._given
         if self._sync:
             synchronize()
-        self._window = monitor.open(self.name)
+        # Those that are open around this one, in this thread or asyncio task; one that was forgotten is gone.
+        around = [scope for ref in _around.get() if (scope := ref()) is not None and scope._open]
+        self._window = monitor.open(self.name, nested=any(scope.name == self.name for scope in around))
         self._open.append(self._window)
+        _around.set((*map(weakref.ref, around[-_MAX_AROUND:]), weakref.ref(self)))
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
@@ -65,6 +72,12 @@ class EnergyScope:
             self._monitor.close(window)  # type: ignore[union-attr]
             if on_close is not None and window.end is not None:
                 on_close(self.name, window.start.host_ns, window.end.host_ns)
+
+    async def __aenter__(self) -> EnergyScope:
+        return self.__enter__()
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        self.__exit__(exc_type)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function or coroutine function: a scope of this name around every call."""
