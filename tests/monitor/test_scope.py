@@ -560,7 +560,8 @@ def test_settling_ends_when_a_sensor_is_due(monkeypatch: pytest.MonkeyPatch, spa
 
     own = Monitor([])
     own.sampler = types.SimpleNamespace(spare_s=spare_s, counted_domains=list)  # type: ignore[assignment]
-    own._pending = {i: types.SimpleNamespace(end=None, settle=settle) for i in range(1000)}  # type: ignore[misc]
+    window = types.SimpleNamespace(end=None, settle=settle, is_idle=lambda *_: False)
+    own._pending = dict.fromkeys(range(1000), window)  # type: ignore[arg-type]
     monkeypatch.setattr(core, "time", types.SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
     own._after_read()
     assert len(calls) == settled
