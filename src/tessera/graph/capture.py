@@ -16,7 +16,7 @@ from .intercept import Interceptor
 from .ir import Graph
 from .patches import TorchPatches, patch_torch
 from .recorder import Recorder, first_line, is_user_code, pause
-from .staging import CAST, MetaTwins, replace_leaves, restore_containers
+from .staging import CAST, MetaTwins, stage_surroundings
 from .surroundings import find_models
 
 Mode = Literal["infer", "train"]
@@ -53,10 +53,9 @@ def capture(
     if module is not None and isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [optimizer]  # the user's own: it must step the twins, not the model
     with _ONE_AT_A_TIME, TorchPatches() as stack:
-        stack.enter_context(restore_containers(modules, model))
+        stack.enter_context(stage_surroundings(modules, model, twins.twin))
         stack.enter_context(twins.replace_modules(modules))
         stack.enter_context(twins.replace_optimizers(optimizers))
-        stack.enter_context(replace_leaves(model, twins.twin))
         recorder.known.note_small(twins.pairs())
         if module is not None:
             with contextlib.suppress(NotImplementedError):  # an exported program has no train(): its mode is fixed
@@ -71,11 +70,9 @@ def capture(
         stack.enter_context(interceptor)
         stack.enter_context(recorder)
         with _explain_errors(model):
-            if module is not None and mode == "train":
-                _train_step(module, args, kwargs, recorder, _make_optimizer(optimizer, module))
-            else:
-                _prime(recorder, optimizers)
-                model(*args, **kwargs)
+            trained = _make_optimizer(optimizer, module) if module is not None and mode == "train" else None
+            _prime(recorder, [trained] if trained is not None else optimizers)
+            _run_step(model, args, kwargs, recorder, trained)
     return Graph(
         name=name or _title(model),
         ops=tuple(recorder.ops),
@@ -215,11 +212,11 @@ def _follow_modules(recorder: Recorder, modules: list[torch.nn.Module], stack: c
 # -- training ---------------------------------------------------------------------------------------------------
 
 
-def _train_step(
-    module: torch.nn.Module, args: Any, kwargs: Any, recorder: Recorder, optimizer: torch.optim.Optimizer
-) -> None:
-    _prime(recorder, [optimizer])
-    output = module(*args, **kwargs)  # alive until the step is over, as `out = model(x)` in a training loop
+def _run_step(model: Any, args: Any, kwargs: Any, recorder: Recorder, optimizer: torch.optim.Optimizer | None) -> None:
+    """Call a model; with an optimizer, also its loss, backward and the update."""
+    output = model(*args, **kwargs)  # alive until the step is over, as `out = model(x)` in a training loop
+    if optimizer is None:
+        return
     loss = loss_of(output)
     loss.backward()
     recorder.phase = "optimizer"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import ArgumentError
 from .capture import capture
-from .ir import Graph
+from .ir import Graph, size_of
 from .recorder import Recorder
 
 _aten = torch.ops.aten
@@ -158,12 +158,6 @@ def _to_meta(example: Any) -> Any:
     stride = example.stride() if callable(example.stride) else example.stride
     shape, stride = (tuple(size_of(s) for s in sizes) for sizes in (example.shape, stride))
     return torch.empty_strided(shape, stride, dtype=example.dtype, device="meta")
-
-
-def size_of(size: Any) -> int:
-    """A size as a number; the size of a symbolic one is the value it was traced with."""
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint if hint is not None else size)
 
 
 def _find_returned(module: fx.GraphModule) -> frozenset[str]:

@@ -37,6 +37,12 @@ WHAT_IFS: Mapping[str, str] = {
 """Formats a model can be asked to run in, and the format of its tensors then: bf16 between quantised products."""
 
 
+def size_of(size: Any) -> int:
+    """Return a size as a number; for a symbolic one the value it was traced with."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint if hint is not None else size)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor as an operator sees it: its storage, shape, strides and number format.

@@ -35,24 +35,11 @@ _MADE_IN_C = 1 << 8
 # Not opened: models and optimizers are saved elsewhere (`rewrite.state.State`), and data sets are not copied.
 _CLOSED = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader)
 # Objects that other threads use meanwhile, or that stand for something outside this process (a trace, a file).
-_LIVE_MODULES = (
-    "logging.",
-    "threading.",
-    "queue.",
-    "multiprocessing.",
-    "concurrent.",
-    "asyncio.",
-    "torch._",
-    "torch.profiler.",
-    "torch.autograd.",
-    "torch.distributed.",
-    "torch.multiprocessing.",
-    "torch.utils.data.",
-    "tessera.rewrite.optimize.",
-    "tessera.runtime.",
-    "tessera.monitor.",
-    "tessera.profile.",
-)
+_LIVE_NAMES = """
+    logging. threading. queue. multiprocessing. concurrent. asyncio. torch._ torch.profiler. torch.autograd.
+    torch.distributed. torch.multiprocessing. torch.utils.data. tessera.rewrite.optimize. tessera.runtime.
+    tessera.monitor. tessera.profile."""
+_LIVE_MODULES = tuple(_LIVE_NAMES.split())
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
 _HANDLES = (*_LOCKS, threading.Thread, io.IOBase)
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)

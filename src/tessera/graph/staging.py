@@ -123,8 +123,13 @@ class _CopyToMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def restore_containers(modules: list[torch.nn.Module], program: Callable[..., Any]) -> Iterator[None]:
-    """Give the containers in modules, and in the variables around a callable, their contents back at the end."""
+def stage_surroundings(
+    modules: list[torch.nn.Module], program: Callable[..., Any], make_twin: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Give containers in modules, and the variables around a callable, their contents back at the end.
+
+    Tensors around it that want gradients are replaced by twins: a meta gradient cannot reach a real one.
+    """
     attributes = [
         value
         for root in modules
@@ -134,43 +139,31 @@ def restore_containers(modules: list[torch.nn.Module], program: Callable[..., An
     ]
     around = None if isinstance(program, torch.nn.Module) else Surroundings(program)
     values = around.values() if around is not None else {}
-    copies = [(c, c.copy()) for c in find_containers([attributes, *values.values()], search=True)]
+    outside, inside = (
+        [(c, c.copy()) for c in find_containers(things, search=True)] for things in ([*values.values()], attributes)
+    )
     try:
+        if around is not None:
+            around.restore({name: _swap_leaves(value, make_twin) for name, value in values.items()})
+        for container, contents in outside:
+            if isinstance(contents, (dict, list)):
+                for key, value in list(contents.items() if isinstance(contents, dict) else enumerate(contents)):
+                    if (twin := _swap_leaves(value, make_twin)) is not value:
+                        container[key] = twin
         yield
     finally:
         if around is not None:
             around.restore(values)
-        for container, contents in copies:
+        for container, contents in (*inside, *outside):
             refill(container, contents)
 
 
-@contextlib.contextmanager
-def replace_leaves(program: Any, make_twin: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replace the tensors around a callable that want gradients by twins: a meta gradient cannot reach a real one."""
-    if isinstance(program, torch.nn.Module):
-        yield
-        return
-
-    def swap(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            wanted = value.requires_grad and value.is_leaf and value.device.type != "meta"
-            return make_twin(value) if wanted else value
-        if type(value) is tuple:
-            twin = tuple(swap(item) for item in value)
-            return value if all(a is b for a, b in zip(twin, value, strict=True)) else twin
-        return value
-
-    around = Surroundings(program)
-    values = around.values()
-    copies = [(c, c.copy()) for c in find_containers([*values.values()], search=True) if isinstance(c, (dict, list))]
-    try:
-        around.restore({name: swap(value) for name, value in values.items()})
-        for container, contents in copies:
-            for key, value in list(contents.items() if isinstance(contents, dict) else enumerate(contents)):
-                if (twin := swap(value)) is not value:
-                    container[key] = twin
-        yield
-    finally:
-        around.restore(values)
-        for container, contents in copies:
-            refill(container, contents)
+def _swap_leaves(value: Any, make_twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the twin of a tensor that wants gradients, a tuple with such twins, or the value itself."""
+    if isinstance(value, torch.Tensor):
+        wanted = value.requires_grad and value.is_leaf and value.device.type != "meta"
+        return make_twin(value) if wanted else value
+    if type(value) is tuple:
+        twin = tuple(_swap_leaves(item, make_twin) for item in value)
+        return value if all(a is b for a, b in zip(twin, value, strict=True)) else twin
+    return value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .eager_ops import size_of
+from ..graph.ir import size_of
 from .inductor import PRIVATE_ERRORS
 
 MATMUL = frozenset({"matmul", "bmm", "__matmul__"})

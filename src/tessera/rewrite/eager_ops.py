@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..graph import flops
-from ..graph.ir import DTYPE_BYTES, Graph, Op, Storage, TensorSpec
+from ..graph.ir import DTYPE_BYTES, Graph, Op, Storage, TensorSpec, size_of
 from ..graph.op_kinds import kind_of
 
 _ROWWISE = frozenset({"norm", "softmax", "reduce", "batch_norm"})
@@ -83,12 +83,6 @@ def spec_of(value: Any) -> TensorSpec | None:
 
     shape, stride = [size_of(s) for s in value.shape], [size_of(s) for s in value.stride()]
     return make_spec(shape, stride, dtype_name(value.dtype))
-
-
-def size_of(size: Any) -> int:
-    """Return a size as a number; for a symbolic one the value it was traced with."""
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint if hint is not None else size)
 
 
 def name_of(target: Any) -> str:

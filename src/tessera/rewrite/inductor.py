@@ -20,16 +20,7 @@ from .eager_ops import EagerOp, list_eager_ops, memory_of, name_of, read_params,
 Pass = Callable[[Any], list[Replacement]]
 """Changes a Dynamo graph in place and returns what it replaced."""
 
-PRIVATE_ERRORS = (
-    AttributeError,
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    RuntimeError,
-    AssertionError,
-)
+PRIVATE_ERRORS = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, AssertionError)
 """What reading another torch's private objects, or tracing a part of a user's program, may raise."""
 
 

@@ -25,9 +25,10 @@ from torch import fx
 
 from ..device import Device
 from ..graph.flops import attention_params
+from ..graph.ir import size_of
 from .attention_pattern import AttentionMatch, compute_constant, find_attention, get_argument, name_of, value_of
 from .compilation import Replacement
-from .eager_ops import EagerOp, list_eager_ops, size_of, spec_of
+from .eager_ops import EagerOp, list_eager_ops, spec_of
 from .inductor import PRIVATE_ERRORS, Pass
 
 _SDPA = "scaled_dot_product_attention"

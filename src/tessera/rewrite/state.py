@@ -7,7 +7,7 @@ differ: a tensor's version tells others (weights that were folded into something
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..graph.surroundings import Surroundings
@@ -18,22 +18,13 @@ _OPTIMIZER_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"
 ROOM = 0.3
 
 
-class HasModels(Protocol):
-    """Anything that names the models and optimizers of a program."""
-
-    @property
-    def modules(self) -> Sequence[Any]:
-        """Its models."""
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """Its optimizers."""
-
-
 class State:
-    """A copy of everything a call may write; `restore` puts it back. `memory` holds the addresses that were copied."""
+    """A copy of everything a call may write; `restore` puts it back. `memory` holds the addresses that were copied.
 
-    def __init__(self, program: HasModels) -> None:
+    `program` is anything that has the `modules` and `optimizers` of a program.
+    """
+
+    def __init__(self, program: Any) -> None:
         import torch
 
         self._torch = torch
@@ -119,7 +110,7 @@ class State:
             tensor.copy_(saved)
 
 
-def list_addresses(program: HasModels) -> frozenset[int]:
+def list_addresses(program: Any) -> frozenset[int]:
     """Return where the tensors lie that a `State` copies."""
     from ..graph.nested import storage_address
 
@@ -131,13 +122,13 @@ def _list_buffers(module: Any) -> dict[str, Any]:
     return dict(module._buffers) if isinstance(module._buffers, dict) else {}
 
 
-def _list_parameters(program: HasModels) -> dict[int, Any]:
+def _list_parameters(program: Any) -> dict[int, Any]:
     """Return the parameters of models, and those that only optimizers have."""
     optimized = [p for o in program.optimizers for group in o.param_groups for p in group["params"]]
     return {id(p): p for p in (*(p for m in program.modules for p in m.parameters()), *optimized)}
 
 
-def _list_tensors(program: HasModels) -> list[Any]:
+def _list_tensors(program: Any) -> list[Any]:
     """Return parameters, buffers, gradients, and the state of optimizers."""
     parameters = _list_parameters(program)
     tensors = parameters | {id(b): b for m in program.modules for b in m.buffers()}

@@ -24,7 +24,7 @@ from ..monitor.iteration import measure_iteration
 from .compare import OUTSIDE, Comparison, Reference
 from .compilation import Compilation, Replacement
 from .cudagraph import ReplayedProgram
-from .inductor import Pass, list_mode_options, make_backend
+from .inductor import PRIVATE_ERRORS, Pass, list_mode_options, make_backend
 from .program import Program, cannot_repeat, first_line
 
 EAGER = "eager"
@@ -38,16 +38,7 @@ _AUTOTUNE_S = 350.0
 # Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replay.
 _CALLS_TO_REPLAY = 3
 # What Dynamo, Inductor or a C++ compiler raise for programs they cannot take: such a variant is dropped.
-_COMPILE_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ImportError,
-    OSError,
-    AssertionError,
-)
+_COMPILE_ERRORS = (*PRIVATE_ERRORS, ImportError, OSError)
 
 
 @dataclass(slots=True, kw_only=True)
