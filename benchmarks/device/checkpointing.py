@@ -307,13 +307,13 @@ def main() -> None:
     if cuda:
         head["device"] = torch.cuda.get_device_name()
     results = Results(args.results, head)
-    results.data["host_cost"] = results.guarded("host cost", host_cost)
-    if args.host_cost:
-        print(json.dumps(results.data["host_cost"], indent=1))
-        return
     if args.reorder:
         results.data["reorder"] = results.guarded("reorder", reordering)
         results.save()
+        return
+    results.data["host_cost"] = results.guarded("host cost", host_cost)
+    if args.host_cost:
+        print(json.dumps(results.data["host_cost"], indent=1))
         return
     plan = results.guarded("plan", lambda: planned(args, "h200"))
     if plan is None:

@@ -12,10 +12,10 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,71 +33,52 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _UNSET: Any = object()
 
 
-class _Variable(Protocol):
+@dataclass(frozen=True, slots=True)
+class _Variable:
     """A place that holds a value; `_UNSET` where it holds none."""
 
-    def read(self) -> Any: ...
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
 
-    def write(self, value: Any) -> None: ...
 
-
-@dataclass(slots=True)
-class _Cell:
-    cell: types.CellType
-
-    def read(self) -> Any:
+def _make_cell(cell: types.CellType) -> _Variable:
+    def read() -> Any:
         try:
-            return self.cell.cell_contents
+            return cell.cell_contents
         except ValueError:
             return _UNSET
 
-    def write(self, value: Any) -> None:
+    def write(value: Any) -> None:
         if value is _UNSET:
-            del self.cell.cell_contents
+            del cell.cell_contents
         else:
-            self.cell.cell_contents = value
+            cell.cell_contents = value
+
+    return _Variable(read, write)
 
 
-@dataclass(slots=True)
-class _Global:
-    namespace: dict[str, Any]
-    name: str
-
-    def read(self) -> Any:
-        return self.namespace.get(self.name, _UNSET)
-
-    def write(self, value: Any) -> None:
+def _make_global(namespace: dict[str, Any], name: str) -> _Variable:
+    def write(value: Any) -> None:
         if value is _UNSET:
-            self.namespace.pop(self.name, None)
+            namespace.pop(name, None)
         else:
-            self.namespace[self.name] = value
+            namespace[name] = value
+
+    return _Variable(lambda: namespace.get(name, _UNSET), write)
 
 
-@dataclass(slots=True)
-class _PartialArgument:
-    call: functools.partial[Any]
-    index: int
-
-    def read(self) -> Any:
-        return self.call.args[self.index]
-
-    def write(self, value: Any) -> None:
-        args = (*self.call.args[: self.index], value, *self.call.args[self.index + 1 :])
+def _make_partial_argument(call: functools.partial[Any], index: int) -> _Variable:
+    def write(value: Any) -> None:
+        args = (*call.args[:index], value, *call.args[index + 1 :])
         # The arguments of a partial are read-only but for its state.
-        self.call.__setstate__((self.call.func, args, self.call.keywords, self.call.__dict__))  # type: ignore[attr-defined]
+        call.__setstate__((call.func, args, call.keywords, call.__dict__))  # type: ignore[attr-defined]
+
+    return _Variable(lambda: call.args[index], write)
 
 
-@dataclass(slots=True)
-class _Constant:
+def _make_constant(value: Any) -> _Variable:
     """Cannot be given another value: a bound object, a default, a keyword of a partial."""
-
-    value: Any
-
-    def read(self) -> Any:
-        return self.value
-
-    def write(self, value: Any) -> None:
-        """Do nothing."""
+    return _Variable(lambda: value, lambda _value: None)
 
 
 class Surroundings:
@@ -146,17 +127,17 @@ class Surroundings:
         self._visited[id(call)] = call
         if isinstance(call, functools.partial):
             for i in range(len(call.args)):
-                self._add(f"argument {i}", _PartialArgument(call, i))
+                self._add(f"argument {i}", _make_partial_argument(call, i))
             for name, value in call.keywords.items():
-                self._add(name, _Constant(value))
+                self._add(name, _make_constant(value))
             self._todo.append(call.func)
         elif isinstance(call, types.MethodType):
-            self._add("self", _Constant(call.__self__))
+            self._add("self", _make_constant(call.__self__))
             self._todo.append(call.__func__)
         elif isinstance(call, types.FunctionType):
             self._visit_function(call)
         elif isinstance(type(call).__call__, types.FunctionType):
-            self._add("self", _Constant(call))
+            self._add("self", _make_constant(call))
             self._todo.append(type(call).__call__)
         elif (inner := _unwrap(call)) is not None:
             self._todo.append(inner)
@@ -164,20 +145,20 @@ class Surroundings:
     def _visit_function(self, fn: types.FunctionType) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if self._is_new(cell, ""):
-                self._add(name, _Cell(cell))
+                self._add(name, _make_cell(cell))
         if _is_installed(fn):  # torch.no_grad()'s, around a function of the program
             return
         names, defaults = fn.__code__.co_varnames[: fn.__code__.co_argcount], fn.__defaults__ or ()
         for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True):
-            self._add(name, _Constant(value))
+            self._add(name, _make_constant(value))
         for name, value in (fn.__kwdefaults__ or {}).items():
-            self._add(name, _Constant(value))
+            self._add(name, _make_constant(value))
         if vars(fn):
-            self._add(fn.__name__, _Constant(vars(fn)))
+            self._add(fn.__name__, _make_constant(vars(fn)))
         for name, is_stored in _list_globals(fn.__code__):
             stateless = issubclass(type(fn.__globals__.get(name)), (types.NoneType, *_STATELESS))
             if (is_stored or not stateless) and self._is_new(fn.__globals__, name):
-                self._add(name, _Global(fn.__globals__, name))
+                self._add(name, _make_global(fn.__globals__, name))
 
     def _add(self, name: str, variable: _Variable) -> None:
         """Add a variable under a name that is free, and follow the functions in its value."""

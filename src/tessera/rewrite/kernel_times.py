@@ -147,38 +147,43 @@ def group_by_operator(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]
     The outermost operator that is among `ops` counts: what it calls in turn is how it works. Every second is in one
     group, and every operator that launches: one whose kernels are not seen takes its share of what is left over.
     """
-    by_name: dict[str, list[int]] = defaultdict(list)
+    launching = {i: op for i, op in ops.items() if op.launches}
+    named, unseen, unnamed = _match(
+        launching,
+        kernels,
+        lambda op: _canonical_name(op.name),
+        lambda kernel: map(_canonical_name, reversed(kernel.operators)),
+    )
+    kinds, others, rest = _match(
+        unseen,
+        unnamed,
+        lambda op: f"other {op.kind}",
+        lambda kernel: (f"other {_find_kind(o)}" for o in kernel.operators),
+    )
+    left_s = sum(kernel.time_s for kernel in rest)
+    return [*named, *kinds, *([KernelGroup(LEFT_OVER, tuple(others), left_s)] if others or left_s else [])]
+
+
+def _match(
+    ops: Mapping[int, EagerOp],
+    kernels: Sequence[KernelTotal],
+    key_of: Callable[[EagerOp], str],
+    list_keys: Callable[[KernelTotal], Iterable[str]],
+) -> tuple[list[KernelGroup], dict[int, EagerOp], list[KernelTotal]]:
+    """Group the operators and kernels that share a key, the first of a kernel's that any operator has; and the rest."""
+    members: dict[str, list[int]] = defaultdict(list)
     for i, op in ops.items():
-        if op.launches:
-            by_name[_canonical_name(op.name)].append(i)
+        members[key_of(op)].append(i)
     sums: dict[str, float] = defaultdict(float)
-    unnamed: list[KernelTotal] = []
+    rest = []
     for kernel in kernels:
-        key = next((k for op in reversed(kernel.operators) if (k := _canonical_name(op)) in by_name), None)
+        key = next((key for key in list_keys(kernel) if key in members), None)
         if key is None:
-            unnamed.append(kernel)
+            rest.append(kernel)
         else:
             sums[key] += kernel.time_s
-    groups = [KernelGroup(key, tuple(by_name[key]), seconds) for key, seconds in sums.items()]
-    unseen = [i for key, members in by_name.items() if key not in sums for i in members]
-    return groups + _group_by_kind({i: ops[i] for i in unseen}, unnamed)
-
-
-def _group_by_kind(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]) -> list[KernelGroup]:
-    by_kind: dict[str, list[int]] = defaultdict(list)
-    for i, op in ops.items():
-        by_kind[op.kind].append(i)
-    sums: dict[str, float] = defaultdict(float)
-    left_s = 0.0
-    for kernel in kernels:
-        kind = next((k for operator in kernel.operators if (k := _find_kind(operator)) in by_kind), None)
-        if kind is None:
-            left_s += kernel.time_s
-        else:
-            sums[kind] += kernel.time_s
-    groups = [KernelGroup(f"other {kind}", tuple(by_kind[kind]), seconds) for kind, seconds in sums.items()]
-    others = tuple(i for kind, members in by_kind.items() if kind not in sums for i in members)
-    return groups + ([KernelGroup(LEFT_OVER, others, left_s)] if others or left_s else [])
+    groups = [KernelGroup(key, tuple(members[key]), seconds) for key, seconds in sums.items()]
+    return groups, {i: ops[i] for key, indices in members.items() if key not in sums for i in indices}, rest
 
 
 def group_by_kernel(

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .variants import Variant, VariantSearch
 
 OptimizeMode = Literal["infer", "train"]
-LaunchMode = Literal["auto", "eager", "graph"]
 
 # Iterations may take this long in all while kernels are profiled, and longer only where the budget has room.
 _PROFILE_S = 1.0
@@ -44,7 +43,6 @@ class OptimizeOptions:
     mode: OptimizeMode = "infer"
     tolerance: float | None = None
     on: str | Device | None = None
-    launch: LaunchMode = "auto"
     explain: bool | Literal["modelled"] = True
     budget_s: float = 120.0
     variants: Sequence[str] | None = None
@@ -58,7 +56,6 @@ def optimize(
     mode: OptimizeMode = "infer",
     tolerance: float | None = None,
     on: str | Device | None = None,
-    launch: LaunchMode = "auto",
     explain: bool | Literal["modelled"] = True,
     budget_s: float = 120.0,
     variants: Sequence[str] | None = None,
@@ -69,11 +66,11 @@ def optimize(
     `inputs` are a tensor, a tuple of positional or a dict of keyword arguments; without them the first call's are used.
     With `mode="infer"` a module runs without gradients; "train" compiles and checks the backward too. A callable that
     is not a module runs as it is. `tolerance` is the relative Frobenius error allowed of results and gradients (None:
-    by number format). `on` is the chip savings are priced for (None: the one of this machine). `launch` restricts to
-    variants with or without CUDA graphs, `variants` to the named ones. Compiling and measuring take about `budget_s`
-    (0: take the first variant that computes the same, measure nothing); `progress` is called with what is being done.
-    `explain=False` leaves the trace out and lets torch's compilation cache work; "modelled" prices it without profiling
-    the kernels, which makes later launches of this process more expensive.
+    by number format). `on` is the chip savings are priced for (None: the one of this machine). `variants` are the
+    names of those to try. Compiling and measuring take about `budget_s` (0: take the first variant that computes the
+    same, measure nothing); `progress` is called with what is being done. `explain=False` leaves the trace out and lets
+    torch's compilation cache work; "modelled" prices it without profiling the kernels, which makes later launches of
+    this process more expensive.
 
     The program runs many times meanwhile. Models and optimizers it holds, the inputs and the variables around it (what
     it closes over, is bound to, or names in its module) are put back as they were. What a data loader or an iterator
@@ -97,7 +94,6 @@ def optimize(
         mode=mode,
         tolerance=tolerance,
         on=on,
-        launch=launch,
         explain=explain,
         budget_s=budget_s,
         variants=variants,
@@ -173,7 +169,7 @@ class Optimized:
         held = (*pytree.tree_leaves((args, kwargs)), *(p for m in program.modules for p in m.parameters()))
         cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in held)
         self.priced_for = _find_chip(options.on, cuda)
-        modes = choose_modes(program, options.launch, options.variants, cuda)
+        modes = choose_modes(program, options.variants, cuda)
         search = VariantSearch(
             program=program,
             args=tuple(args),

@@ -110,29 +110,28 @@ def _make_additive_mask(graph: fx.Graph, match: AttentionMatch) -> tuple[fx.Node
 
 def _may_hide_all_keys(match: AttentionMatch) -> bool:
     """Tell whether the mask may leave a query no key; one made of data may."""
-    assert match.mask is not None
-    mask = compute_constant(match.mask)
-    if mask is None:
-        return True
-    hidden = ~mask if match.keeps else mask
-    return bool(hidden.all(-1).any())
+    visible = _read_visible(match)
+    return visible is None or not bool(visible.any(-1).all())
 
 
 def _is_causal(match: AttentionMatch) -> bool:
     """Tell whether the mask is a constant lower triangle: position i sees 0 to i."""
-    mask = compute_constant(match.mask) if match.mask is not None else None
-    if mask is None or mask.dim() < 2 or mask.numel() != mask.shape[-1] * mask.shape[-2]:
-        return False
-    mask = mask.reshape(mask.shape[-2:])
-    if match.fill is not None:
-        visible = mask if match.keeps else ~mask
-    elif bool(((mask == 0) | (mask < -1e4)).all()):
-        visible = mask == 0
-    else:
-        return False
+    visible = _read_visible(match)
     keys = value_of(match.k).shape[-2 if match.k_transposed else -1]
-    lengths = size_of(value_of(match.q).shape[-2]), size_of(keys)
-    return tuple(visible.shape) == lengths and bool(torch.equal(visible, torch.ones_like(visible).tril()))
+    return visible is not None and _is_triangle(visible, size_of(value_of(match.q).shape[-2]), size_of(keys))
+
+
+def _read_visible(match: AttentionMatch) -> torch.Tensor | None:
+    """Return which keys each query sees, where the mask is made of constants."""
+    mask = compute_constant(match.mask) if match.mask is not None else None
+    if mask is not None and match.fill is not None:
+        return mask if match.keeps else ~mask
+    return mask == 0 if mask is not None and bool(((mask == 0) | (mask < -1e4)).all()) else None
+
+
+def _is_triangle(visible: torch.Tensor, queries: int, keys: int) -> bool:
+    triangle = torch.ones(queries, keys).tril().bool()
+    return tuple(visible.shape[-2:]) == (queries, keys) and bool((visible == triangle).all())
 
 
 def _find_ungrouped(match: AttentionMatch) -> tuple[fx.Node, fx.Node] | None:
@@ -272,8 +271,7 @@ def _classify_mask(mask: fx.Node, queries: int, keys: int) -> str | None:
         return None
     if bool(visible.all()):
         return "none"
-    triangle = torch.ones(queries, keys).tril().bool()
-    return "causal" if tuple(visible.shape[-2:]) == (queries, keys) and bool((visible == triangle).all()) else None
+    return "causal" if _is_triangle(visible, queries, keys) else None
 
 
 def _read_lengths(node: fx.Node) -> tuple[int, int] | None:

@@ -75,24 +75,19 @@ class Variant:
         return self.mode in _REPLAYED
 
 
-def choose_modes(program: Program, launch: str, wanted: Sequence[str] | None, cuda: bool) -> list[str]:
+def choose_modes(program: Program, wanted: Sequence[str] | None, cuda: bool) -> list[str]:
     """Return the modes to try, most promising first."""
-    if launch not in ("auto", "eager", "graph"):
-        near = did_you_mean(launch, ("auto", "eager", "graph"))
-        raise ArgumentError(f"no launch {launch!r}{near}", fix="launch='auto', 'eager' or 'graph'")
     for name in wanted or ():
         if name not in MODES:
             raise ArgumentError(f"no variant {name!r}{did_you_mean(name, MODES)}", fix=f"one of {', '.join(MODES)}")
     replays = [name for name in wanted or () if name in _REPLAYED]
-    if not cuda and (launch == "graph" or replays):
+    if not cuda and replays:
         raise ArgumentError(
-            f"variants={replays!r} need a CUDA device" if replays else "launch='graph' needs a CUDA device",
+            f"variants={replays!r} need a CUDA device",
             why="the program's tensors are on the CPU",
-            fix="launch='auto', or move the model to a GPU",
+            fix="leave variants= out, or move the model to a GPU",
         )
-    modes = list(wanted or (MODES if cuda else ("default",)))
-    if launch != "auto":
-        modes = [name for name in modes if (name in _REPLAYED) == (launch == "graph")]
+    modes = wanted or (MODES if cuda else ("default",))
     # A replayed eager program must return the same tensors each time: a step with its own backward may not.
     return [name for name in modes if name != REPLAYED_EAGER or program.mode == "infer"]
 
